@@ -1,0 +1,194 @@
+"""The run folder: the only interface between running and reporting. Append-only, readable while the run goes on. No torch.
+
+    recipe.yaml       the recipe with every default written out; `preheat train recipe.yaml` runs it again
+    plan.json         what was predicted (see `PLAN_KEYS`)
+    environment.json  machine, versions, threads, command
+    changes.json      {technique: [{what, count, kernel}]}
+    metrics.jsonl     a line a step (see `METRIC_KEYS`) and a line an evaluation ({step, validation_loss, ...})
+    events.jsonl      {time, kind, ...}: started, resumed, checkpoint, damaged, stopping, measured, sample, baseline, finished, failed
+    checkpoints/      step-N/ (engine/checkpoint.py)
+    tokenizer/        the tokenizer as transformers reads it
+    report.html, report.json
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, TextIO
+
+from preheat.errors import RunError
+
+__all__ = ["METRIC_KEYS", "PLAN_KEYS", "Reader", "Writer", "write_atomic"]
+
+METRIC_KEYS = {
+    "step": "optimizer steps committed, from 1",
+    "tokens": "tokens read so far",
+    "loss": "mean loss a trained token of this step, nats",
+    "lr": "learning rate of this step",
+    "gradient_norm": "before clipping",
+    "seconds": "wall-clock seconds of this step",
+    "tokens_per_second": "of this step",
+    "memory": "bytes in use after this step (resident on a CPU, allocated on a GPU) less what the imports took",
+    "elapsed": "seconds of training so far, over all sessions of the run",
+}
+PLAN_KEYS = {
+    "fits": "whether the predicted peak is at most what the device has",
+    "peak_gib": "predicted peak memory, GiB, less what the imports take",
+    "available_gib": "what the device has",
+    "memory": "{category: GiB} at the peak: parameters, gradients, optimizer, activations, temporary, overhead",
+    "phases": "{phase: GiB}, the peak of each phase of a step",
+    "seconds_per_step": "predicted",
+    "tokens_per_second": "predicted",
+    "mfu": "model FLOPs utilisation, predicted, of the measured matrix rate",
+    "flops_per_step": "counted by the dry run",
+    "parameters": "{total, trained}",
+    "steps": "steps of the run",
+    "seconds_total": "predicted time to finish",
+}
+
+
+def write_atomic(path: Path, text: str) -> None:
+    """Writes a file beside, syncs it and renames: a reader never sees half of it."""
+    beside = path.with_name(path.name + ".writing")
+    with beside.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    beside.replace(path)
+
+
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The whole lines of a JSONL file; a last line that is still being written, or that a crash cut, is left out."""
+    if not path.exists():
+        return
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for line in file:
+            if line.endswith("\n"):
+                with contextlib.suppress(json.JSONDecodeError):  # the cut end of a killed writer, completed by the next
+                    yield json.loads(line)
+
+
+class Reader:
+    """Reads a run, finished or still going on.
+
+    Example:
+        >>> run = Reader("runs/demo")                                   # doctest: +SKIP
+        >>> run.plan["peak_gib"], run.metrics()[-1]["loss"]             # doctest: +SKIP
+    """
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+        if not (self.path / "recipe.yaml").is_file():
+            raise RunError(f"{self.path}: is not a run (it has no recipe.yaml)")
+
+    def _json(self, name: str) -> dict[str, Any]:
+        file = self.path / name
+        return json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+
+    @property
+    def recipe_text(self) -> str:
+        return (self.path / "recipe.yaml").read_text(encoding="utf-8")
+
+    @property
+    def plan(self) -> dict[str, Any]:
+        return self._json("plan.json")
+
+    @property
+    def environment(self) -> dict[str, Any]:
+        return self._json("environment.json")
+
+    @property
+    def changes(self) -> dict[str, list[dict[str, Any]]]:
+        return self._json("changes.json")
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """One dict a step. Steps that were taken again after a crash stand once, as last taken."""
+        by_step = {line["step"]: line for line in _lines(self.path / "metrics.jsonl") if "loss" in line}
+        return [by_step[step] for step in sorted(by_step)]
+
+    def evaluations(self) -> list[dict[str, Any]]:
+        """One dict an evaluation: {step, validation_loss, tokens}."""
+        by_step = {line["step"]: line for line in _lines(self.path / "metrics.jsonl") if "validation_loss" in line}
+        return [by_step[step] for step in sorted(by_step)]
+
+    def events(self, kind: str | None = None) -> list[dict[str, Any]]:
+        return [e for e in _lines(self.path / "events.jsonl") if kind is None or e["kind"] == kind]
+
+    def measured(self) -> dict[str, Any]:
+        """{peak_gib, tokens_per_second, ...} of the last session; empty while the first goes on."""
+        found = self.events("measured")
+        return found[-1] if found else {}
+
+
+class Writer:
+    """Writes a run. One writer a folder: a second one is refused while the first lives.
+
+    Args:
+        path: the folder. A new run needs one that holds no run; `resume` needs one that does.
+
+    Raises:
+        RunError: the folder holds a run already, cannot be written, or another process writes it.
+    """
+
+    def __init__(self, path: str | Path, *, resume: bool = False):
+        self.path = Path(path)
+        holds = (self.path / "recipe.yaml").exists()
+        if holds and not resume:
+            raise RunError(f"{self.path}: holds a run already; add --resume to go on with it, or name another folder with --out")
+        if resume and not holds:
+            raise RunError(f"{self.path}: holds no run to resume")
+        try:
+            (self.path / "checkpoints").mkdir(parents=True, exist_ok=True)
+            self._lock = (self.path / "lock").open("a")
+        except OSError as error:
+            raise RunError(f"{self.path}: cannot write there ({error.strerror}); name another folder with --out") from None
+        self._locked()
+        self._files: dict[str, TextIO] = {}
+
+    def _locked(self) -> None:
+        import fcntl
+
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise RunError(f"{self.path}: another process is writing this run; wait for it or end it, or name another folder with --out") from None
+
+    def text(self, name: str, text: str) -> None:
+        try:
+            write_atomic(self.path / name, text)
+        except OSError as error:
+            raise RunError(f"{self.path / name}: cannot be written ({error.strerror})") from None
+
+    def json(self, name: str, value: Any) -> None:
+        self.text(name, json.dumps(value, indent=1, ensure_ascii=False) + "\n")
+
+    def _append(self, name: str, value: Mapping[str, Any]) -> None:
+        try:
+            file = self._files.get(name)
+            if file is None:
+                path = self.path / name
+                cut = path.exists() and path.stat().st_size > 0 and not path.read_bytes().endswith(b"\n")
+                file = self._files[name] = path.open("a", encoding="utf-8")
+                if cut:  # a killed writer left half a line: end it, so that ours stands alone
+                    file.write("\n")
+            file.write(json.dumps(value) + "\n")
+            file.flush()
+        except OSError as error:
+            raise RunError(f"{self.path / name}: cannot be written ({error.strerror}); free some room and go on with --resume") from None
+
+    def metric(self, **values: Any) -> None:
+        self._append("metrics.jsonl", values)
+
+    def event(self, kind: str, **values: Any) -> None:
+        self._append("events.jsonl", {"time": time.time(), "kind": kind, **values})
+
+    def close(self) -> None:
+        for file in self._files.values():
+            with contextlib.suppress(OSError):
+                file.close()
+        self._lock.close()
