@@ -1,0 +1,11 @@
+"""A run as one page: `report.html`, self-contained and offline, and its figures as data in `report.json`.
+
+    run folder ──figures.collect──▶ figures (report.json) ──page.render──▶ report.html
+                                                └─ plots: SVG whose colours are the page's variables
+
+Works at any time: for a run that goes on, one that failed, and one that has not taken a step.
+"""
+
+from preheat.report.page import write
+
+__all__ = ["write"]

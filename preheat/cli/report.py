@@ -1,0 +1,31 @@
+"""`preheat report RUN`: a run as one page."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+__all__ = ["report"]
+
+
+def report(
+    runs: Annotated[list[Path], typer.Argument(help="Folders of runs: finished, going on, stopped or failed.", show_default=False)],
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+) -> None:
+    """Write a run as one HTML page that works offline, with its figures beside it as report.json.
+
+    Example: preheat report runs/demo
+    """
+    from preheat.report import write
+
+    written = [(run, write(run)) for run in runs]
+    if json:
+        from json import dumps
+
+        rows = [{"run": str(run), "report": str(page), "data": str(page.with_name("report.json"))} for run, page in written]
+        print(dumps({"reports": rows}))
+        return
+    for _, page in written:
+        print(page)

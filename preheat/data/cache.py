@@ -1,0 +1,77 @@
+"""A folder of entries keyed by content. An entry is written beside, then renamed; a damaged one is built again.
+
+    <root>/<kind>-<key>/entry.json   {"files": {name: blake2b}, "values": {...}}
+    <root>/<kind>-<key>/...          the files
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from preheat.errors import DataError
+
+__all__ = ["default_root", "entry", "read_entry"]
+
+STALE = 24 * 3600
+"""A half-written folder of this age, in seconds, was left by a killed process."""
+
+
+def default_root() -> Path:
+    """$PREHEAT_CACHE, or ~/.cache/preheat."""
+    return Path(os.environ.get("PREHEAT_CACHE") or Path.home() / ".cache" / "preheat")
+
+
+def _checksum(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+
+
+def read_entry(folder: Path) -> dict[str, Any] | None:
+    """What an entry holds, {"files", "values"}; None when it is absent or any byte of it has changed."""
+    try:
+        found = json.loads((folder / "entry.json").read_bytes())
+        sound = all(_checksum(folder / name) == mark for name, mark in found["files"].items())
+        return found if sound and "values" in found else None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # gone, cut short, or not what we wrote
+        return None
+
+
+def entry(root: Path, name: str, build: Callable[[Path], dict[str, Any]]) -> tuple[Path, dict[str, Any]]:
+    """The folder of an entry and what it holds; `build(folder)` writes its files and returns its values when it is needed.
+
+    Raises:
+        DataError: the cache cannot be written. Whatever `build` raises passes, and leaves nothing behind.
+    """
+    folder = root / name
+    if (found := read_entry(folder)) is not None:
+        return folder, found
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        for left in root.glob(".partial-*"):
+            if time.time() - left.stat().st_mtime > STALE:
+                shutil.rmtree(left, ignore_errors=True)
+        with tempfile.TemporaryDirectory(prefix=".partial-", dir=root, ignore_cleanup_errors=True) as made:
+            new = Path(made) / "entry"
+            new.mkdir()
+            values = build(new)
+            files = {p.relative_to(new).as_posix(): _checksum(p) for p in sorted(new.rglob("*")) if p.is_file()}
+            (new / "entry.json").write_text(json.dumps({"files": files, "values": values}), encoding="utf-8")
+            with contextlib.suppress(OSError):  # a damaged entry goes; that there is none is the usual case
+                folder.rename(Path(made) / "damaged")
+            with contextlib.suppress(OSError):  # another process was first: its entry has the same content
+                new.rename(folder)
+    except OSError as error:
+        raise DataError(f"cache {root}: cannot be written ({error.strerror or error}); set PREHEAT_CACHE to a folder with room") from None
+    found = read_entry(folder)
+    if found is None:
+        raise DataError(f"cache {folder}: does not hold what was written to it; set PREHEAT_CACHE to a folder on a sound disk")
+    return folder, found

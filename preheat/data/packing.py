@@ -1,0 +1,225 @@
+"""Rows: token documents packed into sequences of one length.
+
+`stream` joins all documents and cuts the stream at row ends; `whole` never cuts an example: best-fit decreasing packing,
+and padding at the end of a row. Attention never crosses documents, so a row states the length of each; padding counts
+as a document of its own, without labels.
+"""
+
+from __future__ import annotations
+
+import bisect
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from preheat.errors import DataError
+
+__all__ = ["IGNORED", "RowData", "Rows", "Tokens", "best_fit"]
+
+IGNORED = -100
+"""The label of a place that is not trained."""
+
+
+class RowData(NamedTuple):
+    """One row.
+
+    Attributes:
+        tokens: [length] int64.
+        labels: [length] int64; the label of place t is the token at t + 1, or -100: the end of a document, prompt, padding.
+        positions: [length] int64, from 0 in each document of the row.
+        documents: lengths of the documents in the row; their sum is `length`.
+    """
+
+    tokens: np.ndarray
+    labels: np.ndarray
+    positions: np.ndarray
+    documents: tuple[int, ...]
+
+
+@dataclass
+class Tokens:
+    """Documents as one array of tokens.
+
+    Attributes:
+        ids: [tokens] unsigned integers.
+        ends: [documents] int64, where each document ends in `ids`.
+        prompts: [documents] int64, how many tokens at its beginning are prompt; None: no document has any.
+        folder, side: where they are stored, when they are: a worker process opens the file instead of being sent a copy.
+    """
+
+    ids: np.ndarray
+    ends: np.ndarray
+    prompts: np.ndarray | None = None
+    folder: Path | None = None
+    side: str = ""
+
+    @classmethod
+    def open(cls, folder: Path, side: str) -> Tokens:
+        """Tokens as `preparing` stored them, mapped into memory."""
+        parts = {p.stem.rpartition("-")[2]: np.load(p, mmap_mode="r" if p.stat().st_size > 4096 else None) for p in folder.glob(f"{side}-*.npy")}
+        return cls(parts["ids"], parts["ends"], parts.get("prompts"), folder, side)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if self.folder is not None:
+            return Tokens.open, (self.folder, self.side)
+        return Tokens, (self.ids, self.ends, self.prompts)
+
+    def starts(self) -> np.ndarray:
+        return np.concatenate([np.zeros(1, np.int64), self.ends[:-1]]) if len(self.ends) else self.ends
+
+
+@dataclass
+class Rows:
+    """Packed rows with random access; cheap to send to another process.
+
+    Attributes:
+        tokens: the documents.
+        length: tokens in a row.
+        packing: `stream` or `whole`.
+        pad: the token that fills rows of `whole` packing.
+        truncated: examples longer than a row, of which the beginning is used (`whole`).
+        no_room: examples left out because the prompt alone fills a row (`whole`).
+
+    Example:
+        >>> rows = Rows(Tokens(np.arange(10), np.array([4, 10])), 5)
+        >>> len(rows), rows.row(0).documents, rows.row(0).labels.tolist()
+        (2, (4, 1), [1, 2, 3, -100, 5])
+    """
+
+    tokens: Tokens
+    length: int
+    packing: Literal["stream", "whole"] = "stream"
+    pad: int = 0
+    truncated: int = 0
+    no_room: int = 0
+    _order: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64), repr=False)
+    """`whole`: documents in the order in which they fill the rows ..."""
+    _bounds: np.ndarray = field(default_factory=lambda: np.zeros(1, np.int64), repr=False)
+    """... of which row i has those from _bounds[i] to _bounds[i + 1]."""
+
+    def __post_init__(self) -> None:
+        if self.packing == "stream" or len(self._bounds) > 1:
+            return
+        sizes = np.diff(self.tokens.ends, prepend=0)
+        kept = np.arange(len(sizes))
+        if self.tokens.prompts is not None:
+            kept = kept[self.tokens.prompts < self.length]
+        self.no_room = len(sizes) - len(kept)
+        self.truncated = int((sizes[kept] > self.length).sum())
+        bins = best_fit(np.minimum(sizes[kept], self.length), self.length)
+        self._order = kept[np.array([n for b in bins for n in b], np.int64)]
+        self._bounds = np.concatenate([np.zeros(1, np.int64), np.cumsum([len(b) for b in bins], dtype=np.int64)])
+
+    def __len__(self) -> int:
+        return len(self.tokens.ids) // self.length if self.packing == "stream" else len(self._bounds) - 1
+
+    @property
+    def tokens_total(self) -> int:
+        """Tokens of text in all rows, padding not counted."""
+        if self.packing == "stream":
+            return len(self) * self.length
+        return int(np.minimum(np.diff(self.tokens.ends, prepend=0), self.length)[self._order].sum())
+
+    @property
+    def trained_total(self) -> int:
+        """Labels in all rows."""
+        starts, ends = self.tokens.starts(), self.tokens.ends
+        if self.packing == "stream":
+            last = np.minimum(ends - 1, len(self) * self.length)  # the last place that has a label, plus one
+        else:
+            starts, ends = starts[self._order], ends[self._order]
+            last = np.minimum(ends, starts + self.length) - 1
+        first = starts
+        if self.tokens.prompts is not None:
+            prompts = self.tokens.prompts if self.packing == "stream" else self.tokens.prompts[self._order]
+            first = starts + np.maximum(prompts - 1, 0)
+        return int(np.maximum(last - first, 0).sum())
+
+    def row(self, index: int) -> RowData:
+        """Row `index`, from 0."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"row {index} of {len(self)}")
+        return self._stream_row(index) if self.packing == "stream" else self._whole_row(index)
+
+    def _stream_row(self, index: int) -> RowData:
+        start = index * self.length
+        stop = start + self.length
+        span = np.asarray(self.tokens.ids[start : stop + 1]).astype(np.int64)
+        tokens, labels = span[: self.length], np.full(self.length, IGNORED, np.int64)
+        labels[: len(span) - 1] = span[1:]
+        first = int(np.searchsorted(self.tokens.ends, start, side="right"))  # the document that place `start` is in
+        last = int(np.searchsorted(self.tokens.ends, stop, side="left"))  # the one that place `stop - 1` is in
+        ends = np.asarray(self.tokens.ends[first : last + 1])
+        inside = ends[ends <= stop] - start
+        labels[inside - 1] = IGNORED
+        if self.tokens.prompts is not None:
+            for n, begin in zip(range(first, last + 1), np.concatenate([[self.tokens.ends[first - 1] if first else 0], ends[:-1]]), strict=True):
+                labels[max(begin - start, 0) : max(begin - start + int(self.tokens.prompts[n]) - 1, 0)] = IGNORED
+        cuts = inside.tolist() if len(inside) and inside[-1] == self.length else [*inside.tolist(), self.length]
+        return _row(tokens, labels, np.diff(cuts, prepend=0))
+
+    def _whole_row(self, index: int) -> RowData:
+        tokens, labels = np.full(self.length, self.pad, np.int64), np.full(self.length, IGNORED, np.int64)
+        sizes, at = [], 0
+        for n in self._order[self._bounds[index] : self._bounds[index + 1]]:
+            start = int(self.tokens.ends[n - 1]) if n else 0
+            size = min(int(self.tokens.ends[n]) - start, self.length)
+            ids = np.asarray(self.tokens.ids[start : start + size]).astype(np.int64)
+            tokens[at : at + size] = ids
+            read = max(int(self.tokens.prompts[n]) - 1, 0) if self.tokens.prompts is not None else 0
+            labels[at + read : at + size - 1] = ids[read + 1 :]
+            sizes.append(size)
+            at += size
+        if at < self.length:
+            sizes.append(self.length - at)
+        return _row(tokens, labels, np.array(sizes))
+
+    def require(self, what: str, fix: str) -> None:
+        """Raises DataError when there is not one row."""
+        if len(self) == 0:
+            raise DataError(f"{what}: {len(self.tokens.ids):,} tokens in {len(self.tokens.ends):,} documents do not fill one row of {self.length}; {fix}")
+
+
+def _row(tokens: np.ndarray, labels: np.ndarray, documents: np.ndarray) -> RowData:
+    starts = np.cumsum(documents) - documents
+    positions = np.arange(len(tokens), dtype=np.int64) - np.repeat(starts, documents)
+    return RowData(tokens, labels, positions, tuple(documents.tolist()))
+
+
+def best_fit(sizes: np.ndarray, room: int) -> list[list[int]]:
+    """Best-fit decreasing: the largest first, each into the fullest bin that still has room. Deterministic.
+
+    Args:
+        sizes: [n], each at most `room`.
+
+    Returns:
+        The indices in each bin.
+
+    Example:
+        >>> best_fit(np.array([3, 6, 4, 5]), 9)
+        [[1, 0], [3, 2]]
+    """
+    bins: list[list[int]] = []
+    by_room: dict[int, list[int]] = {}  # room left -> bins
+    rooms: list[int] = []  # the keys of by_room, sorted
+    for n in np.argsort(-sizes, kind="stable").tolist():
+        size = int(sizes[n])
+        place = bisect.bisect_left(rooms, size)
+        if place == len(rooms):
+            left, chosen = room, len(bins)
+            bins.append([])
+        else:
+            left = rooms[place]
+            chosen = by_room[left].pop()
+            if not by_room[left]:
+                del by_room[left], rooms[place]
+        bins[chosen].append(n)
+        left -= size
+        if left:
+            if left not in by_room:
+                by_room[left] = []
+                bisect.insort(rooms, left)
+            by_room[left].append(chosen)
+    return bins

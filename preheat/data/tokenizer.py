@@ -1,0 +1,147 @@
+"""The model's own tokenizer, or a byte-level BPE trained on the data; documents as tokens with their ends."""
+
+from __future__ import annotations
+
+import heapq
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from preheat.data.files import Document, missing
+from preheat.data.sources import digest, hub_reachable
+from preheat.errors import DataError, RecipeError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+__all__ = ["END", "PAD", "Encoded", "Encoder", "load_tokenizer", "train_tokenizer"]
+
+END, PAD = "<|end|>", "<|pad|>"
+
+SAMPLE = 8_000_000
+"""Characters of the training documents that a BPE is trained on: those with the lowest content hash, so that the sample
+is the same in any order of files. More changes the pieces little and costs time in proportion."""
+
+
+class Encoded(NamedTuple):
+    """Tokens of one document and how many of them, at its beginning, are prompt."""
+
+    tokens: list[int]
+    prompt: int
+
+
+def load_tokenizer(name: str, *, knob: str = "data.tokenizer") -> PreTrainedTokenizerFast:
+    """The tokenizer of a Hugging Face folder, or of a hub name such as `org/model`.
+
+    Raises:
+        DataError: the folder is missing or holds no tokenizer that can be used.
+    """
+    import transformers
+
+    path = Path(name).expanduser()
+    if not path.exists() and (name.startswith((".", "/", "~")) or name.count("/") != 1):
+        raise missing(knob, path)
+    if path.exists():
+        _look_at(knob, path)
+    elif not hub_reachable():
+        raise DataError(f"{knob} {name}: no such folder, and no network to look for a model of that name; name a folder that has tokenizer.json")
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(str(path) if path.exists() else name, trust_remote_code=False)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise DataError(f"{knob} {name}: no tokenizer can be read from it: {(str(error).strip() or type(error).__name__).splitlines()[0]}") from None
+    if not getattr(tokenizer, "is_fast", False):
+        raise DataError(f"{knob} {name}: has no fast tokenizer (tokenizer.json); convert it with transformers and save it again")
+    if tokenizer.eos_token_id is None:
+        raise DataError(f"{knob} {name}: the tokenizer has no end-of-text token, which ends every document; add eos_token to tokenizer_config.json")
+    return tokenizer
+
+
+def _look_at(knob: str, path: Path) -> None:
+    if not path.is_dir():
+        raise DataError(f"{knob} {path}: is a file; name the folder that holds tokenizer.json")
+    file = path / "tokenizer.json"
+    if not file.exists():
+        if not any((path / other).exists() for other in ("tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")):
+            raise DataError(f"{knob} {path}: not a tokenizer folder: it has no tokenizer.json")
+        return
+    # The Rust reader raises a bare Exception for a file that is cut or of another kind, so look first.
+    try:
+        found = json.loads(file.read_bytes())
+    except (ValueError, OSError) as error:
+        raise DataError(f"{file}: not a tokenizer: {error}") from None
+    if not isinstance(found, dict) or not isinstance(found.get("model"), dict):
+        raise DataError(f"{file}: not a tokenizer: it has no 'model'")
+
+
+def train_tokenizer(documents: Iterable[tuple[str, str]], *, vocabulary: int) -> PreTrainedTokenizerFast:
+    """A byte-level BPE (every text can be encoded and decoded back) of at most `vocabulary` pieces.
+
+    Args:
+        documents: (content hash, text) each; of a large corpus `SAMPLE` characters are used.
+        vocabulary: pieces, 256 bytes, the end-of-text token and the padding token among them.
+    """
+    import transformers
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    if vocabulary < len(alphabet) + 2:
+        raise RecipeError(f"data.vocabulary: {vocabulary} is too few; 256 bytes, {END} and {PAD} take {len(alphabet) + 2}")
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(vocab_size=vocabulary, special_tokens=[END, PAD], initial_alphabet=alphabet, show_progress=False)
+    backend.train_from_iterator(_sample(documents), trainer)
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=END, pad_token=PAD, clean_up_tokenization_spaces=False)
+
+
+def _sample(documents: Iterable[tuple[str, str]]) -> list[str]:
+    heap: list[tuple[int, str]] = []  # the highest hash on top: it leaves first
+    size = 0
+    for mark, text in documents:
+        heapq.heappush(heap, (-int(mark, 16), text))
+        size += len(text)
+        while len(heap) > 1 and size - len(heap[0][1]) >= SAMPLE:
+            size -= len(heapq.heappop(heap)[1])
+    return [text for _, text in sorted(heap, reverse=True)]
+
+
+class Encoder:
+    """Documents to tokens, many at a time in threads of the Rust library (TOKENIZERS_PARALLELISM is left as it is).
+
+    Each document ends with the end-of-text token, and begins with the tokenizer's beginning-of-text token where its own
+    rules put one. A prompt's tokens are those that it has alone, as it will stand when the model is asked.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast):
+        from tokenizers import Tokenizer
+
+        # A copy, since a tokenizer's file may say truncate, and turning that off must not change the caller's.
+        self.backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+        self.backend.no_truncation()
+        self.backend.no_padding()
+        self.end: int = tokenizer.eos_token_id  # type: ignore[assignment]
+        own = tokenizer("a", verbose=False)["input_ids"]
+        begins = tokenizer.bos_token_id is not None and own[:1] == [tokenizer.bos_token_id] != tokenizer("a", add_special_tokens=False)["input_ids"][:1]
+        self.begin: list[int] = [tokenizer.bos_token_id] if begins else []  # type: ignore[list-item]
+        self.pieces = max(len(tokenizer), self.end + 1)
+        self.pad: int = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else self.end  # type: ignore[assignment]
+        self.key = digest(self.backend.to_str(), self.begin, self.end)
+
+    def __call__(self, documents: Sequence[Document]) -> list[Encoded]:
+        """The tokens of each document."""
+        whole = self._encode([(d.prompt or "") + d.text for d in documents])
+        paired = [n for n, d in enumerate(documents) if d.prompt is not None]
+        prompts = dict(zip(paired, self._encode([documents[n].prompt or "" for n in paired]), strict=True))
+        apart = [n for n in paired if whole[n][: len(prompts[n])] != prompts[n]]  # a piece spans the border: encode the halves
+        answers = dict(zip(apart, self._encode([documents[n].text for n in apart]), strict=True))
+        return [
+            Encoded(
+                [*self.begin, *(prompts[n] + answers[n] if n in answers else tokens), self.end],
+                len(self.begin) + len(prompts[n]) if n in prompts else 0,
+            )
+            for n, tokens in enumerate(whole)
+        ]
+
+    def _encode(self, texts: list[str]) -> list[list[int]]:
+        return [e.ids for e in self.backend.encode_batch_fast(texts, add_special_tokens=False)] if texts else []

@@ -1,0 +1,112 @@
+"""A recipe made concrete: model, loss, optimizer on a device, changed by the techniques in the order of their stages."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from preheat.engine.step import plain_slots
+from preheat.errors import RecipeError
+from preheat.models import adapter, sizes
+from preheat.models.weights import WeightSource, materialize
+from preheat.recipe import Recipe
+from preheat.technique import Batch, Build, Context, Device, Order, Slot, Stage, Tag, conflicts_of
+
+__all__ = ["build", "context_of", "peak_learning_rate"]
+
+
+def context_of(recipe: Recipe, config: Any, device: Device) -> Context:
+    """What techniques' checks may look at."""
+    tags = frozenset(tag for t in recipe.techniques.values() for tag in t.provides) | {Tag(device.kind)}
+    return Context(recipe, adapter.facts(config), device, tags)
+
+
+def build(recipe: Recipe, *, vocabulary: int | None, device: Device, values: bool = True) -> Build:
+    """Builds the recipe's model, optimizer and slots on a device.
+
+    Args:
+        vocabulary: pieces of the tokenizer; None when `model` decides.
+        device: where to.
+        values: give parameters their values. A dry run under fake tensors does without.
+
+    Raises:
+        RecipeError: the model cannot be had, or techniques cannot serve here; all reasons are named.
+
+    Example:
+        >>> from preheat.hardware.probe import probe
+        >>> from preheat.recipe import parse
+        >>> b = build(parse("model: {layers: 2, width: 32, heads: 2}\\nstop: {steps: 1}"), vocabulary=64, device=probe("cpu"))
+        >>> b.slots()["over_logits"]
+        'plain'
+    """
+    import torch
+
+    config = adapter.configure(recipe, vocabulary)
+    context = context_of(recipe, config, device)
+    techniques = sorted(recipe.techniques.values(), key=lambda t: (t.stage, t.name()))
+    problems = conflicts_of(techniques, context)
+    if problems:
+        raise RecipeError("\n".join(f"techniques.{name}: {words}" for name, words in problems))
+    made = Build(recipe=recipe, device=device, model=context.model, tags=context.tags, torch_device=torch.device(device.kind))
+    made.parts["trained"] = [adapter.build_on_meta(config, trust=recipe.model.trust_remote_code)]
+    made.weights = WeightSource(_weights_folder(recipe))
+    plain_slots(made)
+    if device.kind != "cpu":
+        made.transforms.append((Order.MOVE, lambda batch: _move(batch, made.torch_device)))
+
+    def apply(first: Stage, last: Stage) -> None:
+        for t in techniques:
+            if first <= t.stage <= last:
+                for role in sorted(t.roles & made.parts.keys()):
+                    for part in made.parts[role]:
+                        made.changes.setdefault(t.name(), []).append(t.apply(made, part))
+
+    apply(Stage.STRUCTURE, Stage.SHARD)
+    for parts in made.parts.values():
+        for part in parts:
+            materialize(part, made.torch_device)
+            if values:
+                made.weights.fill(part, seed=recipe.seed)
+    apply(Stage.MATERIALIZE, Stage.OPTIMIZER)
+    if not made.parameters():
+        raise RecipeError("techniques: nothing is left to train: every parameter is frozen")
+    made.optimizer = _optimizer(made)
+    apply(Stage.LOADER, Stage.LOADER)
+    return made
+
+
+def peak_learning_rate(made: Build) -> float:
+    """`optimizer.lr`, or for `auto` the rule of models/sizes.py by the parameters outside embedding and head."""
+    lr = made.recipe.optimizer.lr
+    if lr != "auto":
+        return float(lr)
+    ends = {id(p) for m in made.trained for p in (m.get_input_embeddings().weight, m.get_output_embeddings().weight)}  # type: ignore[operator,union-attr]
+    return sizes.learning_rate(sum(p.numel() for m in made.trained for p in m.parameters() if id(p) not in ends))
+
+
+def _optimizer(made: Build) -> Any:
+    from preheat.ops.optimizers import decay_groups
+
+    settings = made.recipe.optimizer
+    groups = decay_groups(made.parameters(), settings.weight_decay)
+    return made.slot(Slot.OPTIMIZER)(groups, lr=peak_learning_rate(made), betas=settings.betas, eps=settings.eps)
+
+
+def _weights_folder(recipe: Recipe) -> Path | None:
+    path = recipe.model.path
+    if path is None or recipe.model.weights == "random":
+        return None
+    if Path(path).is_dir():
+        return Path(path)
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(path, allow_patterns=["*.safetensors", "*.json"]))
+    except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
+        raise RecipeError(f"model.path: {path}: its weights cannot be had from the hub ({str(error).splitlines()[0][:160]}); download them and name the folder") from None
+
+
+def _move(batch: Batch, device: Any) -> Batch:
+    tokens, labels, positions = (t.to(device, non_blocking=True) for t in (batch.tokens, batch.labels, batch.positions))
+    return Batch(tokens, labels, positions, batch.mask, batch.weight, batch.rows)

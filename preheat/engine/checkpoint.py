@@ -1,0 +1,204 @@
+"""Checkpoints: everything that the next step depends on, written beside, synced, renamed; read only when whole.
+
+    checkpoints/step-N/
+        *.safetensors     parameters, optimizer state and generators (torch distributed checkpoint, safetensors storage)
+        model.safetensors.index.json
+        state.json        step, samples, tokens, elapsed, effective recipe, fingerprints, host generators, `Build.state`
+        manifest.json     size and SHA-256 of each file: written last
+
+No pickle is written or read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import shutil
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from preheat.errors import RunError
+from preheat.technique import Build
+
+__all__ = ["Progress", "find", "load", "load_weights", "read_progress", "save"]
+
+
+@dataclass
+class Progress:
+    """Where a run stands; what the loop needs to go on."""
+
+    step: int = 0
+    samples: int = 0
+    tokens: int = 0
+    elapsed: float = 0.0
+    recipe: str = ""
+    """The effective recipe as YAML."""
+    fingerprints: dict[str, str] = field(default_factory=dict)
+    """Of data, model and its weights: a resumed run must find the same."""
+
+
+def _tensors(build: Build) -> dict[str, Any]:
+    """Name -> tensor of everything on the device that a resumed run needs. Loading copies into these very tensors."""
+    import torch
+
+    found: dict[str, Any] = {}
+    # Frozen weights that stand in a checkpoint on disk already are not written again.
+    frozen_too = build.weights.folder is None
+    for index, part in enumerate(build.trained):
+        for name, p in part.named_parameters():
+            if p.requires_grad or frozen_too:
+                found[f"model.{index}.{name}"] = p.detach()
+                for key, value in build.optimizer.state.get(p, {}).items():
+                    if torch.is_tensor(value):
+                        found[f"optimizer.{index}.{name}.{key}"] = value
+    found["generator.cpu"] = torch.get_rng_state()
+    if build.torch_device.type == "cuda":
+        found["generator.cuda"] = torch.cuda.get_rng_state()
+    return found
+
+
+def _host_generators() -> dict[str, Any]:
+    import numpy
+
+    version, words, gauss = random.getstate()
+    kind, keys, position, has_gauss, cached = numpy.random.get_state(legacy=True)  # type: ignore[misc]
+    return {"python": [version, list(words), gauss], "numpy": [kind, keys.tolist(), position, has_gauss, cached]}  # type: ignore[union-attr]
+
+
+def _restore_host_generators(kept: dict[str, Any]) -> None:
+    import numpy
+
+    version, words, gauss = kept["python"]
+    random.setstate((version, tuple(words), gauss))
+    kind, keys, position, has_gauss, cached = kept["numpy"]
+    numpy.random.set_state((kind, numpy.array(keys, dtype=numpy.uint32), position, has_gauss, cached))
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def save(build: Build, progress: Progress, folder: Path, *, keep: int) -> Path:
+    """Writes `folder/step-N` and removes all but the `keep` newest.
+
+    Raises:
+        RunError: it cannot be written (a full disk, say); what was there before stays whole.
+    """
+    import torch
+    import torch.distributed.checkpoint as dcp
+
+    final = folder / f"step-{progress.step}"
+    beside = folder / f"step-{progress.step}.writing"
+    try:
+        shutil.rmtree(beside, ignore_errors=True)
+        beside.mkdir(parents=True)
+        writer = dcp.HuggingFaceStorageWriter(str(beside))
+        dcp.save(_tensors(build), storage_writer=writer, no_dist=True)
+        state = {
+            "format": 1,
+            **{key: getattr(progress, key) for key in Progress.__dataclass_fields__},
+            "build": {name: thing.state_dict() for name, thing in build.state.items()},
+            "generators": _host_generators(),
+            "threads": torch.get_num_threads(),
+            "torch": torch.__version__,
+            "slots": build.slots(),
+            "kernels": {name: [c.kernel for c in changes] for name, changes in build.changes.items()},
+        }
+        (beside / "state.json").write_text(json.dumps(state))
+        files = sorted(p for p in beside.iterdir() if p.is_file())
+        manifest = {p.name: {"bytes": p.stat().st_size, "sha256": _sha256(p)} for p in files}
+        (beside / "manifest.json").write_text(json.dumps(manifest, indent=1))
+        for p in (*files, beside / "manifest.json", beside):
+            _sync(p)
+        if final.exists():  # the same step saved again, by a run that was resumed there
+            shutil.rmtree(final)
+        beside.rename(final)
+        _sync(folder)
+    except (OSError, RuntimeError, dcp.CheckpointException) as error:  # type: ignore[attr-defined]
+        shutil.rmtree(beside, ignore_errors=True)
+        if not isinstance(error, OSError) and "No space left" not in str(error) and "write" not in str(error).lower():
+            raise
+        reason = "no space left on the device" if "space left" in str(error) else str(error).splitlines()[0]
+        raise RunError(f"{final}: cannot be written ({reason}); earlier checkpoints are whole: free some room and go on with --resume") from None
+    for old in _steps(folder)[keep:]:
+        shutil.rmtree(old, ignore_errors=True)
+    return final
+
+
+def _steps(folder: Path) -> list[Path]:
+    """Finished checkpoints, the newest first."""
+    found = [p for p in folder.glob("step-*") if p.is_dir() and p.name.removeprefix("step-").isdigit()]
+    return sorted(found, key=lambda p: -int(p.name.removeprefix("step-")))
+
+
+def _damage(path: Path) -> str | None:
+    """What is wrong with a checkpoint's files, or None."""
+    try:
+        manifest = json.loads((path / "manifest.json").read_text())
+    except (OSError, ValueError):
+        return "manifest.json is missing or not whole"
+    for name, entry in manifest.items():
+        file = path / name
+        if not file.is_file():
+            return f"{name} is missing"
+        if file.stat().st_size != entry["bytes"]:
+            return f"{name} has {file.stat().st_size:,} of {entry['bytes']:,} bytes"
+        if _sha256(file) != entry["sha256"]:
+            return f"{name} was altered (its checksum differs)"
+    return None
+
+
+def find(folder: Path) -> tuple[Path | None, list[tuple[Path, str]]]:
+    """The newest whole checkpoint, and the damaged ones that were passed over with what is wrong with each."""
+    damaged = []
+    for path in _steps(folder):
+        problem = _damage(path)
+        if problem is None:
+            return path, damaged
+        damaged.append((path, problem))
+    return None, damaged
+
+
+def read_progress(path: Path) -> Progress:
+    """Where a checkpoint stands, without its tensors."""
+    state = json.loads((path / "state.json").read_text())
+    return Progress(**{key: state[key] for key in Progress.__dataclass_fields__})
+
+
+def load(build: Build, path: Path) -> Progress:
+    """Puts a whole checkpoint into a build, in place, and returns where it stands."""
+    import torch
+    import torch.distributed.checkpoint as dcp
+
+    state = json.loads((path / "state.json").read_text())
+    tensors = _tensors(build)
+    dcp.load(tensors, storage_reader=dcp.HuggingFaceStorageReader(str(path)), no_dist=True)
+    torch.set_rng_state(tensors["generator.cpu"])
+    if "generator.cuda" in tensors:
+        torch.cuda.set_rng_state(tensors["generator.cuda"])
+    _restore_host_generators(state["generators"])
+    for name, kept in state["build"].items():
+        build.state[name].load_state_dict(kept)
+    build.step = state["step"]
+    return Progress(**{key: state[key] for key in Progress.__dataclass_fields__})
+
+
+def load_weights(build: Build, path: Path) -> None:
+    """Puts a checkpoint's parameters alone into a build, in place: for evaluation, generation and export."""
+    import torch.distributed.checkpoint as dcp
+
+    tensors = {name: t for name, t in _tensors(build).items() if name.startswith("model.")}
+    dcp.load(tensors, storage_reader=dcp.HuggingFaceStorageReader(str(path)), no_dist=True)
+

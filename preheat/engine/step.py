@@ -1,0 +1,141 @@
+"""One step of a build: gradients, then update. Nothing here reads a value back from the device; the loop does, between the two.
+
+    loss = gradients(build, batches)     # LossSum: total and weight
+    stats = update(build, lr)            # norm of the gradients, and whether all was finite
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from preheat.models import adapter
+from preheat.ops.losses import CrossEntropy, whole_logits
+from preheat.ops.attention import reference_attention
+from preheat.technique import Batch, Build, LossSum, Shape, Slot
+from preheat.techniques.gradient_accumulation import accumulate
+
+__all__ = ["forward", "gradients", "plain_slots", "transform", "update"]
+
+
+def transform(build: Build, batch: Batch) -> Batch:
+    """The batch as the model takes it: the build's transforms in their order."""
+    for _, change in sorted(build.transforms, key=lambda pair: pair[0]):
+        batch = change(batch)
+    return batch
+
+
+def forward(build: Build, batch: Batch) -> LossSum:
+    """The loss of one micro-batch, under the build's contexts (autocast for one)."""
+    part = build.trained[0]
+    with ExitStack() as stack:
+        for context in build.around_forward:
+            stack.enter_context(context())
+
+        def over_logits(hidden: Tensor, *aligned: Tensor) -> Tensor:
+            return build.slot(Slot.OVER_LOGITS)(hidden, adapter.head(part), build.slot(Slot.ROW_LOSS), *aligned)
+
+        return build.slot(Slot.OBJECTIVE)(batch, lambda b: build.slot(Slot.HIDDEN)(part, b), over_logits)
+
+
+def gradients(build: Build, batches: Sequence[Batch]) -> LossSum:
+    """Gradients of the mean loss a trained token of the whole global batch, into `.grad`."""
+    weight = sum(batch.weight for batch in batches)
+    loss: LossSum = build.slot(Slot.FORWARD_BACKWARD)(build, batches, weight)
+    for _, finish in sorted(build.finish_gradients, key=lambda pair: pair[0]):
+        finish(build)
+    return loss
+
+
+def update(build: Build, lr: float) -> Tensor:
+    """Clips, updates the weights and clears the gradients. Where the norm is not finite, no weight changes.
+
+    Returns:
+        [norm of the gradients before clipping, 1 if it is finite], on the device.
+    """
+    for group in build.optimizer.param_groups:
+        group["lr"] = lr
+    norm = build.slot(Slot.CLIP)(build)
+    finite = build.slot(Slot.UPDATE)(build, norm)
+    for after in build.after_update:
+        after(build)
+    build.optimizer.zero_grad(set_to_none=True)
+    build.step += 1
+    return torch.stack([norm, finite])
+
+
+# --- the plain form of each slot ----------------------------------------------------------------------------------
+
+
+def _hidden(build: Build) -> Callable[[Any, Batch], Tensor]:
+    def hidden(part: Any, batch: Batch) -> Tensor:
+        attention = build.slot(Slot.ATTENTION_EXCHANGE)(build.slot(Slot.ATTENTION_KERNEL))
+        return adapter.hidden_states(part, batch.tokens, batch.positions, batch.mask, attention)
+
+    return hidden
+
+
+def _next_token(batch: Batch, hidden: Callable[[Batch], Tensor], over_logits: Callable[..., Tensor]) -> LossSum:
+    """Next-token prediction on the trained labels: pretraining and supervised fine-tuning alike."""
+    return LossSum(over_logits(hidden(batch), batch.labels), batch.weight)
+
+
+def _forward_backward(build: Build, batches: Sequence[Batch], global_weight: float) -> LossSum:
+    total = accumulate((transform(build, batch) for batch in batches), lambda batch: forward(build, batch).total, global_weight)
+    return LossSum(total, global_weight)
+
+
+def _clip(build: Build) -> Tensor:
+    """Norm over all gradients in fp32; gradients scaled down in place where it exceeds `optimizer.clip`."""
+    grads = [p.grad for _, p in build.parameters() if p.grad is not None]
+    norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g, dtype=torch.float32) for g in grads]))
+    limit = build.recipe.optimizer.clip
+    if limit > 0:
+        factor = (limit / (norm + 1e-6)).clamp(max=1.0)
+        for g in grads:
+            g.mul_(factor)
+    return norm
+
+
+def _update(build: Build, norm: Tensor) -> Tensor:
+    finite = torch.isfinite(norm).to(torch.float32)
+    build.optimizer.found_inf = 1 - finite  # torch's fused optimizers leave the weights alone where this is 1
+    build.optimizer.step()
+    return finite
+
+
+def _shape(build: Build) -> Callable[[float], Shape]:
+    batch = build.recipe.batch
+    return lambda progress: Shape(batch.size, batch.length, -(-batch.size // build.accumulation))
+
+
+def _optimizer(build: Build) -> Callable[..., Any]:
+    def make(groups: Any, *, lr: float, betas: tuple[float, float], eps: float) -> Any:
+        from preheat.ops.optimizers import fused_adamw
+
+        return fused_adamw(groups, lr=lr, betas=betas, eps=eps)
+
+    return make
+
+
+def plain_slots(build: Build) -> None:
+    """Puts the plain form into every slot."""
+    plain: dict[Slot, Callable[..., Any]] = {
+        Slot.HIDDEN: _hidden(build),
+        Slot.ROW_LOSS: CrossEntropy(),
+        Slot.OVER_LOGITS: whole_logits,
+        Slot.OBJECTIVE: _next_token,
+        Slot.FORWARD_BACKWARD: _forward_backward,
+        Slot.CLIP: _clip,
+        Slot.UPDATE: _update,
+        Slot.BATCH_SHAPE: _shape(build),
+        Slot.ATTENTION_KERNEL: reference_attention,
+        Slot.ATTENTION_EXCHANGE: lambda kernel: kernel,
+        Slot.OPTIMIZER: _optimizer(build),
+    }
+    for slot, function in plain.items():
+        build.own(slot, function, "plain")

@@ -1,0 +1,349 @@
+"""Measures what this machine does a second at the operators that training spends its time in: once, in some ten seconds.
+
+A time is the least of repeated runs on random data, after a first run that is left out: other processes can only add to it, and on two
+cores one of them makes a median meaningless. How far median and least lie apart is kept (`Rates.noise`). What takes long is timed once.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from preheat.errors import RunError
+from preheat.hardware.rates import LAYOUTS, AttentionRate, Layout, MatrixRate, MovedRate, Rates, load
+from preheat.technique import Device
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+__all__ = ["FULL", "Grid", "Progress", "Rates", "calibrate", "rates"]
+
+Progress = Callable[[str, float], None]
+"""Called with what is measured next and the share (0 to 1) that is done."""
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The sizes to measure at. The defaults are those of training models of 5 M to 1 B parameters."""
+
+    rows: tuple[int, ...] = (256, 1024, 4096)
+    """Rows of a matrix product: the tokens of a micro-batch, or of a chunk of the loss."""
+    layers: tuple[tuple[int, int], ...] = ((256, 256), (288, 768), (768, 768), (768, 3072), (512, 4096), (288, 32000), (768, 32000))
+    """(inputs, outputs) of a linear layer."""
+    products: tuple[int, ...] = (2048, 4096)
+    """Sizes of the square products that give the peak."""
+    elements: tuple[int, ...] = (2**16, 2**20, 2**22, 2**24)
+    """Elements of the tensors of operators that move memory: in a core's cache, in the shared one, and beyond."""
+    width: int = 512
+    vocabulary: int = 32000
+    attention: tuple[tuple[int, int, int, int], ...] = ((8, 6, 256, 48), (2, 12, 1024, 64))
+    """(rows, heads, length, head_dim)."""
+    parameters: int = 2**23
+    """Of the AdamW step."""
+    large: int = 2**27
+    """Bytes of the copy that gives the bandwidth, and of the memory that is filled when fresh (half of them)."""
+
+
+FULL = Grid()
+_TOO_LONG = 0.6
+"""Seconds: a product that is expected to take longer is left out, and the same layer with fewer rows stands for it."""
+
+
+class _Stopwatch:
+    """Times calls on one device."""
+
+    def __init__(self, cuda: bool):
+        self.cuda = cuda
+        self.noise: list[float] = []
+
+    def _wait(self) -> None:
+        if self.cuda:
+            import torch
+
+            torch.cuda.synchronize()
+
+    def _once(self, call: Callable[[], object], times: int = 1) -> float:
+        self._wait()
+        start = time.perf_counter()
+        for _ in range(times):
+            call()
+        self._wait()
+        return (time.perf_counter() - start) / times
+
+    def __call__(self, call: Callable[[], object], budget: float = 0.03) -> float:
+        """Seconds of one call: the least of some samples."""
+        first = self._once(call)
+        if first > 0.25:
+            return first
+        second = self._once(call)
+        # Several calls to a sample where one is too short for the clock or, on a GPU, for its launch not to count.
+        times = max(1, math.ceil((2e-3 if self.cuda else 2e-4) / second))
+        samples = [second] if times == 1 else []
+        end = time.perf_counter() + budget
+        while len(samples) < 2 or (len(samples) < 9 and time.perf_counter() < end):
+            samples.append(self._once(call, times))
+        least = min(samples)
+        self.noise.append(statistics.median(samples) / least)
+        return least
+
+
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def calibrate(device: Device, threads: int, progress: Progress | None = None, *, grid: Grid = FULL) -> Rates:
+    """Measures this machine, in this process. Leaves the random generators and the number of threads as they were.
+
+    Args:
+        device: what to measure, from `probe`.
+        threads: CPU threads to use.
+        progress: told what comes next.
+        grid: the sizes to measure at.
+    """
+    import torch
+
+    tell = progress or (lambda what, done: None)
+    start = time.perf_counter()
+    cuda = device.kind == "cuda"
+    dtypes = {"bf16": torch.bfloat16, "fp32": torch.float32} | ({"fp16": torch.float16} if cuda else {})
+    seconds = _Stopwatch(cuda)
+    random = _Random(device.kind)
+    matrix: list[MatrixRate] = []
+    moved: list[MovedRate] = []
+    attention: list[AttentionRate] = []
+    peak: dict[str, float] = {}
+    adamw: dict[str, float] = {}
+    share = 0.9 / len(dtypes)
+    with _threads(threads):
+        for index, (name, dtype) in enumerate(dtypes.items()):
+            done = 0.1 + share * index
+            tell(f"matrix products in {name}", done)
+            peak[name] = max(_square(seconds, random, dtype, size) for size in grid.products)
+            matrix += _matrix(seconds, random, name, dtype, grid)
+            tell(f"operators in {name}", done + share / 2)
+            moved += _moved(seconds, random, name, dtype, grid)
+            attention += _attention(seconds, random, name, dtype, grid)
+            adamw[name] = _adamw(seconds, random, dtype, grid)
+        tell("memory", 0.05)
+        source = random((grid.large // 4,), torch.float32)
+        target = torch.empty_like(source)
+        bandwidth = 2 * grid.large / seconds(lambda: target.copy_(source))
+        fresh = grid.large / 2 / seconds(lambda: torch.empty(grid.large // 8, device=device.kind).fill_(1.0))
+        tiny = random((8,), torch.float32)
+        launch = seconds(lambda: tiny + tiny)
+    tell("done", 1.0)
+    return Rates(
+        hardware=device.name,
+        torch=torch.__version__,
+        threads=threads,
+        peak_matrix_rate=peak,
+        bandwidth=bandwidth,
+        fresh=fresh,
+        launch=launch,
+        adamw=adamw,
+        matrix=tuple(matrix),
+        moved=tuple(moved),
+        attention=tuple(attention),
+        noise=statistics.median(seconds.noise),
+        seconds=time.perf_counter() - start,
+    )
+
+
+class _Random:
+    """Draws tensors from a generator of its own: a caller's draws stay what they were."""
+
+    def __init__(self, device: str):
+        import torch
+
+        self.device = device
+        self.generator = torch.Generator(device).manual_seed(0)
+
+    def __call__(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        import torch
+
+        return torch.randn(shape, device=self.device, dtype=dtype, generator=self.generator)
+
+    def rows(self, count: int, below: int) -> Tensor:
+        """`count` row numbers in random order, each once where there are enough."""
+        import torch
+
+        return torch.randperm(max(count, below), device=self.device, generator=self.generator)[:count] % below
+
+
+def _square(seconds: _Stopwatch, random: _Random, dtype: torch.dtype, size: int) -> float:
+    a, b = random((size, size), dtype), random((size, size), dtype)
+    return 2 * size**3 / seconds(lambda: a @ b, budget=0.5)
+
+
+def _matrix(seconds: _Stopwatch, random: _Random, name: str, dtype: torch.dtype, grid: Grid) -> list[MatrixRate]:
+    found = []
+    for k, m in grid.layers:
+        w = random((m, k), dtype)
+        last: dict[Layout, float] = {}
+        for n in sorted(grid.rows):
+            x, g = random((n, k), dtype), random((n, m), dtype)
+            calls: dict[Layout, Callable[[], object]] = {
+                "forward": lambda x=x: x @ w.t(),  # type: ignore[misc]
+                "grad_input": lambda g=g: g @ w,  # type: ignore[misc]
+                "grad_weight": lambda x=x, g=g: g.t() @ x,  # type: ignore[misc]
+            }
+            flops = 2 * n * k * m
+            for layout in LAYOUTS:
+                if layout not in last or flops / last[layout] < _TOO_LONG:
+                    last[layout] = flops / seconds(calls[layout])
+                    found.append(MatrixRate(name, layout, n, k, m, last[layout]))
+    return found
+
+
+def _moved(seconds: _Stopwatch, random: _Random, name: str, dtype: torch.dtype, grid: Grid) -> list[MovedRate]:
+    found = []
+    for elements in grid.elements:
+        for operator, (call, moved) in _movers(random, dtype, elements, grid).items():
+            found.append(MovedRate(operator, name, moved, moved / seconds(call)))
+    return found
+
+
+def _movers(random: _Random, dtype: torch.dtype, elements: int, grid: Grid) -> dict[str, tuple[Callable[[], object], int]]:
+    """The calls of `MOVERS` on tensors of so many elements, with the bytes that each moves."""
+    import torch
+    from torch.nn import functional as F
+
+    aten = torch.ops.aten
+    size = dtype.itemsize
+    n = max(1, elements // grid.width)
+    x, y = random((n, grid.width), dtype), random((n, grid.width), dtype)
+    positive = x.abs() + 1
+    out = torch.empty_like(x)
+    row, column = random((grid.width,), dtype), random((n, 1), dtype)
+    heads = x.view(1, -1, 4, grid.width // 4)
+    left, right = x.chunk(2, dim=-1)
+    left, right = left.contiguous(), right.contiguous()
+    one, many = x.numel() * size, y.numel() * size
+    calls: dict[str, tuple[Callable[[], object], int]] = {
+        "copy": (x.clone, 2 * one),
+        "copy_": (lambda: out.copy_(x), 2 * one),
+        "transpose": (lambda: heads.transpose(1, 2).contiguous(), 2 * one),
+        "cat": (lambda: torch.cat((left, right), dim=-1), 2 * one),
+        "zero_": (out.zero_, one),
+        "add": (lambda: x + y, one + 2 * many),
+        "add_": (lambda: out.add_(y), one + 2 * many),
+        "mul": (lambda: x * y, one + 2 * many),
+        "mul_row": (lambda: x * row, 2 * one + row.numel() * size),
+        "mul_column": (lambda: x * column, 2 * one + column.numel() * size),
+        "exp": (x.exp, 2 * one),
+        "rsqrt": (positive.rsqrt, 2 * one),
+        "silu": (lambda: F.silu(x), 2 * one),
+        "silu_backward": (lambda: aten.silu_backward(y, x), 3 * one),
+        "gelu": (lambda: F.gelu(x, approximate="tanh"), 2 * one),
+        "gelu_backward": (lambda: aten.gelu_backward(y, x, approximate="tanh"), 3 * one),
+        "mean": (lambda: x.mean(dim=-1, keepdim=True), one + n * size),
+        "sum_rows": (lambda: x.sum(dim=0), one + grid.width * size),
+        "norm": (lambda: torch.linalg.vector_norm(x), one),
+    }
+    if dtype is torch.float32:
+        calls["to_bf16"] = (lambda: x.to(torch.bfloat16), one + one // 2)
+    else:
+        calls["to_fp32"] = (lambda: x.to(torch.float32), 3 * one)
+    logits = random((max(1, elements // grid.vocabulary), grid.vocabulary), dtype)
+    logs = logits.log_softmax(dim=-1)
+    whole = logits.numel() * size
+    calls["softmax"] = (lambda: logits.softmax(dim=-1), 2 * whole)
+    calls["log_softmax"] = (lambda: logits.log_softmax(dim=-1), 2 * whole)
+    calls["log_softmax_backward"] = (lambda: aten._log_softmax_backward_data(logits, logs, -1, dtype), 3 * whole)
+    table = random((grid.vocabulary, grid.width), dtype)
+    at = random.rows(n, grid.vocabulary)
+    calls["embedding"] = (lambda: F.embedding(at, table), 2 * one)
+    calls["embedding_backward"] = (lambda: aten.embedding_dense_backward(y, at, grid.vocabulary, -1, False), one + table.numel() * size)
+    order = random.rows(n, n)
+    calls["index_copy_"] = (lambda: out.index_copy_(0, order, x), 2 * one)
+    return calls
+
+
+def _attention(seconds: _Stopwatch, random: _Random, name: str, dtype: torch.dtype, grid: Grid) -> list[AttentionRate]:
+    import torch
+    from torch.nn.functional import scaled_dot_product_attention
+
+    found = []
+    for rows, heads, length, head_dim in grid.attention:
+        q, k, v = (random((rows, heads, length, head_dim), dtype).requires_grad_() for _ in range(3))
+        gradient = random((rows, heads, length, head_dim), dtype)
+        out = scaled_dot_product_attention(q, k, v, is_causal=True)
+        square = rows * heads * length**2 * head_dim
+        forward = seconds(lambda q=q, k=k, v=v: scaled_dot_product_attention(q, k, v, is_causal=True))
+        backward = seconds(lambda out=out, qkv=(q, k, v), g=gradient: torch.autograd.grad(out, qkv, g, retain_graph=True))
+        found.append(AttentionRate(name, "forward", length, heads, head_dim, 4 * square / forward))
+        found.append(AttentionRate(name, "backward", length, heads, head_dim, 10 * square / backward))
+    return found
+
+
+def _adamw(seconds: _Stopwatch, random: _Random, dtype: torch.dtype, grid: Grid) -> float:
+    """Seconds a parameter of one step, gradients and both moments in the parameters' dtype."""
+    import torch
+
+    parameters = [torch.nn.Parameter(random((grid.parameters // 8,), dtype)) for _ in range(8)]
+    for parameter in parameters:
+        parameter.grad = random(tuple(parameter.shape), dtype)
+    optimizer = torch.optim.AdamW(parameters, lr=1e-4, fused=True)
+    return seconds(optimizer.step, budget=0.1) / (grid.parameters // 8 * 8)
+
+
+def rates(device: Device, threads: int, measure: bool = True, progress: Progress | None = None) -> Rates:
+    """The stored rates of this machine; measured and stored first where there are none.
+
+    Measuring is done by a child process: it leaves this one's memory, high-water mark and allocator as they are.
+
+    Raises:
+        RunError: there are none and `measure` is False, or measuring failed, or they cannot be stored.
+    """
+    import torch
+
+    found = load(device.name, torch.__version__, threads)
+    if found is None and measure:
+        _measure_apart(device, threads, progress)
+        found = load(device.name, torch.__version__, threads)
+        assert found is not None, "the child stored rates for another machine"
+    if found is None:
+        raise RunError(f"the rates of {device.name} with {threads} threads are not measured yet; run: preheat calibrate --threads {threads}")
+    return found
+
+
+def _measure_apart(device: Device, threads: int, progress: Progress | None) -> None:
+    task = {"kind": device.kind, "name": device.name, "memory": device.memory, "threads": threads}
+    command = [sys.executable, "-c", "from preheat.hardware.calibrate import _child; _child()", json.dumps(task)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None
+        assert child.stderr is not None
+        for line in child.stdout:
+            what, done = json.loads(line)
+            if progress is not None:
+                progress(what, done)
+        words = child.stderr.read().strip()
+    if child.returncode != 0:
+        raise RunError(f"measuring the rates of this machine failed: {words.splitlines()[-1] if words else f'exit {child.returncode}'}")
+
+
+def _child() -> None:
+    task: dict[str, Any] = json.loads(sys.argv[1])
+
+    def tell(what: str, done: float) -> None:
+        sys.stdout.write(json.dumps([what, done]) + "\n")
+        sys.stdout.flush()
+
+    calibrate(Device(task["kind"], task["name"], task["memory"]), task["threads"], tell).store()

@@ -1,0 +1,148 @@
+"""What this machine has, and what this process takes of it. torch is imported only where a device is asked for.
+
+Memory of the process is read from /proc on Linux. Elsewhere only the high-water mark can be had (`resource`).
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import sys
+from pathlib import Path
+
+from preheat.errors import RecipeError, RunError
+from preheat.technique import Device
+
+__all__ = ["parse_memory", "peak_resident_bytes", "probe", "reset_peak", "resident_bytes"]
+
+_UNITS = {"b": 1} | {
+    f"{prefix}{suffix}": base ** (power + 1)
+    for power, prefix in enumerate("kmgt")
+    for suffix, base in (("b", 1000), ("ib", 1024))
+}
+
+
+def parse_memory(text: str) -> int:
+    """Bytes of an amount of memory: 12GiB (2**30 each), 12GB (10**9 each), 800MiB.
+
+    Raises:
+        RecipeError: it is not a number with a unit, or not above zero.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]+)\s*", text)
+    unit = _UNITS.get(match[2].lower()) if match else None
+    size = int(float(match[1]) * unit) if match and unit else 0
+    if size < 1:
+        raise RecipeError(f"hardware.memory: '{text}' is not an amount of memory; write a number and a unit, such as 12GiB or 800MiB")
+    return size
+
+
+def probe(device: str = "auto", memory: str | None = None) -> Device:
+    """The device that a recipe means by `hardware.device` and `hardware.memory`.
+
+    Args:
+        device: `cpu`, `cuda`, or `auto`: cuda when there is one.
+        memory: what the run may use, such as `12GiB`; everything that the device has when not stated. On a CPU that is the
+            machine's memory or its control group's limit, whichever is less.
+
+    Raises:
+        RecipeError: there is no such device here, or `memory` cannot be read.
+
+    Example:
+        >>> probe("cpu", memory="12GiB").memory == 12 * 2**30
+        True
+    """
+    if device not in ("auto", "cpu", "cuda"):
+        raise RecipeError(f"hardware.device: '{device}' is not known; write auto, cpu or cuda")
+    limit = None if memory is None else parse_memory(memory)
+    if device != "cpu":
+        import torch
+
+        if torch.cuda.is_available():
+            facts = torch.cuda.get_device_properties(torch.cuda.current_device())
+            return Device("cuda", facts.name, limit or facts.total_memory, (facts.major, facts.minor))
+        if device == "cuda":
+            raise RecipeError("hardware.device: cuda is asked for, but torch finds no CUDA device here; set it to auto or cpu")
+    return Device("cpu", _processor(), limit or _host_memory())
+
+
+def _processor() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        named = re.search(r"^model name\s*:\s*(\S.*?)\s*$", cpuinfo.read_text(encoding="utf-8", errors="replace"), re.MULTILINE)
+        if named:
+            return named[1]
+    return platform.processor() or platform.machine()  # ARM's cpuinfo has no model name
+
+
+def _host_memory() -> int:
+    """Bytes of the machine, or of the tightest control group that this process is in."""
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    groups = Path("/proc/self/cgroup")
+    if not groups.exists():
+        return total
+    return min([total, *_group_limits(groups.read_text(encoding="utf-8"), Path("/sys/fs/cgroup"))])
+
+
+def _group_limits(groups: str, root: Path) -> list[int]:
+    """Memory limits of the control groups in /proc/self/cgroup and of their parents, versions 1 and 2.
+
+    In a container the group's path is the host's, while `root` shows the container's own: what is missing there is passed over.
+    """
+    limits = []
+    for line in groups.splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            folder, name = root, "memory.max"
+        elif "memory" in controllers.split(","):
+            folder, name = root / "memory", "memory.limit_in_bytes"
+        else:
+            continue
+        parts = Path(path).parts[1:]
+        for depth in range(len(parts) + 1):
+            file = folder.joinpath(*parts[:depth], name)
+            if file.is_file() and (text := file.read_text(encoding="utf-8").strip()).isdigit():  # version 2 says "max" for none
+                limits.append(int(text))
+    return limits
+
+
+def _status(key: str) -> int | None:
+    """A line of /proc/self/status in bytes; None where there is no such file."""
+    try:
+        text = Path("/proc/self/status").read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return None
+    found = re.search(rf"^{key}:\s*(\d+) kB$", text, re.MULTILINE)
+    return int(found[1]) * 1024 if found else None
+
+
+def resident_bytes() -> int:
+    """Memory of this process that is in RAM now, bytes.
+
+    Raises:
+        RunError: not on Linux.
+    """
+    found = _status("VmRSS")
+    if found is None:
+        raise RunError("resident memory is read from /proc/self/status, which this system lacks; measure memory on Linux")
+    return found
+
+
+def peak_resident_bytes() -> int:
+    """The most that `resident_bytes` has been since the process began, or since `reset_peak`, bytes."""
+    found = _status("VmHWM")
+    if found is not None:
+        return found
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def reset_peak() -> bool:
+    """Starts the high-water mark anew at what is resident now. False where the system does not let us."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+    except OSError:
+        return False
+    return True

@@ -1,0 +1,230 @@
+"""The measured rates of a machine: what planning turns FLOPs and bytes into seconds with. No torch.
+
+A measurement holds for one processor, one version of torch and one number of threads; it is stored under a name made of the
+three and is never used for another. `preheat.hardware.calibrate` measures it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+import os
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from preheat.errors import RunError
+
+__all__ = ["LAYOUTS", "MOVERS", "AttentionRate", "Layout", "MatrixRate", "MovedRate", "Rates", "load", "stored_at"]
+
+Layout = Literal["forward", "grad_input", "grad_weight"]
+
+LAYOUTS: dict[Layout, str] = {
+    "forward": "x [n, k] @ w.T [k, m]",
+    "grad_input": "g [n, m] @ w [m, k]",
+    "grad_weight": "g.T [m, n] @ x [n, k]",
+}
+"""The three matrix products of a linear layer with n rows, k inputs and m outputs: 2 n k m FLOPs each."""
+
+MOVERS: dict[str, str] = {
+    "copy": "x.clone(): whole, in order",
+    "copy_": "into a tensor that exists",
+    "transpose": "x [rows, heads, length, dim] with heads and length exchanged, made contiguous",
+    "cat": "two halves side by side along the last dimension",
+    "zero_": "zeros into a tensor that exists",
+    "to_bf16": "a cast from the dtype (fp32)",
+    "to_fp32": "a cast from the dtype (bf16)",
+    "add": "x + y",
+    "add_": "x += y",
+    "mul": "x * y",
+    "mul_row": "x [n, width] * w [width]",
+    "mul_column": "x [n, width] * s [n, 1]",
+    "exp": "x.exp()",
+    "rsqrt": "x.rsqrt()",
+    "silu": "silu(x)",
+    "silu_backward": "its gradient",
+    "gelu": "gelu(x), by tanh",
+    "gelu_backward": "its gradient",
+    "mean": "x [n, width] over width",
+    "sum_rows": "x [n, width] over n: the gradient of a bias or of a norm's weight",
+    "norm": "the 2-norm of the whole",
+    "softmax": "rows of x [n, vocabulary]",
+    "log_softmax": "rows of x [n, vocabulary]",
+    "log_softmax_backward": "its gradient",
+    "embedding": "rows of a table [vocabulary, width] gathered in random order",
+    "embedding_backward": "gradients of random rows summed into a table: the bytes of the gradient and of the table",
+    "index_copy_": "rows written in random order into a tensor that exists",
+}
+"""Operators that move more than they compute. The time of one is the bytes of its operands read and of its results written (each once,
+as the operator is called, broadcast operands at their own size; indices apart) over its rate."""
+
+
+@dataclass(frozen=True)
+class MatrixRate:
+    """`flops` a second of one product of a linear layer."""
+
+    dtype: str
+    layout: Layout
+    n: int
+    k: int
+    m: int
+    flops: float
+
+
+@dataclass(frozen=True)
+class MovedRate:
+    """`rate` bytes a second of one of `MOVERS` when it moves `bytes`."""
+
+    operator: str
+    dtype: str
+    bytes: int
+    rate: float
+
+
+@dataclass(frozen=True)
+class AttentionRate:
+    """`flops` a second of causal attention, counted as if it were not causal: forward 4 and backward 10 rows heads length^2 head_dim."""
+
+    dtype: str
+    direction: Literal["forward", "backward"]
+    length: int
+    heads: int
+    head_dim: int
+    flops: float
+
+
+_Row = TypeVar("_Row")
+
+
+def _near(points: Iterable[tuple[Sequence[float], float]], at: Sequence[float], count: int = 4) -> float:
+    """The value at `at` from the `count` nearest points: their geometric mean, weighted by 1 / distance^2. Distances are of logarithms."""
+    place = [math.log(value) for value in at]
+    nearest = sorted((math.dist([math.log(value) for value in where], place), value) for where, value in points)[:count]
+    if nearest[0][0] < 1e-9:
+        return nearest[0][1]
+    weights = [distance**-2 for distance, _ in nearest]
+    return math.exp(sum(w * math.log(value) for w, (_, value) in zip(weights, nearest, strict=True)) / sum(weights))
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What a machine was measured to do. Rates are for all of its `threads` together."""
+
+    hardware: str
+    """Name of the processor or accelerator, as `probe` gives it."""
+    torch: str
+    """Version."""
+    threads: int
+    """CPU threads that were used."""
+    peak_matrix_rate: Mapping[str, float]
+    """dtype -> FLOP/s of the best large product: what MFU is a share of."""
+    bandwidth: float
+    """Bytes read and written a second by a copy far larger than the caches."""
+    fresh: float
+    """Bytes a second that are filled for the first time after allocation: on a CPU the page faults."""
+    launch: float
+    """Seconds of an operator on a tiny tensor."""
+    adamw: Mapping[str, float]
+    """dtype of the parameters -> seconds a parameter of one step of the fused AdamW."""
+    matrix: tuple[MatrixRate, ...]
+    moved: tuple[MovedRate, ...]
+    attention: tuple[AttentionRate, ...]
+    noise: float
+    """Median over least time of what was repeated, itself a median: near 1 on a quiet machine. Above 1.3 measure again."""
+    seconds: float
+    """How long measuring took."""
+
+    def matrix_rate(self, dtype: str, layout: Layout, n: int, k: int, m: int) -> float:
+        """FLOP/s of a product, interpolated between the measured shapes.
+
+        Args:
+            dtype: `bf16`, `fp32`, on CUDA also `fp16`.
+            layout: one of `LAYOUTS`.
+            n: rows.
+            k: inputs of the layer.
+            m: outputs of the layer.
+
+        Raises:
+            RunError: nothing was measured in that dtype.
+        """
+        points = [((r.n, r.k, r.m), r.flops) for r in self.matrix if (r.dtype, r.layout) == (dtype, layout)]
+        return _near(self._some(points, f"matrix products in {dtype}"), (n, k, m))
+
+    def moved_rate(self, operator: str, dtype: str, bytes: int) -> float:
+        """Bytes a second of one of `MOVERS` on tensors of `dtype`, when it reads and writes `bytes` in all; `launch` comes on top.
+
+        Raises:
+            RunError: it was not measured in that dtype.
+        """
+        points = [((r.bytes,), r.rate) for r in self.moved if (r.operator, r.dtype) == (operator, dtype)]
+        return _near(self._some(points, f"'{operator}' in {dtype}"), (max(bytes, 1),), count=2)
+
+    def attention_rate(self, dtype: str, direction: Literal["forward", "backward"], length: int) -> float:
+        """FLOP/s of causal attention, in `AttentionRate`'s count of FLOPs.
+
+        Raises:
+            RunError: nothing was measured in that dtype.
+        """
+        points = [((r.length,), r.flops) for r in self.attention if (r.dtype, r.direction) == (dtype, direction)]
+        return _near(self._some(points, f"attention in {dtype}"), (length,), count=2)
+
+    def _some(self, points: list[Any], what: str) -> list[Any]:
+        if not points:
+            raise RunError(f"no rate of {what} was measured on {self.hardware}; plan with another dtype")
+        return points
+
+    def store(self) -> Path:
+        """Writes the rates where `load` finds them, whole or not at all.
+
+        Raises:
+            RunError: the folder cannot be written.
+        """
+        path = stored_at(self.hardware, self.torch, self.threads)
+        text = json.dumps({"format": _FORMAT, **dataclasses.asdict(self)}, indent=1) + "\n"
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=path.stem, delete=False, encoding="utf-8") as beside:
+                beside.write(text)
+            os.replace(beside.name, path)  # beside has a name of its own, since two processes may measure at once
+        except OSError as error:
+            raise RunError(
+                f"{path.parent}: cannot store the calibration there ({error.strerror}); set PREHEAT_CACHE to a folder that can be written"
+            ) from None
+        return path
+
+
+_FORMAT = 1
+"""Raised when what is measured changes, so that an older file is measured again."""
+
+
+def stored_at(hardware: str, torch: str, threads: int) -> Path:
+    """Where the calibration of this hardware, torch and number of threads stands: in $PREHEAT_CACHE, or ~/.cache/preheat."""
+    folder = os.environ.get("PREHEAT_CACHE")
+    key = hashlib.sha256(json.dumps([hardware, torch, threads]).encode()).hexdigest()[:12]
+    return (Path(folder) if folder else Path.home() / ".cache" / "preheat") / f"calibration-{key}.json"
+
+
+def load(hardware: str, torch: str, threads: int) -> Rates | None:
+    """The stored rates of this hardware, version of torch and number of threads; None where there are none.
+
+    A file of another machine, of an older format or cut short counts as none: it is a cache, and the rates can be measured again.
+    """
+    path = stored_at(hardware, torch, threads)
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, json.JSONDecodeError):
+        return None
+    expected = {"format": _FORMAT, "hardware": hardware, "torch": torch, "threads": threads}
+    if not isinstance(values, dict) or {key: values.get(key) for key in expected} != expected:
+        return None
+    del values["format"]
+
+    def rows(cls: type[_Row], key: str) -> tuple[_Row, ...]:
+        return tuple(cls(**row) for row in values.pop(key))
+
+    matrix, moved, attention = rows(MatrixRate, "matrix"), rows(MovedRate, "moved"), rows(AttentionRate, "attention")
+    return Rates(**values, matrix=matrix, moved=moved, attention=attention)

@@ -1,0 +1,186 @@
+"""WeightSource: where the values of a build's parameters come from, read once, module by module."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from preheat.errors import RecipeError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+__all__ = ["WeightSource", "materialize"]
+
+
+def materialize(module: nn.Module, device: Any) -> None:
+    """Replaces parameters and buffers on meta by empty ones on `device`, in place. Shared parameters stay shared."""
+    import torch
+    from torch import nn
+
+    made: dict[int, Tensor] = {}
+    for child in module.modules():
+        for store in (child._parameters, child._buffers):
+            for name, old in store.items():
+                if old is None or old.device.type != "meta":
+                    continue
+                if id(old) not in made:
+                    new = torch.empty_like(old, device=device)
+                    made[id(old)] = nn.Parameter(new, requires_grad=old.requires_grad) if isinstance(old, nn.Parameter) else new
+                store[name] = made[id(old)]
+
+
+class WeightSource:
+    """Values for parameters: from safetensors in a folder, or freshly drawn as transformers draws them.
+
+    Techniques add to it before MATERIALIZE: `map` changes values as they are read (pool, split, quantize), `fresh` draws
+    what no checkpoint holds (adapters). Values are drawn in fp32 and then cast, so that precision does not change them.
+
+    Args:
+        folder: a Hugging Face folder with *.safetensors, or None for new weights.
+
+    Raises:
+        RecipeError: the folder has no safetensors, or misses a parameter.
+    """
+
+    def __init__(self, folder: Path | None = None):
+        self.folder = folder
+        self._maps: list[tuple[re.Pattern[str], Callable[[str, Tensor], Tensor]]] = []
+        self._fresh: list[tuple[re.Pattern[str], Sequence[str], Callable[[nn.Module], None]]] = []
+        self._files: dict[str, Path] = {}
+        if folder is not None:
+            self._index(folder)
+
+    def _index(self, folder: Path) -> None:
+        from safetensors import SafetensorError, safe_open
+
+        files = sorted(folder.glob("*.safetensors"))
+        if not files:
+            others = sorted(p.name for p in folder.glob("*.bin")) + sorted(p.name for p in folder.glob("*.pt"))
+            hint = f"; {others[0]} is a pickle, which preheat does not open: convert it to safetensors" if others else ""
+            raise RecipeError(f"model.path: {folder} has no *.safetensors{hint}; or set model.weights: random")
+        for file in files:
+            try:
+                with safe_open(str(file), framework="pt") as opened:
+                    self._files.update(dict.fromkeys(opened.keys(), file))
+            except SafetensorError as error:
+                raise RecipeError(f"model.path: {file}: not a whole safetensors file ({error})") from None
+
+    def map(self, pattern: str, change: Callable[[str, Tensor], Tensor]) -> None:
+        """Passes each value whose parameter name matches through `change(name, value)`."""
+        self._maps.append((re.compile(pattern), change))
+
+    def fresh(self, pattern: str, modules: Sequence[str], draw: Callable[[nn.Module], None]) -> None:
+        """Parameters whose name matches are in no checkpoint: `draw(module)` gives them values, for each named module."""
+        self._fresh.append((re.compile(pattern), modules, draw))
+
+    def fingerprint(self) -> str:
+        """Changes when the weights' files change: names, sizes and the headers' and last bytes of each."""
+        if self.folder is None:
+            return "new"
+        digest = hashlib.sha256()
+        for file in sorted(set(self._files.values())):
+            size = file.stat().st_size
+            digest.update(f"{file.name}:{size}".encode())
+            with file.open("rb") as opened:
+                for start in range(0, size, max(size // 64, 1)):
+                    opened.seek(start)
+                    digest.update(opened.read(4096))
+        return digest.hexdigest()[:16]
+
+    def fill(self, model: Any, *, seed: int) -> None:
+        """Gives every parameter and buffer of a materialized model its value, in place."""
+        import torch
+
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            if self.folder is None:
+                self._draw(model)
+            else:
+                self._read(model)
+            torch.manual_seed(seed + 1)  # apart from the base model's draws: an adapter does not change them
+            for _, modules, draw in self._fresh:
+                for name in modules:
+                    draw(model.get_submodule(name))
+
+    def _is_fresh(self, name: str) -> bool:
+        return any(pattern.search(name) for pattern, _, _ in self._fresh)
+
+    def _draw(self, model: Any) -> None:
+        """transformers' own initialisation, children first as there, each module in fp32 and then cast."""
+        import torch
+
+        drawn: set[int] = set()
+        for name, p in model.named_parameters():
+            if self._is_fresh(name):  # transformers skips what is marked, and draws nothing for it
+                p._is_hf_initialized = True
+
+        def visit(module: nn.Module) -> None:
+            for child in module.children():
+                visit(child)
+            low = [p for p in module.parameters(recurse=False) if p.dtype in (torch.bfloat16, torch.float16)]
+            kept = {id(p): p.data for p in low}
+            for p in low:
+                p.data = p.data.float()
+            model._init_weights(module)
+            for p in low:
+                kept[id(p)].copy_(p.data)
+                p.data = kept[id(p)]
+            for p in module.parameters(recurse=False):  # a shared parameter is drawn once
+                if id(p) not in drawn:
+                    drawn.add(id(p))
+                    p._is_hf_initialized = True  # type: ignore[attr-defined]
+
+        visit(model)
+        self._uncovered(model)
+
+    def _read(self, model: Any) -> None:
+        prefix = model.base_model_prefix + "."
+        seen: set[int] = set()
+        missing = []
+        for name, parameter in model.named_parameters():
+            if id(parameter) in seen or self._is_fresh(name):
+                continue
+            seen.add(id(parameter))
+            plain = name.replace(".base_layer.", ".")
+            key = next((k for k in (plain, plain.removeprefix(prefix), prefix + plain) if k in self._files), None)
+            if key is None:
+                missing.append(plain)
+                continue
+            value = self._tensor(key)
+            for pattern, change in self._maps:
+                if pattern.search(plain):
+                    value = change(plain, value)
+            if value.shape != parameter.shape:
+                raise RecipeError(
+                    f"model.path: {plain} is {tuple(value.shape)} in {self._files[key].name} but {tuple(parameter.shape)} by config.json; the folder's files do not belong together"
+                )
+            parameter.copy_(value)
+            parameter._is_hf_initialized = True  # type: ignore[attr-defined]
+        if missing:
+            raise RecipeError(f"model.path: {self.folder} lacks {len(missing)} parameters, {missing[0]} for one; is it a checkpoint of {type(model).__name__}?")
+        for module in model.modules():  # what no checkpoint holds: rotary tables and other buffers
+            if any(True for _ in module.buffers(recurse=False)):
+                model._init_weights(module)
+        self._uncovered(model)
+
+    def _tensor(self, key: str) -> Tensor:
+        from safetensors import safe_open
+
+        with safe_open(str(self._files[key]), framework="pt") as opened:
+            return opened.get_tensor(key)
+
+    def _uncovered(self, model: Any) -> None:
+        """A buffer that nobody filled would be garbage: refuse it by name."""
+        for name, buffer in _buffers(model):
+            owner = type(model.get_submodule(name.rpartition(".")[0])).__name__
+            if "RotaryEmbedding" not in owner and not self._is_fresh(name):
+                raise RecipeError(f"model: do not know the value of the buffer {name} ({owner}, {tuple(buffer.shape)})")
+
+
+def _buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from ((n, b) for n, b in model.named_buffers() if not n.endswith("inv_freq"))

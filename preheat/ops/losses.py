@@ -1,0 +1,130 @@
+"""Losses over logits: tensors in, tensors out. The slow reference of each is autograd through the plain form."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from preheat.technique import RowLoss
+
+__all__ = ["IGNORED", "CrossEntropy", "chunked_logits", "whole_logits"]
+
+IGNORED = -100  # the label of a place that is not trained
+
+
+class CrossEntropy:
+    """Cross entropy of each row of logits against its label; 0 where the label is -100.
+
+    Example:
+        >>> CrossEntropy()(torch.zeros(2, 4), torch.tensor([1, -100]))
+        tensor([1.3863, 0.0000])
+    """
+
+    def __call__(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """Losses [n] in fp32 from logits [n, vocabulary]; differentiable."""
+        return functional.cross_entropy(logits.float(), labels, ignore_index=IGNORED, reduction="none")
+
+    def value_and_grad_(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """The losses [n] and, in place of the logits, their gradient up to a factor a row.
+
+        Returns:
+            losses: [n] fp32.
+            factor: [n]; d losses[i] / d logits[i] is factor[i] times what `logits[i]` now holds. A factor a row lets the
+                caller scale the small tensors beside the logits and spare a pass over them.
+        """
+        trained = labels != IGNORED
+        places = labels.clamp(min=0).unsqueeze(1)
+        peak = logits.amax(dim=-1, keepdim=True).float()
+        own = logits.gather(1, places).float()
+        # Softmax reads each row whole before it writes it, so it may write where it reads.
+        torch.softmax(logits, dim=-1, out=logits)
+        # The likeliest place has probability exp(peak - logsumexp), never below 1 / vocabulary: safe to take the log of.
+        losses = (peak - own - logits.amax(dim=-1, keepdim=True).float().log()).squeeze(1)
+        logits.scatter_add_(1, places, logits.new_full((1, 1), -1.0).expand_as(places))
+        return torch.where(trained, losses, 0.0), trained
+
+
+def whole_logits(hidden: Tensor, head: torch.nn.Module, row_loss: RowLoss, *aligned: Tensor) -> Tensor:
+    """The sum of the row losses, all logits in memory at once: the plain form.
+
+    Args:
+        hidden: [rows, length, width]; aligned: [rows, length] each; head: a linear map without bias.
+    """
+    logits = head(hidden).flatten(0, 1)
+    return row_loss(logits, *(a.flatten(0, 1) for a in aligned)).sum()
+
+
+class _Chunked(torch.autograd.Function):
+    """The sum of row losses, `rows` rows at a time. Gradients are made in the forward pass, so no logits are kept or made again."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, row_loss: RowLoss, rows: int, dtype: torch.dtype, differentiate: bool, *aligned: Tensor) -> Tensor:
+        kept_hidden, kept_weight = hidden.dtype, weight.dtype
+        wants_hidden, wants_weight = (differentiate and needs for needs in ctx.needs_input_grad[:2])
+        hidden, weight = hidden.detach().to(dtype), weight.detach().to(dtype)
+        total = hidden.new_zeros((), dtype=torch.float32)
+        grad_hidden = torch.empty_like(hidden, dtype=kept_hidden) if wants_hidden else None
+        grad_weight = torch.zeros_like(weight, dtype=kept_weight) if wants_weight else None
+        logits_buffer = hidden.new_empty((min(rows, hidden.shape[0]), weight.shape[0]))
+        in_place = getattr(row_loss, "value_and_grad_", None)
+        for start in range(0, hidden.shape[0], rows):
+            part = hidden[start : start + rows]
+            beside = [a[start : start + rows] for a in aligned]
+            logits = torch.mm(part, weight.t(), out=logits_buffer[: part.shape[0]])
+            if in_place is not None:
+                losses, factor = in_place(logits, *beside)
+                factor = factor.to(dtype).unsqueeze(1)
+            else:
+                with torch.enable_grad():
+                    leaf = logits.detach().requires_grad_()
+                    losses = row_loss(leaf, *beside)
+                    (logits,) = torch.autograd.grad(losses.sum(), leaf)
+                losses, factor = losses.detach(), logits.new_ones((part.shape[0], 1))
+            total += losses.sum(dtype=torch.float32)
+            if grad_hidden is not None:
+                torch.mul(torch.mm(logits, weight), factor, out=grad_hidden[start : start + rows])
+            if grad_weight is not None:
+                product = part * factor
+                if grad_weight.dtype == dtype:
+                    grad_weight.addmm_(logits.t(), product)
+                else:
+                    grad_weight += torch.mm(logits.t(), product)
+        ctx.save_for_backward(*(g for g in (grad_hidden, grad_weight) if g is not None))
+        ctx.wants = (wants_hidden, wants_weight, len(aligned))
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        kept = list(ctx.saved_tensors)
+        wants_hidden, wants_weight, count = ctx.wants
+        # In place: these were made for this one call and nobody else holds them.
+        grad_hidden = kept.pop(0).mul_(grads[0]) if wants_hidden else None
+        grad_weight = kept.pop(0).mul_(grads[0]) if wants_weight else None
+        return (grad_hidden, grad_weight, None, None, None, None, *([None] * count))
+
+
+def chunked_logits(hidden: Tensor, head: torch.nn.Module, row_loss: RowLoss, *aligned: Tensor, rows: int = 512) -> Tensor:
+    """The sum of the row losses, `rows` rows of logits in memory at a time; backward through it once only.
+
+    Works in autocast's dtype where autocast is on, else in that of `hidden`.
+
+    Args:
+        hidden: [..., width]; aligned: [...] each; head: a module with a `weight` [vocabulary, width] and no bias.
+        row_loss: with `value_and_grad_` its gradient is made in place; otherwise by autograd, chunk by chunk.
+
+    Example:
+        >>> head = torch.nn.Linear(8, 100, bias=False)
+        >>> hidden, labels = torch.randn(6, 8, requires_grad=True), torch.arange(6)
+        >>> a = chunked_logits(hidden, head, CrossEntropy(), labels, rows=4)
+        >>> b = torch.nn.functional.cross_entropy(head(hidden), labels, reduction="sum")
+        >>> bool(torch.isclose(a, b))
+        True
+    """
+    device = hidden.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+    flat = hidden.reshape(-1, hidden.shape[-1])
+    with torch.autocast(device, enabled=False):
+        return _Chunked.apply(flat, head.weight, row_loss, rows, dtype, torch.is_grad_enabled(), *(a.reshape(-1) for a in aligned))

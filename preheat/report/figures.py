@@ -1,0 +1,201 @@
+"""Everything that a report says, as data: what `report.json` holds and what the page is drawn from."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from preheat.errors import RunError
+from preheat.report.words import MISSING, count, duration, gib, grouped, loss, number, off_by, signed_percent
+from preheat.run import METRIC_KEYS, Reader
+
+__all__ = ["collect", "strict"]
+
+NOT_IN_TIMELINE = ("sample", "baseline")  # they have places of their own
+
+
+def collect(path: str | Path) -> dict[str, Any]:
+    """Reads a run and works out the figures of its report.
+
+    Returns:
+        {title, run, state, verdict, summary, predicted, measured, difference, curves, not_finite, evaluations,
+        baseline, memory, phases, changes, samples, events, environment, recipe, again}. Values that the run
+        does not hold are None; losses that were not finite are NaN here and null in `report.json` (see `strict`).
+
+    Raises:
+        RunError: no run lies there, or one of its files cannot be read.
+    """
+    import shlex
+
+    import yaml
+
+    run = Reader(path)
+    try:
+        plan, environment, changes = run.plan, run.environment, run.changes
+        metrics, evaluations, events = run.metrics(), run.evaluations(), run.events()
+        recipe = yaml.safe_load(run.recipe_text)
+    except (json.JSONDecodeError, UnicodeDecodeError, yaml.YAMLError) as error:
+        words = str(error).splitlines()[0]
+        raise RunError(f"{run.path}: a file of this run is damaged ({words}); restore it or train again into another folder") from None
+    recipe = recipe if isinstance(recipe, dict) else {}
+    measured: dict[str, Any] = next((e for e in reversed(events) if e["kind"] == "measured"), {})
+    last = metrics[-1] if metrics else {}
+    finished: dict[str, Any] = next((e for e in reversed(events) if e["kind"] == "finished"), {})
+    evaluated = evaluations[-1] if evaluations else {}
+    # `finished` tells of an earlier session when the run went on after it.
+    went_on = "steps" in finished and "step" in last and finished["steps"] != last["step"]
+    end = {} if went_on else finished
+
+    figures: dict[str, Any] = {
+        "title": str(recipe.get("name") or run.path.resolve().name),
+        "run": str(path),
+        "state": _state(events, metrics, plan),
+        "summary": {
+            "steps": end.get("steps", last.get("step")),
+            "steps_planned": plan.get("steps"),
+            "tokens": end.get("tokens", last.get("tokens")),
+            "seconds": end.get("seconds", last.get("elapsed")),
+            "first_loss": metrics[0]["loss"] if metrics else None,
+            "loss": end.get("loss", last.get("loss")),
+            "validation_loss": _first(end.get("validation_loss"), evaluated.get("validation_loss")),
+            "sessions": sum(e["kind"] in ("started", "resumed") for e in events),
+            "parameters": plan.get("parameters"),
+            "model": recipe.get("model"),
+            "data": (recipe.get("data") or {}).get("source"),
+        },
+        "predicted": {k: plan.get(k) for k in ("fits", "peak_gib", "available_gib", "tokens_per_second", "seconds_per_step", "mfu", "flops_per_step", "seconds_total")},
+        "measured": {k: measured.get(k) for k in ("peak_gib", "tokens_per_second", "seconds_per_step", "mfu")},
+        "curves": {name: [line.get(name) for line in metrics] for name in METRIC_KEYS},
+        "not_finite": [m["step"] for m in metrics if not math.isfinite(_real(m["loss"])) or _bad(m.get("gradient_norm"))],
+        "evaluations": evaluations,
+        "baseline": next(({k: v for k, v in e.items() if k not in ("time", "kind")} for e in reversed(events) if e["kind"] == "baseline"), None),
+        "memory": plan.get("memory"),
+        "phases": plan.get("phases"),
+        "changes": changes,
+        "samples": _samples(events),
+        "events": [e for e in events if e["kind"] not in NOT_IN_TIMELINE],
+        "environment": environment,
+        "recipe": run.recipe_text,
+        "again": f"preheat train {shlex.quote(str(run.path / 'recipe.yaml'))} --out {shlex.quote(str(run.path) + '-again')}",
+    }
+    predicted, real = figures["predicted"], figures["measured"]
+    figures["difference"] = {k: off_by(predicted[k], real[k]) for k in ("peak_gib", "tokens_per_second", "seconds_per_step", "mfu")}
+    figures["verdict"] = _verdict(figures)
+    return figures
+
+
+def strict(value: Any) -> Any:
+    """The same data with null for NaN and infinities, which JSON has no word for."""
+    if isinstance(value, dict):
+        return {str(k): strict(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [strict(v) for v in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _first(*values: Any) -> Any:
+    return next((v for v in values if v is not None), None)
+
+
+def _real(value: Any) -> float:
+    return float(value) if isinstance(value, int | float) else math.nan
+
+
+def _bad(value: Any) -> bool:
+    return isinstance(value, float) and not math.isfinite(value)
+
+
+def _samples(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The samples of the last session that wrote any: (prompt, text) as written."""
+    found: list[dict[str, Any]] = []
+    fresh = True
+    for event in events:
+        if event["kind"] in ("started", "resumed"):
+            fresh = True
+        elif event["kind"] == "sample":
+            found = [] if fresh else found
+            fresh = False
+            found.append({"prompt": event.get("prompt"), "text": event.get("text")})
+    return found
+
+
+def _state(events: list[dict[str, Any]], metrics: list[dict[str, Any]], plan: dict[str, Any]) -> dict[str, str]:
+    """How the run stands, by the events of its last session: {kind: finished|stopped|failed|open, words}."""
+    session: dict[str, dict[str, Any]] = {}
+    for event in events:
+        if event["kind"] in ("started", "resumed"):
+            session = {}
+        session[event["kind"]] = event
+    step = metrics[-1]["step"] if metrics else 0
+    planned = number(plan.get("steps"))
+    at = f"step {step:,}" + (f" of {planned:,.0f}" if planned else "")
+    if "failed" in session:
+        told = [str(v) for k, v in session["failed"].items() if k not in ("time", "kind", "step") and isinstance(v, str) and v]
+        return {"kind": "failed", "words": f"Failed at {at}" + (f": {told[0]}" if told else ". No reason was recorded.")}
+    if "stopping" in session:
+        why = session["stopping"].get("reason") or session["stopping"].get("signal")
+        return {"kind": "stopped", "words": f"Stopped early at {at}" + (f" ({why})" if why else "") + "."}
+    if "finished" in session:
+        return {"kind": "finished", "words": f"Finished at {at}."}
+    if not events and not metrics:
+        return {"kind": "open", "words": "Not started: neither a step nor an event is recorded."}
+    return {"kind": "open", "words": f"No end is recorded: the run is still going on, or it was killed. What follows stands at {at}."}
+
+
+def _verdict(figures: dict[str, Any]) -> str:
+    """The run in a few sentences."""
+    summary, predicted, measured = figures["summary"], figures["predicted"], figures["measured"]
+    parts = [f"{_what(summary)} {_length(summary)}", _losses(summary, figures["baseline"])]
+    for name, key, words in (("memory", "peak_gib", gib), ("tokens/s", "tokens_per_second", grouped)):
+        guess, real, off = number(predicted[key]), number(measured[key]), figures["difference"][key]
+        if guess is None and real is None:
+            parts.append(f"Peak {name}: {MISSING}." if key == "peak_gib" else f"Rate in {name}: {MISSING}.")
+            continue
+        unit = "" if key == "peak_gib" else f" {name}"
+        left = f"Predicted {words(guess)}{unit}" if guess is not None else f"No prediction of {name}"
+        right = f"measured {words(real)}" if real is not None else "not measured yet"
+        parts.append(f"{left}, {right}" + (f" ({signed_percent(off)})" if off is not None else "") + ".")
+    return " ".join(parts)
+
+
+def _what(summary: dict[str, Any]) -> str:
+    model = summary["model"] if isinstance(summary["model"], dict) else {}
+    parameters = summary["parameters"] if isinstance(summary["parameters"], dict) else {}
+    name = Path(str(model["path"])).name if model.get("path") else str(model.get("family") or "model")
+    total, trained = number(parameters.get("total")), number(parameters.get("trained"))
+    if total is not None:
+        name += f" of {count(total)} parameters"
+        if trained is not None and trained < total:
+            name += f" ({count(trained)} of them trained)"
+    elif model.get("size"):
+        name += f" of size {model['size']}"
+    return name[:1].upper() + name[1:] + (f", trained on {summary['data']}" if summary["data"] else "")
+
+
+def _length(summary: dict[str, Any]) -> str:
+    steps = number(summary["steps"])
+    if not steps:
+        return "has taken no step yet."
+    words = f"for {steps:,.0f} step{'s' if steps != 1 else ''}"
+    if number(summary["tokens"]) is not None:
+        words += f" ({count(summary['tokens'])} tokens)"
+    return words + (f" in {duration(summary['seconds'])}." if number(summary["seconds"]) is not None else f"; its time is {MISSING}.")
+
+
+def _losses(summary: dict[str, Any], baseline: dict[str, Any] | None) -> str:
+    first, final, held_out = summary["first_loss"], summary["loss"], summary["validation_loss"]
+    if final is None:
+        words = f"Loss {MISSING}"
+    elif number(first) is not None and number(final) is not None and first != final:
+        words = f"The loss went from {loss(first)} to {loss(final)}"
+    else:
+        words = f"The loss is {loss(final)}"
+    if held_out is None:
+        return f"{words}; validation loss {MISSING}."
+    words += f"; the validation loss is {loss(held_out)}"
+    bigram, held = number((baseline or {}).get("bigram")), number(held_out)
+    if bigram is not None and held is not None:
+        words += f", {'below' if held < bigram else 'not below'} the {loss(bigram)} of a bigram model"
+    return words + "."

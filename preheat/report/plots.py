@@ -1,0 +1,252 @@
+"""Plots as inline SVG, drawn by matplotlib's object interface. Colours are the page's variables.
+
+Each colour is drawn as a sentinel and written as `var(--name)`, so that one drawing is right in light, in dark and on
+paper. Text stays text and takes the page's font. Ids carry the plot's name, since one page holds several drawings.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+from xml.etree import ElementTree
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+__all__ = ["COLOURS", "NARROW", "SHORT", "WIDE", "Axis", "Curve", "curves", "numbers", "smooth", "stacked", "thin"]
+
+COLOURS = ("ink", "muted", "grid", "page", "warn", *(f"series-{n}" for n in range(1, 7)))
+_SENTINEL = {name: f"#a1b2{n:02x}" for n, name in enumerate(COLOURS)}
+_POINTS = 640  # more than a plot has pixels across on a phone; the rest would only be weight
+
+NARROW = (5.3, 2.85)  # inches; 11 points of it are 10 pixels at 343 and 14 at 500 pixels of width
+WIDE = (10.8, 4.0)
+SHORT = (5.3, 1.55)
+_STEPS = [1, 2, 2.5, 5, 10]  # between ticks: round numbers only
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One line of a plot: what it is called in the legend, its points, how it is drawn."""
+
+    name: str
+    x: Sequence[float]
+    y: Sequence[float]
+    colour: str = "series-1"
+    style: str = "line"
+    """line, raw (light and thin), points (a line with marks), level (dashed, a reference), named (a level with its name on it)"""
+
+
+@dataclass(frozen=True)
+class Axis:
+    """How the values of a plot are read."""
+
+    format: Callable[[float], str] = field(default=lambda v: f"{v:,g}")
+    from_zero: bool = False
+
+
+def smooth(values: Sequence[float], half: int) -> list[float]:
+    """Mean over the `half` values on either side, NaN left out; the window shrinks evenly at the start.
+
+    Shrinking on both sides at the start keeps the steep beginning of a loss curve where it is; a running mean lags.
+
+    Example:
+        >>> smooth([4.0, 2.0, 3.0, 1.0], 1)
+        [4.0, 3.0, 2.0, 2.0]
+    """
+    sums, counts = [0.0], [0]
+    for value in values:
+        finite = math.isfinite(value)
+        sums.append(sums[-1] + (value if finite else 0.0))
+        counts.append(counts[-1] + finite)
+    smoothed = []
+    for i, value in enumerate(values):
+        low, high = i - min(half, i), min(len(values), i + min(half, i) + 1)
+        held = counts[high] - counts[low]
+        smoothed.append((sums[high] - sums[low]) / held if held and math.isfinite(value) else math.nan)
+    return smoothed
+
+
+def thin(x: Sequence[float], y: Sequence[float], points: int = _POINTS) -> tuple[list[float], list[float]]:
+    """At most `points` of a long curve: the least and the greatest of each stretch, so that no spike is lost."""
+    if len(x) <= points:
+        return list(x), list(y)
+    keep: set[int] = {0, len(x) - 1}
+    stretches = points // 2 - 1
+    for n in range(stretches):
+        stretch = range(n * len(x) // stretches, (n + 1) * len(x) // stretches)
+        finite = [i for i in stretch if math.isfinite(y[i])] or [stretch[0]]  # a stretch of NaN stays a gap
+        keep |= {min(finite, key=lambda i: y[i]), max(finite, key=lambda i: y[i])}
+    kept = sorted(keep)
+    return [x[i] for i in kept], [y[i] for i in kept]
+
+
+def curves(name: str, lines: Sequence[Curve], words: str, *, axis: Axis | None = None, marks: Sequence[float] = (), size: tuple[float, float] = NARROW) -> str:
+    """Curves over steps as an SVG element.
+
+    Args:
+        name: unique in the page; ids start with it.
+        lines: what to draw, in order; a level is drawn across the plot.
+        words: what the plot shows, for those who cannot see it.
+        marks: steps to mark at the upper edge (losses that were not finite).
+        size: inches.
+    """
+    axis = axis or Axis()
+
+    def draw(axes: Axes) -> None:
+        from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+        for line in lines:
+            x, y = (list(line.x), list(line.y)) if line.style in ("level", "named") else thin(line.x, line.y)
+            colour = _SENTINEL[line.colour]
+            lone = sum(map(math.isfinite, y)) < 3
+            if line.style in ("level", "named"):
+                axes.axhline(y[0], color=_SENTINEL["muted"], linewidth=1, dashes=(4, 3), zorder=1.5)
+                if line.style == "named":
+                    axes.annotate(line.name, (1, y[0]), xycoords=("axes fraction", "data"), xytext=(-2, 3), textcoords="offset points",
+                                  ha="right", va="bottom", color=_SENTINEL["muted"], fontsize=10.5, parse_math=False)  # fmt: skip
+            elif line.style == "raw":
+                axes.plot(x, y, color=colour, linewidth=0.9, alpha=0.5, marker="o" if lone else None, markersize=5)
+            elif line.style == "points":
+                axes.plot(x, y, color=colour, linewidth=1.6, marker="o" if len(x) < 40 else None, markersize=4.5, zorder=3)
+            else:
+                axes.plot(x, y, color=colour, linewidth=2, marker="o" if lone else None, markersize=5)
+        if axis.from_zero and min((v for line in lines for v in line.y if math.isfinite(v)), default=-1) >= 0:
+            axes.set_ylim(0, axes.get_ylim()[1] or 1)
+        for mark in thin(marks, marks)[0]:
+            axes.plot([mark], [0.985], transform=axes.get_xaxis_transform(), marker="v", markersize=6, color=_SENTINEL["warn"], clip_on=False)
+        axes.xaxis.set_major_locator(MaxNLocator(nbins=5, steps=_STEPS, integer=True, min_n_ticks=1))
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:,.0f}"))
+        axes.yaxis.set_major_locator(MaxNLocator(nbins=5, steps=_STEPS))
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda v, _: axis.format(v)))
+        axes.grid(axis="y", color=_SENTINEL["grid"], linewidth=0.8)
+        axes.margins(x=0.01)
+        axes.set_xlabel("step", loc="right", labelpad=2)
+
+    return _svg(name, size, words, draw)
+
+
+def stacked(name: str, rows: Sequence[tuple[str, Sequence[tuple[str, float]]]], words: str, *, limit: tuple[str, float] | None = None) -> str:
+    """Horizontal bars of coloured pieces, one row each, as an SVG element.
+
+    Args:
+        rows: (label, [(colour, length), ...]) from the top.
+        limit: (label, length): a line across the rows, or an arrow to the right where it is far beyond them.
+    """
+
+    def draw(axes: Axes) -> None:
+        from matplotlib.ticker import MaxNLocator
+
+        longest = max((sum(length for _, length in pieces) for _, pieces in rows), default=0) or 1
+        for y, (_, pieces) in enumerate(rows):
+            left = 0.0
+            for colour, length in pieces:
+                axes.barh(y, length, left=left, height=0.62, color=_SENTINEL[colour], edgecolor=_SENTINEL["page"], linewidth=1)
+                left += length
+        axes.set_ylim(len(rows) - 0.4, -0.85)
+        axes.set_yticks(range(len(rows)), [label for label, _ in rows])
+        axes.tick_params(axis="y", colors=_SENTINEL["ink"])
+        axes.set_xlim(0, longest * 1.06)
+        if limit is not None and limit[1] <= 2.5 * longest:
+            axes.set_xlim(0, max(longest, limit[1]) * 1.06)
+            axes.axvline(limit[1], color=_SENTINEL["ink"], linewidth=1.5)
+            axes.annotate(limit[0], (limit[1], 1), xycoords=("data", "axes fraction"), xytext=(-4, -1), textcoords="offset points", ha="right", va="top", color=_SENTINEL["ink"])
+        elif limit is not None:
+            axes.annotate(f"{limit[0]} →", (1, 1), xycoords="axes fraction", xytext=(0, -1), textcoords="offset points", ha="right", va="top", color=_SENTINEL["ink"])
+        axes.xaxis.set_major_locator(MaxNLocator(nbins=5, steps=_STEPS))
+        axes.xaxis.set_major_formatter(lambda v, _: f"{v:g}")
+        axes.grid(axis="x", color=_SENTINEL["grid"], linewidth=0.8)
+        axes.set_xlabel("GiB", loc="right", labelpad=2)
+
+    return _svg(name, SHORT, words, draw)
+
+
+def _svg(name: str, size: tuple[float, float], words: str, draw: Callable[[Axes], None]) -> str:
+    import matplotlib
+    from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
+
+    with matplotlib.rc_context():
+        matplotlib.rcdefaults()  # not the reader's matplotlibrc: equal runs give equal reports
+        matplotlib.rcParams.update(
+            {
+                "svg.fonttype": "none",
+                "svg.hashsalt": name,
+                "font.size": 11,
+                "text.parse_math": False,
+                "axes.axisbelow": True,
+                "axes.spines.left": False,
+                "axes.spines.top": False,
+                "axes.spines.right": False,
+                "axes.edgecolor": _SENTINEL["muted"],
+                "axes.labelcolor": _SENTINEL["muted"],
+                "xtick.color": _SENTINEL["muted"],
+                "ytick.color": _SENTINEL["muted"],
+                "ytick.major.size": 0,
+                "xtick.major.size": 3,
+            }
+        )
+        figure = Figure(figsize=size, layout=ConstrainedLayoutEngine(w_pad=0.02, h_pad=0.02), facecolor="none")
+        axes = figure.add_subplot(facecolor="none")
+        draw(axes)
+        drawn = io.BytesIO()
+        figure.savefig(drawn, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
+    return _inline(name, drawn.getvalue(), words)
+
+
+def _inline(name: str, drawing: bytes, words: str) -> str:
+    """matplotlib's file as an element for a page: no namespaces, unused ids, fonts or styles of its own; the page's colours."""
+    root = ElementTree.fromstring(drawing)
+    names = {code: variable for variable, code in _SENTINEL.items()}
+    for element in root.iter():
+        element.tag = element.tag.rpartition("}")[2]
+        for child in [child for child in element if child.tag.rpartition("}")[2] in ("metadata", "style")]:
+            element.remove(child)
+    used = set(re.findall(r"#([\w-]+)[)\"]", drawing.decode()))
+    for element in root.iter():
+        old = dict(element.attrib)
+        element.attrib.clear()
+        for key, text in old.items():
+            key = key.rpartition("}")[2]
+            if key == "id":
+                if text in used:
+                    element.set("id", f"{name}-{text}")
+            elif key == "href":
+                element.set("href", f"#{name}-{text[1:]}")
+            elif key == "style":
+                element.set("style", _style(text, names))
+            else:
+                element.set(key, _short(text).replace("url(#", f"url(#{name}-"))
+        element.tail = None
+        if element.text is not None and not element.text.strip():
+            element.text = None
+    box = root.get("viewBox", "")
+    root.attrib.clear()
+    root.attrib |= {"viewBox": box, "role": "img", "aria-label": words}
+    return ElementTree.tostring(root, encoding="unicode")
+
+
+def _short(text: str) -> str:
+    """Coordinates to a hundredth of a point: half the weight of the page, and nobody sees it."""
+    return re.sub(r"-?\d+\.\d+", lambda m: f"{float(m.group()):.2f}".rstrip("0").rstrip("."), " ".join(text.split()))
+
+
+def _style(text: str, names: dict[str, str]) -> str:
+    """A style with the page's colours, and its size of type but not matplotlib's fonts."""
+    kept = []
+    for rule in text.split(";"):
+        key, _, value = (part.strip() for part in rule.partition(":"))
+        if key == "font":
+            kept.append(f"font-size: {value.split('px')[0].split()[-1]}px")
+        elif key and key != "font-family":
+            kept.append(f"{key}: " + re.sub(r"#[0-9a-f]{6}", lambda m: f"var(--{names[m.group()]})", value))
+    return "; ".join(kept)
+
+
+def numbers(values: Sequence[Any]) -> list[float]:
+    """Logged values as floats; what is missing or no number is NaN, a gap in the curve."""
+    return [float(v) if isinstance(v, int | float) and math.isfinite(v) else math.nan for v in values]
