@@ -1,3 +1,40 @@
-"""preheat: know that it fits and how fast it will run before you train; then train it, and see the evidence."""
+"""preheat: know that it fits and how fast it will run before you train; then train it, and see the evidence.
+
+    from preheat import load_recipe, plan, train
+
+    recipe = load_recipe("demo", ["stop.steps=50"])
+    print(plan(recipe)["peak_gib"])
+    train(recipe, out="runs/first")
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
+__all__ = ["add_lora", "checkpoint_layers", "load_recipe", "plan", "train"]
+
+if TYPE_CHECKING:
+    from preheat.training.session import plan_here as plan
+    from preheat.recipe import load as load_recipe
+    from preheat.techniques.activation_checkpointing import checkpoint_layers
+    from preheat.techniques.lora import add_lora
+    from preheat.training.loop import train
+
+_HOME = {
+    "add_lora": ("preheat.techniques.lora", "add_lora"),
+    "checkpoint_layers": ("preheat.techniques.activation_checkpointing", "checkpoint_layers"),
+    "load_recipe": ("preheat.recipe", "load"),
+    "plan": ("preheat.training.session", "plan_here"),
+    "train": ("preheat.training.loop", "train"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Public names are imported when first used, so that `import preheat` takes no time."""
+    if name not in _HOME:
+        raise AttributeError(f"module 'preheat' has no attribute {name!r}")
+    import importlib
+
+    module, attribute = _HOME[name]
+    return getattr(importlib.import_module(module), attribute)

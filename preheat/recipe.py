@@ -204,6 +204,8 @@ class Evaluate:
     """Steps between evaluations; 0: only at the end."""
     rows: Count = 256
     """At most so many validation rows."""
+    baselines: bool = False
+    """Also take the loss of a unigram and a bigram model of the same split, to compare with."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -55,11 +55,15 @@ PLAN_KEYS = {
 def write_atomic(path: Path, text: str) -> None:
     """Writes a file beside, syncs it and renames: a reader never sees half of it."""
     beside = path.with_name(path.name + ".writing")
-    with beside.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    beside.replace(path)
+    try:
+        with beside.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        beside.replace(path)
+    except OSError:
+        beside.unlink(missing_ok=True)
+        raise
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:

@@ -57,8 +57,8 @@ class Rows(DataModule):
         return torch.utils.data.DataLoader(self.rows, batch_size=self.job.batch, collate_fn=self._tick)
 
     def val_dataloader(self) -> torch.utils.data.DataLoader:
-        # litgpt validates two batches before it trains, whatever is set: give it one row.
-        return torch.utils.data.DataLoader(self.rows[:1], batch_size=1)
+        # litgpt validates before it trains, whatever is set: one batch, of the training's shape, or it would compile for two.
+        return torch.utils.data.DataLoader(self.rows[: self.job.batch], batch_size=self.job.batch)
 
 
 def shape(folder: Path) -> dict[str, Any]:
@@ -95,7 +95,7 @@ def train() -> None:
     if not job.settings.get("compile", True):
         torch.compiler.set_stance("force_eager")
     adamw = {"lr": job.lr, "betas": job.betas, "eps": job.eps, "weight_decay": job.weight_decay}
-    sys.argv = sys.argv[:1]  # litgpt reads the command line again when it saves
+    sys.argv = ["litgpt pretrain", NAME]  # litgpt reads the command line again when it saves
     pretrain.setup(
         NAME,
         model_config=Config(**shape(Path(job.model))),

@@ -1,0 +1,66 @@
+"""The command line: one file a command. The only place that prints."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Annotated
+
+import typer
+
+from preheat.cli import calibrate, demo, evaluate, export, generate, plan, recipes, report, techniques, train
+from preheat.errors import PreheatError
+
+__all__ = ["app", "main"]
+
+
+app = typer.Typer(
+    name="preheat",
+    help="Know that it fits and how fast it will run before you train; then train it, and see the evidence.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="markdown",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+@app.callback(invoke_without_command=True)
+def _global(
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error. Stands before the command.")] = False,
+) -> None:
+    if version:
+        from preheat import __version__
+
+        print(__version__)
+        raise typer.Exit
+
+
+app.command("plan")(plan.plan)
+app.command("train")(train.train)
+app.command("report")(report.report)
+app.command("eval")(evaluate.evaluate)
+app.command("generate")(generate.generate)
+app.command("export")(export.export)
+app.command("demo")(demo.demo)
+app.add_typer(recipes.app, name="recipes")
+app.command("init")(recipes.init)
+app.add_typer(techniques.app, name="techniques")
+app.command("calibrate")(calibrate.calibrate)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Runs a command line and exits: 0 done, 1 the run failed, 2 the command or recipe is wrong, 3 it does not fit, 4 the data is wrong."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    command = typer.main.get_command(app)
+    if "--debug" in arguments[:1]:
+        command.main(arguments, prog_name="preheat")
+    try:
+        command.main(arguments, prog_name="preheat")  # exits with 0, or 2 after a message where the command is wrong
+    except PreheatError as error:
+        if "--json" in arguments:
+            print(json.dumps({"error": str(error), "exit_code": error.exit_code}))
+        for line in str(error).splitlines():
+            print(f"error: {line}", file=sys.stderr)
+        sys.exit(error.exit_code)

@@ -4,7 +4,8 @@
     files.py      text, JSONL, JSON and Parquet, with the file and the row in every error
     tokenizer.py  the model's tokenizer, or a byte-level BPE trained here
     cache.py      folders keyed by content; a damaged one is built again
-    preparing.py  the split, the token cache, and what was counted
+    split.py      training or validation: a document's content decides
+    preparing.py  the token cache, and what was counted
     packing.py    rows: tokens, labels, positions and document lengths
     streaming.py  rows packed while the source is read
     loader.py     the order of rows, and batches of torch tensors
@@ -16,8 +17,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from preheat.data.ngrams import baselines
     from preheat.data.loader import batches, evaluation_batches
+    from preheat.data.ngrams import baselines
     from preheat.data.packing import RowData, Rows
     from preheat.data.preparing import Prepared, prepare
     from preheat.data.streaming import StreamRows

@@ -165,9 +165,9 @@ def _jsonl(path: Path, fields: Fields) -> Iterator[Document]:
         if not line.strip():
             continue
         try:
-            row = json.loads(line)
+            row = json.loads(line.rstrip())
         except json.JSONDecodeError as error:
-            raise DataError(f"{path}:{number}: not JSON: {error.msg} at column {error.colno}") from None
+            raise DataError(f"{path}:{number}: not JSON: {error.msg.removesuffix(' at')} at column {error.colno}") from None
         except RecursionError:
             raise DataError(f"{path}:{number}: JSON nested too deeply") from None
         yield fields.document(row, f"{path}:{number}")
@@ -178,7 +178,7 @@ def _json(path: Path, fields: Fields) -> Iterator[Document]:
     try:
         rows = json.loads(text)
     except json.JSONDecodeError as error:
-        raise DataError(f"{path}:{error.lineno}: not JSON: {error.msg} at column {error.colno} (a file of one object a line is named .jsonl)") from None
+        raise DataError(f"{path}:{error.lineno}: not JSON: {error.msg.removesuffix(' at')} at column {error.colno} (a file of one object a line is named .jsonl)") from None
     except RecursionError:
         raise DataError(f"{path}: JSON nested too deeply") from None
     if not isinstance(rows, list):

@@ -14,9 +14,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from preheat.errors import DataError
-
-__all__ = ["IGNORED", "RowData", "Rows", "Tokens", "best_fit"]
+__all__ = ["IGNORED", "RowData", "Rows", "Tokens", "best_fit", "permutation"]
 
 IGNORED = -100
 """The label of a place that is not trained."""
@@ -58,8 +56,11 @@ class Tokens:
     @classmethod
     def open(cls, folder: Path, side: str) -> Tokens:
         """Tokens as `preparing` stored them, mapped into memory."""
-        parts = {p.stem.rpartition("-")[2]: np.load(p, mmap_mode="r" if p.stat().st_size > 4096 else None) for p in folder.glob(f"{side}-*.npy")}
-        return cls(parts["ids"], parts["ends"], parts.get("prompts"), folder, side)
+        file = next(folder.glob(f"{side}.uint*"))
+        dtype = np.dtype(file.suffix[1:])
+        ids = np.memmap(file, dtype, mode="r") if file.stat().st_size else np.zeros(0, dtype)  # an empty file cannot be mapped
+        prompts = folder / f"{side}-prompts.npy"
+        return cls(ids, np.load(folder / f"{side}-ends.npy"), np.load(prompts) if prompts.exists() else None, folder, side)
 
     def __reduce__(self) -> tuple[Any, ...]:
         if self.folder is not None:
@@ -176,11 +177,6 @@ class Rows:
             sizes.append(self.length - at)
         return _row(tokens, labels, np.array(sizes))
 
-    def require(self, what: str, fix: str) -> None:
-        """Raises DataError when there is not one row."""
-        if len(self) == 0:
-            raise DataError(f"{what}: {len(self.tokens.ids):,} tokens in {len(self.tokens.ends):,} documents do not fill one row of {self.length}; {fix}")
-
 
 def _row(tokens: np.ndarray, labels: np.ndarray, documents: np.ndarray) -> RowData:
     starts = np.cumsum(documents) - documents
@@ -223,3 +219,12 @@ def best_fit(sizes: np.ndarray, room: int) -> list[list[int]]:
                 bisect.insort(rooms, left)
             by_room[left].append(chosen)
     return bins
+
+
+def permutation(count: int, *key: int) -> np.ndarray:
+    """An order of range(count) that `key` (a seed, an epoch ...) decides.
+
+    Sorts the raw output of a counter-based generator: NumPy promises that this stays as it is in later versions, which it
+    does not for `Generator.permutation`, and a run must be resumed exactly after an update too.
+    """
+    return np.argsort(np.random.Philox(np.random.SeedSequence(key)).random_raw(count), kind="stable")

@@ -36,12 +36,14 @@ class Source:
         paired: whether its documents have a prompt.
         key: content hash of all that it reads; taken when called, since that reads the files.
         read: the documents, lazily, from the first.
+        count: how many, where that is known before reading.
     """
 
     words: str
     paired: bool
     key: Callable[[], str]
     read: Callable[[], Iterator[Document]]
+    count: int | None = None
 
 
 def digest(*parts: object) -> str:
@@ -129,7 +131,7 @@ def _stdlib(fields: Fields) -> Source:
         raise DataError("data.prompt: the source stdlib is plain text; remove data.prompt and data.completion, or use data.source: docstrings")
     files = _stdlib_files()
     words = f"source of Python {sys.version_info.major}.{sys.version_info.minor}'s standard library: {len(files)} files"
-    return Source(words, False, lambda: _files_key(files), lambda: map(Document, _stdlib_texts(files)))
+    return Source(words, False, lambda: _files_key(files), lambda: map(Document, _stdlib_texts(files)), len(files))
 
 
 def _docstrings() -> Source:
@@ -185,8 +187,12 @@ def hub_reachable() -> bool:
 
 
 def _rows(rows: Any, fields: Fields, where: str) -> Iterator[Document]:
-    for number, row in enumerate(rows, 1):
-        yield fields.document(row, f"{where}: row {number}")
+    number = 0
+    try:
+        for number, row in enumerate(rows, 1):
+            yield fields.document(row, f"{where}: row {number}")
+    except OSError as error:  # the network, for a streamed one
+        raise DataError(f"{where}: row {number + 1} cannot be read: {_first_line(error)}") from None
 
 
 def _split(found: Any, data: Data, where: str) -> Any:

@@ -6,7 +6,7 @@ import heapq
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 from preheat.data.files import Document, missing
 from preheat.data.sources import digest, hub_reachable
@@ -19,7 +19,7 @@ __all__ = ["END", "PAD", "Encoded", "Encoder", "load_tokenizer", "train_tokenize
 
 END, PAD = "<|end|>", "<|pad|>"
 
-SAMPLE = 8_000_000
+SAMPLE = 4_000_000
 """Characters of the training documents that a BPE is trained on: those with the lowest content hash, so that the sample
 is the same in any order of files. More changes the pieces little and costs time in proportion."""
 
@@ -47,11 +47,12 @@ def load_tokenizer(name: str, *, knob: str = "data.tokenizer") -> PreTrainedToke
     elif not hub_reachable():
         raise DataError(f"{knob} {name}: no such folder, and no network to look for a model of that name; name a folder that has tokenizer.json")
     try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(str(path) if path.exists() else name, trust_remote_code=False)
+        found = transformers.AutoTokenizer.from_pretrained(str(path) if path.exists() else name, trust_remote_code=False)
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise DataError(f"{knob} {name}: no tokenizer can be read from it: {(str(error).strip() or type(error).__name__).splitlines()[0]}") from None
-    if not getattr(tokenizer, "is_fast", False):
+    if not found.is_fast:
         raise DataError(f"{knob} {name}: has no fast tokenizer (tokenizer.json); convert it with transformers and save it again")
+    tokenizer = cast("PreTrainedTokenizerFast", found)
     if tokenizer.eos_token_id is None:
         raise DataError(f"{knob} {name}: the tokenizer has no end-of-text token, which ends every document; add eos_token to tokenizer_config.json")
     return tokenizer
@@ -92,7 +93,10 @@ def train_tokenizer(documents: Iterable[tuple[str, str]], *, vocabulary: int) ->
     backend.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(vocab_size=vocabulary, special_tokens=[END, PAD], initial_alphabet=alphabet, show_progress=False)
     backend.train_from_iterator(_sample(documents), trainer)
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=END, pad_token=PAD, clean_up_tokenization_spaces=False)
+    made: PreTrainedTokenizerFast = transformers.PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+        tokenizer_object=backend, eos_token=END, pad_token=PAD, clean_up_tokenization_spaces=False
+    )
+    return made
 
 
 def _sample(documents: Iterable[tuple[str, str]]) -> list[str]:
@@ -116,16 +120,16 @@ class Encoder:
     def __init__(self, tokenizer: PreTrainedTokenizerFast):
         from tokenizers import Tokenizer
 
-        # A copy, since a tokenizer's file may say truncate, and turning that off must not change the caller's.
+        # A tokenizer's file may say truncate: turned off, in a copy, which leaves the caller's as it is.
         self.backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
         self.backend.no_truncation()
         self.backend.no_padding()
-        self.end: int = tokenizer.eos_token_id  # type: ignore[assignment]
-        own = tokenizer("a", verbose=False)["input_ids"]
-        begins = tokenizer.bos_token_id is not None and own[:1] == [tokenizer.bos_token_id] != tokenizer("a", add_special_tokens=False)["input_ids"][:1]
-        self.begin: list[int] = [tokenizer.bos_token_id] if begins else []  # type: ignore[list-item]
+        self.end: int = tokenizer.eos_token_id
+        first, plain = (self.backend.encode("a", add_special_tokens=own).ids[:1] for own in (True, False))
+        begins = first == [tokenizer.bos_token_id] != plain
+        self.begin: list[int] = [tokenizer.bos_token_id] if begins else []
         self.pieces = max(len(tokenizer), self.end + 1)
-        self.pad: int = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else self.end  # type: ignore[assignment]
+        self.pad: int = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else self.end
         self.key = digest(self.backend.to_str(), self.begin, self.end)
 
     def __call__(self, documents: Sequence[Document]) -> list[Encoded]:

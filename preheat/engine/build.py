@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +22,13 @@ def context_of(recipe: Recipe, config: Any, device: Device) -> Context:
     return Context(recipe, adapter.facts(config), device, tags)
 
 
-def build(recipe: Recipe, *, vocabulary: int | None, device: Device, values: bool = True) -> Build:
+def build(recipe: Recipe, *, vocabulary: int | None, device: Device, dry: AbstractContextManager[Any] | None = None) -> Build:
     """Builds the recipe's model, optimizer and slots on a device.
 
     Args:
         vocabulary: pieces of the tokenizer; None when `model` decides.
         device: where to.
-        values: give parameters their values. A dry run under fake tensors does without.
+        dry: a mode (fake tensors) to allocate under; parameters then get no values. Everything before stays on meta.
 
     Raises:
         RecipeError: the model cannot be had, or techniques cannot serve here; all reasons are named.
@@ -62,15 +63,16 @@ def build(recipe: Recipe, *, vocabulary: int | None, device: Device, values: boo
                         made.changes.setdefault(t.name(), []).append(t.apply(made, part))
 
     apply(Stage.STRUCTURE, Stage.SHARD)
-    for parts in made.parts.values():
-        for part in parts:
-            materialize(part, made.torch_device)
-            if values:
-                made.weights.fill(part, seed=recipe.seed)
-    apply(Stage.MATERIALIZE, Stage.OPTIMIZER)
-    if not made.parameters():
-        raise RecipeError("techniques: nothing is left to train: every parameter is frozen")
-    made.optimizer = _optimizer(made)
+    with dry or nullcontext():
+        for parts in made.parts.values():
+            for part in parts:
+                materialize(part, made.torch_device)
+                if dry is None:
+                    made.weights.fill(part, seed=recipe.seed)
+        apply(Stage.MATERIALIZE, Stage.OPTIMIZER)
+        if not made.parameters():
+            raise RecipeError("techniques: nothing is left to train: every parameter is frozen")
+        made.optimizer = _optimizer(made)
     apply(Stage.LOADER, Stage.LOADER)
     return made
 

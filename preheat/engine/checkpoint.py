@@ -11,11 +11,14 @@ No pickle is written or read.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import random
 import shutil
+import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -90,6 +93,14 @@ def _sync(path: Path) -> None:
         os.close(handle)
 
 
+@contextlib.contextmanager
+def _one_process() -> Iterator[None]:
+    """torch warns that one process saves alone, which is what we ask of it."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
+
+
 def save(build: Build, progress: Progress, folder: Path, *, keep: int) -> Path:
     """Writes `folder/step-N` and removes all but the `keep` newest.
 
@@ -105,7 +116,8 @@ def save(build: Build, progress: Progress, folder: Path, *, keep: int) -> Path:
         shutil.rmtree(beside, ignore_errors=True)
         beside.mkdir(parents=True)
         writer = dcp.HuggingFaceStorageWriter(str(beside))
-        dcp.save(_tensors(build), storage_writer=writer, no_dist=True)
+        with _one_process():
+            dcp.save(_tensors(build), storage_writer=writer, no_dist=True)
         state = {
             "format": 1,
             **{key: getattr(progress, key) for key in Progress.__dataclass_fields__},
@@ -184,7 +196,8 @@ def load(build: Build, path: Path) -> Progress:
 
     state = json.loads((path / "state.json").read_text())
     tensors = _tensors(build)
-    dcp.load(tensors, storage_reader=dcp.HuggingFaceStorageReader(str(path)), no_dist=True)
+    with _one_process():
+        dcp.load(tensors, storage_reader=dcp.HuggingFaceStorageReader(str(path)), no_dist=True)
     torch.set_rng_state(tensors["generator.cpu"])
     if "generator.cuda" in tensors:
         torch.cuda.set_rng_state(tensors["generator.cuda"])
@@ -200,5 +213,6 @@ def load_weights(build: Build, path: Path) -> None:
     import torch.distributed.checkpoint as dcp
 
     tensors = {name: t for name, t in _tensors(build).items() if name.startswith("model.")}
-    dcp.load(tensors, storage_reader=dcp.HuggingFaceStorageReader(str(path)), no_dist=True)
+    with _one_process():
+        dcp.load(tensors, storage_reader=dcp.HuggingFaceStorageReader(str(path)), no_dist=True)
 

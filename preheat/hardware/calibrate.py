@@ -1,24 +1,28 @@
 """Measures what this machine does a second at the operators that training spends its time in: once, in some ten seconds.
 
-A time is the least of repeated runs on random data, after a first run that is left out: other processes can only add to it, and on two
-cores one of them makes a median meaningless. How far median and least lie apart is kept (`Rates.noise`). What takes long is timed once.
+A time is the least of repeated runs on random data, after a first run that is left out: other processes can only add to it. What takes
+long is timed once. What others did on the machine meanwhile is kept with the rates (`Rates.contended`): two threads that meet at a barrier
+wait whole time slices for a third, which no choice of sample repairs.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
-import statistics
+import os
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from preheat.errors import RunError
-from preheat.hardware.rates import LAYOUTS, AttentionRate, Layout, MatrixRate, MovedRate, Rates, load
+from preheat.hardware.rates import AttentionRate, Layout, MatrixRate, MovedRate, Rates, load
 from preheat.technique import Device
 
 if TYPE_CHECKING:
@@ -37,7 +41,15 @@ class Grid:
 
     rows: tuple[int, ...] = (256, 1024, 4096)
     """Rows of a matrix product: the tokens of a micro-batch, or of a chunk of the loss."""
-    layers: tuple[tuple[int, int], ...] = ((256, 256), (288, 768), (768, 768), (768, 3072), (512, 4096), (288, 32000), (768, 32000))
+    layers: tuple[tuple[int, int], ...] = (
+        (256, 256),
+        (288, 768),
+        (768, 768),
+        (768, 3072),
+        (512, 4096),
+        (288, 32000),
+        (768, 32000),
+    )
     """(inputs, outputs) of a linear layer."""
     products: tuple[int, ...] = (2048, 4096)
     """Sizes of the square products that give the peak."""
@@ -63,7 +75,6 @@ class _Stopwatch:
 
     def __init__(self, cuda: bool):
         self.cuda = cuda
-        self.noise: list[float] = []
 
     def _wait(self) -> None:
         if self.cuda:
@@ -79,7 +90,7 @@ class _Stopwatch:
         self._wait()
         return (time.perf_counter() - start) / times
 
-    def __call__(self, call: Callable[[], object], budget: float = 0.03) -> float:
+    def __call__(self, call: Callable[[], object], budget: float = 0.02) -> float:
         """Seconds of one call: the least of some samples."""
         first = self._once(call)
         if first > 0.25:
@@ -91,9 +102,26 @@ class _Stopwatch:
         end = time.perf_counter() + budget
         while len(samples) < 2 or (len(samples) < 9 and time.perf_counter() < end):
             samples.append(self._once(call, times))
-        least = min(samples)
-        self.noise.append(statistics.median(samples) / least)
-        return least
+        return min(samples)
+
+
+class _OtherProcesses:
+    """How many cores the other processes of the machine keep busy from now on. Linux counts that; elsewhere it is taken as none."""
+
+    def __init__(self) -> None:
+        self.start = self._read()
+
+    def _read(self) -> tuple[float, float]:
+        """Seconds of CPU that all processes but this one have used, and the time now."""
+        if not Path("/proc/stat").exists():
+            return 0.0, time.perf_counter()
+        user, nice, system = Path("/proc/stat").read_text(encoding="ascii").split(maxsplit=4)[1:4]
+        total = (int(user) + int(nice) + int(system)) / os.sysconf("SC_CLK_TCK")
+        return total - time.process_time(), time.perf_counter()
+
+    def cores(self) -> float:
+        (used, now), (used_then, then) = self._read(), self.start
+        return (used - used_then) / (now - then)
 
 
 @contextmanager
@@ -120,7 +148,7 @@ def calibrate(device: Device, threads: int, progress: Progress | None = None, *,
     import torch
 
     tell = progress or (lambda what, done: None)
-    start = time.perf_counter()
+    start, others = time.perf_counter(), _OtherProcesses()
     cuda = device.kind == "cuda"
     dtypes = {"bf16": torch.bfloat16, "fp32": torch.float32} | ({"fp16": torch.float16} if cuda else {})
     seconds = _Stopwatch(cuda)
@@ -130,10 +158,17 @@ def calibrate(device: Device, threads: int, progress: Progress | None = None, *,
     attention: list[AttentionRate] = []
     peak: dict[str, float] = {}
     adamw: dict[str, float] = {}
-    share = 0.9 / len(dtypes)
+    share = 0.95 / len(dtypes)
     with _threads(threads):
+        tell("memory", 0.0)
+        source = random((grid.large // 4,), torch.float32)
+        target = torch.empty_like(source)
+        bandwidth = 2 * grid.large / seconds(lambda: target.copy_(source))
+        fresh = grid.large / 2 / seconds(lambda: torch.empty(grid.large // 8, device=device.kind).fill_(1.0))
+        tiny = random((8,), torch.float32)
+        launch = seconds(lambda: tiny + tiny)
         for index, (name, dtype) in enumerate(dtypes.items()):
-            done = 0.1 + share * index
+            done = 0.05 + share * index
             tell(f"matrix products in {name}", done)
             peak[name] = max(_square(seconds, random, dtype, size) for size in grid.products)
             matrix += _matrix(seconds, random, name, dtype, grid)
@@ -141,13 +176,6 @@ def calibrate(device: Device, threads: int, progress: Progress | None = None, *,
             moved += _moved(seconds, random, name, dtype, grid)
             attention += _attention(seconds, random, name, dtype, grid)
             adamw[name] = _adamw(seconds, random, dtype, grid)
-        tell("memory", 0.05)
-        source = random((grid.large // 4,), torch.float32)
-        target = torch.empty_like(source)
-        bandwidth = 2 * grid.large / seconds(lambda: target.copy_(source))
-        fresh = grid.large / 2 / seconds(lambda: torch.empty(grid.large // 8, device=device.kind).fill_(1.0))
-        tiny = random((8,), torch.float32)
-        launch = seconds(lambda: tiny + tiny)
     tell("done", 1.0)
     return Rates(
         hardware=device.name,
@@ -161,7 +189,7 @@ def calibrate(device: Device, threads: int, progress: Progress | None = None, *,
         matrix=tuple(matrix),
         moved=tuple(moved),
         attention=tuple(attention),
-        noise=statistics.median(seconds.noise),
+        contended=others.cores() > (os.cpu_count() or 1) - threads + 0.25,
         seconds=time.perf_counter() - start,
     )
 
@@ -193,22 +221,21 @@ def _square(seconds: _Stopwatch, random: _Random, dtype: torch.dtype, size: int)
 
 
 def _matrix(seconds: _Stopwatch, random: _Random, name: str, dtype: torch.dtype, grid: Grid) -> list[MatrixRate]:
+    return [rate for k, m in grid.layers for rate in _layer(seconds, random((m, k), dtype), random, name, grid)]
+
+
+def _layer(seconds: _Stopwatch, w: Tensor, random: _Random, name: str, grid: Grid) -> list[MatrixRate]:
+    m, k = w.shape
     found = []
-    for k, m in grid.layers:
-        w = random((m, k), dtype)
-        last: dict[Layout, float] = {}
-        for n in sorted(grid.rows):
-            x, g = random((n, k), dtype), random((n, m), dtype)
-            calls: dict[Layout, Callable[[], object]] = {
-                "forward": lambda x=x: x @ w.t(),  # type: ignore[misc]
-                "grad_input": lambda g=g: g @ w,  # type: ignore[misc]
-                "grad_weight": lambda x=x, g=g: g.t() @ x,  # type: ignore[misc]
-            }
-            flops = 2 * n * k * m
-            for layout in LAYOUTS:
-                if layout not in last or flops / last[layout] < _TOO_LONG:
-                    last[layout] = flops / seconds(calls[layout])
-                    found.append(MatrixRate(name, layout, n, k, m, last[layout]))
+    last: dict[Layout, float] = {}
+    for n in sorted(grid.rows):
+        flops = 2 * n * k * m
+        x, g = random((n, k), w.dtype), random((n, m), w.dtype)
+        factors: dict[Layout, tuple[Tensor, Tensor]] = {"forward": (x, w.t()), "grad_input": (g, w), "grad_weight": (g.t(), x)}
+        for layout, (a, b) in factors.items():
+            if layout not in last or flops / last[layout] < _TOO_LONG:
+                last[layout] = flops / seconds(partial(a.matmul, b))
+                found.append(MatrixRate(name, layout, n, k, m, last[layout]))
     return found
 
 
@@ -270,7 +297,10 @@ def _movers(random: _Random, dtype: torch.dtype, elements: int, grid: Grid) -> d
     table = random((grid.vocabulary, grid.width), dtype)
     at = random.rows(n, grid.vocabulary)
     calls["embedding"] = (lambda: F.embedding(at, table), 2 * one)
-    calls["embedding_backward"] = (lambda: aten.embedding_dense_backward(y, at, grid.vocabulary, -1, False), one + table.numel() * size)
+    calls["embedding_backward"] = (
+        lambda: aten.embedding_dense_backward(y, at, grid.vocabulary, -1, False),
+        one + table.numel() * size,
+    )
     order = random.rows(n, n)
     calls["index_copy_"] = (lambda: out.index_copy_(0, order, x), 2 * one)
     return calls
@@ -286,8 +316,8 @@ def _attention(seconds: _Stopwatch, random: _Random, name: str, dtype: torch.dty
         gradient = random((rows, heads, length, head_dim), dtype)
         out = scaled_dot_product_attention(q, k, v, is_causal=True)
         square = rows * heads * length**2 * head_dim
-        forward = seconds(lambda q=q, k=k, v=v: scaled_dot_product_attention(q, k, v, is_causal=True))
-        backward = seconds(lambda out=out, qkv=(q, k, v), g=gradient: torch.autograd.grad(out, qkv, g, retain_graph=True))
+        forward = seconds(partial(scaled_dot_product_attention, q, k, v, is_causal=True))
+        backward = seconds(partial(torch.autograd.grad, out, (q, k, v), gradient, retain_graph=True))
         found.append(AttentionRate(name, "forward", length, heads, head_dim, 4 * square / forward))
         found.append(AttentionRate(name, "backward", length, heads, head_dim, 10 * square / backward))
     return found
@@ -304,7 +334,7 @@ def _adamw(seconds: _Stopwatch, random: _Random, dtype: torch.dtype, grid: Grid)
     return seconds(optimizer.step, budget=0.1) / (grid.parameters // 8 * 8)
 
 
-def rates(device: Device, threads: int, measure: bool = True, progress: Progress | None = None) -> Rates:
+def rates(device: Device, threads: int, measure: bool = True, progress: Progress | None = None, *, grid: Grid = FULL) -> Rates:
     """The stored rates of this machine; measured and stored first where there are none.
 
     Measuring is done by a child process: it leaves this one's memory, high-water mark and allocator as they are.
@@ -316,16 +346,18 @@ def rates(device: Device, threads: int, measure: bool = True, progress: Progress
 
     found = load(device.name, torch.__version__, threads)
     if found is None and measure:
-        _measure_apart(device, threads, progress)
+        _measure_apart(device, threads, progress, grid)
         found = load(device.name, torch.__version__, threads)
         assert found is not None, "the child stored rates for another machine"
     if found is None:
-        raise RunError(f"the rates of {device.name} with {threads} threads are not measured yet; run: preheat calibrate --threads {threads}")
+        raise RunError(
+            f"the rates of {device.name} with {threads} threads are not measured yet; run: preheat calibrate --threads {threads}"
+        )
     return found
 
 
-def _measure_apart(device: Device, threads: int, progress: Progress | None) -> None:
-    task = {"kind": device.kind, "name": device.name, "memory": device.memory, "threads": threads}
+def _measure_apart(device: Device, threads: int, progress: Progress | None, grid: Grid) -> None:
+    task = {"device": dataclasses.asdict(device), "threads": threads, "grid": dataclasses.asdict(grid)}
     command = [sys.executable, "-c", "from preheat.hardware.calibrate import _child; _child()", json.dumps(task)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
         assert child.stdout is not None
@@ -336,7 +368,9 @@ def _measure_apart(device: Device, threads: int, progress: Progress | None) -> N
                 progress(what, done)
         words = child.stderr.read().strip()
     if child.returncode != 0:
-        raise RunError(f"measuring the rates of this machine failed: {words.splitlines()[-1] if words else f'exit {child.returncode}'}")
+        raise RunError(
+            f"measuring the rates of this machine failed: {words.splitlines()[-1] if words else f'exit {child.returncode}'}"
+        )
 
 
 def _child() -> None:
@@ -346,4 +380,4 @@ def _child() -> None:
         sys.stdout.write(json.dumps([what, done]) + "\n")
         sys.stdout.flush()
 
-    calibrate(Device(task["kind"], task["name"], task["memory"]), task["threads"], tell).store()
+    calibrate(Device(**task["device"]), task["threads"], tell, grid=Grid(**task["grid"])).store()

@@ -12,14 +12,13 @@ preheat.errors.RecipeError: no accelerator 'H1000' in the catalogue; did you mea
 
 from __future__ import annotations
 
+import difflib
 import re
 from dataclasses import dataclass
 
 from preheat.errors import RecipeError, nearest
 
 __all__ = ["Accelerator", "accelerator", "accelerators"]
-
-GIB = 2**30
 
 
 @dataclass(frozen=True)
@@ -126,21 +125,25 @@ def _key(name: str) -> str:
     return re.sub(r"[^a-z0-9]", "", words)
 
 
+def _number(cell: str, unit: float) -> float | None:
+    return None if cell == "-" else float(cell) * unit
+
+
 def _rows() -> dict[str, Accelerator]:
     found = {}
     for line in _TABLE.strip().splitlines()[1:]:
-        name, *cells = line.partition("#")[0].split()
-        memory, bandwidth, bf16, fp16, fp32, fp8, achieved_bf16, achieved_fp8, link = (None if c == "-" else float(c) for c in cells)
-
-        def times(value: float | None, unit: float) -> float | None:
-            return None if value is None else value * unit
-
+        name, memory, bandwidth, bf16, fp16, fp32, fp8, achieved_bf16, achieved_fp8, link = line.partition("#")[0].split()
         found[name] = Accelerator(
-            name,
-            None if memory is None else int(memory * GIB),
-            times(bandwidth, 1e9),
-            *(times(rate, 1e12) for rate in (bf16, fp16, fp32, fp8, achieved_bf16, achieved_fp8)),
-            times(link, 1e9),
+            name=name,
+            memory=None if memory == "-" else int(memory) * 2**30,
+            bandwidth=_number(bandwidth, 1e9),
+            bf16=_number(bf16, 1e12),
+            fp16=_number(fp16, 1e12),
+            fp32=_number(fp32, 1e12),
+            fp8=_number(fp8, 1e12),
+            achieved_bf16=_number(achieved_bf16, 1e12),
+            achieved_fp8=_number(achieved_fp8, 1e12),
+            link=_number(link, 1e9),
         )
     return found
 
@@ -160,5 +163,6 @@ def accelerator(name: str) -> Accelerator:
     by_key = {_key(known): known for known in rows} | _ALIASES
     found = by_key.get(_key(name))
     if found is None:
-        raise RecipeError(f"no accelerator '{name}' in the catalogue; {nearest(name, list(rows))}")
+        near = difflib.get_close_matches(_key(name), by_key, n=1)  # among keys, so that case and punctuation do not count
+        raise RecipeError(f"no accelerator '{name}' in the catalogue; {nearest(by_key[near[0]] if near else name, list(rows))}")
     return rows[found]

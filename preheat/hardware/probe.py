@@ -33,7 +33,9 @@ def parse_memory(text: str) -> int:
     unit = _UNITS.get(match[2].lower()) if match else None
     size = int(float(match[1]) * unit) if match and unit else 0
     if size < 1:
-        raise RecipeError(f"hardware.memory: '{text}' is not an amount of memory; write a number and a unit, such as 12GiB or 800MiB")
+        raise RecipeError(
+            f"hardware.memory: '{text}' is not an amount of memory; write a number and a unit, such as 12GiB or 800MiB"
+        )
     return size
 
 

@@ -133,8 +133,8 @@ class Rates:
     matrix: tuple[MatrixRate, ...]
     moved: tuple[MovedRate, ...]
     attention: tuple[AttentionRate, ...]
-    noise: float
-    """Median over least time of what was repeated, itself a median: near 1 on a quiet machine. Above 1.3 measure again."""
+    contended: bool
+    """Other processes wanted the same cores meanwhile: the rates are too low; measure again on a quiet machine."""
     seconds: float
     """How long measuring took."""
 
@@ -211,12 +211,12 @@ def stored_at(hardware: str, torch: str, threads: int) -> Path:
 def load(hardware: str, torch: str, threads: int) -> Rates | None:
     """The stored rates of this hardware, version of torch and number of threads; None where there are none.
 
-    A file of another machine, of an older format or cut short counts as none: it is a cache, and the rates can be measured again.
+    A file of another machine, of an older format or cut short counts as none: it is a cache, and storing anew says what is wrong with it.
     """
     path = stored_at(hardware, torch, threads)
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, json.JSONDecodeError):
+    except (OSError, ValueError):
         return None
     expected = {"format": _FORMAT, "hardware": hardware, "torch": torch, "threads": threads}
     if not isinstance(values, dict) or {key: values.get(key) for key in expected} != expected:

@@ -14,13 +14,12 @@ from preheat.models import sizes
 from preheat.technique import MaskSpec, ModelFacts
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor, nn
     from transformers import PretrainedConfig, PreTrainedModel
 
     from preheat.recipe import Recipe
 
-__all__ = ["Anatomy", "anatomy", "build_on_meta", "configure", "facts", "generate", "head", "hidden_states", "tokenizer_folder"]
+__all__ = ["Anatomy", "anatomy", "build_on_meta", "configure", "facts", "generate", "head", "hidden_states", "plain_logits", "tokenizer_folder"]
 
 ATTENTION = "preheat"  # the name under which our attention function stands in transformers' own registry
 
@@ -275,7 +274,7 @@ def head(model: PreTrainedModel) -> nn.Module:
 
 def hidden_states(model: PreTrainedModel, tokens: Tensor, positions: Tensor, mask: MaskSpec, attention: Callable[..., Tensor]) -> Tensor:
     """Last hidden states [rows, length, width], the attention done by `attention(q, k, v, mask, scale)`."""
-    if mask.documents is None:
+    if mask.documents is None or all(len(row) == 1 for row in mask.documents):
         positions = positions[:1]  # every row counts alike: the rotary tables are made and read once, not once a row
     return model.base_model(
         input_ids=tokens,
@@ -300,6 +299,21 @@ def generate(model: PreTrainedModel, tokens: Tensor, *, count: int, temperature:
     try:
         with torch.no_grad():
             return model.generate(tokens, attention_mask=torch.ones_like(tokens), generation_config=settings)
+    finally:
+        model.set_attn_implementation(attention)
+        model.train(training)
+
+
+def plain_logits(model: PreTrainedModel, tokens: Tensor) -> Tensor:
+    """Logits [rows, length, vocabulary] in fp32 by transformers' own eager attention, whatever the model is set to."""
+    import torch
+
+    training, attention = model.training, model.config._attn_implementation
+    model.eval()
+    model.set_attn_implementation("eager")
+    try:
+        with torch.no_grad():
+            return model(input_ids=tokens.to(model.device), use_cache=False).logits.float()
     finally:
         model.set_attn_implementation(attention)
         model.train(training)

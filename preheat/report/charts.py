@@ -157,5 +157,5 @@ def categories(figures: dict[str, Any]) -> list[tuple[str, float, str]]:
     found = figures["memory"] if isinstance(figures["memory"], dict) else {}
     names = [n for n in CATEGORIES if n in found] + [n for n in found if n not in CATEGORIES]
     sizes = [(name, number(found[name])) for name in names]
-    colours = {name: f"series-{1 + i % 6}" for i, name in enumerate([*CATEGORIES, *(n for n in names if n not in CATEGORIES)])}
-    return [(name, size, colours[name]) for name, size in sizes if size is not None and size >= 0]
+    colours = {name: f"series-{i}" for i, name in enumerate(CATEGORIES, start=1)}
+    return [(name, size, colours.get(name, "series-6")) for name, size in sizes if size is not None and size >= 0]

@@ -147,7 +147,7 @@ def _state(events: list[dict[str, Any]], metrics: list[dict[str, Any]], plan: di
 def _verdict(figures: dict[str, Any]) -> str:
     """The run in a few sentences."""
     summary, predicted, measured = figures["summary"], figures["predicted"], figures["measured"]
-    parts = [f"{_what(summary)} {_length(summary)}", _losses(summary, figures["baseline"])]
+    parts = [f"{_what(summary)}{_length(summary)}", _losses(summary, figures["baseline"])]
     for name, key, words in (("memory", "peak_gib", gib), ("tokens/s", "tokens_per_second", grouped)):
         guess, real, off = number(predicted[key]), number(measured[key]), figures["difference"][key]
         if guess is None and real is None:
@@ -171,14 +171,14 @@ def _what(summary: dict[str, Any]) -> str:
             name += f" ({count(trained)} of them trained)"
     elif model.get("size"):
         name += f" of size {model['size']}"
-    return name[:1].upper() + name[1:] + (f", trained on {summary['data']}" if summary["data"] else "")
+    return name[:1].upper() + name[1:] + (f" on {summary['data']}" if summary["data"] else "")
 
 
 def _length(summary: dict[str, Any]) -> str:
     steps = number(summary["steps"])
     if not steps:
-        return "has taken no step yet."
-    words = f"for {steps:,.0f} step{'s' if steps != 1 else ''}"
+        return ": no step is recorded yet."
+    words = f", trained for {steps:,.0f} step{'s' if steps != 1 else ''}"
     if number(summary["tokens"]) is not None:
         words += f" ({count(summary['tokens'])} tokens)"
     return words + (f" in {duration(summary['seconds'])}." if number(summary["seconds"]) is not None else f"; its time is {MISSING}.")

@@ -216,10 +216,10 @@ def _timeline(events: list[dict[str, Any]]) -> str:
         words = "; ".join(f"{k.replace('_', ' ')} {value(v)}" for k, v in told.items())
         if len(group) > 1:
             words = f"steps {value(first.get('step'))} to {value(last.get('step'))}"
-        bad = ' class="bad"' if first["kind"] in ("failed", "damaged") else ""
-        rows.append(f'<tr><td class="n">{after}</td><td{bad}>{escape(kind)}</td><td class="free">{escape(words)}</td></tr>')
+        bad = " bad" if first["kind"] in ("failed", "damaged") else ""
+        rows.append(f'<tr><td class="n">{after}</td><td class="free"><span class="event{bad}">{escape(kind)}</span> {escape(words)}</td></tr>')
     started = "" if begin is None else f"Begun {datetime.datetime.fromtimestamp(begin, datetime.UTC):%Y-%m-%d %H:%M:%S} UTC."
-    return _absent(started) + _table(rows, (("after", "n"), ("event", ""), ("details", "")))
+    return _absent(started) + _table(rows, (("after", "n"), ("event", "")))
 
 
 def _groups(events: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:

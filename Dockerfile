@@ -1,0 +1,22 @@
+# docker build -t preheat .
+# docker run --rm -v "$PWD:/work" preheat plan recipe.yaml
+FROM python:3.11-slim
+
+RUN apt-get update \
+ && apt-get install --yes --no-install-recommends g++ git make \
+ && rm -rf /var/lib/apt/lists/*
+
+# Where pip finds torch decides whether it is the CPU or a CUDA build: --build-arg PIP_EXTRA_INDEX_URL=…
+ARG PIP_EXTRA_INDEX_URL=
+WORKDIR /opt/preheat
+COPY requirements.lock ./
+RUN pip install --no-cache-dir --requirement requirements.lock
+COPY pyproject.toml README.md LICENSE ./
+COPY preheat preheat
+RUN pip install --no-cache-dir --no-deps --no-build-isolation .
+
+RUN useradd --create-home preheat
+USER preheat
+WORKDIR /work
+ENTRYPOINT ["preheat"]
+CMD ["--help"]

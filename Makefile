@@ -1,0 +1,49 @@
+# `make demo` and `make test` need Python 3.11 or newer, git, make and a C++ compiler; the rest they install into .venv, once.
+
+PYTHON ?= python3
+# What runs the targets. On a machine that brings its own torch: make gpu-check RUN=python3
+RUN ?= .venv/bin/python
+INSTALLED := $(if $(filter .venv/%,$(RUN)),.venv/installed)
+
+.PHONY: help .venv demo test check bench gpu-check docs
+
+help:
+	@echo "make demo       plan, train, evaluate and report a small model on this machine"
+	@echo "make test       the tests"
+	@echo "make check      ruff and mypy"
+	@echo "make bench      training speed and memory against other trainers, on this CPU"
+	@echo "make gpu-check  the tests and benchmarks that need a CUDA device"
+	@echo "make docs       reference pages of techniques and recipe keys, into site/"
+
+.venv: .venv/installed
+
+.venv/installed: requirements.lock pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || \
+	  { echo "preheat needs Python 3.11 or newer, and '$(PYTHON)' is not: name one, as in: make demo PYTHON=python3.11" >&2; exit 1; }
+	$(PYTHON) -m venv .venv
+	.venv/bin/python -m pip install --quiet --requirement requirements.lock
+	.venv/bin/python -m pip install --quiet --no-deps --no-build-isolation --editable .
+	@touch $@
+
+demo: .venv/installed
+	@.venv/bin/preheat demo
+
+test: $(INSTALLED)
+	@$(RUN) -m pytest
+
+check: $(INSTALLED)
+	@$(RUN) -m ruff check
+	@$(RUN) -m ruff format --check
+	@$(RUN) -m mypy
+
+bench: $(INSTALLED)
+	@$(RUN) benchmarks/cpu_vs_peers.py
+
+gpu-check: $(INSTALLED)
+	@$(RUN) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || \
+	  { echo "gpu-check: torch finds no CUDA device here, so nothing was checked; run it on a machine that has one" >&2; exit 1; }
+	@$(RUN) -m pytest tests/gpu
+	@for benchmark in $(wildcard benchmarks/gpu_*.py); do $(RUN) $$benchmark || exit 1; done
+
+docs: $(INSTALLED)
+	@$(RUN) docs/build.py

@@ -1,0 +1,358 @@
+"""preheat against transformers' Trainer and litgpt on this machine's CPU: one run, alternating, the same work for all.
+
+    python benchmarks/cpu_vs_peers.py [--size 15M|110M] [--repeats 3] [--steps 50] [--out benchmarks/results/cpu_vs_peers-15M.json]
+
+README.md beside this file says what is held equal, what is measured and how to read the table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shlex
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import venv
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+WORKERS = ROOT / "benchmarks" / "_peers"
+sys.path.insert(0, str(WORKERS))
+
+from contract import UNTIMED, Job  # noqa: E402
+
+PEERS = ROOT / ".peers"
+PEERS_NEED = ("litgpt==0.5.13", "torch==2.13.0", "requests")  # requests: litgpt needs it to save and does not ask for it
+GIB = 2**30
+EQUAL = 0.01
+"""Losses that differ by at most this share of the baseline's are equal."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A Llama with tied embeddings and the batch it is trained with."""
+
+    width: int
+    layers: int
+    heads: int
+    feed_forward: int
+    batch: int
+    length: int
+    lr: float
+    vocabulary: int = 32_000
+
+    def flops_per_token(self) -> float:
+        """Model FLOPs of a training step for each token; what a contender computes twice does not count.
+
+        6 for each weight of the layers' matrices and of the head (2 forward, 4 backward; looking up an embedding is free), and
+        for attention 12 * layers * width for each pair of a token and one that it sees, (length + 1) / 2 on average as the
+        mask is causal.
+        """
+        layer = 4 * self.width**2 + 3 * self.width * self.feed_forward
+        head = self.width * self.vocabulary
+        return 6 * (self.layers * layer + head) + 12 * self.layers * self.width * (self.length + 1) / 2
+
+
+SHAPES = {
+    "15M": Shape(width=288, layers=6, heads=6, feed_forward=768, batch=16, length=256, lr=5e-4),
+    "110M": Shape(width=768, layers=12, heads=12, feed_forward=2048, batch=4, length=512, lr=3e-4),
+}
+
+
+@dataclass(frozen=True)
+class Contender:
+    name: str
+    what: str
+    worker: str
+    settings: dict[str, Any] = field(default_factory=dict)
+    peer: bool = False
+    """Runs in `.peers/`."""
+
+
+PREHEAT = {"mixed_precision": {"mode": "bf16_weights"}, "chunked_loss": {"rows": 512}, "efficient_attention": {}}
+CONTENDERS = (
+    Contender("trainer", "transformers Trainer, its defaults", "trainer_worker.py"),
+    # Without a GPU the Trainer refuses bf16 unless use_cpu says that this is meant.
+    Contender("trainer-bf16", "transformers Trainer, bf16=True", "trainer_worker.py", {"bf16": True, "use_cpu": True}),
+    Contender("litgpt", "litgpt pretrain, its defaults on a CPU (32-true)", "litgpt_worker.py", {"precision": "32-true"}, True),
+    Contender("litgpt-mixed", "litgpt pretrain, bf16-mixed, fused AdamW", "litgpt_worker.py", {"precision": "bf16-mixed", "fused": True}, True),
+    Contender("litgpt-bf16", "litgpt pretrain, bf16-true, fused AdamW", "litgpt_worker.py", {"precision": "bf16-true", "fused": True}, True),
+    Contender("preheat", "preheat, bf16 weights, chunked loss", "preheat_worker.py", {"techniques": PREHEAT}),
+)
+BASELINES = ("trainer", "trainer-bf16")
+
+
+def environment() -> dict[str, str]:
+    """The same for all: every core (torch's default), no network, preheat importable."""
+    kept = {k: v for k, v in os.environ.items() if k not in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
+    return {**kept, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
+
+
+def call(*command: str | Path) -> dict[str, Any]:
+    """Runs a worker; its result, or {"failed": why} with the last line that it wrote to stderr."""
+    done = subprocess.run([str(c) for c in command], env=environment(), capture_output=True, text=True, check=False)
+    lines = (done.stdout if done.returncode == 0 else done.stderr).strip().splitlines()
+    if done.returncode != 0:
+        return {"failed": lines[-1] if lines else f"ended with {done.returncode} and said nothing", "log": lines[-40:]}
+    return json.loads(lines[-1])
+
+
+def must(*command: str | Path) -> dict[str, Any]:
+    """As `call`, and ends the benchmark when it fails."""
+    result = call(*command)
+    if "failed" in result:
+        raise SystemExit("\n".join(result["log"]))
+    return result
+
+
+def peers_python() -> Path:
+    """The Python of `.peers/`, made on the first call."""
+    python, made = PEERS / "bin" / "python", PEERS / "made"
+    need = "\n".join(PEERS_NEED)
+    if not made.is_file() or made.read_text(encoding="utf-8") != need:
+        venv.create(PEERS, with_pip=True, clear=True)
+        subprocess.run([python, "-m", "pip", "install", "-qq", *PEERS_NEED], check=True)
+        made.write_text(need, encoding="utf-8")
+    return python
+
+
+def prepare(folder: Path, shape: Shape, options: argparse.Namespace, *, litgpt: bool) -> str:
+    """One model and one token file for all; returns what the text is."""
+    values = {**vars(shape), "rows": options.steps * shape.batch, "seed": options.seed, "tokenizer": options.tokenizer}
+    (folder / "shape.json").write_text(json.dumps(values), encoding="utf-8")
+    text = must(sys.executable, WORKERS / "prepare.py", folder, folder / "shape.json")["text"]
+    if litgpt:
+        must(peers_python(), WORKERS / "litgpt_worker.py", "--convert", folder / "litgpt", folder / "model")
+    return text
+
+
+def train(contender: Contender, folder: Path, shape: Shape, options: argparse.Namespace) -> dict[str, Any]:
+    """One training of one contender in its own process."""
+    scratch = folder / "scratch"
+    shutil.rmtree(scratch, ignore_errors=True)
+    scratch.mkdir()
+    job = Job(
+        name=contender.name,
+        model=str(folder / "model"),
+        litgpt_model=str(folder / "litgpt"),
+        tokens=str(folder / "tokens.npy"),
+        scratch=str(scratch),
+        batch=shape.batch,
+        length=shape.length,
+        steps=options.steps,
+        lr=shape.lr,
+        seed=options.seed,
+        settings=contender.settings,
+    )
+    job.write(folder / "job.json")
+    python = peers_python() if contender.peer else Path(sys.executable)
+    return call(python, WORKERS / contender.worker, folder / "job.json")
+
+
+def middle(values: list[float]) -> dict[str, float]:
+    return {"median": statistics.median(values), "low": min(values), "high": max(values)}
+
+
+def summary(runs: dict[str, list[dict[str, Any]]], shape: Shape, ceiling: float) -> list[dict[str, Any]]:
+    """A row a contender. Ratios are taken within a round, where the machine is most alike, and then their median."""
+    rows: list[dict[str, Any]] = []
+    sound = {name: results for name, results in runs.items() if not any("failed" in r for r in results)}
+    reference = statistics.median(r["loss_at_end"] for r in sound[BASELINES[0]]) if BASELINES[0] in sound else None
+    for contender in CONTENDERS:
+        if contender.name not in runs:
+            continue
+        results = runs[contender.name]
+        if contender.name not in sound:
+            rows.append({"name": contender.name, "what": contender.what, "failed": next(r["failed"] for r in results if "failed" in r)})
+            continue
+        rate = middle([r["tokens_per_second"] for r in results])
+        row: dict[str, Any] = {
+            "name": contender.name,
+            "what": contender.what,
+            "settings": contender.settings,
+            "versions": results[0]["versions"],
+            "tokens_per_second": rate,
+            "within_run_p10_p90": [statistics.median(r["spread"][i] for r in results) for i in (0, 1)],
+            "peak_rss_bytes": statistics.median(r["peak_rss_bytes"] for r in results),
+            "bytes_less_imports": statistics.median(r["peak_rss_bytes"] - r["rss_after_imports"] for r in results),
+            "untimed_seconds": statistics.median(r["untimed_seconds"] for r in results),
+            "loss": statistics.median(r["loss_at_end"] for r in results),
+            "model_flops_share": rate["median"] * shape.flops_per_token() / ceiling,
+        }
+        for base in BASELINES:
+            if base in sound:
+                pairs = list(zip(results, sound[base], strict=True))
+                row[f"speed_against_{base}"] = middle([a["tokens_per_second"] / b["tokens_per_second"] for a, b in pairs])
+                row[f"memory_against_{base}"] = middle(
+                    [(a["peak_rss_bytes"] - a["rss_after_imports"]) / (b["peak_rss_bytes"] - b["rss_after_imports"]) for a, b in pairs]
+                )
+        if reference is not None:
+            row["loss_difference"] = row["loss"] / reference - 1
+            row["equal_loss"] = abs(row["loss_difference"]) <= EQUAL
+        rows.append(row)
+    return rows
+
+
+COLUMNS = (
+    "contender",
+    "tokens/s (low to high)",
+    "x Trainer",
+    "x Trainer bf16",
+    "peak RSS",
+    "less imports",
+    "x Trainer",
+    "loss",
+    "against Trainer",
+    "of bf16 rate",
+)
+NARROW = (0, 1, 2, 3, 5, 6, 8, 9)
+"""The columns that fit a terminal."""
+
+
+def cells(row: dict[str, Any]) -> list[str]:
+    if "failed" in row:
+        return [f"{row['name']}: {row['what']}", f"failed: {row['failed']}", *[""] * (len(COLUMNS) - 2)]
+
+    def ratio(key: str) -> str:
+        return f"{row[key]['median']:.2f}" if key in row else "-"
+
+    rate = row["tokens_per_second"]
+    loss = f"{row['loss_difference']:+.2%}{'' if row['equal_loss'] else ' NOT EQUAL'}" if "loss_difference" in row else "-"
+    return [
+        f"{row['name']}: {row['what']}",
+        f"{rate['median']:,.0f} ({rate['low']:,.0f} to {rate['high']:,.0f})",
+        ratio("speed_against_trainer"),
+        ratio("speed_against_trainer-bf16"),
+        f"{row['peak_rss_bytes'] / GIB:.2f} GiB",
+        f"{row['bytes_less_imports'] / GIB:.2f} GiB",
+        ratio("memory_against_trainer"),
+        f"{row['loss']:.4f}",
+        loss,
+        f"{row['model_flops_share']:.0%}",
+    ]
+
+
+def markdown(result: dict[str, Any]) -> str:
+    """The table and what one must know to repeat it."""
+    shape, machine = SHAPES[result["size"]], result["machine"]
+    versions = {k: v for row in result["rows"] for k, v in row.get("versions", {}).items()}
+    rates = [f"{kind} {machine['begin'][kind] / 1e9:,.0f} before and {machine['end'][kind] / 1e9:,.0f} after" for kind in ("bf16", "fp32")]
+    lines = [
+        f"# Training a {result['size']} Llama on a CPU: preheat and its peers",
+        "",
+        f"`{result['command']}` on {result['date']}",
+        "",
+        "| " + " | ".join(COLUMNS) + " |",
+        "|" + "---|" * len(COLUMNS),
+        *("| " + " | ".join(cells(row)) + " |" for row in result["rows"]),
+        "",
+        f"- Machine: {machine['begin']['cpu']}, {machine['begin']['threads']} threads; matrix rate in GFLOP/s: {'; '.join(rates)}.",
+        f"- Versions: {', '.join(f'{k} {v}' for k, v in sorted(versions.items()))}; Python {result['python']}.",
+        f"- Work: {shape.layers} layers of width {shape.width}, {shape.heads} heads, feed-forward {shape.feed_forward}, vocabulary {shape.vocabulary:,}, tied; "
+        f"{shape.batch} x {shape.length} tokens a step, {result['steps']} steps, AdamW at a constant {shape.lr:g}; text: {result['text']}.",
+        f"- tokens/s: median of the steps after the first {UNTIMED}, then over the rounds ({result['repeats']}; low to high). "
+        "Ratios: within each round, then the median.",
+        "- less imports: the high-water mark of resident memory less what was resident after the imports; its ratio is of that.",
+        f"- loss: mean of the last 5 steps; equal within {EQUAL:.0%} of the Trainer's.",
+        f"- of bf16 rate: tokens/s x {shape.flops_per_token() / 1e6:.1f} MFLOP a token (6 x (matrices of the layers + head) + "
+        "12 x layers x width x (length + 1) / 2), of the higher of the two bf16 rates.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def rounds(contenders: list[Contender], repeats: int) -> Iterator[Contender]:
+    """Round-robin, each round begun by the next contender, so that none always follows the same one."""
+    for n in range(repeats):
+        start = n % len(contenders)
+        yield from contenders[start:] + contenders[:start]
+
+
+def options_of(arguments: list[str] | None = None) -> argparse.Namespace:
+    data = Path(os.environ.get("PREHEAT_DATA", ROOT.parent / "shared" / "data"))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", choices=SHAPES, default="15M")
+    parser.add_argument("--repeats", type=int, default=3, help="rounds (default 3)")
+    parser.add_argument("--steps", type=int, default=50, help=f"optimizer steps of each training; the first {UNTIMED} are not timed (default 50)")
+    parser.add_argument("--contenders", nargs="+", choices=[c.name for c in CONTENDERS], default=[c.name for c in CONTENDERS])
+    parser.add_argument("--tokenizer", default=str(data / "tokenizers" / "llama2"), help="folder with a tokenizer.json of at most 32,000 pieces; a BPE is trained when it is not there")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, help="JSON to write, the Markdown table beside it (default benchmarks/results/cpu_vs_peers-SIZE.json)")
+    options = parser.parse_args(arguments)
+    if options.steps <= UNTIMED or options.repeats < 1:
+        parser.error(f"--steps {options.steps} --repeats {options.repeats}: take at least {UNTIMED + 1} steps and 1 repeat")
+    options.out = options.out or ROOT / "benchmarks" / "results" / f"cpu_vs_peers-{options.size}.json"
+    return options
+
+
+def command_of(options: argparse.Namespace) -> str:
+    """The command that repeats this run; folders of this machine are left out."""
+    words = ["python", "benchmarks/cpu_vs_peers.py", "--size", options.size, "--repeats", options.repeats, "--steps", options.steps, "--seed", options.seed]
+    if options.contenders != [c.name for c in CONTENDERS]:
+        words += ["--contenders", *options.contenders]
+    return shlex.join(map(str, words))
+
+
+def main() -> int:
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.table import Table
+
+    options = options_of()
+    shape, console = SHAPES[options.size], Console()
+    contenders = [c for c in CONTENDERS if c.name in options.contenders]
+    runs: dict[str, list[dict[str, Any]]] = {c.name: [] for c in contenders}
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with tempfile.TemporaryDirectory() as temporary, Progress(*columns, console=console) as progress:
+        folder = Path(temporary)
+        task = progress.add_task("preparing the model and the rows", total=len(contenders) * options.repeats)
+        text = prepare(folder, shape, options, litgpt=any(c.peer for c in contenders))
+        progress.update(task, description="measuring the matrix rate")
+        begin = must(sys.executable, WORKERS / "matrix_rate.py")
+        for contender in rounds(contenders, options.repeats):
+            progress.update(task, description=contender.name)
+            result = train(contender, folder, shape, options)
+            runs[contender.name].append(result)
+            said = f"failed: {result['failed']}" if "failed" in result else f"{result['tokens_per_second']:,.0f} tokens/s, loss {result['loss_at_end']:.4f}"
+            progress.console.print(f"{contender.name:14} {said}", highlight=False, markup=False)
+            progress.advance(task)
+        progress.update(task, description="measuring the matrix rate")
+        end = must(sys.executable, WORKERS / "matrix_rate.py")
+
+    rows = summary(runs, shape, max(begin["bf16"], end["bf16"]))
+    result = {
+        "command": command_of(options),
+        "date": time.strftime("%Y-%m-%d"),
+        "size": options.size,
+        "steps": options.steps,
+        "repeats": options.repeats,
+        "seed": options.seed,
+        "shape": {**vars(shape), "flops_per_token": shape.flops_per_token()},
+        "text": text,
+        "python": platform.python_version(),
+        "machine": {"begin": begin, "end": end},
+        "rows": rows,
+        "runs": {name: [{k: v for k, v in r.items() if k != "log"} for r in results] for name, results in runs.items()},
+    }
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    options.out.with_suffix(".md").write_text(markdown(result), encoding="utf-8")
+    table = Table(*(COLUMNS[i] for i in NARROW), title=f"{options.size}, {options.steps} steps, rounds: {options.repeats}", box=None)
+    for row in rows:
+        shown = [row["name"], *cells(row)[1:]]
+        table.add_row(*(shown[i] for i in NARROW))
+    console.print(table)
+    console.print(f"bf16 matrix rate: {begin['bf16'] / 1e9:,.0f} GFLOP/s before, {end['bf16'] / 1e9:,.0f} after; {options.out}")
+    return int(any("failed" in row for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

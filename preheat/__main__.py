@@ -1,0 +1,5 @@
+"""`python -m preheat` is `preheat`."""
+
+from preheat.cli import main
+
+main()

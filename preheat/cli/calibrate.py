@@ -1,0 +1,76 @@
+"""preheat calibrate: measures what this machine does a second, for the predictions of `plan` and `train`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from preheat.hardware.rates import Rates
+
+__all__ = ["calibrate"]
+
+
+def calibrate(
+    device: Annotated[
+        Literal["auto", "cpu", "cuda"], typer.Option(help="What to measure; auto: cuda when there is one.")
+    ] = "auto",
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; all cores when not stated.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+) -> None:
+    """Measure this machine's matrix rates, memory bandwidth and operators, and store them for `plan` and `train`.
+
+    Takes some ten seconds; do it while nothing else runs.
+
+    Example: preheat calibrate --threads 2
+    """
+    import dataclasses
+    import json
+
+    import torch
+    from rich.console import Console
+
+    from preheat.hardware.calibrate import calibrate as measure
+    from preheat.hardware.probe import probe
+
+    here = probe(device)
+    console = Console(stderr=True, quiet=as_json)
+    with console.status("measuring") as status:
+        rates = measure(
+            here, threads or torch.get_num_threads(), lambda what, done: status.update(f"measuring {what} ({done:.0%})")
+        )
+    stored = rates.store()
+    if as_json:
+        print(json.dumps({**dataclasses.asdict(rates), "stored": str(stored)}))
+        return
+    console = Console()
+    console.print(_table(rates))
+    console.print(f"stored in {stored}", soft_wrap=True)
+    if rates.contended:
+        console.print(
+            "Other processes kept the cores busy, so these rates are too low; run it again on a quiet machine.", style="yellow"
+        )
+
+
+def _table(rates: Rates) -> Table:
+    from rich.table import Table
+
+    table = Table(title=f"{rates.hardware}, {rates.threads} threads, torch {rates.torch}, measured in {rates.seconds:.0f} s")
+    table.add_column("what")
+    table.add_column("rate", justify="right")
+    for dtype, rate in rates.peak_matrix_rate.items():
+        table.add_row(f"matrix product, {dtype}", f"{rate / 1e9:,.0f} GFLOP/s")
+    for row in rates.attention:
+        table.add_row(f"attention, {row.dtype}, {row.direction}, length {row.length}", f"{row.flops / 1e9:,.0f} GFLOP/s")
+    table.add_row("memory, read and written", f"{rates.bandwidth / 1e9:,.1f} GB/s")
+    table.add_row("memory, filled for the first time", f"{rates.fresh / 1e9:,.1f} GB/s")
+    for operator in ("mul", "silu", "log_softmax"):
+        for dtype in rates.peak_matrix_rate:
+            table.add_row(f"{operator}, {dtype}, 8 MB", f"{rates.moved_rate(operator, dtype, 8_000_000) / 1e9:,.1f} GB/s")
+    for dtype, seconds in rates.adamw.items():
+        table.add_row(f"AdamW, {dtype} parameters", f"{1 / seconds / 1e6:,.0f} M parameters/s")
+    table.add_row("launch of an operator", f"{rates.launch * 1e6:,.1f} µs")
+    return table

@@ -1,0 +1,49 @@
+"""preheat demo"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from preheat.cli.show import Json, Set
+
+__all__ = ["demo"]
+
+
+def demo(
+    set: Set = None,
+    out: Annotated[Path | None, typer.Option("--out", help="The run's folder; a new one under runs/ when not given.")] = None,
+    json: Json = False,
+) -> None:
+    """Plans, trains a small model on Python's own standard library, evaluates, shows text that it writes, and reports. Offline, two minutes.
+
+    Example: `preheat demo`
+    """
+    from preheat import recipe as recipes
+    from preheat.cli.show import console
+    from preheat.cli.train import run
+    from preheat.run import Reader
+
+    made = run(recipes.load("demo", set or []), out=out or _free(Path("runs") / "demo"), resume=False, force=False, json=json)
+    if json:
+        return
+    screen = console()
+    reader = Reader(made["run"])
+    for base in reader.events("baseline"):
+        screen.print(f"validation loss, nats a token: this model {made['validation_loss']:.2f}, bigram {base['bigram']:.2f}, unigram {base['unigram']:.2f}")
+    for sample in reader.events("sample"):
+        screen.print(f"[dim]{'─' * 60}[/dim]")
+        screen.print(sample["prompt"], style="bold", end="", markup=False)
+        screen.print(sample["text"], markup=False)
+    screen.print(f"[dim]{'─' * 60}[/dim]\nopen {made['report']} in a browser; edit the recipe with: preheat init demo")
+
+
+def _free(path: Path) -> Path:
+    """runs/demo, or runs/demo-2 and so on where that stands already."""
+    found, number = path, 1
+    while found.exists():
+        number += 1
+        found = path.with_name(f"{path.name}-{number}")
+    return found

@@ -1,0 +1,89 @@
+"""preheat recipes, preheat init"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from preheat.cli.show import Json
+
+__all__ = ["app", "init"]
+
+app = typer.Typer(help="The built-in recipes: list, show, and the JSON schema for editors.", invoke_without_command=True)
+
+
+def _folder() -> Path:
+    return Path(__file__).parents[1] / "recipes"
+
+
+def _words(path: Path) -> str:
+    return path.read_text(encoding="utf-8").splitlines()[0].lstrip("# ")
+
+
+def _find(name: str) -> Path:
+    from preheat.errors import RecipeError, nearest
+
+    path = _folder() / f"{name}.yaml"
+    if not path.exists():
+        raise RecipeError(f"{name}: no such built-in recipe; {nearest(name, sorted(p.stem for p in _folder().glob('*.yaml')))}")
+    return path
+
+
+@app.callback()
+def recipes(context: typer.Context, json: Json = False) -> None:
+    """Lists the built-in recipes.
+
+    Example: `preheat recipes`, `preheat recipes show demo`
+    """
+    if context.invoked_subcommand is not None:
+        return
+    from preheat.cli.show import console, emit
+
+    found = {p.stem: _words(p) for p in sorted(_folder().glob("*.yaml"))}
+    if json:
+        emit({"recipes": found})
+        return
+    from rich.table import Table
+
+    table = Table("recipe", "what for", box=None, pad_edge=False)
+    for name, words in found.items():
+        table.add_row(name, words)
+    console().print(table)
+
+
+@app.command("show")
+def show(name: str) -> None:
+    """Prints a built-in recipe with its comments. Example: `preheat recipes show demo`"""
+    print(_find(name).read_text(encoding="utf-8"), end="")
+
+
+@app.command("schema")
+def schema() -> None:
+    """Prints the JSON schema of a recipe, for editors. Example: `preheat recipes schema > recipe.schema.json`"""
+    import json as text
+
+    from preheat.recipe import json_schema
+
+    print(text.dumps(json_schema(), indent=1))
+
+
+def init(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="A built-in recipe.")],
+    to: Annotated[Path | None, typer.Option("--to", help="The file to write; NAME.yaml when not given.")] = None,
+) -> None:
+    """Copies a built-in recipe for you to edit, with comments that say what each line does.
+
+    Example: `preheat init demo`
+    """
+    from preheat.errors import RecipeError
+
+    source, target = _find(name), to or Path(f"{name}.yaml")
+    if target.exists():
+        raise RecipeError(f"{target}: stands there already; name another file with --to")
+    try:
+        target.write_text(source.read_text(encoding="utf-8"), encoding="utf-8")
+    except OSError as error:
+        raise RecipeError(f"{target}: cannot be written ({error.strerror})") from None
+    print(f"wrote {target}; next: preheat plan {target}, then preheat train {target}")

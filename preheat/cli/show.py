@@ -1,0 +1,167 @@
+"""What commands share: options, numbers in words, the plan's picture, and the live view of a run."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from preheat.training.watch import Watch
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+__all__ = ["Json", "Live", "RecipeArgument", "Set", "console", "duration", "emit", "picture", "rate"]
+
+RecipeArgument = Annotated[str, typer.Argument(metavar="RECIPE", help="A recipe file, or the name of a built-in recipe (see: preheat recipes).")]
+Set = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a key of the recipe, e.g. --set batch.size=64. May stand several times.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
+
+
+def console() -> Console:
+    from rich.console import Console
+
+    return Console(stderr=False, highlight=False)
+
+
+def emit(value: Any) -> None:
+    """One JSON object on standard output; NaN becomes null."""
+
+    def clean(v: Any) -> Any:
+        if isinstance(v, float) and not math.isfinite(v):
+            return None
+        if isinstance(v, Mapping):
+            return {k: clean(x) for k, x in v.items()}
+        return [clean(x) for x in v] if isinstance(v, list | tuple) else v
+
+    print(json.dumps(clean(value)))
+
+
+def rate(value: float | None) -> str:
+    """12,345 or 12.3 for small ones."""
+    if value is None:
+        return "-"
+    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
+
+
+def duration(seconds: float | None) -> str:
+    """
+    >>> duration(75), duration(7300), duration(3 * 86400)
+    ('1 min 15 s', '2 h 1 min', '3 d 0 h')
+    """
+    if seconds is None or not math.isfinite(seconds):
+        return "-"
+    s = round(seconds)
+    if s < 60:
+        return f"{s} s"
+    if s < 3600:
+        return f"{s // 60} min {s % 60} s"
+    if s < 86400:
+        return f"{s // 3600} h {s % 3600 // 60} min"
+    return f"{s // 86400} d {s % 86400 // 3600} h"
+
+
+def memory(gib: float) -> str:
+    return f"{gib:.2f} GiB" if gib >= 1 else f"{gib * 1024:.0f} MiB"
+
+
+def picture(plan: Mapping[str, Any], name: str) -> Any:
+    """A plan as rich draws it: memory by category against the device's, speed, and the verdict."""
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    peak, has = plan["peak_gib"], plan["available_gib"]
+    bars = Table.grid(padding=(0, 2))
+    width = 36
+    scale = width / max(peak, 1e-9)
+    for category, gib in plan["memory"].items():
+        bars.add_row(f"  {category}", Text(memory(gib), justify="right"), Text("█" * round(gib * scale) or "▏", style="cyan"))
+    total = Text(f"{peak / has:.1%} of the {memory(has)} that the {plan['device']['kind'].upper()} has", style="green" if plan["fits"] else "red")
+    bars.add_row("  peak", Text(memory(peak), justify="right", style="bold"), total)
+    speed = Table.grid(padding=(0, 2))
+    speed.add_row("  step", f"{plan['seconds_per_step']:.3g} s for {plan['tokens_per_step']:,} tokens, {plan['flops_per_step'] / 1e9:,.0f} GFLOP")
+    speed.add_row("  speed", f"{rate(plan['tokens_per_second'])} tokens/s, {plan['mfu']:.0%} of the {plan['matrix_rate'] / 1e9:,.0f} GFLOP/s measured here")
+    if plan["steps"]:
+        speed.add_row("  to finish", f"{duration(plan['seconds_total'])} for {plan['steps']:,} steps")
+    p = plan["parameters"]
+    head = Text(f"{name}: {p['total']:,} parameters, {p['trained']:,} trained, on {plan['device']['name']}", style="bold")
+    verdict = (
+        Text("fits", style="bold green")
+        if plan["fits"]
+        else Text(f"does not fit: needs {memory(peak)}, has {memory(has)}", style="bold red")
+    )
+    parts = [head, Text(f"memory at its peak (in {plan['peak_phase']})"), bars, Text("time"), speed, verdict]
+    if plan.get("contended"):
+        parts.append(Text("the machine was busy when it was calibrated, so speeds are too low: run `preheat calibrate` when it is quiet", style="yellow"))
+    return Group(*parts)
+
+
+class Live(Watch):
+    """A run on the terminal: stages, a progress bar with loss, speed, MFU, memory and time left, and what is noteworthy."""
+
+    def __init__(self, screen: Console, name: str):
+        from rich.progress import BarColumn, Progress, TextColumn
+
+        self.screen, self.name = screen, name
+        self._bar = Progress(
+            TextColumn("{task.description}"), BarColumn(bar_width=24), TextColumn("{task.fields[words]}"), console=screen, transient=True, auto_refresh=False
+        )
+        self._task: Any = None
+        self._drawn = 0.0
+        self._stage = ""
+        self._seconds: list[float] = []
+        self._validation = ""
+
+    def __enter__(self) -> Live:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._bar.stop()
+
+    def stage(self, words: str) -> None:
+        if self._task is not None:
+            self._bar.remove_task(self._task)
+        self._stage = words
+        self._task = self._bar.add_task(words, total=None, words="")
+        self._bar.refresh()
+        if not self.screen.is_terminal:
+            self.screen.print(f"{words} …")
+
+    def progress(self, what: str, done: float, total: float | None) -> None:
+        if time.monotonic() - self._drawn > 0.2:
+            self._drawn = time.monotonic()
+            self._bar.update(self._task, completed=done, total=total, words=what)
+            self._bar.refresh()
+
+    def planned(self, plan: Mapping[str, Any]) -> None:
+        self.screen.print(picture(plan, self.name))
+
+    def step(self, metrics: Mapping[str, Any], total: int | None) -> None:
+        self._seconds = [*self._seconds[-19:], metrics["seconds"]]
+        # Drawing at every step would cost more than short steps take.
+        if time.monotonic() - self._drawn < 0.25 and metrics["step"] != total:
+            return
+        self._drawn = time.monotonic()
+        left = (total - metrics["step"]) * sum(self._seconds) / len(self._seconds) if total else None
+        words = (
+            f"step {metrics['step']:,}{f'/{total:,}' if total else ''}  loss {metrics['loss']:.3f}{self._validation}  "
+            f"{rate(metrics['tokens_per_second'])} tok/s  MFU {metrics['mfu']:.0%}  {memory(metrics['memory'] / 2**30)}"
+            + (f"  {duration(left)} left" if left is not None else "")
+        )
+        self._bar.update(self._task, completed=metrics["step"], total=total, words=words)
+        self._bar.refresh()
+        if not self.screen.is_terminal and (metrics["step"] in (1, total) or metrics["step"] % 50 == 0):
+            self.screen.print(words)
+
+    def evaluated(self, step: int, loss: float) -> None:
+        self._validation = f" (validation {loss:.3f})"
+        self.screen.print(f"step {step:,}: validation loss {loss:.4f}")
+
+    def notice(self, words: str) -> None:
+        self.screen.print(f"[yellow]note:[/yellow] {words}", soft_wrap=True)

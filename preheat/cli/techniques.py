@@ -1,0 +1,61 @@
+"""preheat techniques"""
+
+from __future__ import annotations
+
+import typer
+
+from preheat.cli.show import Json
+
+__all__ = ["app"]
+
+app = typer.Typer(help="The techniques: list and show.", invoke_without_command=True)
+
+
+def _document(cls: type) -> str:
+    import sys
+
+    return sys.modules[cls.__module__].__doc__ or ""
+
+
+@app.callback()
+def techniques(context: typer.Context, json: Json = False) -> None:
+    """Lists the techniques that a recipe may name.
+
+    Example: `preheat techniques`, `preheat techniques show lora`
+    """
+    if context.invoked_subcommand is not None:
+        return
+    from preheat.cli.show import console, emit
+    from preheat.technique import registry
+
+    found = registry()
+    if json:
+        emit({"techniques": {name: {"stage": cls.stage.name, "numerics": cls.numerics, "what": _document(cls).split("\n")[0]} for name, cls in found.items()}})
+        return
+    from rich.table import Table
+
+    table = Table("technique", "stage", "numerics", "what", box=None, pad_edge=False)
+    for name, cls in found.items():
+        table.add_row(name, cls.stage.name.lower(), cls.numerics, _document(cls).split("\n")[0].partition(": ")[2])
+    console().print(table)
+
+
+@app.command("show")
+def show(name: str) -> None:
+    """What a technique does, when it helps and hurts, its source and its settings. Example: `preheat techniques show lora`"""
+    import dataclasses
+
+    from preheat.errors import RecipeError, nearest
+    from preheat.recipe import field_docs
+    from preheat.technique import registry
+
+    found = registry()
+    if name not in found:
+        raise RecipeError(f"{name}: no such technique; {nearest(name, list(found))}")
+    cls = found[name]
+    print(_document(cls))
+    docs = field_docs(cls)
+    print("settings:" if dataclasses.fields(cls) else "no settings")
+    for f in dataclasses.fields(cls):
+        print(f"  {f.name}: {f.default!r}  # {docs.get(f.name, '')}")
+    print(f"\nin a recipe:\n  techniques:\n    {name}: {{}}")

@@ -1,0 +1,1 @@
+"""After training: export, and (later) quantize, prune, distil."""

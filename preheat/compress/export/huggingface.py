@@ -1,0 +1,55 @@
+"""A run as a Hugging Face folder: adapters merged, tokenizer beside, loaded again by plain transformers and compared."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from preheat.errors import RunError
+from preheat.models.adapter import plain_logits
+from preheat.technique import Tag
+from preheat.techniques.lora import merge_lora
+from preheat.training.opened import open_model
+
+__all__ = ["write"]
+
+
+def write(run: str | Path, out: str | Path) -> dict[str, Any]:
+    """Writes `out` from the newest whole checkpoint of a run.
+
+    Returns:
+        {path, bytes, max_logit_difference, merged}: the largest difference between the logits of the trained model and
+        those of the folder read back, over 64 tokens.
+
+    Raises:
+        RunError: no run or checkpoint there; `out` stands already or cannot be written.
+    """
+    from transformers import AutoModelForCausalLM
+
+    out = Path(out)
+    if out.exists():
+        raise RunError(f"{out}: stands there already; name another folder with --out")
+    opened = open_model(run)
+    model = opened.build.trained[0]
+    rows = min(64, opened.build.model.positions or 64)
+    tokens = torch.arange(rows).remainder(opened.build.model.vocabulary)[None] * 7 % opened.build.model.vocabulary
+    before = plain_logits(model, tokens)
+    merged = merge_lora(model) if Tag("adapter") in opened.build.tags else 0
+    beside = out.with_name(out.name + ".writing")
+    try:
+        model.set_attn_implementation("eager")  # type: ignore[operator]  # the folder must not name our own attention
+        model.config.use_cache = True  # type: ignore[union-attr,assignment]
+        model.save_pretrained(beside)  # type: ignore[operator]
+        opened.tokenizer.save_pretrained(beside)
+        again = AutoModelForCausalLM.from_pretrained(beside, dtype=next(model.parameters()).dtype, local_files_only=True)
+        difference = float((plain_logits(again, tokens) - before).abs().max())
+        beside.rename(out)
+    except OSError as error:
+        raise RunError(f"{out}: cannot be written ({error.strerror or error})") from None
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
+    size = sum(p.stat().st_size for p in out.iterdir())
+    return {"path": str(out), "bytes": size, "max_logit_difference": difference, "merged": merged}

@@ -1,0 +1,184 @@
+"""Batches of torch tensors in an order that seed, samples committed and batch shape decide, at any number of workers.
+
+Sample number n is place n % len(rows) of epoch n // len(rows), and each epoch has its own permutation. So a run is resumed by
+one number, and another batch size or micro-batch changes how samples are grouped, not which come next.
+"""
+
+from __future__ import annotations
+
+import functools
+import signal
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from preheat.data.packing import IGNORED, RowData, Rows, permutation
+from preheat.data.streaming import StreamRows
+from preheat.errors import DataError
+from preheat.technique import Batch, MaskSpec, Shape
+
+__all__ = ["batches", "collate", "evaluation_batches", "sample_rows"]
+
+
+def batches(
+    rows: Rows | StreamRows,
+    *,
+    seed: int,
+    committed: int,
+    shape: Callable[[int], Shape],
+    workers: int = 0,
+    prefetch: int = 2,
+    pin: bool = False,
+) -> Iterator[list[Batch]]:
+    """Global batches without end, each as its micro-batches.
+
+    Close the iterator (`close()`, or let go of it) to end the workers. They are forked from a server process that has imported
+    torch once: forking this process would copy the locks of its threads, and spawning pays the import in each worker. A
+    streamed source is read by one worker, however many are asked for: the tokenizer has threads of its own.
+
+    Args:
+        rows: the training rows.
+        seed: decides the order.
+        committed: samples trained on so far; 0 at the beginning.
+        shape: samples committed -> shape of the next global batch; a pure function. Its length is that of `rows`.
+        workers: loader processes; 0: batches are made here, when asked for.
+        prefetch: micro-batches that each worker makes ahead.
+        pin: put tensors into page-locked memory, for faster copies to a GPU.
+
+    Yields:
+        ceil(shape.rows / shape.micro) micro-batches, the last perhaps smaller.
+
+    Example:
+        >>> step = next(batches(rows, seed=0, committed=0, shape=lambda n: Shape(32, 256, 8)))  # doctest: +SKIP
+        >>> len(step), step[0].tokens.shape  # doctest: +SKIP
+        (4, torch.Size([8, 256]))
+    """
+    steps = functools.partial(_steps, committed=committed, shape=shape, length=rows.length)
+    if isinstance(rows, StreamRows):
+        with _Loader(_Stream(rows, committed), None, min(workers, 1), prefetch, False) as stream:
+            for step in steps():
+                made = [collate([_unless_error(next(stream)) for _ in range(micro)]) for _, micro in step]
+                yield [b.pin_memory() for b in made] if pin else list(made)
+        return
+    keys = (sample_rows(len(rows), seed, first, count) for step in steps() for first, count in step)
+    with _Loader(_Keyed(rows), keys, workers, prefetch, pin) as loaded:
+        for step in steps():
+            yield [next(loaded) for _ in step]
+
+
+def evaluation_batches(rows: Rows, *, micro: int, limit: int) -> Iterator[Batch]:
+    """The first `limit` rows in their order, `micro` at a time."""
+    for first in range(0, min(limit, len(rows)), micro):
+        yield collate([(n, rows.row(n)) for n in range(first, min(first + micro, limit, len(rows)))])
+
+
+def sample_rows(total: int, seed: int, first: int, count: int) -> tuple[int, ...]:
+    """The rows of samples number `first` to `first + count`, of `total` rows an epoch."""
+    return tuple(int(_epoch(total, seed, n // total)[n % total]) for n in range(first, first + count))
+
+
+@functools.lru_cache(maxsize=2)  # a batch may lie in two epochs
+def _epoch(total: int, seed: int, epoch: int) -> Any:
+    return permutation(total, seed, epoch)
+
+
+def _steps(committed: int, shape: Callable[[int], Shape], length: int) -> Iterator[list[tuple[int, int]]]:
+    """For each global batch the (first sample, number of samples) of its micro-batches."""
+    while True:
+        now = shape(committed)
+        assert now.length == length, f"the rows have {length} tokens, the batch's shape asks for {now.length}"
+        end = committed + now.rows
+        yield [(first, min(now.micro, end - first)) for first in range(committed, end, now.micro)]
+        committed = end
+
+
+@dataclass
+class _Pinnable(Batch):
+    """A batch that DataLoader's pinning thread knows how to pin."""
+
+    def pin_memory(self) -> _Pinnable:
+        self.tokens, self.labels, self.positions = self.tokens.pin_memory(), self.labels.pin_memory(), self.positions.pin_memory()
+        return self
+
+
+def collate(numbered: Sequence[tuple[int, RowData]]) -> _Pinnable:
+    """Numbered rows as one micro-batch; its tensors are [rows, length] int64."""
+    numbers, rows = zip(*numbered, strict=True)
+    tokens, labels, positions = (torch.stack([torch.from_numpy(row[part]) for row in rows]) for part in range(3))
+    weight = int((labels != IGNORED).sum())
+    return _Pinnable(tokens, labels, positions, MaskSpec(documents=tuple(row.documents for row in rows)), weight, numbers)
+
+
+class _Keyed(Dataset[_Pinnable]):
+    """Micro-batches by the numbers of their rows."""
+
+    def __init__(self, rows: Rows):
+        self.rows = rows
+
+    def __getitem__(self, numbers: tuple[int, ...]) -> _Pinnable:
+        return collate([(n, self.rows.row(n)) for n in numbers])
+
+
+class _Stream(IterableDataset[Any]):
+    def __init__(self, rows: StreamRows, committed: int):
+        self.rows, self.committed = rows, committed
+
+    def __iter__(self) -> Iterator[tuple[int, RowData] | DataError]:
+        try:
+            yield from self.rows.read(self.committed)
+        except DataError as error:
+            yield error  # as a value: DataLoader would wrap an exception of a worker in its traceback
+
+
+class _Loader:
+    """A DataLoader's iterator as a context: on leaving, its workers end."""
+
+    def __init__(self, dataset: Any, keys: Iterator[Any] | None, workers: int, prefetch: int, pin: bool):
+        settings: dict[str, Any] = {}
+        if workers:
+            import multiprocessing
+
+            context = multiprocessing.get_context("forkserver")
+            context.set_forkserver_preload(["torch", __name__])
+            settings = {"multiprocessing_context": context, "prefetch_factor": prefetch, "worker_init_fn": _start_worker}
+        # More workers than cores is the user's choice: the order does not depend on it.
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="This DataLoader will create", category=UserWarning)
+            self.loader: DataLoader[Any] = DataLoader(
+                dataset,
+                batch_size=None,
+                sampler=keys,
+                collate_fn=_as_it_is,
+                num_workers=workers,
+                pin_memory=pin,
+                generator=torch.Generator(),  # else each start would draw a number from the generator that training uses
+                **settings,
+            )
+            self.iterator = iter(self.loader)  # starts the workers
+
+    def __enter__(self) -> Iterator[Any]:
+        return self.iterator
+
+    def __exit__(self, *_: object) -> None:
+        shutdown = getattr(self.iterator, "_shutdown_workers", None)  # only with workers; torch gives it no public name
+        if shutdown is not None:
+            shutdown()
+        del self.iterator, self.loader
+
+
+def _unless_error(value: Any) -> Any:
+    if isinstance(value, DataError):
+        raise value
+    return value
+
+
+def _as_it_is(value: Any) -> Any:
+    return value
+
+
+def _start_worker(_: int) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the main process ends the workers

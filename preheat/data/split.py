@@ -1,0 +1,64 @@
+"""Which side a document falls on. Its content decides, so equal documents never stand on both sides."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from preheat.data.files import Document
+
+__all__ = ["Side", "Split", "chunks", "content_hash"]
+
+Side = Literal["train", "validation"]
+
+CHUNK_DOCUMENTS, CHUNK_CHARACTERS = 1024, 2_000_000
+
+
+def content_hash(document: Document) -> str:
+    """A hash of the text with runs of white space as one blank, so that a copy indented otherwise is still a copy."""
+    words = " ".join(document.text.split())
+    if document.prompt is not None:
+        words = " ".join(document.prompt.split()) + "\0" + words
+    return hashlib.blake2b(words.encode("utf-8"), digest_size=16).hexdigest()
+
+
+@dataclass(frozen=True)
+class Split:
+    """Training against validation. The seed has no part in it: runs with other seeds are measured on the same text.
+
+    Attributes:
+        share: of the documents, to validate on.
+        held: content hashes of documents to validate on, when those have a source of their own.
+    """
+
+    share: float = 0.0
+    held: frozenset[str] = frozenset()
+
+    def apply(self, documents: Iterable[Document], dropped: Counter[str]) -> Iterator[tuple[Side, str, Document]]:
+        """Each document with its side and its content hash; those left out are counted by reason in `dropped`."""
+        for document in documents:
+            if not document.text.strip():
+                dropped["empty"] += 1
+                continue
+            mark = content_hash(document)
+            if mark in self.held:
+                dropped["also in validation"] += 1
+                continue
+            yield ("validation" if int(mark[:16], 16) < self.share * 2**64 else "train"), mark, document
+
+
+def chunks(documents: Iterable[tuple[Side, str, Document]]) -> Iterator[list[tuple[Side, Document]]]:
+    """Documents in portions that keep all cores of the tokenizer busy and little in memory."""
+    held: list[tuple[Side, Document]] = []
+    size = 0
+    for side, _, document in documents:
+        held.append((side, document))
+        size += len(document.text) + len(document.prompt or "")
+        if len(held) >= CHUNK_DOCUMENTS or size >= CHUNK_CHARACTERS:
+            yield held
+            held, size = [], 0
+    if held:
+        yield held

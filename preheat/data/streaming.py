@@ -1,0 +1,95 @@
+"""Rows packed while the source is read, for data that is too large, or too far away, to tokenize first.
+
+The order is a pure function of the seed and the samples committed here too, without a global shuffle: documents are read in
+the source's order, packed in blocks of at least `BLOCK` rows, and the rows of a block are shuffled. To resume, the source is
+read again from its beginning and what was trained on is skipped.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from preheat.data.files import Document
+from preheat.data.packing import RowData, Rows, Tokens, permutation
+from preheat.data.sources import open_source
+from preheat.data.split import Side, Split, chunks
+from preheat.data.tokenizer import Encoded, Encoder
+from preheat.errors import DataError
+from preheat.recipe import Data
+
+__all__ = ["StreamRows", "encode_all"]
+
+BLOCK = 1024
+"""Rows that are shuffled together and held in memory as tokens. At the end of a block what does not fill a row is left out."""
+HELD_OUT, HELD_OUT_DOCUMENTS = 256, 100_000
+"""Validation rows are taken from the beginning of the stream: so many rows, of at most so many documents read."""
+
+
+@dataclass(frozen=True)
+class StreamRows:
+    """Training rows in the order of the source; sent to a worker process, it opens the source there.
+
+    Attributes:
+        data: names the source.
+        split: which documents are left to validation.
+        encoder: documents to tokens.
+        length: tokens in a row.
+        packing: `stream` or `whole`, within a block.
+        seed: decides the order within a block.
+    """
+
+    data: Data
+    split: Split
+    encoder: Encoder
+    length: int
+    packing: Literal["stream", "whole"]
+    seed: int
+
+    def __len__(self) -> int:
+        raise DataError("stop.epochs: a streamed source has no known length; use stop.steps or stop.tokens, or data.streaming: false")
+
+    def read(self, committed: int = 0) -> Iterator[tuple[int, RowData]]:
+        """Endless (sample number, row) from sample number `committed`, epoch after epoch."""
+        number = 0
+        for epoch in itertools.count():
+            began = number
+            for block, tokens in enumerate(self._blocks()):
+                rows = Rows(tokens, self.length, self.packing, self.encoder.pad)
+                for index in permutation(len(rows), self.seed, epoch, block).tolist():
+                    if number >= committed:
+                        yield number, rows.row(index)
+                    number += 1
+            if number == began:
+                raise DataError(f"data.source {self.data.source}: the training documents do not fill one row of {self.length}; add documents or lower batch.length")
+
+    def held_out(self) -> Tokens:
+        """The validation documents at the beginning of the stream."""
+        first = itertools.islice(self.split.apply(open_source(self.data).read(), Counter()), HELD_OUT_DOCUMENTS if self.split.share else 0)
+        held = chunks(d for d in first if d[0] == "validation")
+        return encode_all(held, self.encoder, enough=HELD_OUT * self.length)
+
+    def _blocks(self) -> Iterator[Tokens]:
+        documents = self.split.apply(open_source(self.data).read(), Counter())
+        portions = chunks(d for d in documents if d[0] == "train")
+        while len((block := encode_all(portions, self.encoder, enough=BLOCK * self.length)).ends):
+            yield block
+
+
+def encode_all(portions: Iterable[list[tuple[Side, Document]]], encoder: Encoder, *, enough: int | None = None) -> Tokens:
+    """Portions of documents as tokens in memory, until there are `enough` tokens."""
+    made: list[Encoded] = []
+    size = 0
+    for portion in portions:
+        made += encoder([document for _, document in portion])
+        size = sum(len(e.tokens) for e in made)
+        if enough is not None and size >= enough:
+            break
+    ids = np.fromiter(itertools.chain.from_iterable(e.tokens for e in made), np.uint32, size)
+    ends = np.cumsum([len(e.tokens) for e in made], dtype=np.int64)
+    return Tokens(ids, ends, np.array([e.prompt for e in made], np.int64))

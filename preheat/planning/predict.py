@@ -1,0 +1,129 @@
+"""Seconds of an observed step: each kernel's FLOPs or bytes over the rate that this machine was measured to do them at.
+
+One device runs one kernel after the other, so times add up. What a kernel is limited by is not guessed: matrix products and
+attention are measured by FLOPs, everything else by bytes moved (hardware/rates.py has the classes).
+"""
+
+from __future__ import annotations
+
+import math
+
+from preheat.hardware.rates import Layout, Rates
+from preheat.planning.observe import Kernel, Observation
+
+__all__ = ["kernel_seconds", "step_seconds"]
+
+# aten operator -> the measured mover that behaves like it
+_MOVERS = {
+    "add": "add",
+    "sub": "add",
+    "rsub": "add",
+    "div": "mul",
+    "neg": "copy",
+    "add_": "add_",
+    "sub_": "add_",
+    "mul_": "add_",
+    "div_": "add_",
+    "bitwise_and_": "add_",
+    "clamp": "copy",
+    "masked_fill": "mul",
+    "where": "mul",
+    "pow": "copy",
+    "cos": "exp",
+    "sin": "exp",
+    "exp": "exp",
+    "log": "exp",
+    "tanh": "exp",
+    "sigmoid": "exp",
+    "rsqrt": "rsqrt",
+    "sqrt": "rsqrt",
+    "silu": "silu",
+    "silu_backward": "silu_backward",
+    "gelu": "gelu",
+    "gelu_backward": "gelu_backward",
+    "tanh_backward": "silu_backward",
+    "mean": "mean",
+    "amax": "mean",
+    "linalg_vector_norm": "norm",
+    "_softmax": "softmax",
+    "softmax": "softmax",
+    "_softmax_backward_data": "log_softmax_backward",
+    "_log_softmax": "log_softmax",
+    "_log_softmax_backward_data": "log_softmax_backward",
+    "native_layer_norm": "softmax",
+    "native_layer_norm_backward": "log_softmax_backward",
+    "embedding": "embedding",
+    "embedding_dense_backward": "embedding_backward",
+    "index_select": "embedding",
+    "index_copy_": "index_copy_",
+    "cat": "cat",
+    "stack": "cat",
+    "clone": "transpose",
+    "copy_": "copy_",
+    "zeros": "zero_",
+    "zeros_like": "zero_",
+    "new_zeros": "zero_",
+    "zero_": "zero_",
+    "fill_": "zero_",
+    "slice_backward": "copy",
+    "select_backward": "copy",
+}
+_SPARSE = {"gather", "scatter_add_", "scatter_", "index", "nll_loss_forward", "nll_loss_backward"}  # touch few places of what they are given
+
+
+def _dtype(kernel: Kernel, rates: Rates) -> str:
+    known = {row.dtype for row in rates.moved}
+    return kernel.dtype if kernel.dtype in known else "fp32"
+
+
+def _product(kernel: Kernel, rates: Rates) -> float:
+    a, b = kernel.shapes[-2:] if kernel.operator.startswith("addmm") else kernel.shapes[:2]
+    first, second = kernel.transposed[-2:] if kernel.operator.startswith("addmm") and len(kernel.transposed) > 2 else kernel.transposed[:2]
+    n, k, m = math.prod(a[:-1]), a[-1], b[-1]
+    layout: Layout = "forward" if second else "grad_weight" if first else "grad_input"
+    if layout == "grad_weight":  # g.T [m, n] @ x [n, k]
+        n, k, m = a[-1], b[-1], a[-2]
+    elif layout == "grad_input":  # g [n, m] @ w [m, k]
+        k, m = m, k
+    known = {row.dtype for row in rates.matrix}
+    return kernel.flops / rates.matrix_rate(kernel.dtype if kernel.dtype in known else "fp32", layout, n, k, m)
+
+
+def kernel_seconds(kernel: Kernel, rates: Rates) -> float:
+    """Seconds of one call."""
+    name, moved = kernel.operator, kernel.bytes_read + kernel.bytes_written
+    if kernel.flops and "attention" in name:
+        direction = "backward" if "backward" in name else "forward"
+        return kernel.flops / rates.attention_rate(_dtype(kernel, rates), direction, kernel.shapes[0][-2])  # type: ignore[arg-type]
+    if kernel.flops:
+        return _product(kernel, rates)
+    if name == "_fused_adamw_":  # weights, gradients and two moments are read
+        return rates.adamw["fp32"] * kernel.bytes_read / 16
+    if moved == 0:
+        return rates.launch
+    dtype = _dtype(kernel, rates)
+    if name in _SPARSE:
+        return rates.launch + kernel.bytes_read / 1e12
+    mover = _MOVERS.get(name, "copy")
+    if name == "_to_copy":
+        mover = "to_bf16" if dtype == "fp32" and kernel.bytes_written < kernel.bytes_read else "to_fp32" if kernel.bytes_written > kernel.bytes_read else "copy"
+        if mover == "to_fp32" and dtype != "bf16":
+            mover = "copy"
+    elif name in ("mul", "sum"):
+        mover = _broadcast(kernel)
+    return rates.launch + moved / rates.moved_rate(mover, dtype, moved)
+
+
+def _broadcast(kernel: Kernel) -> str:
+    shapes = kernel.shapes
+    if kernel.operator == "sum":  # over the last dimension, or over the rows as for a norm's weight
+        return "mean" if kernel.bytes_written * 4 > kernel.bytes_read // max(shapes[0][-1], 1) and shapes[0][-1] > 1 and kernel.bytes_written != kernel.bytes_read else "sum_rows"
+    if len(shapes) > 1 and shapes[0] != shapes[1] and shapes[1]:
+        small = min(shapes[:2], key=math.prod)
+        return "mul_column" if small and small[-1] == 1 else "mul_row"
+    return "mul"
+
+
+def step_seconds(observation: Observation, rates: Rates) -> float:
+    """Seconds of one optimizer step."""
+    return sum(kernel_seconds(kernel, rates) * count for kernel, count in observation.kernels.items())

@@ -1,0 +1,245 @@
+"""The loop: take a batch, make gradients, update, look at the numbers, write them down. It names no technique.
+
+What is particular to a build stands in its slots; the data's order is a function of the samples committed; all that a
+later session needs is in the checkpoint. So the loop has nothing to decide but when to evaluate, save and stop.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from contextlib import closing
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from preheat.data import baselines, batches, evaluation_batches
+from preheat.engine import checkpoint
+from preheat.engine.evaluate import evaluate
+from preheat.engine.step import gradients, update
+from preheat.errors import RunError
+from preheat.hardware.probe import peak_resident_bytes, resident_bytes
+from preheat.models import adapter
+from preheat.recipe import Recipe
+from preheat.technique import Batch, Shape, Slot
+from preheat.training.schedule import share_of_peak
+from preheat.training.session import Session, open_session
+from preheat.training.signals import Signals
+from preheat.training.watch import Watch
+
+__all__ = ["train"]
+
+GIB = 2**30
+
+
+def train(recipe: Recipe, *, out: str | Path | None = None, resume: bool = False, force: bool = False, watch: Watch | None = None) -> dict[str, Any]:
+    """Trains a recipe into a run folder.
+
+    Args:
+        out: the folder; `runs/<name>` when not given.
+        resume: go on with the run in that folder, bit for bit.
+        force: train even where the plan says that it does not fit.
+        watch: what to tell.
+
+    Returns:
+        {run, steps, loss, validation_loss, tokens_per_second, peak_gib, predicted: {peak_gib, tokens_per_second}, stopped}.
+
+    Raises:
+        PreheatError: one clear line; see preheat/errors.py for the kinds.
+
+    Example:
+        >>> from preheat import load_recipe, train
+        >>> train(load_recipe("demo", ["stop.steps=20"]), out="runs/first")      # doctest: +SKIP
+    """
+    watch = watch or Watch()
+    session = open_session(recipe, Path(out or Path("runs") / recipe.name), resume=resume, watch=watch, force=force)
+    loop = _Loop(session, watch)
+    try:
+        return loop.run()
+    except BaseException as error:
+        if not isinstance(error, SystemExit):
+            session.writer.event("failed", reason=str(error) or type(error).__name__)
+        raise
+    finally:
+        session.writer.close()
+
+
+class _Loop:
+    def __init__(self, session: Session, watch: Watch):
+        self.session, self.watch = session, watch
+        self.recipe, self.build, self.progress = session.recipe, session.build, session.progress
+        self.writer = session.writer
+        self.speeds: list[float] = []
+        self.loss = math.nan
+        self.saved_at = -1 if self.progress.step == 0 else self.progress.step
+        self.evaluated: tuple[int, float] | None = None
+
+    def run(self) -> dict[str, Any]:
+        data, watch = self.session.data, self.watch
+        watch.stage("training")
+        with (
+            Signals() as signals,
+            closing(
+                batches(
+                    data.train,
+                    seed=self.recipe.seed,
+                    committed=self.progress.samples,
+                    shape=self._shape,
+                    workers=self.recipe.data.workers,
+                    prefetch=self.recipe.data.prefetch,
+                    pin=self.build.torch_device.type == "cuda",
+                )
+            ) as stream,
+        ):
+            while not self._finished() and signals.received is None:
+                self._step(stream)
+                step = self.progress.step
+                last = self._finished()
+                if self.recipe.evaluate.every and step % self.recipe.evaluate.every == 0 and not last:
+                    self._evaluate()
+                if self.recipe.checkpoint.every and step % self.recipe.checkpoint.every == 0 and not last:
+                    self._save()
+            if signals.received is not None:
+                self.writer.event("stopping", signal=signals.received, step=self.progress.step)
+                watch.notice(f"{signals.received}: saving step {self.progress.step} and ending")
+            if self.progress.step > self.saved_at:
+                self._save()
+        return self._finish(signals.received)
+
+    def _shape(self, samples: int) -> Shape:
+        """What the step that begins at `samples` reads: a pure function, so that any session reads the same."""
+        whole = self.session.total
+        rows = self.recipe.batch.size
+        return self.build.slot(Slot.BATCH_SHAPE)(samples / (whole * rows) if whole else 0.0)
+
+    def _finished(self) -> bool:
+        stop, total = self.recipe.stop, self.session.total
+        if total is not None and self.progress.step >= total:
+            return True
+        return stop.hours is not None and self.progress.elapsed >= stop.hours * 3600
+
+    def _step(self, stream: Any) -> None:
+        begun = time.perf_counter()
+        batch: list[Batch] = next(stream)
+        lr = self.session.peak_lr * share_of_peak(self.recipe.schedule, self.progress.step, self.session.total)
+        loss = gradients(self.build, batch)
+        stats = update(self.build, lr)
+        # The one read of the step. Where the gradients were not finite the update left the weights as they were.
+        mean, norm, finite = torch.cat([(loss.total / max(loss.weight, 1)).float().reshape(1), stats]).tolist()
+        if not (finite and math.isfinite(mean)):
+            self._refuse(mean, norm, batch, lr)
+        seconds = time.perf_counter() - begun
+        p = self.progress
+        p.step += 1
+        p.samples += sum(b.tokens.shape[0] for b in batch)
+        tokens = sum(b.tokens.numel() for b in batch)
+        p.tokens += tokens
+        p.elapsed += seconds
+        self.loss = mean
+        self.speeds.append(tokens / seconds)
+        metrics = {
+            "step": p.step,
+            "tokens": p.tokens,
+            "loss": mean,
+            "lr": lr,
+            "gradient_norm": norm,
+            "seconds": seconds,
+            "tokens_per_second": tokens / seconds,
+            "memory": self._memory(),
+            "elapsed": p.elapsed,
+        }
+        self.writer.metric(**metrics)
+        self.watch.step({**metrics, "mfu": self._mfu(tokens / seconds)}, self.session.total)
+
+    def _refuse(self, mean: float, norm: float, batch: list[Batch], lr: float) -> None:
+        rows = [row for b in batch for row in b.rows]
+        some = ", ".join(map(str, rows[:8])) + (f" and {len(rows) - 8} more" if len(rows) > 8 else "")
+        step = self.progress.step + 1
+        raise RunError(
+            f"step {step}: the loss is {mean:g} and the gradients' norm {norm:g}; rows {some} of the training data. "
+            f"The weights of step {step - 1} are untouched. Try a lower optimizer.lr (it was {lr:.2e}), a longer schedule.warmup, or fp32"
+        )
+
+    def _memory(self) -> int:
+        if self.build.torch_device.type == "cuda":
+            return torch.cuda.memory_allocated()
+        return max(resident_bytes() - self.session.imports, 0)
+
+    def _peak(self) -> int:
+        if self.build.torch_device.type == "cuda":
+            return torch.cuda.max_memory_allocated()
+        return max(peak_resident_bytes() - self.session.imports, 0)
+
+    def _mfu(self, speed: float) -> float:
+        plan = self.session.plan
+        return plan["model_flops_per_step"] / plan["tokens_per_step"] * speed / plan["matrix_rate"]
+
+    def _save(self) -> None:
+        path = checkpoint.save(self.build, self.progress, self.writer.path / "checkpoints", keep=self.recipe.checkpoint.keep)
+        self.saved_at = self.progress.step
+        self.writer.event("checkpoint", step=self.progress.step, path=str(path.relative_to(self.writer.path)))
+
+    def _evaluate(self) -> float:
+        step = self.progress.step
+        if self.evaluated is None or self.evaluated[0] != step:
+            rows = self.session.data.validation
+            if rows is None or not len(rows):
+                return math.nan
+            shape = self._shape(self.progress.samples)
+            loss, tokens = evaluate(self.build, evaluation_batches(rows, micro=shape.micro, limit=self.recipe.evaluate.rows))
+            self.evaluated = (step, loss)
+            self.writer.metric(step=step, validation_loss=loss, tokens=tokens)
+            self.watch.evaluated(step, loss)
+        return self.evaluated[1]
+
+    def _finish(self, stopped: str | None) -> dict[str, Any]:
+        plan = self.session.plan
+        # Before evaluation and samples: the peak that was predicted is that of training and evaluation.
+        validation = math.nan if stopped else self._evaluate()
+        peak = self._peak() / GIB
+        measured: dict[str, Any] = {"peak_gib": peak}
+        if self.speeds:
+            speed = median(self.speeds[1:] or self.speeds)  # the first step also warms up
+            measured |= {
+                "tokens_per_second": speed,
+                "seconds_per_step": plan["tokens_per_step"] / speed,
+                "mfu": self._mfu(speed),
+                "spread": [sorted(self.speeds)[int(q * (len(self.speeds) - 1))] for q in (0.1, 0.9)],
+            }
+        self.writer.event("measured", **measured)
+        if not stopped:
+            self._baselines()
+            self._samples()
+        p = self.progress
+        summary = {
+            "run": str(self.writer.path),
+            "steps": p.step,
+            "loss": self.loss,
+            "validation_loss": validation,
+            "tokens_per_second": measured.get("tokens_per_second"),
+            "peak_gib": peak,
+            "predicted": {"peak_gib": plan["peak_gib"], "tokens_per_second": plan["tokens_per_second"]},
+            "stopped": stopped,
+        }
+        if not stopped:
+            self.writer.event("finished", steps=p.step, loss=self.loss, validation_loss=validation, tokens=p.tokens, seconds=p.elapsed)
+        return summary
+
+    def _baselines(self) -> None:
+        if self.recipe.evaluate.baselines:
+            self.watch.stage("counting a unigram and a bigram model")
+            found = baselines(self.session.data)
+            self.writer.event("baseline", vocabulary=len(self.session.data.tokenizer), **found)
+
+    def _samples(self) -> None:
+        settings, tokenizer = self.recipe.sample, self.session.data.tokenizer
+        if settings.prompts:
+            self.watch.stage("writing samples")
+        for prompt in settings.prompts:
+            ids = torch.tensor([tokenizer.encode(prompt) or [tokenizer.eos_token_id]], device=self.build.torch_device)
+            room = max(1, min(settings.tokens, self.build.model.positions - ids.shape[1]))
+            out = adapter.generate(self.build.trained[0], ids, count=room, temperature=settings.temperature, stop=tokenizer.eos_token_id)
+            text = tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
+            self.writer.event("sample", step=self.progress.step, prompt=prompt, text=text)

@@ -1,0 +1,34 @@
+"""The learning rate as a share of its peak, over the run."""
+
+from __future__ import annotations
+
+import math
+
+from preheat.recipe import Schedule
+
+__all__ = ["share_of_peak"]
+
+
+def share_of_peak(schedule: Schedule, step: int, total: int | None) -> float:
+    """Share of the peak learning rate in step `step` (from 0) of `total` (None: no known end).
+
+    Warmup rises linearly and gives the first step more than 0. cosine: Loshchilov and Hutter 2017 (arXiv:1608.03983);
+    wsd: Hu et al. 2024 (arXiv:2404.06395), linear decay.
+
+    >>> [round(share_of_peak(Schedule(kind="wsd", warmup=0.2, decay=0.2, floor=0.0), s, 10), 2) for s in range(10)]
+    [0.5, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 0.5]
+    """
+    if total is None:
+        assert schedule.kind == "constant", "the recipe refuses a schedule without an end"
+        return 1.0
+    warmup = round(schedule.warmup * total)
+    if step < warmup:
+        return (step + 1) / warmup
+    if schedule.kind == "constant":
+        return 1.0
+    if schedule.kind == "cosine":
+        done = (step - warmup) / max(total - warmup, 1)
+        return schedule.floor + (1 - schedule.floor) * (1 + math.cos(math.pi * done)) / 2
+    decay = max(round(schedule.decay * total), 1)
+    left = (total - step) / decay
+    return 1.0 if left >= 1 else schedule.floor + (1 - schedule.floor) * left

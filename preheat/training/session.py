@@ -1,0 +1,249 @@
+"""From a recipe to a run that is ready to step: data, plan, folder, build, and where an earlier session stopped."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import hashlib
+import json
+import os
+import platform
+import shutil
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from preheat import recipe as recipes
+from preheat.engine import checkpoint
+from preheat.engine.build import build, peak_learning_rate
+from preheat.errors import DoesNotFit, RunError
+from preheat.models import adapter
+from preheat.planning.plan import plan, steps_of
+from preheat.recipe import Recipe
+from preheat.run import Writer
+from preheat.technique import Build, Device
+from preheat.training.watch import Watch
+
+__all__ = ["Session", "open_session", "plan_here", "resolve", "rows_of", "vocabulary_of"]
+
+# What may differ between a run and its resumption; everything else decides the numbers.
+_FREE = ("name", "stop", "evaluate", "checkpoint", "sample", "hardware", "data.workers", "data.prefetch")
+
+
+@dataclass
+class Session:
+    """A run that is ready to step."""
+
+    recipe: Recipe
+    build: Build
+    data: Any
+    """preheat.data.Prepared."""
+    writer: Writer
+    plan: dict[str, Any]
+    progress: checkpoint.Progress
+    total: int | None
+    """Optimizer steps of the whole run; None: until the clock says so."""
+    peak_lr: float
+    imports: int
+    """Bytes that the process held before the build."""
+
+
+def resolve(recipe: Recipe) -> tuple[Device, int]:
+    """The device and the number of CPU threads of a recipe; sets the threads."""
+    import torch
+
+    from preheat.hardware.probe import probe
+
+    device = probe(recipe.hardware.device, recipe.hardware.memory)
+    if recipe.hardware.threads:
+        torch.set_num_threads(recipe.hardware.threads)
+    return device, torch.get_num_threads()
+
+
+def rows_of(recipe: Recipe) -> int | None:
+    """Training rows, where `stop.epochs` makes them matter: then the data is read (and cached)."""
+    if not recipe.stop.epochs:
+        return None
+    from preheat.data import prepare
+
+    data = prepare(recipe.data, length=recipe.batch.length, seed=recipe.seed, tokenizer=adapter.tokenizer_folder(recipe))
+    return len(data.train) if hasattr(data.train, "__len__") else None
+
+
+def vocabulary_of(recipe: Recipe) -> int:
+    """Pieces of the tokenizer without reading the data: for a plan.
+
+    A tokenizer that is still to be trained will have `data.vocabulary` pieces (fewer only where the text is tiny).
+    """
+    folder = recipe.data.tokenizer or adapter.tokenizer_folder(recipe)
+    if folder is None:
+        return recipe.data.vocabulary
+    from preheat.data.tokenizer import load_tokenizer
+
+    return len(load_tokenizer(folder))
+
+
+def plan_here(recipe: Recipe) -> dict[str, Any]:
+    """The plan of a recipe on this machine (measured first, where it was not yet); keys as in `preheat.run.PLAN_KEYS`, and `recipe`."""
+    from preheat.hardware.calibrate import rates
+
+    device, threads = resolve(recipe)
+    measured = rates(device, threads)
+    made = plan(recipe, vocabulary=vocabulary_of(recipe), device=device, rates=measured, rows=rows_of(recipe), in_use=_in_use(device))
+    return made | {"recipe": recipes.as_values(recipe)}
+
+
+def open_session(recipe: Recipe, out: Path, *, resume: bool, watch: Watch, force: bool = False) -> Session:
+    """Prepares data, plans, opens the folder and builds.
+
+    Args:
+        force: train even where the plan says that it does not fit.
+
+    Raises:
+        RecipeError, DataError, DoesNotFit, RunError: before anything is written, but for a folder that cannot be.
+    """
+    import torch
+
+    from preheat.data import prepare
+    from preheat.hardware.calibrate import rates
+
+    device, threads = resolve(recipe)
+    if resume and not (out / "recipe.yaml").exists():
+        raise RunError(f"{out}: holds no run to resume; run it without --resume first")
+    if not resume and (out / "recipe.yaml").exists():
+        raise RunError(f"{out}: holds a run already; add --resume to go on with it, or name another folder with --out")
+    adapter.configure(recipe, vocabulary_of(recipe))  # a model that cannot be had is told before the data is read
+    watch.stage("reading data")
+    data = prepare(recipe.data, length=recipe.batch.length, seed=recipe.seed, tokenizer=adapter.tokenizer_folder(recipe), progress=watch.progress)
+    watch.stage("measuring this machine (once)")
+    measured = rates(device, threads, progress=lambda what, done: watch.progress(what, done, 1.0))
+    watch.stage("planning")
+    import torch.distributed.checkpoint  # noqa: F401  # so that the imports' memory is known before the build
+
+    rows = len(data.train) if hasattr(data.train, "__len__") else None
+    expected = plan(recipe, vocabulary=len(data.tokenizer), device=device, rates=measured, rows=rows, in_use=_in_use(device))
+    watch.planned(expected)
+    if not expected["fits"] and not force:
+        raise DoesNotFit(f"does not fit: needs {expected['peak_gib']:.2f} GiB, has {expected['available_gib']:.2f} GiB; use smaller micro-batches or techniques that save memory (preheat techniques lists them), or train all the same with --force")
+    writer = Writer(out, resume=resume)
+    try:
+        if resume:
+            _compare(recipe, (out / "recipe.yaml").read_text(encoding="utf-8"))
+        imports = _settle(device)
+        watch.stage("building")
+        made = build(recipe, vocabulary=len(data.tokenizer), device=device)
+        progress = checkpoint.Progress(recipe=recipes.dump(recipe), fingerprints=_fingerprints(made, data))
+        if resume:
+            progress = _resume(made, out, progress, writer, watch, threads)
+        else:
+            data.tokenizer.save_pretrained(out / "tokenizer")
+            writer.json("changes.json", {name: [asdict(c) for c in changes] for name, changes in made.changes.items()})
+            writer.json("data.json", {"source": data.source, "counts": data.counts, "fingerprint": data.fingerprint})
+        writer.json("plan.json", expected)
+        writer.json("environment.json", _environment(device, threads))
+        writer.text("recipe.yaml", recipes.dump(recipe))  # last: a folder with a recipe is a run
+        writer.event("resumed" if resume else "started", step=progress.step)
+    except BaseException:
+        writer.close()
+        if not resume and not (out / "recipe.yaml").exists():
+            _remove_empty_run(out)
+        raise
+    return Session(recipe, made, data, writer, expected, progress, steps_of(recipe, rows), peak_learning_rate(made), imports)
+
+
+def _remove_empty_run(out: Path) -> None:
+    """Takes back what a run that never began has written: nothing is left half-written."""
+    for name in ("plan.json", "changes.json", "data.json", "environment.json", "events.jsonl", "lock"):
+        (out / name).unlink(missing_ok=True)
+    for name in ("tokenizer", "checkpoints"):
+        shutil.rmtree(out / name, ignore_errors=True)
+    if out.is_dir() and not any(out.iterdir()):
+        out.rmdir()
+
+
+def _in_use(device: Device) -> int:
+    from preheat.hardware.probe import resident_bytes
+
+    return resident_bytes() if device.kind == "cpu" else 0
+
+
+def _settle(device: Device) -> int:
+    """Gives freed memory back, starts the high-water mark anew, and says what the process holds before the build."""
+    import torch
+
+    from preheat.hardware.probe import reset_peak, resident_bytes
+
+    gc.collect()
+    if device.kind == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        return 0
+    if sys.platform == "linux" and platform.libc_ver()[0] == "glibc":
+        ctypes.CDLL(None).malloc_trim(0)
+    reset_peak()
+    return resident_bytes()
+
+
+def _fingerprints(made: Build, data: Any) -> dict[str, str]:
+    config = json.dumps(made.trained[0].config.to_dict(), sort_keys=True, default=str)  # type: ignore[operator,union-attr]
+    return {
+        "data": data.fingerprint,
+        "model": hashlib.sha256(config.encode()).hexdigest()[:16],
+        "weights": made.weights.fingerprint(),
+    }
+
+
+def _compare(recipe: Recipe, before: str) -> None:
+    """Refuses a resumption whose recipe would change the numbers, and names the keys."""
+    old, new = recipes.as_values(recipes.parse(before, where="recipe.yaml of the run")), recipes.as_values(recipe)
+    changed = [key for key in _leaves(old).keys() | _leaves(new).keys() if _leaves(old).get(key) != _leaves(new).get(key)]
+    changed = sorted(key for key in changed if not any(key == free or key.startswith(free + ".") for free in _FREE))
+    if changed:
+        was, now = _leaves(old), _leaves(new)
+        words = ", ".join(f"{key} (was {was.get(key)!r}, is {now.get(key)!r})" for key in changed)
+        raise RunError(f"--resume: the recipe is not that of the run: {words}; put back what was, or start another run with --out")
+
+
+def _leaves(values: Any, at: str = "") -> dict[str, Any]:
+    if isinstance(values, dict) and values:
+        return {k: v for key, value in values.items() for k, v in _leaves(value, f"{at}.{key}" if at else str(key)).items()}
+    return {at: values}
+
+
+def _resume(made: Build, out: Path, fresh: checkpoint.Progress, writer: Writer, watch: Watch, threads: int) -> checkpoint.Progress:
+    folder = out / "checkpoints"
+    for left in folder.glob("*.writing"):  # of a session that was killed while it saved
+        shutil.rmtree(left, ignore_errors=True)
+    found, damaged = checkpoint.find(folder)
+    for path, problem in damaged:
+        writer.event("damaged", checkpoint=path.name, problem=problem)
+        watch.notice(f"{path}: damaged ({problem}); it is passed over")
+    if found is None:
+        if damaged:
+            raise RunError(f"{folder}: no checkpoint is whole; start another run with --out")
+        watch.notice("no checkpoint was saved yet: starting from step 0")
+        return fresh
+    kept = checkpoint.read_progress(found)
+    differs = [name for name, value in fresh.fingerprints.items() if kept.fingerprints.get(name) != value]
+    if differs:
+        words = {"data": "data (the source, tokenizer or packing)", "model": "model's configuration", "weights": "model's weights"}
+        raise RunError(f"--resume: the {', the '.join(words[d] for d in differs)} changed since {found.name} was saved; put back what was, or start another run with --out")
+    state = json.loads((found / "state.json").read_text())
+    if state["threads"] != threads:
+        watch.notice(f"resumed with {threads} threads where the run had {state['threads']}: losses will agree up to rounding, not bit for bit")
+    progress = checkpoint.load(made, found)
+    progress.recipe = fresh.recipe
+    return progress
+
+
+def _environment(device: Device, threads: int) -> dict[str, Any]:
+    import importlib.metadata as metadata
+
+    packages = ("preheat", "torch", "transformers", "tokenizers", "safetensors", "datasets", "peft", "numpy")
+    return {
+        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "device": device.kind,
+        "threads": threads,
+        "machine": {"device": device.name, "memory_gib": round(device.memory / 2**30, 2), "cores": os.cpu_count(), "system": platform.platform()},
+        "versions": {"python": platform.python_version(), **{name: metadata.version(name) for name in packages}},
+    }

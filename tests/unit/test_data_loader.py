@@ -1,0 +1,95 @@
+"""The order of samples: a pure function of seed, samples committed and shape, at any number of workers."""
+
+import gc
+import multiprocessing
+import os
+import signal
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from preheat.data.loader import batches, evaluation_batches, sample_rows
+from preheat.data.packing import Rows, Tokens
+from preheat.technique import Shape
+
+
+@pytest.fixture
+def rows():
+    ends = np.cumsum(np.random.default_rng(1).integers(1, 9, 40))
+    ids = np.arange(ends[-1]).astype(np.uint16)
+    rows = Rows(Tokens(ids, ends), 8)
+    assert len(rows) > 15
+    return rows
+
+
+def growing(committed: int) -> Shape:
+    return Shape(4, 8, 3) if committed < 8 else Shape(7, 8, 2)
+
+
+def take(rows, count, *, committed=0, workers=0, seed=3):
+    source = batches(rows, seed=seed, committed=committed, shape=growing, workers=workers)
+    made = [next(source) for _ in range(count)]
+    source.close()
+    return made
+
+
+def flat(steps):
+    return [(b.rows, b.tokens.tolist(), b.labels.tolist(), b.positions.tolist(), b.mask, b.weight) for step in steps for b in step]
+
+
+@pytest.mark.parametrize("workers", [0, 1, 4])
+def test_resuming_gives_what_an_uninterrupted_run_gives(rows, workers):
+    whole = take(rows, 7)
+    assert [len(step) for step in whole] == [2, 2, 4, 4, 4, 4, 4]
+    assert flat(take(rows, 7, workers=workers)) == flat(whole)
+    for step, committed in ((1, 4), (3, 15), (5, 29)):
+        assert flat(take(rows, 7 - step, committed=committed, workers=workers)) == flat(whole[step:])
+    assert flat(take(rows, 2, committed=4, seed=4)) != flat(whole[1:3])
+
+
+def test_an_epoch_has_every_row_once_and_the_next_another_order(rows):
+    total = len(rows)
+    epochs = [sample_rows(total, 5, e * total, total) for e in range(2)]
+    assert [sorted(e) for e in epochs] == [list(range(total))] * 2
+    assert epochs[0] != epochs[1]
+    assert sample_rows(total, 5, total - 2, 4) == epochs[0][-2:] + epochs[1][:2]
+
+
+def test_a_batch_holds_its_rows(rows):
+    batch = take(rows, 1)[0][0]
+    for place, index in enumerate(batch.rows):
+        row = rows.row(index)
+        assert batch.tokens[place].tolist() == row.tokens.tolist()
+        assert batch.mask.documents[place] == row.documents
+    assert batch.tokens.dtype == batch.labels.dtype == batch.positions.dtype == torch.int64
+    assert batch.weight == int((batch.labels != -100).sum())
+
+
+def test_workers_leave_the_generators_alone_and_end_with_the_iterator(rows):
+    torch.manual_seed(0)
+    np_state, state = np.random.get_state()[1].copy(), torch.get_rng_state()
+    source = batches(rows, seed=0, committed=0, shape=growing, workers=2)
+    next(source)
+    children = multiprocessing.active_children()
+    assert len(children) == 2
+    for child in children:  # as Ctrl-C does: the main process decides when its workers end
+        os.kill(child.pid, signal.SIGINT)
+    for _ in range(5):
+        next(source)
+    del child, children
+    del source
+    gc.collect()
+    until = time.time() + 10
+    while multiprocessing.active_children() and time.time() < until:
+        time.sleep(0.02)
+    assert not multiprocessing.active_children()
+    assert torch.equal(state, torch.get_rng_state())
+    assert (np_state == np.random.get_state()[1]).all()
+
+
+def test_evaluation_reads_the_first_rows_in_order(rows):
+    made = list(evaluation_batches(rows, micro=3, limit=7))
+    assert [b.rows for b in made] == [(0, 1, 2), (3, 4, 5), (6,)]
+    assert [len(b.rows) for b in evaluation_batches(rows, micro=64, limit=10**6)] == [len(rows)]

@@ -1,0 +1,226 @@
+"""Hardware: the catalogue, the probe of this machine, and its measured rates."""
+
+import dataclasses
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+from preheat.errors import RecipeError, RunError
+from preheat.hardware import probe as probing
+from preheat.hardware.calibrate import Grid, calibrate, rates
+from preheat.hardware.catalogue import accelerator, accelerators
+from preheat.hardware.rates import LAYOUTS, MOVERS, MatrixRate, MovedRate, Rates, load, stored_at
+from preheat.technique import Device
+
+SMALL = Grid(
+    rows=(64, 256),
+    layers=((256, 256),),
+    products=(256,),
+    elements=(2**14,),
+    width=64,
+    vocabulary=512,
+    attention=((1, 2, 64, 16),),
+    parameters=2**14,
+    large=2**20,
+)
+
+
+def made_up(**changes: object) -> Rates:
+    values: dict = {
+        "hardware": "made up",
+        "torch": "2.13.0",
+        "threads": 2,
+        "peak_matrix_rate": {"fp32": 2e11},
+        "bandwidth": 2e10,
+        "fresh": 1e9,
+        "launch": 1e-6,
+        "adamw": {"fp32": 1e-9},
+        "matrix": (MatrixRate("fp32", "forward", 100, 100, 100, 1e9), MatrixRate("fp32", "forward", 10000, 100, 100, 4e9)),
+        "moved": (MovedRate("mul", "fp32", 1000, 1e9), MovedRate("mul", "fp32", 100_000, 4e9)),
+        "attention": (),
+        "contended": False,
+        "seconds": 1.0,
+    }
+    return Rates(**(values | changes))
+
+
+@pytest.mark.parametrize(
+    ("said", "meant"),
+    [
+        ("H100", "H100"),
+        ("h100 sxm", "H100"),
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("NVIDIA A100-SXM4-40GB", "A100-40GB"),
+        ("NVIDIA GeForce RTX 4090", "RTX-4090"),
+        ("Tesla T4", "T4"),
+        ("AMD Instinct MI300X", "MI300X"),
+    ],
+)
+def test_catalogue_knows_what_people_and_drivers_say(said: str, meant: str) -> None:
+    assert accelerator(said) == accelerators()[meant]
+
+
+def test_catalogue_is_in_si_units_and_consistent() -> None:
+    h100 = accelerator("H100")
+    assert (h100.memory, h100.bandwidth, h100.bf16) == (80 * 2**30, 3.35e12, 989e12)
+    assert accelerator("T4").bf16 is None
+    for one in accelerators().values():
+        assert one.achieved_bf16 is None or one.achieved_bf16 < one.bf16, one.name
+        assert one.achieved_fp8 is None or one.achieved_fp8 < one.fp8, one.name
+        assert one.bf16 is None or one.fp32 is None or one.fp32 < one.bf16, one.name
+
+
+def test_catalogue_names_the_nearest() -> None:
+    with pytest.raises(RecipeError, match=r"no accelerator 'gaudi-4' in the catalogue; did you mean 'Gaudi[23]'"):
+        accelerator("gaudi-4")
+    with pytest.raises(RecipeError, match=r"known: A100-40GB, .*V100-32GB"):
+        accelerator("abacus")
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("12GiB", 12 * 2**30), ("12 GB", 12 * 10**9), ("1.5gib", 3 * 2**29), ("800MiB", 800 * 2**20)]
+)
+def test_probe_takes_the_stated_memory(text: str, size: int) -> None:
+    assert probing.probe("cpu", memory=text).memory == size
+
+
+@pytest.mark.parametrize("text", ["12", "GiB", "-1GiB", "0GiB", "12 gigs", ""])
+def test_bad_memory_is_one_clear_line(text: str) -> None:
+    with pytest.raises(RecipeError, match=f"hardware.memory: '{text}' is not an amount of memory; write") as caught:
+        probing.probe("cpu", memory=text)
+    assert "\n" not in str(caught.value)
+
+
+def test_probe_of_this_cpu() -> None:
+    found = probing.probe("cpu")
+    assert found.kind == "cpu"
+    assert found.name
+    assert 2**28 < found.memory <= 2**46
+
+
+def test_cuda_without_cuda_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert probing.probe("auto").kind == "cpu"
+    with pytest.raises(RecipeError, match=r"hardware\.device: cuda is asked for"):
+        probing.probe("cuda")
+
+
+def test_control_groups_limit_memory_also_through_their_parents(tmp_path: Path) -> None:
+    for path, text in {
+        "a/b/memory.max": "max\n",
+        "a/memory.max": "3000\n",
+        "memory/job/memory.limit_in_bytes": "2000\n",
+        "memory/memory.limit_in_bytes": "9223372036854771712\n",
+        "cpu/job/memory.limit_in_bytes": "1\n",  # another controller's folder
+    }.items():
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(text)
+    assert probing._group_limits("0::/a/b\n", tmp_path) == [3000]
+    assert min(probing._group_limits("4:memory:/job\n3:cpu:/job\n", tmp_path)) == 2000
+    assert probing._group_limits("4:cpu,memory:/elsewhere\n", tmp_path) == [9223372036854771712]
+
+
+def test_resident_memory_follows_an_allocation() -> None:
+    size = 64 * 2**20
+    reset = probing.reset_peak()
+    before, peak_before = probing.resident_bytes(), probing.peak_resident_bytes()
+    block = bytearray(b"x" * size)
+    assert probing.resident_bytes() - before > 0.9 * size
+    assert probing.peak_resident_bytes() >= probing.resident_bytes() - 2**20
+    del block
+    assert probing.resident_bytes() - before < 0.5 * size
+    if reset:
+        assert probing.peak_resident_bytes() - peak_before > 0.9 * size
+        assert probing.reset_peak()
+        assert probing.peak_resident_bytes() - before < 0.5 * size
+
+
+def test_rates_are_interpolated_between_the_measured_shapes() -> None:
+    made = made_up()
+    assert made.matrix_rate("fp32", "forward", 100, 100, 100) == 1e9
+    assert made.matrix_rate("fp32", "forward", 1000, 100, 100) == pytest.approx(2e9)  # half way in logarithms
+    assert made.moved_rate("mul", "fp32", 10_000) == pytest.approx(2e9)
+    assert 1e9 < made.moved_rate("mul", "fp32", 2000) < 2e9
+    with pytest.raises(RunError, match="no rate of matrix products in bf16 was measured on made up"):
+        made.matrix_rate("bf16", "forward", 1, 1, 1)
+
+
+def test_rates_come_back_as_stored_and_only_for_the_same_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PREHEAT_CACHE", str(tmp_path / "cache"))
+    made = made_up()
+    assert load("made up", "2.13.0", 2) is None
+    path = made.store()
+    assert [path] == list((tmp_path / "cache").iterdir())  # nothing is left beside it
+    assert load("made up", "2.13.0", 2) == made
+    assert load("made up", "2.13.0", 1) is None
+    assert load("made up", "2.11.0", 2) is None
+    # A file under this machine's name that was recorded on another, or that was cut, counts as none.
+    for other in ({"hardware": "another"}, {"torch": "2.11.0"}, {"threads": 4}, {"format": 0}):
+        path.write_text(json.dumps({"format": 1, **dataclasses.asdict(made), **other}))
+        assert load("made up", "2.13.0", 2) is None, other
+    path.write_text(path.read_text()[:100])
+    assert load("made up", "2.13.0", 2) is None
+
+
+def test_a_cache_that_cannot_be_written_is_one_clear_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("PREHEAT_CACHE", str(tmp_path / "file" / "below"))
+    with pytest.raises(RunError, match=r"cannot store the calibration there .*; set PREHEAT_CACHE"):
+        made_up().store()
+
+
+def test_rates_are_measured_once_and_apart(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PREHEAT_CACHE", str(tmp_path))
+    device = Device("cpu", "made up", 2**30)
+    with pytest.raises(RunError, match="made up with 1 threads are not measured yet; run: preheat calibrate --threads 1"):
+        rates(device, 1, measure=False)
+    told: list[float] = []
+    first = rates(device, 1, progress=lambda what, done: told.append(done), grid=SMALL)
+    assert told[-1] == 1.0
+    assert rates(device, 1, measure=False) == rates(device, 1) == first  # a second measurement would not be equal
+    monkeypatch.setenv("PREHEAT_CACHE", str(tmp_path / next(tmp_path.iterdir()).name))  # a file, where a folder is wanted
+    with pytest.raises(RunError, match=r"failed: .*set PREHEAT_CACHE"):
+        rates(device, 2, grid=SMALL)
+
+
+def test_calibration_measures_every_operator_and_leaves_the_process_as_it_was() -> None:
+    import torch
+
+    draws, threads = torch.random.get_rng_state(), torch.get_num_threads()
+    told: list[float] = []
+    found = calibrate(Device("cpu", "here", 2**30), 1, lambda what, done: told.append(done), grid=SMALL)
+    assert torch.equal(draws, torch.random.get_rng_state())
+    assert torch.get_num_threads() == threads
+    assert told == sorted(told)
+    assert told[-1] == 1.0
+    assert {row.operator for row in found.moved} == set(MOVERS)
+    assert {(row.dtype, row.layout) for row in found.matrix} == {
+        (dtype, layout) for dtype in ("bf16", "fp32") for layout in LAYOUTS
+    }
+    rows = [row.flops for row in (*found.matrix, *found.attention)] + [row.rate for row in found.moved]
+    scalars = [found.bandwidth, found.fresh, found.launch, *found.adamw.values(), *found.peak_matrix_rate.values()]
+    assert min(rows + scalars) > 0
+    assert stored_at("here", found.torch, 1) != stored_at("here", found.torch, 2)
+
+
+def test_matrix_rate_is_that_of_a_direct_timing() -> None:
+    import torch
+
+    found = calibrate(Device("cpu", "here", 2**30), 1, grid=SMALL)
+    x, w = torch.randn(256, 256), torch.randn(256, 256)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        times = []
+        for _ in range(200):
+            start = time.perf_counter()
+            _ = x @ w.t()
+            times.append(time.perf_counter() - start)
+    finally:
+        torch.set_num_threads(threads)
+    direct = 2 * 256**3 / min(times)
+    assert direct / 3 < found.matrix_rate("fp32", "forward", 256, 256, 256) < direct * 3

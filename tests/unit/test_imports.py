@@ -1,0 +1,178 @@
+"""The house stands as DESIGN says: imports run one way, the front door is light, files are short."""
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import preheat
+from preheat.technique import registry
+
+HOUSE = Path(preheat.__file__).parent
+FILES = sorted(HOUSE.rglob("*.py"))
+LEVELS = [  # each may import what stands below it
+    {"cli"},
+    {"bench", "compress", "report"},
+    {"training"},
+    {"planning"},
+    {"engine"},
+    {"techniques"},
+    {"ops", "models", "data"},
+    {"recipe", "technique", "hardware", "run", "errors"},
+]
+RANK = {room: len(LEVELS) - index for index, level in enumerate(LEVELS) for room in level}
+HEAVY = {"torch", "transformers", "numpy", "datasets", "peft", "tokenizers", "pyarrow", "pandas", "matplotlib"}
+LIGHT = [
+    "preheat",
+    "preheat.recipe",
+    "preheat.technique",
+    "preheat.run",
+    "preheat.errors",
+    "preheat.hardware.catalogue",
+    "preheat.hardware.rates",
+]
+
+
+def module_of(path: Path) -> str:
+    parts = path.relative_to(HOUSE.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imports(source: str, package: str) -> set[str]:
+    """Dotted names that a source imports, also inside functions, not under `if TYPE_CHECKING`.
+
+    `from a import b` gives a.b, since b may be a module. `package` is what relative imports start from.
+    """
+
+    def nodes(node: ast.AST) -> Iterator[ast.AST]:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.If) and ast.unparse(child.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING"):
+                for otherwise in child.orelse:
+                    yield from (otherwise, *nodes(otherwise))
+            else:
+                yield from (child, *nodes(child))
+
+    found = set()
+    for node in nodes(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            up = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            base = ".".join([*up, *([node.module] if node.module else [])])
+            found |= {f"{base}.{alias.name}" for alias in node.names}
+    return found
+
+
+def breach(module: str, imported: str) -> str | None:
+    """Why `module` may not import `imported`; None when it may."""
+    if module == "preheat" or not imported.startswith("preheat."):  # the package itself only passes on, lazily
+        return None
+    here, there = module.split(".")[1], imported.split(".")[1]
+    if there not in RANK:
+        return None  # a name that preheat/__init__ defines
+    if here == "techniques" == there:
+        return (
+            "a technique imports a sibling" if module != imported.rsplit(".", 1)[0] and module != "preheat.techniques" else None
+        )
+    if here == there:
+        return None
+    if here == "report" and there not in ("run", "errors"):
+        return "report imports only run and errors"
+    if RANK[there] > RANK[here]:
+        return f"{here} stands below {there}"
+    if RANK[there] == RANK[here] > 1:  # those at the bottom may use one another
+        return f"{here} stands beside {there}"
+    return None
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("import preheat.cli", {"preheat.cli"}),
+        ("def f():\n    from preheat.cli import main", {"preheat.cli.main"}),
+        ("from preheat import engine", {"preheat.engine"}),
+        ("from ..engine import build", {"preheat.engine.build"}),
+        ("from . import lora", {"preheat.techniques.lora"}),
+        ("if TYPE_CHECKING:\n    import torch\nelse:\n    import numpy", {"numpy"}),
+    ],
+)
+def test_imports_are_found(source: str, found: set[str]) -> None:
+    assert imports(source, "preheat.techniques") == found
+
+
+@pytest.mark.parametrize(
+    ("module", "imported", "allowed"),
+    [
+        ("preheat.cli.train", "preheat.training.loop", True),
+        ("preheat.bench.rows", "preheat.cli.train", False),
+        ("preheat.ops.losses", "preheat.techniques.lora", False),
+        ("preheat.techniques.lora", "preheat.ops.losses", True),
+        ("preheat.techniques.lora", "preheat.techniques.chunked_loss", False),
+        ("preheat.report.page", "preheat.run.Reader", True),
+        ("preheat.report.page", "preheat.recipe.load", False),
+        ("preheat.data.loader", "preheat.models.adapter", False),
+        ("preheat.recipe", "preheat.technique.registry", True),
+        ("preheat.run", "preheat.engine.step", False),
+        ("preheat.engine.step", "preheat.__version__", True),
+        ("preheat.engine.step", "torch.nn", True),
+    ],
+)
+def test_breaches_are_seen(module: str, imported: str, allowed: bool) -> None:
+    assert (breach(module, imported) is None) == allowed
+
+
+def test_imports_run_one_way() -> None:
+    breaches = []
+    for path in FILES:
+        module = module_of(path)
+        package = module if path.name == "__init__.py" else module.rpartition(".")[0]
+        for imported in sorted(imports(path.read_text(encoding="utf-8"), package)):
+            if why := breach(module, imported):
+                breaches.append(f"{module} imports {imported}: {why}")
+    assert not breaches, "\n".join(breaches)
+
+
+def test_every_room_has_its_level() -> None:
+    rooms = {path.parent.name for path in HOUSE.glob("*/*.py")} | {path.stem for path in HOUSE.glob("*.py")}
+    assert rooms - {"__init__", "__main__"} <= set(RANK)
+
+
+@pytest.mark.parametrize("modules", [*([name] for name in LIGHT), ["preheat.cli"], ["preheat.techniques"]], ids=" ".join)
+def test_the_front_door_is_light(modules: list[str]) -> None:
+    code = f"import sys, {', '.join(modules)}; print(*sorted(set(sys.modules) & {HEAVY!r}))"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.split() == []
+
+
+def test_files_are_short() -> None:
+    long = {module_of(path): lines for path in FILES if (lines := path.read_text(encoding="utf-8").count("\n")) >= 400}
+    assert not long
+
+
+def named(source: str) -> set[str]:
+    """Every identifier and every word of a string in a source."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(source)):
+        for _, value in ast.iter_fields(node):
+            for text in value if isinstance(value, list) else [value]:
+                if isinstance(text, str):
+                    found |= set(re.findall(r"\w+", text))
+    return found
+
+
+def test_words_of_a_source_are_found() -> None:
+    assert {"lora", "chunked_loss", "f", "k", "word"} <= named(
+        "from x.lora import y\ndef f(k):\n    g(k=t.chunked_loss, z='a word')"
+    )
+
+
+def test_planning_and_the_loop_name_no_technique() -> None:
+    techniques = set(registry())
+    assert {"lora", "chunked_loss"} <= techniques
+    places = [*(HOUSE / "planning").glob("*.py"), HOUSE / "training" / "loop.py"]
+    found = {module_of(path): hits for path in places if (hits := named(path.read_text(encoding="utf-8")) & techniques)}
+    assert not found

@@ -1,0 +1,269 @@
+"""The report says what the run recorded, in one file that needs nothing else and obeys nothing that the run wrote."""
+
+import json
+import math
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from preheat.errors import RunError
+from preheat.report import plots, words, write
+from preheat.run import Writer
+
+SECTIONS = ["verdict", "loss", "over-time", "memory", "techniques", "samples", "timeline", "environment", "recipe"]
+PLAN = {
+    "fits": True,
+    "peak_gib": 1.02,
+    "available_gib": 8.0,
+    "memory": {"parameters": 0.1, "gradients": 0.1, "optimizer": 0.2, "activations": 0.5, "temporary": 0.1, "overhead": 0.02},
+    "phases": {"forward": 0.8, "backward": 1.02},
+    "tokens_per_second": 4000.0,
+    "parameters": {"total": 15_000_000, "trained": 15_000_000},
+    "steps": 60,
+}
+MEASURED = {"peak_gib": 1.05, "tokens_per_second": 3800.0, "seconds_per_step": 0.1, "mfu": 0.5}
+
+
+def run_folder(path: Path, *, steps: int = 60, losses: dict[int, float] | None = None, plan: bool = True, events: bool = True, name: str = "small") -> Path:
+    writer = Writer(path)
+    writer.text("recipe.yaml", f"name: {name}\nmodel: {{family: llama}}\ndata: {{source: stdlib}}\n")
+    if plan:
+        writer.json("plan.json", PLAN)
+        writer.json("changes.json", {"lora": [{"what": "adapters on 6 layers", "count": 24, "kernel": "peft"}]})
+        writer.json("environment.json", {"machine": {"cpu": "Some CPU"}, "versions": {"torch": "2.13.0"}, "threads": 2})
+    if events:
+        writer.event("started", step=0)
+        writer.event("baseline", unigram=6.55, bigram=4.10, vocabulary=4096)
+    for step in range(1, steps + 1):
+        loss = (losses or {}).get(step, 3 + 5 * math.exp(-step / 10))
+        writer.metric(step=step, tokens=step * 100, loss=loss, lr=1e-3, gradient_norm=1.0, seconds=0.5, tokens_per_second=3800.0 + step, memory=2**28, elapsed=step / 2)
+        if step % 20 == 0:
+            writer.metric(step=step, validation_loss=loss + 0.1, tokens=step * 100)
+    if events:
+        writer.event("measured", **MEASURED)
+        writer.event("sample", prompt="def f", text="(x):\n    return x")
+        writer.event("finished", steps=steps, loss=3.5, validation_loss=3.6, tokens=steps * 100, seconds=steps / 2)
+    writer.close()
+    return path
+
+
+class Page(HTMLParser):
+    """Tags with their attributes, ids, and the text a reader sees."""
+
+    def __init__(self, path: Path):
+        super().__init__()
+        self.source = path.read_text(encoding="utf-8")
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.text = ""
+        self._hidden = False
+        self.feed(self.source)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+        self._hidden = tag == "style"
+
+    def handle_endtag(self, tag):
+        self._hidden = False
+
+    def handle_data(self, data):
+        if not self._hidden:
+            self.text += data + " "
+
+    @property
+    def ids(self) -> list[str]:
+        return [found for _, attributes in self.tags if (found := attributes.get("id"))]
+
+    @property
+    def drawings(self) -> list[ElementTree.Element]:
+        return [ElementTree.fromstring(drawing) for drawing in re.findall(r"<svg.*?</svg>", self.source, re.DOTALL)]
+
+
+def test_every_section_stands_in_order_and_the_figures_are_those_of_the_run(tmp_path):
+    path = run_folder(tmp_path / "run")
+    assert write(path) == path / "report.html"
+    page = Page(path / "report.html")
+    assert [i for i in page.ids if i in SECTIONS] == SECTIONS
+    for said in ("Predicted 1.02 GiB, measured 1.05 GiB (−3 %)", "Predicted 4,000 tokens/s, measured 3,800 (+5 %)", "15 M parameters", "3.600", "adapters on 6 layers", "Some CPU"):
+        assert said in page.text
+    data = json.loads((path / "report.json").read_text())
+    metrics = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+    for key in ("step", "loss", "lr", "gradient_norm", "tokens_per_second", "memory"):
+        assert data["curves"][key] == [m[key] for m in metrics if "loss" in m]
+    assert data["evaluations"] == [m for m in metrics if "validation_loss" in m]
+    assert data["memory"] == PLAN["memory"]
+    assert data["measured"] == MEASURED
+    assert data["difference"]["peak_gib"] == pytest.approx(1.02 / 1.05 - 1)
+    assert data["baseline"] == {"unigram": 6.55, "bigram": 4.10, "vocabulary": 4096}
+    assert (data["summary"]["loss"], data["summary"]["validation_loss"], data["state"]["kind"]) == (3.5, 3.6, "finished")
+
+
+def test_the_page_needs_nothing_from_outside_and_runs_nothing(tmp_path):
+    page = Page(write(run_folder(tmp_path / "run")))
+    assert not {tag for tag, _ in page.tags} & {"script", "link", "img", "iframe", "object", "base"}
+    ids = page.ids
+    assert len(ids) == len(set(ids))
+    for _, attributes in page.tags:
+        assert "src" not in attributes
+        assert not [name for name in attributes if name.startswith("on")]
+        if "href" in attributes:
+            assert attributes["href"][1:] in ids  # a mark of the same drawing
+            assert attributes["href"].startswith("#")
+    assert "http" not in page.source.replace("http-equiv", "")
+    assert "@import" not in page.source
+    assert {target[1:] for target in re.findall(r"url\(([^)]*)\)", page.source)} <= set(ids)
+
+
+def test_drawings_are_xml_say_their_figure_and_take_colours_from_the_page_only(tmp_path):
+    page = Page(write(run_folder(tmp_path / "run")))
+    drawings = page.drawings
+    assert len(drawings) == 7  # loss, wide and narrow; rate, norm, tokens/s, memory over time; memory at the peak
+    defined = set(re.findall(r"(--[\w-]+):", page.source))
+    for drawing in drawings:
+        assert len(drawing.attrib["aria-label"]) > 20
+        source = ElementTree.tostring(drawing, encoding="unicode")
+        assert not re.search(r"#[0-9a-f]{6}\b", source)
+        assert set(re.findall(r"var\((--[\w-]+)\)", source)) <= defined
+        shown = [e for e in drawing.iter() if e.tag in ("text", "use")]
+        assert shown
+        assert all("var(--" in e.attrib["style"] for e in shown)
+    said = ["".join(text for text in drawing.itertext()) for drawing in drawings]
+    assert all(level in said[0] for level in ("uniform 8.32", "unigram 6.55", "bigram 4.10"))
+
+
+def test_what_the_run_wrote_is_shown_not_obeyed(tmp_path):
+    path = run_folder(tmp_path / "run", name='"</title><script>alert(1)</script>"')
+    writer = Writer(path, resume=True)
+    writer.event("resumed", step=60, reason="</td><img src=x onerror=alert(1)>")
+    writer.event("sample", prompt="</pre><script>", text="\x1b[31m\x00\u202eevil \ud800 <b onclick=x>'\"&amp;")
+    writer.json("changes.json", {"<i>t</i>": [{"what": "<svg onload=x>", "count": 1, "kernel": "<u>"}]})
+    writer.json("plan.json", PLAN | {"memory": {"<a>": 1.0, "$x_$": 0.02}, "phases": {"<a href=x>": 1.0}})
+    writer.close()
+    page = Page(write(path))
+    assert not {tag for tag, _ in page.tags} & {"script", "img", "i", "u", "a"}
+    assert not [name for _, attributes in page.tags for name in attributes if name.startswith("on")]
+    assert "<b onclick=x>'\"&amp;" in page.text
+    assert "␛[31m␀\ufffdevil \ufffd" in page.text
+    assert json.loads((path / "report.json").read_text())["samples"][0]["prompt"] == "</pre><script>"
+
+
+def test_a_run_without_an_end_says_so_and_what_is_missing_reads_not_recorded(tmp_path):
+    page = Page(write(run_folder(tmp_path / "bare", steps=0, plan=False, events=False)))
+    assert [i for i in page.ids if i in SECTIONS] == SECTIONS
+    assert "Not started" in page.text
+    assert page.text.count("not recorded") >= 10
+    path = run_folder(tmp_path / "one", steps=1, plan=False, events=False)
+    page = Page(write(path))
+    assert "still going on, or it was killed" in page.text
+    assert "at step 1." in page.text
+    for kind, event in (("failed", {"error": "out of memory"}), ("stopped", {"reason": "SIGTERM"}), ("open", None)):
+        writer = Writer(path, resume=True)
+        writer.event("resumed", step=1)
+        if event:
+            writer.event("failed" if kind == "failed" else "stopping", **event)
+        writer.close()
+        page = Page(write(path))
+        assert json.loads((path / "report.json").read_text())["state"]["kind"] == kind
+        assert all(words in page.text for words in (event or {}).values())
+
+
+def test_losses_that_are_not_finite_are_named_and_the_data_stays_strict_json(tmp_path):
+    path = run_folder(tmp_path / "run", losses={7: math.nan, 60: math.inf}, events=False)
+    page = Page(write(path))
+    assert "not finite at steps 7, 60" in page.text
+    assert "The loss is not finite" in page.text
+
+    def refuse(constant):
+        raise AssertionError(f"{constant} is no JSON")
+
+    data = json.loads((path / "report.json").read_text(), parse_constant=refuse)
+    assert data["not_finite"] == [7, 60]
+    assert data["curves"]["loss"][6] is None
+    every = run_folder(tmp_path / "every", steps=3, losses={1: math.nan, 2: math.nan, 3: math.nan}, plan=False, events=False)
+    assert "No step has a finite training loss" in Page(write(every)).text
+
+
+def test_the_same_run_gives_the_same_page_and_leaves_the_settings_of_plots_alone(tmp_path):
+    import matplotlib
+
+    path = run_folder(tmp_path / "run")
+    before = dict(matplotlib.rcParams)
+    first = write(path).read_bytes()
+    with matplotlib.rc_context({"xtick.labelsize": 30, "svg.fonttype": "path"}):
+        assert write(path).read_bytes() == first
+    assert dict(matplotlib.rcParams) == before
+
+
+def test_a_damaged_or_missing_run_is_one_clear_line(tmp_path):
+    with pytest.raises(RunError, match="is not a run"):
+        write(tmp_path)
+    path = run_folder(tmp_path / "run")
+    (path / "plan.json").write_text("{cut")
+    with pytest.raises(RunError, match="damaged") as caught:
+        write(path)
+    assert "\n" not in str(caught.value)
+    assert not (path / "report.html").exists()
+
+
+def test_thinning_keeps_spikes_and_gaps_and_smoothing_is_the_mean():
+    x = [float(i) for i in range(50_000)]
+    y = [0.0] * 50_000
+    y[31_234], y[40_000] = 9.0, -9.0
+    y[10_000:20_000] = [math.nan] * 10_000
+    kept_x, kept_y = plots.thin(x, y, 400)
+    assert len(kept_x) <= 402
+    assert (31_234.0, 9.0) in zip(kept_x, kept_y, strict=True)
+    assert min(v for v in kept_y if math.isfinite(v)) == -9.0
+    assert any(math.isnan(v) for v in kept_y)
+    line = [2.0 * i for i in range(30)]
+    assert plots.smooth(line, 4)[:26] == pytest.approx(line[:26])  # an even window leaves a straight line where it is
+    assert plots.smooth([1.0, math.nan, 3.0, 5.0], 1)[2:] == [4.0, 4.0]
+
+
+@pytest.mark.parametrize("mode", [0, 1])
+def test_text_has_contrast_in_light_and_dark(mode):
+    """WCAG 2: 4.5 to 1 for text, 3 to 1 for lines of a plot."""
+    css = Path(plots.__file__).with_name("page.css").read_text()
+    colours = dict(re.findall(r"--([\w-]+): (#[0-9a-f]{6})", re.findall(r":root \{(.*?)\}", css, re.DOTALL)[mode]))
+    assert set(plots.COLOURS) <= set(colours)
+
+    def luminance(name: str) -> float:
+        parts = [int(colours[name][i : i + 2], 16) / 255 for i in (1, 3, 5)]
+        linear = [p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts]
+        return sum(weight * p for weight, p in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+    def contrast(one: str, other: str) -> float:
+        high, low = sorted((luminance(one), luminance(other)), reverse=True)
+        return (high + 0.05) / (low + 0.05)
+
+    for text, ground in (("ink", "page"), ("ink", "panel"), ("muted", "page"), ("muted", "panel"), ("warn", "page"), ("warn", "warn-panel"), ("series-1", "panel")):
+        assert contrast(text, ground) >= 4.5, (text, ground)
+    for n in range(1, 7):
+        assert contrast(f"series-{n}", "page") >= 3
+
+
+def test_numbers_in_words():
+    assert [words.duration(s) for s in (0.04, 59.6, 3725, 90061)] == ["0.0 s", "1 min", "1 h 2 min", "1 d 1 h"]
+    assert [words.gib(g) for g in (1.0512, 0.0334, 139.2, None)] == ["1.05 GiB", "34.2 MiB", "139 GiB", "not recorded"]
+    assert [words.count(n) for n in (1, 9999, 15_120_000, 999_999_999)] == ["1", "9,999", "15.1 M", "1 B"]
+    assert words.loss(math.nan) == "not finite"
+    assert words.signed_percent(-0.029) == "−3 %"
+    assert words.signed_percent(-0.001) == "0 %"
+    assert words.off_by(1.0, 0.0) is None
+
+
+def test_the_command_prints_the_path_or_one_json_object(tmp_path):
+    import typer
+    from typer.testing import CliRunner
+
+    from preheat.cli.report import report
+
+    app = typer.Typer()
+    app.command()(report)
+    one, two = run_folder(tmp_path / "one", steps=2), run_folder(tmp_path / "two", steps=2)
+    plain = CliRunner().invoke(app, [str(one), str(two)])
+    assert plain.stdout.split() == [str(one / "report.html"), str(two / "report.html")]
+    found = json.loads(CliRunner().invoke(app, [str(one), "--json"]).stdout)
+    assert found == {"reports": [{"run": str(one), "report": str(one / "report.html"), "data": str(one / "report.json")}]}
