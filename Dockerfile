@@ -1,5 +1,5 @@
 # docker build -t preheat .
-# docker run --rm -v "$PWD:/work" preheat plan recipe.yaml
+# docker run --rm -v "$PWD:/home/preheat/here" preheat plan recipe.yaml
 FROM python:3.11-slim
 
 RUN apt-get update \
@@ -8,7 +8,7 @@ RUN apt-get update \
 
 # Where pip finds torch decides whether it is the CPU or a CUDA build: --build-arg PIP_EXTRA_INDEX_URL=…
 ARG PIP_EXTRA_INDEX_URL=
-WORKDIR /opt/preheat
+WORKDIR /source
 COPY requirements.lock ./
 RUN pip install --no-cache-dir --requirement requirements.lock
 COPY pyproject.toml README.md LICENSE ./
@@ -17,6 +17,6 @@ RUN pip install --no-cache-dir --no-deps --no-build-isolation .
 
 RUN useradd --create-home preheat
 USER preheat
-WORKDIR /work
+WORKDIR /home/preheat/here
 ENTRYPOINT ["preheat"]
 CMD ["--help"]

@@ -46,4 +46,4 @@ gpu-check: $(INSTALLED)
 	@for benchmark in $(wildcard benchmarks/gpu_*.py); do $(RUN) $$benchmark || exit 1; done
 
 docs: $(INSTALLED)
-	@$(RUN) docs/build.py
+	@$(RUN) docs/build.py && echo "the pages are in site/"

@@ -1,6 +1,6 @@
 """preheat against transformers' Trainer and litgpt on this machine's CPU: one run, alternating, the same work for all.
 
-    python benchmarks/cpu_vs_peers.py [--size 15M|110M] [--repeats 3] [--steps 50] [--out benchmarks/results/cpu_vs_peers-15M.json]
+    python benchmarks/cpu_vs_peers.py [--size 15M|110M] [--repeats 3] [--steps 50] [--contenders NAME ...] [--out FILE.json]
 
 README.md beside this file says what is held equal, what is measured and how to read the table.
 """
@@ -29,10 +29,10 @@ WORKERS = ROOT / "benchmarks" / "_peers"
 sys.path.insert(0, str(WORKERS))
 
 from contract import UNTIMED, Job  # noqa: E402
+from table import COLUMNS, DISTURBED, NARROW, cells, markdown, steady  # noqa: E402
 
 PEERS = ROOT / ".peers"
 PEERS_NEED = ("litgpt==0.5.13", "torch==2.13.0", "requests")  # requests: litgpt needs it to save and does not ask for it
-GIB = 2**30
 EQUAL = 0.01
 """Losses that differ by at most this share of the baseline's are equal."""
 
@@ -84,8 +84,20 @@ CONTENDERS = (
     # Without a GPU the Trainer refuses bf16 unless use_cpu says that this is meant.
     Contender("trainer-bf16", "transformers Trainer, bf16=True", "trainer_worker.py", {"bf16": True, "use_cpu": True}),
     Contender("litgpt", "litgpt pretrain, its defaults on a CPU (32-true)", "litgpt_worker.py", {"precision": "32-true"}, True),
-    Contender("litgpt-mixed", "litgpt pretrain, bf16-mixed, fused AdamW", "litgpt_worker.py", {"precision": "bf16-mixed", "fused": True}, True),
-    Contender("litgpt-bf16", "litgpt pretrain, bf16-true, fused AdamW", "litgpt_worker.py", {"precision": "bf16-true", "fused": True}, True),
+    Contender(
+        "litgpt-mixed",
+        "litgpt pretrain, bf16-mixed, fused AdamW",
+        "litgpt_worker.py",
+        {"precision": "bf16-mixed", "fused": True},
+        True,
+    ),
+    Contender(
+        "litgpt-bf16",
+        "litgpt pretrain, bf16-true, fused AdamW",
+        "litgpt_worker.py",
+        {"precision": "bf16-true", "fused": True},
+        True,
+    ),
     Contender("preheat", "preheat, bf16 weights, chunked loss", "preheat_worker.py", {"techniques": PREHEAT}),
 )
 BASELINES = ("trainer", "trainer-bf16")
@@ -172,7 +184,9 @@ def summary(runs: dict[str, list[dict[str, Any]]], shape: Shape, ceiling: float)
             continue
         results = runs[contender.name]
         if contender.name not in sound:
-            rows.append({"name": contender.name, "what": contender.what, "failed": next(r["failed"] for r in results if "failed" in r)})
+            rows.append(
+                {"name": contender.name, "what": contender.what, "failed": next(r["failed"] for r in results if "failed" in r)}
+            )
             continue
         rate = middle([r["tokens_per_second"] for r in results])
         row: dict[str, Any] = {
@@ -193,80 +207,16 @@ def summary(runs: dict[str, list[dict[str, Any]]], shape: Shape, ceiling: float)
                 pairs = list(zip(results, sound[base], strict=True))
                 row[f"speed_against_{base}"] = middle([a["tokens_per_second"] / b["tokens_per_second"] for a, b in pairs])
                 row[f"memory_against_{base}"] = middle(
-                    [(a["peak_rss_bytes"] - a["rss_after_imports"]) / (b["peak_rss_bytes"] - b["rss_after_imports"]) for a, b in pairs]
+                    [
+                        (a["peak_rss_bytes"] - a["rss_after_imports"]) / (b["peak_rss_bytes"] - b["rss_after_imports"])
+                        for a, b in pairs
+                    ]
                 )
         if reference is not None:
             row["loss_difference"] = row["loss"] / reference - 1
             row["equal_loss"] = abs(row["loss_difference"]) <= EQUAL
         rows.append(row)
     return rows
-
-
-COLUMNS = (
-    "contender",
-    "tokens/s (low to high)",
-    "x Trainer",
-    "x Trainer bf16",
-    "peak RSS",
-    "less imports",
-    "x Trainer",
-    "loss",
-    "against Trainer",
-    "of bf16 rate",
-)
-NARROW = (0, 1, 2, 3, 5, 6, 8, 9)
-"""The columns that fit a terminal."""
-
-
-def cells(row: dict[str, Any]) -> list[str]:
-    if "failed" in row:
-        return [f"{row['name']}: {row['what']}", f"failed: {row['failed']}", *[""] * (len(COLUMNS) - 2)]
-
-    def ratio(key: str) -> str:
-        return f"{row[key]['median']:.2f}" if key in row else "-"
-
-    rate = row["tokens_per_second"]
-    loss = f"{row['loss_difference']:+.2%}{'' if row['equal_loss'] else ' NOT EQUAL'}" if "loss_difference" in row else "-"
-    return [
-        f"{row['name']}: {row['what']}",
-        f"{rate['median']:,.0f} ({rate['low']:,.0f} to {rate['high']:,.0f})",
-        ratio("speed_against_trainer"),
-        ratio("speed_against_trainer-bf16"),
-        f"{row['peak_rss_bytes'] / GIB:.2f} GiB",
-        f"{row['bytes_less_imports'] / GIB:.2f} GiB",
-        ratio("memory_against_trainer"),
-        f"{row['loss']:.4f}",
-        loss,
-        f"{row['model_flops_share']:.0%}",
-    ]
-
-
-def markdown(result: dict[str, Any]) -> str:
-    """The table and what one must know to repeat it."""
-    shape, machine = SHAPES[result["size"]], result["machine"]
-    versions = {k: v for row in result["rows"] for k, v in row.get("versions", {}).items()}
-    rates = [f"{kind} {machine['begin'][kind] / 1e9:,.0f} before and {machine['end'][kind] / 1e9:,.0f} after" for kind in ("bf16", "fp32")]
-    lines = [
-        f"# Training a {result['size']} Llama on a CPU: preheat and its peers",
-        "",
-        f"`{result['command']}` on {result['date']}",
-        "",
-        "| " + " | ".join(COLUMNS) + " |",
-        "|" + "---|" * len(COLUMNS),
-        *("| " + " | ".join(cells(row)) + " |" for row in result["rows"]),
-        "",
-        f"- Machine: {machine['begin']['cpu']}, {machine['begin']['threads']} threads; matrix rate in GFLOP/s: {'; '.join(rates)}.",
-        f"- Versions: {', '.join(f'{k} {v}' for k, v in sorted(versions.items()))}; Python {result['python']}.",
-        f"- Work: {shape.layers} layers of width {shape.width}, {shape.heads} heads, feed-forward {shape.feed_forward}, vocabulary {shape.vocabulary:,}, tied; "
-        f"{shape.batch} x {shape.length} tokens a step, {result['steps']} steps, AdamW at a constant {shape.lr:g}; text: {result['text']}.",
-        f"- tokens/s: median of the steps after the first {UNTIMED}, then over the rounds ({result['repeats']}; low to high). "
-        "Ratios: within each round, then the median.",
-        "- less imports: the high-water mark of resident memory less what was resident after the imports; its ratio is of that.",
-        f"- loss: mean of the last 5 steps; equal within {EQUAL:.0%} of the Trainer's.",
-        f"- of bf16 rate: tokens/s x {shape.flops_per_token() / 1e6:.1f} MFLOP a token (6 x (matrices of the layers + head) + "
-        "12 x layers x width x (length + 1) / 2), of the higher of the two bf16 rates.",
-    ]
-    return "\n".join(lines) + "\n"
 
 
 def rounds(contenders: list[Contender], repeats: int) -> Iterator[Contender]:
@@ -281,11 +231,24 @@ def options_of(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=SHAPES, default="15M")
     parser.add_argument("--repeats", type=int, default=3, help="rounds (default 3)")
-    parser.add_argument("--steps", type=int, default=50, help=f"optimizer steps of each training; the first {UNTIMED} are not timed (default 50)")
+    parser.add_argument(
+        "--steps",
+        type=int,
+        default=50,
+        help=f"optimizer steps of each training; the first {UNTIMED} are not timed (default 50)",
+    )
     parser.add_argument("--contenders", nargs="+", choices=[c.name for c in CONTENDERS], default=[c.name for c in CONTENDERS])
-    parser.add_argument("--tokenizer", default=str(data / "tokenizers" / "llama2"), help="folder with a tokenizer.json of at most 32,000 pieces; a BPE is trained when it is not there")
+    parser.add_argument(
+        "--tokenizer",
+        default=str(data / "tokenizers" / "llama2"),
+        help="folder with a tokenizer.json of at most 32,000 pieces; a BPE is trained when it is not there",
+    )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, help="JSON to write, the Markdown table beside it (default benchmarks/results/cpu_vs_peers-SIZE.json)")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        help="JSON to write, the Markdown table beside it (default benchmarks/results/cpu_vs_peers-SIZE.json)",
+    )
     options = parser.parse_args(arguments)
     if options.steps <= UNTIMED or options.repeats < 1:
         parser.error(f"--steps {options.steps} --repeats {options.repeats}: take at least {UNTIMED + 1} steps and 1 repeat")
@@ -295,7 +258,18 @@ def options_of(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def command_of(options: argparse.Namespace) -> str:
     """The command that repeats this run; folders of this machine are left out."""
-    words = ["python", "benchmarks/cpu_vs_peers.py", "--size", options.size, "--repeats", options.repeats, "--steps", options.steps, "--seed", options.seed]
+    words = [
+        "python",
+        "benchmarks/cpu_vs_peers.py",
+        "--size",
+        options.size,
+        "--repeats",
+        options.repeats,
+        "--steps",
+        options.steps,
+        "--seed",
+        options.seed,
+    ]
     if options.contenders != [c.name for c in CONTENDERS]:
         words += ["--contenders", *options.contenders]
     return shlex.join(map(str, words))
@@ -321,7 +295,11 @@ def main() -> int:
             progress.update(task, description=contender.name)
             result = train(contender, folder, shape, options)
             runs[contender.name].append(result)
-            said = f"failed: {result['failed']}" if "failed" in result else f"{result['tokens_per_second']:,.0f} tokens/s, loss {result['loss_at_end']:.4f}"
+            said = (
+                f"failed: {result['failed']}"
+                if "failed" in result
+                else f"{result['tokens_per_second']:,.0f} tokens/s, loss {result['loss_at_end']:.4f}"
+            )
             progress.console.print(f"{contender.name:14} {said}", highlight=False, markup=False)
             progress.advance(task)
         progress.update(task, description="measuring the matrix rate")
@@ -334,6 +312,7 @@ def main() -> int:
         "size": options.size,
         "steps": options.steps,
         "repeats": options.repeats,
+        "equal_within": EQUAL,
         "seed": options.seed,
         "shape": {**vars(shape), "flops_per_token": shape.flops_per_token()},
         "text": text,
@@ -345,12 +324,16 @@ def main() -> int:
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     options.out.with_suffix(".md").write_text(markdown(result), encoding="utf-8")
-    table = Table(*(COLUMNS[i] for i in NARROW), title=f"{options.size}, {options.steps} steps, rounds: {options.repeats}", box=None)
+    table = Table(
+        *(COLUMNS[i] for i in NARROW), title=f"{options.size}, {options.steps} steps, rounds: {options.repeats}", box=None
+    )
     for row in rows:
         shown = [row["name"], *cells(row)[1:]]
         table.add_row(*(shown[i] for i in NARROW))
     console.print(table)
     console.print(f"bf16 matrix rate: {begin['bf16'] / 1e9:,.0f} GFLOP/s before, {end['bf16'] / 1e9:,.0f} after; {options.out}")
+    if not steady(result["machine"]):
+        console.print(DISTURBED, style="bold yellow")
     return int(any("failed" in row for row in rows))
 
 

@@ -1,7 +1,4 @@
-"""Writes the reference pages into site/: every technique and every recipe key, from the text that stands beside the code.
-
-    make docs
-"""
+"""Writes the reference pages into site/: every technique and every recipe key, from the text that stands beside the code. `make docs` runs it."""
 
 import dataclasses
 import json
@@ -53,7 +50,6 @@ def main() -> None:
         path = OUT / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
-    print(f"{len(pages)} pages in {OUT.name}/")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
 """preheat: know that it fits and how fast it will run before you train; then train it, and see the evidence.
 
-    from preheat import load_recipe, plan, train
+from preheat import load_recipe, plan, train
 
-    recipe = load_recipe("demo", ["stop.steps=50"])
-    print(plan(recipe)["peak_gib"])
-    train(recipe, out="runs/first")
+recipe = load_recipe("demo", ["stop.steps=50"])
+print(plan(recipe)["peak_gib"])
+train(recipe, out="runs/first")
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ __version__ = "0.1.0"
 __all__ = ["add_lora", "checkpoint_layers", "load_recipe", "plan", "train"]
 
 if TYPE_CHECKING:
-    from preheat.training.session import plan_here as plan
     from preheat.recipe import load as load_recipe
     from preheat.techniques.activation_checkpointing import checkpoint_layers
     from preheat.techniques.lora import add_lora
     from preheat.training.loop import train
+    from preheat.training.session import plan_here as plan
 
 _HOME = {
     "add_lora": ("preheat.techniques.lora", "add_lora"),

@@ -1,14 +1,14 @@
 """The run folder: the only interface between running and reporting. Append-only, readable while the run goes on. No torch.
 
-    recipe.yaml       the recipe with every default written out; `preheat train recipe.yaml` runs it again
-    plan.json         what was predicted (see `PLAN_KEYS`)
-    environment.json  machine, versions, threads, command
-    changes.json      {technique: [{what, count, kernel}]}
-    metrics.jsonl     a line a step (see `METRIC_KEYS`) and a line an evaluation ({step, validation_loss, ...})
-    events.jsonl      {time, kind, ...}: started, resumed, checkpoint, damaged, stopping, measured, sample, baseline, finished, failed
-    checkpoints/      step-N/ (engine/checkpoint.py)
-    tokenizer/        the tokenizer as transformers reads it
-    report.html, report.json
+recipe.yaml       the recipe with every default written out; `preheat train recipe.yaml` runs it again
+plan.json         what was predicted (see `PLAN_KEYS`)
+environment.json  machine, versions, threads, command
+changes.json      {technique: [{what, count, kernel}]}
+metrics.jsonl     a line a step (see `METRIC_KEYS`) and a line an evaluation ({step, validation_loss, ...})
+events.jsonl      {time, kind, ...}: started, resumed, checkpoint, damaged, stopping, measured, sample, baseline, finished, failed
+checkpoints/      step-N/ (engine/checkpoint.py)
+tokenizer/        the tokenizer as transformers reads it
+report.html, report.json
 """
 
 from __future__ import annotations
@@ -143,7 +143,9 @@ class Writer:
         self.path = Path(path)
         holds = (self.path / "recipe.yaml").exists()
         if holds and not resume:
-            raise RunError(f"{self.path}: holds a run already; add --resume to go on with it, or name another folder with --out")
+            raise RunError(
+                f"{self.path}: holds a run already; add --resume to go on with it, or name another folder with --out"
+            )
         if resume and not holds:
             raise RunError(f"{self.path}: holds no run to resume")
         try:
@@ -160,7 +162,9 @@ class Writer:
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            raise RunError(f"{self.path}: another process is writing this run; wait for it or end it, or name another folder with --out") from None
+            raise RunError(
+                f"{self.path}: another process is writing this run; wait for it or end it, or name another folder with --out"
+            ) from None
 
     def text(self, name: str, text: str) -> None:
         try:
@@ -183,7 +187,9 @@ class Writer:
             file.write(json.dumps(value) + "\n")
             file.flush()
         except OSError as error:
-            raise RunError(f"{self.path / name}: cannot be written ({error.strerror}); free some room and go on with --resume") from None
+            raise RunError(
+                f"{self.path / name}: cannot be written ({error.strerror}); free some room and go on with --resume"
+            ) from None
 
     def metric(self, **values: Any) -> None:
         self._append("metrics.jsonl", values)

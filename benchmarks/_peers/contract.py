@@ -91,7 +91,10 @@ def report(job: Job, clock: Clock, losses: list[float], packages: tuple[str, ...
         packages: whose versions stand in the result.
     """
     if len(clock.times) != job.steps + 1 or len(losses) != job.steps:
-        raise RuntimeError(f"{job.name}: {job.steps} steps make {job.steps + 1} ticks and {job.steps} losses, got {len(clock.times)} and {len(losses)}")
+        raise RuntimeError(
+            f"{job.name}: {job.steps} steps make {job.steps + 1} ticks and {job.steps} losses, "
+            f"got {len(clock.times)} and {len(losses)}"
+        )
     seconds = [b - a for a, b in zip(clock.times, clock.times[1:], strict=False)]
     rates = sorted(job.batch * job.length / s for s in seconds[UNTIMED:])
     tenths = statistics.quantiles(rates, n=10, method="inclusive") if len(rates) > 1 else rates * 9

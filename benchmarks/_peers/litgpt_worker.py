@@ -3,8 +3,8 @@
 settings: {"precision": "32-true" | "bf16-mixed" | "bf16-true"} and, where litgpt's default is not the best on a CPU,
 {"fused": true} (litgpt asks for the fused AdamW on CUDA only) and {"compile": false} (it always calls torch.compile).
 
-`litgpt_worker.py --convert FOLDER MODEL` runs litgpt's converter first, once: FOLDER holds a copy of the safetensors of MODEL, a
-Hugging Face folder.
+`litgpt_worker.py --convert FOLDER MODEL` runs litgpt's converter first, once: FOLDER holds a copy of the safetensors of
+MODEL, a Hugging Face folder.
 """
 
 from __future__ import annotations
@@ -115,7 +115,10 @@ def train() -> None:
             tie_embeddings=True,
         ),
         eval=EvalArgs(interval=10 * job.steps, initial_validation=False, final_validation=False),
-        optimizer={"class_path": f"{__name__}.FusedAdamW" if job.settings.get("fused") else "torch.optim.AdamW", "init_args": adamw},
+        optimizer={
+            "class_path": f"{__name__}.FusedAdamW" if job.settings.get("fused") else "torch.optim.AdamW",
+            "init_args": adamw,
+        },
         devices=1,
         logger_name="csv",
         seed=job.seed,

@@ -30,7 +30,13 @@ def recipe_of(job: Job) -> Recipe:
         "seed": job.seed,
         "model": {"path": job.model},
         "batch": {"size": job.batch, "length": job.length},
-        "optimizer": {"lr": job.lr, "betas": list(job.betas), "eps": job.eps, "weight_decay": job.weight_decay, "clip": job.clip},
+        "optimizer": {
+            "lr": job.lr,
+            "betas": list(job.betas),
+            "eps": job.eps,
+            "weight_decay": job.weight_decay,
+            "clip": job.clip,
+        },
         "schedule": {"kind": "constant", "warmup": 0},
         "stop": {"steps": job.steps},
         "hardware": {"device": "cpu"},
@@ -48,7 +54,14 @@ def batches(job: Job, micro: int) -> Iterator[list[Batch]]:
         step = range(first, first + job.batch)
         cuts = (step[i : i + micro] for i in range(0, job.batch, micro))
         yield [
-            Batch(tokens[c.start : c.stop], labels[c.start : c.stop], positions.expand(len(c), -1), MaskSpec(), len(c) * (job.length - 1), tuple(c))
+            Batch(
+                tokens[c.start : c.stop],
+                labels[c.start : c.stop],
+                positions.expand(len(c), -1),
+                MaskSpec(),
+                len(c) * (job.length - 1),
+                tuple(c),
+            )
             for c in cuts
         ]
 

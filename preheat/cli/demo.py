@@ -32,7 +32,9 @@ def demo(
     screen = console()
     reader = Reader(made["run"])
     for base in reader.events("baseline"):
-        screen.print(f"validation loss, nats a token: this model {made['validation_loss']:.2f}, bigram {base['bigram']:.2f}, unigram {base['unigram']:.2f}")
+        screen.print(
+            f"validation loss, nats a token: this model {made['validation_loss']:.2f}, bigram {base['bigram']:.2f}, unigram {base['unigram']:.2f}"
+        )
     for sample in reader.events("sample"):
         screen.print(f"[dim]{'─' * 60}[/dim]")
         screen.print(sample["prompt"], style="bold", end="", markup=False)

@@ -14,9 +14,13 @@ __all__ = ["evaluate"]
 
 def evaluate(
     model: Annotated[str, typer.Argument(metavar="RUN|MODEL", help="A run's folder, or a Hugging Face model folder.")],
-    data: Annotated[str | None, typer.Option("--data", help="A file, folder or source to read instead of the run's validation rows.")] = None,
+    data: Annotated[
+        str | None, typer.Option("--data", help="A file, folder or source to read instead of the run's validation rows.")
+    ] = None,
     rows: Annotated[int, typer.Option("--rows", min=1, help="At most so many rows.")] = 1000,
-    length: Annotated[int | None, typer.Option("--length", min=2, help="Tokens a row; the run's, or 512, when not given.")] = None,
+    length: Annotated[
+        int | None, typer.Option("--length", min=2, help="Tokens a row; the run's, or 512, when not given.")
+    ] = None,
     json: Json = False,
 ) -> None:
     """Mean loss a token and perplexity of a run or a model on held-out text.
@@ -37,7 +41,11 @@ def evaluate(
     if data is None and opened.step is None:
         raise RecipeError("--data: is needed with a model folder: name the text to evaluate on")
     folder = str(Path(model) / "tokenizer") if opened.step is not None else model
-    settings = recipe.data if data is None else replace(recipe.data, source=data, validation=0.0, limit=None, prompt=None, completion=None)
+    settings = (
+        recipe.data
+        if data is None
+        else replace(recipe.data, source=data, validation=0.0, limit=None, prompt=None, completion=None)
+    )
     prepared = prepare(settings, length=length or recipe.batch.length, seed=recipe.seed, tokenizer=folder)
     held_out = prepared.validation if data is None else prepared.train
     loss, tokens = measure(opened.build, evaluation_batches(held_out, micro=min(8, recipe.batch.size), limit=rows))
@@ -45,4 +53,6 @@ def evaluate(
     if json:
         emit(made)
     else:
-        console().print(f"loss {loss:.4f} nats a token, perplexity {math.exp(loss):.2f}, over {tokens:,} tokens of {data or 'the validation rows'}")
+        console().print(
+            f"loss {loss:.4f} nats a token, perplexity {math.exp(loss):.2f}, over {tokens:,} tokens of {data or 'the validation rows'}"
+        )

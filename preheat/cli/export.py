@@ -30,4 +30,7 @@ def export(
         emit(made)
     else:
         merged = f", {made['merged']} adapters merged" if made["merged"] else ""
-        console().print(f"wrote {made['path']} ({made['bytes'] / 2**20:.1f} MiB{merged}); read back, its logits differ by at most {made['max_logit_difference']:.2g}", soft_wrap=True)
+        console().print(
+            f"wrote {made['path']} ({made['bytes'] / 2**20:.1f} MiB{merged}); read back, its logits differ by at most {made['max_logit_difference']:.2g}",
+            soft_wrap=True,
+        )

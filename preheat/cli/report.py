@@ -11,7 +11,9 @@ __all__ = ["report"]
 
 
 def report(
-    runs: Annotated[list[Path], typer.Argument(help="Folders of runs: finished, going on, stopped or failed.", show_default=False)],
+    runs: Annotated[
+        list[Path], typer.Argument(help="Folders of runs: finished, going on, stopped or failed.", show_default=False)
+    ],
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
 ) -> None:
     """Write a run as one HTML page that works offline, with its figures beside it as report.json.

@@ -17,8 +17,15 @@ if TYPE_CHECKING:
 
 __all__ = ["Json", "Live", "RecipeArgument", "Set", "console", "duration", "emit", "picture", "rate"]
 
-RecipeArgument = Annotated[str, typer.Argument(metavar="RECIPE", help="A recipe file, or the name of a built-in recipe (see: preheat recipes).")]
-Set = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a key of the recipe, e.g. --set batch.size=64. May stand several times.")]
+RecipeArgument = Annotated[
+    str, typer.Argument(metavar="RECIPE", help="A recipe file, or the name of a built-in recipe (see: preheat recipes).")
+]
+Set = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set", metavar="KEY=VALUE", help="Override a key of the recipe, e.g. --set batch.size=64. May stand several times."
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 
 
@@ -81,11 +88,20 @@ def picture(plan: Mapping[str, Any], name: str) -> Any:
     scale = width / max(peak, 1e-9)
     for category, gib in plan["memory"].items():
         bars.add_row(f"  {category}", Text(memory(gib), justify="right"), Text("█" * round(gib * scale) or "▏", style="cyan"))
-    total = Text(f"{peak / has:.1%} of the {memory(has)} that the {plan['device']['kind'].upper()} has", style="green" if plan["fits"] else "red")
+    total = Text(
+        f"{peak / has:.1%} of the {memory(has)} that the {plan['device']['kind'].upper()} has",
+        style="green" if plan["fits"] else "red",
+    )
     bars.add_row("  peak", Text(memory(peak), justify="right", style="bold"), total)
     speed = Table.grid(padding=(0, 2))
-    speed.add_row("  step", f"{plan['seconds_per_step']:.3g} s for {plan['tokens_per_step']:,} tokens, {plan['flops_per_step'] / 1e9:,.0f} GFLOP")
-    speed.add_row("  speed", f"{rate(plan['tokens_per_second'])} tokens/s, {plan['mfu']:.0%} of the {plan['matrix_rate'] / 1e9:,.0f} GFLOP/s measured here")
+    speed.add_row(
+        "  step",
+        f"{plan['seconds_per_step']:.3g} s for {plan['tokens_per_step']:,} tokens, {plan['flops_per_step'] / 1e9:,.0f} GFLOP",
+    )
+    speed.add_row(
+        "  speed",
+        f"{rate(plan['tokens_per_second'])} tokens/s, {plan['mfu']:.0%} of the {plan['matrix_rate'] / 1e9:,.0f} GFLOP/s measured here",
+    )
     if plan["steps"]:
         speed.add_row("  to finish", f"{duration(plan['seconds_total'])} for {plan['steps']:,} steps")
     p = plan["parameters"]
@@ -97,7 +113,12 @@ def picture(plan: Mapping[str, Any], name: str) -> Any:
     )
     parts = [head, Text(f"memory at its peak (in {plan['peak_phase']})"), bars, Text("time"), speed, verdict]
     if plan.get("contended"):
-        parts.append(Text("the machine was busy when it was calibrated, so speeds are too low: run `preheat calibrate` when it is quiet", style="yellow"))
+        parts.append(
+            Text(
+                "the machine was busy when it was calibrated, so speeds are too low: run `preheat calibrate` when it is quiet",
+                style="yellow",
+            )
+        )
     return Group(*parts)
 
 
@@ -109,7 +130,12 @@ class Live(Watch):
 
         self.screen, self.name = screen, name
         self._bar = Progress(
-            TextColumn("{task.description}"), BarColumn(bar_width=24), TextColumn("{task.fields[words]}"), console=screen, transient=True, auto_refresh=False
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=24),
+            TextColumn("{task.fields[words]}"),
+            console=screen,
+            transient=True,
+            auto_refresh=False,
         )
         self._task: Any = None
         self._drawn = 0.0

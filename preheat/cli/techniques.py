@@ -30,7 +30,14 @@ def techniques(context: typer.Context, json: Json = False) -> None:
 
     found = registry()
     if json:
-        emit({"techniques": {name: {"stage": cls.stage.name, "numerics": cls.numerics, "what": _document(cls).split("\n")[0]} for name, cls in found.items()}})
+        emit(
+            {
+                "techniques": {
+                    name: {"stage": cls.stage.name, "numerics": cls.numerics, "what": _document(cls).split("\n")[0]}
+                    for name, cls in found.items()
+                }
+            }
+        )
         return
     from rich.table import Table
 

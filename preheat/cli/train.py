@@ -51,14 +51,20 @@ def _summary(made: dict[str, Any]) -> Any:
             table.add_row(words, show(expected), show(found), f"{expected / found - 1:+.0%}" if found else "-")
     end = f"stopped by {made['stopped']} at" if made["stopped"] else "done:"
     loss = f"loss {made['loss']:.4f}" + ("" if made["stopped"] else f", validation loss {made['validation_loss']:.4f}")
-    return Group(Text(f"{end} step {made['steps']:,}, {loss}", style="bold"), table, Text(f"run: {made['run']}\nreport: {made['report']}"))
+    return Group(
+        Text(f"{end} step {made['steps']:,}, {loss}", style="bold"),
+        table,
+        Text(f"run: {made['run']}\nreport: {made['report']}"),
+    )
 
 
 def train(
     recipe: RecipeArgument,
     set: Set = None,
     out: Annotated[Path | None, typer.Option("--out", help="The run's folder; runs/NAME when not given.")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in that folder from its last whole checkpoint, bit for bit.")] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with the run in that folder from its last whole checkpoint, bit for bit.")
+    ] = False,
     force: Annotated[bool, typer.Option("--force", help="Train even where the plan says that it does not fit.")] = False,
     json: Json = False,
 ) -> None:

@@ -1,15 +1,15 @@
 """What the model reads: source -> documents -> tokens (cached) -> packed rows -> batches. Importing this imports no torch.
 
-    sources.py    where documents come from: standard library, files, folders, `datasets`
-    files.py      text, JSONL, JSON and Parquet, with the file and the row in every error
-    tokenizer.py  the model's tokenizer, or a byte-level BPE trained here
-    cache.py      folders keyed by content; a damaged one is built again
-    split.py      training or validation: a document's content decides
-    preparing.py  the token cache, and what was counted
-    packing.py    rows: tokens, labels, positions and document lengths
-    streaming.py  rows packed while the source is read
-    loader.py     the order of rows, and batches of torch tensors
-    ngrams.py     unigram and bigram losses to compare a model with
+sources.py    where documents come from: standard library, files, folders, `datasets`
+files.py      text, JSONL, JSON and Parquet, with the file and the row in every error
+tokenizer.py  the model's tokenizer, or a byte-level BPE trained here
+cache.py      folders keyed by content; a damaged one is built again
+split.py      training or validation: a document's content decides
+preparing.py  the token cache, and what was counted
+packing.py    rows: tokens, labels, positions and document lengths
+streaming.py  rows packed while the source is read
+loader.py     the order of rows, and batches of torch tensors
+ngrams.py     unigram and bigram losses to compare a model with
 """
 
 from __future__ import annotations

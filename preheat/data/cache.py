@@ -1,7 +1,7 @@
 """A folder of entries keyed by content. An entry is written beside, then renamed; a damaged one is built again.
 
-    <root>/<kind>-<key>/entry.json   {"files": {name: blake2b}, "values": {...}}
-    <root>/<kind>-<key>/...          the files
+<root>/<kind>-<key>/entry.json   {"files": {name: blake2b}, "values": {...}}
+<root>/<kind>-<key>/...          the files
 """
 
 from __future__ import annotations
@@ -70,7 +70,9 @@ def entry(root: Path, name: str, build: Callable[[Path], dict[str, Any]]) -> tup
             with contextlib.suppress(OSError):  # another process was first: its entry has the same content
                 new.rename(folder)
     except OSError as error:
-        raise DataError(f"cache {root}: cannot be written ({error.strerror or error}); set PREHEAT_CACHE to a folder with room") from None
+        raise DataError(
+            f"cache {root}: cannot be written ({error.strerror or error}); set PREHEAT_CACHE to a folder with room"
+        ) from None
     found = read_entry(folder)
     if found is None:
         raise DataError(f"cache {folder}: does not hold what was written to it; set PREHEAT_CACHE to a folder on a sound disk")

@@ -52,7 +52,9 @@ class Fields:
         """Raises DataError when a field is not among `known`."""
         for name in self.names():
             if name not in known:
-                raise DataError(f"{where}: no field '{name}', only {', '.join(map(repr, known)) or 'none'}; set {self.knob(name)}: {nearest(name, known)}")
+                raise DataError(
+                    f"{where}: no field '{name}', only {', '.join(map(repr, known)) or 'none'}; set {self.knob(name)}: {nearest(name, known)}"
+                )
 
     def document(self, row: Any, where: str) -> Document:
         """The document of one row; `where` stands in errors."""
@@ -62,18 +64,24 @@ class Fields:
         values = [row[name] for name in self.names()]
         for name, value in zip(self.names(), values, strict=True):
             if not isinstance(value, str):
-                raise DataError(f"{where}: field '{name}' is {_kind(value)}, not text; mend the row or set {self.knob(name)} to another field")
+                raise DataError(
+                    f"{where}: field '{name}' is {_kind(value)}, not text; mend the row or set {self.knob(name)} to another field"
+                )
             try:
                 value.encode()
             except UnicodeEncodeError as error:
-                raise DataError(f"{where}: field '{name}' holds half a surrogate pair at character {error.start}, which is not text") from None
+                raise DataError(
+                    f"{where}: field '{name}' holds half a surrogate pair at character {error.start}, which is not text"
+                ) from None
         return Document(values[-1], values[0] if self.paired else None)
 
 
 def _kind(value: Any) -> str:
     if value is None:
         return "null"
-    return {dict: "an object", list: "a list", bool: "true or false", int: "a number", float: "a number", str: "text"}.get(type(value), type(value).__name__)
+    return {dict: "an object", list: "a list", bool: "true or false", int: "a number", float: "a number", str: "text"}.get(
+        type(value), type(value).__name__
+    )
 
 
 def missing(knob: str, path: Path) -> DataError:
@@ -98,7 +106,9 @@ def find_files(knob: str, path: Path) -> tuple[list[Path], str]:
         if path.stat().st_size == 0:
             raise DataError(f"{knob} {path}: the file is empty")
         return [path], str(path)
-    every = sorted(p for p in path.rglob("*") if p.is_file() and not any(part.startswith(".") for part in p.relative_to(path).parts))
+    every = sorted(
+        p for p in path.rglob("*") if p.is_file() and not any(part.startswith(".") for part in p.relative_to(path).parts)
+    )
     for suffixes in ((".jsonl", ".parquet"), (".json",), TEXT):
         chosen = [p for p in every if p.suffix in suffixes]
         if chosen:
@@ -111,7 +121,9 @@ def find_files(knob: str, path: Path) -> tuple[list[Path], str]:
 def read_file(path: Path, fields: Fields) -> Iterator[Document]:
     """The documents of one file, lazily."""
     if path.suffix in TEXT and fields.paired:
-        raise DataError(f"{path}: a text file has no field '{fields.prompt}'; data.prompt and data.completion need {', '.join(ROWS)}")
+        raise DataError(
+            f"{path}: a text file has no field '{fields.prompt}'; data.prompt and data.completion need {', '.join(ROWS)}"
+        )
     try:
         if path.suffix == ".txt" and path.stat().st_size > CUT_ABOVE:
             yield from _cut(_lines(path))
@@ -139,7 +151,9 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
                 line = raw.decode("utf-8")
             except UnicodeDecodeError as error:
                 bad = raw[error.start]
-                raise DataError(f"{path}:{number}: byte {offset + error.start} (0x{bad:02x}) is not text in UTF-8; convert the file or leave it out") from None
+                raise DataError(
+                    f"{path}:{number}: byte {offset + error.start} (0x{bad:02x}) is not text in UTF-8; convert the file or leave it out"
+                ) from None
             offset += len(raw)
             yield number, line.removeprefix("\ufeff") if number == 1 else line
 
@@ -178,7 +192,9 @@ def _json(path: Path, fields: Fields) -> Iterator[Document]:
     try:
         rows = json.loads(text)
     except json.JSONDecodeError as error:
-        raise DataError(f"{path}:{error.lineno}: not JSON: {error.msg.removesuffix(' at')} at column {error.colno} (a file of one object a line is named .jsonl)") from None
+        raise DataError(
+            f"{path}:{error.lineno}: not JSON: {error.msg.removesuffix(' at')} at column {error.colno} (a file of one object a line is named .jsonl)"
+        ) from None
     except RecursionError:
         raise DataError(f"{path}: JSON nested too deeply") from None
     if not isinstance(rows, list):

@@ -7,9 +7,12 @@ one number, and another batch size or micro-batch changes how samples are groupe
 from __future__ import annotations
 
 import functools
+import multiprocessing
+import os
 import signal
+import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,7 +36,7 @@ def batches(
     workers: int = 0,
     prefetch: int = 2,
     pin: bool = False,
-) -> Iterator[list[Batch]]:
+) -> Generator[list[Batch], None, None]:
     """Global batches without end, each as its micro-batches.
 
     Close the iterator (`close()`, or let go of it) to end the workers. They are forked from a server process that has imported
@@ -101,7 +104,11 @@ class _Pinnable(Batch):
     """A batch that DataLoader's pinning thread knows how to pin."""
 
     def pin_memory(self) -> _Pinnable:
-        self.tokens, self.labels, self.positions = self.tokens.pin_memory(), self.labels.pin_memory(), self.positions.pin_memory()
+        self.tokens, self.labels, self.positions = (
+            self.tokens.pin_memory(),
+            self.labels.pin_memory(),
+            self.positions.pin_memory(),
+        )
         return self
 
 
@@ -140,8 +147,6 @@ class _Loader:
     def __init__(self, dataset: Any, keys: Iterator[Any] | None, workers: int, prefetch: int, pin: bool):
         settings: dict[str, Any] = {}
         if workers:
-            import multiprocessing
-
             context = multiprocessing.get_context("forkserver")
             context.set_forkserver_preload(["torch", __name__])
             settings = {"multiprocessing_context": context, "prefetch_factor": prefetch, "worker_init_fn": _start_worker}
@@ -182,3 +187,13 @@ def _as_it_is(value: Any) -> Any:
 
 def _start_worker(_: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the main process ends the workers
+    # DataLoader's workers look whether their parent lives, but that is the fork server, which lives as long as they do:
+    # after `kill -9` of the main process both would stay for ever.
+    threading.Thread(target=_end_with_main, daemon=True).start()
+
+
+def _end_with_main() -> None:
+    main = multiprocessing.parent_process()
+    assert main is not None
+    main.join()
+    os._exit(1)

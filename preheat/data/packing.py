@@ -58,7 +58,9 @@ class Tokens:
         """Tokens as `preparing` stored them, mapped into memory."""
         file = next(folder.glob(f"{side}.uint*"))
         dtype = np.dtype(file.suffix[1:])
-        ids = np.memmap(file, dtype, mode="r") if file.stat().st_size else np.zeros(0, dtype)  # an empty file cannot be mapped
+        ids: np.ndarray = (
+            np.memmap(file, dtype, mode="r") if file.stat().st_size else np.zeros(0, dtype)
+        )  # an empty file cannot be mapped
         prompts = folder / f"{side}-prompts.npy"
         return cls(ids, np.load(folder / f"{side}-ends.npy"), np.load(prompts) if prompts.exists() else None, folder, side)
 
@@ -148,7 +150,8 @@ class Rows:
         start = index * self.length
         stop = start + self.length
         span = np.asarray(self.tokens.ids[start : stop + 1]).astype(np.int64)
-        tokens, labels = span[: self.length], np.full(self.length, IGNORED, np.int64)
+        tokens = span[: self.length]
+        labels: np.ndarray = np.full(self.length, IGNORED, np.int64)
         labels[: len(span) - 1] = span[1:]
         first = int(np.searchsorted(self.tokens.ends, start, side="right"))  # the document that place `start` is in
         last = int(np.searchsorted(self.tokens.ends, stop, side="left"))  # the one that place `stop - 1` is in
@@ -156,13 +159,16 @@ class Rows:
         inside = ends[ends <= stop] - start
         labels[inside - 1] = IGNORED
         if self.tokens.prompts is not None:
-            for n, begin in zip(range(first, last + 1), np.concatenate([[self.tokens.ends[first - 1] if first else 0], ends[:-1]]), strict=True):
+            for n, begin in zip(
+                range(first, last + 1), np.concatenate([[self.tokens.ends[first - 1] if first else 0], ends[:-1]]), strict=True
+            ):
                 labels[max(begin - start, 0) : max(begin - start + int(self.tokens.prompts[n]) - 1, 0)] = IGNORED
         cuts = inside.tolist() if len(inside) and inside[-1] == self.length else [*inside.tolist(), self.length]
         return _row(tokens, labels, np.diff(cuts, prepend=0))
 
     def _whole_row(self, index: int) -> RowData:
-        tokens, labels = np.full(self.length, self.pad, np.int64), np.full(self.length, IGNORED, np.int64)
+        tokens: np.ndarray = np.full(self.length, self.pad, np.int64)
+        labels: np.ndarray = np.full(self.length, IGNORED, np.int64)
         sizes, at = [], 0
         for n in self._order[self._bounds[index] : self._bounds[index + 1]]:
             start = int(self.tokens.ends[n - 1]) if n else 0

@@ -92,7 +92,9 @@ def prepare(
     name, knob = (data.tokenizer, "data.tokenizer") if data.tokenizer else (tokenizer, "the model's tokenizer")
     packing: Literal["stream", "whole"] = ("whole" if source.paired else "stream") if data.packing == "auto" else data.packing
     if data.streaming and name is None:
-        raise DataError("data.streaming: a tokenizer cannot be trained on data that is read while training; set data.tokenizer to a folder")
+        raise DataError(
+            "data.streaming: a tokenizer cannot be trained on data that is read while training; set data.tokenizer to a folder"
+        )
 
     say("reading validation" if held else "reading", 0, None)
     split = Split(share, frozenset(map(content_hash, held.read())) if held else frozenset())
@@ -138,7 +140,9 @@ def _trained(root: Path, content: str, source: Source, split: Split, vocabulary:
     return load_tokenizer(str(folder))
 
 
-def _tokenize(folder: Path, source: Source, held: Source | None, split: Split, encoder: Encoder, say: Progress) -> dict[str, Any]:
+def _tokenize(
+    folder: Path, source: Source, held: Source | None, split: Split, encoder: Encoder, say: Progress
+) -> dict[str, Any]:
     """Writes the tokens of both sides into a folder, as `Tokens.open` reads them; gives what was counted."""
     dropped: Counter[str] = Counter()
     documents: Iterable[tuple[Side, str, Document]] = split.apply(source.read(), dropped)
@@ -166,7 +170,11 @@ def _tokenize(folder: Path, source: Source, held: Source | None, split: Split, e
         if source.paired:
             np.save(folder / f"{side}-prompts.npy", np.array(prompts[side], np.int64))
     say("tokenizing", done, done)
-    return {"read": done + sum(dropped.values()), "dropped": dict(dropped), "documents": {side: len(ends[side]) for side in SIDES}}
+    return {
+        "read": done + sum(dropped.values()),
+        "dropped": dict(dropped),
+        "documents": {side: len(ends[side]) for side in SIDES},
+    }
 
 
 def _refuse_empty(source: Source, held: Source | None, share: float, values: dict[str, Any]) -> None:
@@ -176,7 +184,9 @@ def _refuse_empty(source: Source, held: Source | None, share: float, values: dic
     if kept == 0:
         raise DataError(f"{source.words}: no document left of {values['read']} read ({reasons})")
     if documents["train"] == 0 and held:
-        raise DataError(f"{source.words}: no document left to train on ({reasons}); name another data.source or data.validation")
+        raise DataError(
+            f"{source.words}: no document left to train on ({reasons}); name another data.source or data.validation"
+        )
     if documents["train"] == 0:
         raise DataError(f"data.validation {share:g}: leaves none of {kept} documents to train on; lower it or add documents")
     if documents["validation"] == 0 and held:
@@ -190,7 +200,9 @@ def _refuse_empty(source: Source, held: Source | None, share: float, values: dic
 
 def _require_rows(rows: Rows, what: str, fix: str) -> None:
     if len(rows) == 0 and rows.no_room:
-        raise DataError(f"{what}: the prompt alone fills a row of {rows.length} tokens in each of {rows.no_room} examples; raise batch.length")
+        raise DataError(
+            f"{what}: the prompt alone fills a row of {rows.length} tokens in each of {rows.no_room} examples; raise batch.length"
+        )
     if len(rows) == 0:
         documents, tokens = len(rows.tokens.ends), len(rows.tokens.ids)
         raise DataError(f"{what}: {tokens:,} tokens in {documents:,} documents do not fill one row of {rows.length}; {fix}")

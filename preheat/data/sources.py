@@ -69,14 +69,22 @@ def open_source(data: Data, *, validation: bool = False) -> Source:
         return source
     limit = data.limit
     return Source(
-        f"{source.words}; the first {limit:,} documents", source.paired, lambda: digest(source.key(), limit), lambda: itertools.islice(source.read(), limit)
+        f"{source.words}; the first {limit:,} documents",
+        source.paired,
+        lambda: digest(source.key(), limit),
+        lambda: itertools.islice(source.read(), limit),
     )
 
 
 def _is_path(name: str) -> bool:
     """Whether a name means a place on this machine: it stands there, or no `datasets` name looks like it."""
     path = Path(name).expanduser()
-    return path.exists() or name.startswith((".", "/", "~")) or name.count("/") > 1 or path.suffix in (".txt", ".md", ".py", ".jsonl", ".json", ".parquet", ".csv")
+    return (
+        path.exists()
+        or name.startswith((".", "/", "~"))
+        or name.count("/") > 1
+        or path.suffix in (".txt", ".md", ".py", ".jsonl", ".json", ".parquet", ".csv")
+    )
 
 
 def _path(knob: str, path: Path, data: Data, fields: Fields) -> Source:
@@ -85,7 +93,12 @@ def _path(knob: str, path: Path, data: Data, fields: Fields) -> Source:
     if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
         return _saved_dataset(knob, path, data, fields)
     files, words = find_files(knob, path)
-    return Source(words, fields.paired, lambda: _files_key(files), lambda: itertools.chain.from_iterable(read_file(f, fields) for f in files))
+    return Source(
+        words,
+        fields.paired,
+        lambda: _files_key(files),
+        lambda: itertools.chain.from_iterable(read_file(f, fields) for f in files),
+    )
 
 
 def _files_key(files: Iterable[Path]) -> str:
@@ -115,7 +128,11 @@ NOT_SOURCE = {"site-packages", "dist-packages", "__pycache__", "test", "tests", 
 def _stdlib_files() -> list[Path]:
     """The library's .py files in order of name; tests (and their deliberately broken data) and build settings left out."""
     root = Path(sysconfig.get_path("stdlib"))
-    return sorted(p for p in root.rglob("*.py") if not NOT_SOURCE & set(p.relative_to(root).parts) and not p.name.startswith("_sysconfigdata"))
+    return sorted(
+        p
+        for p in root.rglob("*.py")
+        if not NOT_SOURCE & set(p.relative_to(root).parts) and not p.name.startswith("_sysconfigdata")
+    )
 
 
 def _stdlib_texts(files: Iterable[Path]) -> Iterator[str]:
@@ -128,7 +145,9 @@ def _stdlib_texts(files: Iterable[Path]) -> Iterator[str]:
 
 def _stdlib(fields: Fields) -> Source:
     if fields.paired:
-        raise DataError("data.prompt: the source stdlib is plain text; remove data.prompt and data.completion, or use data.source: docstrings")
+        raise DataError(
+            "data.prompt: the source stdlib is plain text; remove data.prompt and data.completion, or use data.source: docstrings"
+        )
     files = _stdlib_files()
     words = f"source of Python {sys.version_info.major}.{sys.version_info.minor}'s standard library: {len(files)} files"
     return Source(words, False, lambda: _files_key(files), lambda: map(Document, _stdlib_texts(files)), len(files))
@@ -180,7 +199,9 @@ def hub_reachable() -> bool:
         return True  # offline mode answers at once from its cache; a proxy resolves names itself
     address = urllib.parse.urlparse(constants.ENDPOINT)
     try:
-        with socket.create_connection((address.hostname or "", address.port or (80 if address.scheme == "http" else 443)), timeout=5):
+        with socket.create_connection(
+            (address.hostname or "", address.port or (80 if address.scheme == "http" else 443)), timeout=5
+        ):
             return True
     except OSError:
         return False
@@ -200,7 +221,9 @@ def _split(found: Any, data: Data, where: str) -> Any:
 
     if isinstance(found, datasets.DatasetDict | datasets.IterableDatasetDict):
         if data.split not in found:
-            raise DataError(f"data.split {data.split}: {where} has no such split; {nearest(data.split, [str(k) for k in found])}")
+            raise DataError(
+                f"data.split {data.split}: {where} has no such split; {nearest(data.split, [str(k) for k in found])}"
+            )
         return found[data.split]
     return found
 
@@ -213,7 +236,12 @@ def _from_dataset(found: Any, data: Data, fields: Fields, where: str) -> Source:
         found = found.select_columns(fields.names())  # images and audio beside the text are not decoded
     # `datasets` names a table's content and history by a fingerprint; a streamed one is known by its name alone.
     mark = found._fingerprint if isinstance(found, datasets.Dataset) else ""
-    return Source(f"dataset {where}, split {data.split}", fields.paired, lambda: digest(where, data.subset, data.split, mark), lambda: _rows(found, fields, where))
+    return Source(
+        f"dataset {where}, split {data.split}",
+        fields.paired,
+        lambda: digest(where, data.subset, data.split, mark),
+        lambda: _rows(found, fields, where),
+    )
 
 
 def _saved_dataset(knob: str, path: Path, data: Data, fields: Fields) -> Source:
@@ -238,7 +266,9 @@ def _datasets(knob: str, name: str, data: Data, fields: Fields) -> Source:
     try:
         found = datasets.load_dataset(name, data.subset, split=data.split, streaming=data.streaming)
     except (OSError, ValueError) as error:  # not there, no access, no network, no such subset or split
-        raise DataError(f"{knob} {name}: no file or folder here{hint}, and `datasets` cannot load it: {_first_line(error)}") from None
+        raise DataError(
+            f"{knob} {name}: no file or folder here{hint}, and `datasets` cannot load it: {_first_line(error)}"
+        ) from None
     return _from_dataset(found, data, fields, name)
 
 

@@ -52,7 +52,9 @@ class StreamRows:
     seed: int
 
     def __len__(self) -> int:
-        raise DataError("stop.epochs: a streamed source has no known length; use stop.steps or stop.tokens, or data.streaming: false")
+        raise DataError(
+            "stop.epochs: a streamed source has no known length; use stop.steps or stop.tokens, or data.streaming: false"
+        )
 
     def read(self, committed: int = 0) -> Iterator[tuple[int, RowData]]:
         """Endless (sample number, row) from sample number `committed`, epoch after epoch."""
@@ -66,11 +68,15 @@ class StreamRows:
                         yield number, rows.row(index)
                     number += 1
             if number == began:
-                raise DataError(f"data.source {self.data.source}: the training documents do not fill one row of {self.length}; add documents or lower batch.length")
+                raise DataError(
+                    f"data.source {self.data.source}: the training documents do not fill one row of {self.length}; add documents or lower batch.length"
+                )
 
     def held_out(self) -> Tokens:
         """The validation documents at the beginning of the stream."""
-        first = itertools.islice(self.split.apply(open_source(self.data).read(), Counter()), HELD_OUT_DOCUMENTS if self.split.share else 0)
+        first = itertools.islice(
+            self.split.apply(open_source(self.data).read(), Counter()), HELD_OUT_DOCUMENTS if self.split.share else 0
+        )
         held = chunks(d for d in first if d[0] == "validation")
         return encode_all(held, self.encoder, enough=HELD_OUT * self.length)
 

@@ -45,16 +45,24 @@ def load_tokenizer(name: str, *, knob: str = "data.tokenizer") -> PreTrainedToke
     if path.exists():
         _look_at(knob, path)
     elif not hub_reachable():
-        raise DataError(f"{knob} {name}: no such folder, and no network to look for a model of that name; name a folder that has tokenizer.json")
+        raise DataError(
+            f"{knob} {name}: no such folder, and no network to look for a model of that name; name a folder that has tokenizer.json"
+        )
     try:
         found = transformers.AutoTokenizer.from_pretrained(str(path) if path.exists() else name, trust_remote_code=False)
     except (OSError, ValueError, KeyError, ImportError) as error:
-        raise DataError(f"{knob} {name}: no tokenizer can be read from it: {(str(error).strip() or type(error).__name__).splitlines()[0]}") from None
+        raise DataError(
+            f"{knob} {name}: no tokenizer can be read from it: {(str(error).strip() or type(error).__name__).splitlines()[0]}"
+        ) from None
     if not found.is_fast:
-        raise DataError(f"{knob} {name}: has no fast tokenizer (tokenizer.json); convert it with transformers and save it again")
+        raise DataError(
+            f"{knob} {name}: has no fast tokenizer (tokenizer.json); convert it with transformers and save it again"
+        )
     tokenizer = cast("PreTrainedTokenizerFast", found)
     if tokenizer.eos_token_id is None:
-        raise DataError(f"{knob} {name}: the tokenizer has no end-of-text token, which ends every document; add eos_token to tokenizer_config.json")
+        raise DataError(
+            f"{knob} {name}: the tokenizer has no end-of-text token, which ends every document; add eos_token to tokenizer_config.json"
+        )
     return tokenizer
 
 
@@ -91,7 +99,9 @@ def train_tokenizer(documents: Iterable[tuple[str, str]], *, vocabulary: int) ->
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(vocab_size=vocabulary, special_tokens=[END, PAD], initial_alphabet=alphabet, show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary, special_tokens=[END, PAD], initial_alphabet=alphabet, show_progress=False
+    )
     backend.train_from_iterator(_sample(documents), trainer)
     made: PreTrainedTokenizerFast = transformers.PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=backend, eos_token=END, pad_token=PAD, clean_up_tokenization_spaces=False

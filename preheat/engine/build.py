@@ -106,7 +106,9 @@ def _weights_folder(recipe: Recipe) -> Path | None:
     try:
         return Path(snapshot_download(path, allow_patterns=["*.safetensors", "*.json"]))
     except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
-        raise RecipeError(f"model.path: {path}: its weights cannot be had from the hub ({str(error).splitlines()[0][:160]}); download them and name the folder") from None
+        raise RecipeError(
+            f"model.path: {path}: its weights cannot be had from the hub ({str(error).splitlines()[0][:160]}); download them and name the folder"
+        ) from None
 
 
 def _move(batch: Batch, device: Any) -> Batch:

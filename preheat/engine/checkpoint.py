@@ -143,7 +143,9 @@ def save(build: Build, progress: Progress, folder: Path, *, keep: int) -> Path:
         if not isinstance(error, OSError) and "No space left" not in str(error) and "write" not in str(error).lower():
             raise
         reason = "no space left on the device" if "space left" in str(error) else str(error).splitlines()[0]
-        raise RunError(f"{final}: cannot be written ({reason}); earlier checkpoints are whole: free some room and go on with --resume") from None
+        raise RunError(
+            f"{final}: cannot be written ({reason}); earlier checkpoints are whole: free some room and go on with --resume"
+        ) from None
     for old in _steps(folder)[keep:]:
         shutil.rmtree(old, ignore_errors=True)
     return final
@@ -215,4 +217,3 @@ def load_weights(build: Build, path: Path) -> None:
     tensors = {name: t for name, t in _tensors(build).items() if name.startswith("model.")}
     with _one_process():
         dcp.load(tensors, storage_reader=dcp.HuggingFaceStorageReader(str(path)), no_dist=True)
-

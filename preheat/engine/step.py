@@ -1,7 +1,7 @@
 """One step of a build: gradients, then update. Nothing here reads a value back from the device; the loop does, between the two.
 
-    loss = gradients(build, batches)     # LossSum: total and weight
-    stats = update(build, lr)            # norm of the gradients, and whether all was finite
+loss = gradients(build, batches)     # LossSum: total and weight
+stats = update(build, lr)            # norm of the gradients, and whether all was finite
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from preheat.models import adapter
-from preheat.ops.losses import CrossEntropy, whole_logits
 from preheat.ops.attention import reference_attention
+from preheat.ops.losses import CrossEntropy, whole_logits
 from preheat.technique import Batch, Build, LossSum, Shape, Slot
 from preheat.techniques.gradient_accumulation import accumulate
 

@@ -1,8 +1,8 @@
 """Measures what this machine does a second at the operators that training spends its time in: once, in some ten seconds.
 
-A time is the least of repeated runs on random data, after a first run that is left out: other processes can only add to it. What takes
-long is timed once. What others did on the machine meanwhile is kept with the rates (`Rates.contended`): two threads that meet at a barrier
-wait whole time slices for a third, which no choice of sample repairs.
+A time is the least of repeated runs on random data, after a first run that is left out: other processes can only add to it.
+Whether they wanted the same cores is kept with the rates (`Rates.contended`): threads that meet at a barrier wait whole time slices for one
+that is not running, which no choice of sample repairs.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Grid:
 
 
 FULL = Grid()
-_TOO_LONG = 0.6
+_TOO_LONG = 0.15
 """Seconds: a product that is expected to take longer is left out, and the same layer with fewer rows stands for it."""
 
 
@@ -90,12 +90,11 @@ class _Stopwatch:
         self._wait()
         return (time.perf_counter() - start) / times
 
-    def __call__(self, call: Callable[[], object], budget: float = 0.02) -> float:
+    def __call__(self, call: Callable[[], object], budget: float = 0.01) -> float:
         """Seconds of one call: the least of some samples."""
-        first = self._once(call)
-        if first > 0.25:
-            return first
-        second = self._once(call)
+        first, second = self._once(call), self._once(call)
+        if second > 0.03:
+            return min(first, second)
         # Several calls to a sample where one is too short for the clock or, on a GPU, for its launch not to count.
         times = max(1, math.ceil((2e-3 if self.cuda else 2e-4) / second))
         samples = [second] if times == 1 else []
@@ -195,18 +194,24 @@ def calibrate(device: Device, threads: int, progress: Progress | None = None, *,
 
 
 class _Random:
-    """Draws tensors from a generator of its own: a caller's draws stay what they were."""
+    """Tensors of normal numbers, from a generator of its own: a caller's draws stay what they were.
+
+    Drawing takes longer than most of what is measured, so a million numbers are drawn and repeated, from another place each time.
+    """
 
     def __init__(self, device: str):
         import torch
 
         self.device = device
         self.generator = torch.Generator(device).manual_seed(0)
+        self.numbers = torch.randn(2**20, device=device, generator=self.generator)
+        self.place = 0
 
     def __call__(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        import torch
-
-        return torch.randn(shape, device=self.device, dtype=dtype, generator=self.generator)
+        count = math.prod(shape)
+        self.place = (self.place + 64 * 1009) % len(self.numbers)  # a multiple of 64, so that memory stays aligned
+        whole = self.numbers.to(dtype).repeat(-(-(self.place + count) // len(self.numbers)))
+        return whole[self.place : self.place + count].view(shape)
 
     def rows(self, count: int, below: int) -> Tensor:
         """`count` row numbers in random order, each once where there are enough."""

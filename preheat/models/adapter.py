@@ -19,7 +19,18 @@ if TYPE_CHECKING:
 
     from preheat.recipe import Recipe
 
-__all__ = ["Anatomy", "anatomy", "build_on_meta", "configure", "facts", "generate", "head", "hidden_states", "plain_logits", "tokenizer_folder"]
+__all__ = [
+    "Anatomy",
+    "anatomy",
+    "build_on_meta",
+    "configure",
+    "facts",
+    "generate",
+    "head",
+    "hidden_states",
+    "plain_logits",
+    "tokenizer_folder",
+]
 
 ATTENTION = "preheat"  # the name under which our attention function stands in transformers' own registry
 
@@ -34,7 +45,9 @@ def tokenizer_folder(recipe: Recipe) -> str | None:
     if path is None:
         return None
     folder = Path(path)
-    if folder.is_dir() and not any((folder / name).exists() for name in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")):
+    if folder.is_dir() and not any(
+        (folder / name).exists() for name in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
+    ):
         return None
     return path
 
@@ -98,11 +111,13 @@ def _new(recipe: Recipe, vocabulary: int | None) -> PretrainedConfig:
     if model.size is None and not (model.layers and model.width and model.heads):
         raise RecipeError("model: state a path, a size (e.g. 15M), or layers, width and heads")
     d = sizes.dial(model.size, gated=gated) if model.size else None
-    layers, width, heads = (model.layers or d and d.layers), (model.width or d and d.width), (model.heads or d and d.heads)
+    layers, width, heads = (model.layers or (d and d.layers)), (model.width or (d and d.width)), (model.heads or (d and d.heads))
     assert layers and width and heads
     if d and model.width and not model.heads:
         heads = max(1, width // (d.width // d.heads))
-    feed_forward = model.feed_forward or (d.feed_forward if d and not model.width else (round(width * 8 / 3 / 64) * 64 or 64) if gated else 4 * width)
+    feed_forward = model.feed_forward or (
+        d.feed_forward if d and not model.width else (round(width * 8 / 3 / 64) * 64 or 64) if gated else 4 * width
+    )
     if model.vocabulary is None and vocabulary is None:
         raise RecipeError("model.vocabulary: is needed where no tokenizer decides it")
     rows = model.vocabulary or -(-vocabulary // 64) * 64  # type: ignore[operator]  # a multiple of 64 keeps the head's products fast
@@ -170,10 +185,14 @@ def _attention(
 ) -> tuple[Tensor, None]:
     """transformers' attention interface: [rows, heads, length, head_dim] in, [rows, length, heads, head_dim] out."""
     name = type(module).__name__
-    assert preheat_attention is not None and preheat_mask is not None, f"{name} does not hand keyword arguments to its attention"
+    assert preheat_attention is not None and preheat_mask is not None, (
+        f"{name} does not hand keyword arguments to its attention"
+    )
     assert attention_mask is None, f"{name} made a mask of its own"
     if softcap is not None or s_aux is not None:
-        raise RecipeError(f"model: {name} caps its attention scores or has attention sinks, which preheat's kernels do not do yet")
+        raise RecipeError(
+            f"model: {name} caps its attention scores or has attention sinks, which preheat's kernels do not do yet"
+        )
     if dropout:
         raise RecipeError(f"model: {name} has attention dropout {dropout}; set it to 0 under model.config")
     mask = preheat_mask
@@ -209,7 +228,9 @@ def build_on_meta(config: PretrainedConfig, *, trust: bool = False) -> PreTraine
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION, trust_remote_code=trust)
     except ValueError as error:
-        raise RecipeError(f"model: {config.model_type} is no decoder-only model that transformers can build ({str(error).splitlines()[0][:200]})") from None
+        raise RecipeError(
+            f"model: {config.model_type} is no decoder-only model that transformers can build ({str(error).splitlines()[0][:200]})"
+        ) from None
     model.config.use_cache = False
     anatomy(model)  # says plainly when something cannot be found
     return model.train()
@@ -254,7 +275,9 @@ def anatomy(model: PreTrainedModel) -> Anatomy:
     layers = max(stacks, key=lambda stack: sum(p.numel() for p in stack.parameters()))
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     if head is None or embedding is None:
-        raise RecipeError(f"model: {kind} has no {'output head' if head is None else 'token embedding'} that transformers can name")
+        raise RecipeError(
+            f"model: {kind} has no {'output head' if head is None else 'token embedding'} that transformers can name"
+        )
     if getattr(head, "bias", None) is not None:
         raise RecipeError(f"model: the head of {kind} has a bias, which preheat's losses do not handle yet")
     attentions = []
@@ -272,7 +295,9 @@ def head(model: PreTrainedModel) -> nn.Module:
     return model.get_output_embeddings()
 
 
-def hidden_states(model: PreTrainedModel, tokens: Tensor, positions: Tensor, mask: MaskSpec, attention: Callable[..., Tensor]) -> Tensor:
+def hidden_states(
+    model: PreTrainedModel, tokens: Tensor, positions: Tensor, mask: MaskSpec, attention: Callable[..., Tensor]
+) -> Tensor:
     """Last hidden states [rows, length, width], the attention done by `attention(q, k, v, mask, scale)`."""
     if mask.documents is None or all(len(row) == 1 for row in mask.documents):
         positions = positions[:1]  # every row counts alike: the rotary tables are made and read once, not once a row
@@ -285,7 +310,9 @@ def hidden_states(model: PreTrainedModel, tokens: Tensor, positions: Tensor, mas
     ).last_hidden_state
 
 
-def generate(model: PreTrainedModel, tokens: Tensor, *, count: int, temperature: float = 0.0, stop: int | None = None) -> Tensor:
+def generate(
+    model: PreTrainedModel, tokens: Tensor, *, count: int, temperature: float = 0.0, stop: int | None = None
+) -> Tensor:
     """Continues `tokens` [1, n] by up to `count` tokens with transformers' own generation and KV cache."""
     import torch
     from transformers import GenerationConfig
@@ -294,7 +321,14 @@ def generate(model: PreTrainedModel, tokens: Tensor, *, count: int, temperature:
     model.eval()
     model.set_attn_implementation("sdpa")
     settings = GenerationConfig(
-        max_new_tokens=count, do_sample=temperature > 0, temperature=temperature or None, top_k=None, top_p=None, use_cache=True, eos_token_id=stop, pad_token_id=stop if stop is not None else 0
+        max_new_tokens=count,
+        do_sample=temperature > 0,
+        temperature=temperature or None,
+        top_k=None,
+        top_p=None,
+        use_cache=True,
+        eos_token_id=stop,
+        pad_token_id=stop if stop is not None else 0,
     )
     try:
         with torch.no_grad():

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from preheat.errors import RecipeError
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor, nn
 
 __all__ = ["WeightSource", "materialize"]
@@ -162,7 +161,9 @@ class WeightSource:
             parameter.copy_(value)
             parameter._is_hf_initialized = True  # type: ignore[attr-defined]
         if missing:
-            raise RecipeError(f"model.path: {self.folder} lacks {len(missing)} parameters, {missing[0]} for one; is it a checkpoint of {type(model).__name__}?")
+            raise RecipeError(
+                f"model.path: {self.folder} lacks {len(missing)} parameters, {missing[0]} for one; is it a checkpoint of {type(model).__name__}?"
+            )
         for module in model.modules():  # what no checkpoint holds: rotary tables and other buffers
             if any(True for _ in module.buffers(recurse=False)):
                 model._init_weights(module)

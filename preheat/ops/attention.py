@@ -32,7 +32,10 @@ def allowed(mask: MaskSpec, rows: int, length: int, device: torch.device) -> Ten
     if mask.documents is None:
         return may[None, None]
     owner = torch.stack(
-        [torch.repeat_interleave(torch.arange(len(d), device=device), torch.tensor(d, device=device), output_size=length) for d in mask.documents]
+        [
+            torch.repeat_interleave(torch.arange(len(d), device=device), torch.tensor(d, device=device), output_size=length)
+            for d in mask.documents
+        ]
     )
     return (may & (owner[:, :, None] == owner[:, None, :]))[:, None]
 
@@ -68,6 +71,8 @@ def sdpa_attention(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, scale: float
         out = []
         for (cuts, _), *parts in zip(runs, *(t.split([n for _, n in runs]) for t in (q, k, v)), strict=True):
             pieces = zip(*(t.split(list(cuts), dim=2) for t in parts), strict=True)
-            done = [scaled_dot_product_attention(*piece, is_causal=mask.causal, scale=scale, enable_gqa=grouped) for piece in pieces]
+            done = [
+                scaled_dot_product_attention(*piece, is_causal=mask.causal, scale=scale, enable_gqa=grouped) for piece in pieces
+            ]
             out.append(done[0] if len(done) == 1 else torch.cat(done, dim=2))
         return out[0] if len(out) == 1 else torch.cat(out)

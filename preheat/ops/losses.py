@@ -36,14 +36,14 @@ class CrossEntropy:
                 caller scale the small tensors beside the logits and spare a pass over them.
         """
         trained = labels != IGNORED
-        places = labels.clamp(min=0).unsqueeze(1)
-        peak = logits.amax(dim=-1, keepdim=True).float()
-        own = logits.gather(1, places).float()
+        # Indexing, not gather and scatter: on a CPU those walk the whole of the logits (24 ms against 0.01 at 512 x 32,000).
+        own = (torch.arange(labels.shape[0], device=labels.device), labels.clamp(min=0))
+        peak, score = logits.amax(dim=-1).float(), logits[own].float()
         # Softmax reads each row whole before it writes it, so it may write where it reads.
         torch.softmax(logits, dim=-1, out=logits)
         # The likeliest place has probability exp(peak - logsumexp), never below 1 / vocabulary: safe to take the log of.
-        losses = (peak - own - logits.amax(dim=-1, keepdim=True).float().log()).squeeze(1)
-        logits.scatter_add_(1, places, logits.new_full((1, 1), -1.0).expand_as(places))
+        losses = peak - score - logits.amax(dim=-1).float().log()
+        logits.index_put_(own, logits[own] - 1)
         return torch.where(trained, losses, 0.0), trained
 
 
@@ -61,7 +61,16 @@ class _Chunked(torch.autograd.Function):
     """The sum of row losses, `rows` rows at a time. Gradients are made in the forward pass, so no logits are kept or made again."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, row_loss: RowLoss, rows: int, dtype: torch.dtype, differentiate: bool, *aligned: Tensor) -> Tensor:
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        row_loss: RowLoss,
+        rows: int,
+        dtype: torch.dtype,
+        differentiate: bool,
+        *aligned: Tensor,
+    ) -> Tensor:
         kept_hidden, kept_weight = hidden.dtype, weight.dtype
         wants_hidden, wants_weight = (differentiate and needs for needs in ctx.needs_input_grad[:2])
         hidden, weight = hidden.detach().to(dtype), weight.detach().to(dtype)
@@ -127,4 +136,6 @@ def chunked_logits(hidden: Tensor, head: torch.nn.Module, row_loss: RowLoss, *al
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
     flat = hidden.reshape(-1, hidden.shape[-1])
     with torch.autocast(device, enabled=False):
-        return _Chunked.apply(flat, head.weight, row_loss, rows, dtype, torch.is_grad_enabled(), *(a.reshape(-1) for a in aligned))
+        return _Chunked.apply(
+            flat, head.weight, row_loss, rows, dtype, torch.is_grad_enabled(), *(a.reshape(-1) for a in aligned)
+        )

@@ -54,7 +54,18 @@ class StochasticAdamW(torch.optim.Optimizer):
         chunk: elements of a parameter that are updated at a time, so that fp32 scratch stays small.
     """
 
-    def __init__(self, groups: Any, *, lr: float, betas: tuple[float, float] = (0.9, 0.95), eps: float = 1e-8, weight_decay: float = 0.0, seed: int = 0, number: Callable[[], int] | None = None, chunk: int = 1 << 20):
+    def __init__(
+        self,
+        groups: Any,
+        *,
+        lr: float,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        seed: int = 0,
+        number: Callable[[], int] | None = None,
+        chunk: int = 1 << 20,
+    ):
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         self.seed, self.chunk = seed, chunk
         self._taken = 0
@@ -80,7 +91,10 @@ class StochasticAdamW(torch.optim.Optimizer):
                     self._update(p, p.grad, self.state[p], group)
 
     def _update(self, p: Tensor, grad: Tensor, state: dict[str, Tensor], group: dict[str, Any]) -> None:
-        flat = [t.reshape(-1) if t.is_contiguous() else t.contiguous().view(-1) for t in (p, grad, state["exp_avg"], state["exp_avg_sq"])]
+        flat = [
+            t.reshape(-1) if t.is_contiguous() else t.contiguous().view(-1)
+            for t in (p, grad, state["exp_avg"], state["exp_avg_sq"])
+        ]
         assert p.is_contiguous(), "parameters are contiguous"
         step = state["step"]
         for weight, slope, mean, square in zip(*(t.split(self.chunk) for t in flat), strict=True):

@@ -9,7 +9,6 @@ from __future__ import annotations
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -115,7 +114,6 @@ class Recorder(TorchDispatchMode):
         self.log: list[tuple[int, int, Phase]] = []  # (storage's number, bytes: positive when made, negative when freed, phase)
         self.kernels: Counter[Kernel] = Counter()
         self.recomputed = 0
-        self.resizes: dict[int, int] = {}
         self._numbers: dict[int, int] = {}  # id of a living storage -> its number in the log
         self._made = 0
 
@@ -156,9 +154,19 @@ class Recorder(TorchDispatchMode):
         fresh = sum(self.follow(t) for t in outputs)
         if func._schema.name in _EMPTY:
             return out
-        written = outputs or [a for a, arg in zip(args, func._schema.arguments, strict=False) if isinstance(a, Tensor) and arg.alias_info and arg.alias_info.is_write]
+        written = outputs or [
+            a
+            for a, arg in zip(args, func._schema.arguments, strict=False)
+            if isinstance(a, Tensor) and arg.alias_info and arg.alias_info.is_write
+        ]
         if not outputs:  # foreach and fused operators write into lists
-            written = [t for a, arg in zip(args, func._schema.arguments, strict=False) if arg.alias_info and arg.alias_info.is_write for t in tree_leaves(a) if isinstance(t, Tensor)]
+            written = [
+                t
+                for a, arg in zip(args, func._schema.arguments, strict=False)
+                if arg.alias_info and arg.alias_info.is_write
+                for t in tree_leaves(a)
+                if isinstance(t, Tensor)
+            ]
         flops = _flops(func, args, out)
         floats = [t.dtype for t in inputs if t.dtype in _DTYPES] or [t.dtype for t in outputs if t.dtype in _DTYPES]
         kernel = Kernel(
@@ -178,7 +186,14 @@ class Recorder(TorchDispatchMode):
 
 
 _FREE = {"aten::_unsafe_view", "aten::detach", "aten::alias", "aten::_local_scalar_dense", "prim::device", "aten::set_data"}
-_EMPTY = {"aten::empty", "aten::empty_like", "aten::new_empty", "aten::empty_strided", "aten::new_empty_strided", "aten::empty.memory_format"}
+_EMPTY = {
+    "aten::empty",
+    "aten::empty_like",
+    "aten::new_empty",
+    "aten::empty_strided",
+    "aten::new_empty_strided",
+    "aten::empty.memory_format",
+}
 
 
 def _moved(t: Tensor) -> int:
@@ -186,19 +201,11 @@ def _moved(t: Tensor) -> int:
     return min(t.numel() * t.element_size(), _storage(t).nbytes())
 
 
-def _fake_batch(recipe: Recipe, rows: int, positions: bool, vocabulary: int) -> Batch:
+def _fake_batch(recipe: Recipe, rows: int) -> Batch:
     """A micro-batch of the recipe's shape; contents do not matter to a dry run."""
     length = recipe.batch.length
     tokens, labels = (torch.empty(rows, length, dtype=torch.int64) for _ in range(2))
     return Batch(tokens, labels, torch.empty(rows, length, dtype=torch.int64), MaskSpec(), rows * length, tuple(range(rows)))
-
-
-@contextmanager
-def _fake() -> Iterator[Any]:
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        yield mode
 
 
 def observe(recipe: Recipe, *, vocabulary: int | None, device: Device) -> Observation:
@@ -221,12 +228,11 @@ def observe(recipe: Recipe, *, vocabulary: int | None, device: Device) -> Observ
         known = _known(made, recorder)
         shape: Shape = made.slot(Slot.BATCH_SHAPE)(0.0)
         micros = [shape.micro] * (shape.rows // shape.micro) + ([shape.rows % shape.micro] if shape.rows % shape.micro else [])
-        # The first micro-batch makes the gradients, every other adds to them; two show all there is to see.
-        seen = micros[:2]
+        # The first micro-batch makes the gradients, the second adds to them, and every later one is like the third.
         recorder.kernels.clear()
         recorder.phase = "forward"
-        batches = [_fake_batch(recipe, rows, False, made.model.vocabulary) for rows in seen]
-        before: Counter[Kernel] = Counter()
+        held = [_fake_batch(recipe, rows) for rows in micros]  # the host holds the whole global batch
+        batches = held[:3]
         marks: list[tuple[Counter[Kernel], int]] = []
 
         def marked() -> Iterator[Batch]:
@@ -237,18 +243,18 @@ def observe(recipe: Recipe, *, vocabulary: int | None, device: Device) -> Observ
         gradients(made, _Sequence(marked, batches))
         per_micro = recorder.kernels - marks[-1][0]
         per_recomputed = recorder.recomputed - marks[-1][1]
-        recorder.kernels.update({k: n * (len(micros) - len(seen)) for k, n in per_micro.items()})
-        recorder.recomputed += per_recomputed * (len(micros) - len(seen))
+        recorder.kernels.update({k: n * (len(micros) - len(batches)) for k, n in per_micro.items()})
+        recorder.recomputed += per_recomputed * (len(micros) - len(batches))
         grads = {recorder.number(p.grad) for _, p in made.parameters() if p.grad is not None}
         recorder.phase = "update"
         update(made, 1e-3)
         kernels = Counter(recorder.kernels)
-        del batches, before
+        del held
         recorder.phase = "evaluation"
         for part in made.trained:
             part.eval()
         with torch.no_grad():
-            forward(made, transform(made, _fake_batch(recipe, shape.micro, False, made.model.vocabulary)))
+            forward(made, transform(made, _fake_batch(recipe, shape.micro)))
     peak, categories = _replay(recorder.log, known, grads)
     flops: dict[str, int] = defaultdict(int)
     for kernel, count in kernels.items():
@@ -313,7 +319,9 @@ def _known(made: Build, recorder: Recorder) -> dict[int, str]:
     return known
 
 
-def _replay(log: list[tuple[int, int, Phase]], known: dict[int, str], grads: set[int | None]) -> tuple[dict[str, int], dict[str, dict[str, int]]]:
+def _replay(
+    log: list[tuple[int, int, Phase]], known: dict[int, str], grads: set[int | None]
+) -> tuple[dict[str, int], dict[str, dict[str, int]]]:
     """Peak of each phase and the categories at that moment."""
     alive: dict[str, int] = dict.fromkeys(CATEGORIES, 0)
     category: dict[int, str] = {}
@@ -321,7 +329,9 @@ def _replay(log: list[tuple[int, int, Phase]], known: dict[int, str], grads: set
     at_peak: dict[str, dict[str, int]] = {}
     for number, size, phase in log:
         if size >= 0:
-            category[number] = known.get(number) or ("gradients" if number in grads else "activations" if phase in ("forward", "evaluation") else "temporary")
+            category[number] = known.get(number) or (
+                "gradients" if number in grads else "activations" if phase in ("forward", "evaluation") else "temporary"
+            )
         alive[category[number]] += size
         total = sum(alive.values())
         if total > peak.get(phase, -1):

@@ -44,7 +44,9 @@ def steps_of(recipe: Recipe, rows: int | None) -> int | None:
     return min(found) if found else None
 
 
-def plan(recipe: Recipe, *, vocabulary: int | None, device: Device, rates: Rates, rows: int | None = None, in_use: int = 0) -> dict[str, Any]:
+def plan(
+    recipe: Recipe, *, vocabulary: int | None, device: Device, rates: Rates, rows: int | None = None, in_use: int = 0
+) -> dict[str, Any]:
     """Predicts memory and time of a recipe on one device.
 
     Args:
@@ -63,14 +65,20 @@ def plan(recipe: Recipe, *, vocabulary: int | None, device: Device, rates: Rates
     return describe(recipe, seen, device=device, rates=rates, rows=rows, in_use=in_use)
 
 
-def describe(recipe: Recipe, seen: Observation, *, device: Device, rates: Rates, rows: int | None, in_use: int) -> dict[str, Any]:
+def describe(
+    recipe: Recipe, seen: Observation, *, device: Device, rates: Rates, rows: int | None, in_use: int
+) -> dict[str, Any]:
     """An observation as a plan."""
     overhead = overhead_bytes(seen, device)
-    memory = {category: seen.categories[seen.peak_phase][category] / GIB for category in CATEGORIES} | {"overhead": overhead / GIB}
+    memory = {category: seen.categories[seen.peak_phase][category] / GIB for category in CATEGORIES} | {
+        "overhead": overhead / GIB
+    }
     peak = (seen.peak[seen.peak_phase] + overhead) / GIB
     available = (device.memory - in_use) / GIB
     seconds = step_seconds(seen, rates)
-    ceiling = rates.peak_matrix_rate["bf16" if any(Tag("bf16-compute") in t.provides for t in recipe.techniques.values()) else "fp32"]
+    ceiling = rates.peak_matrix_rate[
+        "bf16" if any(Tag("bf16-compute") in t.provides for t in recipe.techniques.values()) else "fp32"
+    ]
     steps = steps_of(recipe, rows)
     total = seconds * steps if steps else (recipe.stop.hours or 0) * 3600 or None
     return {

@@ -68,7 +68,14 @@ _MOVERS = {
     "slice_backward": "copy",
     "select_backward": "copy",
 }
-_SPARSE = {"gather", "scatter_add_", "scatter_", "index", "nll_loss_forward", "nll_loss_backward"}  # touch few places of what they are given
+_SPARSE = {
+    "gather",
+    "scatter_add_",
+    "scatter_",
+    "index",
+    "nll_loss_forward",
+    "nll_loss_backward",
+}  # touch few places of what they are given
 
 
 def _dtype(kernel: Kernel, rates: Rates) -> str:
@@ -78,7 +85,9 @@ def _dtype(kernel: Kernel, rates: Rates) -> str:
 
 def _product(kernel: Kernel, rates: Rates) -> float:
     a, b = kernel.shapes[-2:] if kernel.operator.startswith("addmm") else kernel.shapes[:2]
-    first, second = kernel.transposed[-2:] if kernel.operator.startswith("addmm") and len(kernel.transposed) > 2 else kernel.transposed[:2]
+    first, second = (
+        kernel.transposed[-2:] if kernel.operator.startswith("addmm") and len(kernel.transposed) > 2 else kernel.transposed[:2]
+    )
     n, k, m = math.prod(a[:-1]), a[-1], b[-1]
     layout: Layout = "forward" if second else "grad_weight" if first else "grad_input"
     if layout == "grad_weight":  # g.T [m, n] @ x [n, k]
@@ -106,7 +115,13 @@ def kernel_seconds(kernel: Kernel, rates: Rates) -> float:
         return rates.launch + kernel.bytes_read / 1e12
     mover = _MOVERS.get(name, "copy")
     if name == "_to_copy":
-        mover = "to_bf16" if dtype == "fp32" and kernel.bytes_written < kernel.bytes_read else "to_fp32" if kernel.bytes_written > kernel.bytes_read else "copy"
+        mover = (
+            "to_bf16"
+            if dtype == "fp32" and kernel.bytes_written < kernel.bytes_read
+            else "to_fp32"
+            if kernel.bytes_written > kernel.bytes_read
+            else "copy"
+        )
         if mover == "to_fp32" and dtype != "bf16":
             mover = "copy"
     elif name in ("mul", "sum"):
@@ -117,7 +132,13 @@ def kernel_seconds(kernel: Kernel, rates: Rates) -> float:
 def _broadcast(kernel: Kernel) -> str:
     shapes = kernel.shapes
     if kernel.operator == "sum":  # over the last dimension, or over the rows as for a norm's weight
-        return "mean" if kernel.bytes_written * 4 > kernel.bytes_read // max(shapes[0][-1], 1) and shapes[0][-1] > 1 and kernel.bytes_written != kernel.bytes_read else "sum_rows"
+        return (
+            "mean"
+            if kernel.bytes_written * 4 > kernel.bytes_read // max(shapes[0][-1], 1)
+            and shapes[0][-1] > 1
+            and kernel.bytes_written != kernel.bytes_read
+            else "sum_rows"
+        )
     if len(shapes) > 1 and shapes[0] != shapes[1] and shapes[1]:
         small = min(shapes[:2], key=math.prod)
         return "mul_column" if small and small[-1] == 1 else "mul_row"

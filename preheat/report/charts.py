@@ -39,7 +39,9 @@ def losses(figures: dict[str, Any]) -> str:
         if len(raw) >= 40:
             lines.append(Curve("smoothed", steps, smoothed))
             legend.append(("smoothed", "series-1", "line"))
-        words.append(f"Training loss from {loss(finite[0][1])} at step {finite[0][0]:,.0f} to {loss(finite[-1][1])} at step {finite[-1][0]:,.0f}, in nats a token.")
+        words.append(
+            f"Training loss from {loss(finite[0][1])} at step {finite[0][0]:,.0f} to {loss(finite[-1][1])} at step {finite[-1][0]:,.0f}, in nats a token."
+        )
     elif raw:
         words.append("No step has a finite training loss.")
     else:
@@ -128,7 +130,11 @@ def _one(name: str, title: str, steps: Sequence[Any], values: list[float], words
 
 def _rate(value: float) -> str:
     """0.0003 -> '3e-4', 0.003 -> '0.003'."""
-    return f"{value:.3g}" if value == 0 or value >= 1e-3 else f"{value:.2e}".replace("e-0", "e-").replace(".00e", "e").replace("0e", "e")
+    return (
+        f"{value:.3g}"
+        if value == 0 or value >= 1e-3
+        else f"{value:.2e}".replace("e-0", "e-").replace(".00e", "e").replace("0e", "e")
+    )
 
 
 def memory(figures: dict[str, Any]) -> str:
@@ -140,7 +146,10 @@ def memory(figures: dict[str, Any]) -> str:
     if available is None:
         words.append(f"What the device has is {MISSING}.")
     else:
-        words.append(f"The device has {gib(available)}" + (f": the prediction is {percent(peak / available)} of it." if peak is not None and available else "."))
+        words.append(
+            f"The device has {gib(available)}"
+            + (f": the prediction is {percent(peak / available)} of it." if peak is not None and available else ".")
+        )
     rows: list[tuple[str, list[tuple[str, float]]]] = []
     if parts or peak is not None:
         rows.append(("predicted", [(colour, size) for _, size, colour in parts] or [("series-6", peak or 0.0)]))

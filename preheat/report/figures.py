@@ -38,7 +38,9 @@ def collect(path: str | Path) -> dict[str, Any]:
         recipe = yaml.safe_load(run.recipe_text)
     except (json.JSONDecodeError, UnicodeDecodeError, yaml.YAMLError) as error:
         words = str(error).splitlines()[0]
-        raise RunError(f"{run.path}: a file of this run is damaged ({words}); restore it or train again into another folder") from None
+        raise RunError(
+            f"{run.path}: a file of this run is damaged ({words}); restore it or train again into another folder"
+        ) from None
     recipe = recipe if isinstance(recipe, dict) else {}
     measured: dict[str, Any] = next((e for e in reversed(events) if e["kind"] == "measured"), {})
     last = metrics[-1] if metrics else {}
@@ -65,12 +67,27 @@ def collect(path: str | Path) -> dict[str, Any]:
             "model": recipe.get("model"),
             "data": (recipe.get("data") or {}).get("source"),
         },
-        "predicted": {k: plan.get(k) for k in ("fits", "peak_gib", "available_gib", "tokens_per_second", "seconds_per_step", "mfu", "flops_per_step", "seconds_total")},
+        "predicted": {
+            k: plan.get(k)
+            for k in (
+                "fits",
+                "peak_gib",
+                "available_gib",
+                "tokens_per_second",
+                "seconds_per_step",
+                "mfu",
+                "flops_per_step",
+                "seconds_total",
+            )
+        },
         "measured": {k: measured.get(k) for k in ("peak_gib", "tokens_per_second", "seconds_per_step", "mfu")},
         "curves": {name: [line.get(name) for line in metrics] for name in METRIC_KEYS},
         "not_finite": [m["step"] for m in metrics if not math.isfinite(_real(m["loss"])) or _bad(m.get("gradient_norm"))],
         "evaluations": evaluations,
-        "baseline": next(({k: v for k, v in e.items() if k not in ("time", "kind")} for e in reversed(events) if e["kind"] == "baseline"), None),
+        "baseline": next(
+            ({k: v for k, v in e.items() if k not in ("time", "kind")} for e in reversed(events) if e["kind"] == "baseline"),
+            None,
+        ),
         "memory": plan.get("memory"),
         "phases": plan.get("phases"),
         "changes": changes,
@@ -81,7 +98,9 @@ def collect(path: str | Path) -> dict[str, Any]:
         "again": f"preheat train {shlex.quote(str(run.path / 'recipe.yaml'))} --out {shlex.quote(str(run.path) + '-again')}",
     }
     predicted, real = figures["predicted"], figures["measured"]
-    figures["difference"] = {k: off_by(predicted[k], real[k]) for k in ("peak_gib", "tokens_per_second", "seconds_per_step", "mfu")}
+    figures["difference"] = {
+        k: off_by(predicted[k], real[k]) for k in ("peak_gib", "tokens_per_second", "seconds_per_step", "mfu")
+    }
     figures["verdict"] = _verdict(figures)
     return figures
 
@@ -141,7 +160,10 @@ def _state(events: list[dict[str, Any]], metrics: list[dict[str, Any]], plan: di
         return {"kind": "finished", "words": f"Finished at {at}."}
     if not events and not metrics:
         return {"kind": "open", "words": "Not started: neither a step nor an event is recorded."}
-    return {"kind": "open", "words": f"No end is recorded: the run is still going on, or it was killed. What follows stands at {at}."}
+    return {
+        "kind": "open",
+        "words": f"No end is recorded: the run is still going on, or it was killed. What follows stands at {at}.",
+    }
 
 
 def _verdict(figures: dict[str, Any]) -> str:
@@ -181,7 +203,9 @@ def _length(summary: dict[str, Any]) -> str:
     words = f", trained for {steps:,.0f} step{'s' if steps != 1 else ''}"
     if number(summary["tokens"]) is not None:
         words += f" ({count(summary['tokens'])} tokens)"
-    return words + (f" in {duration(summary['seconds'])}." if number(summary["seconds"]) is not None else f"; its time is {MISSING}.")
+    return words + (
+        f" in {duration(summary['seconds'])}." if number(summary["seconds"]) is not None else f"; its time is {MISSING}."
+    )
 
 
 def _losses(summary: dict[str, Any], baseline: dict[str, Any] | None) -> str:

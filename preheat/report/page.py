@@ -95,7 +95,9 @@ def render(figures: dict[str, Any]) -> str:
 
 def _table(rows: Iterable[str], head: Sequence[tuple[str, str]] = ()) -> str:
     """head: (title, class) of each column."""
-    titles = "".join(f'<th scope="col" class="{kind}">{title}</th>' if kind else f'<th scope="col">{title}</th>' for title, kind in head)
+    titles = "".join(
+        f'<th scope="col" class="{kind}">{title}</th>' if kind else f'<th scope="col">{title}</th>' for title, kind in head
+    )
     return f"<table>{f'<thead><tr>{titles}</tr></thead>' if head else ''}<tbody>{''.join(rows)}</tbody></table>"
 
 
@@ -130,21 +132,39 @@ def _tiles(figures: dict[str, Any]) -> str:
     steps = grouped(summary["steps"]) if summary["steps"] is not None else "0"
     total = number(predicted["seconds_total"])
     tiles = (
-        ("Training loss", loss(summary["loss"]), f"from {loss(summary['first_loss'])}" if summary["first_loss"] is not None else ""),
-        ("Validation loss", loss(summary["validation_loss"]), f"perplexity {math.exp(held_out):,.3g}" if held_out is not None and held_out < 50 else ""),
+        (
+            "Training loss",
+            loss(summary["loss"]),
+            f"from {loss(summary['first_loss'])}" if summary["first_loss"] is not None else "",
+        ),
+        (
+            "Validation loss",
+            loss(summary["validation_loss"]),
+            f"perplexity {math.exp(held_out):,.3g}" if held_out is not None and held_out < 50 else "",
+        ),
         ("Tokens per second", grouped(measured["tokens_per_second"]), against("tokens_per_second", grouped)),
         ("Peak memory", gib(measured["peak_gib"]), against("peak_gib", gib)),
         ("Time", duration(summary["seconds"]), f"predicted {duration(total)}" if total is not None else "no prediction"),
-        ("Steps", steps, f"{count(summary['tokens'])} tokens" if number(summary["tokens"]) is not None else f"tokens {MISSING}"),
+        (
+            "Steps",
+            steps,
+            f"{count(summary['tokens'])} tokens" if number(summary["tokens"]) is not None else f"tokens {MISSING}",
+        ),
         ("Model FLOPs utilisation", percent(measured["mfu"]), against("mfu", percent)),
-        ("Parameters", count(parameters.get("total")), f"{count(parameters['trained'])} trained" if "trained" in parameters else ""),
+        (
+            "Parameters",
+            count(parameters.get("total")),
+            f"{count(parameters['trained'])} trained" if "trained" in parameters else "",
+        ),
     )
     return '<dl class="tiles">' + "".join(_tile(*tile) for tile in tiles) + "</dl>"
 
 
 def _tile(label: str, figure: str, below: str) -> str:
     kind = ' class="absent"' if figure == MISSING else ' class="bad"' if figure == "not finite" else ""
-    return f"<div><dt>{escape(label)}</dt><dd{kind}>{tied(figure)}</dd>" + (f"<dd>{tied(below)}</dd>" if below else "") + "</div>"
+    return (
+        f"<div><dt>{escape(label)}</dt><dd{kind}>{tied(figure)}</dd>" + (f"<dd>{tied(below)}</dd>" if below else "") + "</div>"
+    )
 
 
 def _memory(figures: dict[str, Any]) -> str:
@@ -158,16 +178,24 @@ def _memory(figures: dict[str, Any]) -> str:
     ]
     if not parts:
         rows.append(f'<tr><td>by category</td><td class="n">{MISSING}</td><td></td></tr>')
-    rows.append(f'<tr class="sum"><td>predicted peak</td><td class="n">{grouped(predicted["peak_gib"], digits)}</td><td></td></tr>')
+    rows.append(
+        f'<tr class="sum"><td>predicted peak</td><td class="n">{grouped(predicted["peak_gib"], digits)}</td><td></td></tr>'
+    )
     told = f'<span class="small">the prediction is off by {signed_percent(off)}</span>' if off is not None else ""
     key = '<span class="key" style="--c: var(--ink)"></span>'
-    rows.append(f'<tr class="sum"><td>{key}measured peak{told}</td><td class="n">{grouped(measured["peak_gib"], digits)}</td><td></td></tr>')
+    rows.append(
+        f'<tr class="sum"><td>{key}measured peak{told}</td><td class="n">{grouped(measured["peak_gib"], digits)}</td><td></td></tr>'
+    )
     table = _table(rows, (("at the peak", ""), ("GiB", "n"), ("share", "n")))
     return f'<div class="two"><div>{charts.memory(figures)}{table}</div><div><h3>Peak by phase</h3>{_phases(figures["phases"])}</div></div>'
 
 
 def _phases(phases: Any) -> str:
-    sizes = {name: size for name, found in (phases.items() if isinstance(phases, dict) else ()) if (size := number(found)) is not None}
+    sizes = {
+        name: size
+        for name, found in (phases.items() if isinstance(phases, dict) else ())
+        if (size := number(found)) is not None
+    }
     if not sizes:
         return _absent(f"Predicted peaks of the phases: {MISSING}.")
     most = max(sizes.values())
@@ -176,7 +204,9 @@ def _phases(phases: Any) -> str:
         f'<tr><td>{escape(name)}</td><td class="n">{gib(size)}</td><td class="track"><span class="bar" style="width: {max(0.0, 100 * size / most) if most > 0 else 0:.1f}%"></span></td></tr>'
         for name, size in sizes.items()
     )
-    return _absent(f"Predicted. The peak of a step lies in: {highest}.") + _table(rows, (("phase", ""), ("peak", "n"), ("", "")))
+    return _absent(f"Predicted. The peak of a step lies in: {highest}.") + _table(
+        rows, (("phase", ""), ("peak", "n"), ("", ""))
+    )
 
 
 def _techniques(changes: Any) -> str:
@@ -187,7 +217,9 @@ def _techniques(changes: Any) -> str:
         rows.append(f'<tr><th scope="rowgroup" colspan="2">{escape(name)}</th></tr>')
         for change in found or [{}]:
             kernel = f'<br><span class="small">kernel: {escape(change["kernel"])}</span>' if change.get("kernel") else ""
-            rows.append(f'<tr><td class="free">{escape(value(change.get("what")))}{kernel}</td><td class="n">{escape(grouped(change.get("count")))}</td></tr>')
+            rows.append(
+                f'<tr><td class="free">{escape(value(change.get("what")))}{kernel}</td><td class="n">{escape(grouped(change.get("count")))}</td></tr>'
+            )
     return _table(rows, (("what it changed", ""), ("count", "n")))
 
 
@@ -217,7 +249,9 @@ def _timeline(events: list[dict[str, Any]]) -> str:
         if len(group) > 1:
             words = f"steps {value(first.get('step'))} to {value(last.get('step'))}"
         bad = " bad" if first["kind"] in ("failed", "damaged") else ""
-        rows.append(f'<tr><td class="n">{after}</td><td class="free"><span class="event{bad}">{escape(kind)}</span> {escape(words)}</td></tr>')
+        rows.append(
+            f'<tr><td class="n">{after}</td><td class="free"><span class="event{bad}">{escape(kind)}</span> {escape(words)}</td></tr>'
+        )
     started = "" if begin is None else f"Begun {datetime.datetime.fromtimestamp(begin, datetime.UTC):%Y-%m-%d %H:%M:%S} UTC."
     return _absent(started) + _table(rows, (("after", "n"), ("event", "")))
 
@@ -253,5 +287,5 @@ def _row(key: Any, found: Any) -> str:
 def _recipe(figures: dict[str, Any]) -> str:
     return (
         f'<p class="again small">Runs it again:<code>{escape(figures["again"])}</code></p>'
-        f'<details><summary>The recipe, with every default written out</summary><pre>{escape(figures["recipe"])}</pre></details>'
+        f"<details><summary>The recipe, with every default written out</summary><pre>{escape(figures['recipe'])}</pre></details>"
     )

@@ -85,7 +85,15 @@ def thin(x: Sequence[float], y: Sequence[float], points: int = _POINTS) -> tuple
     return [x[i] for i in kept], [y[i] for i in kept]
 
 
-def curves(name: str, lines: Sequence[Curve], words: str, *, axis: Axis | None = None, marks: Sequence[float] = (), size: tuple[float, float] = NARROW) -> str:
+def curves(
+    name: str,
+    lines: Sequence[Curve],
+    words: str,
+    *,
+    axis: Axis | None = None,
+    marks: Sequence[float] = (),
+    size: tuple[float, float] = NARROW,
+) -> str:
     """Curves over steps as an SVG element.
 
     Args:
@@ -118,7 +126,15 @@ def curves(name: str, lines: Sequence[Curve], words: str, *, axis: Axis | None =
         if axis.from_zero and min((v for line in lines for v in line.y if math.isfinite(v)), default=-1) >= 0:
             axes.set_ylim(0, axes.get_ylim()[1] or 1)
         for mark in thin(marks, marks)[0]:
-            axes.plot([mark], [0.985], transform=axes.get_xaxis_transform(), marker="v", markersize=6, color=_SENTINEL["warn"], clip_on=False)
+            axes.plot(
+                [mark],
+                [0.985],
+                transform=axes.get_xaxis_transform(),
+                marker="v",
+                markersize=6,
+                color=_SENTINEL["warn"],
+                clip_on=False,
+            )
         axes.xaxis.set_major_locator(MaxNLocator(nbins=5, steps=_STEPS, integer=True, min_n_ticks=1))
         axes.xaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:,.0f}"))
         axes.yaxis.set_major_locator(MaxNLocator(nbins=5, steps=_STEPS))
@@ -130,7 +146,9 @@ def curves(name: str, lines: Sequence[Curve], words: str, *, axis: Axis | None =
     return _svg(name, size, words, draw)
 
 
-def stacked(name: str, rows: Sequence[tuple[str, Sequence[tuple[str, float]]]], words: str, *, limit: tuple[str, float] | None = None) -> str:
+def stacked(
+    name: str, rows: Sequence[tuple[str, Sequence[tuple[str, float]]]], words: str, *, limit: tuple[str, float] | None = None
+) -> str:
     """Horizontal bars of coloured pieces, one row each, as an SVG element.
 
     Args:
@@ -154,9 +172,27 @@ def stacked(name: str, rows: Sequence[tuple[str, Sequence[tuple[str, float]]]], 
         if limit is not None and limit[1] <= 2.5 * longest:
             axes.set_xlim(0, max(longest, limit[1]) * 1.06)
             axes.axvline(limit[1], color=_SENTINEL["ink"], linewidth=1.5)
-            axes.annotate(limit[0], (limit[1], 1), xycoords=("data", "axes fraction"), xytext=(-4, -1), textcoords="offset points", ha="right", va="top", color=_SENTINEL["ink"])
+            axes.annotate(
+                limit[0],
+                (limit[1], 1),
+                xycoords=("data", "axes fraction"),
+                xytext=(-4, -1),
+                textcoords="offset points",
+                ha="right",
+                va="top",
+                color=_SENTINEL["ink"],
+            )
         elif limit is not None:
-            axes.annotate(f"{limit[0]} →", (1, 1), xycoords="axes fraction", xytext=(0, -1), textcoords="offset points", ha="right", va="top", color=_SENTINEL["ink"])
+            axes.annotate(
+                f"{limit[0]} →",
+                (1, 1),
+                xycoords="axes fraction",
+                xytext=(0, -1),
+                textcoords="offset points",
+                ha="right",
+                va="top",
+                color=_SENTINEL["ink"],
+            )
         axes.xaxis.set_major_locator(MaxNLocator(nbins=5, steps=_STEPS))
         axes.xaxis.set_major_formatter(lambda v, _: f"{v:g}")
         axes.grid(axis="x", color=_SENTINEL["grid"], linewidth=0.8)

@@ -7,7 +7,22 @@ import math
 import re
 from typing import Any
 
-__all__ = ["MISSING", "clean", "count", "duration", "escape", "gib", "grouped", "loss", "number", "off_by", "percent", "signed_percent", "tied", "value"]
+__all__ = [
+    "MISSING",
+    "clean",
+    "count",
+    "duration",
+    "escape",
+    "gib",
+    "grouped",
+    "loss",
+    "number",
+    "off_by",
+    "percent",
+    "signed_percent",
+    "tied",
+    "value",
+]
 
 MISSING = "not recorded"
 

@@ -10,7 +10,7 @@ Source: Chen et al. 2016 (arXiv:1604.06174); selective: Korthikanti et al. 2022 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
@@ -50,18 +50,35 @@ def checkpoint_layers(layers: Sequence[nn.Module], *, every: int = 1, keep: Lite
     Returns:
         How many were wrapped.
 
+    Raises:
+        ValueError: in the forward pass, when the model fills a KV cache while it trains.
+
     Example:
         >>> import torch
         >>> stack = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(4))
         >>> checkpoint_layers(stack, every=2)
         2
     """
+    import torch
     from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-    contexts = {"context_fn": functools.partial(create_selective_checkpoint_contexts, _saved_operators())} if keep == "products" else {}
+    def wrapped(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():  # evaluation and generation have no backward pass to compute it again in
+            return forward(*args, **kwargs)
+        if kwargs.get("past_key_values") is not None:
+            raise ValueError(
+                "a layer that is computed twice would fill the KV cache twice; call the model with use_cache=False"
+            )
+        return checkpoint(forward, *args, use_reentrant=False, **contexts, **kwargs)
+
+    contexts: dict[str, Any] = (
+        {"context_fn": functools.partial(create_selective_checkpoint_contexts, _saved_operators())}
+        if keep == "products"
+        else {}
+    )
     chosen = [layer for index, layer in enumerate(layers) if (index + 1) % every == 0]
     for layer in chosen:
-        layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False, **contexts)  # type: ignore[method-assign]
+        layer.forward = functools.partial(wrapped, layer.forward)  # type: ignore[method-assign]
     return len(chosen)
 
 

@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 __all__ = ["EfficientAttention", "attend"]
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, *, mask: MaskSpec | None = None, scale: float | None = None, kernel: str = "flash") -> Tensor:
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, *, mask: MaskSpec | None = None, scale: float | None = None, kernel: str = "flash"
+) -> Tensor:
     """Fused attention of [rows, heads, length, head_dim]; `k` and `v` may have fewer heads.
 
     Args:
@@ -65,7 +67,9 @@ class EfficientAttention(Technique):
         if chosen == "flash" and context.device.kind == "cuda" and Tag("bf16-compute") not in context.tags:
             why.append("kernel: flash on CUDA needs bf16 or fp16; add mixed_precision, or use kernel: efficient")
         if chosen == "efficient" and context.model.kv_heads != context.model.heads:
-            why.append("kernel: efficient cannot share keys and values among heads; compute in bf16, which the flash kernel can")
+            why.append(
+                "kernel: efficient cannot share keys and values among heads; compute in bf16, which the flash kernel can"
+            )
         return why
 
     def apply(self, build: Build, part: Any) -> Change:
@@ -73,5 +77,7 @@ class EfficientAttention(Technique):
 
         chosen = self._chosen(build)
         build.own(Slot.ATTENTION_KERNEL, functools.partial(sdpa_attention, kernel=chosen), self.name())
-        shared = f", {build.model.heads} query heads on {build.model.kv_heads}" if build.model.kv_heads != build.model.heads else ""
+        shared = (
+            f", {build.model.heads} query heads on {build.model.kv_heads}" if build.model.kv_heads != build.model.heads else ""
+        )
         return Change(f"attention of {build.model.layers} layers by SDPA{shared}", build.model.layers, kernel=chosen)

@@ -68,7 +68,10 @@ class GradientAccumulation(Technique):
     def apply(self, build: Build, part: Any) -> Change:
         build.accumulation = self.steps
         micro = -(-build.recipe.batch.size // self.steps)
-        return Change(f"{build.recipe.batch.size} rows a step in {-(-build.recipe.batch.size // micro)} micro-batches of {micro}", self.steps)
+        return Change(
+            f"{build.recipe.batch.size} rows a step in {-(-build.recipe.batch.size // micro)} micro-batches of {micro}",
+            self.steps,
+        )
 
     def options(self, context: Context) -> Iterable[Technique]:
         rows = context.recipe.batch.size

@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 __all__ = ["Lora", "add_lora", "merge_lora"]
 
 
-def add_lora(model: nn.Module, *, rank: int = 16, alpha: float = 32, dropout: float = 0.0, targets: str | tuple[str, ...] = "all-linear") -> list[str]:
+def add_lora(
+    model: nn.Module, *, rank: int = 16, alpha: float = 32, dropout: float = 0.0, targets: str | tuple[str, ...] = "all-linear"
+) -> list[str]:
     """Adds LoRA to a transformers model and freezes the rest, in place; works on meta too.
 
     Args:
@@ -91,12 +93,16 @@ class Lora(Technique):
         try:
             names = add_lora(part, rank=self.rank, alpha=self.alpha, dropout=self.dropout, targets=self.targets)
         except ValueError as error:
-            raise RecipeError(f"techniques.lora.targets: {self.targets!r} matches no linear map of the model ({str(error).splitlines()[0][:160]})") from None
+            raise RecipeError(
+                f"techniques.lora.targets: {self.targets!r} matches no linear map of the model ({str(error).splitlines()[0][:160]})"
+            ) from None
         build.weights.fresh(r"\.lora_[AB]\.", names, _draw)
         trained = sum(p.numel() for p in part.parameters() if p.requires_grad)
         whole = sum(p.numel() for p in part.parameters())
-        return Change(f"rank {self.rank} on {len(names)} linear maps: {trained:,} of {whole:,} parameters trained ({trained / whole:.1%})", len(names))
+        return Change(
+            f"rank {self.rank} on {len(names)} linear maps: {trained:,} of {whole:,} parameters trained ({trained / whole:.1%})",
+            len(names),
+        )
 
     def options(self, context: Context) -> Iterable[Technique]:
         return [Lora(rank=rank, alpha=2.0 * rank) for rank in (8, 16, 64)]
-

@@ -34,7 +34,9 @@ __all__ = ["train"]
 GIB = 2**30
 
 
-def train(recipe: Recipe, *, out: str | Path | None = None, resume: bool = False, force: bool = False, watch: Watch | None = None) -> dict[str, Any]:
+def train(
+    recipe: Recipe, *, out: str | Path | None = None, resume: bool = False, force: bool = False, watch: Watch | None = None
+) -> dict[str, Any]:
     """Trains a recipe into a run folder.
 
     Args:
@@ -224,7 +226,9 @@ class _Loop:
             "stopped": stopped,
         }
         if not stopped:
-            self.writer.event("finished", steps=p.step, loss=self.loss, validation_loss=validation, tokens=p.tokens, seconds=p.elapsed)
+            self.writer.event(
+                "finished", steps=p.step, loss=self.loss, validation_loss=validation, tokens=p.tokens, seconds=p.elapsed
+            )
         return summary
 
     def _baselines(self) -> None:
@@ -240,6 +244,8 @@ class _Loop:
         for prompt in settings.prompts:
             ids = torch.tensor([tokenizer.encode(prompt) or [tokenizer.eos_token_id]], device=self.build.torch_device)
             room = max(1, min(settings.tokens, self.build.model.positions - ids.shape[1]))
-            out = adapter.generate(self.build.trained[0], ids, count=room, temperature=settings.temperature, stop=tokenizer.eos_token_id)
+            out = adapter.generate(
+                self.build.trained[0], ids, count=room, temperature=settings.temperature, stop=tokenizer.eos_token_id
+            )
             text = tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
             self.writer.event("sample", step=self.progress.step, prompt=prompt, text=text)

@@ -40,7 +40,10 @@ def open_model(path: str | Path) -> Opened:
         tokenizer = load_tokenizer(str(path / "tokenizer"))
         found, damaged = checkpoint.find(path / "checkpoints")
         if found is None:
-            raise RunError(f"{path}: " + (f"no checkpoint is whole ({damaged[0][0].name}: {damaged[0][1]})" if damaged else "has no checkpoint yet"))
+            raise RunError(
+                f"{path}: "
+                + (f"no checkpoint is whole ({damaged[0][0].name}: {damaged[0][1]})" if damaged else "has no checkpoint yet")
+            )
         device, _ = resolve(recipe)
         made = build(recipe, vocabulary=len(tokenizer), device=device)
         checkpoint.load_weights(made, found)

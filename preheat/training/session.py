@@ -90,7 +90,9 @@ def plan_here(recipe: Recipe) -> dict[str, Any]:
 
     device, threads = resolve(recipe)
     measured = rates(device, threads)
-    made = plan(recipe, vocabulary=vocabulary_of(recipe), device=device, rates=measured, rows=rows_of(recipe), in_use=_in_use(device))
+    made = plan(
+        recipe, vocabulary=vocabulary_of(recipe), device=device, rates=measured, rows=rows_of(recipe), in_use=_in_use(device)
+    )
     return made | {"recipe": recipes.as_values(recipe)}
 
 
@@ -115,7 +117,13 @@ def open_session(recipe: Recipe, out: Path, *, resume: bool, watch: Watch, force
         raise RunError(f"{out}: holds a run already; add --resume to go on with it, or name another folder with --out")
     adapter.configure(recipe, vocabulary_of(recipe))  # a model that cannot be had is told before the data is read
     watch.stage("reading data")
-    data = prepare(recipe.data, length=recipe.batch.length, seed=recipe.seed, tokenizer=adapter.tokenizer_folder(recipe), progress=watch.progress)
+    data = prepare(
+        recipe.data,
+        length=recipe.batch.length,
+        seed=recipe.seed,
+        tokenizer=adapter.tokenizer_folder(recipe),
+        progress=watch.progress,
+    )
     watch.stage("measuring this machine (once)")
     measured = rates(device, threads, progress=lambda what, done: watch.progress(what, done, 1.0))
     watch.stage("planning")
@@ -125,7 +133,9 @@ def open_session(recipe: Recipe, out: Path, *, resume: bool, watch: Watch, force
     expected = plan(recipe, vocabulary=len(data.tokenizer), device=device, rates=measured, rows=rows, in_use=_in_use(device))
     watch.planned(expected)
     if not expected["fits"] and not force:
-        raise DoesNotFit(f"does not fit: needs {expected['peak_gib']:.2f} GiB, has {expected['available_gib']:.2f} GiB; use smaller micro-batches or techniques that save memory (preheat techniques lists them), or train all the same with --force")
+        raise DoesNotFit(
+            f"does not fit: needs {expected['peak_gib']:.2f} GiB, has {expected['available_gib']:.2f} GiB; use smaller micro-batches or techniques that save memory (preheat techniques lists them), or train all the same with --force"
+        )
     writer = Writer(out, resume=resume)
     try:
         if resume:
@@ -172,7 +182,7 @@ def _settle(device: Device) -> int:
     """Gives freed memory back, starts the high-water mark anew, and says what the process holds before the build."""
     import torch
 
-    from preheat.hardware.probe import reset_peak, resident_bytes
+    from preheat.hardware.probe import keep_freed_memory, reset_peak, resident_bytes
 
     gc.collect()
     if device.kind == "cuda":
@@ -180,6 +190,7 @@ def _settle(device: Device) -> int:
         return 0
     if sys.platform == "linux" and platform.libc_ver()[0] == "glibc":
         ctypes.CDLL(None).malloc_trim(0)
+    keep_freed_memory()
     reset_peak()
     return resident_bytes()
 
@@ -201,7 +212,9 @@ def _compare(recipe: Recipe, before: str) -> None:
     if changed:
         was, now = _leaves(old), _leaves(new)
         words = ", ".join(f"{key} (was {was.get(key)!r}, is {now.get(key)!r})" for key in changed)
-        raise RunError(f"--resume: the recipe is not that of the run: {words}; put back what was, or start another run with --out")
+        raise RunError(
+            f"--resume: the recipe is not that of the run: {words}; put back what was, or start another run with --out"
+        )
 
 
 def _leaves(values: Any, at: str = "") -> dict[str, Any]:
@@ -210,7 +223,9 @@ def _leaves(values: Any, at: str = "") -> dict[str, Any]:
     return {at: values}
 
 
-def _resume(made: Build, out: Path, fresh: checkpoint.Progress, writer: Writer, watch: Watch, threads: int) -> checkpoint.Progress:
+def _resume(
+    made: Build, out: Path, fresh: checkpoint.Progress, writer: Writer, watch: Watch, threads: int
+) -> checkpoint.Progress:
     folder = out / "checkpoints"
     for left in folder.glob("*.writing"):  # of a session that was killed while it saved
         shutil.rmtree(left, ignore_errors=True)
@@ -226,11 +241,19 @@ def _resume(made: Build, out: Path, fresh: checkpoint.Progress, writer: Writer, 
     kept = checkpoint.read_progress(found)
     differs = [name for name, value in fresh.fingerprints.items() if kept.fingerprints.get(name) != value]
     if differs:
-        words = {"data": "data (the source, tokenizer or packing)", "model": "model's configuration", "weights": "model's weights"}
-        raise RunError(f"--resume: the {', the '.join(words[d] for d in differs)} changed since {found.name} was saved; put back what was, or start another run with --out")
+        words = {
+            "data": "data (the source, tokenizer or packing)",
+            "model": "model's configuration",
+            "weights": "model's weights",
+        }
+        raise RunError(
+            f"--resume: the {', the '.join(words[d] for d in differs)} changed since {found.name} was saved; put back what was, or start another run with --out"
+        )
     state = json.loads((found / "state.json").read_text())
     if state["threads"] != threads:
-        watch.notice(f"resumed with {threads} threads where the run had {state['threads']}: losses will agree up to rounding, not bit for bit")
+        watch.notice(
+            f"resumed with {threads} threads where the run had {state['threads']}: losses will agree up to rounding, not bit for bit"
+        )
     progress = checkpoint.load(made, found)
     progress.recipe = fresh.recipe
     return progress
@@ -244,6 +267,11 @@ def _environment(device: Device, threads: int) -> dict[str, Any]:
         "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
         "device": device.kind,
         "threads": threads,
-        "machine": {"device": device.name, "memory_gib": round(device.memory / 2**30, 2), "cores": os.cpu_count(), "system": platform.platform()},
+        "machine": {
+            "device": device.name,
+            "memory_gib": round(device.memory / 2**30, 2),
+            "cores": os.cpu_count(),
+            "system": platform.platform(),
+        },
         "versions": {"python": platform.python_version(), **{name: metadata.version(name) for name in packages}},
     }

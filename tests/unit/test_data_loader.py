@@ -4,6 +4,8 @@ import gc
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 import time
 
 import numpy as np
@@ -87,6 +89,39 @@ def test_workers_leave_the_generators_alone_and_end_with_the_iterator(rows):
     assert not multiprocessing.active_children()
     assert torch.equal(state, torch.get_rng_state())
     assert (np_state == np.random.get_state()[1]).all()
+
+
+KILLED = """
+import multiprocessing, os, numpy, sys
+from preheat.data.loader import batches
+from preheat.data.packing import Rows, Tokens
+from preheat.technique import Shape
+if __name__ == "__main__":
+    source = batches(Rows(Tokens(numpy.arange(64), numpy.array([64])), 8), seed=0, committed=0, shape=lambda n: Shape(2, 8, 1), workers=2)
+    next(source)
+    print(*(child.pid for child in multiprocessing.active_children()), file=open(sys.argv[1], "w"))
+    os.kill(os.getpid(), 9)
+"""
+
+
+def test_workers_end_when_the_main_process_is_killed(tmp_path):
+    (tmp_path / "killed.py").write_text(KILLED)
+    here = {**os.environ, "PYTHONPATH": os.getcwd()}
+    assert subprocess.run([sys.executable, tmp_path / "killed.py", tmp_path / "pids"], env=here, check=False).returncode == -9
+    pids = [int(p) for p in (tmp_path / "pids").read_text().split()]
+    assert len(pids) == 2
+    until = time.time() + 10
+    while any(alive(p) for p in pids) and time.time() < until:
+        time.sleep(0.05)
+    assert not any(alive(p) for p in pids)
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 def test_evaluation_reads_the_first_rows_in_order(rows):

@@ -1,0 +1,155 @@
+"""The recipe: what to train, on what, with which techniques. Data, not code; YAML both ways; no torch.
+
+>>> recipe = parse("model: {size: 15M}\\ndata: {source: stdlib}\\nstop: {steps: 10}")
+>>> recipe.model.size, recipe.batch.size
+('15M', 32)
+>>> parse("modle: {}")
+Traceback (most recent call last):
+...
+preheat.errors.RecipeError: recipe:1: unknown key 'modle'; did you mean 'model'?
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from preheat.errors import RecipeError, nearest
+from preheat.recipe.boundary import RecipeReader, json_schema
+from preheat.recipe.parts import (
+    Batch,
+    Bound,
+    Checkpoint,
+    Count,
+    Data,
+    Evaluate,
+    Hardware,
+    Model,
+    NonNegative,
+    Optimizer,
+    Positive,
+    Recipe,
+    Sample,
+    Schedule,
+    Share,
+    Stop,
+    Whole,
+    field_docs,
+)
+from preheat.recipe.text import compose, write
+
+__all__ = [
+    "Batch",
+    "Bound",
+    "Checkpoint",
+    "Count",
+    "Data",
+    "Evaluate",
+    "Hardware",
+    "Model",
+    "NonNegative",
+    "Optimizer",
+    "Positive",
+    "Recipe",
+    "Sample",
+    "Schedule",
+    "Share",
+    "Stop",
+    "Whole",
+    "as_values",
+    "dump",
+    "field_docs",
+    "json_schema",
+    "load",
+    "override",
+    "parse",
+]
+
+
+def parse(text: str, *, where: str = "recipe", overrides: Sequence[str] = ()) -> Recipe:
+    """A recipe from YAML text.
+
+    Args:
+        text: the YAML.
+        where: the name that errors give the text, usually the file's.
+        overrides: `a.b=c` each, as after `--set`; the value is read as YAML.
+
+    Raises:
+        RecipeError: every problem found, a line each: file, line, key, value and the nearest right name.
+    """
+    values, lines = compose(text, where)
+    for item in overrides:
+        values = _assign(values, item)
+        key = tuple(item.split("=", 1)[0].split("."))
+        for at in [a for a in lines if a[: len(key)] == key]:
+            del lines[at]
+    return RecipeReader(where, lines).recipe(values)
+
+
+def _assign(values: Any, item: str) -> Any:
+    key, equals, raw = item.partition("=")
+    if not equals or not key:
+        raise RecipeError(f"--set {item}: write it as key=value, e.g. --set batch.size=64")
+    value, _ = compose(raw, f"--set {item}")
+    value = None if raw.strip() == "" else value
+    path = key.strip().split(".")
+    values = dict(values) if isinstance(values, Mapping) else values
+    at = values
+    for step in path[:-1]:
+        inner = at.get(step)
+        if step in at and inner is not None and not isinstance(inner, Mapping):
+            raise RecipeError(f"--set {item}: '{step}' is {inner!r}, which has no settings inside")
+        at[step] = dict(inner or {})
+        at = at[step]
+    at[path[-1]] = value
+    return values
+
+
+def load(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+    """A recipe from a YAML file, or by the name of a built-in one.
+
+    Example:
+        >>> load("demo", ["batch.size=8"]).batch.size
+        8
+    """
+    file = Path(path)
+    if not file.exists():
+        built_in = Path(__file__).parents[1] / "recipes" / f"{path}.yaml"
+        if not built_in.exists():
+            names = sorted(p.stem for p in built_in.parent.glob("*.yaml"))
+            raise RecipeError(f"{path}: no such file, and no built-in recipe of that name; {nearest(str(path), names)}")
+        file = built_in
+    if file.is_dir():
+        raise RecipeError(f"{path}: is a folder; name a recipe file")
+    try:
+        text = file.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise RecipeError(f"{path}: not text in UTF-8") from None
+    return parse(text, where=str(path), overrides=overrides)
+
+
+def override(recipe: Recipe, *items: str) -> Recipe:
+    """The recipe with `a.b=c` settings replaced."""
+    return parse(dump(recipe), where=recipe.name, overrides=items)
+
+
+def as_values(recipe: Recipe) -> dict[str, Any]:
+    """The recipe as plain values, all defaults written out."""
+    values = {f.name: getattr(recipe, f.name) for f in dataclasses.fields(recipe)}
+    return {
+        key: {name: dataclasses.asdict(t) for name, t in value.items()}
+        if key == "techniques"
+        else (
+            {k: dict(v) if isinstance(v, Mapping) else v for k, v in dataclasses.asdict(value).items()}
+            if dataclasses.is_dataclass(value) and not isinstance(value, type)
+            else value
+        )
+        for key, value in values.items()
+    }
+
+
+def dump(recipe: Recipe) -> str:
+    """The recipe as YAML with every default written out; `parse` gives the same recipe back."""
+    return write(as_values(recipe))

@@ -1,0 +1,216 @@
+"""The boundary: plain values to a Recipe and back, every problem found with its line and the nearest right name."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import field
+from typing import Annotated, Any
+
+from preheat.errors import RecipeError, nearest
+from preheat.recipe.parts import Bound, Recipe, Whole, field_docs
+from preheat.technique import Technique, registry
+
+__all__ = ["RecipeReader", "json_schema"]
+
+
+@functools.cache
+def _adapter(cls: type) -> Any:
+    """A pydantic validator for one flat dataclass: strict types in JSON's sense, unknown keys refused, bounds kept."""
+    import pydantic
+
+    def bounded(bound: Bound) -> pydantic.AfterValidator:
+        def check(value: Any) -> Any:
+            words = bound.problem(value) if isinstance(value, int | float) else None
+            if words:
+                raise ValueError(words)
+            return value
+
+        return pydantic.AfterValidator(check)
+
+    def convert(kind: Any) -> Any:
+        import types
+        import typing
+
+        origin = typing.get_origin(kind)
+        if origin is Annotated:
+            base, *extra = typing.get_args(kind)
+            return Annotated[(convert(base), *(bounded(e) if isinstance(e, Bound) else e for e in extra))]
+        if origin in (typing.Union, types.UnionType):
+            return typing.Union[tuple(convert(a) for a in typing.get_args(kind))]  # noqa: UP007
+        if origin is tuple:
+            return tuple[tuple(convert(a) if a is not Ellipsis else a for a in typing.get_args(kind))]
+        return kind
+
+    import typing
+
+    hints = typing.get_type_hints(cls, include_extras=True)
+    fields: dict[str, Any] = {
+        f.name: (convert(hints[f.name]), f.default if f.default is not dataclasses.MISSING else ...)
+        if f.default_factory is dataclasses.MISSING
+        else (convert(hints[f.name]), pydantic.Field(default_factory=f.default_factory))
+        for f in dataclasses.fields(cls)
+    }
+    # protected_namespaces: a technique may have a field called model_…
+    return pydantic.create_model(
+        cls.__name__, __config__=pydantic.ConfigDict(extra="forbid", strict=True, protected_namespaces=()), **fields
+    )
+
+
+def _words(error: Any) -> str:
+    """pydantic's error in one short clause."""
+    kind, context = error["type"], error.get("ctx", {})
+    if kind == "literal_error":
+        return f"must be {context['expected']}"
+    if kind == "missing":
+        return "is needed"
+    if kind == "value_error":
+        return str(context["error"])
+    return {
+        "int_type": "must be a whole number",
+        "int_from_float": "must be a whole number",
+        "float_type": "must be a number",
+        "bool_type": "must be true or false",
+        "string_type": "must be text",
+        "tuple_type": "must be a list",
+        "dict_type": "must be a mapping",
+    }.get(kind, error["msg"][0].lower() + error["msg"][1:])
+
+
+class RecipeReader:
+    def __init__(self, where: str, lines: Mapping[tuple[str, ...], int]):
+        self.where, self.lines, self.found = where, lines, list[str]()
+
+    def say(self, at: Sequence[Any], text: str) -> None:
+        at = tuple(str(a) for a in at)
+        line = next((self.lines[at[:n]] for n in range(len(at), 0, -1) if at[:n] in self.lines), None)
+        message = f"{self.where}:{line}: {text}" if line else f"{self.where}: {text}"
+        if message not in self.found:
+            self.found.append(message)
+
+    def flat(self, cls: type, values: Any, at: tuple[str, ...]) -> Any:
+        """One dataclass without nested ones, or None after saying why not."""
+        import pydantic
+
+        values = {} if values is None else values
+        name = ".".join(at)
+        if not isinstance(values, Mapping):
+            self.say(at, f"{name}: must be a mapping of settings, got {values!r}")
+            return None
+        known = [f.name for f in dataclasses.fields(cls)]
+        try:
+            made = _adapter(cls).model_validate_json(json.dumps(values, default=str))
+        except pydantic.ValidationError as problem:
+            seen: dict[str, list[Any]] = {}
+            for error in problem.errors():
+                seen.setdefault(str(error["loc"][0]) if error["loc"] else "", []).append(error)
+            for key, errors in seen.items():
+                here = (*at, key)
+                if errors[0]["type"] == "extra_forbidden":
+                    self.say(here, f"unknown key '{'.'.join(here)}'; {nearest(key, known)}")
+                    continue
+                words = " or ".join(dict.fromkeys(_words(e) for e in errors))
+                self.say(here, f"{'.'.join(here)}: {words}, got {values.get(key)!r}")
+            return None
+        try:
+            return cls(**{k: getattr(made, k) for k in known})
+        except ValueError as problem:  # a technique's own __post_init__
+            self.say(at, f"{name}: {problem}")
+            return None
+
+    def recipe(self, values: Any) -> Recipe:
+        if not isinstance(values, Mapping):
+            raise RecipeError(f"{self.where}: a recipe is a mapping of keys, got {type(values).__name__}")
+        parts = {f.name: f for f in dataclasses.fields(Recipe)}
+        top = _top_scalars()
+        made: dict[str, Any] = {}
+        scalars = self.flat(top, {k: v for k, v in values.items() if k in ("name", "seed")}, ())
+        if scalars is not None:
+            made.update(dataclasses.asdict(scalars))
+        for key, value in values.items():
+            if key not in parts:
+                self.say((key,), f"unknown key '{key}'; {nearest(str(key), list(parts))}")
+            elif key == "techniques":
+                made[key] = self.techniques(value)
+            elif key not in ("name", "seed"):
+                cls = parts[key].default_factory
+                assert dataclasses.is_dataclass(cls)
+                made[key] = self.flat(cls, value, (key,))  # type: ignore[arg-type]
+        if self.found:
+            raise RecipeError("\n".join(self.found))
+        try:
+            return Recipe(**made)
+        except RecipeError:
+            blank = object.__new__(Recipe)
+            for f in dataclasses.fields(Recipe):
+                default = f.default if f.default is not dataclasses.MISSING else f.default_factory()  # type: ignore[misc]
+                object.__setattr__(blank, f.name, made.get(f.name, default))
+            for key, text in blank.problems():
+                self.say(key.split("."), f"{key}: {text}")
+            raise RecipeError("\n".join(self.found)) from None
+
+    def techniques(self, values: Any) -> dict[str, Technique]:
+        known = registry()
+        if isinstance(values, list) and all(isinstance(v, str) for v in values):  # a list of names means their defaults
+            twice = {v for v in values if values.count(v) > 1}
+            for name in sorted(twice):
+                self.say(("techniques",), f"techniques: '{name}' stands twice")
+            values = dict.fromkeys(values)
+        if values is None:
+            return {}
+        if not isinstance(values, Mapping):
+            self.say(("techniques",), f"techniques: must be names with their settings, got {values!r}")
+            return {}
+        made = {}
+        for name, settings in values.items():
+            if name not in known:
+                self.say(("techniques", name), f"unknown technique '{name}'; {nearest(str(name), list(known))}")
+                continue
+            made[name] = self.flat(known[name], settings, ("techniques", name))
+        return made
+
+
+@functools.cache
+def _top_scalars() -> type:
+    """name and seed, which stand at the top level."""
+    return dataclasses.make_dataclass(
+        "Top", [("name", str, field(default="run")), ("seed", Whole, field(default=0))], frozen=True, kw_only=True
+    )
+
+
+def json_schema() -> dict[str, Any]:
+    """JSON schema of a recipe file, for editors (`preheat recipes schema`)."""
+
+    def flat(cls: type) -> dict[str, Any]:
+        schema: dict[str, Any] = _adapter(cls).model_json_schema()
+        hints = {f.name: cls.__dataclass_fields__[f.name] for f in dataclasses.fields(cls)}
+        for name, text in field_docs(cls).items():
+            if name in hints:
+                schema["properties"][name]["description"] = text
+        schema["description"] = inspect.cleandoc(cls.__doc__ or "").split("\n")[0]
+        schema["additionalProperties"] = False
+        return schema
+
+    properties: dict[str, Any] = {
+        "name": {"type": "string", "description": field_docs(Recipe)["name"]},
+        "seed": {"type": "integer", "minimum": 0, "description": field_docs(Recipe)["seed"]},
+    }
+    for f in dataclasses.fields(Recipe):
+        if f.name not in ("name", "seed", "techniques"):
+            properties[f.name] = flat(f.default_factory)  # type: ignore[arg-type]
+    properties["techniques"] = {
+        "type": "object",
+        "description": field_docs(Recipe)["techniques"],
+        "additionalProperties": False,
+        "properties": {name: {"anyOf": [flat(cls), {"type": "null"}]} for name, cls in registry().items()},
+    }
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "preheat recipe",
+        "type": "object",
+        "additionalProperties": False,
+        "properties": properties,
+    }

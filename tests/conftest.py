@@ -1,0 +1,70 @@
+"""What the tests share: a tiny model's recipe, batches with uneven masks, and the real data beside the project."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from preheat import recipe as recipes
+from preheat.technique import Batch, Device, MaskSpec
+
+DEVICE = Device("cpu", "test", 8 << 30)
+
+
+@pytest.fixture(scope="session")
+def data_folder() -> Path:
+    """Real data that lies beside the project on some machines and is never part of it."""
+    folder = Path(os.environ.get("PREHEAT_DATA") or Path(__file__).parents[2] / "shared" / "data")
+    if not (folder / "README.md").exists():
+        pytest.skip("the real data is not beside this clone (set PREHEAT_DATA)")
+    return folder
+
+
+def tiny(techniques: str = "{}", *, family: str = "llama", rows: int = 4, length: int = 32, more: str = "") -> recipes.Recipe:
+    """A recipe of a model that takes a step in milliseconds."""
+    heads = "heads: 4" if family == "gpt2" else "heads: 4, kv_heads: 2"
+    return recipes.parse(
+        f"model: {{family: {family}, layers: 3, width: 32, {heads}, vocabulary: 96}}\n"
+        f"batch: {{size: {rows}, length: {length}}}\noptimizer: {{lr: 0.01}}\nstop: {{steps: 20}}\ntechniques: {techniques}\n{more}"
+    )
+
+
+def uneven(rows: int = 4, length: int = 32, *, vocabulary: int = 96, seed: int = 0) -> Batch:
+    """A batch whose rows hold different numbers of documents and of trained labels."""
+    import torch
+
+    g = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(vocabulary, (rows, length), generator=g)
+    labels = torch.randint(vocabulary, (rows, length), generator=g)
+    documents = []
+    for row in range(rows):
+        cut = (row * 7) % length
+        documents.append((length,) if cut == 0 else (cut, length - cut))
+        labels[row, : (row * 5) % length] = -100
+    positions = torch.stack([torch.cat([torch.arange(n) for n in d]) for d in documents])
+    return Batch(
+        tokens, labels, positions, MaskSpec(documents=tuple(documents)), int((labels != -100).sum()), tuple(range(rows))
+    )
+
+
+def split(batch: Batch, sizes: list[int]) -> list[Batch]:
+    """A batch cut into micro-batches of so many rows."""
+    out, start = [], 0
+    for n in sizes:
+        rows = slice(start, start + n)
+        labels = batch.labels[rows]
+        mask = MaskSpec(documents=batch.mask.documents[rows] if batch.mask.documents else None)
+        out.append(
+            Batch(batch.tokens[rows], labels, batch.positions[rows], mask, int((labels != -100).sum()), batch.rows[rows])
+        )
+        start += n
+    return out
+
+
+def difference(a: dict[str, Any], b: dict[str, Any]) -> float:
+    """The largest relative norm over tensors of equal name: ‖a - b‖ / ‖b‖."""
+    assert a.keys() == b.keys()
+    return max(float((a[k].double() - b[k].double()).norm() / b[k].double().norm().clamp(min=1e-30)) for k in a)
