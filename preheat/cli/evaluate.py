@@ -31,7 +31,7 @@ def evaluate(
     from dataclasses import replace
 
     from preheat.cli.show import console, emit
-    from preheat.data import evaluation_batches, prepare
+    from preheat.data import Rows, evaluation_batches, prepare
     from preheat.engine.evaluate import evaluate as measure
     from preheat.errors import RecipeError
     from preheat.training.opened import open_model
@@ -48,6 +48,7 @@ def evaluate(
     )
     prepared = prepare(settings, length=length or recipe.batch.length, seed=recipe.seed, tokenizer=folder)
     held_out = prepared.validation if data is None else prepared.train
+    assert isinstance(held_out, Rows), "a stream is read for training only"
     loss, tokens = measure(opened.build, evaluation_batches(held_out, micro=min(8, recipe.batch.size), limit=rows))
     made = {"model": model, "loss": loss, "perplexity": math.exp(loss), "tokens": tokens, "tasks": {}}
     if json:

@@ -111,7 +111,7 @@ def picture(plan: Mapping[str, Any], name: str) -> Any:
         if plan["fits"]
         else Text(f"does not fit: needs {memory(peak)}, has {memory(has)}", style="bold red")
     )
-    parts = [head, Text(f"memory at its peak (in {plan['peak_phase']})"), bars, Text("time"), speed, verdict]
+    parts: list[Any] = [head, Text(f"memory at its peak (in {plan['peak_phase']})"), bars, Text("time"), speed, verdict]
     if plan.get("contended"):
         parts.append(
             Text(

@@ -176,7 +176,7 @@ def _damage(path: Path) -> str | None:
 
 def find(folder: Path) -> tuple[Path | None, list[tuple[Path, str]]]:
     """The newest whole checkpoint, and the damaged ones that were passed over with what is wrong with each."""
-    damaged = []
+    damaged: list[tuple[Path, str]] = []
     for path in _steps(folder):
         problem = _damage(path)
         if problem is None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from preheat.errors import RecipeError, RunError
 from preheat.technique import Device
 
-__all__ = ["keep_freed_memory", "parse_memory", "peak_resident_bytes", "probe", "reset_peak", "resident_bytes"]
+__all__ = ["parse_memory", "peak_resident_bytes", "probe", "reset_peak", "resident_bytes"]
 
 _UNITS = {"b": 1} | {
     f"{prefix}{suffix}": base ** (power + 1)
@@ -148,21 +148,3 @@ def reset_peak() -> bool:
     except OSError:
         return False
     return True
-
-
-def keep_freed_memory() -> bool:
-    """Tells glibc to reuse freed memory instead of giving it back to the system after each operator; for this process.
-
-    By default a freed tensor above 128 KiB to 32 MiB is unmapped and the next one is mapped and zeroed page by page anew:
-    about a seventh of a training step on a CPU (benchmarks/README.md). The high-water mark stays the same.
-
-    Returns:
-        Whether it was done: elsewhere than under glibc there is nothing to do.
-    """
-    import ctypes
-
-    if sys.platform != "linux" or platform.libc_ver()[0] != "glibc":
-        return False
-    trim_threshold, mmap_threshold = -1, -3  # numbers of mallopt's parameters in malloc.h
-    libc = ctypes.CDLL(None)
-    return bool(libc.mallopt(mmap_threshold, 1 << 30)) and bool(libc.mallopt(trim_threshold, (1 << 31) - 1))

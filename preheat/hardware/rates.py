@@ -57,6 +57,7 @@ MOVERS: dict[str, str] = {
     "log_softmax_backward": "its gradient",
     "embedding": "rows of a table [vocabulary, width] gathered in random order",
     "embedding_backward": "gradients of random rows summed into a table: the bytes of the gradient and of the table",
+    "random_": "64 random bits an element, drawn one after the other on a CPU",
     "index_copy_": "rows written in random order into a tensor that exists",
 }
 """Operators that move more than they compute. The time of one is the bytes of its operands read and of its results written (each once,
@@ -197,7 +198,7 @@ class Rates:
         return path
 
 
-_FORMAT = 1
+_FORMAT = 2
 """Raised when what is measured changes, so that an older file is measured again."""
 
 

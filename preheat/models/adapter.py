@@ -111,8 +111,14 @@ def _new(recipe: Recipe, vocabulary: int | None) -> PretrainedConfig:
     if model.size is None and not (model.layers and model.width and model.heads):
         raise RecipeError("model: state a path, a size (e.g. 15M), or layers, width and heads")
     d = sizes.dial(model.size, gated=gated) if model.size else None
-    layers, width, heads = (model.layers or (d and d.layers)), (model.width or (d and d.width)), (model.heads or (d and d.heads))
-    assert layers and width and heads
+    layers, width, heads = (
+        (model.layers or (d and d.layers)),
+        (model.width or (d and d.width)),
+        (model.heads or (d and d.heads)),
+    )
+    assert layers
+    assert width
+    assert heads
     if d and model.width and not model.heads:
         heads = max(1, width // (d.width // d.heads))
     feed_forward = model.feed_forward or (
@@ -185,9 +191,8 @@ def _attention(
 ) -> tuple[Tensor, None]:
     """transformers' attention interface: [rows, heads, length, head_dim] in, [rows, length, heads, head_dim] out."""
     name = type(module).__name__
-    assert preheat_attention is not None and preheat_mask is not None, (
-        f"{name} does not hand keyword arguments to its attention"
-    )
+    assert preheat_attention is not None, f"{name} does not hand keyword arguments to its attention"
+    assert preheat_mask is not None
     assert attention_mask is None, f"{name} made a mask of its own"
     if softcap is not None or s_aux is not None:
         raise RecipeError(

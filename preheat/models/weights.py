@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +23,8 @@ def materialize(module: nn.Module, device: Any) -> None:
 
     made: dict[int, Tensor] = {}
     for child in module.modules():
-        for store in (child._parameters, child._buffers):
+        stores: tuple[dict[str, Any], ...] = (child._parameters, child._buffers)
+        for store in stores:
             for name, old in store.items():
                 if old is None or old.device.type != "meta":
                     continue
@@ -97,10 +98,12 @@ class WeightSource:
 
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
+            self._poison(model)
             if self.folder is None:
                 self._draw(model)
             else:
                 self._read(model)
+            self._uncovered(model)
             torch.manual_seed(seed + 1)  # apart from the base model's draws: an adapter does not change them
             for _, modules, draw in self._fresh:
                 for name in modules:
@@ -135,7 +138,6 @@ class WeightSource:
                     p._is_hf_initialized = True  # type: ignore[attr-defined]
 
         visit(model)
-        self._uncovered(model)
 
     def _read(self, model: Any) -> None:
         prefix = model.base_model_prefix + "."
@@ -167,7 +169,6 @@ class WeightSource:
         for module in model.modules():  # what no checkpoint holds: rotary tables and other buffers
             if any(True for _ in module.buffers(recurse=False)):
                 model._init_weights(module)
-        self._uncovered(model)
 
     def _tensor(self, key: str) -> Tensor:
         from safetensors import safe_open
@@ -175,13 +176,19 @@ class WeightSource:
         with safe_open(str(self._files[key]), framework="pt") as opened:
             return opened.get_tensor(key)
 
+    def _poison(self, model: Any) -> None:
+        """Marks every buffer, so that one that nobody fills is found and not trained with as it lies in memory."""
+        import torch
+
+        for _, buffer in model.named_buffers():
+            buffer.fill_(float("nan") if buffer.is_floating_point() else torch.iinfo(buffer.dtype).min)
+
     def _uncovered(self, model: Any) -> None:
-        """A buffer that nobody filled would be garbage: refuse it by name."""
-        for name, buffer in _buffers(model):
-            owner = type(model.get_submodule(name.rpartition(".")[0])).__name__
-            if "RotaryEmbedding" not in owner and not self._is_fresh(name):
-                raise RecipeError(f"model: do not know the value of the buffer {name} ({owner}, {tuple(buffer.shape)})")
+        import torch
 
-
-def _buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from ((n, b) for n, b in model.named_buffers() if not n.endswith("inv_freq"))
+        for name, buffer in model.named_buffers():
+            left = buffer.isnan() if buffer.is_floating_point() else buffer == torch.iinfo(buffer.dtype).min
+            if bool(left.any()):
+                raise RecipeError(
+                    f"model: transformers gives the buffer {name} {tuple(buffer.shape)} no value; preheat cannot train this model"
+                )

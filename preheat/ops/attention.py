@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from itertools import groupby
+import functools
+from typing import Any
 
+import numpy
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -50,29 +52,93 @@ def reference_attention(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, scale: 
     return torch.matmul(torch.softmax(scores, dim=-1, dtype=torch.float32).to(v.dtype), v)
 
 
+class _Arrange(torch.autograd.Function):
+    """Rows of x [n, ...] taken by `there` (-1: a row of zeros); the gradient is taken by `back`, each row from where it went."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, there: Tensor, back: Tensor) -> Tensor:
+        ctx.save_for_backward(there, back)
+        return _take(x, there)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        _, back = ctx.saved_tensors
+        return _take(grads[0].contiguous(), back), None, None
+
+
+def _take(x: Tensor, index: Tensor) -> Tensor:
+    empty = index < 0
+    out = x.index_select(0, index.clamp(min=0))
+    return out.mul_((~empty).to(out.dtype).view(-1, *[1] * (x.ndim - 1)))
+
+
+_BLOCK = 64
+
+
+@functools.lru_cache(maxsize=16)
+def _arrangement(documents: tuple[tuple[int, ...], ...]) -> tuple[list[tuple[int, int]], numpy.ndarray, numpy.ndarray]:
+    """Documents sorted into groups of equal padded length, so that each group is one call of the kernel.
+
+    Lengths are padded at their end to multiples of 64: causal attention never looks there, and few distinct lengths mean few
+    kernels to generate (oneDNN makes and keeps one a shape).
+
+    Returns:
+        groups: (documents, padded length) each.
+        there: for each place of the groups laid end to end, the token that stands there, or -1.
+        back: for each token its place in the groups.
+    """
+    length = sum(documents[0])
+    by_length: dict[int, list[numpy.ndarray]] = {}
+    for row, cuts in enumerate(documents):
+        start = row * length
+        for n in cuts:
+            padded = min(-(-n // _BLOCK) * _BLOCK, length)
+            place = numpy.full(padded, -1, dtype=numpy.int64)
+            place[:n] = numpy.arange(start, start + n)
+            by_length.setdefault(padded, []).append(place)
+            start += n
+    groups = [(len(places), padded) for padded, places in sorted(by_length.items())]
+    there = numpy.concatenate([place for _, places in sorted(by_length.items()) for place in places])
+    back = numpy.empty(len(documents) * length, dtype=numpy.int64)
+    filled = there >= 0
+    back[there[filled]] = numpy.nonzero(filled)[0]
+    return groups, there, back
+
+
 def sdpa_attention(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, scale: float, *, kernel: str = "flash") -> Tensor:
     """Torch's fused attention by the named kernel: no scores in memory, no repeated keys and values, no mask tensor.
 
-    Documents are attended one by one (neighbouring rows that are cut alike together), so the work falls with their length
-    and no mask is needed. A window needs a mask tensor, and is refused.
+    Documents are attended by themselves (those of about equal length in one call), so the work falls with their length.
+    A window, or documents without a causal mask, would need a mask tensor and are refused.
 
     Raises:
-        ValueError: a window shorter than the sequence, which these kernels have no argument for.
+        ValueError: a window shorter than the sequence, or documents that are not causal: these kernels have no argument for them.
         RuntimeError: from torch, when the named kernel cannot serve these tensors.
     """
-    if mask.window is not None and mask.window < q.shape[2]:
-        raise ValueError(f"SDPA has no sliding window (asked for {mask.window} at {q.shape[2]} tokens)")
+    rows, _, length, _ = q.shape
+    if mask.window is not None and mask.window < length:
+        raise ValueError(f"SDPA has no sliding window (asked for {mask.window} at {length} tokens)")
     grouped = q.shape[1] != k.shape[1]
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return scaled_dot_product_attention(q, k, v, is_causal=mask.causal, scale=scale, enable_gqa=grouped)
+
     with sdpa_kernel(KERNELS[kernel]):
         if mask.documents is None or all(len(d) == 1 for d in mask.documents):
-            return scaled_dot_product_attention(q, k, v, is_causal=mask.causal, scale=scale, enable_gqa=grouped)
-        # `split`, not slices: its backward joins the pieces once, where each slice's would fill a whole tensor with zeros.
-        runs = [(cuts, len(list(same))) for cuts, same in groupby(mask.documents)]
-        out = []
-        for (cuts, _), *parts in zip(runs, *(t.split([n for _, n in runs]) for t in (q, k, v)), strict=True):
-            pieces = zip(*(t.split(list(cuts), dim=2) for t in parts), strict=True)
-            done = [
-                scaled_dot_product_attention(*piece, is_causal=mask.causal, scale=scale, enable_gqa=grouped) for piece in pieces
-            ]
-            out.append(done[0] if len(done) == 1 else torch.cat(done, dim=2))
-        return out[0] if len(out) == 1 else torch.cat(out)
+            return attend(q, k, v)
+        if not mask.causal:
+            raise ValueError("SDPA keeps documents apart only where attention is causal")
+        groups, *places = _arrangement(mask.documents)
+        there, back = (torch.from_numpy(place).to(q.device) for place in places)
+        sizes = [count * padded for count, padded in groups]
+        # [rows, heads, length, dim] is a view of [tokens, heads, dim], which is what is rearranged.
+        parts = [
+            _Arrange.apply(t.transpose(1, 2).reshape(rows * length, *t.shape[1::2]), there, back).split(sizes)
+            for t in (q, k, v)
+        ]
+        done = []
+        for (count, padded), *piece in zip(groups, *parts, strict=True):
+            shaped = (t.view(count, padded, *t.shape[1:]).transpose(1, 2) for t in piece)
+            done.append(attend(*shaped).transpose(1, 2).reshape(count * padded, *q.shape[1::2]))
+        out = _Arrange.apply(torch.cat(done), back, there)
+        return out.view(rows, length, *q.shape[1::2]).transpose(1, 2)

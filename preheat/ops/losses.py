@@ -23,8 +23,9 @@ class CrossEntropy:
         tensor([1.3863, 0.0000])
     """
 
-    def __call__(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Losses [n] in fp32 from logits [n, vocabulary]; differentiable."""
+    def __call__(self, logits: Tensor, *aligned: Tensor) -> Tensor:
+        """Losses [n] in fp32 from logits [n, vocabulary] and labels [n]; differentiable."""
+        (labels,) = aligned
         return functional.cross_entropy(logits.float(), labels, ignore_index=IGNORED, reduction="none")
 
     def value_and_grad_(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:

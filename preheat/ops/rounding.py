@@ -24,7 +24,8 @@ def stochastic_round_(target: Tensor, value: Tensor, generator: torch.Generator 
         >>> round(float(out.float().mean() - 1) * 2**10, 1)
         1.0
     """
-    assert target.dtype == torch.bfloat16 and value.dtype == torch.float32 and target.shape == value.shape
+    assert (target.dtype, value.dtype) == (torch.bfloat16, torch.float32)
+    assert target.shape == value.shape
     count = value.numel()
     # One 64-bit draw holds four sets of 16 bits: a quarter of the cost of single draws.
     draws = torch.empty(-(-count // 4), dtype=torch.int64, device=value.device).random_(-(2**63), None, generator=generator)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -82,7 +82,7 @@ _DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16",
 def _attention_flops(q: Any, k: Any, v: Any) -> int:
     """Of one forward pass as if every token saw all others (as torch's own formulas count): 4 rows heads n m head_dim."""
     rows, heads, n, width = q
-    return 2 * rows * heads * n * k[2] * (width + v[3])
+    return int(2 * rows * heads * n * k[2] * (width + v[3]))
 
 
 def _flops(operator: Any, args: Any, out: Any) -> int:
@@ -93,6 +93,8 @@ def _flops(operator: Any, args: Any, out: Any) -> int:
         return _attention_flops(args[0].shape, args[1].shape, args[2].shape)
     if packet is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward:
         return _attention_flops(args[1].shape, args[2].shape, args[3].shape) * 5 // 2
+    # torch lists no in-place products
+    packet = {torch.ops.aten.addmm_: torch.ops.aten.addmm, torch.ops.aten.baddbmm_: torch.ops.aten.baddbmm}.get(packet, packet)
     formula = flop_registry.get(packet)
     return int(formula(*args, out_val=out)) if formula is not None else 0
 
@@ -108,7 +110,7 @@ class Recorder(TorchDispatchMode):
     """
 
     def __init__(self, rounding: int):
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.rounding = rounding
         self.phase: Phase = "load"
         self.log: list[tuple[int, int, Phase]] = []  # (storage's number, bytes: positive when made, negative when freed, phase)
@@ -137,7 +139,7 @@ class Recorder(TorchDispatchMode):
             self.log.append((number, -size, self._phase()))
 
         weakref.finalize(storage, freed)
-        return size
+        return int(size)
 
     def _phase(self) -> Phase:
         if self.phase == "forward" and torch._C._current_autograd_node() is not None:
@@ -198,7 +200,7 @@ _EMPTY = {
 
 def _moved(t: Tensor) -> int:
     """Bytes that reading or writing a tensor moves; a broadcast operand counts its own storage only."""
-    return min(t.numel() * t.element_size(), _storage(t).nbytes())
+    return min(t.numel() * t.element_size(), int(_storage(t).nbytes()))
 
 
 def _fake_batch(recipe: Recipe, rows: int) -> Batch:
@@ -235,7 +237,7 @@ def observe(recipe: Recipe, *, vocabulary: int | None, device: Device) -> Observ
         batches = held[:3]
         marks: list[tuple[Counter[Kernel], int]] = []
 
-        def marked() -> Iterator[Batch]:
+        def marked(batches: list[Batch]) -> Iterator[Batch]:
             for batch in batches:
                 marks.append((Counter(recorder.kernels), recorder.recomputed))
                 yield batch
@@ -281,19 +283,22 @@ class _Both:
 
     def __enter__(self) -> None:
         self.mode.__enter__()
-        self.recorder.__enter__()
+        self.recorder.__enter__()  # type: ignore[no-untyped-call]
 
     def __exit__(self, *error: Any) -> None:
-        self.recorder.__exit__(*error)
+        self.recorder.__exit__(*error)  # type: ignore[no-untyped-call]
         self.mode.__exit__(*error)
 
 
-class _Sequence:
+class _Sequence(Sequence[Batch]):
     """Batches that tell when each is taken."""
 
-    def __init__(self, taken: Any, batches: list[Batch]):
+    def __init__(self, taken: Callable[[list[Batch]], Iterator[Batch]], batches: list[Batch]):
         self._taken, self._batches = taken, batches
         self._counted = False
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._batches[index]
 
     def __len__(self) -> int:
         return len(self._batches)
@@ -302,7 +307,7 @@ class _Sequence:
         if not self._counted:  # `gradients` first sums the weights
             self._counted = True
             return iter(self._batches)
-        return self._taken()  # type: ignore[no-any-return]
+        return self._taken(self._batches)
 
 
 def _known(made: Build, recorder: Recorder) -> dict[int, str]:

@@ -56,6 +56,7 @@ _MOVERS = {
     "embedding_dense_backward": "embedding_backward",
     "index_select": "embedding",
     "index_copy_": "index_copy_",
+    "random_": "random_",
     "cat": "cat",
     "stack": "cat",
     "clone": "transpose",

@@ -42,7 +42,7 @@ def _adapter(cls: type) -> Any:
         if origin in (typing.Union, types.UnionType):
             return typing.Union[tuple(convert(a) for a in typing.get_args(kind))]  # noqa: UP007
         if origin is tuple:
-            return tuple[tuple(convert(a) if a is not Ellipsis else a for a in typing.get_args(kind))]
+            return tuple[tuple(convert(a) if a is not Ellipsis else a for a in typing.get_args(kind))]  # type: ignore[misc]
         return kind
 
     import typing
@@ -146,7 +146,7 @@ class RecipeReader:
         except RecipeError:
             blank = object.__new__(Recipe)
             for f in dataclasses.fields(Recipe):
-                default = f.default if f.default is not dataclasses.MISSING else f.default_factory()  # type: ignore[misc]
+                default = f.default if f.default is not dataclasses.MISSING else f.default_factory()  # type: ignore[misc,operator]
                 object.__setattr__(blank, f.name, made.get(f.name, default))
             for key, text in blank.problems():
                 self.say(key.split("."), f"{key}: {text}")
@@ -186,7 +186,7 @@ def json_schema() -> dict[str, Any]:
 
     def flat(cls: type) -> dict[str, Any]:
         schema: dict[str, Any] = _adapter(cls).model_json_schema()
-        hints = {f.name: cls.__dataclass_fields__[f.name] for f in dataclasses.fields(cls)}
+        hints = {f.name for f in dataclasses.fields(cls)}
         for name, text in field_docs(cls).items():
             if name in hints:
                 schema["properties"][name]["description"] = text

@@ -256,14 +256,10 @@ class Recipe:
             )
         if not (self.stop.steps or self.stop.tokens or self.stop.epochs or self.stop.hours):
             found.append(("stop", "says no end; state steps, tokens, epochs or hours"))
-        if self.stop.hours and not (self.stop.steps or self.stop.tokens or self.stop.epochs):
-            if self.schedule.kind != "constant":
-                found.append(
-                    (
-                        "stop.hours",
-                        f"schedule {self.schedule.kind} needs a length in steps, tokens or epochs; add one (hours still ends the run early) or use schedule.kind: constant",
-                    )
-                )
+        counted = self.stop.steps or self.stop.tokens or self.stop.epochs
+        if self.stop.hours and not counted and self.schedule.kind != "constant":
+            words = f"schedule {self.schedule.kind} needs a length in steps, tokens or epochs; add one (hours still ends the run early) or use schedule.kind: constant"
+            found.append(("stop.hours", words))
         if not re.fullmatch(r"[\w.-]+", self.name):
             found.append(("name", f"{self.name!r} must be letters, digits, '.', '_' or '-'"))
         return found

@@ -10,7 +10,7 @@ Source: Chen et al. 2016 (arXiv:1604.06174); selective: Korthikanti et al. 2022 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
@@ -39,7 +39,7 @@ def _saved_operators() -> list[Any]:
     ]
 
 
-def checkpoint_layers(layers: Sequence[nn.Module], *, every: int = 1, keep: Literal["inputs", "products"] = "inputs") -> int:
+def checkpoint_layers(layers: Iterable[nn.Module], *, every: int = 1, keep: Literal["inputs", "products"] = "inputs") -> int:
     """Makes every `every`-th module compute its forward pass again in the backward pass. In place.
 
     Args:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, cast
 
 from preheat.recipe import Bound, Positive, Share
 from preheat.technique import Build, Change, Context, Stage, Tag, Technique
@@ -58,9 +58,9 @@ def merge_lora(model: nn.Module) -> int:
     found = [(name, m) for name, m in model.named_modules() if isinstance(m, LoraLayer)]
     with torch.no_grad():
         for name, layer in found:
-            base = layer.get_base_layer()
-            assert isinstance(layer, torch.nn.Module)
-            base.weight.data = (base.weight.float() + layer.get_delta_weight("default").float()).to(base.weight.dtype)
+            base: Any = layer.get_base_layer()
+            added = cast(Any, layer).get_delta_weight("default").float()
+            base.weight.data = (base.weight.float() + added).to(base.weight.dtype)
             parent, _, last = name.rpartition(".")
             setattr(model.get_submodule(parent), last, base)
     return len(found)

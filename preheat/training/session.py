@@ -182,7 +182,7 @@ def _settle(device: Device) -> int:
     """Gives freed memory back, starts the high-water mark anew, and says what the process holds before the build."""
     import torch
 
-    from preheat.hardware.probe import keep_freed_memory, reset_peak, resident_bytes
+    from preheat.hardware.probe import reset_peak, resident_bytes
 
     gc.collect()
     if device.kind == "cuda":
@@ -190,7 +190,6 @@ def _settle(device: Device) -> int:
         return 0
     if sys.platform == "linux" and platform.libc_ver()[0] == "glibc":
         ctypes.CDLL(None).malloc_trim(0)
-    keep_freed_memory()
     reset_peak()
     return resident_bytes()
 

@@ -38,7 +38,9 @@ def take(rows, count, *, committed=0, workers=0, seed=3):
 
 
 def flat(steps):
-    return [(b.rows, b.tokens.tolist(), b.labels.tolist(), b.positions.tolist(), b.mask, b.weight) for step in steps for b in step]
+    return [
+        (b.rows, b.tokens.tolist(), b.labels.tolist(), b.positions.tolist(), b.mask, b.weight) for step in steps for b in step
+    ]
 
 
 @pytest.mark.parametrize("workers", [0, 1, 4])

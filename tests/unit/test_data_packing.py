@@ -70,7 +70,9 @@ def test_whole_rows_hold_each_example_once_and_uncut(length, prompts):
                 found.append(list(zip(ids, labels, strict=True)))
     assert sorted(found) == sorted(wanted)
     assert rows.no_room == 60 - len(wanted)
-    assert rows.truncated == sum(len(d) > length for n, d in enumerate(reference(tokens)) if tokens.prompts is None or tokens.prompts[n] < length)
+    assert rows.truncated == sum(
+        len(d) > length for n, d in enumerate(reference(tokens)) if tokens.prompts is None or tokens.prompts[n] < length
+    )
     assert rows.tokens_total == sum(map(len, wanted))
     assert rows.trained_total == sum(label >= 0 for d in wanted for _, label in d)
 

@@ -48,7 +48,9 @@ def test_importing_the_package_imports_no_torch():
 # --- tokenizer ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("text", ["", " ", "\t\n\r\n  x", "naïve 日本語 🙂‍↕️ \u202e\x00\x7f", "a" * 1000, "def f():\n    return 1\n", "\ufffd\u0301"])
+@pytest.mark.parametrize(
+    "text", ["", " ", "\t\n\r\n  x", "naïve 日本語 🙂‍↕️ \u202e\x00\x7f", "a" * 1000, "def f():\n    return 1\n", "\ufffd\u0301"]
+)
 def test_bpe_gives_back_what_it_was_given(tokenizer, text):
     own = load_tokenizer(tokenizer)
     assert own.decode(own.encode(text)) == text
@@ -113,9 +115,20 @@ def test_every_format_gives_the_same_rows(tmp_path, tokenizer):
     (tmp_path / "folder").mkdir()
     for n, line in enumerate(LINES):
         (tmp_path / "folder" / f"{n:03}.txt").write_text(line)
-    made = [run(tmp_path, tmp_path / name, tokenizer=tokenizer) for name in ("a.jsonl", "a.json", "a.parquet", "saved", "folder")]
+    made = [
+        run(tmp_path, tmp_path / name, tokenizer=tokenizer) for name in ("a.jsonl", "a.json", "a.parquet", "saved", "folder")
+    ]
     assert len({m.fingerprint for m in made}) == 1
-    assert len({run(tmp_path, tmp_path / "a.json", tokenizer=tokenizer, **other).fingerprint for other in ({"validation": 0.3}, {"length": 8}, {"limit": 50})} - {made[0].fingerprint}) == 3
+    assert (
+        len(
+            {
+                run(tmp_path, tmp_path / "a.json", tokenizer=tokenizer, **other).fingerprint
+                for other in ({"validation": 0.3}, {"length": 8}, {"limit": 50})
+            }
+            - {made[0].fingerprint}
+        )
+        == 3
+    )
 
 
 def test_a_long_text_file_is_cut_at_blank_lines_without_loss(tmp_path):
@@ -181,7 +194,11 @@ def test_the_cache_is_hit_and_a_damaged_entry_is_built_again(tmp_path, monkeypat
     assert run(tmp_path, source, length=8).fingerprint != before.fingerprint
     assert run(tmp_path, source).fingerprint == before.fingerprint
     assert not calls
-    for damage in (lambda f: f.write_bytes(f.read_bytes()[:-1] + b"\7"), lambda f: f.unlink(), lambda f: (f.parent / "entry.json").write_text("{")):
+    for damage in (
+        lambda f: f.write_bytes(f.read_bytes()[:-1] + b"\7"),
+        lambda f: f.unlink(),
+        lambda f: (f.parent / "entry.json").write_text("{"),
+    ):
         damage(next((tmp_path / "cache").glob("tokens-*/train.uint16")))
         assert run(tmp_path, source).fingerprint == before.fingerprint
         assert calls
@@ -196,19 +213,31 @@ def test_the_cache_is_hit_and_a_damaged_entry_is_built_again(tmp_path, monkeypat
 GOOD = b'{"text": "good"}\n'
 
 BAD = {
-    "missing": (None, {"source": "{dir}/corpis.jsonl"}, r"data\.source .*corpis\.jsonl: does not exist; .* did you mean 'corpus\.jsonl'\?"),
+    "missing": (
+        None,
+        {"source": "{dir}/corpis.jsonl"},
+        r"data\.source .*corpis\.jsonl: does not exist; .* did you mean 'corpus\.jsonl'\?",
+    ),
     "empty": (b"", {}, r"corpus\.jsonl: the file is empty"),
     "blank": (b'{"text": " "}\n', {}, r"no document left of 1 read \(1 empty\)"),
     "binary": (GOOD + b'{"text": "\xff"}\n', {}, r"corpus\.jsonl:2: byte 27 \(0xff\) is not text in UTF-8"),
     "nul": (b"\x7fELF\0\0", {}, r"corpus\.jsonl:1: byte 4 is 0: a binary file"),
     "broken line": (GOOD * 2 + b'{"text": "cut\n', {}, r"corpus\.jsonl:3: not JSON: .* at column 10"),
     "not an object": (GOOD + b"[1]\n", {}, r"corpus\.jsonl:2: is a list, not an object"),
-    "no field": (GOOD + b'{"txt": "a", "id": 1}\n', {}, r"corpus\.jsonl:2: no field 'text', only 'txt', 'id'; set data\.text: did you mean 'txt'\?"),
+    "no field": (
+        GOOD + b'{"txt": "a", "id": 1}\n',
+        {},
+        r"corpus\.jsonl:2: no field 'text', only 'txt', 'id'; set data\.text: did you mean 'txt'\?",
+    ),
     "no prompt": (GOOD, {"prompt": "q", "completion": "text"}, r"corpus\.jsonl:1: no field 'q', only 'text'; set data\.prompt"),
     "a number": (GOOD + b'{"text": 7}\n', {}, r"corpus\.jsonl:2: field 'text' is a number, not text"),
     "null": (b'{"text": null}\n', {}, r"corpus\.jsonl:1: field 'text' is null"),
     "half a pair": (b'{"text": "\\ud800"}\n', {}, r"corpus\.jsonl:1: .*surrogate"),
-    "too little": (GOOD, {"validation": 0}, r"training data: \d+ tokens in 1 documents do not fill one row of 16; .*batch\.length"),
+    "too little": (
+        GOOD,
+        {"validation": 0},
+        r"training data: \d+ tokens in 1 documents do not fill one row of 16; .*batch\.length",
+    ),
     "no validation": (GOOD, {"validation": 0.0001}, r"data\.validation 0\.0001: none of 1 documents"),
     "no training": (GOOD, {"validation": 0.9999}, r"data\.validation 0\.9999: leaves none of 1 documents"),
     "all held out": (GOOD, {"validation": "{dir}/corpus.jsonl"}, r"no document left to train on \(1 also in validation\)"),
@@ -251,13 +280,19 @@ def test_other_files_that_cannot_be_read_are_named(tmp_path):
 
 def test_a_dataset_name_without_network_is_one_line(monkeypatch):
     monkeypatch.setattr("preheat.data.sources.hub_reachable", lambda: False)
-    with pytest.raises(DataError, match=r"data\.source stdlb: no such file or folder here; did you mean 'stdlib'\?, and no network"):
+    with pytest.raises(
+        DataError, match=r"data\.source stdlb: no such file or folder here; did you mean 'stdlib'\?, and no network"
+    ):
         open_source(Data(source="stdlb"))
 
 
 def test_a_prompt_that_fills_the_row_is_counted_or_refused(tmp_path, tokenizer):
     long, short = {"q": "word " * 90, "a": "x"}, {"q": "w", "a": "x"}
-    made = run(tmp_path, write(tmp_path / "a.jsonl", [long, short]), prompt="q", completion="a", validation=0, tokenizer=tokenizer)
+    made = run(
+        tmp_path, write(tmp_path / "a.jsonl", [long, short]), prompt="q", completion="a", validation=0, tokenizer=tokenizer
+    )
     assert made.counts["train"]["no_room"] == 1
-    with pytest.raises(DataError, match=r"the prompt alone fills a row of 16 tokens in each of 1 examples; raise batch\.length"):
+    with pytest.raises(
+        DataError, match=r"the prompt alone fills a row of 16 tokens in each of 1 examples; raise batch\.length"
+    ):
         run(tmp_path, write(tmp_path / "a.jsonl", [long]), prompt="q", completion="a", validation=0, tokenizer=tokenizer)

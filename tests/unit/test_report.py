@@ -27,7 +27,15 @@ PLAN = {
 MEASURED = {"peak_gib": 1.05, "tokens_per_second": 3800.0, "seconds_per_step": 0.1, "mfu": 0.5}
 
 
-def run_folder(path: Path, *, steps: int = 60, losses: dict[int, float] | None = None, plan: bool = True, events: bool = True, name: str = "small") -> Path:
+def run_folder(
+    path: Path,
+    *,
+    steps: int = 60,
+    losses: dict[int, float] | None = None,
+    plan: bool = True,
+    events: bool = True,
+    name: str = "small",
+) -> Path:
     writer = Writer(path)
     writer.text("recipe.yaml", f"name: {name}\nmodel: {{family: llama}}\ndata: {{source: stdlib}}\n")
     if plan:
@@ -39,7 +47,17 @@ def run_folder(path: Path, *, steps: int = 60, losses: dict[int, float] | None =
         writer.event("baseline", unigram=6.55, bigram=4.10, vocabulary=4096)
     for step in range(1, steps + 1):
         loss = (losses or {}).get(step, 3 + 5 * math.exp(-step / 10))
-        writer.metric(step=step, tokens=step * 100, loss=loss, lr=1e-3, gradient_norm=1.0, seconds=0.5, tokens_per_second=3800.0 + step, memory=2**28, elapsed=step / 2)
+        writer.metric(
+            step=step,
+            tokens=step * 100,
+            loss=loss,
+            lr=1e-3,
+            gradient_norm=1.0,
+            seconds=0.5,
+            tokens_per_second=3800.0 + step,
+            memory=2**28,
+            elapsed=step / 2,
+        )
         if step % 20 == 0:
             writer.metric(step=step, validation_loss=loss + 0.1, tokens=step * 100)
     if events:
@@ -86,7 +104,14 @@ def test_every_section_stands_in_order_and_the_figures_are_those_of_the_run(tmp_
     assert write(path) == path / "report.html"
     page = Page(path / "report.html")
     assert [i for i in page.ids if i in SECTIONS] == SECTIONS
-    for said in ("Predicted 1.02 GiB, measured 1.05 GiB (−3 %)", "Predicted 4,000 tokens/s, measured 3,800 (+5 %)", "15 M parameters", "3.600", "adapters on 6 layers", "Some CPU"):
+    for said in (
+        "Predicted 1.02 GiB, measured 1.05 GiB (−3 %)",
+        "Predicted 4,000 tokens/s, measured 3,800 (+5 %)",
+        "15 M parameters",
+        "3.600",
+        "adapters on 6 layers",
+        "Some CPU",
+    ):
         assert said in page.text
     data = json.loads((path / "report.json").read_text())
     metrics = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
@@ -238,7 +263,15 @@ def test_text_has_contrast_in_light_and_dark(mode):
         high, low = sorted((luminance(one), luminance(other)), reverse=True)
         return (high + 0.05) / (low + 0.05)
 
-    for text, ground in (("ink", "page"), ("ink", "panel"), ("muted", "page"), ("muted", "panel"), ("warn", "page"), ("warn", "warn-panel"), ("series-1", "panel")):
+    for text, ground in (
+        ("ink", "page"),
+        ("ink", "panel"),
+        ("muted", "page"),
+        ("muted", "panel"),
+        ("warn", "page"),
+        ("warn", "warn-panel"),
+        ("series-1", "panel"),
+    ):
         assert contrast(text, ground) >= 4.5, (text, ground)
     for n in range(1, 7):
         assert contrast(f"series-{n}", "page") >= 3

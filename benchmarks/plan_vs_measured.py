@@ -1,0 +1,95 @@
+"""Predicted against measured peak memory and speed of real runs on this machine.
+
+    python benchmarks/plan_vs_measured.py [--out benchmarks/results/plan_vs_measured.json]
+
+Each recipe is trained for a few steps by the command line in a process of its own, in a temporary folder; predicted and
+measured are the run's own figures. Peak memory is the process's high-water mark less what it held before the build.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+LLAMA_15M = "{layers: 6, width: 288, heads: 6, feed_forward: 768, vocabulary: 32000, tie_embeddings: true}"
+LLAMA_110M = "{layers: 12, width: 768, heads: 12, feed_forward: 2048, vocabulary: 32000, tie_embeddings: true}"
+GPT2_124M = "{family: gpt2, layers: 12, width: 768, heads: 12, vocabulary: 50304}"
+LEAN = "mixed_precision: {mode: bf16_weights}, chunked_loss: {}, efficient_attention: {}"
+
+# name, model, rows, length, techniques, steps
+RECIPES = [
+    ("demo", None, 8, 256, None, 40),
+    ("15M plain fp32", LLAMA_15M, 16, 256, "{}", 5),
+    ("15M lean, 64 rows", LLAMA_15M, 64, 256, f"{{{LEAN}}}", 4),
+    ("110M lean, accumulated", LLAMA_110M, 4, 512, f"{{{LEAN}, gradient_accumulation: {{steps: 2}}}}", 4),
+    ("110M plain fp32", LLAMA_110M, 4, 512, "{}", 3),
+    (
+        "110M bf16, checkpointed",
+        LLAMA_110M,
+        8,
+        512,
+        "{mixed_precision: {}, activation_checkpointing: {}, efficient_attention: {}}",
+        3,
+    ),
+    ("110M LoRA", LLAMA_110M, 4, 512, f"{{{LEAN}, lora: {{}}}}", 3),
+    ("gpt2 124M plain fp32, 8 rows", GPT2_124M, 8, 512, "{}", 3),
+]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/plan_vs_measured.json"))
+    out = parser.parse_args().out
+    rows = []
+    for name, model, size, length, techniques, steps in RECIPES:
+        with tempfile.TemporaryDirectory() as folder:
+            command = [sys.executable, "-m", "preheat", "train", "demo", "--json", "--force", "--out", f"{folder}/run"]
+            settings = [
+                f"stop.steps={steps}",
+                "evaluate={rows: 8}",
+                "checkpoint={}",
+                "sample={}",
+                f"batch={{size: {size}, length: {length}}}",
+            ]
+            settings += [f"model={model}"] if model else []
+            settings += [f"techniques={techniques}"] if techniques else []
+            for setting in settings:
+                command += ["--set", setting]
+            done = subprocess.run(command, capture_output=True, text=True, check=True, env=os.environ)
+            made = json.loads(done.stdout)
+        p, row = made["predicted"], {"name": name, "settings": settings}
+        for key in ("peak_gib", "tokens_per_second"):
+            row[key] = {
+                "predicted": round(p[key], 4),
+                "measured": round(made[key], 4),
+                "error": round(p[key] / made[key] - 1, 4),
+            }
+        rows.append(row)
+        print(
+            f"{name:32s} memory {p['peak_gib']:6.2f} / {made['peak_gib']:6.2f} GiB ({row['peak_gib']['error']:+.0%})   speed {p['tokens_per_second']:8,.0f} / {made['tokens_per_second']:8,.0f} tokens/s ({row['tokens_per_second']['error']:+.0%})",
+            flush=True,
+        )
+    cpu = next(
+        (
+            line.split(":")[1].strip()
+            for line in Path("/proc/cpuinfo").read_text().splitlines()
+            if line.startswith("model name")
+        ),
+        "unknown",
+    )
+    out.write_text(
+        json.dumps(
+            {"command": "python benchmarks/plan_vs_measured.py", "processor": cpu, "cores": os.cpu_count(), "rows": rows},
+            indent=1,
+        )
+        + "\n"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,98 @@
+"""Commands as a user types them, in a temporary folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+RECIPE = """\
+name: small
+model: {layers: 2, width: 32, heads: 2, vocabulary: 320}
+data: {source: text, vocabulary: 300, validation: 0.2}
+batch: {size: 4, length: 32}
+optimizer: {lr: 0.01}
+stop: {steps: 12}
+checkpoint: {every: 5}
+techniques: {mixed_precision: {mode: bf16_weights}, chunked_loss: {rows: 64}, efficient_attention: {}}
+"""
+
+
+class Command:
+    """Runs `preheat` in a folder with a cache that all tests share, so that the machine is measured once."""
+
+    def __init__(self, folder: Path, cache: Path):
+        self.folder = folder
+        self.environment = {
+            **os.environ,
+            "PREHEAT_CACHE": str(cache),
+            "HF_HUB_OFFLINE": "1",
+            "OMP_NUM_THREADS": "2",
+            "COLUMNS": "200",
+        }
+
+    def start(self, *arguments: str, **options: Any) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "preheat", *arguments]
+        return subprocess.Popen(
+            command, cwd=self.folder, env=self.environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options
+        )
+
+    def __call__(self, *arguments: str, code: int = 0) -> tuple[str, str]:
+        process = self.start(*arguments)
+        out, error = process.communicate(timeout=300)
+        assert process.returncode == code, f"exit {process.returncode}, expected {code}\n{out}\n{error}"
+        return out, error
+
+    def json(self, *arguments: str, code: int = 0) -> dict[str, Any]:
+        return json.loads(self(*arguments, "--json", code=code)[0])
+
+
+@pytest.fixture(scope="session")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture
+def preheat(tmp_path: Path, cache: Path) -> Command:
+    """A folder with a small recipe (r.yaml) and the text it reads."""
+    words = [
+        "the",
+        "quick",
+        "brown",
+        "fox",
+        "jumps",
+        "over",
+        "the",
+        "lazy",
+        "dog",
+        "while",
+        "seven",
+        "wizards",
+        "box",
+        "with",
+        "quiet",
+        "jackdaws",
+        "by",
+        "night",
+    ]
+    (tmp_path / "text").mkdir()
+    for n in range(40):
+        lines = [" ".join(words[(n * k + k) % len(words)] for k in range(1, 12)) + f" {n} {i}." for i in range(30)]
+        (tmp_path / "text" / f"{n:02}.txt").write_text("\n".join(lines))
+    (tmp_path / "r.yaml").write_text(RECIPE)
+    return Command(tmp_path, cache)
+
+
+def losses(run: Path) -> dict[int, float]:
+    """Step -> loss, as last logged."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines() if line.endswith("}")]
+    return {line["step"]: line["loss"] for line in lines if "loss" in line}
+
+
+Losses = Callable[[Path], dict[int, float]]

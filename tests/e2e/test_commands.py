@@ -1,0 +1,230 @@
+"""The commands, their exit codes and messages, and what they leave behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from .conftest import Command, losses
+
+
+def test_plan_train_report_eval_generate_export(preheat: Command) -> None:
+    plan = preheat.json("plan", "r.yaml")
+    assert plan["fits"] is True
+    assert sum(plan["memory"].values()) == pytest.approx(plan["peak_gib"], rel=1e-6)
+    made = preheat.json("train", "r.yaml")
+    assert set(made) >= {"run", "steps", "loss", "validation_loss", "tokens_per_second", "peak_gib", "predicted"}
+    assert (made["run"], made["steps"], made["stopped"]) == ("runs/small", 12, None)
+    run = preheat.folder / "runs" / "small"
+    for name in (
+        "recipe.yaml",
+        "plan.json",
+        "environment.json",
+        "changes.json",
+        "metrics.jsonl",
+        "events.jsonl",
+        "report.html",
+        "report.json",
+    ):
+        assert (run / name).stat().st_size > 0, name
+    assert sorted(p.name for p in (run / "checkpoints").iterdir()) == ["step-10", "step-12"]
+    assert preheat.json("eval", "runs/small")["loss"] == pytest.approx(made["validation_loss"], rel=1e-4)
+    text = preheat.json("generate", "runs/small", "--prompt", "the quick", "--tokens", "8")
+    assert text["tokens"] >= 1
+    exported = preheat.json("export", "runs/small", "--to", "hf")
+    assert exported["max_logit_difference"] < 1e-5
+    assert preheat.json("eval", exported["path"], "--data", "text", "--length", "32")["loss"] < 6
+    # The resolved recipe reruns the run, loss for loss.
+    again = preheat.json("train", "runs/small/recipe.yaml", "--out", "again")
+    assert (again["loss"], again["validation_loss"]) == (made["loss"], made["validation_loss"])
+    assert losses(run) == losses(preheat.folder / "again")
+
+
+def test_lora_run_exports_merged(preheat: Command) -> None:
+    preheat.json("train", "r.yaml", "--set", "techniques={lora: {rank: 4}}", "--set", "stop.steps=4")
+    exported = preheat.json("export", "runs/small")
+    assert exported["merged"] == 14
+    assert exported["max_logit_difference"] < 1e-5
+    config = json.loads((preheat.folder / exported["path"] / "config.json").read_text())
+    assert "preheat" not in json.dumps(config)
+
+
+def test_help_is_fast_and_every_command_has_an_example(preheat: Command) -> None:
+    begun = time.perf_counter()
+    out, _ = preheat("--help")
+    assert time.perf_counter() - begun < 2.0  # 0.25 s on a quiet machine; a busy one must not fail the test
+    assert "train" in out
+    for command in ("plan", "train", "report", "eval", "generate", "export", "demo", "init", "calibrate"):
+        assert "Example" in preheat(command, "--help")[0], command
+
+
+def test_recipes_techniques_and_init(preheat: Command) -> None:
+    assert "demo" in preheat("recipes")[0]
+    assert "techniques:" in preheat("recipes", "show", "demo")[0]
+    assert json.loads(preheat("recipes", "schema")[0])["title"] == "preheat recipe"
+    assert "Helps:" in preheat("techniques", "show", "lora")[0]
+    preheat("init", "demo")
+    assert (preheat.folder / "demo.yaml").exists()
+    assert "stands there already" in preheat("init", "demo", code=2)[1]
+    assert "did you mean 'demo'" in preheat("recipes", "show", "dmeo", code=2)[1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["train", "nothing.yaml"], 2, "no such file"),
+        (["train", "r.yaml", "--set", "batch.sise=3"], 2, "did you mean 'size'"),
+        (["train", "r.yaml", "--set", "batch.size=many"], 2, "whole number"),
+        (["train", "r.yaml", "--set", "data.source=nowhere.txt"], 4, "nowhere.txt"),
+        (["train", "r.yaml", "--set", "data.source=empty.txt"], 4, "empty"),
+        (["train", "r.yaml", "--set", "data.source=binary.txt"], 4, "binary.txt"),
+        (["train", "r.yaml", "--set", "data.source=broken.jsonl"], 4, "broken.jsonl:3"),
+        (["train", "r.yaml", "--set", "data.source=fields.jsonl"], 4, "fields.jsonl:2"),
+        (["train", "r.yaml", "--set", "model.positions=16"], 2, "16 positions"),
+        (["train", "r.yaml", "--set", "model.vocabulary=200"], 2, "300 pieces"),
+        (["train", "r.yaml", "--set", "hardware.memory=1MiB"], 3, "does not fit: needs"),
+        (["plan", "r.yaml", "--set", "hardware.memory=1MiB"], 3, ""),
+        (["train", "r.yaml", "--set", "hardware.memory=lots"], 2, "hardware.memory"),
+        (["train", "r.yaml", "--set", "hardware.device=cuda"], 2, "cuda"),
+        (["train", "r.yaml", "--resume"], 1, "no run to resume"),
+        (["train", "r.yaml", "--out", "r.yaml/x"], 1, "cannot write there"),
+        (["report", "text"], 1, "is not a run"),
+        (["eval", "text"], 1, "neither a run"),
+        (["trian", "r.yaml"], 2, "train"),
+    ],
+    ids=lambda value: " ".join(value[1:]) if isinstance(value, list) else "",
+)
+def test_bad_input_gets_one_clear_line_and_leaves_nothing(
+    preheat: Command, arguments: list[str], code: int, words: str
+) -> None:
+    (preheat.folder / "empty.txt").write_text("")
+    (preheat.folder / "binary.txt").write_bytes(bytes(range(256)) * 8)
+    (preheat.folder / "broken.jsonl").write_text('{"text": "a"}\n{"text": "b"}\n{"text": \n')
+    (preheat.folder / "fields.jsonl").write_text('{"text": "a"}\n{"txet": "b"}\n')
+    _, error = preheat(*arguments, code=code)
+    assert words in error
+    assert "Traceback" not in error
+    if error.startswith("error:"):
+        assert len(error.strip().splitlines()) == 1, error
+    assert not (preheat.folder / "runs" / "small" / "recipe.yaml").exists()
+    assert not list(preheat.folder.glob("runs/*/*")), "nothing half-written"
+
+
+def test_a_run_is_not_overwritten_and_not_resumed_otherwise(preheat: Command) -> None:
+    preheat("train", "r.yaml", "--set", "stop.steps=6")
+    assert "--resume" in preheat("train", "r.yaml", code=1)[1]
+    for changed in (
+        "batch.size=8",
+        "optimizer.lr=0.02",
+        "model.width=64",
+        "data.validation=0.3",
+        "techniques.chunked_loss.rows=32",
+    ):
+        error = preheat("train", "r.yaml", "--resume", "--set", changed, code=1)[1]
+        assert changed.partition("=")[0] in error, error
+    (preheat.folder / "text" / "00.txt").write_text("another text\n" * 50)
+    assert "the data (the source, tokenizer or packing) changed" in preheat("train", "r.yaml", "--resume", code=1)[1]
+
+
+def test_a_run_can_be_lengthened(preheat: Command) -> None:
+    preheat("train", "r.yaml", "--set", "schedule.kind=constant", "--set", "stop.steps=6")
+    made = preheat.json("train", "r.yaml", "--set", "schedule.kind=constant", "--resume")
+    assert made["steps"] == 12
+    preheat("train", "r.yaml", "--set", "schedule.kind=constant", "--out", "whole")
+    assert losses(preheat.folder / "runs" / "small") == losses(preheat.folder / "whole")
+
+
+def test_damaged_checkpoints(preheat: Command) -> None:
+    preheat("train", "r.yaml", "--set", "schedule.kind=constant")
+    whole = losses(preheat.folder / "runs" / "small")
+    (last,) = (preheat.folder / "runs/small/checkpoints/step-12").glob("*.safetensors")
+    last.write_bytes(last.read_bytes()[:-100])
+    out, _ = preheat("train", "r.yaml", "--set", "schedule.kind=constant", "--resume")
+    assert "step-12: damaged" in out.replace("\n", "")
+    assert losses(preheat.folder / "runs" / "small") == whole
+    for file in (preheat.folder / "runs/small/checkpoints").glob("*/*.safetensors"):
+        file.write_bytes(b"")
+    assert "no checkpoint is whole" in preheat("train", "r.yaml", "--resume", "--set", "schedule.kind=constant", code=1)[1]
+
+
+def test_non_finite_loss_stops_with_step_and_rows(preheat: Command) -> None:
+    more = [
+        "--set",
+        "optimizer.lr=1e30",
+        "--set",
+        "optimizer.clip=0",
+        "--set",
+        "techniques={}",
+        "--set",
+        "schedule.kind=constant",
+    ]
+    error = preheat("train", "r.yaml", *more, code=1)[1]
+    assert "step " in error
+    assert "rows " in error
+    assert "optimizer.lr" in error
+
+
+def test_two_runs_in_one_folder_at_once(preheat: Command) -> None:
+    first = preheat.start("train", "r.yaml", "--set", "stop.steps=100000", "--set", "checkpoint.every=50")
+    try:
+        _wait_for(preheat.folder / "runs/small/metrics.jsonl", first)
+        assert "another process is writing" in preheat("train", "r.yaml", "--resume", "--set", "stop.steps=100000", code=1)[1]
+    finally:
+        first.kill()
+        first.communicate()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_saves_and_ends_cleanly(preheat: Command, number: signal.Signals) -> None:
+    more = ["--set", "schedule.kind=constant"]
+    process = preheat.start("train", "r.yaml", "--set", "stop.steps=100000", *more)
+    _wait_for(preheat.folder / "runs/small/metrics.jsonl", process)
+    process.send_signal(number)
+    out, error = process.communicate(timeout=60)
+    assert process.returncode == 0, error
+    assert number.name in out
+    step = max(losses(preheat.folder / "runs/small"))
+    assert (preheat.folder / f"runs/small/checkpoints/step-{step}/manifest.json").exists()
+
+
+def _wait_for(path: Path, process: Any) -> None:
+    for _ in range(600):
+        if path.exists() and path.stat().st_size > 200:
+            return
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.1)
+    raise AssertionError(f"{path} was not written")
+
+
+@pytest.mark.skipif(shutil.which("mount") is None or os.geteuid() != 0, reason="a disk that fills up needs root and mount")
+def test_a_disk_that_fills_up_in_the_middle(preheat: Command) -> None:
+    disk = preheat.folder / "disk"
+    disk.mkdir()
+    if os.system(f"mount -t tmpfs -o size=2500k none {disk} 2>/dev/null") != 0:
+        pytest.skip("this container may not mount")
+    try:
+        more = [
+            "--set",
+            "checkpoint.every=2",
+            "--set",
+            "checkpoint.keep=50",
+            "--set",
+            "schedule.kind=constant",
+            "--set",
+            "stop.steps=60",
+        ]
+        error = preheat("train", "r.yaml", "--out", "disk/run", *more, code=1)[1]
+        assert "space" in error
+        assert "--resume" in error
+        kept = list((disk / "run/checkpoints").iterdir())
+        assert kept
+        assert all((p / "manifest.json").exists() for p in kept), "half a checkpoint was left"
+    finally:
+        os.system(f"umount {disk}")

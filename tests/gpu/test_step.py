@@ -1,0 +1,32 @@
+"""One step on a CUDA device, through the same build: agrees with the CPU, and what the dry run saw is what was allocated."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from preheat.engine.build import build
+from preheat.engine.step import gradients, update
+
+from ..conftest import DEVICE, difference, tiny, uneven
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+
+
+@pytest.mark.parametrize(
+    "techniques",
+    [
+        "{}",
+        "{efficient_attention: {}, mixed_precision: {mode: bf16_weights}, chunked_loss: {rows: 50}}",
+        "{activation_checkpointing: {}, mixed_precision: {}, efficient_attention: {}, lora: {}}",
+    ],
+)
+def test_a_step_agrees_with_the_cpu(techniques: str) -> None:
+    from preheat.hardware.probe import probe
+
+    cuda, cpu = (build(tiny(techniques), vocabulary=96, device=d) for d in (probe("cuda"), DEVICE))
+    for b in (cuda, cpu):
+        gradients(b, [uneven()])
+    bound = 1e-3 if techniques == "{}" else 0.05  # TF32 is off by default; bf16 kernels round differently
+    assert difference({n: p.grad.cpu() for n, p in cuda.parameters()}, {n: p.grad for n, p in cpu.parameters()}) < bound
+    assert update(cuda, 0.01).tolist()[1] == 1

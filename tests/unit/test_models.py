@@ -1,0 +1,163 @@
+"""The adapter: what transformers computes, we compute; what cannot be found is said."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from preheat.engine.build import build
+from preheat.errors import RecipeError
+from preheat.models import adapter, sizes
+from preheat.models.weights import WeightSource, materialize
+from preheat.ops.attention import reference_attention
+from preheat.recipe import override, parse
+from preheat.technique import MaskSpec
+
+from ..conftest import DEVICE, tiny
+
+SMALL: dict[str, Any] = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 96,
+    "max_position_embeddings": 64,
+}
+GROUPED = {**SMALL, "num_key_value_heads": 2, "intermediate_size": 48, "head_dim": 8}
+FAMILIES = {
+    "llama": lambda: transformers.LlamaConfig(**GROUPED),
+    "qwen2": lambda: transformers.Qwen2Config(**{k: v for k, v in GROUPED.items() if k != "head_dim"}),
+    "qwen3": lambda: transformers.Qwen3Config(**GROUPED),
+    "mistral": lambda: transformers.MistralConfig(**GROUPED, sliding_window=None),
+    "gemma": lambda: transformers.GemmaConfig(**GROUPED),
+    "phi3": lambda: transformers.Phi3Config(
+        **{k: v for k, v in GROUPED.items() if k != "head_dim"}, pad_token_id=0, bos_token_id=1, eos_token_id=2
+    ),
+    "gpt2": lambda: transformers.GPT2Config(
+        **SMALL, embd_pdrop=0.0, attn_pdrop=0.0, resid_pdrop=0.0, bos_token_id=0, eos_token_id=0
+    ),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_hidden_states_and_head_give_the_logits_of_transformers(family: str) -> None:
+    model = adapter.build_on_meta(FAMILIES[family]())
+    materialize(model, "cpu")
+    WeightSource(None).fill(model, seed=3)
+    model.eval()
+    tokens = torch.randint(96, (2, 20), generator=torch.Generator().manual_seed(0))
+    places = torch.arange(20).repeat(2, 1)
+    found = adapter.anatomy(model)
+    assert (len(found.layers), len(found.attentions)) == (2, 2)
+    with torch.no_grad():
+        ours = adapter.head(model)(adapter.hidden_states(model, tokens, places, MaskSpec(), reference_attention))
+    theirs = adapter.plain_logits(model, tokens)
+    assert float((ours - theirs).norm() / theirs.norm()) < 1e-6
+    # Two documents in a row are what two rows of their own are.
+    documents = MaskSpec(documents=((7, 13), (7, 13)))
+    places = torch.cat([torch.arange(7), torch.arange(13)]).repeat(2, 1)
+    with torch.no_grad():
+        packed = adapter.head(model)(adapter.hidden_states(model, tokens, places, documents, reference_attention))
+    alone = torch.cat([adapter.plain_logits(model, tokens[:, :7]), adapter.plain_logits(model, tokens[:, 7:])], dim=1)
+    assert float((packed - alone).norm() / alone.norm()) < 1e-6
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_new_weights_are_drawn_as_transformers_draws_them(family: str) -> None:
+    model = build(tiny(family=family), vocabulary=96, device=DEVICE).trained[0]
+    for name, p in model.named_parameters():
+        if p.ndim >= 2 and "c_proj" not in name:
+            assert float(p.detach().std()) == pytest.approx(0.02, rel=0.25), name
+        elif name.endswith("norm.weight") or ("ln_" in name and name.endswith("weight")):
+            assert p.detach().unique().tolist() == [1.0]
+    again = build(tiny(family=family), vocabulary=96, device=DEVICE).trained[0]
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
+    other = build(override(tiny(family=family), "seed=1"), vocabulary=96, device=DEVICE).trained[0]
+    assert not torch.equal(next(model.parameters()), next(other.parameters()))
+
+
+def test_a_folder_is_read_and_a_tied_head_stays_tied(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**GROUPED, tie_word_embeddings=True)).eval()
+    model.save_pretrained(tmp_path / "m")
+    r = parse(f"model: {{path: {tmp_path / 'm'}}}\nbatch: {{length: 16}}\nstop: {{steps: 1}}")
+    made = build(r, vocabulary=96, device=DEVICE).trained[0]
+    tokens = torch.arange(16)[None]
+    assert torch.equal(adapter.plain_logits(made, tokens), adapter.plain_logits(model, tokens))  # type: ignore[arg-type]
+    assert made.get_input_embeddings().weight is made.get_output_embeddings().weight  # type: ignore[operator]
+
+
+def _folder(tmp_path: Path) -> Path:
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(**GROUPED)).save_pretrained(tmp_path / "m")
+    return tmp_path / "m"
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (lambda f: (f / "config.json").unlink(), "no config.json"),
+        (lambda f: (f / "model.safetensors").unlink(), "no .*safetensors"),
+        (lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"), "pickle"),
+        (
+            lambda f: (f / "model.safetensors").write_bytes((f / "model.safetensors").read_bytes()[:5000]),
+            "not a whole safetensors",
+        ),
+        (
+            lambda f: (f / "config.json").write_text(
+                (f / "config.json").read_text().replace('"num_hidden_layers": 2', '"num_hidden_layers": 3')
+            ),
+            "lacks .* parameters",
+        ),
+        (
+            lambda f: (f / "config.json").write_text(
+                (f / "config.json").read_text().replace('"intermediate_size": 48', '"intermediate_size": 50')
+            ),
+            "do not belong together",
+        ),
+    ],
+)
+def test_a_bad_model_folder_is_refused_in_one_line(tmp_path: Path, spoil: Any, words: str) -> None:
+    folder = _folder(tmp_path)
+    spoil(folder)
+    with pytest.raises(RecipeError, match=words) as caught:
+        build(parse(f"model: {{path: {folder}}}\nbatch: {{length: 16}}\nstop: {{steps: 1}}"), vocabulary=96, device=DEVICE)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("model", "more", "vocabulary", "words"),
+    [
+        ("{path: ./nowhere}", "", 96, "no such folder"),
+        ("{layers: 2, width: 32, heads: 4, vocabulary: 50}", "", 96, "96 pieces .* 50 rows"),
+        ("{layers: 2, width: 32, heads: 4, positions: 16}", "batch: {length: 64}", 96, "longer than the model's 16 positions"),
+        ("{layers: 2, width: 32, heads: 4, config: {rope_teta: 1}}", "", 96, "did you mean"),
+        ("{family: gpt2, layers: 2, width: 32, heads: 4, kv_heads: 2}", "", 96, "no grouped queries"),
+        ("{}", "", 96, "state a path, a size"),
+    ],
+)
+def test_a_model_that_cannot_be_is_refused(model: str, more: str, vocabulary: int, words: str) -> None:
+    with pytest.raises(RecipeError, match=words):
+        build(parse(f"model: {model}\nstop: {{steps: 1}}\n{more}"), vocabulary=vocabulary, device=DEVICE)
+
+
+def test_a_model_that_changes_its_logits_after_the_head_is_refused() -> None:
+    with pytest.raises(RecipeError, match="final_logit_softcapping"):
+        adapter.build_on_meta(transformers.Gemma2Config(**GROUPED))
+
+
+@pytest.mark.parametrize("size", ["300K", "1M", "5M", "15M", "60M", "125M", "350M", "1.1B", "7B", "70B"])
+@pytest.mark.parametrize("gated", [True, False])
+def test_the_dial_meets_its_size(size: str, gated: bool) -> None:
+    d = sizes.dial(size, gated=gated)
+    parameters = d.layers * (4 * d.width**2 + (3 if gated else 2) * d.width * d.feed_forward)
+    assert parameters == pytest.approx(sizes.parse_size(size), rel=0.12 if sizes.parse_size(size) > 2e6 else 0.6)
+    assert d.width % d.heads == 0
+    assert 20 <= d.width / d.layers <= 200
+
+
+def test_the_learning_rate_of_the_dial_is_the_published_fit() -> None:
+    # Kaplan et al. 2020 give 0.003239 - 0.0001395 ln N; at a billion parameters that is 3.5e-4.
+    assert sizes.learning_rate(10**9) == pytest.approx(3.48e-4, rel=0.01)

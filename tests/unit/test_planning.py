@@ -1,0 +1,79 @@
+"""The dry run against closed forms."""
+
+from __future__ import annotations
+
+import pytest
+
+from preheat.planning.observe import observe
+from preheat.planning.plan import steps_of
+from preheat.recipe import override
+
+from ..conftest import DEVICE, tiny
+
+LAYERS, WIDTH, FEED_FORWARD, VOCABULARY, HEADS, KV = 3, 32, 64, 96, 4, 2
+
+
+def parameters() -> int:
+    head_dim = WIDTH // HEADS
+    attention = WIDTH * HEADS * head_dim * 2 + WIDTH * KV * head_dim * 2
+    layer = attention + 3 * WIDTH * FEED_FORWARD + 2 * WIDTH
+    return 2 * VOCABULARY * WIDTH + LAYERS * layer + WIDTH
+
+
+@pytest.mark.parametrize(("mode", "weight", "moments"), [("fp32", 4, 8), ("bf16", 4, 8), ("bf16_weights", 2, 8)])
+def test_states_are_the_closed_form(mode: str, weight: int, moments: int) -> None:
+    seen = observe(override(tiny(), f"techniques.mixed_precision.mode={mode}"), vocabulary=96, device=DEVICE)
+    assert seen.parameters == seen.trained == parameters()
+    at = seen.categories["update"]
+    slack = 64 * 64  # each tensor is rounded up to 64 bytes; step counters and rotary tables
+    assert weight * parameters() <= at["parameters"] <= weight * parameters() + slack
+    assert weight * parameters() <= at["gradients"] <= weight * parameters() + slack
+    assert moments * parameters() <= at["optimizer"] <= moments * parameters() + slack
+
+
+def test_flops_are_six_a_parameter_and_token_plus_attention() -> None:
+    seen = observe(tiny(rows=4, length=32), vocabulary=96, device=DEVICE)
+    tokens = 4 * 32
+    matrices = parameters() - VOCABULARY * WIDTH - (2 * LAYERS + 1) * WIDTH  # the embedding is looked up, norms are no products
+    attention = 2 * 2 * 4 * 32 * 32 * WIDTH * LAYERS  # scores and values, forward
+    assert seen.model_flops == 6 * matrices * tokens + 3 * attention
+
+
+def test_checkpointing_computes_one_forward_of_the_layers_again_and_selective_less() -> None:
+    none, full, selective = (
+        observe(override(tiny("{efficient_attention: {}}"), *more), vocabulary=96, device=DEVICE)
+        for more in (
+            [],
+            ["techniques.activation_checkpointing.mode=full"],
+            ["techniques.activation_checkpointing.mode=selective"],
+        )
+    )
+    again = sum(full.flops.values()) - sum(none.flops.values())
+    head = 2 * VOCABULARY * WIDTH * 4 * 32
+    forward = (none.model_flops - 3 * head) / 3.17  # attention's backward is 2.5 times its forward, products' twice
+    assert 0.8 * forward < again <= 1.05 * forward
+    assert sum(none.flops.values()) <= sum(selective.flops.values()) < sum(full.flops.values())
+    assert full.peak["backward"] < selective.peak["backward"] < none.peak["backward"]
+    assert full.model_flops == none.model_flops, "what is computed again is no work of the model"
+
+
+def test_lora_keeps_state_for_the_adapters_alone() -> None:
+    seen = observe(tiny("{lora: {rank: 2}}"), vocabulary=96, device=DEVICE)
+    assert seen.trained < seen.parameters / 4
+    assert seen.categories["update"]["optimizer"] < seen.categories["update"]["parameters"] / 2
+
+
+def test_accumulation_lowers_activations_and_keeps_the_work() -> None:
+    whole = observe(tiny(rows=12, length=64), vocabulary=96, device=DEVICE)
+    parts = observe(tiny("{gradient_accumulation: {steps: 6}}", rows=12, length=64), vocabulary=96, device=DEVICE)
+    assert parts.model_flops == whole.model_flops
+    assert parts.tokens == whole.tokens == 12 * 64
+    assert parts.peak["backward"] < 0.6 * whole.peak["backward"]
+
+
+@pytest.mark.parametrize(
+    ("stop", "rows", "steps"),
+    [("{steps: 7}", None, 7), ("{tokens: 1000}", None, 8), ("{epochs: 1.5}", 10, 4), ("{steps: 9, epochs: 1}", 10, 3)],
+)
+def test_the_length_of_a_run(stop: str, rows: int | None, steps: int) -> None:
+    assert steps_of(override(tiny(), f"stop={stop}"), rows) == steps

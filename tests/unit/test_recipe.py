@@ -1,0 +1,103 @@
+"""The recipe at its boundary: every mistake is located and the nearest right name given; YAML goes both ways."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from preheat import recipe as recipes
+from preheat.errors import RecipeError
+from preheat.recipe import Recipe, Stop, dump, json_schema, load, override, parse
+
+BASE = "model: {size: 15M}\nstop: {steps: 10}\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("modle: {}", ["r.yaml:1", "unknown key 'modle'", "did you mean 'model'"]),
+        (BASE + "batch:\n  lenght: 8", ["r.yaml:4", "unknown key 'batch.lenght'", "'length'"]),
+        (BASE + "batch: {size: big}", ["r.yaml:3", "batch.size", "whole number", "'big'"]),
+        (BASE + "batch: {size: 2.5}", ["batch.size", "whole number", "2.5"]),
+        (BASE + "batch: {size: 0}", ["batch.size", "at least 1", "got 0"]),
+        (BASE + "optimizer: {lr: -1.0}", ["optimizer.lr", "above 0"]),
+        (BASE + "optimizer: {lr: off}", ["optimizer.lr", "'auto'", "number", "'off'"]),
+        (BASE + "data: {packing: strem}", ["data.packing", "'stream'"]),
+        (BASE + "data: {streaming: 1}", ["data.streaming", "true or false"]),
+        (BASE + "techniques: {chunked_los: {}}", ["r.yaml:3", "unknown technique 'chunked_los'", "'chunked_loss'"]),
+        (BASE + "techniques: {chunked_loss: {row: 5}}", ["techniques.chunked_loss.row", "did you mean 'rows'"]),
+        (BASE + "techniques: [lora, lora]", ["'lora' stands twice"]),
+        (BASE + "techniques:\n  lora: {}\n  lora: {}", ["r.yaml:5", "stands twice", "line 4"]),
+        (BASE + "model: {}", ["'model' stands twice"]),
+        ("model: {size: 15}\nstop: {steps: 1}", ["model.size", "text"]),
+        ("model: {size: 15X}\nstop: {steps: 1}", ["model.size", "15M or 1.1B"]),
+        ("model: {path: x, layers: 2}\nstop: {steps: 1}", ["model.path", "remove layers"]),
+        ("model: {width: 30, heads: 4}\nstop: {steps: 1}", ["model.width", "multiple of heads"]),
+        ("model: {size: 15M}", ["stop", "says no end"]),
+        ("model: {size: 15M}\nstop: {hours: 1}", ["stop.hours", "schedule.kind: constant"]),
+        ("model: 3\nstop: {steps: 1}", ["r.yaml:1", "model", "mapping"]),
+        ("a: [", ["r.yaml", "not YAML"]),
+        ("- 1", ["mapping of keys"]),
+    ],
+)
+def test_each_mistake_is_located(text: str, words: list[str]) -> None:
+    with pytest.raises(RecipeError) as caught:
+        parse(text, where="r.yaml")
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+    assert caught.value.exit_code == 2
+
+
+def test_all_mistakes_are_told_at_once() -> None:
+    with pytest.raises(RecipeError) as caught:
+        parse("modle: {}\nbatch: {size: 0, length: x}\nstop: {steps: 1}")
+    assert len(str(caught.value).splitlines()) == 3
+
+
+def test_yaml_goes_both_ways_with_the_scalars_of_yaml_1_2() -> None:
+    r = parse(BASE + "name: off\noptimizer: {lr: 1e-4, betas: [0, 0.5]}\nmodel_note: x".replace("\nmodel_note: x", ""))
+    assert (r.name, r.optimizer.lr, r.optimizer.betas) == ("off", 1e-4, (0, 0.5))
+    assert parse(dump(r)) == r
+    assert parse(dump(override(r, "data.text='1e3'"))).data.text == "1e3", "text that looks like a number stays text"
+
+
+def test_set_overrides_and_says_what_it_cannot() -> None:
+    r = parse(BASE, overrides=["batch.size=64", "techniques.lora.rank=4", "model.config={rope_theta: 5e5}"])
+    assert (r.batch.size, r.techniques["lora"].rank, r.model.config) == (64, 4, {"rope_theta": 5e5})  # type: ignore[attr-defined]
+    for bad, words in (
+        ("batch.size", "key=value"),
+        ("batch.sise=3", "did you mean 'size'"),
+        ("name.x=3", "no settings inside"),
+    ):
+        with pytest.raises(RecipeError, match=words):
+            parse(BASE + "name: n\n", overrides=[bad])
+
+
+def test_built_in_recipes_load_and_rerun_from_their_dump(tmp_path: Path) -> None:
+    for file in (Path(recipes.__file__).parents[1] / "recipes").glob("*.yaml"):
+        r = load(file.stem)
+        (tmp_path / "again.yaml").write_text(dump(r))
+        assert load(tmp_path / "again.yaml") == r
+
+
+def test_schema_knows_every_key_and_says_what_it_is() -> None:
+    schema = json_schema()
+    json.dumps(schema)
+    assert set(schema["properties"]) == set(Recipe.__dataclass_fields__)
+    for part in ("model", "data", "batch", "optimizer", "schedule", "stop", "evaluate", "checkpoint", "sample", "hardware"):
+        for key, entry in schema["properties"][part]["properties"].items():
+            assert entry.get("description"), f"{part}.{key} has no text"
+
+
+def test_recipe_and_cli_import_no_torch_and_fast_help() -> None:
+    code = "import sys, preheat.recipe, preheat.cli; print('torch' in sys.modules, 'transformers' in sys.modules)"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.split() == ["False", "False"]
+
+
+def test_a_recipe_is_frozen() -> None:
+    with pytest.raises(AttributeError):
+        Recipe(stop=Stop(steps=1)).seed = 3  # type: ignore[misc]
