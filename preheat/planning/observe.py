@@ -57,6 +57,7 @@ class Observation:
         model_flops: of one optimizer step without what activation checkpointing computes again.
         parameters, trained: number of elements.
         tokens: tokens of one optimizer step.
+        log: every allocation and release, in order: (block, bytes made or -bytes freed, phase).
         slots: who owns what; changes: what each technique did.
     """
 
@@ -68,6 +69,7 @@ class Observation:
     parameters: int
     trained: int
     tokens: int
+    log: list[tuple[int, int, Phase]] = field(default_factory=list)
     slots: dict[str, str] = field(default_factory=dict)
     changes: dict[str, list[Any]] = field(default_factory=dict)
 
@@ -270,6 +272,7 @@ def observe(recipe: Recipe, *, vocabulary: int | None, device: Device) -> Observ
         parameters=sum(p.numel() for part in made.trained for p in part.parameters()),
         trained=sum(p.numel() for _, p in made.parameters()),
         tokens=shape.rows * shape.length,
+        log=recorder.log,
         slots=made.slots(),
         changes=made.changes,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from preheat.planning.allocator import Heap
 from preheat.planning.observe import observe
 from preheat.planning.plan import steps_of
 from preheat.recipe import override
@@ -77,3 +78,22 @@ def test_accumulation_lowers_activations_and_keeps_the_work() -> None:
 )
 def test_the_length_of_a_run(stop: str, rows: int | None, steps: int) -> None:
     assert steps_of(override(tiny(), f"stop={stop}"), rows) == steps
+
+
+def test_the_heap_joins_and_reuses_what_is_freed_and_maps_what_is_large() -> None:
+    heap = Heap()
+    for block in range(3):
+        heap.allocate(block, 64 << 10)
+    grown = heap.end
+    heap.free(0)
+    heap.free(1)  # joined with its neighbour: room for one block of the two sizes together
+    heap.allocate(3, 120 << 10)
+    assert (heap.end, heap.mapped) == (grown, 0)
+    heap.allocate(4, 8 << 20)
+    assert heap.mapped >= 8 << 20
+    heap.free(4)
+    assert heap.mapped == 0
+    heap.allocate(5, 4 << 20)  # the threshold rose to the block that was freed
+    assert heap.mapped == 0
+    heap.allocate(6, 64 << 20)
+    assert heap.mapped >= 64 << 20
