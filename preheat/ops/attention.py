@@ -93,13 +93,13 @@ def _arrangement(documents: tuple[tuple[int, ...], ...]) -> tuple[list[tuple[int
         start = row * length
         for n in cuts:
             padded = min(-(-n // _BLOCK) * _BLOCK, length)
-            place = numpy.full(padded, -1, dtype=numpy.int64)
+            place: numpy.ndarray = numpy.full(padded, -1, dtype=numpy.int64)
             place[:n] = numpy.arange(start, start + n)
             by_length.setdefault(padded, []).append(place)
             start += n
     groups = [(len(places), padded) for padded, places in sorted(by_length.items())]
     there = numpy.concatenate([place for _, places in sorted(by_length.items()) for place in places])
-    back = numpy.empty(len(documents) * length, dtype=numpy.int64)
+    back: numpy.ndarray = numpy.empty(len(documents) * length, dtype=numpy.int64)
     filled = there >= 0
     back[there[filled]] = numpy.nonzero(filled)[0]
     return groups, there, back
