@@ -14,6 +14,14 @@ from preheat.technique import Batch, Device, MaskSpec
 DEVICE = Device("cpu", "test", 8 << 30)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread() -> None:
+    """Threads that wait for each other cost tiny models more than they save, above all where cores are shared."""
+    import torch
+
+    torch.set_num_threads(1)
+
+
 @pytest.fixture(scope="session")
 def data_folder() -> Path:
     """Real data that lies beside the project on some machines and is never part of it."""

@@ -308,7 +308,8 @@ def _movers(random: _Random, dtype: torch.dtype, elements: int, grid: Grid) -> d
     )
     order = random.rows(n, n)
     bits = torch.empty(elements * size // 8, dtype=torch.int64, device=x.device)
-    calls["random_"] = (lambda: bits.random_(-(2**63), None), bits.numel() * 8)
+    own = torch.Generator(device=x.device)
+    calls["random_"] = (lambda: bits.random_(-(2**63), None, generator=own), bits.numel() * 8)
     calls["index_copy_"] = (lambda: out.index_copy_(0, order, x), 2 * one)
     return calls
 

@@ -33,7 +33,7 @@ class Command:
             **os.environ,
             "PREHEAT_CACHE": str(cache),
             "HF_HUB_OFFLINE": "1",
-            "OMP_NUM_THREADS": "2",
+            "OMP_NUM_THREADS": "1",
             "COLUMNS": "200",
         }
 
