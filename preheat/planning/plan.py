@@ -30,7 +30,7 @@ def overhead_bytes(observation: Observation, device: Device) -> int:
     return round(0.5 * GIB)  # context and cuBLAS workspaces, as commonly reported; not yet measured here
 
 
-_CPU_BASE = 32 * 2**20
+_CPU_BASE = 64 * 2**20
 _HEAP_KEPT = 0.7
 
 

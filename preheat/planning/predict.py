@@ -146,6 +146,11 @@ def _broadcast(kernel: Kernel) -> str:
     return "mul"
 
 
+# In a training step each kernel also passes Python, the dispatcher and autograd's graph, forward and backward.
+_HOST_SHARE = 4
+
+
 def step_seconds(observation: Observation, rates: Rates) -> float:
     """Seconds of one optimizer step."""
-    return sum(kernel_seconds(kernel, rates) * count for kernel, count in observation.kernels.items())
+    host = rates.launch * (_HOST_SHARE - 1)
+    return sum((kernel_seconds(kernel, rates) + host) * count for kernel, count in observation.kernels.items())
