@@ -22,8 +22,8 @@ def overhead_bytes(observation: Observation, device: Device) -> int:
 
     On a CPU: stacks and scratch of the threads, oneDNN's kernels, autograd's objects (`_CPU_BASE`), and what glibc's heap
     keeps of freed tensors: an aligned block asks for more than its own size, so that a freed one of the same size rarely
-    serves and the heap grows to nearly twice what is alive in it (`_HEAP_KEPT`). Both were measured over the recipes of
-    benchmarks/results/plan_vs_measured.json, with the heap's share alive between 0.2 and 0.8 GiB.
+    serves and the heap grows to nearly twice what is alive in it (`_HEAP_KEPT`). Both were fitted to five
+    recipes of 0.1 to 4 GiB (15M and 110M, lean and plain); benchmarks/plan_vs_measured.py holds them against more.
     """
     if device.kind == "cpu":
         return round(_CPU_BASE + _HEAP_KEPT * heap_peak(observation.log))
