@@ -63,6 +63,20 @@ def _tensors(build: Build) -> dict[str, Any]:
     return found
 
 
+_FILE_BYTES = 64 << 20
+
+
+def _files(tensors: dict[str, Any]) -> dict[str, int]:
+    """Name -> number of the file, from 1. A file is put together in memory before it is written, so files are kept small."""
+    numbers, number, size = {}, 1, 0
+    for name, t in tensors.items():
+        if size and size + t.nbytes > _FILE_BYTES:
+            number, size = number + 1, 0
+        numbers[name] = number
+        size += t.nbytes
+    return numbers
+
+
 def _host_generators() -> dict[str, Any]:
     import numpy
 
@@ -115,9 +129,10 @@ def save(build: Build, progress: Progress, folder: Path, *, keep: int) -> Path:
     try:
         shutil.rmtree(beside, ignore_errors=True)
         beside.mkdir(parents=True)
-        writer = dcp.HuggingFaceStorageWriter(str(beside))
+        tensors = _tensors(build)
+        writer = dcp.HuggingFaceStorageWriter(str(beside), fqn_to_index_mapping=_files(tensors))
         with _one_process():
-            dcp.save(_tensors(build), storage_writer=writer, no_dist=True)
+            dcp.save(tensors, storage_writer=writer, no_dist=True)
         state = {
             "format": 1,
             **{key: getattr(progress, key) for key in Progress.__dataclass_fields__},

@@ -110,6 +110,18 @@ def test_the_last_n_are_kept_and_nothing_is_pickled(tmp_path: Path) -> None:
             json.loads(file.read_text())
 
 
+def test_a_large_state_is_saved_in_small_files_and_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint, "_FILE_BYTES", 20_000)
+    folder = _saved(tmp_path, steps=1)
+    assert len(list((folder / "step-1").glob("*.safetensors"))) > 3
+    b = build(override(tiny(), "seed=9"), vocabulary=96, device=DEVICE)
+    checkpoint.load(b, folder / "step-1")
+    again = build(tiny(), vocabulary=96, device=DEVICE)
+    gradients(again, [uneven()])
+    update(again, 0.01)
+    assert all(torch.equal(p, q) for (_, p), (_, q) in zip(b.parameters(), again.parameters(), strict=True))
+
+
 @pytest.mark.parametrize(
     ("spoil", "words"),
     [
