@@ -38,6 +38,17 @@ RECIPES = [
     ),
     ("110M LoRA", LLAMA_110M, 4, 512, f"{{{LEAN}, lora: {{}}}}", 3),
     ("gpt2 124M plain fp32, 8 rows", GPT2_124M, 8, 512, "{}", 3),
+    # Held out: the heap's one factor was fitted to the eight above.
+    (
+        "qwen3 60M bf16, selective",
+        "{family: qwen3, layers: 10, width: 512, heads: 8, kv_heads: 4, feed_forward: 1536, vocabulary: 32000, tie_embeddings: true}",
+        16,
+        256,
+        "{mixed_precision: {}, activation_checkpointing: {mode: selective}, efficient_attention: {}, chunked_loss: {}}",
+        4,
+    ),
+    ("gpt2 124M lean", GPT2_124M, 8, 512, f"{{{LEAN}}}", 3),
+    ("llama 50M, 1,024 tokens, bf16", "{layers: 8, width: 640, heads: 10, vocabulary: 16384}", 4, 1024, "{mixed_precision: {}, efficient_attention: {}}", 4),
 ]
 
 

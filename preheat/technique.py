@@ -239,6 +239,14 @@ class Technique(ABC):
     conflicts: ClassVar[frozenset[Tag]] = frozenset()
     roles: ClassVar[frozenset[str]] = frozenset({"trained"})
 
+    def owned(self) -> frozenset[Slot]:
+        """The slots of `owns` that these settings take."""
+        return self.owns
+
+    def provided(self) -> frozenset[Tag]:
+        """The tags of `provides` that these settings bring."""
+        return self.provides
+
     @classmethod
     def name(cls) -> str:
         """The key in the recipe: the module's name."""
@@ -293,9 +301,9 @@ def conflicts_of(techniques: Iterable[Technique], context: Context) -> list[tupl
     found: list[tuple[str, str]] = []
     owner: dict[Slot, str] = {}
     chosen = sorted(techniques, key=lambda t: (t.stage, t.name()))
-    brings = {t.name(): t.provides for t in chosen}
+    brings = {t.name(): t.provided() for t in chosen}
     for t in chosen:
-        for slot in sorted(t.owns):
+        for slot in sorted(t.owned()):
             if slot in owner:
                 found.append((t.name(), f"owns the slot '{slot}', which {owner[slot]} owns already; leave one out"))
             owner.setdefault(slot, t.name())

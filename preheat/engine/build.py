@@ -18,7 +18,7 @@ __all__ = ["build", "context_of", "peak_learning_rate"]
 
 def context_of(recipe: Recipe, config: Any, device: Device) -> Context:
     """What techniques' checks may look at."""
-    tags = frozenset(tag for t in recipe.techniques.values() for tag in t.provides) | {Tag(device.kind)}
+    tags = frozenset(tag for t in recipe.techniques.values() for tag in t.provided()) | {Tag(device.kind)}
     return Context(recipe, adapter.facts(config), device, tags)
 
 

@@ -53,8 +53,9 @@ class Grid:
     """(inputs, outputs) of a linear layer."""
     products: tuple[int, ...] = (2048, 4096)
     """Sizes of the square products that give the peak."""
-    elements: tuple[int, ...] = (2**16, 2**20, 2**22, 2**24)
-    """Elements of the tensors of operators that move memory: in a core's cache, in the shared one, and beyond."""
+    elements: tuple[int, ...] = (2**16, 2**20, 2**22, 3 * 2**21)
+    """Elements of the tensors of operators that move memory: in a core's cache, in the shared one, and beyond. At most 24 MiB:
+    larger results are mapped anew by glibc in every call, which `Rates.fresh` stands for."""
     width: int = 512
     vocabulary: int = 32000
     attention: tuple[tuple[int, int, int, int], ...] = ((8, 6, 256, 48), (2, 12, 1024, 64))
@@ -297,6 +298,9 @@ def _movers(random: _Random, dtype: torch.dtype, elements: int, grid: Grid) -> d
     logs = logits.log_softmax(dim=-1)
     whole = logits.numel() * size
     calls["softmax"] = (lambda: logits.softmax(dim=-1), 2 * whole)
+    chances = logits.softmax(dim=-1)
+    calls["softmax_"] = (lambda: torch.softmax(chances, dim=-1, out=chances), 2 * whole)
+    calls["amax"] = (lambda: logits.amax(dim=-1), whole)
     calls["log_softmax"] = (lambda: logits.log_softmax(dim=-1), 2 * whole)
     calls["log_softmax_backward"] = (lambda: aten._log_softmax_backward_data(logits, logs, -1, dtype), 3 * whole)
     table = random((grid.vocabulary, grid.width), dtype)

@@ -53,6 +53,8 @@ MOVERS: dict[str, str] = {
     "sum_rows": "x [n, width] over n: the gradient of a bias or of a norm's weight",
     "norm": "the 2-norm of the whole",
     "softmax": "rows of x [n, vocabulary]",
+    "softmax_": "rows of x [n, vocabulary], written where they stand",
+    "amax": "the greatest of each row of x [n, vocabulary]",
     "log_softmax": "rows of x [n, vocabulary]",
     "log_softmax_backward": "its gradient",
     "embedding": "rows of a table [vocabulary, width] gathered in random order",
@@ -198,7 +200,7 @@ class Rates:
         return path
 
 
-_FORMAT = 2
+_FORMAT = 3
 """Raised when what is measured changes, so that an older file is measured again."""
 
 

@@ -6,32 +6,26 @@ import math
 from typing import Any
 
 from preheat.hardware.rates import Rates
-from preheat.planning.allocator import heap_peak
+from preheat.planning.allocator import HeapUse, replay
 from preheat.planning.observe import CATEGORIES, Observation, observe
 from preheat.planning.predict import step_seconds
 from preheat.recipe import Recipe
 from preheat.technique import Device, Tag
 
-__all__ = ["describe", "overhead_bytes", "plan"]
+__all__ = ["describe", "plan"]
 
 GIB = 2**30
 
 
-def overhead_bytes(observation: Observation, device: Device) -> int:
-    """What a process holds beside its tensors, by a correction measured on each kind of device.
-
-    On a CPU: stacks and scratch of the threads, oneDNN's kernels, autograd's objects (`_CPU_BASE`), and what glibc's heap
-    keeps of freed tensors: an aligned block asks for more than its own size, so that a freed one of the same size rarely
-    serves and the heap grows to nearly twice what is alive in it (`_HEAP_KEPT`). Both were fitted to five
-    recipes of 0.1 to 4 GiB (15M and 110M, lean and plain); benchmarks/plan_vs_measured.py holds them against more.
-    """
-    if device.kind == "cpu":
-        return round(_CPU_BASE + _HEAP_KEPT * heap_peak(observation.log))
-    return round(0.5 * GIB)  # context and cuBLAS workspaces, as commonly reported; not yet measured here
+_CPU_BASE = 64 * 2**20  # stacks and scratch of the threads, oneDNN's kernels, autograd's objects; measured
+_CUDA_BASE = round(0.5 * GIB)  # context and cuBLAS workspaces, as commonly reported; not yet measured here
 
 
-_CPU_BASE = 64 * 2**20
-_HEAP_KEPT = 0.7
+def _overhead(observation: Observation, heap: HeapUse | None) -> int:
+    """Bytes that a process holds beside its tensors: on a CPU also what glibc's heap keeps of freed ones."""
+    if heap is None:
+        return _CUDA_BASE
+    return _CPU_BASE + max(heap.peak - max(size for phase, size in observation.peak.items() if phase != "evaluation"), 0)
 
 
 def steps_of(recipe: Recipe, rows: int | None) -> int | None:
@@ -72,15 +66,16 @@ def describe(
     recipe: Recipe, seen: Observation, *, device: Device, rates: Rates, rows: int | None, in_use: int
 ) -> dict[str, Any]:
     """An observation as a plan."""
-    overhead = overhead_bytes(seen, device)
+    heap = replay(seen.log) if device.kind == "cpu" else None
+    overhead = _overhead(seen, heap)
     memory = {category: seen.categories[seen.peak_phase][category] / GIB for category in CATEGORIES} | {
         "overhead": overhead / GIB
     }
     peak = (seen.peak[seen.peak_phase] + overhead) / GIB
     available = (device.memory - in_use) / GIB
-    seconds = step_seconds(seen, rates)
+    seconds = step_seconds(seen, rates, fresh=heap.fresh if heap else 0)
     ceiling = rates.peak_matrix_rate[
-        "bf16" if any(Tag("bf16-compute") in t.provides for t in recipe.techniques.values()) else "fp32"
+        "bf16" if any(Tag("bf16-compute") in t.provided() for t in recipe.techniques.values()) else "fp32"
     ]
     steps = steps_of(recipe, rows)
     total = seconds * steps if steps else (recipe.stop.hours or 0) * 3600 or None

@@ -76,6 +76,12 @@ class MixedPrecision(Technique):
     mode: Literal["fp32", "bf16", "bf16_weights"] = "bf16"
     """fp32: no mixing; bf16: fp32 weights under autocast; bf16_weights: weights in bf16 with stochastic rounding."""
 
+    def owned(self) -> frozenset[Slot]:
+        return self.owns if self.mode == "bf16_weights" else frozenset()
+
+    def provided(self) -> frozenset[Tag]:
+        return self.provides if self.mode != "fp32" else frozenset()
+
     def apply(self, build: Build, part: Any) -> Change:
         if self.mode == "fp32":
             return Change("weights, products and optimizer in fp32", sum(p.numel() for p in part.parameters()))

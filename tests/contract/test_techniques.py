@@ -161,7 +161,7 @@ def test_its_options_and_rungs_are_settings_of_it(name: str) -> None:
 
 
 def _compatible(a: Technique, b: Technique) -> bool:
-    return not (a.owns & b.owns or a.conflicts & b.provides or b.conflicts & a.provides)
+    return not (a.owned() & b.owned() or a.conflicts & b.provided() or b.conflicts & a.provided())
 
 
 PAIRS = [(a, b) for a, b in itertools.combinations(NAMES, 2) if _compatible(registry()[a](), registry()[b]())]

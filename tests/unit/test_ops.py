@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
 
-from preheat.ops.attention import allowed, reference_attention, sdpa_attention
+from preheat.ops.attention import allowed, blocked_attention, reference_attention, sdpa_attention
 from preheat.ops.losses import CrossEntropy, chunked_logits, whole_logits
 from preheat.ops.optimizers import StochasticAdamW
 from preheat.ops.rounding import stochastic_round_
@@ -63,16 +64,41 @@ def test_a_confident_wrong_row_has_a_finite_loss() -> None:
     ids=str,
 )
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
-def test_fused_attention_agrees_forward_and_backward(mask: MaskSpec, kv_heads: int) -> None:
+@pytest.mark.parametrize("attention", [sdpa_attention, blocked_attention])
+def test_fused_attention_agrees_forward_and_backward(attention: Any, mask: MaskSpec, kv_heads: int) -> None:
     torch.manual_seed(0)
-    tensors = [torch.randn(3, heads, 24, 8, requires_grad=True) for heads in (4, kv_heads, kv_heads)]
-    a, b = sdpa_attention(*tensors, mask, 0.3), reference_attention(*tensors, mask, 0.3)
-    assert norm_difference(a, b) < 2e-6
+    _agrees(attention, [torch.randn(3, heads, 24, 8, requires_grad=True) for heads in (4, kv_heads, kv_heads)], mask)
+
+
+def _agrees(attention: Any, tensors: list[torch.Tensor], mask: MaskSpec, tolerance: float = 2e-6) -> None:
+    a, b = attention(*tensors, mask, 0.3), reference_attention(*tensors, mask, 0.3)
+    assert norm_difference(a, b) < tolerance
     weight = torch.randn_like(a)
     for x, y in zip(
         torch.autograd.grad((a * weight).sum(), tensors), torch.autograd.grad((b * weight).sum(), tensors), strict=True
     ):
-        assert norm_difference(x, y) < 2e-6
+        assert norm_difference(x, y) < tolerance
+
+
+@pytest.mark.parametrize("length", [2, 127, 128, 300])
+@pytest.mark.parametrize("causal", [True, False])
+def test_blocked_attention_agrees_over_several_tiles(monkeypatch: pytest.MonkeyPatch, length: int, causal: bool) -> None:
+    """Some heads at a time (3 rows x 5 heads: 8, 4, 2, 1), and blocks of queries that end unevenly."""
+    import preheat.ops.attention as module
+
+    monkeypatch.setattr(module, "_SCRATCH", 8 * 2 * 128 * length)
+    torch.manual_seed(0)
+    tensors = [torch.randn(3, heads, length, 8, requires_grad=True) for heads in (10, 5, 5)]
+    _agrees(blocked_attention, tensors, MaskSpec(causal=causal))
+
+
+def test_blocked_attention_in_bf16_is_as_near_to_fp32_as_eager_is() -> None:
+    torch.manual_seed(0)
+    exact = [torch.randn(2, 4, 256, 16) for _ in range(3)]
+    truth = reference_attention(*exact, MaskSpec(), 0.25)
+    rounded = [t.bfloat16() for t in exact]
+    eager, ours = (f(*rounded, MaskSpec(), 0.25).float() for f in (reference_attention, blocked_attention))
+    assert norm_difference(ours, truth) < 1.1 * norm_difference(eager, truth)
 
 
 def test_the_mask_says_what_its_definition_says() -> None:
@@ -86,21 +112,17 @@ def test_long_documents_are_padded_to_blocks_and_agree() -> None:
     torch.manual_seed(0)
     mask = MaskSpec(documents=((200,), (65, 7, 128), (63, 64, 73)))
     tensors = [torch.randn(3, heads, 200, 8, requires_grad=True) for heads in (4, 2, 2)]
-    a, b = sdpa_attention(*tensors, mask, 0.3), reference_attention(*tensors, mask, 0.3)
-    weight = torch.randn_like(a)
-    assert norm_difference(a, b) < 2e-6
-    for x, y in zip(
-        torch.autograd.grad((a * weight).sum(), tensors), torch.autograd.grad((b * weight).sum(), tensors), strict=True
-    ):
-        assert norm_difference(x, y) < 2e-6
+    for attention in (sdpa_attention, blocked_attention):
+        _agrees(attention, tensors, mask)
 
 
 def test_what_has_no_kernel_is_refused_not_ignored() -> None:
     q = torch.randn(1, 1, 8, 4)
-    with pytest.raises(ValueError, match="causal"):
-        sdpa_attention(q, q, q, MaskSpec(causal=False, documents=((4, 4),)), 1.0)
-    with pytest.raises(ValueError, match="window"):
-        sdpa_attention(q, q, q, MaskSpec(window=4), 1.0)
+    for attention in (sdpa_attention, blocked_attention):
+        with pytest.raises(ValueError, match="causal"):
+            attention(q, q, q, MaskSpec(causal=False, documents=((4, 4),)), 1.0)
+        with pytest.raises(ValueError, match="window"):
+            attention(q, q, q, MaskSpec(window=4), 1.0)
 
 
 def test_stochastic_rounding_is_right_on_average_and_picks_only_neighbours() -> None:
