@@ -48,7 +48,14 @@ RECIPES = [
         4,
     ),
     ("gpt2 124M lean", GPT2_124M, 8, 512, f"{{{LEAN}}}", 3),
-    ("llama 50M, 1,024 tokens, bf16", "{layers: 8, width: 640, heads: 10, vocabulary: 16384}", 4, 1024, "{mixed_precision: {}, efficient_attention: {}}", 4),
+    (
+        "llama 50M, 1,024 tokens, bf16",
+        "{layers: 8, width: 640, heads: 10, vocabulary: 16384}",
+        4,
+        1024,
+        "{mixed_precision: {}, efficient_attention: {}}",
+        4,
+    ),
 ]
 
 

@@ -260,7 +260,9 @@ class _Blocked(torch.autograd.Function):
             scores = scratch[: chances.numel()].view(chances.shape)
             torch.bmm(slope, v[heads, :keys].transpose(1, 2), out=scores)
             torch.ops.aten._softmax_backward_data.out(scores, chances, -1, chances.dtype, grad_input=scores)
-            grad_q[heads, :, queries] = torch.bmm(scores, k[heads, :keys]).mul_(ctx.scale).view(*grad_q[heads, :, queries].shape)
+            grad_q[heads, :, queries] = (
+                torch.bmm(scores, k[heads, :keys]).mul_(ctx.scale).view(*grad_q[heads, :, queries].shape)
+            )
             grad_k[heads, :keys].add_(torch.bmm(scores.transpose(1, 2), block), alpha=ctx.scale)
         made = (t.to(k.dtype).view(shape) for t, shape in zip((grad_q, grad_k, grad_v), ctx.shapes, strict=True))
         return *made, None, None

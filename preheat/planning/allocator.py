@@ -3,10 +3,10 @@
 On a CPU that is glibc's malloc. Blocks above a threshold are mapped from the system one by one and given back when freed;
 smaller ones are cut from one heap, where freed blocks are joined, used again by the best fit, and given back only from its
 end. The threshold starts at 128 KiB and grows to the largest mapped block that was freed, up to 32 MiB (malloc(3), M_MMAP_THRESHOLD).
-An aligned block, as torch asks for, is cut out of a larger piece, and what is left beside it returns to the heap. Where a small
-object takes such a rest before the block is freed, the hole is too short for the next block of the same size (until glibc 2.38
-memalign does not look for aligned holes), and the heap grows by that block. So a process holds more than is alive, and its
-pages stay resident once touched.
+An aligned block, as torch asks for, is cut out of a larger piece, and what is left beside it returns to the heap. Blocks from the
+heap's end stand side by side, so a freed one leaves a hole that is too short by that rest for another of its size (before glibc
+2.38 memalign does not look for holes that are aligned already); in a hole the rest joins again, unless a small object took it meanwhile. So
+a process holds more than is alive, and its pages stay resident once touched.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _REST = 96  # bytes beside a block: the alignment of 64 and the least piece that
 # How many of the rests are taken, and over how many steps: fitted to the peaks of eight recipes between 0.1 and 10 GiB
 # (benchmarks/results/plan_vs_measured.json). In a run the growth ends after a few steps, as small objects are freed again.
 _TAKEN = 0.03
-_STEPS = 5
+_STEPS = 4
 
 
 class Heap:
@@ -32,7 +32,7 @@ class Heap:
 
     def __init__(self) -> None:
         self.threshold = 128 << 10
-        self._draws = random.Random(0)  # noqa: S311  # a model of chance, the same each time
+        self._draws = random.Random(0)  # a model of chance, the same each time
         self.mapped = 0
         self.fresh = 0  # bytes had from the system so far, to be touched for the first time
         self.end = 0  # of the heap that is in use or free inside; beyond lies the top

@@ -157,4 +157,6 @@ def step_seconds(observation: Observation, rates: Rates, fresh: int = 0) -> floa
         fresh: bytes that a step has from the system anew (`allocator.replay`): their pages are made when first touched.
     """
     host = rates.launch * (_HOST_SHARE - 1)
-    return fresh / rates.fresh + sum((kernel_seconds(kernel, rates) + host) * count for kernel, count in observation.kernels.items())
+    return fresh / rates.fresh + sum(
+        (kernel_seconds(kernel, rates) + host) * count for kernel, count in observation.kernels.items()
+    )

@@ -49,6 +49,7 @@ def _kernel(name: str) -> Callable[..., Tensor]:
 
 _BLOCKS_UP_TO = 2048  # tokens; benchmarks/results/attention_cpu.md
 
+
 @dataclass(frozen=True, kw_only=True)
 class EfficientAttention(Technique):
     stage: ClassVar[Stage] = Stage.KERNEL

@@ -34,6 +34,7 @@ SETTINGS = [
     *((name, {}) for name in NAMES),
     ("activation_checkpointing", {"mode": "selective", "every": 2}),
     ("chunked_loss", {"rows": 7}),
+    ("efficient_attention", {"kernel": "blocks"}),
     ("gradient_accumulation", {"steps": 3}),
     ("mixed_precision", {"mode": "bf16_weights"}),
     ("mixed_precision", {"mode": "fp32"}),
@@ -177,6 +178,23 @@ def test_pairs_compose(a: str, b: str, plain: Any) -> None:
         assert difference(grads, plain[1]) < bound
     assert loss == pytest.approx(plain[0], rel=0.05)
     assert set(both.changes) == {a, b}
+
+
+def test_in_bf16_checkpointing_gives_the_very_gradients_of_the_blocks_kernel() -> None:
+    bf16 = {"mixed_precision": {"mode": "bf16"}, "efficient_attention": {}}
+    whole = made(bf16)
+    assert whole.changes["efficient_attention"][0].kernel == "blocks"
+    loss, grads = step(whole, uneven())
+    for mode in ("full", "selective"):
+        again = step(made(bf16 | {"activation_checkpointing": {"mode": mode}}), uneven())
+        assert again[0] == loss
+        assert difference(again[1], grads) == 0
+
+
+def test_settings_that_bring_no_bf16_say_so() -> None:
+    b = made({"mixed_precision": {"mode": "fp32"}, "efficient_attention": {}})
+    assert b.changes["efficient_attention"][0].kernel == "flash"
+    assert b.slots()["optimizer"] == "plain"
 
 
 def test_all_together() -> None:
@@ -337,8 +355,9 @@ def test_alone_efficient_attention() -> None:
 
     q, k, v = torch.randn(2, 8, 40, 16), torch.randn(2, 2, 40, 16), torch.randn(2, 2, 40, 16)
     for mask in (MaskSpec(), MaskSpec(causal=False), MaskSpec(documents=((10, 30), (40,)))):
-        a, b = attend(q, k, v, mask=mask), reference_attention(q, k, v, mask, 0.25)
-        assert float((a - b).norm() / b.norm()) < 1e-6
+        for kernel in ("flash", "blocks"):
+            a, b = attend(q, k, v, mask=mask, kernel=kernel), reference_attention(q, k, v, mask, 0.25)
+            assert float((a - b).norm() / b.norm()) < 1e-6
 
 
 def test_every_technique_is_tested_alone() -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from preheat.planning.allocator import Heap
+from preheat.planning import allocator
+from preheat.planning.allocator import Heap, replay
 from preheat.planning.observe import observe
 from preheat.planning.plan import steps_of
 from preheat.recipe import override
@@ -97,3 +98,37 @@ def test_the_heap_joins_and_reuses_what_is_freed_and_maps_what_is_large() -> Non
     assert heap.mapped == 0
     heap.allocate(6, 64 << 20)
     assert heap.mapped >= 64 << 20
+
+
+@pytest.mark.parametrize(("taken", "grows"), [(0.0, False), (1.0, True)])
+def test_a_hole_heals_unless_the_rest_beside_a_block_is_taken(
+    monkeypatch: pytest.MonkeyPatch, taken: float, grows: bool
+) -> None:
+    monkeypatch.setattr(allocator, "_TAKEN", taken)
+    heap = Heap()
+    for block in range(2):
+        heap.allocate(block, 100 << 10)
+    end = heap.end
+    heap.free(0)
+    heap.allocate(2, 60 << 10)  # in the hole
+    heap.free(2)
+    heap.allocate(3, 99 << 10)
+    assert (heap.end > end) is grows
+
+
+def test_a_block_from_the_heaps_end_leaves_a_hole_too_short_for_its_like(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(allocator, "_TAKEN", 0.0)
+    heap = Heap()
+    for block in range(2):
+        heap.allocate(block, 64 << 10)
+    end = heap.end
+    heap.free(0)
+    heap.allocate(2, 64 << 10)
+    assert heap.end > end
+
+
+def test_what_is_mapped_is_fresh_in_every_step_and_what_the_heap_holds_in_the_first_only() -> None:
+    step = [(1, 64 << 20, "forward"), (2, 1 << 16, "forward"), (2, -(1 << 16), "backward"), (1, -(64 << 20), "update")]
+    use = replay([(0, 1 << 16, "load"), *step, (3, 1 << 30, "evaluation")])
+    assert 64 << 20 <= use.fresh < 65 << 20
+    assert 64 << 20 <= use.peak < 65 << 20
