@@ -48,7 +48,7 @@ def errors(shape: tuple[int, ...]) -> dict[str, float]:
         got = function(*rounded, MaskSpec(), dim**-0.5)
         parts = (got, *torch.autograd.grad(got, rounded, slope.bfloat16()))
         flat = torch.cat([t.double().flatten() for t in parts])
-        found[kernel] = float((flat - truth).norm() / truth.norm())
+        found[kernel] = float((flat - truth).detach().norm() / truth.detach().norm())
     return found
 
 

@@ -168,7 +168,7 @@ def blocked_attention(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, scale: fl
     """Attention as batched matrix products over blocks of queries, scores made again in the backward pass.
 
     On a CPU in bf16 this runs at the rate of matrix products, which torch's fused kernel does not reach there: measured
-    1.4 to 2 times as fast up to 1,024 tokens, slower from 4,096 on (benchmarks/results/attention_cpu.md). Memory is linear in length, as with the
+    1.3 to 2 times as fast up to 1,024 tokens, slower from 4,096 on (benchmarks/results/attention_cpu.md). Memory is linear in length, as with the
     fused kernels. Scores are rounded to the tensors' dtype, as in transformers' eager attention, where the fused kernels keep fp32.
 
     Args:
