@@ -175,6 +175,11 @@ class LossSum:
 class RowLoss(Protocol):
     """A loss of each row of logits. With `value_and_grad_` it can be differentiated without autograd, in place."""
 
+    @property
+    def measured(self) -> RowLoss:
+        """What an evaluation takes: this loss in nats, without what only training adds."""
+        ...
+
     def __call__(self, logits: Tensor, *aligned: Tensor) -> Tensor: ...
 
 

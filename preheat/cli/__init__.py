@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from preheat.cli import calibrate, demo, evaluate, export, generate, plan, recipes, report, techniques, train
+from preheat.cli import bench, calibrate, demo, evaluate, export, generate, plan, recipes, report, techniques, train
 from preheat.errors import PreheatError
 
 __all__ = ["app", "main"]
@@ -39,6 +39,7 @@ def _global(
 
 app.command("plan")(plan.plan)
 app.command("train")(train.train)
+app.command("bench")(bench.bench)
 app.command("report")(report.report)
 app.command("eval")(evaluate.evaluate)
 app.command("generate")(generate.generate)

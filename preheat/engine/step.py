@@ -16,7 +16,7 @@ from torch import Tensor
 from preheat.models import adapter
 from preheat.ops.attention import reference_attention
 from preheat.ops.losses import CrossEntropy, whole_logits
-from preheat.technique import Batch, Build, LossSum, Shape, Slot
+from preheat.technique import Batch, Build, LossSum, RowLoss, Shape, Slot
 from preheat.techniques.gradient_accumulation import accumulate
 
 __all__ = ["forward", "gradients", "plain_slots", "transform", "update"]
@@ -37,7 +37,10 @@ def forward(build: Build, batch: Batch) -> LossSum:
             stack.enter_context(context())
 
         def over_logits(hidden: Tensor, *aligned: Tensor) -> Tensor:
-            return build.slot(Slot.OVER_LOGITS)(hidden, adapter.head(part), build.slot(Slot.ROW_LOSS), *aligned)
+            row_loss: RowLoss = build.slot(Slot.ROW_LOSS)  # type: ignore[assignment]
+            return build.slot(Slot.OVER_LOGITS)(
+                hidden, adapter.head(part), row_loss if part.training else row_loss.measured, *aligned
+            )
 
         return build.slot(Slot.OBJECTIVE)(batch, lambda b: build.slot(Slot.HIDDEN)(part, b), over_logits)
 

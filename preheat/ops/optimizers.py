@@ -11,7 +11,17 @@ from torch.optim.adamw import adamw
 
 from preheat.ops.rounding import stochastic_round_
 
-__all__ = ["StochasticAdamW", "decay_groups", "fused_adamw", "prepare_state"]
+__all__ = [
+    "Adafactor",
+    "Lion",
+    "Muon",
+    "StochasticAdamW",
+    "adamw_",
+    "decay_groups",
+    "fused_adamw",
+    "orthogonalize",
+    "prepare_state",
+]
 
 
 def decay_groups(named: Iterable[tuple[str, nn.Parameter]], weight_decay: float) -> list[dict[str, Any]]:
@@ -24,15 +34,40 @@ def decay_groups(named: Iterable[tuple[str, nn.Parameter]], weight_decay: float)
     return [g for g in groups if g["params"]]
 
 
+def adamw_state(p: Tensor, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+    """AdamW's state of one parameter, its moments in `dtype` (the parameter's own when None)."""
+    mean, square = (torch.zeros_like(p, dtype=dtype, memory_format=torch.preserve_format) for _ in range(2))
+    return {"step": torch.zeros((), dtype=torch.float32, device=p.device), "exp_avg": mean, "exp_avg_sq": square}
+
+
 def prepare_state(optimizer: torch.optim.Optimizer) -> None:
     """Creates AdamW's state at build time, as torch would in the first step: a failure inside a step then finds all or nothing."""
     for group in optimizer.param_groups:
         for p in group["params"]:
-            optimizer.state[p] = {
-                "step": torch.zeros((), dtype=torch.float32, device=p.device),
-                "exp_avg": torch.zeros_like(p, memory_format=torch.preserve_format),
-                "exp_avg_sq": torch.zeros_like(p, memory_format=torch.preserve_format),
-            }
+            optimizer.state[p] = adamw_state(p)
+
+
+def adamw_(
+    value: Tensor, slope: Tensor, mean: Tensor, square: Tensor, step: Tensor, group: dict[str, Any], found_inf: Tensor | None
+) -> None:
+    """One update of AdamW by torch's fused kernel, in place; none where `found_inf` is 1. `group`: lr, betas, eps, weight_decay."""
+    adamw(
+        [value],
+        [slope],
+        [mean],
+        [square],
+        [],
+        [step],
+        fused=True,
+        found_inf=found_inf,
+        amsgrad=False,
+        beta1=group["betas"][0],
+        beta2=group["betas"][1],
+        lr=group["lr"],
+        weight_decay=group["weight_decay"],
+        eps=group["eps"],
+        maximize=False,
+    )
 
 
 def fused_adamw(groups: list[dict[str, Any]], *, lr: float, betas: tuple[float, float], eps: float) -> torch.optim.AdamW:
@@ -73,11 +108,7 @@ class StochasticAdamW(torch.optim.Optimizer):
         self._generator = torch.Generator(device=self.param_groups[0]["params"][0].device)
         for group in self.param_groups:
             for p in group["params"]:
-                self.state[p] = {
-                    "step": torch.zeros((), dtype=torch.float32, device=p.device),
-                    "exp_avg": torch.zeros_like(p, dtype=torch.float32),
-                    "exp_avg_sq": torch.zeros_like(p, dtype=torch.float32),
-                }
+                self.state[p] = adamw_state(p, torch.float32)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -101,26 +132,170 @@ class StochasticAdamW(torch.optim.Optimizer):
             low = weight.dtype != torch.float32
             value = weight.float() if low else weight
             step = state["step"].clone()  # torch counts it up in every call
-            self._adamw(value, slope.float(), mean, square, step, group)
+            adamw_(value, slope.float(), mean, square, step, group, getattr(self, "found_inf", None))
             if low:
                 stochastic_round_(weight, value, self._generator)
         state["step"].copy_(step)
 
-    def _adamw(self, value: Tensor, slope: Tensor, mean: Tensor, square: Tensor, step: Tensor, group: dict[str, Any]) -> None:
-        adamw(
-            [value],
-            [slope],
-            [mean],
-            [square],
-            [],
-            [step],
-            fused=True,
-            found_inf=getattr(self, "found_inf", None),
-            amsgrad=False,
-            beta1=group["betas"][0],
-            beta2=group["betas"][1],
-            lr=group["lr"],
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            maximize=False,
+
+def _keep(old: Tensor, new: Tensor, found_inf: Tensor | None) -> None:
+    """Writes `new` into `old`, or nothing where `found_inf` is 1. Chosen, not multiplied: 0 * NaN would not be 0."""
+    old.copy_(new if found_inf is None else torch.where(found_inf == 0, new, old.to(new.dtype)))
+
+
+class _Guarded(torch.optim.Optimizer):
+    """An optimizer whose state is created with it and whose step does nothing where `found_inf` is 1, without reading that back."""
+
+    found_inf: Tensor | None = None
+
+    def __init__(self, groups: Any, **defaults: Any):
+        super().__init__(groups, defaults)
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p] = self._state(p, group)
+
+    def _state(self, p: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
+        raise NotImplementedError
+
+    def _update(self, p: Tensor, grad: Tensor, state: dict[str, Tensor], group: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        assert closure is None
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    self._update(p, p.grad, self.state[p], group)
+
+
+class Lion(_Guarded):
+    """Lion: the sign of an interpolation between momentum and gradient (Chen et al. 2023, arXiv:2302.06675, algorithm 2).
+
+    Args:
+        scale: Lion's learning rate is the groups' `lr` times this, its weight decay theirs over this.
+        chunk: elements that are updated at a time, so that scratch stays small.
+    """
+
+    def __init__(
+        self,
+        groups: Any,
+        *,
+        lr: float,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+        scale: float = 1.0,
+        chunk: int = 1 << 20,
+    ):
+        super().__init__(groups, lr=lr, betas=betas, weight_decay=weight_decay, scale=scale)
+        self.chunk = chunk
+
+    def _state(self, p: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
+        return {"exp_avg": torch.zeros_like(p, dtype=torch.float32, memory_format=torch.contiguous_format)}
+
+    def _update(self, p: Tensor, grad: Tensor, state: dict[str, Tensor], group: dict[str, Any]) -> None:
+        assert p.is_contiguous(), "parameters are contiguous"
+        (first, second), lr = group["betas"], group["lr"] * group["scale"]
+        flat = (p.view(-1), grad.reshape(-1), state["exp_avg"].view(-1))
+        for weight, slope, mean in zip(*(t.split(self.chunk) for t in flat), strict=True):
+            slope = slope.float()
+            direction = torch.lerp(mean, slope, 1 - first).sign_()
+            value = (weight * (1 - group["lr"] * group["weight_decay"])).float().sub_(direction, alpha=lr)
+            _keep(weight, value, self.found_inf)
+            _keep(mean, torch.lerp(mean, slope, 1 - second), self.found_inf)
+
+
+def orthogonalize(matrix: Tensor, steps: int = 5) -> Tensor:
+    """About U V^T of the singular value decomposition U S V^T: Muon's Newton-Schulz iteration, in bf16.
+
+    Singular values end between about 0.7 and 1.2, which does the training no harm (Jordan et al. 2024, kellerjordan.github.io/posts/muon).
+
+    Args:
+        matrix: [n, m].
+
+    Example:
+        >>> o = orthogonalize(torch.diag(torch.tensor([3.0, 1.0]))).float().diagonal()
+        >>> bool(((o > 0.6) & (o < 1.3)).all())
+        True
+    """
+    a, b, c = 3.4445, -4.7750, 2.0315
+    tall = matrix.shape[0] > matrix.shape[1]
+    x = (matrix.t() if tall else matrix).to(torch.bfloat16)
+    x = x / x.norm().clamp(min=1e-7)
+    for _ in range(steps):
+        gram = x @ x.t()
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.t() if tall else x
+
+
+class Muon(_Guarded):
+    """Muon for the groups marked `muon`, AdamW for the others, at one learning rate.
+
+    Nesterov momentum is orthogonalized; the update is scaled by 0.2 sqrt(max(n, m)), so that its size is that of AdamW's and rate and
+    weight decay carry over (Liu et al. 2025, arXiv:2502.16982, section 2.2). What torch.optim.Muon computes, and it skips a step whose gradients are not finite.
+    """
+
+    def __init__(
+        self,
+        groups: Any,
+        *,
+        lr: float,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        momentum: float = 0.95,
+        steps: int = 5,
+    ):
+        super().__init__(
+            groups, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, momentum=momentum, steps=steps, muon=False
         )
+
+    def _state(self, p: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
+        return {"momentum": torch.zeros_like(p)} if group["muon"] else adamw_state(p)
+
+    def _update(self, p: Tensor, grad: Tensor, state: dict[str, Tensor], group: dict[str, Any]) -> None:
+        if not group["muon"]:
+            adamw_(p, grad, state["exp_avg"], state["exp_avg_sq"], state["step"], group, self.found_inf)
+            return
+        decayed = p * (1 - group["lr"] * group["weight_decay"])
+        momentum = state["momentum"] * group["momentum"] + grad
+        update = orthogonalize(torch.add(grad, momentum, alpha=group["momentum"]), group["steps"])
+        _keep(p, decayed.add_(update, alpha=-group["lr"] * 0.2 * max(p.shape) ** 0.5), self.found_inf)
+        _keep(state["momentum"], momentum, self.found_inf)
+
+
+class Adafactor(_Guarded):
+    """Adafactor: second moments of a matrix as one row and one column, no first moment (Shazeer and Stern 2018, arXiv:1804.04235, algorithm 4).
+
+    With a learning rate from outside: updates are clipped to a root mean square of `clip` and scaled by the rate.
+    """
+
+    def __init__(self, groups: Any, *, lr: float, weight_decay: float = 0.0, decay: float = 0.8, clip: float = 1.0):
+        super().__init__(groups, lr=lr, weight_decay=weight_decay, decay=decay, clip=clip)
+
+    def _state(self, p: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
+        step = torch.zeros((), device=p.device)
+        if p.ndim < 2:
+            return {"step": step, "square": torch.zeros_like(p, dtype=torch.float32)}
+        row, column = p.new_zeros(p.shape[:-1], dtype=torch.float32), p.new_zeros(p.shape[-1:], dtype=torch.float32)
+        return {"step": step, "row": row, "column": column}
+
+    def _update(self, p: Tensor, grad: Tensor, state: dict[str, Tensor], group: dict[str, Any]) -> None:
+        assert p.ndim <= 2, "weights are matrices and vectors"
+        step = state["step"] + 1
+        weight = step ** -group["decay"]  # 1 - beta2 of this step
+        update = grad.float()
+        squares = update.square().add_(1e-30)
+        new = {"step": step}
+        if p.ndim < 2:
+            new["square"] = torch.lerp(state["square"], squares, weight)
+            update = update * new["square"].rsqrt()
+        else:
+            new["row"] = torch.lerp(state["row"], squares.mean(dim=1), weight)
+            new["column"] = torch.lerp(state["column"], squares.mean(dim=0), weight)
+            update = update * (new["row"] / new["row"].mean()).rsqrt_().unsqueeze(1) * new["column"].rsqrt()
+        update /= (update.norm() / update.numel() ** 0.5 / group["clip"]).clamp_(min=1.0)
+        value = p * (1 - group["lr"] * group["weight_decay"])
+        _keep(p, value.float().sub_(update, alpha=group["lr"]), self.found_inf)
+        for key, tensor in new.items():
+            _keep(state[key], tensor, self.found_inf)

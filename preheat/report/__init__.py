@@ -6,6 +6,7 @@
 Works at any time: for a run that goes on, one that failed, and one that has not taken a step.
 """
 
+from preheat.report.bench_page import write_bench
 from preheat.report.page import write
 
-__all__ = ["write"]
+__all__ = ["write", "write_bench"]

@@ -17,7 +17,21 @@ from xml.etree import ElementTree
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["COLOURS", "NARROW", "SHORT", "WIDE", "Axis", "Curve", "curves", "numbers", "smooth", "stacked", "thin"]
+__all__ = [
+    "COLOURS",
+    "NARROW",
+    "SHORT",
+    "WIDE",
+    "Axis",
+    "Curve",
+    "Span",
+    "curves",
+    "numbers",
+    "smooth",
+    "spans",
+    "stacked",
+    "thin",
+]
 
 COLOURS = ("ink", "muted", "grid", "page", "warn", *(f"series-{n}" for n in range(1, 7)))
 _SENTINEL = {name: f"#a1b2{n:02x}" for n, name in enumerate(COLOURS)}
@@ -199,6 +213,50 @@ def stacked(
         axes.set_xlabel("GiB", loc="right", labelpad=2)
 
     return _svg(name, SHORT, words, draw)
+
+
+@dataclass(frozen=True)
+class Span:
+    """One bar of a waterfall: from where to where."""
+
+    name: str
+    start: float
+    end: float
+    colour: str
+
+
+def spans(name: str, rows: Sequence[Span], words: str, *, unit: str) -> str:
+    """A waterfall as an SVG element: one horizontal bar a row, from the top, with its length (a change, signed) beside it."""
+
+    def draw(axes: Axes) -> None:
+        from matplotlib.ticker import MaxNLocator
+
+        reach = max((max(row.start, row.end) for row in rows), default=1.0) or 1.0
+        least = min(0.0, min((min(row.start, row.end) for row in rows), default=0.0))
+        for y, row in enumerate(rows):
+            axes.barh(y, row.end - row.start, left=row.start, height=0.62, color=_SENTINEL[row.colour])
+            whole = row.start == 0.0
+            axes.annotate(
+                f"{row.end - row.start:{'.3g' if whole else '+.2g'}}",
+                (max(row.start, row.end), y),
+                xytext=(4, 0),
+                textcoords="offset points",
+                va="center",
+                color=_SENTINEL["ink"],
+                fontsize=10.5,
+            )
+            if y + 1 < len(rows):
+                axes.plot([row.end, row.end], [y, y + 1], color=_SENTINEL["muted"], linewidth=0.8, zorder=0.5)
+        axes.set_ylim(len(rows) - 0.4, -0.6)
+        axes.set_xlim(least * 1.05, reach * 1.16)
+        axes.set_yticks(range(len(rows)), [row.name for row in rows])
+        axes.tick_params(axis="y", colors=_SENTINEL["ink"])
+        axes.xaxis.set_major_locator(MaxNLocator(nbins=4, steps=_STEPS))
+        axes.xaxis.set_major_formatter(lambda v, _: f"{v:g}")
+        axes.grid(axis="x", color=_SENTINEL["grid"], linewidth=0.8)
+        axes.set_xlabel(unit, loc="right", labelpad=2)
+
+    return _svg(name, (NARROW[0], 0.62 + 0.3 * len(rows)), words, draw)
 
 
 def _svg(name: str, size: tuple[float, float], words: str, draw: Callable[[Axes], None]) -> str:

@@ -25,7 +25,7 @@ from preheat.run import Writer
 from preheat.technique import Build, Device
 from preheat.training.watch import Watch
 
-__all__ = ["Session", "open_session", "plan_here", "resolve", "rows_of", "vocabulary_of"]
+__all__ = ["Session", "open_session", "plan_here", "resolve", "rows_of", "settle", "vocabulary_of"]
 
 # What may differ between a run and its resumption; everything else decides the numbers.
 _FREE = ("name", "stop", "evaluate", "checkpoint", "sample", "hardware", "data.workers", "data.prefetch")
@@ -140,7 +140,7 @@ def open_session(recipe: Recipe, out: Path, *, resume: bool, watch: Watch, force
     try:
         if resume:
             _compare(recipe, (out / "recipe.yaml").read_text(encoding="utf-8"))
-        imports = _settle(device)
+        imports = settle(device)
         watch.stage("building")
         made = build(recipe, vocabulary=len(data.tokenizer), device=device)
         progress = checkpoint.Progress(recipe=recipes.dump(recipe), fingerprints=_fingerprints(made, data))
@@ -178,7 +178,7 @@ def _in_use(device: Device) -> int:
     return resident_bytes() if device.kind == "cpu" else 0
 
 
-def _settle(device: Device) -> int:
+def settle(device: Device) -> int:
     """Gives freed memory back, starts the high-water mark anew, and says what the process holds before the build."""
     import torch
 

@@ -36,6 +36,7 @@ SETTINGS = [
     ("chunked_loss", {"rows": 7}),
     ("efficient_attention", {"kernel": "blocks"}),
     ("gradient_accumulation", {"steps": 3}),
+    ("regularized_loss", {"label_smoothing": 0.1, "z": 0.0}),
     ("mixed_precision", {"mode": "bf16_weights"}),
     ("mixed_precision", {"mode": "fp32"}),
 ]
@@ -165,6 +166,8 @@ def _compatible(a: Technique, b: Technique) -> bool:
     return not (a.owned() & b.owned() or a.conflicts & b.provided() or b.conflicts & a.provided())
 
 
+# Of techniques that exclude each other, those that are tried together with everything else.
+FIRST = {"activation_checkpointing", "chunked_loss", "efficient_attention", "gradient_accumulation", "lora", "mixed_precision"}
 PAIRS = [(a, b) for a, b in itertools.combinations(NAMES, 2) if _compatible(registry()[a](), registry()[b]())]
 
 
@@ -198,7 +201,12 @@ def test_settings_that_bring_no_bf16_say_so() -> None:
 
 
 def test_all_together() -> None:
-    b = made({name: {} for name in NAMES})
+    chosen: list[str] = []
+    for name in sorted(NAMES, key=lambda n: (n not in FIRST, n)):
+        if all(_compatible(registry()[name](), registry()[other]()) for other in chosen):
+            chosen.append(name)
+    assert set(chosen) >= FIRST
+    b = made({name: {} for name in chosen})
     first = step(b, uneven())[0]
     for _ in range(8):
         update(b, 0.01)
@@ -358,6 +366,47 @@ def test_alone_efficient_attention() -> None:
         for kernel in ("flash", "blocks"):
             a, b = attend(q, k, v, mask=mask, kernel=kernel), reference_attention(q, k, v, mask, 0.25)
             assert float((a - b).norm() / b.norm()) < 1e-6
+
+
+def _by(optimizer: Any) -> None:
+    model, tokens = _by_hand()
+    _falls(model, tokens, optimizer(model), _plain_backward)
+
+
+def test_alone_lion() -> None:
+    from preheat.techniques.lion import lion_optimizer
+
+    _by(lambda model: lion_optimizer(model.parameters(), lr=0.003))
+
+
+def test_alone_muon() -> None:
+    from preheat.techniques.muon import muon_optimizer
+
+    def make(model: Any) -> Any:
+        ends = (model.get_input_embeddings().weight, model.get_output_embeddings().weight)
+        return muon_optimizer(model.parameters(), by_adamw=ends, lr=0.01)
+
+    _by(make)
+
+
+def test_alone_adafactor() -> None:
+    from preheat.techniques.adafactor import adafactor_optimizer
+
+    _by(lambda model: adafactor_optimizer(model.parameters(), lr=0.01))
+
+
+def test_alone_regularized_loss() -> None:
+    from preheat.techniques.regularized_loss import regularized_cross_entropy
+
+    model, tokens = _by_hand()
+
+    def backward(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+        logits = model(tokens, use_cache=False).logits[:, :-1].flatten(0, 1)
+        loss = regularized_cross_entropy(logits, tokens[:, 1:].flatten(), label_smoothing=0.1, z=1e-3).mean()
+        loss.backward()
+        return loss.detach()
+
+    _falls(model, tokens, torch.optim.AdamW(model.parameters(), lr=0.01), backward)
 
 
 def test_every_technique_is_tested_alone() -> None:

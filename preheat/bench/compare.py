@@ -1,0 +1,275 @@
+"""Contenders, their turns, and what the figures say."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from preheat import recipe as recipes
+from preheat.errors import RecipeError, RunError
+from preheat.recipe import Recipe
+from preheat.technique import registry
+
+__all__ = ["Contender", "ablation", "bench", "chosen", "verdicts"]
+
+NOISE = 0.03
+"""A ratio nearer to 1 than this is noise, whatever the rounds say."""
+Say = Callable[[str, int, int], None]
+"""Told what runs now, how many turns are done, and of how many."""
+
+
+@dataclass
+class Contender:
+    """A recipe under a name, and what its turns measured."""
+
+    name: str
+    recipe: Recipe
+    turns: list[dict[str, Any]] = field(default_factory=list)
+    failed: str = ""
+
+
+def ablation(recipe: Recipe) -> list[Contender]:
+    """The plain baseline, the recipe whole, the recipe without each technique, and each technique alone.
+
+    Raises:
+        RecipeError: the recipe has no technique to leave out.
+    """
+    names = list(recipe.techniques)
+    if not names:
+        raise RecipeError("techniques: the recipe has none, so there is nothing to leave out; name some, or use --techniques")
+
+    def of(name: str, kept: Iterable[str]) -> Contender:
+        return Contender(name, replace(recipe, techniques={n: recipe.techniques[n] for n in kept}))
+
+    found = [of("plain", []), of("all", names)]
+    if len(names) > 1:
+        found += [of(f"without {name}", [n for n in names if n != name]) for name in names]
+        found += [of(f"only {name}", [name]) for name in names]
+    return found
+
+
+def chosen(recipe: Recipe, names: Sequence[str]) -> list[Contender]:
+    """The plain baseline, and each named technique alone: with the recipe's settings where it has it, else with its defaults.
+
+    Raises:
+        RecipeError: a technique is not known.
+    """
+    known = registry()
+    for name in names:
+        if name not in known:
+            raise RecipeError(f"--techniques: '{name}' is not known; there are {', '.join(known)}")
+    alone = [Contender(n, replace(recipe, techniques={n: recipe.techniques.get(n) or known[n]()})) for n in names]
+    return [Contender("plain", replace(recipe, techniques={})), *alone]
+
+
+def bench(
+    recipe: Recipe,
+    contenders: Sequence[Contender],
+    *,
+    steps: int = 12,
+    repeats: int = 3,
+    warmup: int = 2,
+    out: Path,
+    say: Say | None = None,
+) -> dict[str, Any]:
+    """Runs contenders in turns, each turn in a process of its own, and writes `bench.json`.
+
+    A contender that the plan says does not fit, or that its techniques refuse, gets a row that says so.
+
+    Args:
+        contenders: the first is the baseline of ratios and gradients.
+        steps: of each turn; warmup: of those, untimed.
+        repeats: turns of each; each round begins with the next contender.
+
+    Returns:
+        {name, steps, repeats, rows, verdicts, available_gib}; rows are {name, techniques, tokens_per_second, spread, ratio, ratio_spread,
+        peak_gib, startup_seconds, loss, gradient_cosine, predicted, failed}.
+
+    Raises:
+        RunError: the folder cannot be written, or the baseline failed.
+    """
+    if steps <= warmup:
+        raise RecipeError(f"--steps {steps}: {warmup} of them warm up; take at least {warmup + 1}")
+    say = say or (lambda what, done, total: None)
+    plans = _plans(contenders)
+    running = [c for c in contenders if not c.failed]
+    total, done = len(running) * repeats, 0
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RunError(f"{out}: cannot be made ({error.strerror}); name another folder with --out") from None
+    with tempfile.TemporaryDirectory() as folder:
+        for turn in range(repeats):
+            for c in [*running[turn % len(running) :], *running[: turn % len(running)]]:
+                say(c.name, done, total)
+                gradient = Path(folder) / f"{contenders.index(c)}.safetensors"
+                if not c.failed:
+                    _turn(c, steps, gradient if turn == 0 else None, Path(folder))
+                done += 1
+        say("done", total, total)
+        cosines = [_cosine(Path(folder) / "0.safetensors", Path(folder) / f"{n}.safetensors") for n in range(len(contenders))]
+    if contenders[0].failed:
+        raise RunError(f"{contenders[0].name}: {contenders[0].failed}")
+    rows = [_row(c, contenders[0], warmup, cosine, plan) for c, cosine, plan in zip(contenders, cosines, plans, strict=True)]
+    available = next((p["available_gib"] for p in plans if p), math.nan)
+    made = {
+        "name": recipe.name,
+        "steps": steps,
+        "repeats": repeats,
+        "available_gib": available,
+        "rows": rows,
+        "verdicts": verdicts(rows, list(recipe.techniques), available),
+        "recipe": recipes.as_values(recipe),
+    }
+    (out / "bench.json").write_text(json.dumps(_finite(made), indent=1) + "\n", encoding="utf-8")
+    return made
+
+
+def _plans(contenders: Sequence[Contender]) -> list[dict[str, Any] | None]:
+    """The plan of each; a contender that does not fit or is refused is marked as failed."""
+    from preheat.training.session import plan_here
+
+    plans: list[dict[str, Any] | None] = []
+    for c in contenders:
+        try:
+            made = plan_here(c.recipe)
+        except RecipeError as error:
+            c.failed = str(error).splitlines()[0]
+            plans.append(None)
+            continue
+        plans.append(made)
+        if not made["fits"]:
+            c.failed = f"does not fit: needs {made['peak_gib']:.2f} GiB, has {made['available_gib']:.2f} GiB"
+    return plans
+
+
+def _turn(c: Contender, steps: int, gradient: Path | None, folder: Path) -> None:
+    job, result = folder / "job.json", folder / "result.json"
+    result.unlink(missing_ok=True)
+    values = {
+        "recipe": recipes.dump(c.recipe),
+        "steps": steps,
+        "gradient": str(gradient) if gradient else None,
+        "result": str(result),
+    }
+    job.write_text(json.dumps(values), encoding="utf-8")
+    command = [sys.executable, "-m", "preheat.bench.worker", str(job)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode or not result.exists():
+        last = (done.stderr.strip().splitlines() or [""])[-1]
+        c.failed = last or f"its process ended with {done.returncode} (killed for memory, perhaps)"
+        return
+    found = json.loads(result.read_text(encoding="utf-8"))
+    if "failed" in found:
+        c.failed = found["failed"]
+    else:
+        c.turns.append(found)
+
+
+def _cosine(baseline: Path, other: Path) -> float | None:
+    """Cosine of the sampled gradients of the first step, over the parameters that both have."""
+    if not (baseline.exists() and other.exists()):
+        return None
+    from safetensors.torch import load_file
+
+    a, b = load_file(baseline), load_file(other)
+    common = [name for name in a if name in b and a[name].shape == b[name].shape]
+    if not common:
+        return None
+    dot = sum(float((a[n].double() * b[n].double()).sum()) for n in common)
+    norm = math.sqrt(sum(float(a[n].double().square().sum()) for n in common))
+    other_norm = math.sqrt(sum(float(b[n].double().square().sum()) for n in common))
+    return dot / (norm * other_norm) if norm and other_norm else None
+
+
+def _speed(turn: dict[str, Any], warmup: int) -> float:
+    return float(turn["tokens"] / median(turn["seconds"][warmup:]))
+
+
+def _row(c: Contender, baseline: Contender, warmup: int, cosine: float | None, plan: dict[str, Any] | None) -> dict[str, Any]:
+    predicted = {k: plan[k] for k in ("peak_gib", "tokens_per_second")} if plan else None
+    row: dict[str, Any] = {"name": c.name, "techniques": list(c.recipe.techniques), "failed": c.failed, "predicted": predicted}
+    if c.failed:
+        return row
+    speeds = [_speed(turn, warmup) for turn in c.turns]
+    ratios = [_speed(a, warmup) / _speed(b, warmup) for a, b in zip(c.turns, baseline.turns, strict=False)]
+    return row | {
+        "tokens_per_second": median(speeds),
+        "speeds": speeds,
+        "spread": [min(speeds), max(speeds)],
+        "ratio": median(ratios),
+        "ratio_spread": [min(ratios), max(ratios)],
+        "peak_gib": max(turn["peak_gib"] for turn in c.turns),
+        "startup_seconds": median(turn["startup_seconds"] for turn in c.turns),
+        "loss": c.turns[0]["losses"][-1],
+        "gradient_cosine": cosine,
+        "changes": c.turns[0]["changes"],
+    }
+
+
+def verdicts(rows: Sequence[dict[str, Any]], names: Sequence[str], available: float) -> list[dict[str, Any]]:
+    """What each technique of the recipe gives and costs, by the recipe with and without it.
+
+    Returns:
+        {technique, speed: ratio with / without, within_noise, freed_gib, words} each, for techniques that were left out once.
+    """
+    by_name = {row["name"]: row for row in rows}
+    whole, found = by_name.get("all"), []
+    for name in names:
+        rest = by_name.get(f"without {name}") if len(names) > 1 else by_name.get("plain")
+        if whole is None or rest is None:
+            continue
+        if whole["failed"] or rest["failed"]:
+            why = whole["failed"] or rest["failed"]
+            words = f"{name}: {'the recipe' if whole['failed'] else 'without it the recipe'} did not run: {why}"
+            if not whole["failed"] and rest["failed"].startswith("does not fit"):
+                words = f"{name} is needed: without it the recipe {rest['failed']}"
+            found.append({"technique": name, "speed": None, "within_noise": None, "freed_gib": None, "words": words})
+            continue
+        ratios = [a / b for a, b in zip(whole["speeds"], rest["speeds"], strict=False)]
+        speed, freed = median(ratios), rest["peak_gib"] - whole["peak_gib"]
+        noise = abs(speed - 1) < NOISE or min(ratios) <= 1 <= max(ratios)
+        found.append(
+            {
+                "technique": name,
+                "speed": speed,
+                "within_noise": noise,
+                "freed_gib": freed,
+                "words": _words(name, speed, noise, freed, rest["peak_gib"], available),
+            }
+        )
+    return found
+
+
+def _words(name: str, speed: float, noise: bool, freed: float, without: float, available: float) -> str:
+    fast = (
+        "changes speed by less than the noise" if noise else f"{'gives' if speed > 1 else 'costs'} {abs(speed - 1):.0%} speed"
+    )
+    small = abs(freed) < max(0.02 * without, 0.01)
+    size = f"{abs(freed):.2f} GiB" if abs(freed) >= 1 else f"{abs(freed) * 1024:.0f} MiB"
+    space = "memory stays" if small else f"{'frees' if freed > 0 else 'takes'} {size}"
+    words = f"{name} {fast} and {space}" if not small else f"{name} {fast}; {space} as it is"
+    slower = not noise and speed < 1
+    if slower and freed > 0 and not small:
+        words += f": not needed here, {available - without:.1f} GiB are free without it"
+    elif slower:
+        words += ": leave it out here"
+    elif noise and (small or freed < 0):
+        words += ": nothing gained here"
+    return words
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, dict):
+        return {k: _finite(v) for k, v in value.items()}
+    return [_finite(v) for v in value] if isinstance(value, list | tuple) else value

@@ -1,0 +1,117 @@
+"""One contender's turn: `python -m preheat.bench.worker JOB.json` trains a few steps and writes what it measured as JSON.
+
+A job: {recipe: YAML text, steps, gradient: file for a sample of the first step's gradients, or null, result: file for the figures}.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+
+_BEGUN = time.perf_counter()  # before anything heavy is imported: start-up is measured from here
+
+from contextlib import closing  # noqa: E402
+from pathlib import Path  # noqa: E402
+from typing import Any  # noqa: E402
+
+__all__ = ["SAMPLE", "main", "take_steps"]
+
+SAMPLE = 1 << 16
+"""Elements of each parameter's gradient that are kept for the comparison: every n-th."""
+
+
+def take_steps(job: dict[str, Any]) -> dict[str, Any]:
+    """Trains `job["steps"]` steps as `train` does, without evaluating, saving or reporting.
+
+    Returns:
+        {seconds: of each step, losses, startup_seconds: from the start to the end of the first step, peak_gib, tokens: of a step,
+        changes: {technique: [words]}}.
+    """
+    import torch
+
+    from preheat import recipe as recipes
+    from preheat.data import batches, prepare
+    from preheat.engine.build import build, peak_learning_rate
+    from preheat.engine.step import gradients, update
+    from preheat.hardware.probe import peak_resident_bytes
+    from preheat.models import adapter
+    from preheat.planning.observe import observe
+    from preheat.technique import Slot
+    from preheat.training.session import resolve, settle
+
+    recipe = recipes.parse(job["recipe"])
+    device, _ = resolve(recipe)
+    data = prepare(recipe.data, length=recipe.batch.length, seed=recipe.seed, tokenizer=adapter.tokenizer_folder(recipe))
+    pause = time.perf_counter()
+    observe(
+        recipe, vocabulary=len(data.tokenizer), device=device
+    )  # imports what techniques import, so that memory leaves it out
+    paused = time.perf_counter() - pause
+    imports = settle(device)
+    made = build(recipe, vocabulary=len(data.tokenizer), device=device)
+    lr = peak_learning_rate(made)
+    shape = made.slot(Slot.BATCH_SHAPE)
+    seconds, losses, tokens, startup = [], [], 0, 0.0
+    stream = batches(
+        data.train,
+        seed=recipe.seed,
+        committed=0,
+        shape=lambda samples: shape(0.0),
+        workers=recipe.data.workers,
+        prefetch=recipe.data.prefetch,
+        pin=device.kind == "cuda",
+    )
+    with closing(stream):
+        for step in range(job["steps"]):
+            begun = time.perf_counter()
+            batch = next(stream)
+            loss = gradients(made, batch)
+            if step == 0 and job["gradient"]:
+                pause = time.perf_counter()
+                _keep_gradients(made, Path(job["gradient"]))
+                pause = time.perf_counter() - pause
+                begun, paused = begun + pause, paused + pause
+            stats = update(made, lr)
+            mean, _, finite = torch.cat([(loss.total / max(loss.weight, 1)).float().reshape(1), stats]).tolist()
+            seconds.append(time.perf_counter() - begun)
+            losses.append(mean if finite else float("nan"))
+            tokens = sum(b.tokens.numel() for b in batch)
+            startup = startup or time.perf_counter() - _BEGUN - paused
+    peak = torch.cuda.max_memory_allocated() if device.kind == "cuda" else max(peak_resident_bytes() - imports, 0)
+    return {
+        "seconds": seconds,
+        "losses": losses,
+        "startup_seconds": startup,
+        "peak_gib": peak / 2**30,
+        "tokens": tokens,
+        "changes": {name: [c.what for c in changes] for name, changes in made.changes.items()},
+    }
+
+
+def _keep_gradients(made: Any, path: Path) -> None:
+    from safetensors.torch import save_file
+
+    save_file(
+        {
+            name: p.grad.flatten()[:: max(1, p.numel() // SAMPLE)].float().cpu().contiguous()
+            for name, p in made.parameters()
+            if p.grad is not None
+        },
+        path,
+    )
+
+
+def main() -> None:
+    from preheat.errors import PreheatError
+
+    job = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    try:
+        made = take_steps(job)
+    except PreheatError as error:
+        made = {"failed": str(error).splitlines()[0]}
+    Path(job["result"]).write_text(json.dumps(made), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,144 @@
+"""A comparison of techniques as one page: verdicts in words, what each gives of speed and memory, every contender's figures.
+
+bench.json ──render──▶ bench.html
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from preheat.errors import RunError
+from preheat.report import plots
+from preheat.report.words import escape, gib, grouped, loss, number, percent, tied
+from preheat.run import write_atomic
+
+__all__ = ["write_bench"]
+
+
+def write_bench(folder: str | Path) -> Path:
+    """Writes `bench.html` beside a `bench.json` and returns its path.
+
+    Raises:
+        RunError: there is no bench.json, it is damaged, or the page cannot be written.
+    """
+    source = Path(folder) / "bench.json"
+    try:
+        found = json.loads(source.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise RunError(f"{source}: no such file; preheat bench writes it") from None
+    except ValueError as error:
+        raise RunError(f"{source}: is damaged ({error}); run preheat bench again") from None
+    path = source.with_suffix(".html")
+    try:
+        write_atomic(path, _page(found))
+    except OSError as error:
+        raise RunError(f"{path}: cannot be written ({error.strerror}); make the folder writable or free some room") from None
+    return path
+
+
+def _page(found: dict[str, Any]) -> str:
+    title = escape(found["name"])
+    css = resources.files("preheat.report").joinpath("page.css").read_text(encoding="utf-8")
+    verdicts = "".join(f"<li>{tied(v['words'])}</li>" for v in found["verdicts"])
+    said = f"<ul>{verdicts}</ul>" if verdicts else '<p class="small">Nothing was left out, so there is no verdict.</p>'
+    waterfalls = _waterfalls(found)
+    falls = f'<section id="give"><h2>What each technique gives</h2>{waterfalls}</section>' if waterfalls else ""
+    return f"""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
+<title>{title} · preheat bench</title>
+<style>
+{css}</style>
+</head>
+<body>
+<main>
+<header id="verdict"><p class="eyebrow">preheat bench</p><h1>{title}</h1>
+<p class="verdict">{escape(_headline(found))}</p></header>
+<section id="verdicts"><h2>Verdicts</h2>{said}</section>
+{falls}
+<section id="contenders"><h2>Every contender</h2>{_table(found)}</section>
+<footer>{found["repeats"]} turns of {found["steps"]} steps each, every turn in a process of its own, in alternation. Speed: median over the turns
+of the median step; ratios within a round. Memory: the greatest of the turns, less what the imports took. Cosine: of the first step's
+gradients with those of {escape(found["rows"][0]["name"])}. All figures as data: bench.json.</footer>
+</main>
+</body>
+</html>
+"""
+
+
+def _headline(found: dict[str, Any]) -> str:
+    rows = {row["name"]: row for row in found["rows"]}
+    plain, whole = rows.get("plain"), rows.get("all")
+    if not plain or not whole or plain["failed"] or whole["failed"]:
+        return f"{len(found['rows'])} contenders on this machine."
+    return (
+        f"All together: {whole['ratio']:.2f} times the speed of the plain recipe ({grouped(whole['tokens_per_second'])} against "
+        f"{grouped(plain['tokens_per_second'])} tokens/s) in {whole['peak_gib'] / plain['peak_gib']:.0%} of its memory "
+        f"({gib(whole['peak_gib'])} against {gib(plain['peak_gib'])})."
+    )
+
+
+def _waterfalls(found: dict[str, Any]) -> str:
+    rows = {row["name"]: row for row in found["rows"] if not row["failed"]}
+    if "plain" not in rows or "all" not in rows:
+        return ""
+    left_out = [(name, rows[f"without {name}"]) for name in rows["all"]["techniques"] if f"without {name}" in rows]
+    if not left_out:
+        return ""
+    drawn = []
+    for key, title, unit, scale in (
+        ("peak_gib", "Peak memory", "GiB", 1.0),
+        ("tokens_per_second", "Speed", "thousand tokens/s", 1e-3),
+    ):
+        plain, whole = rows["plain"][key] * scale, rows["all"][key] * scale
+        parts = [(name, whole - row[key] * scale) for name, row in left_out]
+        parts.append(("overlap", whole - plain - sum(size for _, size in parts)))
+        better = -1 if key == "peak_gib" else 1
+        bars = [plots.Span("plain", 0.0, plain, "series-6")]
+        at = plain
+        for name, size in parts:
+            colour = "series-6" if name == "overlap" else "series-3" if size * better >= 0 else "series-2"
+            bars.append(plots.Span(name, at, at + size, colour))
+            at += size
+        bars.append(plots.Span("all", 0.0, whole, "series-1"))
+        words = f"{title} in {unit}: from {plain:.3g} plain to {whole:.3g} with all; " + ", ".join(
+            f"{name} {size:+.2g}" for name, size in parts
+        )
+        caption = "Each bar is what changes when that technique alone is left out; overlap is what they share."
+        drawing = plots.spans(f"fall-{key.replace('_', '-')}", bars, words, unit=unit)
+        drawn.append(f"<figure><figcaption><h3>{title}, {unit}</h3><p>{caption}</p></figcaption>{drawing}</figure>")
+    return f'<div class="two">{"".join(drawn)}</div>'
+
+
+_HEAD = ("contender", "tokens/s", "times plain", "peak", "start-up", "loss", "cosine")
+
+
+def _table(found: dict[str, Any]) -> str:
+    head = "".join(f'<th scope="col"{" class=n" if n else ""}>{title}</th>' for n, title in enumerate(_HEAD))
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(map(_row, found['rows']))}</tbody></table>"
+
+
+def _row(row: dict[str, Any]) -> str:
+    name = f'<th scope="row">{escape(row["name"])}</th>'
+    if row["failed"]:
+        return f'<tr>{name}<td class="free bad" colspan="{len(_HEAD) - 1}">{escape(row["failed"])}</td></tr>'
+    cells: Sequence[tuple[str, str]] = (
+        (grouped(row["tokens_per_second"]), f"{grouped(row['spread'][0])} to {grouped(row['spread'][1])}"),
+        (f"{row['ratio']:.2f}", f"{row['ratio_spread'][0]:.2f} to {row['ratio_spread'][1]:.2f}"),
+        (gib(row["peak_gib"]), f"predicted {gib(row['predicted']['peak_gib'])}" if row["predicted"] else ""),
+        (f"{row['startup_seconds']:.1f} s", ""),
+        (loss(row["loss"]), ""),
+        (percent(row["gradient_cosine"], 2) if number(row["gradient_cosine"]) is not None else "none in common", ""),
+    )
+    shown = "".join(
+        f'<td class="n">{tied(value)}' + (f'<br><span class="small">{tied(below)}</span>' if below else "") + "</td>"
+        for value, below in cells
+    )
+    return f"<tr>{name}{shown}</tr>"

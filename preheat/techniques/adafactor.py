@@ -1,0 +1,53 @@
+"""Adafactor: an optimizer that keeps the second moments of a matrix as one row and one column.
+
+What: squares of gradients are remembered by their means over rows and over columns, and put together again as a product; no
+momentum; each update is clipped to a root mean square of `clip`.
+Helps: almost no optimizer state: n + m numbers for a matrix of n x m, where AdamW keeps 2 n m. Hurts: noisier than AdamW, whose
+learning rates are somewhat high for it.
+Source: Shazeer and Stern 2018 (arXiv:1804.04235), algorithm 4, with a learning rate from outside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from preheat.recipe import Positive
+from preheat.technique import Build, Change, Slot, Stage, Technique
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Adafactor", "adafactor_optimizer"]
+
+
+def adafactor_optimizer(parameters: Iterable[Any], **settings: Any) -> torch.optim.Optimizer:
+    """The optimizer (`preheat.ops.optimizers.Adafactor`): lr, weight_decay, decay, clip.
+
+    Example:
+        >>> import torch
+        >>> optimizer = adafactor_optimizer(torch.nn.Linear(4, 4).parameters(), lr=1e-3)
+    """
+    from preheat.ops.optimizers import Adafactor
+
+    return Adafactor(parameters, **settings)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adafactor(Technique):
+    stage: ClassVar[Stage] = Stage.OPTIMIZER
+    numerics: ClassVar[Any] = "exact"  # of the gradients; the weights go another way
+    owns: ClassVar[frozenset[Slot]] = frozenset({Slot.OPTIMIZER})
+
+    decay: Positive = 0.8
+    """Step t forgets the second moments by t ** -decay."""
+    clip: Positive = 1.0
+    """Root mean square to which an update is clipped."""
+
+    def apply(self, build: Build, part: Any) -> Change:
+        def make(groups: Any, *, lr: float, betas: tuple[float, float], eps: float) -> Any:
+            return adafactor_optimizer(groups, lr=lr, decay=self.decay, clip=self.clip)
+
+        build.own(Slot.OPTIMIZER, make, self.name())
+        return Change("Adafactor: second moments by rows and columns", sum(p.requires_grad for p in part.parameters()))

@@ -1,0 +1,77 @@
+"""Muon: an optimizer that makes the update of each matrix orthogonal.
+
+What: the momentum of a matrix is replaced by about the nearest orthogonal matrix (five Newton-Schulz iterations in bf16), so that
+every direction moves alike; embeddings, head, norms and biases go on with AdamW.
+Helps: fewer steps to the same loss (about half the FLOPs of AdamW in its authors' runs), and 4 bytes of state for a matrix's
+parameter in place of 8. Hurts: the iterations cost products of each matrix with itself in every step, which shows on small batches;
+weights that were trained with AdamW gain less when tuned with Muon.
+Source: Jordan et al. 2024 (kellerjordan.github.io/posts/muon); scale and weight decay: Liu et al. 2025 (arXiv:2502.16982).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+
+from preheat.recipe import Bound, Share
+from preheat.technique import Build, Change, Slot, Stage, Technique
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Muon", "muon_optimizer"]
+
+
+def muon_optimizer(groups: Iterable[Any], *, by_adamw: Iterable[Any] = (), **settings: Any) -> torch.optim.Optimizer:
+    """The optimizer (`preheat.ops.optimizers.Muon`): Muon for matrices, AdamW for the rest.
+
+    Args:
+        groups: parameters, or groups of them.
+        by_adamw: matrices that AdamW shall take: embeddings and the head.
+        settings: lr, betas, eps, weight_decay, momentum, steps.
+
+    Example:
+        >>> import torch
+        >>> model = torch.nn.Sequential(torch.nn.Embedding(9, 4), torch.nn.Linear(4, 4))
+        >>> optimizer = muon_optimizer(model.parameters(), by_adamw=model[0].parameters(), lr=1e-3)
+        >>> [(len(g["params"]), g["muon"]) for g in optimizer.param_groups]
+        [(1, True), (2, False)]
+    """
+    from preheat.ops.optimizers import Muon
+
+    listed = list(groups)
+    others = {id(p) for p in by_adamw}
+    split = []
+    for group in listed if isinstance(listed[0], dict) else [{"params": listed}]:
+        matrices = [p for p in group["params"] if p.ndim == 2 and id(p) not in others]
+        rest = [p for p in group["params"] if p.ndim != 2 or id(p) in others]
+        split += [{**group, "params": matrices, "muon": True}, {**group, "params": rest, "muon": False}]
+    return Muon([g for g in split if g["params"]], **settings)
+
+
+def _ends(model: Any) -> tuple[Any, Any]:
+    """The weights of embedding and head."""
+    return model.get_input_embeddings().weight, model.get_output_embeddings().weight
+
+
+@dataclass(frozen=True, kw_only=True)
+class Muon(Technique):
+    stage: ClassVar[Stage] = Stage.OPTIMIZER
+    numerics: ClassVar[Any] = "exact"  # of the gradients; the weights go another way
+    owns: ClassVar[frozenset[Slot]] = frozenset({Slot.OPTIMIZER})
+
+    momentum: Share = 0.95
+    """Decay of the momentum (Nesterov's)."""
+    steps: Annotated[int, Bound(1)] = 5
+    """Newton-Schulz iterations."""
+
+    def apply(self, build: Build, part: Any) -> Change:
+        def make(groups: Any, *, lr: float, betas: tuple[float, float], eps: float) -> Any:
+            ends = [weight for trained in build.trained for weight in _ends(trained)]
+            return muon_optimizer(groups, by_adamw=ends, lr=lr, betas=betas, eps=eps, momentum=self.momentum, steps=self.steps)
+
+        build.own(Slot.OPTIMIZER, make, self.name())
+        ends = {id(weight) for weight in _ends(part)}
+        count = sum(p.requires_grad and p.ndim == 2 and id(p) not in ends for p in part.parameters())
+        return Change(f"{count} matrices by Muon, the rest by AdamW", count)

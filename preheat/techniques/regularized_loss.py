@@ -1,0 +1,61 @@
+"""Regularized loss: label smoothing and z-loss beside the cross entropy.
+
+What: `label_smoothing` gives a share of each label's weight to all pieces alike; `z` adds the squared logarithm of the softmax's
+normalizer. Evaluation goes on measuring the plain cross entropy.
+Helps: z-loss keeps logits near zero, where bf16 is exact enough, and long runs stable; smoothing keeps small or noisy data sets from
+being learnt by heart. Hurts: the training loss is no longer nats a token; smoothing costs some of the best likelihood that a large
+data set would allow.
+Source: label smoothing: Szegedy et al. 2016 (arXiv:1512.00567); z-loss: Chowdhery et al. 2022 (PaLM, arXiv:2204.02311), section 5.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+
+from preheat.recipe import Bound, Share
+from preheat.technique import Build, Change, Context, Slot, Stage, Technique
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["RegularizedLoss", "regularized_cross_entropy"]
+
+
+def regularized_cross_entropy(logits: Tensor, labels: Tensor, *, label_smoothing: float = 0.0, z: float = 0.0) -> Tensor:
+    """Losses [n] of logits [n, vocabulary] against labels [n] (-100: not trained).
+
+    Example:
+        >>> import torch
+        >>> regularized_cross_entropy(torch.zeros(1, 4), torch.tensor([2]), label_smoothing=0.1)
+        tensor([1.3863])
+    """
+    from preheat.ops.losses import RegularizedCrossEntropy
+
+    return RegularizedCrossEntropy(label_smoothing, z)(logits, labels)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RegularizedLoss(Technique):
+    stage: ClassVar[Stage] = Stage.KERNEL
+    numerics: ClassVar[Any] = "different"
+    owns: ClassVar[frozenset[Slot]] = frozenset({Slot.ROW_LOSS})
+
+    label_smoothing: Share = 0.0
+    """Share of each label's weight that all pieces get alike."""
+    z: Annotated[float, Bound(0)] = 1e-4
+    """Weight of the squared logsumexp of the logits."""
+
+    def check(self, context: Context) -> list[str]:
+        if not self.label_smoothing and not self.z:
+            return ["label_smoothing and z are both 0, which changes nothing; set one, or leave the technique out"]
+        return []
+
+    def apply(self, build: Build, part: Any) -> Change:
+        from preheat.ops.losses import RegularizedCrossEntropy
+
+        build.own(Slot.ROW_LOSS, RegularizedCrossEntropy(self.label_smoothing, self.z), self.name())
+        words = [f"label smoothing {self.label_smoothing:g}"] * bool(self.label_smoothing) + [f"z-loss {self.z:g}"] * bool(
+            self.z
+        )
+        return Change(f"cross entropy with {' and '.join(words)}", 1)

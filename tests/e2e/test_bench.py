@@ -1,0 +1,81 @@
+"""`preheat bench`, and what its verdicts say."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from preheat.bench.compare import verdicts
+
+from .conftest import Command
+
+
+def row(name: str, speeds: list[float], peak: float, failed: str = "") -> dict[str, Any]:
+    return {"name": name, "speeds": speeds, "peak_gib": peak, "failed": failed}
+
+
+def said(rows: list[dict[str, Any]], *names: str) -> dict[str, str]:
+    return {v["technique"]: v["words"] for v in verdicts(rows, names, 16.0)}
+
+
+def test_verdicts_say_what_is_gained_and_what_is_noise() -> None:
+    whole = row("all", [100.0, 104.0, 102.0], 4.0)
+    rows = [
+        whole,
+        row("without slow", [130.0, 135.0, 133.0], 7.0),
+        row("without fast", [50.0, 52.0, 51.0], 4.0),
+        row("without idle", [101.0, 103.0, 103.0], 4.01),
+        row("without small", [100.0, 106.0, 101.0], 6.0),
+        row("without needed", [], 0.0, "does not fit: needs 20.00 GiB, has 16.00 GiB"),
+    ]
+    words = said(rows, "slow", "fast", "idle", "small", "needed")
+    assert words["slow"] == "slow costs 23% speed and frees 3.00 GiB: not needed here, 9.0 GiB are free without it"
+    assert words["fast"] == "fast gives 100% speed; memory stays as it is"
+    assert words["idle"] == "idle changes speed by less than the noise; memory stays as it is: nothing gained here"
+    assert words["small"] == "small changes speed by less than the noise and frees 2.00 GiB"
+    assert words["needed"] == "needed is needed: without it the recipe does not fit: needs 20.00 GiB, has 16.00 GiB"
+
+
+def test_an_ablation_has_every_contender_and_its_agreement(preheat: Command) -> None:
+    techniques = "techniques={chunked_loss: {rows: 64}, mixed_precision: {mode: bf16}}"
+    made = preheat.json("bench", "r.yaml", "--ablate", "--steps", "4", "--repeats", "2", "--set", techniques, "--out", "b")
+    rows = {r["name"]: r for r in made["rows"]}
+    assert list(rows) == [
+        "plain",
+        "all",
+        "without chunked_loss",
+        "without mixed_precision",
+        "only chunked_loss",
+        "only mixed_precision",
+    ]
+    assert rows["plain"]["gradient_cosine"] == pytest.approx(1, abs=1e-9)
+    assert rows["only chunked_loss"]["gradient_cosine"] == pytest.approx(1, abs=1e-6)
+    assert 0.99 < rows["all"]["gradient_cosine"] < 1 - 1e-9, "bf16 rounds"
+    assert rows["only chunked_loss"]["loss"] == pytest.approx(rows["plain"]["loss"], abs=1e-4)
+    assert all(len(r["speeds"]) == 2 and r["startup_seconds"] > 0 and r["peak_gib"] >= 0 for r in made["rows"])
+    assert {v["technique"] for v in made["verdicts"]} == {"chunked_loss", "mixed_precision"}
+    page = (preheat.folder / "b" / "bench.html").read_text()
+    assert "without chunked_loss" in page
+    assert "<svg" in page
+    kept = json.loads((preheat.folder / "b" / "bench.json").read_text())
+    assert [r["name"] for r in kept["rows"]] == list(rows)
+
+
+def test_techniques_by_name_and_one_that_cannot_serve(preheat: Command) -> None:
+    made = preheat.json("bench", "r.yaml", "--techniques", "lora,efficient_attention", "--steps", "3", "--repeats", "1",
+                        "--set", "techniques={efficient_attention: {kernel: cudnn}}")  # fmt: skip
+    rows = {r["name"]: r for r in made["rows"]}
+    assert rows["lora"]["tokens_per_second"] > 0
+    assert rows["lora"]["gradient_cosine"] is None, "no parameter is trained in both"
+    assert "needs a CUDA device" in rows["efficient_attention"]["failed"]
+
+
+def test_what_cannot_be_compared_is_said(preheat: Command) -> None:
+    for arguments, words in (
+        ((), "say what to compare"),
+        (("--techniques", "lorra"), "'lorra' is not known"),
+        (("--ablate", "--set", "techniques={}"), "nothing to leave out"),
+    ):
+        assert words in preheat("bench", "r.yaml", *arguments, code=2)[1]

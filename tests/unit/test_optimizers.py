@@ -1,0 +1,108 @@
+"""Optimizers against slow references of their published updates."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from preheat.ops.optimizers import Adafactor, Lion, Muon, orthogonalize
+from preheat.techniques.muon import muon_optimizer
+
+
+def run(make: Any, steps: int = 4, shape: tuple[int, ...] = (24, 16)) -> tuple[torch.Tensor, list[torch.Tensor], torch.Tensor]:
+    """The weight after some steps, the gradients that it was given, and where it began."""
+    g = torch.Generator().manual_seed(0)
+    p = torch.nn.Parameter(torch.randn(shape, generator=g))
+    begin, grads = p.detach().clone(), [torch.randn(shape, generator=g) for _ in range(steps)]
+    optimizer = make([p])
+    for grad in grads:
+        p.grad = grad.clone()
+        optimizer.step()
+    return p.detach(), grads, begin
+
+
+def near(a: torch.Tensor, b: torch.Tensor, tolerance: float) -> bool:
+    return float((a.double() - b.double()).norm() / b.double().norm()) < tolerance
+
+
+def test_lion_is_algorithm_2_of_its_paper() -> None:
+    got, grads, w = run(lambda p: Lion(p, lr=0.01, betas=(0.9, 0.99), weight_decay=0.1, chunk=100))
+    w, m = w.double(), torch.zeros_like(w, dtype=torch.float64)
+    for g in grads:
+        c = 0.9 * m + 0.1 * g.double()
+        w = w - 0.01 * (torch.sign(c) + 0.1 * w)
+        m = 0.99 * m + 0.01 * g.double()
+    assert near(got, w, 1e-6)
+
+
+def test_lions_scale_leaves_the_product_of_rate_and_decay() -> None:
+    got, grads, w = run(lambda p: Lion(p, lr=0.05, weight_decay=0.1, scale=0.2), steps=1)
+    assert near(got, w * (1 - 0.05 * 0.1) - 0.01 * grads[0].sign(), 1e-6)
+
+
+@pytest.mark.parametrize("shape", [(24, 16), (16, 24)])
+def test_muon_is_that_of_torch(shape: tuple[int, int]) -> None:
+    settings: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.1, "momentum": 0.95}
+    ours = run(lambda p: Muon([{"params": p, "muon": True}], **settings), shape=shape)
+    torchs = run(lambda p: torch.optim.Muon(p, **settings, adjust_lr_fn="match_rms_adamw"), shape=shape)
+    # torch remembers (1 - momentum) g where we remember g, and orthogonalizes in bf16 what differs by a factor: rounding alone.
+    assert near(ours[0] - ours[2], torchs[0] - torchs[2], 0.02)
+
+
+def test_orthogonalized_singular_values_are_near_one() -> None:
+    torch.manual_seed(0)
+    matrix = torch.randn(48, 20) @ torch.diag(torch.logspace(0, -1.5, 20))
+    u, _, v = torch.linalg.svd(matrix, full_matrices=False)
+    made = orthogonalize(matrix).float()
+    values = torch.linalg.svdvals(made)
+    assert float(values.min()) > 0.6
+    assert float(values.max()) < 1.3
+    assert near(u.T @ made @ v.T, torch.diag(torch.diagonal(u.T @ made @ v.T)), 0.1), "the same directions"
+
+
+def test_what_muon_does_not_take_goes_by_adamw() -> None:
+    torch.manual_seed(0)
+    ours, plain = (torch.nn.Embedding(6, 4) for _ in range(2))
+    plain.load_state_dict(ours.state_dict())
+    a = muon_optimizer(ours.parameters(), by_adamw=ours.parameters(), lr=0.1, weight_decay=0.01, betas=(0.9, 0.95))
+    b = torch.optim.AdamW(plain.parameters(), lr=0.1, weight_decay=0.01, betas=(0.9, 0.95))
+    for _ in range(3):
+        for module, optimizer in ((ours, a), (plain, b)):
+            optimizer.zero_grad()
+            module(torch.tensor([1, 2])).square().sum().backward()
+            optimizer.step()
+    assert near(ours.weight.detach(), plain.weight.detach(), 1e-6)
+
+
+@pytest.mark.parametrize("shape", [(24, 16), (40,)])
+def test_adafactor_is_algorithm_4_of_its_paper(shape: tuple[int, ...]) -> None:
+    got, grads, w = run(lambda p: Adafactor(p, lr=0.01, weight_decay=0.1), shape=shape)
+    w = w.double()
+    row = column = whole = torch.zeros((), dtype=torch.float64)
+    for t, g in enumerate(grads, start=1):
+        decay, squares = 1 - t**-0.8, g.double() ** 2 + 1e-30
+        if len(shape) == 1:
+            whole = decay * whole + (1 - decay) * squares
+            update = g / whole.sqrt()
+        else:
+            row = decay * row + (1 - decay) * squares.sum(dim=1)
+            column = decay * column + (1 - decay) * squares.sum(dim=0)
+            update = g / (row[:, None] * column[None, :] / row.sum()).sqrt()
+        update = update / max(1.0, float(update.square().mean().sqrt()))
+        w = w - 0.01 * 0.1 * w - 0.01 * update
+    assert near(got, w, 1e-5)
+
+
+@pytest.mark.parametrize("name", ["lion", "muon", "adafactor"])
+def test_where_the_gradient_is_not_finite_nothing_changes(name: str) -> None:
+    p = torch.nn.Parameter(torch.randn(8, 4))
+    optimizer = {"lion": Lion, "adafactor": Adafactor, "muon": muon_optimizer}[name]([p], lr=0.1)
+    for value in (1.0, float("nan")):
+        before = [p.detach().clone(), *(t.clone() for t in optimizer.state[p].values())]
+        p.grad = torch.full_like(p, value)
+        optimizer.found_inf = torch.tensor(0.0 if value == value else 1.0)
+        optimizer.step()
+        after = [p.detach(), *optimizer.state[p].values()]
+        assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True)) == (value != value)
