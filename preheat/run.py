@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import time
 from collections.abc import Iterator, Mapping
@@ -23,7 +24,7 @@ from typing import Any, TextIO
 
 from preheat.errors import RunError
 
-__all__ = ["METRIC_KEYS", "PLAN_KEYS", "Reader", "Writer", "write_atomic"]
+__all__ = ["METRIC_KEYS", "PLAN_KEYS", "Reader", "Writer", "strict", "write_atomic"]
 
 METRIC_KEYS = {
     "step": "optimizer steps committed, from 1",
@@ -50,6 +51,20 @@ PLAN_KEYS = {
     "steps": "steps of the run",
     "seconds_total": "predicted time to finish",
 }
+
+
+def strict(value: Any) -> Any:
+    """The same data with null for NaN and infinities, which JSON has no word for.
+
+    Example:
+        >>> strict({"loss": float("nan"), "steps": (1, 2)})
+        {'loss': None, 'steps': [1, 2]}
+    """
+    if isinstance(value, Mapping):
+        return {str(k): strict(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [strict(v) for v in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def write_atomic(path: Path, text: str) -> None:

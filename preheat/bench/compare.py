@@ -16,6 +16,7 @@ from typing import Any
 from preheat import recipe as recipes
 from preheat.errors import RecipeError, RunError
 from preheat.recipe import Recipe
+from preheat.run import strict, write_atomic
 from preheat.technique import registry
 
 __all__ = ["Contender", "ablation", "bench", "chosen", "verdicts"]
@@ -129,7 +130,7 @@ def bench(
         "verdicts": verdicts(rows, list(recipe.techniques), available),
         "recipe": recipes.as_values(recipe),
     }
-    (out / "bench.json").write_text(json.dumps(_finite(made), indent=1) + "\n", encoding="utf-8")
+    write_atomic(out / "bench.json", json.dumps(strict(made), indent=1) + "\n")
     return made
 
 
@@ -265,11 +266,3 @@ def _words(name: str, speed: float, noise: bool, freed: float, without: float, a
     elif noise and (small or freed < 0):
         words += ": nothing gained here"
     return words
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, dict):
-        return {k: _finite(v) for k, v in value.items()}
-    return [_finite(v) for v in value] if isinstance(value, list | tuple) else value

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from preheat.run import strict
 from preheat.training.watch import Watch
 
 if TYPE_CHECKING:
@@ -38,14 +39,7 @@ def console() -> Console:
 def emit(value: Any) -> None:
     """One JSON object on standard output; NaN becomes null."""
 
-    def clean(v: Any) -> Any:
-        if isinstance(v, float) and not math.isfinite(v):
-            return None
-        if isinstance(v, Mapping):
-            return {k: clean(x) for k, x in v.items()}
-        return [clean(x) for x in v] if isinstance(v, list | tuple) else v
-
-    print(json.dumps(clean(value)))
+    print(json.dumps(strict(value)))
 
 
 def rate(value: float | None) -> str:

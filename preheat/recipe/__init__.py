@@ -115,14 +115,14 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
         8
     """
     file = Path(path)
-    if not file.exists():
+    if not file.is_file():  # a folder of the same name is no reason to hide a built-in recipe
         built_in = Path(__file__).parents[1] / "recipes" / f"{path}.yaml"
+        if not built_in.exists() and file.is_dir():
+            raise RecipeError(f"{path}: is a folder; name a recipe file")
         if not built_in.exists():
             names = sorted(p.stem for p in built_in.parent.glob("*.yaml"))
             raise RecipeError(f"{path}: no such file, and no built-in recipe of that name; {nearest(str(path), names)}")
         file = built_in
-    if file.is_dir():
-        raise RecipeError(f"{path}: is a folder; name a recipe file")
     try:
         text = file.read_text(encoding="utf-8")
     except UnicodeDecodeError:

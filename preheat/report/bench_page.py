@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from preheat.errors import RunError
 from preheat.report import plots
+from preheat.report.page import document
 from preheat.report.words import escape, gib, grouped, loss, number, percent, tied
 from preheat.run import write_atomic
 
@@ -41,36 +41,21 @@ def write_bench(folder: str | Path) -> Path:
 
 
 def _page(found: dict[str, Any]) -> str:
-    title = escape(found["name"])
-    css = resources.files("preheat.report").joinpath("page.css").read_text(encoding="utf-8")
     verdicts = "".join(f"<li>{tied(v['words'])}</li>" for v in found["verdicts"])
     said = f"<ul>{verdicts}</ul>" if verdicts else '<p class="small">Nothing was left out, so there is no verdict.</p>'
     waterfalls = _waterfalls(found)
     falls = f'<section id="give"><h2>What each technique gives</h2>{waterfalls}</section>' if waterfalls else ""
-    return f"""<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
-<title>{title} · preheat bench</title>
-<style>
-{css}</style>
-</head>
-<body>
-<main>
-<header id="verdict"><p class="eyebrow">preheat bench</p><h1>{title}</h1>
+    return document(
+        f"{found['name']} · preheat bench",
+        f"""<header id="verdict"><p class="eyebrow">preheat bench</p><h1>{escape(found["name"])}</h1>
 <p class="verdict">{escape(_headline(found))}</p></header>
 <section id="verdicts"><h2>Verdicts</h2>{said}</section>
 {falls}
 <section id="contenders"><h2>Every contender</h2>{_table(found)}</section>
 <footer>{found["repeats"]} turns of {found["steps"]} steps each, every turn in a process of its own, in alternation. Speed: median over the turns
 of the median step; ratios within a round. Memory: the greatest of the turns, less what the imports took. Cosine: of the first step's
-gradients with those of {escape(found["rows"][0]["name"])}. All figures as data: bench.json.</footer>
-</main>
-</body>
-</html>
-"""
+gradients with those of {escape(found["rows"][0]["name"])}. All figures as data: bench.json.</footer>""",
+    )
 
 
 def _headline(found: dict[str, Any]) -> str:

@@ -11,7 +11,7 @@ from preheat.errors import RunError
 from preheat.report.words import MISSING, count, duration, gib, grouped, loss, number, off_by, signed_percent
 from preheat.run import METRIC_KEYS, Reader
 
-__all__ = ["collect", "strict"]
+__all__ = ["collect"]
 
 NOT_IN_TIMELINE = ("sample", "baseline")  # they have places of their own
 
@@ -103,15 +103,6 @@ def collect(path: str | Path) -> dict[str, Any]:
     }
     figures["verdict"] = _verdict(figures)
     return figures
-
-
-def strict(value: Any) -> Any:
-    """The same data with null for NaN and infinities, which JSON has no word for."""
-    if isinstance(value, dict):
-        return {str(k): strict(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [strict(v) for v in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _first(*values: Any) -> Any:

@@ -12,7 +12,7 @@ from typing import Any
 
 from preheat.errors import RunError
 from preheat.report import charts
-from preheat.report.figures import collect, strict
+from preheat.report.figures import collect
 from preheat.report.words import (
     MISSING,
     count,
@@ -27,7 +27,7 @@ from preheat.report.words import (
     tied,
     value,
 )
-from preheat.run import write_atomic
+from preheat.run import strict, write_atomic
 
 __all__ = ["render", "write"]
 
@@ -70,7 +70,14 @@ def render(figures: dict[str, Any]) -> str:
         ("recipe", "Recipe", _recipe(figures)),
     )
     body = "".join(f'<section id="{name}"><h2>{title}</h2>{content}</section>\n' for name, title, content in sections)
-    title = escape(figures["title"])
+    footer = "All figures as data: report.json, beside this page. Losses are in nats a token; 1 GiB is 2³⁰ bytes, less what the imports took."
+    return document(
+        f"{figures['title']} · preheat report", f"{_header(figures)}\n{_tiles(figures)}\n{body}<footer>{footer}</footer>"
+    )
+
+
+def document(title: str, body: str) -> str:
+    """A page that needs nothing else: `body` (HTML) under the house's style, with nothing allowed to load."""
     css = resources.files("preheat.report").joinpath("page.css").read_text(encoding="utf-8")
     return f"""<!doctype html>
 <html lang="en">
@@ -78,15 +85,13 @@ def render(figures: dict[str, Any]) -> str:
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
-<title>{title} · preheat report</title>
+<title>{escape(title)}</title>
 <style>
 {css}</style>
 </head>
 <body>
 <main>
-{_header(figures)}
-{_tiles(figures)}
-{body}<footer>All figures as data: report.json, beside this page. Losses are in nats a token; 1 GiB is 2³⁰ bytes, less what the imports took.</footer>
+{body}
 </main>
 </body>
 </html>

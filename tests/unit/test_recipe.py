@@ -101,3 +101,12 @@ def test_recipe_and_cli_import_no_torch_and_fast_help() -> None:
 def test_a_recipe_is_frozen() -> None:
     with pytest.raises(AttributeError):
         Recipe(stop=Stop(steps=1)).seed = 3  # type: ignore[misc]
+
+
+def test_a_folder_does_not_hide_a_built_in_recipe_of_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "demo").mkdir()
+    (tmp_path / "other").mkdir()
+    assert recipes.load("demo").name == "demo"
+    with pytest.raises(RecipeError, match="is a folder"):
+        recipes.load("other")
