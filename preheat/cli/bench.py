@@ -91,6 +91,6 @@ def _table(rows: list[dict[str, Any]]) -> Any:
             memory(row["peak_gib"]),
             f"{row['startup_seconds']:.1f} s",
             f"{row['loss']:.3f}",
-            "-" if cosine is None else f"{cosine:.4f}",
+            "-" if cosine is None else f"{cosine:.6f}",
         )
     return table

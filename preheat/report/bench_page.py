@@ -13,7 +13,7 @@ from typing import Any
 from preheat.errors import RunError
 from preheat.report import plots
 from preheat.report.page import document
-from preheat.report.words import escape, gib, grouped, loss, number, percent, tied
+from preheat.report.words import escape, gib, grouped, loss, number, tied
 from preheat.run import write_atomic
 
 __all__ = ["write_bench"]
@@ -120,7 +120,7 @@ def _row(row: dict[str, Any]) -> str:
         (gib(row["peak_gib"]), f"predicted {gib(row['predicted']['peak_gib'])}" if row["predicted"] else ""),
         (f"{row['startup_seconds']:.1f} s", ""),
         (loss(row["loss"]), ""),
-        (percent(row["gradient_cosine"], 2) if number(row["gradient_cosine"]) is not None else "none in common", ""),
+        (f"{row['gradient_cosine']:.6f}" if number(row["gradient_cosine"]) is not None else "none in common", ""),
     )
     shown = "".join(
         f'<td class="n">{tied(value)}' + (f'<br><span class="small">{tied(below)}</span>' if below else "") + "</td>"
