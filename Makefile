@@ -5,11 +5,12 @@ PYTHON ?= python3
 RUN ?= .venv/bin/python
 INSTALLED := $(if $(filter .venv/%,$(RUN)),.venv/installed)
 
-.PHONY: help .venv demo test check bench gpu-check docs
+.PHONY: help .venv demo test test-pairs check bench gpu-check docs
 
 help:
 	@echo "make demo       plan, train, evaluate and report a small model on this machine"
 	@echo "make test       the tests"
+	@echo "make test-pairs every pair of techniques that may go together"
 	@echo "make check      ruff and mypy"
 	@echo "make bench      training speed and memory against other trainers, on this CPU"
 	@echo "make gpu-check  the tests and benchmarks that need a CUDA device"
@@ -31,6 +32,9 @@ demo: .venv/installed
 test: $(INSTALLED)
 	@$(RUN) -m pytest
 
+test-pairs: $(INSTALLED)
+	@PREHEAT_PAIRS=all $(RUN) -m pytest tests/contract -k pairs
+
 check: $(INSTALLED)
 	@$(RUN) -m ruff check
 	@$(RUN) -m ruff format --check
@@ -39,7 +43,10 @@ check: $(INSTALLED)
 bench: $(INSTALLED)
 	@$(RUN) benchmarks/cpu_vs_peers.py
 
-gpu-check: $(INSTALLED)
+gpu-test-pairs: $(INSTALLED)
+	@PREHEAT_PAIRS=all $(RUN) -m pytest tests/contract -k pairs
+
+check: $(INSTALLED)
 	@$(RUN) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || \
 	  { echo "gpu-check: torch finds no CUDA device here, so nothing was checked; run it on a machine that has one" >&2; exit 1; }
 	@$(RUN) -m pytest tests/gpu

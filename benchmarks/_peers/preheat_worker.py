@@ -17,7 +17,7 @@ from contract import Clock, Job, read_job, report
 
 from preheat.engine.build import build, peak_learning_rate
 from preheat.engine.step import gradients, update
-from preheat.hardware.probe import probe
+from preheat.hardware.probe import keep_heap, probe
 from preheat.recipe import Recipe, parse
 from preheat.technique import Batch, MaskSpec, Slot
 from preheat.training.schedule import share_of_peak
@@ -69,6 +69,7 @@ def batches(job: Job, micro: int) -> Iterator[list[Batch]]:
 def main() -> None:
     job, clock = read_job(), Clock()
     recipe = recipe_of(job)
+    keep_heap()  # as before every run of `preheat train`
     made = build(recipe, vocabulary=None, device=probe("cpu"))
     shape = made.slot(Slot.BATCH_SHAPE)(0.0)
     losses: list[float] = []

@@ -16,6 +16,7 @@ from torch import Tensor
 from preheat.models import adapter
 from preheat.ops.attention import reference_attention
 from preheat.ops.losses import CrossEntropy, whole_logits
+from preheat.ops.optimizers import total_norm
 from preheat.technique import Batch, Build, LossSum, RowLoss, Shape, Slot
 from preheat.techniques.gradient_accumulation import accumulate
 
@@ -95,7 +96,7 @@ def _forward_backward(build: Build, batches: Sequence[Batch], global_weight: flo
 def _clip(build: Build) -> Tensor:
     """Norm over all gradients in fp32; gradients scaled down in place where it exceeds `optimizer.clip`."""
     grads = [p.grad for _, p in build.parameters() if p.grad is not None]
-    norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g, dtype=torch.float32) for g in grads]))
+    norm = total_norm(grads)
     limit = build.recipe.optimizer.clip
     if limit > 0:
         factor = (limit / (norm + 1e-6)).clamp(max=1.0)

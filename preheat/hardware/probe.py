@@ -14,13 +14,16 @@ from pathlib import Path
 from preheat.errors import RecipeError, RunError
 from preheat.technique import Device
 
-__all__ = ["parse_memory", "peak_resident_bytes", "probe", "reset_peak", "resident_bytes"]
+__all__ = ["keep_heap", "parse_memory", "peak_resident_bytes", "probe", "reset_peak", "resident_bytes"]
 
 _UNITS = {"b": 1} | {
     f"{prefix}{suffix}": base ** (power + 1)
     for power, prefix in enumerate("kmgt")
     for suffix, base in (("b", 1000), ("ib", 1024))
 }
+
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 
 
 def parse_memory(text: str) -> int:
@@ -139,6 +142,23 @@ def peak_resident_bytes() -> int:
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
+
+
+def keep_heap() -> bool:
+    """Gives back what is free now, and has glibc keep what is freed from here on. False with another C library.
+
+    By default glibc returns the heap's free end to the system, a step's activations for one, and has it back page by page
+    in the next: thousands of page faults a step. A run's high-water mark stays what it was. Blocks of 32 MiB and more,
+    glibc's own limit, are still mapped one by one. `planning/allocator.py` models just this.
+    """
+    if sys.platform != "linux" or platform.libc_ver()[0] != "glibc":
+        return False
+    import ctypes
+
+    libc = ctypes.CDLL(None)
+    libc.malloc_trim(0)
+    never = -1
+    return bool(libc.mallopt(_M_MMAP_THRESHOLD, 32 << 20) and libc.mallopt(_M_TRIM_THRESHOLD, never))
 
 
 def reset_peak() -> bool:

@@ -21,6 +21,7 @@ __all__ = [
     "fused_adamw",
     "orthogonalize",
     "prepare_state",
+    "total_norm",
 ]
 
 
@@ -32,6 +33,23 @@ def decay_groups(named: Iterable[tuple[str, nn.Parameter]], weight_decay: float)
         {"params": [p for _, p in named if p.ndim < 2], "weight_decay": 0.0},
     ]
     return [g for g in groups if g["params"]]
+
+
+def total_norm(tensors: Iterable[Tensor], chunk: int = 1 << 20) -> Tensor:
+    """Euclidean norm over all tensors, in fp32.
+
+    Args:
+        chunk: elements taken at a time where torch makes an fp32 copy first (a CPU's half precision).
+
+    Example:
+        >>> total_norm([torch.full((3,), 2.0), torch.full((1, 1), 2.0)])
+        tensor(4.)
+    """
+    norms = []
+    for t in tensors:
+        copied = t.device.type == "cpu" and t.dtype != torch.float32 and t.is_contiguous()
+        norms += [torch.linalg.vector_norm(part, dtype=torch.float32) for part in (t.view(-1).split(chunk) if copied else [t])]
+    return torch.linalg.vector_norm(torch.stack(norms))
 
 
 def adamw_state(p: Tensor, dtype: torch.dtype | None = None) -> dict[str, Tensor]:

@@ -1,8 +1,8 @@
 """What a process holds for the tensors that a dry run saw: the log of allocations replayed through a model of the allocator.
 
-On a CPU that is glibc's malloc. Blocks above a threshold are mapped from the system one by one and given back when freed;
-smaller ones are cut from one heap, where freed blocks are joined, used again by the best fit, and given back only from its
-end. The threshold starts at 128 KiB and grows to the largest mapped block that was freed, up to 32 MiB (malloc(3), M_MMAP_THRESHOLD).
+On a CPU that is glibc's malloc as `hardware.probe.keep_heap` sets it. Blocks of 32 MiB and more are mapped from the system one by one
+and given back when freed; smaller ones are cut from one heap, where freed blocks are joined and used again by the best fit,
+and which never shrinks.
 An aligned block, as torch asks for, is cut out of a larger piece, and what is left beside it returns to the heap. Blocks from the
 heap's end stand side by side, so a freed one leaves a hole that is too short by that rest for another of its size (before glibc
 2.38 memalign does not look for holes that are aligned already); in a hole the rest joins again, unless a small object took it meanwhile. So
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 __all__ = ["Heap", "HeapUse", "replay"]
 
 _PAGE = 4096
-_MAXIMUM = 32 << 20
+_MAPPED = 32 << 20
 _REST = 96  # bytes beside a block: the alignment of 64 and the least piece that malloc keeps
 # How many of the rests are taken, and over how many steps: fitted to the peaks of eight recipes between 0.1 and 10 GiB
 # (benchmarks/results/plan_vs_measured.json). In a run the growth ends after a few steps, as small objects are freed again.
@@ -31,12 +31,11 @@ class Heap:
     """glibc's malloc as far as tensors go. Sizes in bytes."""
 
     def __init__(self) -> None:
-        self.threshold = 128 << 10
         self._draws = random.Random(0)  # a model of chance, the same each time
         self.mapped = 0
         self.fresh = 0  # bytes had from the system so far, to be touched for the first time
         self.end = 0  # of the heap that is in use or free inside; beyond lies the top
-        self.top = 0  # bytes touched beyond `end` and not given back
+        self.touched = 0  # the furthest that `end` has been
         self._where: dict[int, tuple[int, int]] = {}  # block -> (start, size); start -1: mapped
         self._free: list[tuple[int, int]] = []  # (size, start), sorted: the first that is large enough is the best fit
         self._starts: dict[int, int] = {}  # start of a free block -> size
@@ -45,11 +44,11 @@ class Heap:
     @property
     def resident(self) -> int:
         """Bytes held from the system."""
-        return self.mapped + self.end + self.top
+        return self.mapped + self.touched
 
     def allocate(self, block: int, size: int) -> None:
         need = size + _REST
-        if need >= self.threshold:
+        if need >= _MAPPED:
             size = -(-need // _PAGE) * _PAGE
             self.mapped += size
             self.fresh += size
@@ -65,16 +64,14 @@ class Heap:
         else:
             start = self.end
             self.end += used
-            self.fresh += max(used - self.top, 0)
-            self.top = max(self.top - used, 0)
+            self.fresh += max(self.end - self.touched, 0)
+            self.touched = max(self.end, self.touched)
         self._where[block] = (start, size)
 
     def free(self, block: int) -> None:
         start, size = self._where.pop(block)
         if start < 0:
             self.mapped -= size
-            if self.threshold < size <= _MAXIMUM:
-                self.threshold = size
             return
         if start + size in self._starts:  # joins the free block behind it
             behind = self._starts[start + size]
@@ -87,9 +84,6 @@ class Heap:
             start, size = before, room + size
         if start + size == self.end:
             self.end = start
-            self.top += size
-            if self.top > 2 * self.threshold:  # malloc_trim gives back what lies beyond
-                self.top = 0
             return
         self._give(start, size)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import hashlib
 import json
@@ -179,17 +178,16 @@ def _in_use(device: Device) -> int:
 
 
 def settle(device: Device) -> int:
-    """Gives freed memory back, starts the high-water mark anew, and says what the process holds before the build."""
+    """Readies the process for a run: memory settled, the high-water mark begun anew. Returns what it holds before the build."""
     import torch
 
-    from preheat.hardware.probe import reset_peak, resident_bytes
+    from preheat.hardware.probe import keep_heap, reset_peak, resident_bytes
 
     gc.collect()
     if device.kind == "cuda":
         torch.cuda.reset_peak_memory_stats()
         return 0
-    if sys.platform == "linux" and platform.libc_ver()[0] == "glibc":
-        ctypes.CDLL(None).malloc_trim(0)
+    keep_heap()
     reset_peak()
     return resident_bytes()
 

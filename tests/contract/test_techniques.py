@@ -1,9 +1,14 @@
-"""What holds for every technique of the registry. A new technique is tested here without an edit, but for its plain function."""
+"""What holds for every technique of the registry. A new technique is tested here without an edit.
+
+Its plain functions, in a loop written by hand, are tested in test_alone*.py. PREHEAT_PAIRS=all (`make test-pairs`) tries all pairs
+and not only those that meet in a stage, a slot or a tag.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -22,24 +27,14 @@ from preheat.recipe import field_docs
 from preheat.technique import Build, Technique, conflicts_of, registry
 
 from ..conftest import DEVICE, difference, split, tiny, uneven
+from .settings import CANNOT_RUN_HERE, FIRST, FURTHER
 
 # Relative norm of each gradient against the plain model, by what a technique says of its numerics.
 BOUND = {"exact": 5e-6, "rounding": 0.05}
-# What cannot run on a CPU stands here with its reason; any other skip fails.
-CANNOT_RUN_HERE: dict[str, str] = {}
-
 NAMES = sorted(registry())
+RUNS_HERE = [name for name in NAMES if name not in CANNOT_RUN_HERE]
 # Each technique at its defaults, and at settings that take other paths.
-SETTINGS = [
-    *((name, {}) for name in NAMES),
-    ("activation_checkpointing", {"mode": "selective", "every": 2}),
-    ("chunked_loss", {"rows": 7}),
-    ("efficient_attention", {"kernel": "blocks"}),
-    ("gradient_accumulation", {"steps": 3}),
-    ("regularized_loss", {"label_smoothing": 0.1, "z": 0.0}),
-    ("mixed_precision", {"mode": "bf16_weights"}),
-    ("mixed_precision", {"mode": "fp32"}),
-]
+SETTINGS = [*((name, {}) for name in RUNS_HERE), *FURTHER]
 
 
 def made(techniques: dict[str, dict[str, Any]], **more: Any) -> Build:
@@ -149,10 +144,15 @@ def test_it_is_documented_and_declared(name: str) -> None:
         assert word in (module.__doc__ or ""), f"{name} does not say {word}"
     assert set(field_docs(cls)) >= {f.name for f in dataclasses.fields(cls)}
     assert cls.__module__ == f"preheat.techniques.{name}"
-    assert name not in CANNOT_RUN_HERE
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", sorted(CANNOT_RUN_HERE))
+def test_what_cannot_run_here_says_so_and_why(name: str) -> None:
+    with pytest.raises(RecipeError, match=CANNOT_RUN_HERE[name]):
+        made({name: {}})
+
+
+@pytest.mark.parametrize("name", RUNS_HERE)
 def test_its_options_and_rungs_are_settings_of_it(name: str) -> None:
     r = tiny()
     context = context_of(r, configure(r, 96), DEVICE)
@@ -166,9 +166,18 @@ def _compatible(a: Technique, b: Technique) -> bool:
     return not (a.owned() & b.owned() or a.conflicts & b.provided() or b.conflicts & a.provided())
 
 
-# Of techniques that exclude each other, those that are tried together with everything else.
-FIRST = {"activation_checkpointing", "chunked_loss", "efficient_attention", "gradient_accumulation", "lora", "mixed_precision"}
-PAIRS = [(a, b) for a, b in itertools.combinations(NAMES, 2) if _compatible(registry()[a](), registry()[b]())]
+def _meet(a: type[Technique], b: type[Technique]) -> bool:
+    """They act in one stage or on one slot, or speak of the same capability: where a clash would show."""
+    tags = [cls.provides | cls.needs | cls.conflicts for cls in (a, b)]
+    return a.stage == b.stage or bool(a.owns & b.owns or tags[0] & tags[1])
+
+
+PAIRS = [
+    (a, b)
+    for a, b in itertools.combinations(RUNS_HERE, 2)
+    if _compatible(registry()[a](), registry()[b]())
+    and (os.environ.get("PREHEAT_PAIRS") == "all" or _meet(registry()[a], registry()[b]))
+]
 
 
 @pytest.mark.parametrize(("a", "b"), PAIRS)
@@ -202,7 +211,7 @@ def test_settings_that_bring_no_bf16_say_so() -> None:
 
 def test_all_together() -> None:
     chosen: list[str] = []
-    for name in sorted(NAMES, key=lambda n: (n not in FIRST, n)):
+    for name in sorted(RUNS_HERE, key=lambda n: (n not in FIRST, n)):
         if all(_compatible(registry()[name](), registry()[other]()) for other in chosen):
             chosen.append(name)
     assert set(chosen) >= FIRST
@@ -255,160 +264,3 @@ def test_two_owners_of_a_slot_are_both_named() -> None:
     assert len(found) == 1
     assert "over_logits" in found[0][1]
     assert {found[0][0], *found[0][1].replace(",", "").split()} >= {"chunked_loss", "other_loss"}
-
-
-# --- the plain functions, in a loop written by hand -----------------------------------------------------------------
-
-
-def _by_hand() -> tuple[Any, torch.Tensor]:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=32, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, intermediate_size=64, vocab_size=96
-    )
-    return LlamaForCausalLM(config), torch.randint(96, (4, 16))
-
-
-def _falls(model: Any, tokens: torch.Tensor, optimizer: torch.optim.Optimizer, backward: Any) -> None:
-    losses = []
-    for _ in range(15):
-        losses.append(float(backward(model, tokens)))
-        optimizer.step()
-        optimizer.zero_grad()
-    assert losses[-1] < losses[0] - 0.15, losses
-
-
-def _plain_backward(model: Any, tokens: torch.Tensor) -> torch.Tensor:
-    loss = model(tokens, labels=tokens, use_cache=False).loss
-    loss.backward()
-    return loss.detach()
-
-
-def test_alone_gradient_accumulation() -> None:
-    from preheat.techniques.gradient_accumulation import accumulate
-
-    model, tokens = _by_hand()
-    model.zero_grad()
-    _plain_backward(model, tokens)
-    whole = {n: p.grad.clone() for n, p in model.named_parameters()}
-    model.zero_grad()
-    accumulate(tokens.split(1), lambda part: model(part, labels=part).loss * part[:, 1:].numel(), tokens[:, 1:].numel())
-    assert difference({n: p.grad for n, p in model.named_parameters()}, whole) < 1e-6
-
-
-def test_alone_activation_checkpointing() -> None:
-    from preheat import checkpoint_layers
-
-    model, tokens = _by_hand()
-    _plain_backward(model, tokens)
-    whole = {n: p.grad.clone() for n, p in model.named_parameters()}
-    model.zero_grad()
-    assert checkpoint_layers(model.model.layers, keep="products") == 3
-    _plain_backward(model, tokens)
-    assert difference({n: p.grad for n, p in model.named_parameters()}, whole) == 0
-    with pytest.raises(ValueError, match="use_cache=False"):
-        model(tokens, use_cache=True)
-    with torch.no_grad():
-        model(tokens, use_cache=True)
-
-
-def test_alone_chunked_loss() -> None:
-    from preheat.techniques.chunked_loss import chunked_cross_entropy
-
-    model, tokens = _by_hand()
-
-    def backward(model: Any, tokens: torch.Tensor) -> torch.Tensor:
-        hidden = model.model(tokens).last_hidden_state
-        loss = chunked_cross_entropy(hidden[:, :-1], model.lm_head, tokens[:, 1:], rows=10) / tokens[:, 1:].numel()
-        loss.backward()
-        return loss.detach()
-
-    assert float(backward(model, tokens)) == pytest.approx(float(model(tokens, labels=tokens).loss.detach()), rel=1e-6)
-    model.zero_grad()
-    _falls(model, tokens, torch.optim.AdamW(model.parameters(), lr=0.01), backward)
-
-
-def test_alone_mixed_precision() -> None:
-    from preheat.techniques.mixed_precision import autocast, stochastic_adamw, to_bf16
-
-    model, tokens = _by_hand()
-    with autocast("cpu"):
-        assert model(tokens).logits.dtype == torch.bfloat16
-    to_bf16(model)
-    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
-    _falls(model, tokens, stochastic_adamw(model.parameters(), lr=0.01), _plain_backward)
-
-
-def test_alone_lora() -> None:
-    from preheat import add_lora
-    from preheat.techniques.lora import merge_lora
-
-    model, tokens = _by_hand()
-    base = model(tokens).logits.detach()
-    names = add_lora(model, rank=4)
-    assert len(names) == 21
-    assert torch.equal(model(tokens).logits, base), "B is zero: the adapted model starts as the base"
-    trained = [p for p in model.parameters() if p.requires_grad]
-    _falls(model, tokens, torch.optim.AdamW(trained, lr=0.05), _plain_backward)
-    tuned = model(tokens).logits.detach()
-    assert merge_lora(model) == 21
-    assert float((model(tokens).logits - tuned).abs().max()) < 1e-5
-
-
-def test_alone_efficient_attention() -> None:
-    from preheat.ops.attention import reference_attention
-    from preheat.technique import MaskSpec
-    from preheat.techniques.efficient_attention import attend
-
-    q, k, v = torch.randn(2, 8, 40, 16), torch.randn(2, 2, 40, 16), torch.randn(2, 2, 40, 16)
-    for mask in (MaskSpec(), MaskSpec(causal=False), MaskSpec(documents=((10, 30), (40,)))):
-        for kernel in ("flash", "blocks"):
-            a, b = attend(q, k, v, mask=mask, kernel=kernel), reference_attention(q, k, v, mask, 0.25)
-            assert float((a - b).norm() / b.norm()) < 1e-6
-
-
-def _by(optimizer: Any) -> None:
-    model, tokens = _by_hand()
-    _falls(model, tokens, optimizer(model), _plain_backward)
-
-
-def test_alone_lion() -> None:
-    from preheat.techniques.lion import lion_optimizer
-
-    _by(lambda model: lion_optimizer(model.parameters(), lr=0.003))
-
-
-def test_alone_muon() -> None:
-    from preheat.techniques.muon import muon_optimizer
-
-    def make(model: Any) -> Any:
-        ends = (model.get_input_embeddings().weight, model.get_output_embeddings().weight)
-        return muon_optimizer(model.parameters(), by_adamw=ends, lr=0.01)
-
-    _by(make)
-
-
-def test_alone_adafactor() -> None:
-    from preheat.techniques.adafactor import adafactor_optimizer
-
-    _by(lambda model: adafactor_optimizer(model.parameters(), lr=0.01))
-
-
-def test_alone_regularized_loss() -> None:
-    from preheat.techniques.regularized_loss import regularized_cross_entropy
-
-    model, tokens = _by_hand()
-
-    def backward(model: Any, tokens: torch.Tensor) -> torch.Tensor:
-        logits = model(tokens, use_cache=False).logits[:, :-1].flatten(0, 1)
-        loss = regularized_cross_entropy(logits, tokens[:, 1:].flatten(), label_smoothing=0.1, z=1e-3).mean()
-        loss.backward()
-        return loss.detach()
-
-    _falls(model, tokens, torch.optim.AdamW(model.parameters(), lr=0.01), backward)
-
-
-def test_every_technique_is_tested_alone() -> None:
-    here = globals()
-    assert [n for n in NAMES if f"test_alone_{n}" not in here] == []

@@ -2,6 +2,10 @@
 
 import dataclasses
 import json
+import platform
+import resource
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -224,3 +228,29 @@ def test_matrix_rate_is_that_of_a_direct_timing() -> None:
         torch.set_num_threads(threads)
     direct = 2 * 256**3 / min(times)
     assert direct / 3 < found.matrix_rate("fp32", "forward", 256, 256, 256) < direct * 3
+
+
+@pytest.mark.skipif(sys.platform != "linux" or platform.libc_ver()[0] != "glibc", reason="glibc's allocator")
+def test_a_kept_heap_hands_freed_pages_out_again() -> None:
+    """In a process of its own: 64 MiB in blocks below glibc's limit, made and freed again and again, cost no page fault anew."""
+    code = """
+import resource, sys, torch
+from preheat.hardware.probe import keep_heap
+if sys.argv[1] == "keep":
+    assert keep_heap()
+def step():
+    return [torch.zeros(2 << 20) for _ in range(8)]
+for _ in range(3):
+    step()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(5):
+    step()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+    kept, default = (
+        int(subprocess.run([sys.executable, "-c", code, how], capture_output=True, text=True, check=True).stdout)
+        for how in ("keep", "default")
+    )
+    pages = 64 * 2**20 / resource.getpagesize()
+    assert default > pages, "nothing to keep here: the test has lost its point"
+    assert kept < pages / 10

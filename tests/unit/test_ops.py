@@ -43,6 +43,32 @@ def test_chunked_loss_has_the_gradients_of_autograd(count: int, width: int, voca
     assert max(norm_difference(a, b) for a, b in zip(got, wanted, strict=True)) < 2e-6
 
 
+def test_in_bf16_the_loss_made_in_place_is_as_near_as_its_logits_are() -> None:
+    torch.manual_seed(0)
+    exact, labels = torch.randn(512, 300) * 4, torch.randint(300, (512,))
+    labels[::5] = -100
+    truth, rounded = CrossEntropy()(exact, labels), CrossEntropy()(exact.bfloat16(), labels)
+    logits = exact.bfloat16()
+    got, factor = CrossEntropy().value_and_grad_(logits, labels)
+    assert norm_difference(got, truth) < 1.1 * norm_difference(rounded, truth)
+    exact.requires_grad_()
+    (wanted,) = torch.autograd.grad(CrossEntropy()(exact, labels).sum(), exact)
+    assert norm_difference(logits.float() * factor[:, None], wanted) < 0.02
+
+
+def test_gradients_of_the_head_never_hold_what_lay_in_memory_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its first chunk is written, not added: empty memory may hold NaN."""
+    like = torch.empty_like
+    monkeypatch.setattr(torch, "empty_like", lambda *args, **kwargs: like(*args, **kwargs).fill_(float("nan")))
+    for dtype in (torch.float32, torch.bfloat16):
+        head, hidden = torch.nn.Linear(8, 50, bias=False).to(dtype), torch.randn(20, 8, dtype=dtype, requires_grad=True)
+        chunked_logits(hidden, head, CrossEntropy(), torch.randint(50, (20,)), rows=7).backward()
+        assert head.weight.grad is not None
+        assert bool(head.weight.grad.isfinite().all())
+        assert hidden.grad is not None
+        assert bool(hidden.grad.isfinite().all())
+
+
 def test_a_confident_wrong_row_has_a_finite_loss() -> None:
     logits, labels = torch.zeros(2, 6), torch.tensor([3, 0])
     logits[:, 0] = 300.0

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from preheat.ops.optimizers import Adafactor, Lion, Muon, orthogonalize
+from preheat.ops.optimizers import Adafactor, Lion, Muon, orthogonalize, total_norm
 from preheat.techniques.muon import muon_optimizer
 
 
@@ -106,3 +106,10 @@ def test_where_the_gradient_is_not_finite_nothing_changes(name: str) -> None:
         optimizer.step()
         after = [p.detach(), *optimizer.state[p].values()]
         assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True)) == (value != value)
+
+
+def test_the_norm_of_bf16_gradients_is_summed_in_fp32() -> None:
+    torch.manual_seed(0)
+    grads = [torch.randn(1000, 3).bfloat16(), torch.randn(70).bfloat16(), torch.randn(4, 6).bfloat16().t(), torch.randn(5)]
+    wanted = torch.cat([g.double().flatten() for g in grads]).norm()
+    assert float(total_norm(grads, chunk=64)) == pytest.approx(float(wanted), rel=1e-6)
