@@ -1,0 +1,420 @@
+"""Windows, sparse patterns, FlexAttention, FlashAttention's packages and the attention that stands alone, against slow references."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import sys
+import types
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from preheat.ops.attention import allowed, reference_attention, sdpa_attention
+from preheat.ops.attention_blocks import blocked_attention
+from preheat.ops.attention_module import attend_any, attention_in_chunks
+from preheat.ops.attention_patterns import in_shifted_groups, within_window
+from preheat.planning.observe import Recorder, _replay
+from preheat.technique import MaskSpec
+from preheat.techniques.efficient_attention import EfficientAttention, convert_model_to_efficient_attention, efficient_attention
+
+DOCUMENTS = ((300,), (150, 20, 130), (1, 299))
+
+
+def apart(a: Tensor, b: Tensor) -> float:
+    a, b = a.detach().double(), b.detach().double()
+    return float((a - b).norm() / b.norm().clamp(min=0.1))  # a gradient may be 0: of a window of one token
+
+
+def qkv(length: int = 300, rows: int = 3, heads: int = 4, shared: int = 2, dim: int = 8) -> list[Tensor]:
+    torch.manual_seed(0)
+    return [torch.randn(rows, h, length, dim, requires_grad=True) for h in (heads, shared, shared)]
+
+
+def agrees(kernel: Any, reference: Any, tensors: list[Tensor], mask: MaskSpec, tolerance: float = 3e-6) -> None:
+    a, b = kernel(*tensors, mask, 0.3), reference(*tensors, mask, 0.3)
+    assert apart(a, b) < tolerance
+    weight = torch.randn_like(a)
+    grads = [torch.autograd.grad((out * weight).sum(), tensors) for out in (a, b)]
+    assert max(apart(x, y) for x, y in zip(*grads, strict=True)) < tolerance
+
+
+def by_definition(mask: MaskSpec, row: int, i: int, j: int, length: int) -> bool:
+    """MaskSpec's words, one pair of places at a time."""
+    cuts = mask.documents[row] if mask.documents else (length,)
+    begin = 0
+    for n in cuts:
+        if begin <= i < begin + n:
+            break
+        begin += n
+    if not begin <= j < begin + n or (mask.causal and j > i):
+        return False
+    if mask.window is None or min(i, j) - begin < mask.global_tokens:
+        return True
+    return abs(i - j) < mask.window
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(("window", "shared"), [(None, 0), (3, 0), (3, 2), (1, 1), (None, 2)])
+@pytest.mark.parametrize("documents", [None, ((12,), (5, 1, 6))])
+def test_the_mask_says_what_its_words_say(causal: bool, window: int | None, shared: int, documents: Any) -> None:
+    mask = MaskSpec(causal, window, documents, shared)
+    may = allowed(mask, 2, 12, torch.device("cpu")).expand(2, 1, 12, 12)
+    for row, i, j in itertools.product(range(2), range(12), range(12)):
+        assert bool(may[row, 0, i, j]) == by_definition(mask, row, i, j, 12), (row, i, j)
+
+
+@pytest.mark.parametrize("window", [1, 2, 5, 100, 127, 128, 129, 200, 299])
+@pytest.mark.parametrize("more", [{}, {"documents": DOCUMENTS}, {"causal": False}, {"global_tokens": 3}], ids=str)
+def test_blocks_of_a_window_agree_forward_and_backward(window: int, more: dict[str, Any]) -> None:
+    agrees(blocked_attention, reference_attention, qkv(), MaskSpec(window=window, **more))
+
+
+@pytest.mark.parametrize(("window", "shared"), [(5, 20), (40, 128), (40, 200), (130, 150)])
+def test_blocks_with_global_tokens_in_documents_agree(window: int, shared: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    import preheat.ops.attention_blocks as module
+
+    mask = MaskSpec(window=window, global_tokens=shared, documents=DOCUMENTS)
+    agrees(blocked_attention, reference_attention, qkv(), mask)
+    monkeypatch.setattr(module, "_SCRATCH", 1 << 15)  # one head at a time
+    agrees(blocked_attention, reference_attention, qkv(), MaskSpec(window=window, global_tokens=shared))
+
+
+def test_a_window_costs_length_times_window() -> None:
+    def flops(length: int, mask: MaskSpec) -> int:
+        recorder = Recorder(rounding=1)
+        tensors = qkv(length, 1, 1, 1)
+        with recorder:
+            blocked_attention(*tensors, mask, 1.0).sum().backward()
+        return sum(k.flops * n for k, n in recorder.kernels.items())
+
+    narrow = [flops(n, MaskSpec(window=64)) for n in (1024, 2048, 4096)]
+    assert narrow[2] - narrow[1] == 2 * (narrow[1] - narrow[0]), "every block beyond the first costs the same"
+    assert narrow[2] < flops(4096, MaskSpec()) / 8
+
+
+@pytest.mark.parametrize(("heads", "shared"), [(4, 4), (4, 2), (4, 1), (6, 3)])
+@pytest.mark.parametrize("documents", [None, ((300,), (150, 20, 130), (1, 299))])
+@pytest.mark.parametrize("kernel", [sdpa_attention, blocked_attention, reference_attention])
+def test_shifted_groups_are_what_their_paper_says(heads: int, shared: int, documents: Any, kernel: Any) -> None:
+    """Half of the heads in groups of 40, the other half in groups that begin 20 later."""
+    group, length = 40, 300
+    place = torch.arange(length)
+    begins = torch.stack(
+        [torch.cat([torch.arange(n) for n in d]) for d in documents or ((length,),) * 3]
+    )  # place in the document
+    owner = (begins == 0).cumsum(1)
+    if shared % 2 == 0:
+        late = torch.arange(heads) >= heads // 2
+    else:  # half of the heads of each key
+        late = torch.arange(heads) % (heads // shared) >= heads // shared // 2
+    number = torch.where(late[None, :, None], (begins[:, None] + group // 2) // group, begins[:, None] // group)
+    may = (place[:, None] >= place) & (owner[:, None, :, None] == owner[:, None, None, :])
+    may = may & (number[..., :, None] == number[..., None, :])
+
+    def slow(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, scale: float) -> Tensor:
+        k, v = (t.repeat_interleave(heads // shared, dim=1) for t in (k, v))
+        return torch.softmax((q @ k.transpose(-1, -2) * scale).masked_fill(~may, float("-inf")), -1) @ v
+
+    agrees(in_shifted_groups(kernel, group), slow, qkv(heads=heads, shared=shared), MaskSpec(documents=documents))
+
+
+def test_patterns_refuse_what_they_cannot_do() -> None:
+    q, k, v = qkv(8, heads=3, shared=3)
+    with pytest.raises(ValueError, match="3 is odd"):
+        in_shifted_groups(reference_attention, 4)(q, k, v, MaskSpec(), 1.0)
+    with pytest.raises(ValueError, match="use_cache=False"):
+        within_window(reference_attention, 4)(q[:, :, :1], k, v, MaskSpec(), 1.0)
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        MaskSpec(),
+        MaskSpec(window=70),
+        MaskSpec(causal=False, window=70),
+        MaskSpec(documents=DOCUMENTS),
+        MaskSpec(documents=DOCUMENTS, window=50, global_tokens=4),
+        MaskSpec(window=50, global_tokens=4),
+        MaskSpec(causal=False, window=9, global_tokens=200),
+    ],
+    ids=str,
+)
+def test_flex_sees_what_the_mask_says(mask: MaskSpec) -> None:
+    """Its blocks: none is left out in which something may be seen, none is taken for full that is not, and none is there twice."""
+    from preheat.ops.attention_flex import block_mask
+
+    blocks = block_mask(mask, 300, torch.device("cpu"))
+    may = allowed(mask, 3, 300, torch.device("cpu"))
+    tiles = nn.functional.pad(may, (0, 84, 0, 84)).unflatten(2, (3, 128)).unflatten(4, (3, 128))
+    some, every = tiles.any(5).any(3), tiles.all(5).all(3)
+
+    def dense(count: Tensor, index: Tensor) -> Tensor:
+        out = torch.zeros(index.shape, dtype=torch.bool)
+        for place in itertools.product(*(range(n) for n in count.shape)):
+            out[(*place, index[place][: int(count[place])].long())] = True
+        return out
+
+    partial = dense(blocks.kv_num_blocks, blocks.kv_indices)
+    full = dense(blocks.full_kv_num_blocks, blocks.full_kv_indices)
+    assert not bool((partial & full).any())
+    assert torch.equal(partial | full, some)
+    assert torch.equal(full, every)
+
+
+def test_flex_agrees_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without its compiler, which takes long, and without gradients, which it does not have on a CPU."""
+    from torch.nn.attention import flex_attention as theirs
+
+    import preheat.ops.attention_flex as module
+
+    monkeypatch.setattr(theirs, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
+    monkeypatch.setattr(module, "_compiled", lambda: theirs.flex_attention)
+    for mask in (MaskSpec(window=70), MaskSpec(documents=DOCUMENTS, window=50, global_tokens=4)):
+        with torch.no_grad():
+            assert apart(module.compiled_flex_attention(*qkv(), mask, 0.3), reference_attention(*qkv(), mask, 0.3)) < 3e-6
+    with pytest.raises(NotImplementedError, match="backward on CPU"):
+        module.compiled_flex_attention(*qkv(), MaskSpec(), 0.3)
+
+
+@pytest.mark.parametrize(
+    "mask", [MaskSpec(), MaskSpec(documents=DOCUMENTS, window=50), MaskSpec(causal=False, window=9)], ids=str
+)
+@pytest.mark.parametrize("version", [2, 3])
+def test_flash_packages_are_told_the_mask(mask: MaskSpec, version: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slow stand-in with their documented arguments: what reaches the package means what the mask says."""
+    from preheat.ops.attention_flash import flash_package_attention
+
+    def flash_attn_varlen_func(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cu_seqlens_q: Tensor,
+        cu_seqlens_k: Tensor,
+        max_seqlen_q: int,
+        max_seqlen_k: int,
+        softmax_scale: float,
+        causal: bool,
+        window_size: tuple[int, int],
+    ) -> Any:
+        assert cu_seqlens_q.dtype == torch.int32
+        assert max_seqlen_q == max_seqlen_k == int(cu_seqlens_k.diff().max())
+        left, right = (n if n >= 0 else 10**6 for n in window_size)
+        out = []
+        for a, b in itertools.pairwise(cu_seqlens_q.tolist()):
+            ours, i = [t[a:b].transpose(0, 1) for t in (q, k, v)], torch.arange(b - a)
+            ours[1:] = [t.repeat_interleave(2, dim=0) for t in ours[1:]]
+            may = (i[None] >= i[:, None] - left) & (i[None] <= i[:, None] + (0 if causal else right))
+            scores = (ours[0] @ ours[1].transpose(-1, -2) * softmax_scale).masked_fill(~may, float("-inf"))
+            out.append((scores.softmax(-1) @ ours[2]).transpose(0, 1))
+        return torch.cat(out) if version == 2 else (torch.cat(out), None)
+
+    package = types.ModuleType("package")
+    package.flash_attn_varlen_func = flash_attn_varlen_func  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "flash_attn" if version == 2 else "flash_attn_interface", package)
+    agrees(lambda *args: flash_package_attention(*args, version=version), reference_attention, qkv(), mask)
+    with pytest.raises(ValueError, match="global tokens"):
+        flash_package_attention(*qkv(), MaskSpec(window=4, global_tokens=1), 0.3, version=version)
+
+
+def _bytes(run: Any) -> int:
+    recorder = Recorder(rounding=64)
+    with recorder:
+        recorder.phase = "forward"
+        run()
+    return max(_replay(recorder.log, {}, set())[0].values())
+
+
+@pytest.mark.parametrize("kernel", ["flash", "blocks", "window", "shifted", "chunks", "module"])
+def test_memory_is_linear_in_length(kernel: str) -> None:
+    layer = EfficientAttention(16, 1, dropout=0.1, causal=True, memory_efficient=True)
+
+    def run(length: int) -> None:
+        if kernel == "module":
+            layer(torch.randn(1, length, 16)).sum().backward()
+            return
+        function, mask = {
+            "flash": (sdpa_attention, MaskSpec()),
+            "blocks": (blocked_attention, MaskSpec()),
+            "window": (blocked_attention, MaskSpec(window=64, global_tokens=4)),
+            "shifted": (in_shifted_groups(blocked_attention, length // 4), MaskSpec()),
+            "chunks": (attention_in_chunks, MaskSpec()),
+        }[kernel]
+        function(*qkv(length, 1, 2, 2, 16), mask, 0.3).sum().backward()
+
+    short, long = (_bytes(lambda n=n: run(n)) for n in (2048, 4096))
+    assert long < 2.05 * short
+
+
+def test_the_plain_form_is_quadratic() -> None:
+    """So that the test above can fail."""
+    short, long = (
+        _bytes(lambda n=n: reference_attention(*qkv(n, 1, 1, 1), MaskSpec(), 0.3).sum().backward()) for n in (512, 1024)
+    )
+    assert long > 3.5 * short
+
+
+# --- what stands alone ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("padded", [True, False])
+def test_the_module_gives_what_torchs_own_gives(causal: bool, padded: bool) -> None:
+    torch.manual_seed(0)
+    theirs = nn.MultiheadAttention(16, 4, batch_first=True)
+    nn.init.normal_(theirs.in_proj_bias)
+    x = torch.randn(2, 200, 16, requires_grad=True)
+    padding = torch.zeros(2, 200, dtype=torch.bool)
+    padding[0, 150:] = True
+    hidden = nn.Transformer.generate_square_subsequent_mask(200) if causal else None
+    wanted = theirs(x, x, x, key_padding_mask=padding.float() * -1e9 if padded else None, attn_mask=hidden, need_weights=False)[
+        0
+    ]
+    grad = torch.autograd.grad(wanted.square().sum(), x)[0]
+    for memory_efficient in (True, False):
+        ours = EfficientAttention(dim=16, num_heads=4, dropout=0.0, causal=causal, memory_efficient=memory_efficient)
+        ours.qkv.load_state_dict({"weight": theirs.in_proj_weight, "bias": theirs.in_proj_bias})
+        ours.out.load_state_dict(theirs.out_proj.state_dict())
+        got = ours(x, key_padding_mask=padding if padded else None)
+        assert apart(got, wanted) < 1e-6
+        assert apart(torch.autograd.grad(got.square().sum(), x)[0], grad) < 2e-6
+
+
+def test_dropout_of_the_module_keeps_the_mean_and_its_gradient_belongs_to_its_draw() -> None:
+    torch.manual_seed(0)
+    tensors = [torch.randn(1, 1, 150, 4, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+
+    def run(*tensors: Tensor) -> Tensor:
+        torch.manual_seed(1)
+        return attend_any(*tensors, MaskSpec(), 0.5, dropout=0.3)
+
+    assert torch.autograd.gradcheck(lambda v: run(tensors[0], tensors[1], v).sum(), tensors[2])
+    (got,) = torch.autograd.grad(run(*tensors).sum(), tensors[0])
+    step = torch.zeros_like(tensors[0])
+    step[0, 0, 140, 2] = 1e-6
+    with torch.no_grad():
+        slope = (run(tensors[0] + step, *tensors[1:]).sum() - run(tensors[0] - step, *tensors[1:]).sum()) / 2e-6
+    assert float(got[0, 0, 140, 2]) == pytest.approx(float(slope), rel=1e-6)
+    layer = EfficientAttention(8, 2, dropout=0.5)
+    x = torch.randn(64, 10, 8)
+    with torch.no_grad():
+        mean = torch.stack([layer(x) for _ in range(200)]).mean(0)
+        assert not torch.equal(layer(x), layer(x))
+        assert apart(mean, layer.eval()(x)) < 0.1
+
+
+def test_the_module_says_what_does_not_fit() -> None:
+    with pytest.raises(ValueError, match="num_heads: 3"):
+        EfficientAttention(16, 3)
+    with pytest.raises(ValueError, match="dropout"):
+        EfficientAttention(16, 4, dropout=1.0)
+
+
+@pytest.mark.parametrize("settings", [{}, {"batch_first": True}, {"bias": False, "kdim": 12, "vdim": 20}], ids=str)
+def test_converted_multihead_attention_gives_the_same(settings: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    before = nn.Sequential(nn.MultiheadAttention(16, 4, **settings))
+    after = copy.deepcopy(before)
+    names = list(after.state_dict())
+    assert convert_model_to_efficient_attention(after) is after
+    assert list(after.state_dict()) == names
+    q, k, v = torch.randn(2, 30, 16), torch.randn(2, 40, settings.get("kdim", 16)), torch.randn(2, 40, settings.get("vdim", 16))
+    padding = torch.zeros(2, 40, dtype=torch.bool)
+    padding[1, 33:] = True
+    first = settings.get("batch_first", False)
+    q, k, v = (t if first else t.transpose(0, 1) for t in (q, k, v))
+    hidden = torch.rand(30, 40) < 0.3
+    hidden[:, 0] = False
+    for masks in (
+        {},
+        {"key_padding_mask": padding},
+        {"attn_mask": hidden},
+        {"attn_mask": torch.randn(8, 30, 40)},
+        {"attn_mask": hidden, "key_padding_mask": padding},
+        {"attn_mask": torch.randn(30, 40), "key_padding_mask": padding.float().masked_fill(padding, float("-inf"))},
+    ):
+        wanted = before[0](q, k, v, need_weights=False, **masks)[0]
+        got, weights = after[0](q, k, v, **masks)
+        assert weights is None
+        assert apart(got, wanted) < 1e-6
+        both = [m[0](q, k, v, need_weights=True, **masks) for m in (before, after)]
+        assert torch.equal(both[0][1], both[1][1])
+    if first:
+        layer = nn.TransformerEncoderLayer(16, 4, dropout=0.0, batch_first=True)
+        x, causal = torch.randn(2, 30, 16), nn.Transformer.generate_square_subsequent_mask(30)
+        wanted = layer(x, src_mask=causal, is_causal=True)
+        assert apart(efficient_attention(layer)(x, src_mask=causal, is_causal=True), wanted) < 1e-6
+
+
+def test_what_cannot_be_converted_says_so() -> None:
+    with pytest.raises(ValueError, match="holds no"):
+        convert_model_to_efficient_attention(nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="bias_k"):
+        convert_model_to_efficient_attention(nn.Sequential(nn.MultiheadAttention(4, 2, add_bias_kv=True)))
+
+
+SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 96, "pad_token_id": 0}
+GATED = {**SIZES, "num_key_value_heads": 2, "intermediate_size": 48}
+
+
+def transformers_models() -> dict[str, Any]:
+    import transformers as t
+
+    return {
+        "llama": lambda: t.LlamaForCausalLM(t.LlamaConfig(**GATED)),
+        "mistral": lambda: t.MistralForCausalLM(t.MistralConfig(**GATED, sliding_window=7)),
+        "gpt2": lambda: t.GPT2LMHeadModel(
+            t.GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=96, attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0)
+        ),
+        "bert": lambda: t.BertForMaskedLM(t.BertConfig(**SIZES, intermediate_size=48)),
+    }
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "gpt2", "bert"])
+def test_a_converted_transformers_model_gives_the_same(name: str) -> None:
+    torch.manual_seed(0)
+    model = transformers_models()[name]().eval()
+    model.set_attn_implementation("eager")
+    tokens = torch.randint(1, 96, (3, 20))
+    left, right = torch.ones(2, 3, 20, dtype=torch.int64)
+    left[0, :6], right[0, -6:] = 0, 0
+    packed = torch.cat([torch.arange(8), torch.arange(12)])[None].expand(3, -1)
+    calls: list[dict[str, Any]] = [{}, {"attention_mask": left}, {"attention_mask": right}]
+    if name in ("llama", "mistral"):
+        calls.append({"position_ids": packed, "use_cache": False})
+    wanted = [model(tokens, **call).logits for call in calls]
+    convert_model_to_efficient_attention(model)
+    for call, logits in zip(calls, wanted, strict=True):
+        real = call.get("attention_mask", torch.ones(3, 20)).bool()
+        assert apart(model(tokens, **call).logits[real], logits[real]) < 2e-6
+    model(tokens, **calls[0]).logits.sum().backward()
+    assert all(p.grad is None or bool(p.grad.isfinite().all()) for p in model.parameters())
+
+
+def test_a_converted_model_generates_the_same() -> None:
+    torch.manual_seed(0)
+    model = transformers_models()["mistral"]().eval()
+    tokens, mask = torch.randint(1, 96, (2, 6)), torch.ones(2, 6, dtype=torch.int64)
+    mask[0, :2] = 0
+    settings = {"attention_mask": mask, "max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
+    wanted = model.generate(tokens, **settings)
+    assert torch.equal(convert_model_to_efficient_attention(model).generate(tokens, **settings), wanted)
+    assert torch.equal(model.generate(tokens, **settings, cache_implementation="static", disable_compile=True), wanted)
+
+
+def test_an_encoder_with_a_decoder_is_refused() -> None:
+    import transformers as t
+
+    sizes = {
+        "d_model": 16,
+        "encoder_layers": 1,
+        "decoder_layers": 1,
+        "encoder_attention_heads": 2,
+        "decoder_attention_heads": 2,
+    }
+    with pytest.raises(ValueError, match="encoder, a decoder"):
+        convert_model_to_efficient_attention(
+            t.BartForConditionalGeneration(t.BartConfig(**sizes, encoder_ffn_dim=16, decoder_ffn_dim=16, vocab_size=64))
+        )
