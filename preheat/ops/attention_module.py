@@ -108,7 +108,8 @@ def _piece(
         scores = scores.masked_fill(~bias, float("-inf")) if bias.dtype == torch.bool else scores + bias
     seeing = scores.amax(-1, keepdim=True) > float("-inf")
     # A row of -inf would give NaN, also in the gradient: the lowest number in its place, and 0 for its outcome.
-    chances = torch.softmax(scores.clamp(min=torch.finfo(scores.dtype).min), dim=-1, dtype=torch.float32) * seeing
+    scores = scores.clamp(min=torch.finfo(scores.dtype).min)
+    chances = torch.softmax(scores, dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32)) * seeing
     chances = drop(chances.to(v.dtype), dropout)
     return torch.matmul(chances.view(rows, shared, -1, keys), v).view(rows, heads, n, -1)
 
