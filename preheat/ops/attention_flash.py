@@ -28,7 +28,7 @@ def _varlen(version: int) -> Callable[..., Any]:
 def flash_package_attention(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, scale: float, *, version: int) -> Tensor:
     """Attention of [rows, heads, length, head_dim] in bf16 or fp16 on CUDA; all rows and documents in one call, without copies by document.
 
-    A dry run, whose tensors are fake and stand on the CPU, sees `blocked_attention` in its place.
+    A dry run, whose tensors are fake, sees `blocked_attention` in its place.
 
     Raises:
         ValueError: global tokens within a window, which these kernels have no argument for.
@@ -38,7 +38,7 @@ def flash_package_attention(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, sca
     window = mask.window if mask.window is not None and mask.window < length else None
     if window is not None and mask.global_tokens:
         raise ValueError(f"FlashAttention {version} has no global tokens (asked for {mask.global_tokens}); use blocks or flex")
-    if isinstance(q, FakeTensor) and q.device.type == "cpu":
+    if isinstance(q, FakeTensor):
         return blocked_attention(q, k, v, mask, scale)
     q, k, v = in_compute_dtype(q, k, v)
     cuts = mask.documents or ((length,),) * rows

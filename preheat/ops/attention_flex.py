@@ -77,12 +77,12 @@ def _compiled() -> Callable[..., Any]:
 def compiled_flex_attention(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, scale: float) -> Tensor:
     """Attention of [rows, heads, length, head_dim] with any MaskSpec; blocks of keys that no query sees cost nothing.
 
-    A dry run, whose tensors are fake and stand on the CPU, sees `blocked_attention` in its place: the same tiles, and a little more scratch.
+    A dry run, whose tensors are fake, sees `blocked_attention` in its place: the same tiles, and a little more scratch.
 
     Raises:
         NotImplementedError: from torch, where gradients are asked for on a CPU.
     """
-    if isinstance(q, FakeTensor) and q.device.type == "cpu":
+    if isinstance(q, FakeTensor):
         return blocked_attention(q, k, v, mask, scale)
     q, k, v = in_compute_dtype(q, k, v)
     made = block_mask(mask, q.shape[2], q.device)

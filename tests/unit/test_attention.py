@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
+import re
 import sys
 import types
 from typing import Any
@@ -12,13 +14,20 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from preheat import recipe as recipes
+from preheat.engine.build import build, context_of
+from preheat.engine.step import gradients
+from preheat.errors import RecipeError
+from preheat.models.adapter import configure
 from preheat.ops.attention import allowed, reference_attention, sdpa_attention
 from preheat.ops.attention_blocks import blocked_attention
 from preheat.ops.attention_module import attend_any, attention_in_chunks
 from preheat.ops.attention_patterns import in_shifted_groups, within_window
 from preheat.planning.observe import Recorder, _replay
-from preheat.technique import MaskSpec
+from preheat.technique import Device, MaskSpec, conflicts_of
 from preheat.techniques.efficient_attention import EfficientAttention, convert_model_to_efficient_attention, efficient_attention
+
+from ..conftest import DEVICE, difference, split, tiny, uneven
 
 DOCUMENTS = ((300,), (150, 20, 130), (1, 299))
 
@@ -417,3 +426,102 @@ def test_an_encoder_with_a_decoder_is_refused() -> None:
         convert_model_to_efficient_attention(
             t.BartForConditionalGeneration(t.BartConfig(**sizes, encoder_ffn_dim=16, decoder_ffn_dim=16, vocab_size=64))
         )
+
+
+# --- the kernel that the technique takes ------------------------------------------------------------------------------
+
+CUDA = Device("cuda", "test", 80 << 30, (8, 0))
+WIDE = "model: {layers: 2, width: 64, heads: 4, kv_heads: 2, vocabulary: 96}\nbatch: {size: 4, length: 32}\nstop: {steps: 1}\n"
+
+
+@pytest.mark.parametrize(
+    ("techniques", "device", "found"),
+    [
+        ("{efficient_attention: {}}", DEVICE, "flash"),
+        ("{efficient_attention: {}, sliding_window: {}}", DEVICE, "blocks"),
+        ("{efficient_attention: {}, shifted_groups: {}}", DEVICE, "flash"),
+        ("{efficient_attention: {}, block_sparse_attention: {}, mixed_precision: {mode: bf16}}", CUDA, "flex"),
+        ("{efficient_attention: {}, mixed_precision: {mode: bf16}}", CUDA, "flash"),
+        ("{efficient_attention: {kernel: flash}, sliding_window: {}}", DEVICE, "flash has no window.*use blocks, flex or auto"),
+        ("{efficient_attention: {kernel: flex}}", DEVICE, "no backward pass for it on a CPU; use blocks"),
+        ("{efficient_attention: {kernel: flash2}}", DEVICE, "needs a CUDA device"),
+        ("{efficient_attention: {kernel: flash2}, mixed_precision: {}}", CUDA, "pip install flash-attn --no-build-isolation"),
+        ("{efficient_attention: {kernel: flash2}}", CUDA, "needs bf16"),
+        ("{efficient_attention: {kernel: flash2}, block_sparse_attention: {}}", CUDA, "flash2 has no global tokens"),
+        ("{efficient_attention: {kernel: flash3}, mixed_precision: {}}", CUDA, "needs a Hopper GPU"),
+        ("{sliding_window: {window: 32}}", DEVICE, "window: 32 of 32 tokens hides nothing"),
+        ("{sliding_window: {every: 3}}", DEVICE, "every: 3 of 2 layers leaves none full"),
+        ("{block_sparse_attention: {local: 30, global_tokens: 2}}", DEVICE, "hide nothing"),
+        ("{shifted_groups: {group: 40}}", DEVICE, "group: 40 of 32 tokens parts nothing"),
+        ("{sliding_window: {}, shifted_groups: {}}", DEVICE, "attention-pattern"),
+    ],
+)
+def test_the_kernel_is_chosen_by_what_the_mask_needs(techniques: str, device: Device, found: str) -> None:
+    recipe = recipes.parse(f"{WIDE}techniques: {techniques}")
+    context = context_of(recipe, configure(recipe), device)
+    problems = conflicts_of(recipe.techniques.values(), context)
+    if problems:
+        assert re.search(found, " ".join(words for _, words in problems)), problems
+    else:
+        assert recipe.techniques["efficient_attention"]._chosen(context) == found  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("words", ["window: 0", "window: -1", "every: 1"])
+def test_no_window_below_one(words: str) -> None:
+    with pytest.raises(RecipeError, match="at least"):
+        recipes.parse(f"{WIDE}techniques: {{sliding_window: {{{words}}}}}")
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        "sliding_window: {window: 5, every: 2}",
+        "block_sparse_attention: {local: 6, global_tokens: 2}",
+        "shifted_groups: {}",
+        "gradient_accumulation: {steps: 2}",
+    ],
+)
+def test_patterns_mean_the_same_to_every_kernel_and_computed_twice(pattern: str) -> None:
+    """The last has no pattern of ours: the model brings its own windows."""
+    own = "model.config={sliding_window: 6, layer_types: [sliding_attention, full_attention, sliding_attention]}"
+    more = [own, "model.family=qwen3"] if pattern.startswith("gradient") else []
+    seen = []
+    for others in ("", ", efficient_attention: {kernel: blocks}", ", efficient_attention: {}, activation_checkpointing: {}"):
+        recipe = recipes.override(tiny(f"{{{pattern}{others}}}"), *more)
+        made = build(recipe, vocabulary=96, device=DEVICE)
+        gradients(made, split(uneven(), [4]) if not more else split(uneven(), [2, 2]))
+        seen.append({name: p.grad for name, p in made.parameters()})
+    assert max(difference(grads, seen[0]) for grads in seen[1:]) < 5e-6
+    plain = build(recipes.override(tiny(), *more[1:]), vocabulary=96, device=DEVICE)
+    gradients(plain, [uneven()])
+    assert difference(seen[0], {name: p.grad for name, p in plain.parameters()}) > 1e-3, "less is seen than by the plain model"
+
+
+def test_a_dry_run_sees_flex_and_flash_by_their_tiles() -> None:
+    """Neither runs under fake tensors: `blocks`, which computes the same tiles, stands in for them."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from preheat.ops.attention_flash import flash_package_attention
+    from preheat.ops.attention_flex import compiled_flex_attention
+
+    found = []
+    for kernel in (blocked_attention, compiled_flex_attention, functools.partial(flash_package_attention, version=2)):
+        recorder = Recorder(rounding=64)
+        with FakeTensorMode(), recorder:
+            kernel(*qkv(), MaskSpec(window=70), 0.3).sum().backward()
+        found.append(recorder.kernels)
+    assert sum(k.flops for k in found[0]) > 0
+    assert found[0] == found[1] == found[2]
+
+
+def test_a_run_writes_text_with_its_window() -> None:
+    """Generation reads everything again for each token, since its layers have a pattern: the likeliest token is that of the build's own pass."""
+    from preheat.models import adapter
+
+    made = build(tiny("{sliding_window: {window: 3}, efficient_attention: {}}"), vocabulary=96, device=DEVICE)
+    model: Any = made.trained[0]
+    tokens = torch.randint(96, (1, 20))
+    out = adapter.generate(model, tokens, count=4)
+    with torch.no_grad():
+        hidden = adapter.hidden_states(model, out, torch.arange(24)[None], MaskSpec(), reference_attention)
+        assert torch.equal(adapter.head(model)(hidden)[0, 19:23].argmax(-1), out[0, 20:])
