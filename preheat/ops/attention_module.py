@@ -66,7 +66,7 @@ def attention_in_chunks(
         bias: added to the scores where it is a float, looked at where it is true if bool; broadcast to [rows, heads, n, m].
         queries: of a chunk; n: one chunk, all scores in memory.
 
-    Queries that may look nowhere give 0.
+    Queries that may look nowhere give 0. A window hides keys here but does not skip them.
     """
     length, total = q.shape[2], k.shape[2]
     if mask.causal and length != total:
@@ -106,7 +106,7 @@ def _piece(
     scores = scores.masked_fill(~sees(mask, i, j, *where), float("-inf"))
     if bias is not None:
         scores = scores.masked_fill(~bias, float("-inf")) if bias.dtype == torch.bool else scores + bias
-    seeing = scores.amax(-1, keepdim=True) > float("-inf")
+    seeing = scores.detach().amax(-1, keepdim=True) > float("-inf")
     # A row of -inf would give NaN, also in the gradient: the lowest number in its place, and 0 for its outcome.
     scores = scores.clamp(min=torch.finfo(scores.dtype).min)
     chances = torch.softmax(scores, dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32)) * seeing
