@@ -124,6 +124,7 @@ class MaskSpec:
     Attributes:
         causal: a token sees itself and what stands before it.
         window: and at most so many tokens back, itself included; None: all.
+        global_tokens: so many tokens at a document's beginning see all of it and are seen by all, whatever the window.
         documents: for each row of the batch the lengths of its documents, on the host; their sum is the row's length.
             A token sees its own document only. None: each row is one document.
     """
@@ -131,6 +132,7 @@ class MaskSpec:
     causal: bool = True
     window: int | None = None
     documents: tuple[tuple[int, ...], ...] | None = None
+    global_tokens: int = 0
 
 
 @dataclass(frozen=True)

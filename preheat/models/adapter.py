@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +33,8 @@ __all__ = [
 ]
 
 ATTENTION = "preheat"  # the name under which our attention function stands in transformers' own registry
+STANDALONE = "preheat-standalone"  # and that of models/attention.py, for models called by their own forward
+PATTERN = "preheat_pattern"  # attribute of a layer's attention: kernel -> kernel that sees less (models/attention.py sets it)
 
 
 def _local_only() -> bool:
@@ -202,7 +204,9 @@ def _attention(
         raise RecipeError(f"model: {name} has attention dropout {dropout}; set it to 0 under model.config")
     mask = preheat_mask
     if sliding_window is not None and sliding_window < query.shape[2]:
-        mask = MaskSpec(mask.causal, min(sliding_window, mask.window or sliding_window), mask.documents)
+        mask = replace(mask, window=min(sliding_window, mask.window or sliding_window))
+    if (pattern := getattr(module, PATTERN, None)) is not None:
+        preheat_attention = pattern(preheat_attention)
     out = preheat_attention(query, key, value, mask, scaling if scaling is not None else query.shape[-1] ** -0.5)
     return out.transpose(1, 2), None
 
@@ -318,20 +322,24 @@ def hidden_states(
 def generate(
     model: PreTrainedModel, tokens: Tensor, *, count: int, temperature: float = 0.0, stop: int | None = None
 ) -> Tensor:
-    """Continues `tokens` [1, n] by up to `count` tokens with transformers' own generation and KV cache."""
+    """Continues `tokens` [1, n] by up to `count` tokens with transformers' own generation and KV cache.
+
+    Layers with an attention pattern read everything again for each token: patterns are for whole sequences.
+    """
     import torch
     from transformers import GenerationConfig
 
     training, attention = model.training, model.config._attn_implementation
     model.eval()
-    model.set_attn_implementation("sdpa")
+    patterned = any(hasattr(m, PATTERN) for m in model.modules())
+    model.set_attn_implementation(STANDALONE if patterned else "sdpa")
     settings = GenerationConfig(
         max_new_tokens=count,
         do_sample=temperature > 0,
         temperature=temperature or None,
         top_k=None,
         top_p=None,
-        use_cache=True,
+        use_cache=not patterned,
         eos_token_id=stop,
         pad_token_id=stop if stop is not None else 0,
     )

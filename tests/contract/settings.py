@@ -7,12 +7,15 @@ from typing import Any
 # Settings that take other paths than the defaults do.
 FURTHER: list[tuple[str, dict[str, Any]]] = [
     ("activation_checkpointing", {"mode": "selective", "every": 2}),
+    ("block_sparse_attention", {"local": 5, "global_tokens": 2}),
     ("chunked_loss", {"rows": 7}),
     ("efficient_attention", {"kernel": "blocks"}),
     ("gradient_accumulation", {"steps": 3}),
     ("mixed_precision", {"mode": "bf16_weights"}),
     ("mixed_precision", {"mode": "fp32"}),
     ("regularized_loss", {"label_smoothing": 0.1, "z": 0.0}),
+    ("shifted_groups", {"group": 10}),
+    ("sliding_window", {"window": 5, "every": 2}),
 ]
 
 # What cannot run on a CPU, with words of the reason that `check` gives. Any other skip fails.

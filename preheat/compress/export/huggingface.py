@@ -16,13 +16,15 @@ from preheat.training.opened import open_model
 
 __all__ = ["write"]
 
+_NO_WINDOW = "the run limited its attention by a technique; the folder's configuration has no place for that, so plain transformers attends in full"
+
 
 def write(run: str | Path, out: str | Path) -> dict[str, Any]:
     """Writes `out` from the newest whole checkpoint of a run.
 
     Returns:
-        {path, bytes, max_logit_difference, merged}: the largest difference between the logits of the trained model and
-        those of the folder read back, over 64 tokens.
+        {path, bytes, max_logit_difference, merged, note}: the largest difference between the logits of the trained model and
+        those of the folder read back, over 64 tokens with full attention; what the folder cannot say, or "".
 
     Raises:
         RunError: no run or checkpoint there; `out` stands already or cannot be written.
@@ -52,4 +54,5 @@ def write(run: str | Path, out: str | Path) -> dict[str, Any]:
     finally:
         shutil.rmtree(beside, ignore_errors=True)
     size = sum(p.stat().st_size for p in out.iterdir())
-    return {"path": str(out), "bytes": size, "max_logit_difference": difference, "merged": merged}
+    note = _NO_WINDOW if Tag("window") in opened.build.tags else ""
+    return {"path": str(out), "bytes": size, "max_logit_difference": difference, "merged": merged, "note": note}
