@@ -93,7 +93,7 @@ class Copy:
     def for_device(self) -> Tensor:
         """The copy's target; what the computing stream does from now on finds it whole. The host does not wait."""
         if self.event is not None:
-            torch.cuda.current_stream().wait_event(self.event)
+            self.event.wait()  # the current stream does
         self.source = None
         return self.value
 

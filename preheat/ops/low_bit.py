@@ -13,7 +13,6 @@ from preheat.ops.optimizers import StochasticAdamW, adamw_state, keep_
 __all__ = ["LowBitAdamW", "code_book", "dequantize", "quantize"]
 
 Bits = Literal[8, 4]
-_SMALL = 4096  # elements below which a parameter keeps fp32 moments: norms and biases are sensitive and weigh nothing
 
 
 @functools.cache
@@ -46,8 +45,8 @@ def _nearest(bits: Bits, *, signed: bool) -> tuple[int, ...]:
 
     book = numpy.array(code_book(bits, signed=signed))
     numbers: numpy.ndarray = numpy.arange(1 << 16, dtype=numpy.uint16).view(numpy.float16).astype(numpy.float64)
-    codes = numpy.searchsorted((book[1:] + book[:-1]) / 2, numpy.nan_to_num(numbers))
-    return tuple(int(code) for code in codes)
+    codes: numpy.ndarray = numpy.searchsorted((book[1:] + book[:-1]) / 2, numpy.nan_to_num(numbers))
+    return tuple(codes.tolist())
 
 
 class _Tables:
@@ -89,7 +88,7 @@ def dequantize(codes: Tensor, scales: Tensor, tables: _Tables, block: int) -> Te
 
 
 class LowBitAdamW(StochasticAdamW):
-    """AdamW with moments in 8 or 4 bits, of parameters of at least 4,096 elements (an even number of them).
+    """AdamW with moments in 8 or 4 bits, of parameters of at least `least` elements (an even number of them).
 
     Each step dequantizes some elements at a time, updates them by torch's fused kernel in fp32 and quantizes them again. bf16
     weights are rounded stochastically.
@@ -97,14 +96,17 @@ class LowBitAdamW(StochasticAdamW):
     Args:
         bits: 8 or 4.
         block: elements that share a scale; `chunk` is a multiple of it.
+        least: elements below which a parameter keeps fp32 moments: norms and biases are sensitive, and weigh nothing.
         settings: lr, betas, eps, weight_decay, seed, number, chunk.
     """
 
-    def __init__(self, groups: Any, *, bits: Bits = 8, block: int = 256, chunk: int = 1 << 18, **settings: Any):
+    def __init__(
+        self, groups: Any, *, bits: Bits = 8, block: int = 256, least: int = 4096, chunk: int = 1 << 18, **settings: Any
+    ):
         assert chunk % block == 0
         assert block % 2 == 0
         self.bits: Bits = bits
-        self.block = block
+        self.block, self.least = block, least
         super().__init__(groups, chunk=chunk, **settings)
         device = self._generator.device
         self._tables = {
@@ -114,7 +116,7 @@ class LowBitAdamW(StochasticAdamW):
 
     def _state(self, p: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
         count = p.numel()
-        if count < _SMALL or count % 2:
+        if count < self.least or count % 2:
             return adamw_state(p, torch.float32)
         state = {"step": torch.zeros((), dtype=torch.float32, device=p.device)}
         for name, signed in (("exp_avg", True), ("exp_avg_sq", False)):

@@ -55,7 +55,7 @@ def accumulate(micro_batches: Iterable[Micro], loss_sum: Callable[[Micro], Tenso
 class GradientAccumulation(Technique):
     stage: ClassVar[Stage] = Stage.LOADER
     numerics: ClassVar[Any] = "exact"
-    provides: ClassVar[frozenset[Tag]] = frozenset({Tag("accumulates")})
+    provides: ClassVar[frozenset[Tag]] = frozenset({Tag("micro-batch-size")})
 
     steps: Annotated[int, Bound(2)] = 4
     """Micro-batches that make one global batch of `batch.size` rows."""
