@@ -49,7 +49,7 @@ def test_codes_are_the_nearest_and_blocks_are_scaled_by_their_largest(bits: Any,
         assert float(scales[begin // 128]) == float(largest)
         best = (block[:, None] - book * largest).abs().min(dim=1).values
         error = (got[begin : begin + 128].double() - block).abs()
-        assert bool((error <= best + block.abs() * 2**-11 + largest * 2**-24).all()), "the nearest, up to fp16's rounding"
+        assert bool((error <= best + block.abs() * 2**-10 + largest * 2**-24).all()), "the nearest, up to fp16's rounding"
 
 
 def _reference(w: Tensor, grads: list[Tensor], bits: Any, block: int, **s: Any) -> Tensor:
@@ -57,8 +57,6 @@ def _reference(w: Tensor, grads: list[Tensor], bits: Any, block: int, **s: Any) 
     w = w.double().flatten()
     (b1, b2), books = s["betas"], [torch.tensor(code_book(bits, signed=k), dtype=torch.float64) for k in (True, False)]
     moments = [torch.zeros_like(w), torch.zeros_like(w)]
-    if bits == 4:
-        moments[1] *= 0
     for t, g in enumerate((g.double().flatten() for g in grads), start=1):
         moments = [b1 * moments[0] + (1 - b1) * g, b2 * moments[1] + (1 - b2) * g * g]
         m, v = moments[0] / (1 - b1**t), moments[1] / (1 - b2**t)
@@ -71,18 +69,17 @@ def _reference(w: Tensor, grads: list[Tensor], bits: Any, block: int, **s: Any) 
     return w
 
 
-@pytest.mark.parametrize("bits", [8, 4])
-def test_low_bit_adamw_is_that_of_its_papers(bits: Any) -> None:
+@pytest.mark.parametrize(("bits", "bound", "rounding"), [(8, 0.003, 0.005), (4, 0.02, 0.1)])
+def test_low_bit_adamw_is_that_of_its_papers(bits: Any, bound: float, rounding: float) -> None:
     settings: dict[str, Any] = {"lr": 0.01, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
     shape = (24, 21)  # 504 elements: the last block of 64 is not whole, the last chunk of 128 neither
     make = lambda p: LowBitAdamW(p, bits=bits, block=64, chunk=128, least=0, **settings)  # noqa: E731
-    got, grads, begin = run(make, shape=shape, steps=5)
+    got, grads, begin = run(make, shape=shape, steps=3)
     wanted = _reference(begin, grads, bits, 64, **settings).view(shape)
-    fp32, *_ = run(lambda p: torch.optim.AdamW(p, **settings), shape=shape, steps=5)
-    moved = wanted - begin
-    assert near(got - begin, moved, 0.01)
-    assert near(got - begin, fp32 - begin, 0.05 if bits == 8 else 0.5)
-    assert not near(moved, fp32 - begin, 0.011), "the bound above tells the two apart"
+    fp32, *_ = run(lambda p: torch.optim.AdamW(p, **settings), shape=shape, steps=3)
+    # Few codes differ, where fp16 rounds to the other side of the middle; fp32 moments end further off than that.
+    assert near(got - begin, wanted - begin, bound)
+    assert not near(fp32 - begin, wanted - begin, rounding)
 
 
 def test_bytes_a_parameter() -> None:
@@ -95,7 +92,7 @@ def test_bytes_a_parameter() -> None:
 
 
 def _loss(make: Any, dtype: torch.dtype = torch.float32) -> float:
-    """Of a small model after 60 steps on a fixed task; the mean of the last ten."""
+    """Of a small model after 60 steps, where a third of the labels is noise; the mean of the last ten steps."""
     g = torch.Generator().manual_seed(0)
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Embedding(64, 32), torch.nn.Linear(32, 96), torch.nn.GELU(), torch.nn.Linear(96, 64))
@@ -103,7 +100,9 @@ def _loss(make: Any, dtype: torch.dtype = torch.float32) -> float:
     optimizer, table, losses = make(model.parameters()), torch.randint(64, (64,), generator=g), []
     for _ in range(60):
         x = torch.randint(64, (64,), generator=g)
-        loss = torch.nn.functional.cross_entropy(model(x).float(), table[x])
+        noise = torch.rand(64, generator=g) < 1 / 3
+        y = torch.where(noise, torch.randint(64, (64,), generator=g), table[x])
+        loss = torch.nn.functional.cross_entropy(model(x).float(), y)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -114,8 +113,8 @@ def _loss(make: Any, dtype: torch.dtype = torch.float32) -> float:
 def test_it_trains_as_well_as_fp32() -> None:
     settings: dict[str, Any] = {"lr": 0.005, "betas": (0.9, 0.95), "weight_decay": 0.0}
     fp32 = _loss(lambda p: torch.optim.AdamW(p, fused=True, **settings))
-    assert fp32 < 1.0, "it learns"
-    for bits, dtype, bound in ((8, torch.float32, 0.02), (8, torch.bfloat16, 0.06), (4, torch.float32, 0.06)):
+    assert fp32 < 2.5, "it learns: 4.2 is chance"
+    for bits, dtype, bound in ((8, torch.float32, 0.005), (8, torch.bfloat16, 0.01), (4, torch.float32, 0.02)):
         low = _loss(lambda p, bits=bits: LowBitAdamW(p, bits=bits, block=128, least=0, **settings), dtype)
         assert low == pytest.approx(fp32, rel=bound), (bits, dtype)
 
