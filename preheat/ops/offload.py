@@ -66,7 +66,7 @@ class _Pass:
         self.link, self.before, self.moves, self.least, self.kept = link, before, moves, least, kept
         self._saved: list[weakref.ref[Saved]] = []  # autograd owns them: what it dropped need not come back
         self._same: dict[Any, Saved] = {}  # saved by several operators, moved once
-        self._fetched = False
+        self._begun = self._fetched = False
 
     def pack(self, t: Tensor) -> Saved:
         """Autograd's hook for a tensor that it saves."""
@@ -82,7 +82,8 @@ class _Pass:
 
     def unpack(self, saved: Saved) -> Tensor:
         """Autograd's hook for when it needs it. The first one of a layer begins to bring back those of the layer before."""
-        if not self._fetched:
+        if not self._begun:
+            self._begun = True
             self.fetch()
             if self.before is not None:
                 self.before.fetch()

@@ -68,7 +68,7 @@ class _Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        if func in SAC_IGNORED_OPS:
+        if func in SAC_IGNORED_OPS or func.is_view:
             return out
         key = (func, self.counts[func])
         self.counts[func] += 1
