@@ -66,7 +66,7 @@ def take_steps(job: dict[str, Any]) -> dict[str, Any]:
         for step in range(job["steps"]):
             begun = time.perf_counter()
             batch = next(stream)
-            loss = gradients(made, batch)
+            loss = gradients(made, batch, lr)
             if step == 0 and job["gradient"]:
                 pause = time.perf_counter()
                 _keep_gradients(made, Path(job["gradient"]))

@@ -24,6 +24,7 @@ __all__ = [
     "anatomy",
     "build_on_meta",
     "configure",
+    "ends",
     "facts",
     "generate",
     "head",
@@ -302,6 +303,11 @@ def anatomy(model: PreTrainedModel) -> Anatomy:
 def head(model: PreTrainedModel) -> nn.Module:
     """The output projection, [width -> vocabulary]."""
     return model.get_output_embeddings()
+
+
+def ends(model: PreTrainedModel) -> tuple[Tensor, Tensor]:
+    """The weights of embedding and head, which optimizers made for matrices leave to AdamW."""
+    return model.get_input_embeddings().weight, model.get_output_embeddings().weight
 
 
 def hidden_states(

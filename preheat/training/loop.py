@@ -23,7 +23,7 @@ from preheat.errors import RunError
 from preheat.hardware.probe import peak_resident_bytes, resident_bytes
 from preheat.models import adapter
 from preheat.recipe import Recipe
-from preheat.technique import Batch, Shape, Slot
+from preheat.technique import Batch, Shape, Slot, Tag
 from preheat.training.schedule import share_of_peak
 from preheat.training.session import Session, open_session
 from preheat.training.signals import Signals
@@ -126,7 +126,7 @@ class _Loop:
         begun = time.perf_counter()
         batch: list[Batch] = next(stream)
         lr = self.session.peak_lr * share_of_peak(self.recipe.schedule, self.progress.step, self.session.total)
-        loss = gradients(self.build, batch)
+        loss = gradients(self.build, batch, lr)
         stats = update(self.build, lr)
         # The one read of the step. Where the gradients were not finite the update left the weights as they were.
         mean, norm, finite = torch.cat([(loss.total / max(loss.weight, 1)).float().reshape(1), stats]).tolist()
@@ -159,9 +159,14 @@ class _Loop:
         rows = [row for b in batch for row in b.rows]
         some = ", ".join(map(str, rows[:8])) + (f" and {len(rows) - 8} more" if len(rows) > 8 else "")
         step = self.progress.step + 1
+        left = (
+            f"The weights of step {step - 1} are untouched"
+            if Tag("frees-gradients") not in self.build.tags
+            else "Some weights were updated before that was seen: go on from the last checkpoint"
+        )
         raise RunError(
             f"step {step}: the loss is {mean:g} and the gradients' norm {norm:g}; rows {some} of the training data. "
-            f"The weights of step {step - 1} are untouched. Try a lower optimizer.lr (it was {lr:.2e}), a longer schedule.warmup, or fp32"
+            f"{left}. Try a lower optimizer.lr (it was {lr:.2e}), a longer schedule.warmup, or fp32"
         )
 
     def _memory(self) -> int:

@@ -6,11 +6,15 @@ from typing import Any
 
 # Settings that take other paths than the defaults do.
 FURTHER: list[tuple[str, dict[str, Any]]] = [
+    ("activation_checkpointing", {"mode": "budget", "budget": 0.6}),
     ("activation_checkpointing", {"mode": "selective", "every": 2}),
+    ("apollo", {"kind": "mini"}),
     ("block_sparse_attention", {"local": 5, "global_tokens": 2}),
     ("chunked_loss", {"rows": 7}),
     ("efficient_attention", {"kernel": "blocks"}),
     ("gradient_accumulation", {"steps": 3}),
+    ("low_bit_adamw", {"bits": 4, "block_size": 64, "least": 0}),
+    ("low_bit_adamw", {"least": 0}),
     ("mixed_precision", {"mode": "bf16_weights"}),
     ("mixed_precision", {"mode": "fp32"}),
     ("regularized_loss", {"label_smoothing": 0.1, "z": 0.0}),
@@ -19,7 +23,10 @@ FURTHER: list[tuple[str, dict[str, Any]]] = [
 ]
 
 # What cannot run on a CPU, with words of the reason that `check` gives. Any other skip fails.
-CANNOT_RUN_HERE: dict[str, str] = {}
+CANNOT_RUN_HERE: dict[str, str] = {"activation_offload": "needs a CUDA device", "optimizer_offload": "needs a CUDA device"}
+
+# What a technique asks of the rest of the recipe.
+RECIPE: dict[str, list[str]] = {"optimizer_in_backward": ["optimizer.clip=0"]}
 
 # Of techniques that exclude each other, those that are tried together with everything else.
 FIRST = {"activation_checkpointing", "chunked_loss", "efficient_attention", "gradient_accumulation", "lora", "mixed_precision"}

@@ -24,10 +24,10 @@ from preheat.errors import RecipeError
 from preheat.models.adapter import configure
 from preheat.planning import observe as observing
 from preheat.recipe import field_docs
-from preheat.technique import Build, Technique, conflicts_of, registry
+from preheat.technique import Build, Tag, Technique, conflicts_of, registry
 
 from ..conftest import DEVICE, difference, split, tiny, uneven
-from .settings import CANNOT_RUN_HERE, FIRST, FURTHER
+from .settings import CANNOT_RUN_HERE, FIRST, FURTHER, RECIPE
 
 # Relative norm of each gradient against the plain model, by what a technique says of its numerics.
 BOUND = {"exact": 5e-6, "rounding": 0.05}
@@ -37,15 +37,25 @@ RUNS_HERE = [name for name in NAMES if name not in CANNOT_RUN_HERE]
 SETTINGS = [*((name, {}) for name in RUNS_HERE), *FURTHER]
 
 
+def recipe_of(techniques: dict[str, dict[str, Any]], **more: Any) -> recipes.Recipe:
+    asked = [words for name in techniques for words in RECIPE.get(name, [])]
+    return recipes.override(tiny(**more), f"techniques={techniques}", *asked)
+
+
 def made(techniques: dict[str, dict[str, Any]], **more: Any) -> Build:
-    return build(recipes.override(tiny(**more), f"techniques={techniques}"), vocabulary=96, device=DEVICE)
+    return build(recipe_of(techniques, **more), vocabulary=96, device=DEVICE)
 
 
 def step(b: Build, batch: Any) -> tuple[float, dict[str, torch.Tensor]]:
     rows = b.recipe.batch.size
     micro = -(-rows // b.accumulation)
+    kept: dict[str, torch.Tensor] = {}
+    freed = b.parameters() if Tag("frees-gradients") in b.tags else []
+    hooks = [p.register_hook(lambda g, name=name: kept.update({name: g.clone()})) for name, p in freed]
     loss = gradients(b, split(batch, [micro] * (rows // micro) + ([rows % micro] if rows % micro else [])))
-    return float(loss.total / loss.weight), {name: p.grad.clone() for name, p in b.parameters() if p.grad is not None}
+    for hook in hooks:
+        hook.remove()
+    return float(loss.total / loss.weight), kept or {n: p.grad.clone() for n, p in b.parameters() if p.grad is not None}
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +93,7 @@ def test_the_loss_falls(name: str, settings: dict[str, Any]) -> None:
 @pytest.mark.parametrize(("name", "settings"), SETTINGS, ids=str)
 def test_what_the_dry_run_sees_is_what_a_real_step_does(name: str, settings: dict[str, Any]) -> None:
     """FLOPs equal kernel for kernel, peak memory equal to the byte: the recorder is laid over a real step as well."""
-    r = recipes.override(tiny(), f"techniques={ {name: settings} }")
+    r = recipe_of({name: settings})
     seen = observing.observe(r, vocabulary=96, device=DEVICE)
     recorder = observing.Recorder(rounding=64)
     with torch.random.fork_rng():
