@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from preheat.cli import bench, calibrate, demo, evaluate, export, generate, plan, recipes, report, techniques, train
+from preheat.cli import bench, calibrate, demo, evaluate, export, generate, plan, recipes, report, techniques, train, try_
 from preheat.errors import PreheatError
 
 __all__ = ["app", "main"]
@@ -48,6 +48,7 @@ app.command("demo")(demo.demo)
 app.add_typer(recipes.app, name="recipes")
 app.command("init")(recipes.init)
 app.add_typer(techniques.app, name="techniques")
+app.command("try")(try_.try_)
 app.command("calibrate")(calibrate.calibrate)
 
 
