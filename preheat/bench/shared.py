@@ -30,7 +30,7 @@ def with_and_without_zero(
     """Rows of both contenders, each on several processes, and the steps they took within about `left` seconds."""
     import dataclasses
 
-    from preheat.bench.trial import GIB, MEMORY, PROCESSES, STARTUP, compare
+    from preheat.bench.trial import GIB, LEAST, MEMORY, PROCESSES, STARTUP, compare
     from preheat.recipe import Batch, dump
     from preheat.technique import registry
     from preheat.training.session import plan_here
@@ -44,7 +44,7 @@ def with_and_without_zero(
         {"name": name, "against": names[0], "predicted": None, "not_run": "", "changes": {}} for name in names
     ]
     seconds = one["seconds_per_step"] * PROCESSES * 1.5  # the cores are shared; gradients and weights travel
-    steps = min(10, int((left - 2 * STARTUP) / (2 * seconds)))
+    steps = min(10, int(max(left - 2 * STARTUP, LEAST) / (2 * seconds)))
     why = ""
     if one["peak_gib"] * PROCESSES * GIB > MEMORY:
         why = f"{PROCESSES} processes need {one['peak_gib'] * PROCESSES:.1f} GiB, more than the {MEMORY / GIB:.0f} GiB that a trial may use"
