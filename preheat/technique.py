@@ -344,6 +344,12 @@ class Build:
     transforms: list[tuple[Order, Callable[[Batch], Batch]]] = field(default_factory=list)
     around_forward: list[Callable[[], AbstractContextManager[Any]]] = field(default_factory=list)
     """Contexts entered around each forward pass, autocast for one."""
+    on_loss: list[Callable[[Tensor], Tensor]] = field(default_factory=list)
+    """What the loss of each micro-batch passes through before its backward pass: loss scaling for one."""
+    head_dtype: torch.dtype | None = None
+    """Precision of output head and loss, where it is not that of the rest."""
+    endures_overflow: Callable[[], Tensor] | None = None
+    """On the device, after an update: 1 where gradients that are not finite may cost one step only, as with a loss scale."""
     finish_gradients: list[tuple[Finish, Callable[[Build], None]]] = field(default_factory=list)
     after_update: list[Callable[[Build], None]] = field(default_factory=list)
     accumulation: int = 1

@@ -39,11 +39,16 @@ def forward(build: Build, batch: Batch) -> LossSum:
 
         def over_logits(hidden: Tensor, *aligned: Tensor) -> Tensor:
             row_loss: RowLoss = build.slot(Slot.ROW_LOSS)  # type: ignore[assignment]
-            return build.slot(Slot.OVER_LOGITS)(
-                hidden, adapter.head(part), row_loss if part.training else row_loss.measured, *aligned
-            )
+            row_loss = row_loss if part.training else row_loss.measured
+            if build.head_dtype is None:
+                return build.slot(Slot.OVER_LOGITS)(hidden, adapter.head(part), row_loss, *aligned)
+            with torch.autocast(build.device.kind, enabled=False):
+                return build.slot(Slot.OVER_LOGITS)(hidden.to(build.head_dtype), adapter.head(part), row_loss, *aligned)
 
-        return build.slot(Slot.OBJECTIVE)(batch, lambda b: build.slot(Slot.HIDDEN)(part, b), over_logits)
+        loss: LossSum = build.slot(Slot.OBJECTIVE)(batch, lambda b: build.slot(Slot.HIDDEN)(part, b), over_logits)
+        for change in build.on_loss:
+            loss.total = change(loss.total)
+        return loss
 
 
 def gradients(build: Build, batches: Sequence[Batch], lr: float | None = None) -> LossSum:

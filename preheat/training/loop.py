@@ -128,9 +128,16 @@ class _Loop:
         lr = self.session.peak_lr * share_of_peak(self.recipe.schedule, self.progress.step, self.session.total)
         loss = gradients(self.build, batch, lr)
         stats = update(self.build, lr)
+        endures = self.build.endures_overflow() if self.build.endures_overflow else torch.zeros_like(stats[0])
         # The one read of the step. Where the gradients were not finite the update left the weights as they were.
-        mean, norm, finite = torch.cat([(loss.total / max(loss.weight, 1)).float().reshape(1), stats]).tolist()
-        if not (finite and math.isfinite(mean)):
+        mean = (loss.total / max(loss.weight, 1)).float()
+        mean, norm, finite, forgiven = torch.stack([mean, *stats, endures]).tolist()
+        if not finite and forgiven and math.isfinite(mean):
+            self.writer.event("overflow", step=self.progress.step + 1)
+            self.watch.notice(
+                f"step {self.progress.step + 1}: the scaled gradients overflowed: left out, and the scale lowered"
+            )
+        elif not (finite and math.isfinite(mean)):
             self._refuse(mean, norm, batch, lr)
         seconds = time.perf_counter() - begun
         p = self.progress

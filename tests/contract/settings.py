@@ -15,7 +15,12 @@ FURTHER: list[tuple[str, dict[str, Any]]] = [
     ("gradient_accumulation", {"steps": 3}),
     ("low_bit_adamw", {"bits": 4, "block_size": 64, "least": 0}),
     ("low_bit_adamw", {"least": 0}),
+    ("mixed_precision", {"keep_fp32": ("norm", "^lm_head$")}),
+    ("mixed_precision", {"mode": "bf16_master"}),
     ("mixed_precision", {"mode": "bf16_weights"}),
+    ("mixed_precision", {"mode": "bf16_weights", "keep_fp32": ("norm", "q_proj", "embed_tokens")}),
+    ("mixed_precision", {"mode": "fp16"}),
+    ("mixed_precision", {"mode": "fp16_master"}),
     ("mixed_precision", {"mode": "fp32"}),
     ("regularized_loss", {"label_smoothing": 0.1, "z": 0.0}),
     ("shifted_groups", {"group": 10}),
@@ -23,7 +28,11 @@ FURTHER: list[tuple[str, dict[str, Any]]] = [
 ]
 
 # What cannot run on a CPU, with words of the reason that `check` gives. Any other skip fails.
-CANNOT_RUN_HERE: dict[str, str] = {"activation_offload": "needs a CUDA device", "optimizer_offload": "needs a CUDA device"}
+CANNOT_RUN_HERE: dict[str, str] = {
+    "activation_offload": "needs a CUDA device",
+    "fp8": "a CPU has no fp8 products",
+    "optimizer_offload": "needs a CUDA device",
+}
 
 # What a technique asks of the rest of the recipe.
 RECIPE: dict[str, list[str]] = {"optimizer_in_backward": ["optimizer.clip=0"]}
