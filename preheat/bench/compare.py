@@ -192,7 +192,7 @@ def _cosine(baseline: Path, other: Path) -> float | None:
 
 
 def _speed(turn: dict[str, Any], warmup: int) -> float:
-    return float(turn["tokens"] / median(turn["seconds"][warmup:]))
+    return float(median(n / s for n, s in zip(turn["tokens"][warmup:], turn["seconds"][warmup:], strict=True)))
 
 
 def _row(c: Contender, baseline: Contender, warmup: int, cosine: float | None, plan: dict[str, Any] | None) -> dict[str, Any]:

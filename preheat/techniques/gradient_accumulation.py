@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar
 
 from preheat.recipe import Bound
-from preheat.technique import Build, Change, Context, Stage, Technique
+from preheat.technique import Build, Change, Context, Stage, Tag, Technique
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -55,6 +55,7 @@ def accumulate(micro_batches: Iterable[Micro], loss_sum: Callable[[Micro], Tenso
 class GradientAccumulation(Technique):
     stage: ClassVar[Stage] = Stage.LOADER
     numerics: ClassVar[Any] = "exact"
+    provides: ClassVar[frozenset[Tag]] = frozenset({Tag("micro-batch-size")})
 
     steps: Annotated[int, Bound(2)] = 4
     """Micro-batches that make one global batch of `batch.size` rows."""
