@@ -146,6 +146,7 @@ def _plans(contenders: Sequence[Contender]) -> list[dict[str, Any] | None]:
             c.failed = str(error).splitlines()[0]
             plans.append(None)
             continue
+        c.recipe = recipes.parse(json.dumps(made["recipe"]))  # with what a dry run chooses, so that the turns take it too
         plans.append(made)
         if not made["fits"]:
             c.failed = f"does not fit: needs {made['peak_gib']:.2f} GiB, has {made['available_gib']:.2f} GiB"

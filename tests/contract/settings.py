@@ -8,8 +8,12 @@ from typing import Any
 FURTHER: list[tuple[str, dict[str, Any]]] = [
     ("activation_checkpointing", {"mode": "selective", "every": 2}),
     ("chunked_loss", {"rows": 7}),
+    ("difficulty_curriculum", {"by": "length", "curve": "linear"}),
+    ("dynamic_batch", {"start": 1, "every": 2}),
     ("efficient_attention", {"kernel": "blocks"}),
     ("gradient_accumulation", {"steps": 3}),
+    ("length_curriculum", {"schedule": "root", "keep": "rows"}),
+    ("length_curriculum", {"schedule": "steps"}),
     ("mixed_precision", {"mode": "bf16_weights"}),
     ("mixed_precision", {"mode": "fp32"}),
     ("regularized_loss", {"label_smoothing": 0.1, "z": 0.0}),
