@@ -76,7 +76,8 @@ class Slot(StrEnum):
     FORWARD_BACKWARD = "forward_backward"  # (build, batches, global_weight) -> LossSum
     CLIP = "clip"  #                (build) -> norm, a tensor
     UPDATE = "update"  #            (build, norm) -> finite, a tensor
-    BATCH_SHAPE = "batch_shape"  #  (progress from 0 to 1) -> Shape
+    BATCH_SHAPE = "batch_shape"  #  (progress from 0 to 1) -> Shape; that of 1 needs the most memory
+    SAMPLE_ORDER = "sample_order"  # (rows, seed, committed, samples of the whole run or None) -> Iterator[int], rows by number
     ATTENTION_KERNEL = "attention_kernel"  #     (q, k, v, mask, scale) -> Tensor
     ATTENTION_EXCHANGE = "attention_exchange"  # (kernel) -> kernel
     # Beyond DESIGN.md's list: bf16 weights with stochastic rounding and a low-bit AdamW each bring their own optimizer;
@@ -137,7 +138,10 @@ class MaskSpec:
 
 @dataclass(frozen=True)
 class Shape:
-    """What the loader hands to the next step: rows of the global batch, their length, rows of a micro-batch."""
+    """What the loader hands to the next step: rows of the global batch, their length, rows of a micro-batch.
+
+    Shorter rows are cut from n whole ones of the data: `rows` is ceil(n * batch.length / length).
+    """
 
     rows: int
     length: int
@@ -282,6 +286,10 @@ class Technique(ABC):
         """Settings with the same weights and less memory: what recovery may switch to, mildest first."""
         return []
 
+    def settle(self, context: Context, share: Callable[[Technique], float]) -> Technique:
+        """Itself with values for what only a dry run can choose; `share(other)` is the predicted peak as a share of the memory."""
+        return self
+
     def period(self) -> int:
         """Layers after which the effect repeats."""
         return 1
@@ -352,6 +360,8 @@ class Build:
     """On the device, after an update: 1 where gradients that are not finite may cost one step only, as with a loss scale."""
     finish_gradients: list[tuple[Finish, Callable[[Build], None]]] = field(default_factory=list)
     after_update: list[Callable[[Build], None]] = field(default_factory=list)
+    events: list[dict[str, Any]] = field(default_factory=list)
+    """What techniques did during a step, {kind, ...} each: the loop writes it into the run and clears the list."""
     accumulation: int = 1
     """Micro-batches in a global batch."""
     changes: dict[str, list[Change]] = field(default_factory=dict)

@@ -157,6 +157,7 @@ def _plans(contenders: Sequence[Contender]) -> list[dict[str, Any] | None]:
             c.failed = str(error).splitlines()[0]
             plans.append(None)
             continue
+        c.recipe = recipes.parse(json.dumps(made["recipe"]))  # with what a dry run chooses, so that the turns take it too
         plans.append(made)
         if not made["fits"]:
             c.failed = f"does not fit: needs {made['peak_gib']:.2f} GiB, has {made['available_gib']:.2f} GiB"
@@ -203,7 +204,7 @@ def _cosine(baseline: Path, other: Path) -> float | None:
 
 
 def _speed(turn: dict[str, Any], warmup: int) -> float:
-    return float(turn["tokens"] / median(turn["seconds"][warmup:]))
+    return float(median(n / s for n, s in zip(turn["tokens"][warmup:], turn["seconds"][warmup:], strict=True)))
 
 
 def _row(c: Contender, baseline: Contender, warmup: int, cosine: float | None, plan: dict[str, Any] | None) -> dict[str, Any]:

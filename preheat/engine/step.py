@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from preheat.data.loader import sample_order
 from preheat.models import adapter
 from preheat.ops.attention import reference_attention
 from preheat.ops.losses import CrossEntropy, whole_logits
@@ -152,6 +153,7 @@ def plain_slots(build: Build) -> None:
         Slot.CLIP: _clip,
         Slot.UPDATE: _update,
         Slot.BATCH_SHAPE: _shape(build),
+        Slot.SAMPLE_ORDER: lambda rows, seed, committed, total: sample_order(rows, seed, committed),
         Slot.ATTENTION_KERNEL: reference_attention,
         Slot.ATTENTION_EXCHANGE: lambda kernel: kernel,
         Slot.OPTIMIZER: _optimizer(build),

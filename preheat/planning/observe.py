@@ -241,7 +241,7 @@ def observe(recipe: Recipe, *, vocabulary: int | None, device: Device) -> Observ
     made = build(recipe, vocabulary=vocabulary, device=device, dry=_Both(mode, recorder))
     with mode, recorder:
         known = _known(made, recorder)
-        shape: Shape = made.slot(Slot.BATCH_SHAPE)(0.0)
+        shape: Shape = made.slot(Slot.BATCH_SHAPE)(1.0)  # of the end of the run: the one that needs the most memory
         micros = [shape.micro] * (shape.rows // shape.micro) + ([shape.rows % shape.micro] if shape.rows % shape.micro else [])
         # The first micro-batch makes the gradients, the second adds to them, and every later one is like the third.
         recorder.kernels.clear()

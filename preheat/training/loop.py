@@ -16,11 +16,12 @@ from typing import Any
 import torch
 
 from preheat.data import baselines, batches, evaluation_batches
+from preheat.data.loader import samples_of
 from preheat.engine import checkpoint
 from preheat.engine.evaluate import evaluate
 from preheat.engine.step import gradients, update
 from preheat.errors import RunError
-from preheat.hardware.probe import peak_resident_bytes, resident_bytes
+from preheat.hardware.probe import peak_bytes, resident_bytes
 from preheat.models import adapter
 from preheat.recipe import Recipe
 from preheat.technique import Batch, Shape, Slot, Tag
@@ -89,6 +90,8 @@ class _Loop:
                     seed=self.recipe.seed,
                     committed=self.progress.samples,
                     shape=self._shape,
+                    step=self.progress.step,
+                    order=self._order(),
                     workers=self.recipe.data.workers,
                     prefetch=self.recipe.data.prefetch,
                     pin=self.build.torch_device.type == "cuda",
@@ -110,11 +113,22 @@ class _Loop:
                 self._save()
         return self._finish(signals.received)
 
-    def _shape(self, samples: int) -> Shape:
-        """What the step that begins at `samples` reads: a pure function, so that any session reads the same."""
-        whole = self.session.total
-        rows = self.recipe.batch.size
-        return self.build.slot(Slot.BATCH_SHAPE)(samples / (whole * rows) if whole else 0.0)
+    def _shape(self, step: int) -> Shape:
+        """What step number `step`, from 0, reads: a pure function, so that any session reads the same."""
+        total = self.session.total
+        return self.build.slot(Slot.BATCH_SHAPE)(step / total if total else 0.0)
+
+    def _samples_of(self, step: int) -> int:
+        return samples_of(self._shape(step), self.recipe.batch.length)
+
+    def _order(self) -> Any:
+        """Rows of the data from here to the end of the run, and on."""
+        total, whole = self.session.total, None
+        if total is not None:
+            first, last = self._samples_of(0), self._samples_of(total)
+            whole = last * total if first == last else sum(map(self._samples_of, range(total)))
+        order = self.build.slot(Slot.SAMPLE_ORDER)
+        return order(self.session.data.train, self.recipe.seed, self.progress.samples, whole)
 
     def _finished(self) -> bool:
         stop, total = self.recipe.stop, self.session.total
@@ -141,8 +155,8 @@ class _Loop:
             self._refuse(mean, norm, batch, lr)
         seconds = time.perf_counter() - begun
         p = self.progress
+        p.samples += self._samples_of(p.step)
         p.step += 1
-        p.samples += sum(b.tokens.shape[0] for b in batch)
         tokens = sum(b.tokens.numel() for b in batch)
         p.tokens += tokens
         p.elapsed += seconds
@@ -158,8 +172,12 @@ class _Loop:
             "tokens_per_second": tokens / seconds,
             "memory": self._memory(),
             "elapsed": p.elapsed,
+            "length": batch[0].tokens.shape[1],
         }
         self.writer.metric(**metrics)
+        for event in self.build.events:
+            self.writer.event(**event)
+        self.build.events.clear()
         self.watch.step({**metrics, "mfu": self._mfu(tokens / seconds)}, self.session.total)
 
     def _refuse(self, mean: float, norm: float, batch: list[Batch], lr: float) -> None:
@@ -182,9 +200,7 @@ class _Loop:
         return max(resident_bytes() - self.session.imports, 0)
 
     def _peak(self) -> int:
-        if self.build.torch_device.type == "cuda":
-            return torch.cuda.max_memory_allocated()
-        return max(peak_resident_bytes() - self.session.imports, 0)
+        return max(peak_bytes(self.build.device.kind) - self.session.imports, 0)
 
     def _mfu(self, speed: float) -> float:
         plan = self.session.plan
@@ -201,8 +217,8 @@ class _Loop:
             rows = self.session.data.validation
             if rows is None or not len(rows):
                 return math.nan
-            shape = self._shape(self.progress.samples)
-            loss, tokens = evaluate(self.build, evaluation_batches(rows, micro=shape.micro, limit=self.recipe.evaluate.rows))
+            micro = self.build.slot(Slot.BATCH_SHAPE)(1.0).micro  # validation rows are whole at any time
+            loss, tokens = evaluate(self.build, evaluation_batches(rows, micro=micro, limit=self.recipe.evaluate.rows))
             self.evaluated = (step, loss)
             self.writer.metric(step=step, validation_loss=loss, tokens=tokens)
             self.watch.evaluated(step, loss)
