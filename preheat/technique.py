@@ -347,6 +347,10 @@ class Build:
     accumulation: int = 1
     """Micro-batches in a global batch."""
     changes: dict[str, list[Change]] = field(default_factory=dict)
+    counters: dict[str, Callable[[], int]] = field(default_factory=dict)
+    """What techniques count on the host while steps run (recompilations), by name: a key of each step's metrics."""
+    notices: list[str] = field(default_factory=list)
+    """Words for the user that come up while steps run; the loop takes them and writes them down."""
     step: int = 0
     """Optimizer steps committed so far."""
     _slots: dict[Slot, tuple[str, Callable[..., Any]]] = field(default_factory=dict)

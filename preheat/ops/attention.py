@@ -15,7 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from preheat.technique import MaskSpec
 
-__all__ = ["KERNELS", "allowed", "blocked_attention", "reference_attention", "sdpa_attention"]
+__all__ = ["KERNELS", "allowed", "blocked_attention", "blocked_gradients", "reference_attention", "sdpa_attention"]
 
 KERNELS = {
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -266,3 +266,30 @@ class _Blocked(torch.autograd.Function):
             grad_k[heads, :keys].add_(torch.bmm(scores.transpose(1, 2), block), alpha=ctx.scale)
         made = (t.to(k.dtype).view(shape) for t, shape in zip((grad_q, grad_k, grad_v), ctx.shapes, strict=True))
         return *made, None, None
+
+
+class _Gradients(_Blocked):
+    """Like `_Blocked` but for the forward pass, which makes nothing: for gradients by themselves."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor:
+        rows, heads, length, width = q.shape
+        shared = k.shape[1]
+        ctx.shapes, ctx.causal, ctx.scale = (q.shape, k.shape, v.shape), causal, scale
+        kept = q.reshape(rows * shared, heads // shared, length, width)
+        ctx.save_for_backward(kept, *(t.reshape(rows * shared, *t.shape[2:]) for t in (k, v)))
+        return q.new_empty(rows, heads, length, v.shape[-1])
+
+
+def blocked_gradients(
+    q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, scale: float, grad: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of `blocked_attention` by q, k and v from that by its result, without its forward pass."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return _Gradients.apply(q, k, v, mask.causal, scale)
+
+    with torch.enable_grad():
+        leaves = tuple(t.detach().requires_grad_() for t in (q, k, v))
+        out = _by_document(attend, *leaves, mask.documents) if _packed(mask) and mask.documents else attend(*leaves)
+        return torch.autograd.grad(out, leaves, grad)

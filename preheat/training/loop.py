@@ -151,9 +151,18 @@ class _Loop:
             "tokens_per_second": tokens / seconds,
             "memory": self._memory(),
             "elapsed": p.elapsed,
+            **self._counted(),
         }
         self.writer.metric(**metrics)
         self.watch.step({**metrics, "mfu": self._mfu(tokens / seconds)}, self.session.total)
+
+    def _counted(self) -> dict[str, int]:
+        """What the build's techniques counted so far; what they have to say is said."""
+        while self.build.notices:
+            words = self.build.notices.pop(0)
+            self.writer.event("notice", step=self.progress.step, words=words)
+            self.watch.notice(words)
+        return {name: count() for name, count in self.build.counters.items()}
 
     def _refuse(self, mean: float, norm: float, batch: list[Batch], lr: float) -> None:
         rows = [row for b in batch for row in b.rows]
@@ -201,7 +210,7 @@ class _Loop:
         # Before evaluation and samples: the peak that was predicted is that of training and evaluation.
         validation = math.nan if stopped else self._evaluate()
         peak = self._peak() / GIB
-        measured: dict[str, Any] = {"peak_gib": peak}
+        measured: dict[str, Any] = {"peak_gib": peak, **self._counted()}
         if self.speeds:
             speed = median(self.speeds[1:] or self.speeds)  # the first step also warms up
             measured |= {
