@@ -11,8 +11,7 @@ from torch.nn.functional import rms_norm, silu
 from preheat.engine.build import build
 from preheat.errors import RecipeError
 from preheat.models.kernels import use_kernels
-from preheat.technique import Device
-from preheat.technique import registry
+from preheat.technique import Device, registry
 
 from ..conftest import DEVICE, difference, tiny, uneven
 
