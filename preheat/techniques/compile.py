@@ -91,7 +91,7 @@ class CompiledLayers:
         if self._attention is None:
             self._attention = OpaqueAttention(kernel)
         self._attention.kernel = kernel
-        rows, length = args[0].shape[:2]
+        rows, length = (args[0] if args else kwargs["hidden_states"]).shape[:2]
         return kwargs | {"preheat_attention": self._attention, "preheat_mask": OpaqueMask.of(mask, rows, length)}
 
 
