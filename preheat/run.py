@@ -4,8 +4,8 @@ recipe.yaml       the recipe with every default written out; `preheat train reci
 plan.json         what was predicted (see `PLAN_KEYS`)
 environment.json  machine, versions, threads, command
 changes.json      {technique: [{what, count, kernel}]}
-metrics.jsonl     a line a step (see `METRIC_KEYS`) and a line an evaluation ({step, validation_loss, ...})
-events.jsonl      {time, kind, ...}: started, resumed, checkpoint, damaged, stopping, measured, sample, baseline, finished, failed
+metrics.jsonl     a line a step (see `METRIC_KEYS`, and what techniques count: recompilations) and a line an evaluation ({step, validation_loss, ...})
+events.jsonl      {time, kind, ...}: started, resumed, checkpoint, damaged, stopping, notice, measured, sample, baseline, finished, failed
 checkpoints/      step-N/ (engine/checkpoint.py)
 tokenizer/        the tokenizer as transformers reads it
 report.html, report.json

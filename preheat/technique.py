@@ -361,10 +361,12 @@ class Build:
     finish_gradients: list[tuple[Finish, Callable[[Build], None]]] = field(default_factory=list)
     after_update: list[Callable[[Build], None]] = field(default_factory=list)
     events: list[dict[str, Any]] = field(default_factory=list)
-    """What techniques did during a step, {kind, ...} each: the loop writes it into the run and clears the list."""
+    """What techniques did during a step, {kind, ...} each: the loop writes it into the run, and says it where there are `words`."""
     accumulation: int = 1
     """Micro-batches in a global batch."""
     changes: dict[str, list[Change]] = field(default_factory=dict)
+    counters: dict[str, Callable[[], int]] = field(default_factory=dict)
+    """What techniques count on the host while steps run (recompilations), by name: a key of each step's metrics."""
     step: int = 0
     """Optimizer steps committed so far."""
     _slots: dict[Slot, tuple[str, Callable[..., Any]]] = field(default_factory=dict)

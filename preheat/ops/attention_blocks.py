@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 from preheat.ops.attention import by_document, in_compute_dtype, packed
 from preheat.technique import MaskSpec
 
-__all__ = ["blocked_attention"]
+__all__ = ["blocked_attention", "blocked_gradients"]
 
 _QUERIES = 128  # of a block: few enough that a causal mask skips nearly half of the work, enough for full matrix rate
 _SCRATCH = 1 << 20  # scores of a tile: with their gradients they stay in a core's share of the cache
@@ -42,8 +42,12 @@ def blocked_attention(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, scale: fl
         raise ValueError("blocked attention knows documents and global tokens only where attention is causal; use flex")
     q, k, v = in_compute_dtype(q, k, v)
 
+    return _by_blocks(_Blocked, q, k, v, mask, scale)
+
+
+def _by_blocks(function: type[_Blocked], q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, scale: float) -> Tensor:
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return _Blocked.apply(q, k, v, replace(mask, documents=None), scale)
+        return function.apply(q, k, v, replace(mask, documents=None), scale)
 
     return by_document(attend, q, k, v, mask.documents) if packed(mask) and mask.documents else attend(q, k, v)
 
@@ -174,3 +178,25 @@ class _Blocked(torch.autograd.Function):
                 grad_k[heads, span].add_(part, alpha=ctx.scale)
         made = (t.to(k.dtype).view(shape) for t, shape in zip((grad_q, grad_k, grad_v), ctx.shapes, strict=True))
         return *made, None, None
+
+
+class _Gradients(_Blocked):
+    """Like `_Blocked` but for the forward pass, which makes nothing: for gradients by themselves."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, scale: float) -> Tensor:
+        rows, heads, length, width = q.shape
+        shared = k.shape[1]
+        ctx.shapes, ctx.mask, ctx.scale = (q.shape, k.shape, v.shape), mask, scale
+        kept = q.reshape(rows * shared, heads // shared, length, width)
+        ctx.save_for_backward(kept, *(t.reshape(rows * shared, *t.shape[2:]) for t in (k, v)))
+        return q.new_empty(rows, heads, length, v.shape[-1])
+
+
+def blocked_gradients(
+    q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, scale: float, grad: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of `blocked_attention` by q, k and v from that by its result, without its forward pass."""
+    with torch.enable_grad():
+        leaves = tuple(t.detach().requires_grad_() for t in (q, k, v))
+        return torch.autograd.grad(_by_blocks(_Gradients, *leaves, mask, scale), leaves, grad)

@@ -7,10 +7,19 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from preheat.technique import RowLoss
 
-__all__ = ["IGNORED", "CrossEntropy", "RegularizedCrossEntropy", "chunked_logits", "whole_logits"]
+__all__ = [
+    "IGNORED",
+    "CrossEntropy",
+    "RegularizedCrossEntropy",
+    "chunked_logits",
+    "liger_logits",
+    "torch_logits",
+    "whole_logits",
+]
 
 IGNORED = -100  # the label of a place that is not trained
 
@@ -187,9 +196,54 @@ def chunked_logits(hidden: Tensor, head: torch.nn.Module, row_loss: RowLoss, *al
         True
     """
     device = hidden.device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+    dtype = _compute_dtype(hidden)
     flat = hidden.reshape(-1, hidden.shape[-1])
     with torch.autocast(device, enabled=False):
         return _Chunked.apply(
             flat, head.weight, row_loss, rows, dtype, torch.is_grad_enabled(), *(a.reshape(-1) for a in aligned)
+        )
+
+
+def _compute_dtype(hidden: Tensor) -> torch.dtype:
+    device = hidden.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+
+
+# Under a dispatch mode (the dry run's fake tensors for one) what the two below allocate cannot be seen, or they cannot run: our own
+# loop stands there with chunks of the same size.
+
+
+def torch_logits(hidden: Tensor, head: torch.nn.Module, row_loss: RowLoss, *aligned: Tensor, rows: int = 512) -> Tensor:
+    """`chunked_logits` by torch's own `linear_cross_entropy` (torch 2.13), for plain cross entropy."""
+    assert isinstance(row_loss, CrossEntropy), f"torch's kernel has no {type(row_loss).__name__}"
+    if is_in_torch_dispatch_mode():
+        return chunked_logits(hidden, head, row_loss, *aligned, rows=rows)
+    dtype, (labels,) = _compute_dtype(hidden), aligned
+    options = torch.nn.LinearCrossEntropyOptions(batch_chunk_size=rows, chunking_method=None)  # type: ignore[attr-defined]
+    with torch.autocast(hidden.device.type, enabled=False):
+        flat = hidden.reshape(-1, hidden.shape[-1]).to(dtype)
+        return functional.linear_cross_entropy(  # type: ignore[attr-defined]
+            flat, head.weight.to(dtype), labels.reshape(-1), reduction="sum", ignore_index=IGNORED, options=options
+        ).float()
+
+
+def liger_logits(hidden: Tensor, head: torch.nn.Module, row_loss: RowLoss, *aligned: Tensor) -> Tensor:
+    """`chunked_logits` by Liger's fused linear cross entropy, which chooses its chunks: their logits weigh as much as `hidden`."""
+    assert isinstance(row_loss, CrossEntropy), f"Liger's kernel has no {type(row_loss).__name__}"
+    flat = hidden.reshape(-1, hidden.shape[-1])
+    if is_in_torch_dispatch_mode():
+        chunks = -(-head.weight.shape[0] // flat.shape[1])
+        rows = 1 << (-(-flat.shape[0] // chunks) - 1).bit_length()
+        return chunked_logits(hidden, head, row_loss, *aligned, rows=rows)
+    from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
+
+    dtype, (labels,) = _compute_dtype(hidden), aligned
+    with torch.autocast(hidden.device.type, enabled=False):
+        return liger_fused_linear_cross_entropy(
+            flat.to(dtype),
+            head.weight.to(dtype),
+            labels.reshape(-1),
+            ignore_index=IGNORED,
+            reduction="sum",
+            accum_dtype=torch.float32,  # of the weight's gradient, to which every chunk adds
         )

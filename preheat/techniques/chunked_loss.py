@@ -9,9 +9,9 @@ Source: Wijmans et al. 2024, "Cut Your Losses" (arXiv:2411.09009); Hsu et al. 20
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from preheat.recipe import Bound
 from preheat.technique import Build, Change, Context, Slot, Stage, Technique
@@ -22,11 +22,26 @@ if TYPE_CHECKING:
 __all__ = ["ChunkedLoss", "chunked_cross_entropy"]
 
 
-def chunked_cross_entropy(hidden: Tensor, head: nn.Module, labels: Tensor, *, rows: int = 512) -> Tensor:
+_KERNELS = ("ours", "torch", "liger")
+
+
+def _kernel(name: str, rows: int) -> Callable[..., Tensor]:
+    from preheat.ops.losses import chunked_logits, liger_logits, torch_logits
+
+    if name == "liger":
+        return liger_logits
+    return functools.partial(chunked_logits if name == "ours" else torch_logits, rows=rows)
+
+
+def chunked_cross_entropy(hidden: Tensor, head: nn.Module, labels: Tensor, *, rows: int = 512, kernel: str = "ours") -> Tensor:
     """The sum of the cross entropies of `head(hidden)` against `labels` (-100: not trained), `rows` rows at a time.
 
     Args:
         hidden: [..., width]; head: a module with `weight` [vocabulary, width] and no bias; labels: [...].
+        kernel: `ours`; `torch` for its `linear_cross_entropy` (2.13); `liger` for Liger's, on CUDA, with chunks of its own choice.
+
+    Raises:
+        ValueError: no such kernel.
 
     Example:
         >>> import torch
@@ -34,9 +49,11 @@ def chunked_cross_entropy(hidden: Tensor, head: nn.Module, labels: Tensor, *, ro
         >>> loss = chunked_cross_entropy(torch.randn(2, 5, 8), head, torch.randint(50, (2, 5))) / 10
         >>> loss.backward()
     """
-    from preheat.ops.losses import CrossEntropy, chunked_logits
+    from preheat.ops.losses import CrossEntropy
 
-    return chunked_logits(hidden, head, CrossEntropy(), labels, rows=rows)
+    if kernel not in _KERNELS:
+        raise ValueError(f"kernel: {kernel} is none of {', '.join(_KERNELS)}")
+    return _kernel(kernel, rows)(hidden, head, CrossEntropy(), labels)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,16 +63,39 @@ class ChunkedLoss(Technique):
     owns: ClassVar[frozenset[Slot]] = frozenset({Slot.OVER_LOGITS})
 
     rows: Annotated[int, Bound(1)] = 512
-    """Rows of logits in memory at a time."""
+    """Rows of logits in memory at a time (liger chooses by itself)."""
+    kernel: Literal["auto", "ours", "torch", "liger"] = "auto"
+    """Who computes a chunk: ours, torch's linear_cross_entropy, or Liger's Triton kernel (CUDA). auto takes ours, the fastest measured on
+    a CPU (benchmarks/results/loss_kernels.md); on CUDA the others have not been measured against it."""
+
+    def check(self, context: Context) -> list[str]:
+        why = []
+        if self.kernel == "liger":
+            import importlib.util
+
+            if context.device.kind != "cuda":
+                why.append("kernel: liger needs a CUDA device; use ours or auto")
+            elif importlib.util.find_spec("liger_kernel") is None:
+                why.append("kernel: liger is not installed; pip install liger-kernel, or use ours")
+        if self.kernel == "torch":
+            import torch
+
+            if "LinearCrossEntropyOptions" not in vars(torch.nn):
+                why.append(f"kernel: torch {torch.__version__} has no chunked linear_cross_entropy; use ours, or torch 2.13")
+        if self.kernel in ("torch", "liger"):
+            adds = [t.name() for t in context.recipe.techniques.values() if Slot.ROW_LOSS in t.owned()]
+            if adds:
+                why.append(f"kernel: {self.kernel} knows plain cross entropy only, without what {adds[0]} adds; use ours")
+        return why
 
     def apply(self, build: Build, part: Any) -> Change:
-        from preheat.ops.losses import chunked_logits
-
-        build.own(Slot.OVER_LOGITS, functools.partial(chunked_logits, rows=self.rows), self.name())
-        return Change(f"head and loss {self.rows} rows at a time, gradients made in the forward pass", 1)
+        chosen = "ours" if self.kernel == "auto" else self.kernel
+        build.own(Slot.OVER_LOGITS, _kernel(chosen, self.rows), self.name())
+        many = "as many rows as Liger chooses" if chosen == "liger" else f"{self.rows} rows"
+        return Change(f"head and loss {many} at a time, gradients made in the forward pass", 1, kernel=chosen)
 
     def options(self, context: Context) -> Iterable[Technique]:
-        return [ChunkedLoss(rows=n) for n in (1024, 512, 256, 128)]
+        return [ChunkedLoss(rows=n, kernel=self.kernel) for n in (1024, 512, 256, 128)]
 
     def rungs(self, context: Context) -> Iterable[Technique]:
-        return [ChunkedLoss(rows=n) for n in (512, 256, 128, 64) if n < self.rows]
+        return [ChunkedLoss(rows=n, kernel=self.kernel) for n in (512, 256, 128, 64) if n < self.rows]

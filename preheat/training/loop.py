@@ -173,12 +173,19 @@ class _Loop:
             "memory": self._memory(),
             "elapsed": p.elapsed,
             "length": batch[0].tokens.shape[1],
+            **self._counted(),
         }
         self.writer.metric(**metrics)
-        for event in self.build.events:
-            self.writer.event(**event)
-        self.build.events.clear()
         self.watch.step({**metrics, "mfu": self._mfu(tokens / seconds)}, self.session.total)
+
+    def _counted(self) -> dict[str, int]:
+        """What the build's techniques counted so far; what they did is written down, and said where there are words."""
+        while self.build.events:
+            event = self.build.events.pop(0)
+            self.writer.event(**{"step": self.progress.step, **event})
+            if "words" in event:
+                self.watch.notice(event["words"])
+        return {name: count() for name, count in self.build.counters.items()}
 
     def _refuse(self, mean: float, norm: float, batch: list[Batch], lr: float) -> None:
         rows = [row for b in batch for row in b.rows]
@@ -229,7 +236,7 @@ class _Loop:
         # Before evaluation and samples: the peak that was predicted is that of training and evaluation.
         validation = math.nan if stopped else self._evaluate()
         peak = self._peak() / GIB
-        measured: dict[str, Any] = {"peak_gib": peak}
+        measured: dict[str, Any] = {"peak_gib": peak, **self._counted()}
         if self.speeds:
             speed = median(self.speeds[1:] or self.speeds)  # the first step also warms up
             measured |= {

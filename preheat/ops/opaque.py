@@ -1,0 +1,161 @@
+"""Attention as one operator that torch.compile does not look into, with its mask as a tensor.
+
+A batch's documents are other lengths each time. Traced, they would be constants of the graph and every batch would be compiled
+anew; here they are data, and one graph serves all batches. The kernel itself runs as it does without a compiler.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from preheat.ops.attention_blocks import blocked_attention, blocked_gradients
+from preheat.technique import MaskSpec
+
+__all__ = ["OpaqueAttention", "OpaqueMask"]
+
+# Kernels that make their gradients without another forward pass; all others are run again in the backward pass.
+_GRADIENTS: dict[Any, Callable[..., tuple[Tensor, Tensor, Tensor]]] = {blocked_attention: blocked_gradients}
+_ALIVE: weakref.WeakValueDictionary[int, OpaqueAttention] = weakref.WeakValueDictionary()  # a graph knows a kernel's number
+
+
+@dataclass(frozen=True)
+class OpaqueMask(MaskSpec):
+    """A mask whose documents are a tensor [rows, length] int64 on the host: their lengths, then zeros."""
+
+    documents: Any = None
+
+    @staticmethod
+    def of(mask: MaskSpec, rows: int, length: int) -> OpaqueMask:
+        documents = mask.documents if mask.documents is not None else ((length,),) * rows
+        return OpaqueMask(mask.causal, mask.window, _lengths(documents, length), mask.global_tokens)
+
+
+@functools.lru_cache(maxsize=16)  # every layer asks for the same
+def _lengths(documents: tuple[tuple[int, ...], ...], length: int) -> Tensor:
+    return torch.tensor([[*row, *(0 for _ in range(length - len(row)))] for row in documents], dtype=torch.int64)
+
+
+def _mask(documents: Tensor, causal: bool, window: int, shared: int) -> MaskSpec:
+    rows = documents.numpy()
+    return MaskSpec(causal, window or None, tuple(tuple(row[row > 0].tolist()) for row in rows), shared)
+
+
+class OpaqueAttention:
+    """Stands for a kernel (q, k, v, mask, scale) -> Tensor in code that is compiled; `kernel` may be changed at any time.
+
+    Its gradients are the kernel's own. Where no way is known to them alone, the backward pass runs the kernel forward again.
+
+    Example:
+        >>> attend = OpaqueAttention(blocked_attention)
+        >>> q = k = v = torch.ones(1, 2, 4, 8)
+        >>> attend(q, k, v, OpaqueMask.of(MaskSpec(), 1, 4), 1.0).shape
+        torch.Size([1, 2, 4, 8])
+    """
+
+    def __init__(self, kernel: Callable[..., Tensor]):
+        self.kernel = kernel
+        # The least number that is free: graphs of a build that is gone serve the next one.
+        self.number = next(n for n in itertools.count() if n not in _ALIVE)
+        _ALIVE[self.number] = self
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: OpaqueMask, scale: float) -> Tensor:
+        if torch.is_autocast_enabled(q.device.type):  # as autocast does for torch's own attention
+            dtype = torch.get_autocast_dtype(q.device.type)
+            q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+        return _attention(q, k, v, mask.documents, self.number, mask.causal, mask.window or 0, mask.global_tokens, scale).transpose(1, 2)
+
+    def gradients(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, scale: float, grad: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients by q, k and v, each in its shape, from that by the result."""
+        own = _GRADIENTS.get(self.kernel)
+        if own is not None:
+            return own(q, k, v, mask, scale, grad)
+        with torch.enable_grad():
+            leaves = tuple(t.detach().requires_grad_() for t in (q, k, v))
+            return torch.autograd.grad(self.kernel(*leaves, mask, scale), leaves, grad)
+
+
+@contextmanager
+def _autograd() -> Iterator[None]:
+    """Autograd as it is outside: the dispatcher switches it off inside an operator, below `enable_grad`."""
+    off = torch._C._dispatch_tls_local_exclude_set()
+    for key in ("AutogradFunctionality", "AutogradOther", "AutogradNestedTensor", "ADInplaceOrView"):
+        off = off.remove(getattr(torch._C.DispatchKey, key))
+    with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), off):
+        yield
+
+
+# Results are laid out [rows, length, heads, dim], which the products before and after attention read without a copy.
+
+
+@torch.library.custom_op("preheat::attention", mutates_args=())
+def _attention(
+    q: Tensor, k: Tensor, v: Tensor, documents: Tensor, number: int, causal: bool, window: int, shared: int, scale: float
+) -> Tensor:
+    out = _ALIVE[number].kernel(q, k, v, _mask(documents, causal, window, shared), scale)
+    return out.transpose(1, 2).contiguous()
+
+
+@_attention.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, documents: Tensor, number: int, causal: bool, window: int, shared: int, scale: float) -> Tensor:
+    return q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3])
+
+
+@torch.library.custom_op("preheat::attention_backward", mutates_args=())
+def _attention_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    documents: Tensor,
+    number: int,
+    causal: bool,
+    window: int,
+    shared: int,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    mask = _mask(documents, causal, window, shared)
+    with _autograd():
+        grads = _ALIVE[number].gradients(q, k, v, mask, scale, grad.transpose(1, 2))
+    a, b, c = (g.transpose(1, 2).contiguous() for g in grads)
+    return a, b, c
+
+
+@_attention_backward.register_fake
+def _(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    documents: Tensor,
+    number: int,
+    causal: bool,
+    window: int,
+    shared: int,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    a, b, c = (t.new_empty(t.shape[0], t.shape[2], t.shape[1], t.shape[3]) for t in (q, k, v))
+    return a, b, c
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[:4])
+    ctx.settings = inputs[4:]
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    grads = _attention_backward(grad, *ctx.saved_tensors, *ctx.settings)
+    return (*(g.transpose(1, 2) for g in grads), None, None, None, None, None, None)
+
+
+_attention.register_autograd(_backward, setup_context=_keep)

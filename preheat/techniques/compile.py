@@ -1,0 +1,182 @@
+"""Compile: each layer's Python becomes one program, its small operators fused.
+
+What: torch.compile makes a graph of a transformer layer and code for it; one graph serves all layers and batches of one
+shape. Attention is one operator in it, whose documents are data: packed batches compile nothing anew. Generation with a KV cache
+runs uncompiled. The run counts what is compiled again, and says so when it stops compiling.
+Helps: norms, rotary embedding, activation and residual sums are memory-bound, and fused they read and write once; fewer
+activations are kept for the backward pass. Hurts: the first step waits for the compiler (half a minute on 2 CPU cores), which also
+takes some hundred MiB of host memory that the plan does not know. The plan is that of the uncompiled layers, an upper bound.
+Source: Ansel et al. 2024, PyTorch 2 (doi:10.1145/3620665.3640366).
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import shutil
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+
+from preheat.errors import RunError
+from preheat.recipe import Bound
+from preheat.technique import Build, Change, Context, Stage, Tag, Technique
+
+if TYPE_CHECKING:
+    from torch import nn
+
+__all__ = ["Compile", "CompiledLayers", "compile_layers"]
+
+
+class CompiledLayers:
+    """Layers that share a compiler, and what it did. `compile_layers` makes it.
+
+    Attributes:
+        graphs: compiled so far: one for each shape of the batch, and with and without gradients.
+        limit: after so many graphs, whatever would need another one runs uncompiled.
+    """
+
+    def __init__(self, *, backend: str, mode: str, dynamic: bool, fullgraph: bool, limit: int):
+        import torch
+
+        def layer(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            return forward(*args, **kwargs)
+
+        self.graphs, self.limit = 0, limit
+        self._compiled = torch.compile(
+            layer, backend=backend, mode=None if mode == "default" else mode, dynamic=dynamic, fullgraph=fullgraph
+        )
+        self._attention: Any = None
+
+    def run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """`forward(*args, **kwargs)`, compiled where it can be."""
+        from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+
+        # Under a dispatch mode (fake tensors for one) nothing can be compiled, and a growing cache has another shape each token.
+        if is_in_torch_dispatch_mode() or kwargs.get("past_key_values") is not None:
+            return forward(*args, **kwargs)
+        from torch._dynamo.exc import Unsupported
+        from torch._dynamo.utils import counters
+
+        before = counters["stats"]["unique_graphs"]
+        try:
+            with self._allowance():
+                return self._compiled(forward, args, self._opaque(args, kwargs))
+        except Unsupported as error:
+            raise RunError(
+                f"techniques.compile.fullgraph: torch.compile cannot make one graph of a layer ({str(error).strip().splitlines()[0]}); use fullgraph: false"
+            ) from error
+        finally:
+            self.graphs += counters["stats"]["unique_graphs"] - before
+
+    def _allowance(self) -> Any:
+        """Our own limit stands in for torch's, which counts layers and runs eagerly in silence when it is reached."""
+        import torch
+
+        if self.graphs >= self.limit:
+            return torch.compiler.set_stance("eager_on_recompile")
+        return torch._dynamo.config.patch(recompile_limit=1 << 20, accumulated_recompile_limit=1 << 20)
+
+    def _opaque(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """The same arguments with attention as one operator, where its kernel or its mask could not be traced."""
+        from preheat.ops.attention_blocks import blocked_attention
+        from preheat.ops.opaque import OpaqueAttention, OpaqueMask
+
+        kernel, mask = kwargs.get("preheat_attention"), kwargs.get("preheat_mask")
+        if kernel is None or mask is None:
+            return kwargs
+        packed = mask.documents is not None and any(len(row) > 1 for row in mask.documents)
+        if not packed and kernel is not blocked_attention:  # torch's own kernels are traced as they are
+            return kwargs | {"preheat_mask": type(mask)(mask.causal, mask.window)}
+        if self._attention is None:
+            self._attention = OpaqueAttention(kernel)
+        self._attention.kernel = kernel
+        rows, length = (args[0] if args else kwargs["hidden_states"]).shape[:2]
+        return kwargs | {"preheat_attention": self._attention, "preheat_mask": OpaqueMask.of(mask, rows, length)}
+
+
+def compile_layers(
+    layers: Iterable[nn.Module],
+    *,
+    backend: str = "inductor",
+    mode: str = "default",
+    dynamic: bool = False,
+    fullgraph: bool = True,
+    limit: int = 16,
+) -> CompiledLayers:
+    """Compiles each layer's `forward` when it first runs. In place.
+
+    Args:
+        layers: e.g. `model.model.layers`; their first argument is [rows, length, width].
+        backend, mode: torch.compile's.
+        dynamic: one graph for all shapes, slower code.
+        fullgraph: refuse what would be cut into several graphs.
+        limit: graphs to compile at most; whatever would need another runs uncompiled.
+
+    Returns:
+        The count of what was compiled.
+
+    Raises:
+        RunError: when a layer first runs, if `fullgraph` and it cannot be one graph.
+
+    Example:
+        >>> import torch
+        >>> layers = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(2))
+        >>> compiled = compile_layers(layers)
+        >>> compiled.graphs
+        0
+    """
+    compiled = CompiledLayers(backend=backend, mode=mode, dynamic=dynamic, fullgraph=fullgraph, limit=limit)
+    for layer in layers:
+        layer.forward = functools.partial(compiled.run, layer.forward)  # type: ignore[method-assign]
+    return compiled
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compile(Technique):
+    stage: ClassVar[Stage] = Stage.COMPILE
+    numerics: ClassVar[Any] = "exact"
+    # Both would fuse the same operators, and the compiler cannot look into kernels of others.
+    conflicts: ClassVar[frozenset[Tag]] = frozenset({Tag("fused-layers")})
+
+    # torch's modes with CUDA graphs are left out: they reuse a layer's outputs while backward still needs them.
+    mode: Literal["default", "max-autotune-no-cudagraphs"] = "default"
+    """How long to look for fast code; max-autotune-no-cudagraphs tries several kernels for each product."""
+    dynamic: bool = False
+    """One graph for all lengths and numbers of rows: fewer compilations, slower code."""
+    fullgraph: bool = True
+    """Refuse a layer that the compiler would have to cut into pieces."""
+    limit: Annotated[int, Bound(2)] = 16
+    """Graphs to compile at most. Each shape of the batch needs one, evaluation another; shapes beyond run uncompiled, and the run says so."""
+
+    def check(self, context: Context) -> list[str]:
+        import importlib.util
+
+        if context.device.kind == "cuda":
+            if importlib.util.find_spec("triton") is None:
+                return ["needs Triton on a CUDA device; pip install triton"]
+            return []
+        compiler = os.environ.get("CXX", "g++")
+        if shutil.which(compiler) is None:
+            return [f"needs a C++ compiler on a CPU and found no '{compiler}'; install g++, or set CXX"]
+        return []
+
+    def apply(self, build: Build, part: Any) -> Change:
+        from preheat.models.adapter import anatomy
+
+        layers = anatomy(part).layers
+        compiled = compile_layers(layers, mode=self.mode, dynamic=self.dynamic, fullgraph=self.fullgraph, limit=self.limit)
+        build.counters["recompilations"] = lambda: max(0, compiled.graphs - 1)
+        told: list[int] = []
+
+        def tell(build: Build) -> None:
+            if compiled.graphs >= self.limit and not told:
+                told.append(build.step)
+                words = f"techniques.compile.limit: {compiled.graphs} graphs are compiled; batches of other shapes run uncompiled from here on"
+                build.events.append({"kind": "notice", "words": words})
+
+        build.after_update.append(tell)
+        return Change(f"{len(layers)} layers compiled when they first run; the plan is that of uncompiled layers", len(layers))
+
+    def options(self, context: Context) -> Iterable[Technique]:
+        return [self]

@@ -1,0 +1,124 @@
+"""Liger: Triton kernels for RMSNorm, rotary embedding and the gated activation, and for head and loss.
+
+What: each of these operators is one kernel of the liger-kernel package, which keeps less for the backward pass than the chain of
+torch's operators. Only this run's model is changed, nothing in transformers. `loss` also takes head and cross entropy together.
+Helps: these operators are bound by memory, and fused they read and write once. Hurts: CUDA only; a compiler fuses the same
+operators by itself; `loss` reads two numbers back from the device in each micro-batch. The plan sees torch's own operators in their
+place (Triton kernels cannot run without a device), an upper bound.
+Source: Hsu et al. 2024, Liger Kernel (arXiv:2410.10989).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from preheat.technique import Build, Change, Context, Slot, Stage, Tag, Technique
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedModel
+
+__all__ = ["Liger", "use_liger"]
+
+
+def use_liger(model: PreTrainedModel, *, norm: bool = True, rotary: bool = True, gate: bool = True) -> dict[str, int]:
+    """Liger's kernels in this transformers model (Llama and its kin). In place; other models keep theirs.
+
+    Returns:
+        How many modules use each kernel.
+
+    Raises:
+        RecipeError: a family of models that these kernels do not fit.
+        ImportError: liger-kernel is not installed.
+
+    Example:
+        >>> from transformers import LlamaConfig, LlamaForCausalLM                      # doctest: +SKIP
+        >>> use_liger(LlamaForCausalLM(LlamaConfig(num_hidden_layers=2)).cuda())        # doctest: +SKIP
+        {'norms': 5, 'rotary embeddings': 2, 'gated activations': 2}
+    """
+    import torch
+    from liger_kernel.transformers.functional import liger_rms_norm, liger_rope, liger_swiglu
+    from torch.nn import functional
+    from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+
+    from preheat.models.kernels import use_kernels
+
+    def or_plain(kernel: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
+        # Fake tensors of a dry run have no data that a Triton kernel could be given.
+        return lambda *tensors: (plain if is_in_torch_dispatch_mode() else kernel)(*tensors)
+
+    def plain_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        wide = x.float()
+        return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
+
+    def plain_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+
+        def turned(x: Tensor) -> Tensor:
+            a, b = x.chunk(2, dim=-1)
+            return x * cos + torch.cat((-b, a), dim=-1) * sin
+
+        return turned(q), turned(k)
+
+    return use_kernels(
+        model,
+        norm=or_plain(liger_rms_norm, plain_norm) if norm else None,
+        rotary=or_plain(liger_rope, plain_rotary) if rotary else None,
+        gate=or_plain(liger_swiglu, lambda a, b: functional.silu(a) * b) if gate else None,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Liger(Technique):
+    stage: ClassVar[Stage] = Stage.KERNEL
+    numerics: ClassVar[Any] = "rounding"
+    owns: ClassVar[frozenset[Slot]] = frozenset({Slot.OVER_LOGITS})
+    provides: ClassVar[frozenset[Tag]] = frozenset({Tag("fused-layers")})
+
+    norm: bool = True
+    """RMSNorm by Liger."""
+    rotary: bool = True
+    """Rotary embedding by Liger."""
+    gate: bool = True
+    """silu(a) * b of the feed-forward by Liger."""
+    loss: bool = False
+    """Head and cross entropy by Liger, in chunks of its own choice."""
+
+    def owned(self) -> frozenset[Slot]:
+        return self.owns if self.loss else frozenset()
+
+    def provided(self) -> frozenset[Tag]:
+        return self.provides if self.norm or self.rotary or self.gate else frozenset()
+
+    def check(self, context: Context) -> list[str]:
+        from preheat.models.kernels import KERNEL_FAMILIES
+
+        if context.device.kind != "cuda":
+            return [
+                "Liger's kernels need a CUDA device; leave it out on a CPU (chunked_loss and efficient_attention serve there)"
+            ]
+        import importlib.util
+
+        why = []
+        if importlib.util.find_spec("liger_kernel") is None:
+            why.append("liger-kernel is not installed; pip install liger-kernel")
+        if context.model.family not in KERNEL_FAMILIES and self.provided():
+            why.append(
+                f"its norm, rotary and gate are for {', '.join(KERNEL_FAMILIES)}, not {context.model.family}; set all three to false"
+            )
+        if not (self.norm or self.rotary or self.gate or self.loss):
+            why.append("norm, rotary, gate, loss: all are false; leave liger out")
+        if self.loss and (other := [t.name() for t in context.recipe.techniques.values() if Slot.ROW_LOSS in t.owned()]):
+            why.append(f"loss: is plain cross entropy, without what {other[0]} adds; set loss: false")
+        return why
+
+    def apply(self, build: Build, part: Any) -> Change:
+        counts = use_liger(part, norm=self.norm, rotary=self.rotary, gate=self.gate) if self.provided() else {}
+        if self.loss:
+            from preheat.ops.losses import liger_logits
+
+            build.own(Slot.OVER_LOGITS, liger_logits, self.name())
+            counts = {**counts, "head with loss": 1}
+        return Change(", ".join(f"{n} {what}" for what, n in counts.items()), sum(counts.values()), kernel="liger")

@@ -1,0 +1,170 @@
+"""Compiled layers: one graph for all batches of a shape, a count of every other, and words when no more are made.
+
+The compiler's front half is used (`aot_eager`: graphs, guards, the split into forward and backward); code is made in tests/contract.
+"""
+
+from __future__ import annotations
+
+import shutil
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from preheat.engine.build import build
+from preheat.engine.step import forward, gradients, update
+from preheat.errors import RecipeError, RunError
+from preheat.models.adapter import anatomy
+from preheat.ops.attention import reference_attention, sdpa_attention
+from preheat.ops.attention_blocks import blocked_attention
+from preheat.ops.opaque import OpaqueAttention, OpaqueMask
+from preheat.technique import Build, MaskSpec
+from preheat.techniques.compile import compile_layers
+
+from ..conftest import DEVICE, difference, tiny, uneven
+
+
+def _pair(techniques: str = "{}", **settings: Any) -> tuple[Build, Build, Any]:
+    plain, other = (build(tiny(techniques), vocabulary=96, device=DEVICE) for _ in range(2))
+    return plain, other, compile_layers(anatomy(other.trained[0]).layers, **{"backend": "aot_eager", **settings})  # type: ignore[arg-type]
+
+
+def _grads(b: Build, batch: Any) -> dict[str, torch.Tensor]:
+    gradients(b, [batch])
+    found = {n: p.grad.clone() for n, p in b.parameters()}
+    b.optimizer.zero_grad()
+    return found
+
+
+def _cut(*cuts: int) -> Any:
+    batch = uneven()
+    batch.mask = MaskSpec(documents=tuple((n, 32 - n) if n else (32,) for n in cuts))
+    return batch
+
+
+@pytest.mark.parametrize("kernel", ["{}", "{efficient_attention: {kernel: flash}}", "{efficient_attention: {kernel: blocks}}"])
+def test_batches_of_other_documents_need_no_other_graph(kernel: str) -> None:
+    plain, other, compiled = _pair(kernel)
+    for cuts in ((1, 2, 3, 4), (0, 9, 31, 16), (5, 5, 5, 5)):
+        assert difference(_grads(other, _cut(*cuts)), _grads(plain, _cut(*cuts))) < 1e-6
+    assert compiled.graphs == 1
+
+
+def test_the_gradients_depend_on_the_documents() -> None:
+    """The test above can fail: with another cut they differ."""
+    plain, other, _ = _pair()
+    assert difference(_grads(other, _cut(1, 2, 3, 4)), _grads(plain, _cut(0, 9, 31, 16))) > 1e-2
+
+
+@pytest.mark.parametrize("kernel", [reference_attention, sdpa_attention, blocked_attention])
+@pytest.mark.parametrize("documents", [None, ((5, 35), (40,))])
+def test_an_opaque_kernel_has_the_kernels_results_and_gradients(kernel: Any, documents: Any) -> None:
+    torch.manual_seed(0)
+    inputs = [torch.randn(2, heads, 40, 16) for heads in (8, 2, 2)]
+    slope, mask = torch.randn(2, 8, 40, 16), MaskSpec(documents=documents)
+    found = []
+    for function, what in ((kernel, mask), (OpaqueAttention(kernel), OpaqueMask.of(mask, 2, 40))):
+        leaves = [t.clone().requires_grad_() for t in inputs]
+        out = function(*leaves, what, 0.25)
+        parts = [out, *torch.autograd.grad(out, leaves, slope)]
+        found.append({str(i): t.detach() for i, t in enumerate(parts)})
+    assert difference(found[1], found[0]) < 1e-6
+
+
+def test_the_operator_keeps_torchs_contract() -> None:
+    attend = OpaqueAttention(blocked_attention)
+    q, k, v = (torch.randn(2, heads, 8, 4, requires_grad=True) for heads in (4, 2, 2))
+    mask = OpaqueMask.of(MaskSpec(documents=((3, 5), (8,))), 2, 8)
+    arguments = (q, k, v, mask.documents, attend.number, True, 0, 0.5)
+    checks = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static")
+    torch.library.opcheck(torch.ops.preheat.attention.default, arguments, test_utils=checks)
+
+
+def test_checkpointed_layers_are_compiled_whole() -> None:
+    plain, other = (
+        build(tiny("{activation_checkpointing: {}, mixed_precision: {}}"), vocabulary=96, device=DEVICE) for _ in range(2)
+    )
+    compiled = compile_layers(anatomy(other.trained[0]).layers, backend="aot_eager")  # type: ignore[arg-type]
+    assert difference(_grads(other, uneven()), _grads(plain, uneven())) < 0.01
+    assert compiled.graphs == 1
+
+
+def test_less_is_kept_for_the_backward_pass_than_the_plan_says() -> None:
+    """The plan is that of uncompiled layers: an upper bound."""
+
+    def kept(b: Build) -> int:
+        storages: dict[int, int] = {}
+        own = {p.untyped_storage().data_ptr() for p in b.trained[0].parameters()}
+
+        def pack(t: torch.Tensor) -> torch.Tensor:
+            storage = t.untyped_storage()
+            if storage.data_ptr() not in own:
+                storages[storage.data_ptr()] = storage.nbytes()
+            return t
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            loss = forward(b, uneven()).total
+        del loss
+        return sum(storages.values())
+
+    plain, other, _ = _pair(backend="aot_eager_decomp_partition")
+    assert kept(other) < kept(plain)
+
+
+def test_other_shapes_are_counted_and_beyond_the_limit_they_run_uncompiled() -> None:
+    plain, other, compiled = _pair(limit=2)
+    for rows, length in ((4, 32), (4, 32), (2, 32), (3, 16), (4, 32)):
+        batch = uneven(rows, length)
+        assert difference(_grads(other, batch), _grads(plain, batch)) < 1e-6
+    assert compiled.graphs == 2, "the third shape got none"
+
+
+def test_the_run_is_told_of_recompilations_and_of_the_limit() -> None:
+    from preheat.training.loop import _Loop
+    from preheat.training.watch import Watch
+
+    told: list[str] = []
+
+    class Told(Watch):
+        def notice(self, words: str) -> None:
+            told.append(words)
+
+    events: list[dict[str, Any]] = []
+    b = build(tiny("{compile: {limit: 2}}"), vocabulary=96, device=DEVICE)
+    session: Any = SimpleNamespace(
+        recipe=b.recipe,
+        build=b,
+        progress=SimpleNamespace(step=0),
+        writer=SimpleNamespace(event=lambda kind, **values: events.append({"kind": kind, **values})),
+    )
+    loop = _Loop(session, Told())
+    assert loop._counted() == {"recompilations": 0}
+    with torch.compiler.set_stance("default", force_backend="aot_eager"):
+        for rows in (4, 3, 2):
+            gradients(b, [uneven(rows)])
+            update(b, 0.01)
+    assert loop._counted() == {"recompilations": 1}
+    assert [e["kind"] for e in events] == ["notice"]
+    assert len(told) == 1
+    assert "compile.limit: 2 graphs" in told[0]
+
+
+def test_what_cannot_be_one_graph_is_refused() -> None:
+    stack = torch.nn.ModuleList([torch.nn.Linear(4, 4)])
+    plain = stack[0].forward
+
+    def chatty(x: torch.Tensor) -> torch.Tensor:
+        torch._dynamo.graph_break()
+        return plain(x)
+
+    stack[0].forward = chatty  # type: ignore[method-assign]
+    compile_layers(stack, backend="aot_eager")
+    with pytest.raises(RunError, match="use fullgraph: false"):
+        stack[0](torch.ones(1, 2, 4))
+
+
+def test_a_machine_without_a_compiler_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    with pytest.raises(RecipeError, match="needs a C\\+\\+ compiler"):
+        build(tiny("{compile: {}}"), vocabulary=96, device=DEVICE)

@@ -1,0 +1,80 @@
+"""Chunked losses at a real size against the plain one: same gradients, an eighth of the memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from preheat.engine.build import build
+from preheat.errors import RecipeError
+from preheat.ops.losses import CrossEntropy, chunked_logits, torch_logits, whole_logits
+from preheat.planning.observe import Recorder
+
+from ..conftest import DEVICE, difference, tiny
+
+ROWS, PIECES, WIDTH = 2048, 32_000, 64
+
+
+@pytest.fixture(scope="module")
+def inputs() -> tuple[torch.Tensor, torch.nn.Linear, torch.Tensor]:
+    torch.manual_seed(0)
+    head = torch.nn.Linear(WIDTH, PIECES, bias=False)
+    torch.nn.init.normal_(head.weight, std=0.3)
+    labels = torch.randint(PIECES, (1, ROWS))
+    labels[0, ::7] = -100
+    return torch.randn(1, ROWS, WIDTH), head, labels
+
+
+def _run(function: Any, inputs: Any) -> tuple[dict[str, torch.Tensor], int]:
+    """Loss and gradients, and bytes at the peak beyond those of the gradients: seen by the recorder over the real computation."""
+    hidden, head, labels = inputs
+    leaf = hidden.clone().requires_grad_()
+    head.weight.grad = None
+    recorder = Recorder(rounding=64)
+    with recorder:
+        loss = function(leaf, head, CrossEntropy(), labels)
+        (loss / ROWS).backward()
+    alive = peak = 0
+    for _, size, _ in recorder.log:
+        alive += size
+        peak = max(peak, alive)
+    grads = {"hidden": leaf.grad, "head": head.weight.grad}
+    return grads, peak - sum(g.nbytes for g in grads.values() if g is not None)
+
+
+def test_chunks_give_the_plain_gradients_in_an_eighth_of_its_memory(inputs: Any) -> None:
+    plain, much = _run(whole_logits, inputs)
+    ours, little = _run(chunked_logits, inputs)
+    assert difference(ours, plain) < 1e-6
+    assert much >= 2 * ROWS * PIECES * 4, "the plain loss holds the logits and their gradient: the recorder sees it"
+    assert little <= much / 8
+
+
+def test_torchs_own_kernel_agrees(inputs: Any) -> None:
+    hidden, head, labels = inputs
+    found = []
+    for function in (chunked_logits, torch_logits):
+        leaf = hidden[:, :256].clone().requires_grad_()
+        head.weight.grad = None
+        loss = function(leaf, head, CrossEntropy(), labels[:, :256], rows=100)
+        loss.backward()
+        found.append({"loss": loss.detach(), "hidden": leaf.grad, "head": head.weight.grad})
+    assert difference(found[1], found[0]) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("techniques", "words"),
+    [
+        ("{chunked_loss: {kernel: liger}}", "needs a CUDA device"),
+        ("{chunked_loss: {kernel: torch}, regularized_loss: {}}", "without what regularized_loss adds"),
+    ],
+)
+def test_a_kernel_that_cannot_serve_is_refused(techniques: str, words: str) -> None:
+    with pytest.raises(RecipeError, match=words):
+        build(tiny(techniques), vocabulary=96, device=DEVICE)
+
+
+def test_auto_says_whom_it_chose() -> None:
+    assert build(tiny("{chunked_loss: {}}"), vocabulary=96, device=DEVICE).changes["chunked_loss"][0].kernel == "ours"
