@@ -9,11 +9,17 @@ FURTHER: list[tuple[str, dict[str, Any]]] = [
     ("activation_checkpointing", {"mode": "selective", "every": 2}),
     ("chunked_loss", {"rows": 7}),
     ("efficient_attention", {"kernel": "blocks"}),
+    ("feed_forward", {"activation": "relu"}),
     ("gradient_accumulation", {"steps": 3}),
     ("mixed_precision", {"mode": "bf16_weights"}),
     ("mixed_precision", {"mode": "fp32"}),
     ("regularized_loss", {"label_smoothing": 0.1, "z": 0.0}),
+    ("rope_scaling", {"kind": "dynamic", "original_length": 16}),
+    ("rope_scaling", {"kind": "linear"}),
 ]
+
+# The family of the tiny model, for techniques that do not serve both; llama where none of them says otherwise.
+FAMILY: dict[str, str] = {"grouped_queries": "llama", "rms_norm": "gpt2", "rope_scaling": "llama", "tied_embeddings": "llama"}
 
 # What cannot run on a CPU, with words of the reason that `check` gives. Any other skip fails.
 CANNOT_RUN_HERE: dict[str, str] = {}
