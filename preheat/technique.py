@@ -270,6 +270,13 @@ class Technique(ABC):
                 raise TypeError(f"{cls.__name__} extends the technique {base.name()}: techniques are not subclassed twice")
         _REGISTRY[cls.name()] = cls
 
+    def configure(self, config: Any, recipe: Recipe) -> None:  # noqa: B027  # most techniques leave the architecture alone
+        """Changes the model's transformers configuration before it is checked and the model made, in place.
+
+        Raises:
+            ValueError: this model cannot have it; the words begin with the knob.
+        """
+
     def check(self, context: Context) -> list[str]:
         """Why this cannot serve here, in words; empty when it can."""
         return []

@@ -72,6 +72,11 @@ def configure(recipe: Recipe, vocabulary: int | None = None) -> PretrainedConfig
         if key not in known:
             raise RecipeError(f"model.config.{key}: {config.model_type} has no such setting; {nearest(key, sorted(known))}")
         setattr(config, key, value)
+    for t in sorted(recipe.techniques.values(), key=lambda t: (t.stage, t.name())):
+        try:
+            t.configure(config, recipe)
+        except ValueError as error:
+            raise RecipeError(f"techniques.{t.name()}: {error}") from None
     text = config.get_text_config()
     rows = text.vocab_size
     if vocabulary is not None and vocabulary > rows:
@@ -79,12 +84,19 @@ def configure(recipe: Recipe, vocabulary: int | None = None) -> PretrainedConfig
             f"data.tokenizer: has {vocabulary:,} pieces but the model's embedding has {rows:,} rows; use the model's own tokenizer"
             + ("" if model.path else f", or set model.vocabulary: {vocabulary}")
         )
-    positions = getattr(text, "max_position_embeddings", None)
+    positions = _positions(text)
     if positions and recipe.batch.length > positions:
         raise RecipeError(
             f"batch.length: {recipe.batch.length} is longer than the model's {positions} positions; set batch.length: {positions} or less"
         )
     return config
+
+
+def _positions(text: Any) -> int:
+    """Positions that a model reaches; 0: not stated. Dynamic rotary scaling goes `factor` times beyond what transformers states."""
+    positions = getattr(text, "max_position_embeddings", None) or 0
+    rope = getattr(text, "rope_parameters", None) or {}
+    return int(positions * rope["factor"]) if rope.get("rope_type") == "dynamic" else positions
 
 
 def _read(path: str, trust: bool) -> PretrainedConfig:
@@ -113,7 +125,7 @@ def _new(recipe: Recipe, vocabulary: int | None) -> PretrainedConfig:
     gated = model.family != "gpt2"
     if model.size is None and not (model.layers and model.width and model.heads):
         raise RecipeError("model: state a path, a size (e.g. 15M), or layers, width and heads")
-    d = sizes.dial(model.size, gated=gated) if model.size else None
+    d = sizes.dial(model.size, gated=gated, shape=model.shape) if model.size else None
     layers, width, heads = (
         (model.layers or (d and d.layers)),
         (model.width or (d and d.width)),
@@ -163,7 +175,7 @@ def facts(config: PretrainedConfig) -> ModelFacts:
         kv_heads=getattr(text, "num_key_value_heads", None) or heads,
         head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
         vocabulary=text.vocab_size,
-        positions=getattr(text, "max_position_embeddings", None) or 0,
+        positions=_positions(text),
         tied=bool(config.tie_word_embeddings),
         window=getattr(text, "sliding_window", None),
     )
@@ -229,6 +241,8 @@ def build_on_meta(config: PretrainedConfig, *, trust: bool = False) -> PreTraine
     import torch
     from transformers import AutoModelForCausalLM
 
+    from preheat.models.surgery import own_rotary
+
     text = config.get_text_config()
     for key, neutral in _UNSUPPORTED.items():
         if (value := getattr(text, key, None)) not in neutral:
@@ -242,6 +256,7 @@ def build_on_meta(config: PretrainedConfig, *, trust: bool = False) -> PreTraine
             f"model: {config.model_type} is no decoder-only model that transformers can build ({str(error).splitlines()[0][:200]})"
         ) from None
     model.config.use_cache = False
+    own_rotary(model)
     anatomy(model)  # says plainly when something cannot be found
     return model.train()
 

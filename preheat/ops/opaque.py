@@ -71,7 +71,9 @@ class OpaqueAttention:
         if torch.is_autocast_enabled(q.device.type):  # as autocast does for torch's own attention
             dtype = torch.get_autocast_dtype(q.device.type)
             q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
-        return _attention(q, k, v, mask.documents, self.number, mask.causal, mask.window or 0, mask.global_tokens, scale).transpose(1, 2)
+        return _attention(
+            q, k, v, mask.documents, self.number, mask.causal, mask.window or 0, mask.global_tokens, scale
+        ).transpose(1, 2)
 
     def gradients(
         self, q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, scale: float, grad: Tensor
@@ -107,7 +109,9 @@ def _attention(
 
 
 @_attention.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, documents: Tensor, number: int, causal: bool, window: int, shared: int, scale: float) -> Tensor:
+def _(
+    q: Tensor, k: Tensor, v: Tensor, documents: Tensor, number: int, causal: bool, window: int, shared: int, scale: float
+) -> Tensor:
     return q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3])
 
 

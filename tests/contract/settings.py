@@ -11,26 +11,32 @@ FURTHER: list[tuple[str, dict[str, Any]]] = [
     ("apollo", {"kind": "mini"}),
     ("block_sparse_attention", {"local": 5, "global_tokens": 2}),
     ("chunked_loss", {"rows": 7}),
+    ("chunked_loss", {"rows": 7, "kernel": "torch"}),
     ("difficulty_curriculum", {"by": "length", "curve": "linear"}),
     ("dynamic_batch", {"start": 1, "every": 2}),
-    ("chunked_loss", {"rows": 7, "kernel": "torch"}),
     ("efficient_attention", {"kernel": "blocks"}),
+    ("feed_forward", {"activation": "relu"}),
     ("gradient_accumulation", {"steps": 3}),
+    ("length_curriculum", {"schedule": "root", "keep": "rows"}),
+    ("length_curriculum", {"schedule": "steps"}),
     ("low_bit_adamw", {"bits": 4, "block_size": 64, "least": 0}),
     ("low_bit_adamw", {"least": 0}),
     ("mixed_precision", {"keep_fp32": ("norm", "^lm_head$")}),
     ("mixed_precision", {"mode": "bf16_master"}),
-    ("length_curriculum", {"schedule": "root", "keep": "rows"}),
-    ("length_curriculum", {"schedule": "steps"}),
     ("mixed_precision", {"mode": "bf16_weights"}),
     ("mixed_precision", {"mode": "bf16_weights", "keep_fp32": ("norm", "q_proj", "embed_tokens")}),
     ("mixed_precision", {"mode": "fp16"}),
     ("mixed_precision", {"mode": "fp16_master"}),
     ("mixed_precision", {"mode": "fp32"}),
     ("regularized_loss", {"label_smoothing": 0.1, "z": 0.0}),
+    ("rope_scaling", {"kind": "dynamic", "original_length": 16}),
+    ("rope_scaling", {"kind": "linear"}),
     ("shifted_groups", {"group": 10}),
     ("sliding_window", {"window": 5, "every": 2}),
 ]
+
+# The family of the tiny model, for techniques that do not serve both; llama where none of them says otherwise.
+FAMILY: dict[str, str] = {"grouped_queries": "llama", "rms_norm": "gpt2", "rope_scaling": "llama", "tied_embeddings": "llama"}
 
 # What cannot run on a CPU, with words of the reason that `check` gives. Any other skip fails.
 CANNOT_RUN_HERE: dict[str, str] = {

@@ -10,6 +10,7 @@ import torch
 
 from preheat.errors import RunError
 from preheat.models.adapter import plain_logits
+from preheat.models.surgery import beyond_transformers
 from preheat.technique import Tag
 from preheat.techniques.lora import merge_lora
 from preheat.training.opened import open_model
@@ -27,7 +28,8 @@ def write(run: str | Path, out: str | Path) -> dict[str, Any]:
         those of the folder read back, over 64 tokens with full attention; what the folder cannot say, or "".
 
     Raises:
-        RunError: no run or checkpoint there; `out` stands already or cannot be written.
+        RunError: no run or checkpoint there; `out` stands already or cannot be written; the model's architecture is one that
+            transformers has not.
     """
     from transformers import AutoModelForCausalLM
 
@@ -36,6 +38,10 @@ def write(run: str | Path, out: str | Path) -> dict[str, Any]:
         raise RunError(f"{out}: stands there already; name another folder with --out")
     opened = open_model(run)
     model = opened.build.trained[0]
+    if beyond := beyond_transformers(model):
+        raise RunError(
+            f"{run}: has {' and '.join(beyond)}, which no class of transformers can load; evaluate and generate from the run itself"
+        )
     rows = min(64, opened.build.model.positions or 64)
     tokens = torch.arange(rows).remainder(opened.build.model.vocabulary)[None] * 7 % opened.build.model.vocabulary
     before = plain_logits(model, tokens)
