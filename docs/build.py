@@ -4,6 +4,7 @@ import ast
 import dataclasses
 import inspect
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -215,9 +216,8 @@ def main() -> None:
     section[:] = [section[0], *({name: f"techniques/{name}.md"} for name in registry())]
     site |= {"docs_dir": str(BUILD), "site_dir": str(ROOT / "site")}
     (BUILD.parent / "mkdocs.yml").write_text(yaml.safe_dump(site, sort_keys=False), encoding="utf-8")
-    subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--quiet", "--config-file", BUILD.parent / "mkdocs.yml"], check=True
-    )
+    command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--config-file", BUILD.parent / "mkdocs.yml"]
+    subprocess.run(command, check=True, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"})
 
 
 if __name__ == "__main__":
