@@ -121,9 +121,12 @@ def technique_page(name: str, cls: type[Technique]) -> str:
 
 def cheat_sheet() -> str:
     lines = [
+        "---",
+        "hide: [toc]",
+        "---",
         "# Techniques",
         "",
-        "Numerics: `exact` gives the plain model's numbers but for the order of sums, `rounding` up to the number format, `different` another model, loss or update.",
+        "Numerics, of loss and gradients: `exact` gives the plain model's numbers but for the order of sums, `rounding` up to the number format, `different` another model or loss.",
         "",
         "| technique | what | helps | hurts | numerics | measured alone |",
         "|---|---|---|---|---|---|",
@@ -132,7 +135,7 @@ def cheat_sheet() -> str:
         about = parts(cls)
         gave = "; ".join(gave for gave, _ in measured(name)) or "not yet"
         lines.append(
-            f"| [{name}]({name}.md) | {about['What']} | {about['Helps']} | {about['Hurts']} | {cls.numerics} | {gave} |"
+            f"| [{name}]({name}.md) | {about['title'].partition(': ')[2]} | {about['Helps']} | {about['Hurts']} | {cls.numerics} | {gave} |"
         )
     machines = sorted({f"{b['machine']['name']}, {b['machine']['threads']} threads" for b in ablations()})
     return "\n".join(
