@@ -8,7 +8,7 @@ from typing import Any
 FURTHER: list[tuple[str, dict[str, Any]]] = [
     ("activation_checkpointing", {"mode": "budget", "budget": 0.6}),
     ("activation_checkpointing", {"mode": "selective", "every": 2}),
-    ("apollo", {"kind": "mini"}),
+    ("apollo", {"rank": 0.0}),
     ("chunked_loss", {"rows": 7}),
     ("efficient_attention", {"kernel": "blocks"}),
     ("gradient_accumulation", {"steps": 3}),

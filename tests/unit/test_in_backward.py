@@ -38,7 +38,9 @@ def test_weights_are_those_of_a_step_after_the_pass(optimizer: str, more: tuple[
 
 
 def test_gradients_never_stand_together() -> None:
-    recipe = recipes.override(tiny("{chunked_loss: {rows: 8}}"), "optimizer.clip=0", "model.layers=8", "batch.size=1", "batch.length=4")
+    recipe = recipes.override(
+        tiny("{chunked_loss: {rows: 8}}"), "optimizer.clip=0", "model.layers=8", "batch.size=1", "batch.length=4"
+    )
     after = observe(recipe, vocabulary=96, device=DEVICE)
     within = observe(recipes.override(recipe, IN_BACKWARD), vocabulary=96, device=DEVICE)
     spared = max(after.peak["backward"], after.peak["update"]) - max(within.peak["backward"], within.peak["update"])
