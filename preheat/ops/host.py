@@ -34,7 +34,7 @@ def to_host(t: Tensor) -> Tensor:
 
 @to_host.register_fake
 def _(t: Tensor) -> Tensor:
-    return torch.empty_like(t)
+    return torch.empty_like(t, device="cpu")
 
 
 @torch.library.custom_op("preheat::host_zeros", mutates_args=())

@@ -45,7 +45,7 @@ def _nearest(bits: Bits, *, signed: bool) -> tuple[int, ...]:
 
     book = numpy.array(code_book(bits, signed=signed))
     numbers: numpy.ndarray = numpy.arange(1 << 16, dtype=numpy.uint16).view(numpy.float16).astype(numpy.float64)
-    codes: numpy.ndarray = numpy.searchsorted((book[1:] + book[:-1]) / 2, numpy.nan_to_num(numbers))
+    codes: Any = numpy.searchsorted((book[1:] + book[:-1]) / 2, numpy.nan_to_num(numbers))
     return tuple(codes.tolist())
 
 

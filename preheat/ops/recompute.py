@@ -107,15 +107,14 @@ def watch(forward: Callable[..., Any], args: Any, kwargs: Any) -> Seen:
     Nothing is allocated or computed; autocast stays as it is, but its cache of cast weights, which would keep fake ones.
     """
     from torch._guards import detect_fake_mode
-    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+    from torch._subclasses.fake_tensor import FakeTensorMode
 
     mode = detect_fake_mode(list(tree_leaves((args, kwargs)))) or FakeTensorMode(allow_non_fake_inputs=True)
 
     def fake(t: Any) -> Any:
         if not isinstance(t, Tensor):
             return t
-        made = t.detach() if isinstance(t, FakeTensor) else mode.from_tensor(t.detach())
-        return made.requires_grad_(t.requires_grad) if made.is_floating_point() else made
+        return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device).requires_grad_(t.requires_grad)
 
     saved: dict[int, int] = {}
     watched = _Watch()

@@ -108,7 +108,7 @@ class ActivationCheckpointing(Technique):
 
     mode: Literal["full", "selective", "budget"] = "full"
     """full: keep a layer's input only; selective: also the results of matrix products and attention; budget: what `budget` allows."""
-    budget: Share = 0.5
+    budget: Share | None = None
     """With mode budget: the share of a layer's activations, beyond its input, that may be kept; 0 is full, 1 would keep all."""
     every: Annotated[int, Bound(1)] = 1
     """Every n-th layer; the others keep everything."""
@@ -116,7 +116,11 @@ class ActivationCheckpointing(Technique):
     def check(self, context: Context) -> list[str]:
         if self.every > context.model.layers:
             return [f"every: {self.every} of {context.model.layers} layers wraps none; use at most {context.model.layers}"]
-        if self.mode == "budget" and self.budget == 1:
+        if (self.mode == "budget") != (self.budget is not None):
+            return [
+                f"budget: {self.budget} with mode: {self.mode}; a budget is what mode: budget needs, and no other mode takes"
+            ]
+        if self.budget == 1:
             return ["budget: 1 keeps everything; leave activation_checkpointing out, or set budget below 1"]
         return []
 
@@ -129,7 +133,7 @@ class ActivationCheckpointing(Technique):
         kept = {
             "full": "inputs kept",
             "selective": "inputs and matrix products kept",
-            "budget": f"inputs and {self.budget:.0%} of the rest kept",
+            "budget": f"inputs and at most {self.budget or 0:.0%} of the rest kept",
         }[self.mode]
         return Change(f"{count} of {len(layers)} layers computed again in backward, {kept}", count)
 

@@ -4,7 +4,7 @@ What: the gradient is projected to a few rows by a random matrix; AdamW's moment
 would be, and the gradient itself is scaled to that. Embeddings, head, norms and biases go on with AdamW. The first moment
 acts through the scale only: the direction is that of the step's own gradient.
 Helps: optimizer state of a matrix falls to 8 bytes times `rank` a parameter of it (2 at a quarter), and to almost nothing with
-`mini`, without GaLore's singular value decompositions. Hurts: noisier than AdamW on small batches; updates are smaller by about the
+a `rank` of 0 (APOLLO-Mini: one row), without GaLore's singular value decompositions. Hurts: noisier than AdamW on small batches; updates are smaller by about the
 square root of `rank`, so the learning rate wants to be larger; a random matrix is drawn and multiplied in each step.
 Source: Zhu et al. 2024, "APOLLO: SGD-like Memory, AdamW-level Performance" (arXiv:2412.05270).
 """
@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from preheat.recipe import Bound, Positive
+from preheat.recipe import Bound, Positive, Share
 from preheat.technique import Build, Change, Context, Slot, Stage, Technique
 
 if TYPE_CHECKING:
@@ -51,23 +51,20 @@ class Apollo(Technique):
     numerics: ClassVar[Any] = "exact"  # of the gradients; the weights go another way
     owns: ClassVar[frozenset[Slot]] = frozenset({Slot.OPTIMIZER})
 
-    kind: Literal["apollo", "mini"] = "apollo"
-    """apollo: a scale for each channel; mini: one row of projection and one scale for a whole matrix."""
-    rank: Annotated[float, Bound(0, 1, open_low=True)] = 0.25
-    """Rows of the projection, as a share of a matrix's smaller side (kind: apollo)."""
+    rank: Share = 0.25
+    """Rows of the projection, as a share of a matrix's smaller side; 0: APOLLO-Mini, one row and one scale for a whole matrix."""
     every: Annotated[int, Bound(1)] = 200
     """Steps after which another projection is drawn."""
     scale: Literal["auto"] | Positive = "auto"
-    """What updates are multiplied by; auto: the authors' 1, and for mini the square root of 128."""
+    """What updates are multiplied by; auto: the authors' 1, and the square root of 128 for a rank of 0."""
 
     def apply(self, build: Build, part: Any) -> Change:
         from preheat.models.adapter import ends
 
-        mini = self.kind == "mini"
         chosen: dict[str, Any] = {
-            "rank": 0.0 if mini else self.rank,
+            "rank": self.rank,
             "every": self.every,
-            "scale": (128**0.5 if mini else 1.0) if self.scale == "auto" else self.scale,
+            "scale": (1.0 if self.rank else 128**0.5) if self.scale == "auto" else self.scale,
             "seed": build.recipe.seed,
             "number": lambda: build.step,
         }
@@ -79,8 +76,8 @@ class Apollo(Technique):
         build.own(Slot.OPTIMIZER, make, self.name())
         others = {id(weight) for weight in ends(part)}
         count = sum(p.requires_grad and p.ndim == 2 and id(p) not in others for p in part.parameters())
-        rows = "one row" if mini else f"{self.rank:g} of the rows"
+        rows = f"{self.rank:g} of the rows" if self.rank else "one row"
         return Change(f"{count} matrices by APOLLO with moments of {rows}, the rest by AdamW", count)
 
     def options(self, context: Context) -> Iterable[Technique]:
-        return [Apollo(), Apollo(kind="mini")]
+        return [Apollo(), Apollo(rank=0.0)]

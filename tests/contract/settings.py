@@ -8,8 +8,8 @@ from typing import Any
 FURTHER: list[tuple[str, dict[str, Any]]] = [
     ("activation_checkpointing", {"mode": "budget", "budget": 0.6}),
     ("activation_checkpointing", {"mode": "selective", "every": 2}),
-    ("apollo", {"kind": "mini"}),
     ("block_sparse_attention", {"local": 5, "global_tokens": 2}),
+    ("apollo", {"rank": 0.0}),
     ("chunked_loss", {"rows": 7}),
     ("chunked_loss", {"rows": 7, "kernel": "torch"}),
     ("difficulty_curriculum", {"by": "length", "curve": "linear"}),

@@ -8,11 +8,17 @@ import pytest
 import torch
 from torch import Tensor
 
+from preheat.engine.build import build
+from preheat.engine.step import gradients, update
 from preheat.ops.host import Copy, Link
 from preheat.ops.host_optimizer import HostAdamW
 from preheat.ops.offload import ActivationOffload
+from preheat.ops.optimizers import decay_groups
 from preheat.planning.observe import Recorder, _replay
+from preheat.technique import Build, Slot, registry
 from preheat.techniques.activation_checkpointing import checkpoint_layers
+
+from ..conftest import DEVICE, difference, tiny, uneven
 
 
 class _Late:
@@ -192,3 +198,36 @@ def test_bf16_weights_are_those_of_the_host_rounded() -> None:
     assert all(torch.equal(a, m.bfloat16()) for a, m in zip(low, masters, strict=True))
     moved = [float((m - b).abs().mean()) for m, b in zip(masters, begin, strict=True)]
     assert all(1e-4 < m < 4e-4 for m in moved), "three updates of about lr, most of them below bf16's step"
+
+
+def _step(b: Build) -> tuple[float, dict[str, Tensor]]:
+    loss = gradients(b, [uneven()], 0.01)
+    return float(loss.total / loss.weight), {n: p.grad.clone() for n, p in b.parameters() if p.grad is not None}
+
+
+def test_applied_to_a_build_activations_wait_on_the_host() -> None:
+    """What `check` refuses on a CPU, since it gains nothing there, computes the same all the same."""
+    plain, offloaded = (build(tiny("{activation_checkpointing: {}}"), vocabulary=96, device=DEVICE) for _ in range(2))
+    change = registry()["activation_offload"](least_kib=0, stay=2).apply(offloaded, offloaded.trained[0])  # type: ignore[call-arg]
+    assert change.count == 1
+    (loss, grads), (wanted, plain_grads) = _step(offloaded), _step(plain)
+    assert loss == wanted
+    assert difference(grads, plain_grads) == 0
+
+
+@pytest.mark.parametrize("weights", ["fp32", "bf16"])
+def test_applied_to_a_build_the_optimizer_is_on_the_host(weights: str) -> None:
+    plain, offloaded = (build(tiny(), vocabulary=96, device=DEVICE) for _ in range(2))
+    registry()["optimizer_offload"](weights=weights).apply(offloaded, offloaded.trained[0])  # type: ignore[call-arg]
+    groups = decay_groups(offloaded.parameters(), 0.1)
+    offloaded.optimizer = offloaded.slot(Slot.OPTIMIZER)(groups, lr=0.01, betas=(0.9, 0.95), eps=1e-8)
+    losses = []
+    for _ in range(8):
+        for b in (plain, offloaded):
+            losses.append(_step(b)[0])
+            assert update(b, 0.01).tolist()[1] == 1
+    assert {p.dtype for _, p in offloaded.parameters()} == {torch.float32 if weights == "fp32" else torch.bfloat16}
+    ours, wanted = ({n: p.detach() for n, p in b.parameters()} for b in (offloaded, plain))
+    if weights == "fp32":
+        assert difference(ours, wanted) == 0
+    assert losses[-1] < losses[1] - 0.15

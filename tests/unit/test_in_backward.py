@@ -7,10 +7,12 @@ import torch
 
 from preheat import recipe as recipes
 from preheat.engine.build import build
+from preheat.engine.checkpoint import Progress
 from preheat.engine.step import gradients, update
-from preheat.errors import RecipeError
+from preheat.errors import RecipeError, RunError
 from preheat.planning.observe import observe
 from preheat.technique import Build
+from preheat.training.loop import _Loop
 
 from ..conftest import DEVICE, split, tiny, uneven
 
@@ -80,3 +82,11 @@ def test_what_it_excludes_is_refused(techniques: str, more: list[str], words: st
 def test_several_micro_batches_are_refused() -> None:
     with pytest.raises(RecipeError, match="one micro-batch"):
         gradients(made("{}", IN_BACKWARD), split(uneven(), [2, 2]), 0.01)
+
+
+@pytest.mark.parametrize(("techniques", "words"), [("{}", "step 3 are untouched"), (IN_BACKWARD, "from the last checkpoint")])
+def test_a_run_that_stops_says_what_is_left_of_its_weights(techniques: str, words: str) -> None:
+    loop = object.__new__(_Loop)
+    loop.build, loop.progress = made("{}", *([techniques] if techniques != "{}" else [])), Progress(step=3)
+    with pytest.raises(RunError, match=words):
+        loop._refuse(1.0, float("nan"), [uneven()], 0.1)

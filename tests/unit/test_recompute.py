@@ -50,11 +50,11 @@ def test_what_a_layer_computes_and_saves_is_seen_without_computing_it() -> None:
 
 @pytest.mark.parametrize("techniques", ["efficient_attention: {}", "mixed_precision: {}, efficient_attention: {}"])
 def test_memory_rises_and_work_falls_with_the_budget(techniques: str) -> None:
-    recipe = tiny(f"{{{techniques}}}", rows=8, length=64, more="")
-    recipe = override(recipe, "model.layers=6")
+    recipe = tiny(f"{{{techniques}}}", rows=8, length=64)
+    recipe = override(recipe, "model.layers=3")
     none = observe(recipe, vocabulary=96, device=DEVICE)
     full = observe(override(recipe, "techniques.activation_checkpointing.mode=full"), vocabulary=96, device=DEVICE)
-    budgets = (0.0, 0.2, 0.4, 0.6, 0.8, 0.95)
+    budgets = (0.0, 0.4, 0.8)
     by = [
         observe(
             override(
