@@ -10,8 +10,14 @@ FURTHER: list[tuple[str, dict[str, Any]]] = [
     ("chunked_loss", {"rows": 7}),
     ("efficient_attention", {"kernel": "blocks"}),
     ("gradient_accumulation", {"steps": 3}),
+    ("lora", {"variant": "dora", "rank": 4}),
+    ("lora", {"variant": "pissa", "rank": 4}),
+    ("lora", {"variant": "rslora", "dropout": 0.1}),
     ("mixed_precision", {"mode": "bf16_weights"}),
     ("mixed_precision", {"mode": "fp32"}),
+    ("nf4", {"double_quantization": False, "keep": ["down_proj"]}),
+    ("peft_adapter", {"method": "oft", "settings": {"oft_block_size": 8}}),
+    ("peft_adapter", {"method": "vera", "settings": {"r": 16}}),
     ("regularized_loss", {"label_smoothing": 0.1, "z": 0.0}),
 ]
 
@@ -20,3 +26,6 @@ CANNOT_RUN_HERE: dict[str, str] = {}
 
 # Of techniques that exclude each other, those that are tried together with everything else.
 FIRST = {"activation_checkpointing", "chunked_loss", "efficient_attention", "gradient_accumulation", "lora", "mixed_precision"}
+
+# What brings a tag that some technique needs: a technique that is tried alone is tried with this.
+BRINGS = {"frozen-base": "lora"}

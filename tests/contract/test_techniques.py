@@ -27,7 +27,7 @@ from preheat.recipe import field_docs
 from preheat.technique import Build, Technique, conflicts_of, registry
 
 from ..conftest import DEVICE, difference, split, tiny, uneven
-from .settings import CANNOT_RUN_HERE, FIRST, FURTHER
+from .settings import BRINGS, CANNOT_RUN_HERE, FIRST, FURTHER
 
 # Relative norm of each gradient against the plain model, by what a technique says of its numerics.
 BOUND = {"exact": 5e-6, "rounding": 0.05}
@@ -37,8 +37,15 @@ RUNS_HERE = [name for name in NAMES if name not in CANNOT_RUN_HERE]
 SETTINGS = [*((name, {}) for name in RUNS_HERE), *FURTHER]
 
 
+def complete(techniques: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """With what brings the tags that these techniques need."""
+    chosen = [registry()[name](**settings) for name, settings in techniques.items()]
+    missing = {tag for t in chosen for tag in t.needs} - {tag for t in chosen for tag in t.provided()} - {DEVICE.kind}
+    return techniques | {BRINGS[tag]: {} for tag in sorted(missing)}
+
+
 def made(techniques: dict[str, dict[str, Any]], **more: Any) -> Build:
-    return build(recipes.override(tiny(**more), f"techniques={techniques}"), vocabulary=96, device=DEVICE)
+    return build(recipes.override(tiny(**more), f"techniques={complete(techniques)}"), vocabulary=96, device=DEVICE)
 
 
 def step(b: Build, batch: Any) -> tuple[float, dict[str, torch.Tensor]]:
@@ -83,7 +90,7 @@ def test_the_loss_falls(name: str, settings: dict[str, Any]) -> None:
 @pytest.mark.parametrize(("name", "settings"), SETTINGS, ids=str)
 def test_what_the_dry_run_sees_is_what_a_real_step_does(name: str, settings: dict[str, Any]) -> None:
     """FLOPs equal kernel for kernel, peak memory equal to the byte: the recorder is laid over a real step as well."""
-    r = recipes.override(tiny(), f"techniques={ {name: settings} }")
+    r = recipes.override(tiny(), f"techniques={complete({name: settings})}")
     seen = observing.observe(r, vocabulary=96, device=DEVICE)
     recorder = observing.Recorder(rounding=64)
     with torch.random.fork_rng():
@@ -189,7 +196,7 @@ def test_pairs_compose(a: str, b: str, plain: Any) -> None:
         bound = BOUND["rounding"] if "rounding" in kinds else BOUND["exact"]
         assert difference(grads, plain[1]) < bound
     assert loss == pytest.approx(plain[0], rel=0.05)
-    assert set(both.changes) == {a, b}
+    assert set(both.changes) == set(complete({a: {}, b: {}}))
 
 
 def test_in_bf16_checkpointing_gives_the_very_gradients_of_the_blocks_kernel() -> None:
@@ -233,6 +240,8 @@ def test_all_together() -> None:
         ("{activation_checkpointing: {every: 9}}", "use at most 3"),
         ("{efficient_attention: {kernel: efficient}}", "needs a CUDA device"),
         ("{lora: {targets: [no_such]}}", "matches no linear map"),
+        ("{nf4: {}}", "needs frozen-base"),
+        ("{peft_adapter: {method: lohaa}}", "did you mean 'loha'"),
     ],
 )
 def test_check_says_no(techniques: str, words: str) -> None:
