@@ -51,8 +51,8 @@ def _inject(model: nn.Module, config: Any) -> None:
     with warnings.catch_warnings():
         # Where a model has both kinds of linear map, peft turns this setting to and fro, map by map, and says so each time.
         warnings.filterwarnings("ignore", message="fan_in_fan_out is set")
-        # BOFT goes on without its kernel.
-        warnings.filterwarnings("ignore", message="Failed to load the CUDA extension|Setting boft_n_butterfly_factor")
+        # `inject` refuses tied weights, of which peft only warns.
+        warnings.filterwarnings("ignore", message="Model has `tie_word_embeddings=True`")
         PEFT_TYPE_TO_TUNER_MAPPING[config.peft_type](model, copy.deepcopy(config), "default")
     for module in model.modules():
         if isinstance(module, LycorisLayer) and module.module_dropout == {"default": 0.0}:

@@ -17,7 +17,18 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
-__all__ = ["LEVELS", "PackedConv1D", "PackedLinear", "PackedMap", "Tables", "dequantize", "pack_", "quantize", "tables", "unpack_"]
+__all__ = [
+    "LEVELS",
+    "PackedConv1D",
+    "PackedLinear",
+    "PackedMap",
+    "Tables",
+    "dequantize",
+    "pack_",
+    "quantize",
+    "tables",
+    "unpack_",
+]
 
 LEVELS = (
     *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
@@ -176,7 +187,7 @@ class PackedMap(nn.Module):
             self.nf4_draft = None
         with torch.no_grad():
             for old, value in zip((*self._packed(), *self._tables()), (*new, *tables(self.nf4_codes.device)), strict=True):
-                if old is not None:
+                if old is not None and value is not None:
                     old.copy_(value)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -186,7 +197,7 @@ class PackedMap(nn.Module):
         return out if self.bias is None else out + self.bias.to(out.dtype)  # type: ignore[no-any-return]
 
 
-class PackedLinear(PackedMap, nn.Linear):  # type: ignore[misc]
+class PackedLinear(PackedMap, nn.Linear):  # type: ignore[misc,override]
     """A Linear in NF4. Still a Linear, so that adapters find it."""
 
 
@@ -203,9 +214,7 @@ def pack_(maps: list[nn.Module], *, double: bool = True) -> int:
     Args:
         maps: modules of the very types nn.Linear and Conv1D.
     """
-    where = maps[0].weight.device if maps else None
-    look = tables("cpu")
-    look = Tables(*(t.to(where) for t in look))  # one for all of them
+    look = tables(next((m._parameters["weight"].device for m in maps), None))  # type: ignore[union-attr]  # one for all of them
     count = 0
     for module in maps:
         weight: Tensor = module._parameters.pop("weight")  # type: ignore[assignment]
@@ -236,5 +245,5 @@ def unpack_(module: PackedMap) -> None:
         del module._buffers[name]
         module._non_persistent_buffers_set.discard(name)
     del module.nf4_shape, module.nf4_draft
-    module.__class__ = next(plain for plain, packed in _CLASSES.items() if packed is type(module))
+    module.__class__ = nn.Linear if type(module) is PackedLinear else Conv1D  # type: ignore[assignment]
     module.register_parameter("weight", nn.Parameter(weight, requires_grad=False))

@@ -73,9 +73,7 @@ def _start(variant: str, pissa_iterations: int) -> bool | str:
     return True if variant != "pissa" else f"pissa_niter_{pissa_iterations}" if pissa_iterations else "pissa"
 
 
-def _config(
-    model: nn.Module, rank: int, alpha: float, dropout: float, targets: Any, variant: str, start: bool | str
-) -> Any:
+def _config(model: nn.Module, rank: int, alpha: float, dropout: float, targets: Any, variant: str, start: bool | str) -> Any:
     from peft import LoraConfig
     from transformers.pytorch_utils import Conv1D
 

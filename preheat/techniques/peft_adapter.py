@@ -121,7 +121,7 @@ class PeftAdapter(Technique):
     provides: ClassVar[frozenset[Tag]] = frozenset({Tag("adapter"), Tag("frozen-base")})
     conflicts: ClassVar[frozenset[Tag]] = frozenset({Tag("adapter")})
 
-    method: str = "loha"
+    method: str = "oft"
     """peft's name of the method: delora, gralora, hira, hra, ia3, loha, lokr, miss, oft, randlora, road or vera."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """The method's own settings in peft, e.g. {r: 8, alpha: 16} for loha."""
@@ -142,10 +142,13 @@ class PeftAdapter(Technique):
         try:
             names = add_peft_adapter(part, self.method, targets=self.targets, **self.settings)
         except ValueError as error:
-            raise RecipeError(f"techniques.peft_adapter: {self.method} on {self.targets!r}: {str(error).splitlines()[0][:200]}") from None
+            raise RecipeError(
+                f"techniques.peft_adapter: {self.method} on {self.targets!r}: {str(error).splitlines()[0][:200]}"
+            ) from None
         config = configure(self.method, self.settings, self.targets)
         build.weights.fresh(parameters_of(part, names), [""], lambda model: draw(model, config, names))
         trained, whole = shares(part)
         return Change(
-            f"{self.method} on {len(names)} linear maps: {trained:,} of {whole:,} parameters trained ({trained / whole:.1%})", len(names)
+            f"{self.method} on {len(names)} linear maps: {trained:,} of {whole:,} parameters trained ({trained / whole:.1%})",
+            len(names),
         )

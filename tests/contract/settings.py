@@ -12,12 +12,11 @@ FURTHER: list[tuple[str, dict[str, Any]]] = [
     ("gradient_accumulation", {"steps": 3}),
     ("lora", {"variant": "dora", "rank": 4}),
     ("lora", {"variant": "pissa", "rank": 4}),
-    ("lora", {"variant": "rslora", "dropout": 0.1}),
+    ("lora", {"variant": "rslora"}),
     ("mixed_precision", {"mode": "bf16_weights"}),
     ("mixed_precision", {"mode": "fp32"}),
-    ("nf4", {"double_quantization": False, "keep": ["down_proj"]}),
-    ("peft_adapter", {"method": "oft", "settings": {"oft_block_size": 8}}),
-    ("peft_adapter", {"method": "vera", "settings": {"r": 16}}),
+    ("nf4", {"double_quantization": False, "keep": ".*down_proj"}),
+    ("peft_adapter", {"method": "loha", "settings": {"alpha": 64}}),
     ("regularized_loss", {"label_smoothing": 0.1, "z": 0.0}),
 ]
 

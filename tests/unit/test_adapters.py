@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from pathlib import Path
 from statistics import NormalDist
 from typing import Any
@@ -29,7 +30,7 @@ VARIANTS = ["lora", "rslora", "dora", "pissa"]
 
 
 def relative(a: torch.Tensor, b: torch.Tensor) -> float:
-    return float((a - b).norm() / b.norm())
+    return float(((a - b).norm() / b.norm()).detach())
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +49,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def made(folder: Path, techniques: str, *more: str) -> Build:
     r = recipes.parse(
-        f"model: {{path: {folder}}}\nbatch: {{size: 4, length: 32}}\nstop: {{steps: 9}}\ntechniques: {techniques}", overrides=list(more)
+        f"model: {{path: {folder}}}\nbatch: {{size: 4, length: 32}}\nstop: {{steps: 9}}\ntechniques: {techniques}",
+        overrides=list(more),
     )
     return build(r, vocabulary=96, device=DEVICE)
 
@@ -85,11 +87,17 @@ def test_a_variant_starts_as_the_base_learns_and_is_merged_exactly(folders: dict
 def test_rslora_scales_by_the_root_of_the_rank(folders: dict[str, Path]) -> None:
     for variant, scale in (("lora", 6 / 9), ("rslora", 6 / 3)):
         b = made(folders["llama"], f"{{lora: {{variant: {variant}, rank: 9, alpha: 6}}}}")
-        assert {m.scaling["default"] for m in b.trained[0].modules() if hasattr(m, "scaling") and isinstance(m.scaling, dict)} == {scale}  # type: ignore[union-attr]
+        assert {
+            m.scaling["default"] for m in b.trained[0].modules() if hasattr(m, "scaling") and isinstance(m.scaling, dict)
+        } == {scale}  # type: ignore[union-attr]
 
 
 def test_dora_starts_from_the_lengths_of_the_bases_rows(folders: dict[str, Path]) -> None:
-    layer: Any = made(folders["llama"], "{lora: {variant: dora}, mixed_precision: {mode: bf16_weights}}").trained[0].get_submodule("model.layers.1.mlp.up_proj")
+    layer: Any = (
+        made(folders["llama"], "{lora: {variant: dora}, mixed_precision: {mode: bf16_weights}}")
+        .trained[0]
+        .get_submodule("model.layers.1.mlp.up_proj")
+    )
     magnitude = layer.lora_magnitude_vector["default"].weight
     assert magnitude.dtype == torch.float32
     assert magnitude.requires_grad
@@ -100,18 +108,28 @@ def test_dora_starts_from_the_lengths_of_the_bases_rows(folders: dict[str, Path]
 def test_pissa_takes_the_largest_singular_directions(folders: dict[str, Path], iterations: int) -> None:
     name = "model.layers.0.self_attn.q_proj"
     whole: Any = made(folders["llama"], "{}").trained[0].get_submodule(name).weight
-    layer: Any = made(folders["llama"], f"{{lora: {{variant: pissa, rank: 5, pissa_iterations: {iterations}}}}}").trained[0].get_submodule(name)
+    layer: Any = (
+        made(folders["llama"], f"{{lora: {{variant: pissa, rank: 5, pissa_iterations: {iterations}}}}}")
+        .trained[0]
+        .get_submodule(name)
+    )
     values = torch.linalg.svdvals(whole)
-    assert relative(torch.linalg.svdvals(layer.get_delta_weight("default"))[:5], values[:5]) < 1e-4
+    assert relative(torch.linalg.svdvals(layer.get_delta_weight("default"))[:5], values[:5]) < (0.1 if iterations else 1e-4)
     assert relative(layer.base_layer.weight + layer.get_delta_weight("default"), whole) < 1e-6
 
 
+def peft(method: str) -> str:
+    """Settings that a model this small can bear."""
+    return f"{{peft_adapter: {{method: {method}, settings: {SMALL.get(method, '{}')}}}}}"
+
+
+SMALL = {"miss": "{r: 8}", "randlora": "{r: 4}", "road": "{group_size: 16}", "vera": "{r: 16}"}
 ADAPTED = [
     *(f"{{lora: {{variant: {variant}, rank: 4}}}}" for variant in VARIANTS),
     "{lora: {variant: pissa, rank: 4, pissa_iterations: 2}, mixed_precision: {mode: bf16_weights}}",
     "{lora: {rank: 4}, nf4: {}}",
     "{lora: {rank: 4, variant: dora}, nf4: {double_quantization: false}, mixed_precision: {mode: bf16_weights}}",
-    *(f"{{peft_adapter: {{method: {method}}}}}" for method in METHODS),
+    *(peft(method) for method in METHODS),
 ]
 
 
@@ -122,9 +140,10 @@ def test_on_a_base_from_a_folder_it_goes_on_exactly_without_the_base_in_the_chec
     a = made(folders["llama"], techniques)
     train(a, 2)
     found = checkpoint.save(a, checkpoint.Progress(step=2), tmp_path, keep=1)
-    frozen = sum(p.nbytes for p in a.trained[0].parameters() if not p.requires_grad)
-    trained = sum(p.nbytes for _, p in a.parameters())
-    assert sum(p.stat().st_size for p in found.glob("*.safetensors")) < 3 * trained + frozen
+    saved = json.loads((found / "model.safetensors.index.json").read_text())["weight_map"]
+    assert {name.removeprefix("model.0.") for name in saved if name.startswith("model.")} == {
+        name for name, _ in a.parameters()
+    }
     b = made(folders["llama"], techniques)
     checkpoint.load(b, found)
     assert torch.equal(logits(b), logits(a))
@@ -138,7 +157,7 @@ def test_on_a_base_from_a_folder_it_goes_on_exactly_without_the_base_in_the_chec
 @pytest.mark.parametrize("method", METHODS)
 def test_each_method_of_peft_starts_as_the_base_learns_and_is_merged_exactly(folders: dict[str, Path], method: str) -> None:
     base = logits(made(folders["llama"], "{}"))
-    b = made(folders["llama"], f"{{peft_adapter: {{method: {method}}}}}")
+    b = made(folders["llama"], peft(method))
     assert relative(logits(b), base) < 2e-6
     losses = train(b, 8, lr=0.03)
     assert losses[-1] < losses[0] - 0.05, losses
@@ -194,10 +213,10 @@ def _slowly(value: torch.Tensor) -> torch.Tensor:
     blocks = [flat[n : n + 64] for n in range(0, len(flat), 64)]
     scales = [max(abs(v) for v in block) for block in blocks]
     mean = sum(scales) / len(scales)
-    eight = [float(v) for v in nf4.dynamic_levels()]
+    eight = nf4.dynamic_levels().tolist()
     out: list[float] = []
     for start in range(0, len(blocks), 256):
-        largest = max(abs(s - mean) for s in scales[start : start + 256])
+        largest = max(abs(s - mean) for s in scales[start : start + 256]) or 1.0
         for block, scale in zip(blocks[start : start + 256], scales[start : start + 256], strict=True):
             kept = min(eight, key=lambda level: abs(level - (scale - mean) / largest)) * largest + mean
             out += [min(nf4.LEVELS, key=lambda level: abs(level - v / scale)) * kept for v in block]
@@ -294,7 +313,8 @@ def test_new_weights_in_nf4_are_those_of_the_plain_model_rounded() -> None:
 def test_the_dry_run_sees_half_a_byte_a_weight() -> None:
     text = "model: {layers: 2, width: 512, heads: 4, feed_forward: 1024, vocabulary: 64}\nbatch: {size: 1, length: 8}\nstop: {steps: 1}\n"
     plain, packed = (
-        observe(recipes.parse(text + f"techniques: {t}"), vocabulary=64, device=DEVICE) for t in ("{lora: {rank: 1}}", "{lora: {rank: 1}, nf4: {}}")
+        observe(recipes.parse(text + f"techniques: {t}"), vocabulary=64, device=DEVICE)
+        for t in ("{lora: {rank: 1}}", "{lora: {rank: 1}, nf4: {}}")
     )
     weights = 2 * (4 * 512 * 512 + 3 * 512 * 1024)
     saved = plain.categories["forward"]["parameters"] - packed.categories["forward"]["parameters"]
