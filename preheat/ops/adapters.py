@@ -23,11 +23,14 @@ def inject(model: nn.Module, config: Any) -> list[str]:
         Names of the adapted modules.
 
     Raises:
-        ValueError: no module matches, or one that does shares its weight with another (a tied head).
+        ValueError: no module matches, or one that does is of a kind that the method does not know, or shares its weight with
+            another (a tied head).
     """
     with torch.device("meta") if next(model.parameters()).device.type == "meta" else nullcontext():
         try:
             _inject(model, config)
+        except TypeError as error:  # what peft raises for a kind of map that a method does not know
+            raise ValueError(str(error)) from None
         except ValueError as error:
             if "arget modules" not in str(error) and "were targeted" not in str(error):
                 raise

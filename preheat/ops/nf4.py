@@ -168,7 +168,10 @@ class PackedMap(nn.Module):
     def weight(self) -> Tensor:
         if self.nf4_draft is not None:
             return self.nf4_draft
-        return dequantize(self._packed(), self.nf4_shape, torch.float32, self._tables())
+        weight = dequantize(self._packed(), self.nf4_shape, torch.float32, self._tables())
+        if not torch.compiler.is_compiling():
+            weight._is_hf_initialized = True  # type: ignore[attr-defined]  # transformers is not to draw new values for a copy
+        return weight
 
     def _packed(self) -> Packed:
         return Packed(self.nf4_codes, self.nf4_scales, self.nf4_ranges)

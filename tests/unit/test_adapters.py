@@ -189,6 +189,11 @@ def test_what_cannot_serve_is_refused_in_words(folders: dict[str, Path], techniq
         made(folders["llama"], techniques)
 
 
+def test_a_method_that_does_not_know_gpt2s_maps_says_so(folders: dict[str, Path]) -> None:
+    with pytest.raises(RecipeError, match=r"Conv1D.* is not supported"):
+        made(folders["gpt2"], "{peft_adapter: {method: hra}}")
+
+
 def test_a_tied_head_is_not_adapted(folders: dict[str, Path]) -> None:
     with pytest.raises(RecipeError, match="shares its weight"):
         made(folders["gpt2"], "{lora: {targets: [lm_head]}}")
@@ -301,11 +306,15 @@ def test_nf4_rounds_the_folders_weights_and_merges_into_full_ones(folders: dict[
     assert relative(logits(b), tuned) < 1e-5
 
 
-def test_new_weights_in_nf4_are_those_of_the_plain_model_rounded() -> None:
+@pytest.mark.parametrize(
+    ("family", "name"), [("llama", "model.layers.2.mlp.gate_proj"), ("gpt2", "transformer.h.2.mlp.c_proj")]
+)
+@pytest.mark.parametrize("adapter", ["lora", "peft_adapter: {method: gralora}, mixed_precision"])
+def test_new_weights_in_nf4_are_those_of_the_plain_model_rounded(family: str, name: str, adapter: str) -> None:
     """So that the same recipe with and without NF4 can be compared."""
-    name = "model.layers.2.mlp.gate_proj"
-    plain: Any = build(tiny(), vocabulary=96, device=DEVICE).trained[0].get_submodule(name)
-    packed: Any = build(tiny("{lora: {}, nf4: {}}"), vocabulary=96, device=DEVICE).trained[0].get_submodule(name).base_layer
+    plain: Any = build(tiny(family=family), vocabulary=96, device=DEVICE).trained[0].get_submodule(name)
+    model = build(tiny(f"{{{adapter}: {{}}, nf4: {{}}}}", family=family), vocabulary=96, device=DEVICE).trained[0]
+    packed: Any = model.get_submodule(name).base_layer
     shape = tuple(plain.weight.shape)
     assert torch.equal(packed.weight, nf4.dequantize(nf4.quantize(plain.weight), shape, torch.float32, nf4.tables()))
 
