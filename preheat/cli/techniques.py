@@ -64,5 +64,6 @@ def show(name: str) -> None:
     docs = field_docs(cls)
     print("settings:" if dataclasses.fields(cls) else "no settings")
     for f in dataclasses.fields(cls):
-        print(f"  {f.name}: {f.default!r}  # {docs.get(f.name, '')}")
+        default = f.default if f.default_factory is dataclasses.MISSING else f.default_factory()
+        print(f"  {f.name}: {default!r}  # {docs.get(f.name, '')}")
     print(f"\nin a recipe:\n  techniques:\n    {name}: {{}}")

@@ -5,15 +5,23 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from preheat.errors import RecipeError
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-__all__ = ["WeightSource", "materialize"]
+__all__ = ["Packed", "WeightSource", "materialize"]
+
+
+class Packed(Protocol):
+    """A module whose `weight` stands packed in other tensors."""
+
+    def written(self) -> AbstractContextManager[Tensor]:
+        """The full weight, to be written within; packed on leaving."""
 
 
 def materialize(module: nn.Module, device: Any) -> None:
@@ -38,7 +46,7 @@ class WeightSource:
     """Values for parameters: from safetensors in a folder, or freshly drawn as transformers draws them.
 
     Techniques add to it before MATERIALIZE: `map` changes values as they are read (pool, split, quantize), `fresh` draws
-    what no checkpoint holds (adapters). Values are drawn in fp32 and then cast, so that precision does not change them.
+    what no checkpoint holds (adapters), `pack` takes values in another form (4 bits). Values are drawn in fp32 and then cast, so that precision does not change them.
 
     Args:
         folder: a Hugging Face folder with *.safetensors, or None for new weights.
@@ -51,6 +59,7 @@ class WeightSource:
         self.folder = folder
         self._maps: list[tuple[re.Pattern[str], Callable[[str, Tensor], Tensor]]] = []
         self._fresh: list[tuple[re.Pattern[str], Sequence[str], Callable[[nn.Module], None]]] = []
+        self._packed: dict[int, Packed] = {}  # by the module's id
         self._files: dict[str, Path] = {}
         self._prefix = ""
         if folder is not None:
@@ -79,6 +88,11 @@ class WeightSource:
         """Parameters whose name matches are in no checkpoint: `draw(module)` gives them values, for each named module."""
         self._fresh.append((re.compile(pattern), modules, draw))
 
+    def pack(self, modules: Sequence[Any], pattern: str) -> None:
+        """The weights of these modules are in the checkpoint; the parameters that match are what they are packed into, module by module."""
+        self._packed |= {id(module): module for module in modules}
+        self.fresh(pattern, (), lambda module: None)
+
     def fingerprint(self) -> str:
         """Changes when the weights' files change: names, sizes and the headers' and last bytes of each."""
         if self.folder is None:
@@ -104,11 +118,11 @@ class WeightSource:
                 self._draw(model)
             else:
                 self._read(model)
-            self._uncovered(model)
             torch.manual_seed(seed + 1)  # apart from the base model's draws: an adapter does not change them
             for _, modules, draw in self._fresh:
                 for name in modules:
                     draw(model.get_submodule(name))
+            self._uncovered(model)
 
     def _is_fresh(self, name: str) -> bool:
         return any(pattern.search(name) for pattern, _, _ in self._fresh)
@@ -129,7 +143,9 @@ class WeightSource:
             kept = {id(p): p.data for p in low}
             for p in low:
                 p.data = p.data.float()
-            model._init_weights(module)
+            packed = self._packed.get(id(module))
+            with packed.written() if packed else nullcontext():
+                model._init_weights(module)
             for p in low:
                 kept[id(p)].copy_(p.data)
                 p.data = kept[id(p)]
@@ -144,30 +160,38 @@ class WeightSource:
         self._prefix = model.base_model_prefix + "."
         seen: set[int] = set()
         missing = []
-        for name, parameter in model.named_parameters():
-            if id(parameter) in seen or self._is_fresh(name):
-                continue
-            seen.add(id(parameter))
+
+        def read(name: str, target: Tensor) -> None:
             plain = name.replace(".base_layer.", ".")
             if (key := self._key(plain)) is None:
                 missing.append(plain)
-                continue
+                return
             value = self._tensor(key)
             for pattern, change in self._maps:
                 if pattern.search(plain):
                     value = change(plain, value)
-            if value.shape != parameter.shape:
+            if value.shape != target.shape:
                 raise RecipeError(
-                    f"model.path: {plain} is {tuple(value.shape)} in {self._files[key].name} but {tuple(parameter.shape)} by config.json; the folder's files do not belong together"
+                    f"model.path: {plain} is {tuple(value.shape)} in {self._files[key].name} but {tuple(target.shape)} by config.json; the folder's files do not belong together"
                 )
-            parameter.copy_(value)
+            target.copy_(value)
+
+        for name, parameter in model.named_parameters():
+            if id(parameter) in seen or self._is_fresh(name):
+                continue
+            seen.add(id(parameter))
+            read(name, parameter)
             parameter._is_hf_initialized = True  # type: ignore[attr-defined]
+        for name, module in model.named_modules():
+            if packed := self._packed.get(id(module)):
+                with packed.written() as weight:
+                    read(f"{name}.weight", weight)
         if missing:
             raise RecipeError(
                 f"model.path: {self.folder} lacks {len(missing)} parameters, {missing[0]} for one; is it a checkpoint of {type(model).__name__}?"
             )
         for module in model.modules():  # what no checkpoint holds: rotary tables and other buffers
-            if any(True for _ in module.buffers(recurse=False)):
+            if id(module) not in self._packed and any(True for _ in module.buffers(recurse=False)):
                 model._init_weights(module)
 
     def _key(self, name: str) -> str | None:

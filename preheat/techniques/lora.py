@@ -1,18 +1,25 @@
-"""LoRA: freeze the model, train low-rank additions to its linear maps. By peft.
+"""LoRA and its variants rsLoRA, DoRA and PiSSA: freeze the model, train low-rank additions to its linear maps. By peft.
 
-What: each chosen linear map W becomes W + (alpha / rank) B A with A and B of `rank`; only A and B are trained.
+What: each chosen linear map W becomes W + s B A with A and B of `rank`; only A and B are trained. `lora`: s = alpha / rank, B begins
+at zero. `rslora`: s = alpha / sqrt(rank), so that the additions do not shrink as the rank grows. `dora`: each output's row of W + s B A is
+brought to a length that is trained besides. `pissa`: A and B begin as W's largest singular directions and W keeps the rest. On a
+base in 4 bits (`nf4`) this is QLoRA, with `dora` QDoRA.
 Helps: gradients and optimizer state for a small share of the parameters; adapters of a few megabytes; merged away for
-inference. Hurts: less capacity than full tuning for large shifts of domain; the base still stands in memory.
-Source: Hu et al. 2021 (arXiv:2106.09685); all linear maps: Dettmers et al. 2023 (arXiv:2305.14314).
+inference. rsLoRA gains at ranks of 64 and more, DoRA at small ones, PiSSA in fewer steps to the same loss. Hurts: less capacity than full
+tuning for large shifts of domain; the base still stands in memory; DoRA makes W + s B A in every forward pass (slower, and as much
+memory as a weight); PiSSA takes singular values when the model is built and no longer leaves the base as it was.
+Source: Hu et al. 2021 (arXiv:2106.09685); all linear maps: Dettmers et al. 2023 (arXiv:2305.14314); rsLoRA: Kalajdzievski 2023
+(arXiv:2312.03732); DoRA: Liu et al. 2024 (arXiv:2402.09353); PiSSA: Meng et al. 2024 (arXiv:2404.02948).
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, cast
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from preheat.recipe import Bound, Positive, Share
+from preheat.recipe import Bound, Positive, Share, Whole
 from preheat.technique import Build, Change, Context, Stage, Tag, Technique
 
 if TYPE_CHECKING:
@@ -22,53 +29,74 @@ __all__ = ["Lora", "add_lora", "merge_lora"]
 
 
 def add_lora(
-    model: nn.Module, *, rank: int = 16, alpha: float = 32, dropout: float = 0.0, targets: str | tuple[str, ...] = "all-linear"
+    model: nn.Module,
+    *,
+    rank: int = 16,
+    alpha: float = 32,
+    dropout: float = 0.0,
+    targets: str | tuple[str, ...] = "all-linear",
+    variant: str = "lora",
+    pissa_iterations: int = 0,
 ) -> list[str]:
-    """Adds LoRA to a transformers model and freezes the rest, in place; works on meta too.
+    """Adds LoRA to a transformers model and freezes the rest, in place; works on meta too, where nothing is drawn.
 
     Args:
         targets: `all-linear` (all but the head), a regular expression for module names, or their last parts (`("q_proj", "v_proj")`).
+        variant: lora, rslora, dora or pissa.
+        pissa_iterations: of a randomized singular value decomposition; 0: the exact one.
 
     Returns:
         Names of the adapted modules.
 
     Raises:
-        ValueError: no module matches `targets`.
+        ValueError: no module matches `targets`, or one that does is tied to another.
+
+    Example:
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> config = LlamaConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, vocab_size=16)
+        >>> len(add_lora(LlamaForCausalLM(config), rank=4, variant="dora"))
+        7
     """
-    from peft import LoraConfig, inject_adapter_in_model
-    from peft.tuners.lora import LoraLayer
+    from preheat.ops.adapters import base_of, inject
+
+    on_meta = next(model.parameters()).device.type == "meta"
+    start = True if on_meta else _start(variant, pissa_iterations)
+    names = inject(model, _config(model, rank, alpha, dropout, targets, variant, start))
+    for name in names if variant == "pissa" else ():
+        if min(base_of(model, name).weight.shape) < rank:
+            raise ValueError(f"{name} has no {rank} singular directions to begin from; lower the rank")
+    return names
+
+
+def _start(variant: str, pissa_iterations: int) -> bool | str:
+    """peft's name for what A and B begin as; True: A at random, B zero, so that the adapted model starts as the base."""
+    return True if variant != "pissa" else f"pissa_niter_{pissa_iterations}" if pissa_iterations else "pissa"
+
+
+def _config(model: nn.Module, rank: int, alpha: float, dropout: float, targets: Any, variant: str, start: bool | str) -> Any:
+    from peft import LoraConfig
     from transformers.pytorch_utils import Conv1D
 
-    config = LoraConfig(
+    return LoraConfig(
         r=rank,
-        lora_alpha=alpha,
+        lora_alpha=alpha,  # type: ignore[arg-type]
         lora_dropout=dropout,
         target_modules=targets if isinstance(targets, str) else list(targets),
         fan_in_fan_out=any(isinstance(m, Conv1D) for m in model.modules()),  # GPT-2 stores its matrices transposed
+        use_rslora=variant == "rslora",
+        use_dora=variant == "dora",
+        init_lora_weights=start,  # type: ignore[arg-type]
     )
-    inject_adapter_in_model(config, model)
-    return [name for name, module in model.named_modules() if isinstance(module, LoraLayer)]
 
 
 def merge_lora(model: nn.Module) -> int:
-    """Adds each adapter into its base weight in fp32 and takes the adapters out, in place. Returns how many."""
-    import torch
-    from peft.tuners.lora import LoraLayer
+    """Adds each adapter into its base weight in fp32 and takes the adapters out, in place. Returns how many.
 
-    found = [(name, m) for name, m in model.named_modules() if isinstance(m, LoraLayer)]
-    with torch.no_grad():
-        for name, layer in found:
-            base: Any = layer.get_base_layer()
-            added = cast(Any, layer).get_delta_weight("default").float()
-            base.weight.data = (base.weight.float() + added).to(base.weight.dtype)
-            parent, _, last = name.rpartition(".")
-            setattr(model.get_submodule(parent), last, base)
-    return len(found)
+    A base in 4 bits becomes a full one. What is merged is what was trained: DoRA's lengths, PiSSA's changed base.
+    """
+    from preheat.ops.adapters import merge
 
-
-def _draw(module: Any) -> None:
-    """A at random, B zero: the adapted model starts as the base (Hu et al. 2021)."""
-    module.reset_lora_parameters("default", True)
+    return merge(model)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,28 +109,41 @@ class Lora(Technique):
     rank: Annotated[int, Bound(1)] = 16
     """Rank of the additions."""
     alpha: Positive = 32.0
-    """The additions are scaled by alpha / rank."""
+    """The additions are scaled by alpha / rank; with `rslora` by alpha / sqrt(rank)."""
     dropout: Share = 0.0
     """Dropout on the additions' input."""
     targets: str | tuple[str, ...] = "all-linear"
     """all-linear (all but the head), a regular expression for module names, or a list of their last parts."""
+    variant: Literal["lora", "rslora", "dora", "pissa"] = "lora"
+    """lora; rslora: scaled for high ranks; dora: the outputs' lengths are trained besides; pissa: begins as the base's largest
+    singular directions."""
+    pissa_iterations: Whole = 0
+    """With `pissa`: iterations of a randomized decomposition (4 serve well, and take seconds where the exact one takes minutes); 0: exact."""
+
+    def check(self, context: Context) -> list[str]:
+        if self.variant == "pissa" and Tag("packed-base") in context.tags:
+            return ["variant: pissa changes the base's weights, which stand packed in few bits; use lora, rslora or dora"]
+        return []
 
     def apply(self, build: Build, part: Any) -> Change:
         from preheat.errors import RecipeError
+        from preheat.ops.adapters import draw, parameters_of, shares
 
         try:
-            names = add_lora(part, rank=self.rank, alpha=self.alpha, dropout=self.dropout, targets=self.targets)
+            names = add_lora(
+                part, rank=self.rank, alpha=self.alpha, dropout=self.dropout, targets=self.targets, variant=self.variant
+            )
         except ValueError as error:
-            raise RecipeError(
-                f"techniques.lora.targets: {self.targets!r} matches no linear map of the model ({str(error).splitlines()[0][:160]})"
-            ) from None
-        build.weights.fresh(r"\.lora_[AB]\.", names, _draw)
-        trained = sum(p.numel() for p in part.parameters() if p.requires_grad)
-        whole = sum(p.numel() for p in part.parameters())
+            raise RecipeError(f"techniques.lora.targets: {self.targets!r}: {str(error).splitlines()[0][:160]}") from None
+        start = _start(self.variant, self.pissa_iterations)
+        config = _config(part, self.rank, self.alpha, self.dropout, self.targets, self.variant, start)
+        build.weights.fresh(parameters_of(part, names), [""], lambda model: draw(model, config, names))
+        trained, whole = shares(part)
         return Change(
-            f"rank {self.rank} on {len(names)} linear maps: {trained:,} of {whole:,} parameters trained ({trained / whole:.1%})",
+            f"{self.variant} of rank {self.rank} on {len(names)} linear maps: "
+            f"{trained:,} of {whole:,} parameters trained ({trained / whole:.1%})",
             len(names),
         )
 
     def options(self, context: Context) -> Iterable[Technique]:
-        return [Lora(rank=rank, alpha=2.0 * rank) for rank in (8, 16, 64)]
+        return [dataclasses.replace(self, rank=rank, alpha=2.0 * rank) for rank in (8, 16, 64)]

@@ -23,11 +23,16 @@ FURTHER: list[tuple[str, dict[str, Any]]] = [
     ("low_bit_adamw", {"least": 0}),
     ("mixed_precision", {"keep_fp32": ("norm", "^lm_head$")}),
     ("mixed_precision", {"mode": "bf16_master"}),
+    ("lora", {"variant": "dora", "rank": 4}),
+    ("lora", {"variant": "pissa", "rank": 4}),
+    ("lora", {"variant": "rslora"}),
     ("mixed_precision", {"mode": "bf16_weights"}),
     ("mixed_precision", {"mode": "bf16_weights", "keep_fp32": ("norm", "q_proj", "embed_tokens")}),
     ("mixed_precision", {"mode": "fp16"}),
     ("mixed_precision", {"mode": "fp16_master"}),
     ("mixed_precision", {"mode": "fp32"}),
+    ("nf4", {"double_quantization": False, "keep": ".*down_proj"}),
+    ("peft_adapter", {"method": "loha", "settings": {"alpha": 64}}),
     ("regularized_loss", {"label_smoothing": 0.1, "z": 0.0}),
     ("rope_scaling", {"kind": "dynamic", "original_length": 16}),
     ("rope_scaling", {"kind": "linear"}),
@@ -58,3 +63,6 @@ NOT_OBSERVED: dict[str, str] = {
 
 # Of techniques that exclude each other, those that are tried together with everything else.
 FIRST = {"activation_checkpointing", "chunked_loss", "efficient_attention", "gradient_accumulation", "lora", "mixed_precision"}
+
+# What brings a tag that some technique needs: a technique that is tried alone is tried with this.
+BRINGS = {"frozen-base": "lora"}

@@ -28,7 +28,7 @@ from preheat.recipe import field_docs
 from preheat.technique import Build, Tag, Technique, conflicts_of, registry
 
 from ..conftest import DEVICE, difference, split, tiny, uneven
-from .settings import CANNOT_RUN_HERE, FAMILY, FIRST, FURTHER, RECIPE
+from .settings import BRINGS, CANNOT_RUN_HERE, FAMILY, FIRST, FURTHER, RECIPE
 
 # Relative norm of each gradient against the plain model, by what a technique says of its numerics.
 BOUND = {"exact": 5e-6, "rounding": 0.05}
@@ -43,11 +43,18 @@ def families(names: Iterable[str]) -> set[str]:
     return {FAMILY[name] for name in names if name in FAMILY}
 
 
+def complete(techniques: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """With what brings the tags that these techniques need."""
+    chosen = [registry()[name](**settings) for name, settings in techniques.items()]
+    missing = {tag for t in chosen for tag in t.needs} - {tag for t in chosen for tag in t.provided()} - {DEVICE.kind}
+    return techniques | {BRINGS[tag]: {} for tag in sorted(missing)}
+
+
 def recipe_of(techniques: dict[str, dict[str, Any]], **more: Any) -> recipes.Recipe:
     """The tiny model's recipe with techniques, of the family that serves them and with what they ask of the rest."""
     family = next(iter(families(techniques)), "llama")
     asked = [words for name in techniques for words in RECIPE.get(name, [])]
-    return recipes.override(tiny(family=family, **more), f"techniques={techniques}", *asked)
+    return recipes.override(tiny(family=family, **more), f"techniques={complete(techniques)}", *asked)
 
 
 def made(techniques: dict[str, dict[str, Any]], **more: Any) -> Build:
@@ -209,7 +216,7 @@ def test_pairs_compose(a: str, b: str, plain: Any) -> None:
         bound = BOUND["rounding"] if "rounding" in kinds else BOUND["exact"]
         assert difference(grads, plain[1]) < bound
     assert loss == pytest.approx(plain[0], rel=0.05)
-    assert set(both.changes) == {a, b}
+    assert set(both.changes) == set(complete({a: {}, b: {}}))
 
 
 def test_in_bf16_checkpointing_gives_the_very_gradients_of_the_blocks_kernel() -> None:
@@ -254,6 +261,8 @@ def test_all_together() -> None:
         ("{activation_checkpointing: {every: 9}}", "use at most 3"),
         ("{efficient_attention: {kernel: efficient}}", "needs a CUDA device"),
         ("{lora: {targets: [no_such]}}", "matches no linear map"),
+        ("{nf4: {}}", "needs frozen-base"),
+        ("{peft_adapter: {method: lohaa}}", "did you mean 'loha'"),
     ],
 )
 def test_check_says_no(techniques: str, words: str) -> None:

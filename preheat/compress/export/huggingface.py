@@ -11,8 +11,8 @@ import torch
 from preheat.errors import RunError
 from preheat.models.adapter import plain_logits
 from preheat.models.surgery import beyond_transformers
+from preheat.ops.adapters import merge
 from preheat.technique import Tag
-from preheat.techniques.lora import merge_lora
 from preheat.training.opened import open_model
 
 __all__ = ["write"]
@@ -45,7 +45,7 @@ def write(run: str | Path, out: str | Path) -> dict[str, Any]:
     rows = min(64, opened.build.model.positions or 64)
     tokens = torch.arange(rows).remainder(opened.build.model.vocabulary)[None] * 7 % opened.build.model.vocabulary
     before = plain_logits(model, tokens)
-    merged = merge_lora(model) if Tag("adapter") in opened.build.tags else 0
+    merged = merge(model) if Tag("adapter") in opened.build.tags else 0
     beside = out.with_name(out.name + ".writing")
     try:
         model.set_attn_implementation("eager")  # type: ignore[operator]  # the folder must not name our own attention

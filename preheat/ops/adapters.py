@@ -1,0 +1,170 @@
+"""Adapters of peft in a model: put in on meta, drawn once the base has its values, merged away."""
+
+from __future__ import annotations
+
+import copy
+import re
+import warnings
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from preheat.ops.nf4 import PackedMap, unpack_
+
+__all__ = ["base_of", "draw", "inject", "merge", "names_of", "parameters_of", "shares"]
+
+
+def inject(model: nn.Module, config: Any) -> list[str]:
+    """Puts peft's adapters into the linear maps that `config.target_modules` names and freezes the rest, in place; on meta too.
+
+    Returns:
+        Names of the adapted modules.
+
+    Raises:
+        ValueError: no module matches, or one that does is of a kind that the method does not know, or shares its weight with
+            another (a tied head).
+    """
+    with torch.device("meta") if next(model.parameters()).device.type == "meta" else nullcontext():
+        try:
+            _inject(model, config)
+        except TypeError as error:  # what peft raises for a kind of map that a method does not know
+            raise ValueError(str(error)) from None
+        except ValueError as error:
+            if "arget modules" not in str(error) and "were targeted" not in str(error):
+                raise
+            raise ValueError("matches no linear map of the model") from None
+    uses: dict[int, int] = {}
+    for module in model.modules():
+        for p in module.parameters(recurse=False):
+            uses[id(p)] = uses.get(id(p), 0) + 1
+    names = names_of(model)
+    for name in names:
+        if any(uses[id(p)] > 1 for p in base_of(model, name).parameters()):
+            raise ValueError(f"{name} shares its weight with another module, which merging would change too")
+    return names
+
+
+def _inject(model: nn.Module, config: Any) -> None:
+    """As peft's `inject_adapter_in_model`, which refuses what layers share (VeRA's projections): they hold it as their own buffers here."""
+    from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
+    from peft.tuners.lycoris_utils import LycorisLayer
+
+    with warnings.catch_warnings():
+        # Where a model has both kinds of linear map, peft turns this setting to and fro, map by map, and says so each time.
+        warnings.filterwarnings("ignore", message="fan_in_fan_out is set")
+        # `inject` refuses tied weights, of which peft only warns.
+        warnings.filterwarnings("ignore", message="Model has `tie_word_embeddings=True`")
+        PEFT_TYPE_TO_TUNER_MAPPING[config.peft_type](model, copy.deepcopy(config), "default")
+    for module in model.modules():
+        if isinstance(module, LycorisLayer) and module.module_dropout == {"default": 0.0}:
+            module.module_dropout["default"] = _Nothing()  # type: ignore[assignment]
+
+
+class _Nothing:
+    """A dropout of zero that every draw exceeds by definition: LoHa and LoKr would read a draw back from the device in each layer."""
+
+    def __lt__(self, draw: object) -> bool:
+        return True
+
+
+def names_of(model: nn.Module) -> list[str]:
+    """Names of the adapted modules."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    return [name for name, module in model.named_modules() if isinstance(module, BaseTunerLayer)]
+
+
+def base_of(model: nn.Module, name: str) -> Any:
+    """The map under an adapter."""
+    return model.get_submodule(name).get_base_layer()  # type: ignore[operator]
+
+
+def parameters_of(model: nn.Module, names: list[str]) -> str:
+    """A regular expression for the names of the adapters' own parameters and buffers."""
+    own = {key for name in names for key, _ in _own(model.get_submodule(name))}
+    return r"\.(" + "|".join(sorted(re.escape(key.partition(".")[0]) for key in own)) + r")(\.|$)"
+
+
+def _own(layer: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """Parameters and buffers of an adapted module without those of its base."""
+    return [(k, t) for k, t in (*layer.named_parameters(), *layer.named_buffers()) if not k.startswith("base_layer.")]
+
+
+def draw(model: nn.Module, config: Any, names: list[str]) -> None:
+    """Gives adapters the values that peft begins with, in place, once the base has its own.
+
+    peft makes each module anew over the base, in fp32: what is derived from the base's values (DoRA's lengths, PiSSA's singular
+    vectors) then comes out right, and what a method takes from the base (PiSSA) is taken from ours.
+    """
+    from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
+
+    shared = PEFT_TYPE_TO_TUNER_MAPPING[config.peft_type].uses_shared_state or config.peft_type == "RANDLORA"
+    for group in [names] if shared else [[name] for name in names]:
+        _draw(model, config, group, in_fp32=not shared)
+
+
+def _draw(model: nn.Module, config: Any, names: list[str], *, in_fp32: bool) -> None:
+    alone: nn.Module = nn.Module()  # the adapted modules' bases under their own names, and nothing else
+    alone.config = getattr(model, "config", None) or {"model_type": "custom"}  # type: ignore[assignment]
+    bases: dict[str, tuple[Any, Any]] = {}
+    for name in names:
+        base = base_of(model, name)
+        low = not isinstance(base, PackedMap) and base.weight.dtype != torch.float32
+        bases[name] = base, (copy.deepcopy(base).float() if low and in_fp32 else base)
+        parent, (*path, last) = alone, name.split(".")
+        for part in path:
+            if part not in parent._modules:
+                parent.add_module(part, nn.Module())
+            parent = parent.get_submodule(part)
+        parent.add_module(last, bases[name][1])
+    config = copy.deepcopy(config)
+    config.target_modules, config.exclude_modules = set(names), None
+    _inject(alone, config)
+    with torch.no_grad():
+        for name, (base, full) in bases.items():
+            values = dict(_own(alone.get_submodule(name)))
+            for key, target in _own(model.get_submodule(name)):
+                target.copy_(values[key])
+            if full is not base:
+                base.weight.copy_(full.weight)
+
+
+def merge(model: nn.Module) -> int:
+    """Adds every adapter into its base in fp32 and takes the adapters out, in place. A base in 4 bits becomes a full one.
+
+    Returns:
+        How many.
+
+    Raises:
+        ValueError: an adapter is none that can be added to a weight.
+    """
+    names = names_of(model)
+    dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
+    for name in names:
+        layer: Any = model.get_submodule(name)
+        base = layer.get_base_layer()
+        if isinstance(base, PackedMap):
+            unpack_(base)
+            kept = dtype
+        else:
+            kept = base.weight.dtype
+        base.float()
+        with torch.no_grad():
+            layer.merge()
+        base.to(kept)
+        parent, _, last = name.rpartition(".")
+        setattr(model.get_submodule(parent), last, base)
+    vars(model).pop("peft_config", None)
+    return len(names)
+
+
+def shares(model: nn.Module) -> tuple[int, int]:
+    """Numbers of trained and of all weights; those in 4 bits are counted as weights, not as bytes."""
+    whole = sum(p.numel() for p in model.parameters())
+    for module in model.modules():
+        if isinstance(module, PackedMap):
+            whole += module.nf4_shape[0] * module.nf4_shape[1]
+            whole -= sum(p.numel() for key, p in module.named_parameters(recurse=False) if key.startswith("nf4_"))
+    return sum(p.numel() for p in model.parameters() if p.requires_grad), whole

@@ -1,0 +1,154 @@
+"""peft adapters: another of peft's methods for linear maps, by its name: (IA)3, LoHa, LoKr, OFT, HRA, VeRA, RandLoRA and more.
+
+What: the model is frozen, and peft puts what `method` names into the chosen linear maps: `ia3` trains one factor an output (or
+input), `loha` and `lokr` add Hadamard or Kronecker products of small matrices, `oft`, `hra` and `road` turn a weight or an output by an
+orthogonal matrix, `vera` and `randlora` scale fixed random matrices.
+Helps: fewer trained parameters than LoRA at the same quality on some tasks; the methods side by side in one recipe. Hurts: most are
+slower than LoRA or keep more for the backward pass (the plan shows it); the less known ones are little tested; good learning
+rates and settings differ by orders of magnitude from method to method.
+Source: https://huggingface.co/docs/peft, where each method names its paper. (IA)3: Liu et al. 2022 (arXiv:2205.05638); LoHa: Hyeon-Woo
+et al. 2021 (arXiv:2108.06098); LoKr: Yeh et al. 2023 (arXiv:2309.14859); OFT: Qiu et al. 2023 (arXiv:2306.07280); HRA: Yuan et al. 2024
+(arXiv:2405.17484); VeRA: Kopiczko et al. 2023 (arXiv:2310.11454); RandLoRA: Albert et al. 2025 (arXiv:2502.00987).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from preheat.technique import Build, Change, Context, Stage, Tag, Technique
+
+if TYPE_CHECKING:
+    from torch import nn
+
+__all__ = ["METHODS", "PeftAdapter", "add_peft_adapter", "merge_peft_adapter"]
+
+METHODS = ("delora", "gralora", "hira", "hra", "ia3", "loha", "lokr", "miss", "oft", "randlora", "road", "vera")
+"""What is known to be built on meta, to start as the base, to be trained, saved and merged."""
+_LORA = "is a technique of its own: use lora"
+_PROMPT = "puts trained tokens or keys beside the text and not into linear maps"
+_REFUSED = {
+    "adalora": "needs a schedule of ranks and a term of the loss within the training loop, which preheat has no place for yet",
+    "adaption_prompt": _PROMPT,
+    "boft": "reads values back while it is made, which a dry run has none of",
+    "c3a": "does not start as the base",
+    "cartridge": _PROMPT,
+    "cpt": _PROMPT,
+    "fourierft": "keeps its indices where neither a checkpoint nor a dry run sees them",
+    "lily": "cannot be merged",
+    "ln_tuning": "trains norms, not linear maps",
+    "lora": _LORA,
+    "multitask_prompt_tuning": _PROMPT,
+    "p_tuning": _PROMPT,
+    "prefix_tuning": _PROMPT,
+    "prompt_tuning": _PROMPT,
+    "shira": "reads values back while it is made, which a dry run has none of",
+    "trainable_tokens": "trains rows of the embedding, not linear maps",
+    "waveft": "keeps its indices where neither a checkpoint nor a dry run sees them",
+    "xlora": "mixes adapters that must be trained before",
+}
+_OURS = ("target_modules", "modules_to_save", "task_type", "peft_type", "inference_mode", "auto_mapping", "peft_version")
+
+
+def configure(method: str, settings: Mapping[str, Any], targets: str | tuple[str, ...]) -> Any:
+    """peft's configuration of a method.
+
+    Raises:
+        ValueError: a method or a setting that there is not, or a value that peft refuses.
+    """
+    from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
+
+    from preheat.errors import nearest
+
+    if method not in METHODS:
+        why = _REFUSED.get(method) or f"no such method; {nearest(method, list(METHODS))}"
+        raise ValueError(f"method: {method}: {why}; there are {', '.join(METHODS)}")
+    cls = next(cls for kind, cls in PEFT_TYPE_TO_CONFIG_MAPPING.items() if kind.value.lower() == method)
+    from peft import PeftConfig
+
+    inherited = {f.name for f in dataclasses.fields(PeftConfig)} | set(_OURS)
+    known = [f.name for f in dataclasses.fields(cls) if f.init and f.name not in inherited]
+    for key in settings:
+        if key not in known:
+            hint = "use targets" if key == "target_modules" else nearest(key, known)
+            raise ValueError(f"settings.{key}: {method} has no such setting; {hint}")
+    try:
+        return cls(target_modules=targets if isinstance(targets, str) else list(targets), **settings)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"settings: {str(error).splitlines()[0][:200]}") from None
+
+
+def add_peft_adapter(
+    model: nn.Module, method: str, *, targets: str | tuple[str, ...] = "all-linear", **settings: Any
+) -> list[str]:
+    """Adds one of peft's adapters to a transformers model and freezes the rest, in place.
+
+    Args:
+        method: one of METHODS.
+        targets: `all-linear` (all but the head), a regular expression for module names, or their last parts.
+        settings: of the method's own configuration in peft, e.g. `r=8`.
+
+    Returns:
+        Names of the adapted modules.
+
+    Raises:
+        ValueError: no such method or setting, or no module matches `targets`.
+
+    Example:
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> config = LlamaConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, vocab_size=16)
+        >>> len(add_peft_adapter(LlamaForCausalLM(config), "loha", r=2))
+        7
+    """
+    from preheat.ops.adapters import inject
+
+    return inject(model, configure(method, settings, targets))
+
+
+def merge_peft_adapter(model: nn.Module) -> int:
+    """Puts each adapter into its base weight in fp32 and takes the adapters out, in place. Returns how many."""
+    from preheat.ops.adapters import merge
+
+    return merge(model)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PeftAdapter(Technique):
+    stage: ClassVar[Stage] = Stage.ADAPT
+    numerics: ClassVar[Any] = "different"
+    provides: ClassVar[frozenset[Tag]] = frozenset({Tag("adapter"), Tag("frozen-base")})
+    conflicts: ClassVar[frozenset[Tag]] = frozenset({Tag("adapter")})
+
+    method: str = "oft"
+    """peft's name of the method: delora, gralora, hira, hra, ia3, loha, lokr, miss, oft, randlora, road or vera."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """The method's own settings in peft, e.g. {r: 8, alpha: 16} for loha."""
+    targets: str | tuple[str, ...] = "all-linear"
+    """all-linear (all but the head), a regular expression for module names, or a list of their last parts."""
+
+    def check(self, context: Context) -> list[str]:
+        try:
+            configure(self.method, self.settings, self.targets)
+        except ValueError as error:
+            return [str(error)]
+        return []
+
+    def apply(self, build: Build, part: Any) -> Change:
+        from preheat.errors import RecipeError
+        from preheat.ops.adapters import draw, parameters_of, shares
+
+        try:
+            names = add_peft_adapter(part, self.method, targets=self.targets, **self.settings)
+        except ValueError as error:
+            raise RecipeError(
+                f"techniques.peft_adapter: {self.method} on {self.targets!r}: {str(error).splitlines()[0][:200]}"
+            ) from None
+        config = configure(self.method, self.settings, self.targets)
+        build.weights.fresh(parameters_of(part, names), [""], lambda model: draw(model, config, names))
+        trained, whole = shares(part)
+        return Change(
+            f"{self.method} on {len(names)} linear maps: {trained:,} of {whole:,} parameters trained ({trained / whole:.1%})",
+            len(names),
+        )
