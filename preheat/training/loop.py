@@ -24,7 +24,7 @@ from preheat.errors import RunError
 from preheat.hardware.probe import peak_bytes, resident_bytes
 from preheat.models import adapter
 from preheat.recipe import Recipe
-from preheat.technique import Batch, Shape, Slot
+from preheat.technique import Batch, Slot
 from preheat.training.schedule import share_of_peak
 from preheat.training.session import Session, open_session
 from preheat.training.signals import Signals
@@ -89,9 +89,9 @@ class _Loop:
                     data.train,
                     seed=self.recipe.seed,
                     committed=self.progress.samples,
-                    shape=self._shape,
+                    shape=self.session.shape,
                     step=self.progress.step,
-                    order=self._order(),
+                    order=self.session.order,
                     workers=self.recipe.data.workers,
                     prefetch=self.recipe.data.prefetch,
                     pin=self.build.torch_device.type == "cuda",
@@ -113,23 +113,6 @@ class _Loop:
                 self._save()
         return self._finish(signals.received)
 
-    def _shape(self, step: int) -> Shape:
-        """What step number `step`, from 0, reads: a pure function, so that any session reads the same."""
-        total = self.session.total
-        return self.build.slot(Slot.BATCH_SHAPE)(step / total if total else 0.0)
-
-    def _samples_of(self, step: int) -> int:
-        return samples_of(self._shape(step), self.recipe.batch.length)
-
-    def _order(self) -> Any:
-        """Rows of the data from here to the end of the run, and on."""
-        total, whole = self.session.total, None
-        if total is not None:
-            first, last = self._samples_of(0), self._samples_of(total)
-            whole = last * total if first == last else sum(map(self._samples_of, range(total)))
-        order = self.build.slot(Slot.SAMPLE_ORDER)
-        return order(self.session.data.train, self.recipe.seed, self.progress.samples, whole)
-
     def _finished(self) -> bool:
         stop, total = self.recipe.stop, self.session.total
         if total is not None and self.progress.step >= total:
@@ -148,7 +131,7 @@ class _Loop:
             self._refuse(mean, norm, batch, lr)
         seconds = time.perf_counter() - begun
         p = self.progress
-        p.samples += self._samples_of(p.step)
+        p.samples += samples_of(self.session.shape(p.step), self.recipe.batch.length)
         p.step += 1
         tokens = sum(b.tokens.numel() for b in batch)
         p.tokens += tokens

@@ -143,7 +143,6 @@ def test_the_plan_sees_the_longest_rows() -> None:
         ("{length_curriculum: {keep: rows}}", "stop.tokens=4000", "use stop.steps"),
         ("{length_curriculum: {}}", "data.packing=whole", "part completions from their prompts"),
         ("{length_curriculum: {}}", "data.source=docstrings", "part completions from their prompts"),
-        ("{difficulty_curriculum: {scores: no-such.txt}}", "", "is no file"),
         ("{difficulty_curriculum: {model: no-such, by: length}}", "", "state one"),
         ("{difficulty_curriculum: {start: 1.0}}", "", "all rows are drawn from the beginning"),
         ("{difficulty_curriculum: {}}", "data.streaming=true", "cannot be ranked"),
@@ -211,6 +210,8 @@ def test_scores_from_a_file(tmp_path: Path) -> None:
     lengths = np.diff(rows.tokens.ends, prepend=0)
     np.save(tmp_path / "documents.npy", lengths)
     assert from_file(tmp_path / "documents.npy", rows) == pytest.approx(by_length(rows))
+    with pytest.raises(DataError, match=r"none.txt: cannot be read \(No such file"):
+        from_file(tmp_path / "none.txt", rows)
     bad = {
         "few.txt": ("1\n2\n", r"holds 2 numbers, but there are 60 training documents .* and \d+ rows"),
         "words.txt": ("1\neasy\n", r"words.txt:2: 'easy' is no score"),
@@ -243,6 +244,8 @@ def test_the_loss_of_a_small_model_is_that_of_transformers_and_is_kept(tmp_path:
     monkeypatch.setattr(difficulty_curriculum, "_losses", None)  # a second time nothing is computed
     assert (losses_of(tmp_path / "small", rows, cache=tmp_path / "cache") == found).all()
     monkeypatch.undo()
+    with pytest.raises(RecipeError, match=r"none has no config\.json"):
+        losses_of(tmp_path / "none", rows)
     rows.tokens.ids[5] = 64
     with pytest.raises(DataError, match="64 pieces but the data has piece number 64"):
         losses_of(tmp_path / "small", rows, cache=tmp_path / "cache")
@@ -426,6 +429,10 @@ def test_scores_that_changed_refuse_to_resume(text: str, tmp_path: Path) -> None
     scores.write_text("\n".join(map(str, range(documents, 0, -1))))
     with pytest.raises(RunError, match="rank otherwise"):
         training.train(recipe, out=tmp_path / "run", resume=True)
+    scores.write_text("1\n")
+    with pytest.raises(DataError, match="holds 1 numbers"):
+        training.train(recipe, out=tmp_path / "other")
+    assert not (tmp_path / "other").exists()
 
 
 def test_the_build_takes_its_micro_batches_from_both_techniques() -> None:
