@@ -21,10 +21,10 @@ from preheat.engine import checkpoint
 from preheat.engine.evaluate import evaluate
 from preheat.engine.step import gradients, update
 from preheat.errors import RunError
-from preheat.hardware.probe import peak_bytes, resident_bytes
+from preheat.hardware.probe import give_back, peak_bytes, resident_bytes
 from preheat.models import adapter
 from preheat.recipe import Recipe
-from preheat.technique import Batch, Slot
+from preheat.technique import Batch, Shape, Slot
 from preheat.training.schedule import share_of_peak
 from preheat.training.session import Session, open_session
 from preheat.training.signals import Signals
@@ -78,6 +78,7 @@ class _Loop:
         self.loss = math.nan
         self.saved_at = -1 if self.progress.step == 0 else self.progress.step
         self.evaluated: tuple[int, float] | None = None
+        self.shape: Shape | None = None
 
     def run(self) -> dict[str, Any]:
         data, watch = self.session.data, self.watch
@@ -122,6 +123,10 @@ class _Loop:
     def _step(self, stream: Any) -> None:
         begun = time.perf_counter()
         batch: list[Batch] = next(stream)
+        shape = self.session.shape(self.progress.step)
+        if self.shape not in (None, shape):
+            give_back(self.build.device.kind)
+        self.shape = shape
         lr = self.session.peak_lr * share_of_peak(self.recipe.schedule, self.progress.step, self.session.total)
         loss = gradients(self.build, batch)
         stats = update(self.build, lr)
@@ -131,7 +136,7 @@ class _Loop:
             self._refuse(mean, norm, batch, lr)
         seconds = time.perf_counter() - begun
         p = self.progress
-        p.samples += samples_of(self.session.shape(p.step), self.recipe.batch.length)
+        p.samples += samples_of(shape, self.recipe.batch.length)
         p.step += 1
         tokens = sum(b.tokens.numel() for b in batch)
         p.tokens += tokens
