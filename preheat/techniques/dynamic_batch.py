@@ -212,7 +212,7 @@ class DynamicBatch(Technique):
         build.own(Slot.FORWARD_BACKWARD, forward_backward, self.name())
         build.after_update.append(after_update)
         return Change(
-            f"micro-batches from {state.rows} rows up to {rows}, while a step is foreseen to fill at most {self.target:.0%} of the memory",
+            f"micro-batches from {state.rows} rows up to {rows}, while a step is foreseen to fill at most {self.target:.0%} of the memory; the plan is for the first size",
             build.accumulation,
         )
 

@@ -13,7 +13,7 @@ FURTHER: list[tuple[str, dict[str, Any]]] = [
     ("efficient_attention", {"kernel": "blocks"}),
     ("gradient_accumulation", {"steps": 3}),
     ("length_curriculum", {"schedule": "root", "keep": "rows"}),
-    ("length_curriculum", {"schedule": "steps"}),
+    ("length_curriculum", {"schedule": "linear"}),
     ("mixed_precision", {"mode": "bf16_weights"}),
     ("mixed_precision", {"mode": "fp32"}),
     ("regularized_loss", {"label_smoothing": 0.1, "z": 0.0}),
