@@ -19,8 +19,8 @@ from typing import Any
 
 CONTENDERS = {
     "fixed": "{}",
-    "linear": "{until: UNTIL}",
-    "steps": "{until: UNTIL, schedule: steps}",
+    "steps": "{until: UNTIL}",
+    "linear": "{until: UNTIL, schedule: linear}",
 }
 
 

@@ -95,21 +95,25 @@ def from_file(path: Path, rows: Rows) -> np.ndarray:
     try:
         found = _read(path)
     except OSError as error:
-        raise DataError(f"scores {path}: cannot be read ({error.strerror or error})") from None
+        raise DataError(
+            f"techniques.difficulty_curriculum.scores: {path}: cannot be read ({error.strerror or error})"
+        ) from None
     if found.ndim != 1 or not np.isfinite(found).all():
         bad = (
             f"line {int(np.argmin(np.isfinite(found))) + 1} is no finite number"
             if found.ndim == 1
             else f"has shape {found.shape}"
         )
-        raise DataError(f"scores {path}: {bad}; write one finite number for each document or row")
+        raise DataError(
+            f"techniques.difficulty_curriculum.scores: {path}: {bad}; write one finite number for each document or row"
+        )
     documents = len(rows.tokens.ends)
     if len(found) == documents:
         return _of_documents(rows, found)
     if len(found) == len(rows):
         return found
     raise DataError(
-        f"scores {path}: holds {len(found):,} numbers, but there are {documents:,} training documents (those held out for validation "
+        f"techniques.difficulty_curriculum.scores: {path}: holds {len(found):,} numbers, but there are {documents:,} training documents (those held out for validation "
         f"and those left out are not counted: see data.json of a run) and {len(rows):,} rows; write one for each of either"
     )
 
@@ -119,9 +123,13 @@ def _read(path: Path) -> np.ndarray:
         try:
             return np.asarray(np.load(path, allow_pickle=False), np.float64)
         except (ValueError, EOFError) as error:
-            raise DataError(f"scores {path}: no NumPy array of numbers ({str(error).splitlines()[0]})") from None
+            raise DataError(
+                f"techniques.difficulty_curriculum.scores: {path}: no NumPy array of numbers ({str(error).splitlines()[0]})"
+            ) from None
     if path.suffix not in (".txt", ".jsonl"):
-        raise DataError(f"scores {path}: preheat reads .npy, .txt and .jsonl; rename or convert the file")
+        raise DataError(
+            f"techniques.difficulty_curriculum.scores: {path}: preheat reads .npy, .txt and .jsonl; rename or convert the file"
+        )
     made = []
     for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), 1):
         if not line.strip():
@@ -131,6 +139,6 @@ def _read(path: Path) -> np.ndarray:
             made.append(float(value["score"] if isinstance(value, dict) else value))
         except (ValueError, KeyError, TypeError):
             raise DataError(
-                f"scores {path}:{number}: {line.strip()[:60]!r} is no score; write a number or an object with a score"
+                f"techniques.difficulty_curriculum.scores: {path}:{number}: {line.strip()[:60]!r} is no score; write a number or an object with a score"
             ) from None
     return np.array(made, np.float64)

@@ -68,10 +68,13 @@ def batches(
         >>> len(step), step[0].tokens.shape  # doctest: +SKIP
         (4, torch.Size([8, 256]))
     """
-    shapes = functools.partial(map, shape)
+
+    def shapes() -> Iterator[Shape]:
+        return map(shape, itertools.count(step))
+
     if isinstance(rows, StreamRows):
         with _Loader(_Stream(rows, committed), None, min(workers, 1), prefetch, False) as stream:
-            for now in shapes(itertools.count(step)):
+            for now in shapes():
                 read = [_unless_error(next(stream)) for _ in range(samples_of(now, rows.length))]
                 whole = dict(read)
                 parts = _parts(list(whole), now, rows.length)
@@ -81,11 +84,11 @@ def batches(
     order = sample_order(rows, seed, committed) if order is None else order
     keys = (
         part
-        for now in shapes(itertools.count(step))
+        for now in shapes()
         for part in _parts(list(itertools.islice(order, samples_of(now, rows.length))), now, rows.length)
     )
     with _Loader(_Keyed(rows), keys, workers, prefetch, pin) as loaded:
-        for now in shapes(itertools.count(step)):
+        for now in shapes():
             yield [next(loaded) for _ in range(-(-now.rows // now.micro))]
 
 

@@ -17,6 +17,7 @@ from preheat.technique import Device
 __all__ = [
     "begin_peak",
     "can_begin_peak",
+    "give_back",
     "keep_heap",
     "parse_memory",
     "peak_bytes",
@@ -163,14 +164,31 @@ def keep_heap() -> bool:
     in the next: thousands of page faults a step. A run's high-water mark stays what it was. Blocks of 32 MiB and more,
     glibc's own limit, are still mapped one by one. `planning/allocator.py` models just this.
     """
-    if sys.platform != "linux" or platform.libc_ver()[0] != "glibc":
+    if not give_back("cpu"):
         return False
     import ctypes
 
     libc = ctypes.CDLL(None)
-    libc.malloc_trim(0)
     never = -1
     return bool(libc.mallopt(_M_MMAP_THRESHOLD, 32 << 20) and libc.mallopt(_M_TRIM_THRESHOLD, never))
+
+
+def give_back(kind: str) -> bool:
+    """Gives what this process holds but does not use back to the system; `kind` is cpu or cuda. False with another C library than glibc.
+
+    For when the shapes of tensors change: what is free lies in holes that the new ones do not fit into.
+    """
+    if kind == "cuda":
+        import torch
+
+        torch.cuda.empty_cache()
+        return True
+    if sys.platform != "linux" or platform.libc_ver()[0] != "glibc":
+        return False
+    import ctypes
+
+    ctypes.CDLL(None).malloc_trim(0)
+    return True
 
 
 def reset_peak(kind: str = "cpu") -> bool:

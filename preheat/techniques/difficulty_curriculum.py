@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from preheat.errors import DataError, RunError
+from preheat.errors import DataError, RecipeError, RunError
 from preheat.recipe import Bound, Share
 from preheat.technique import Build, Change, Context, Slot, Stage, Technique
 
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from preheat.data.packing import Rows
 
 __all__ = ["DifficultyCurriculum", "competence", "losses_of", "order_by_difficulty"]
+
+_MODEL = "techniques.difficulty_curriculum.model"
 
 
 def competence(progress: float, *, start: float, until: float, curve: Literal["root", "linear"] = "root") -> float:
@@ -104,6 +106,8 @@ def losses_of(folder: Path, rows: Rows, *, device: str = "cpu", micro: int = 8, 
     from preheat.data.sources import digest
     from preheat.models.weights import WeightSource
 
+    if not (folder / "config.json").is_file():
+        raise RecipeError(f"{_MODEL}: {folder} has no config.json; name the folder of a Hugging Face model")
     source = WeightSource(folder)
     content = [hashlib.blake2b(np.ascontiguousarray(a).tobytes()).hexdigest() for a in (rows.tokens.ids, rows.tokens.ends)]
     config = (folder / "config.json").read_text(encoding="utf-8")
@@ -132,13 +136,12 @@ def _losses(folder: Path, source: Any, rows: Rows, device: str, micro: int) -> n
     facts, largest = adapter.facts(config), int(np.max(rows.tokens.ids, initial=0))
     if largest >= facts.vocabulary:
         raise DataError(
-            f"techniques.difficulty_curriculum.model: {folder} has {facts.vocabulary:,} pieces but the data has piece number {largest:,}; "
+            f"{_MODEL}: {folder} has {facts.vocabulary:,} pieces but the data has piece number {largest:,}; "
             "name a model with the data's tokenizer"
         )
     if facts.positions and facts.positions < rows.length:
         raise DataError(
-            f"techniques.difficulty_curriculum.model: {folder} has {facts.positions} positions but rows have {rows.length} tokens; "
-            "name a model with more"
+            f"{_MODEL}: {folder} has {facts.positions} positions but rows have {rows.length} tokens; name a model with more"
         )
     model = adapter.build_on_meta(config)
     materialize(model, torch.device(device))
@@ -202,10 +205,6 @@ class DifficultyCurriculum(Technique):
         stated = [name for name in ("by", "scores", "model") if getattr(self, name) is not None]
         if len(stated) > 1:
             why.append(f"{stated[0]}: and {stated[1]} both say what is hard; state one")
-        if self.scores is not None and not Path(self.scores).is_file():
-            why.append(f"scores: {self.scores} is no file; name a .npy, .txt or .jsonl file")
-        if self.model is not None and not (Path(self.model) / "config.json").is_file():
-            why.append(f"model: {self.model} has no config.json; name the folder of a Hugging Face model")
         if context.recipe.data.streaming:
             why.append("by: rows that are read while training cannot be ranked before; set data.streaming: false")
         if self.start == 1 or self.until == 0:

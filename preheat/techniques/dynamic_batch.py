@@ -172,7 +172,7 @@ class DynamicBatch(Technique):
         return replace(self, start=next(fits, every[-1]))
 
     def apply(self, build: Build, part: Any) -> Change:
-        from preheat.hardware.probe import begin_peak, peak_bytes, resident_bytes
+        from preheat.hardware.probe import begin_peak, give_back, peak_bytes, resident_bytes
 
         rows, kind = build.recipe.batch.size, build.device.kind
         first = rows if self.start == "auto" else int(self.start)
@@ -204,6 +204,7 @@ class DynamicBatch(Technique):
             peak, before = peak_bytes(kind, since_begun=True), state.rows
             why = state.decide(peak)
             if why:
+                give_back(kind)
                 build.events.append(
                     {"kind": "micro_batch", "step": build.step + 1, "rows": state.rows, "was": before, "why": why}
                 )
@@ -211,7 +212,7 @@ class DynamicBatch(Technique):
         build.own(Slot.FORWARD_BACKWARD, forward_backward, self.name())
         build.after_update.append(after_update)
         return Change(
-            f"micro-batches from {state.rows} rows up to {rows}, while a step is foreseen to fill at most {self.target:.0%} of the memory",
+            f"micro-batches from {state.rows} rows up to {rows}, while a step is foreseen to fill at most {self.target:.0%} of the memory; the plan is for the first size",
             build.accumulation,
         )
 

@@ -21,7 +21,7 @@ from preheat.engine import checkpoint
 from preheat.engine.evaluate import evaluate
 from preheat.engine.step import gradients, update
 from preheat.errors import RunError
-from preheat.hardware.probe import peak_bytes, resident_bytes
+from preheat.hardware.probe import give_back, peak_bytes, resident_bytes
 from preheat.models import adapter
 from preheat.recipe import Recipe
 from preheat.technique import Batch, Shape, Slot, Tag
@@ -78,6 +78,7 @@ class _Loop:
         self.loss = math.nan
         self.saved_at = -1 if self.progress.step == 0 else self.progress.step
         self.evaluated: tuple[int, float] | None = None
+        self.shape: Shape | None = None
 
     def run(self) -> dict[str, Any]:
         data, watch = self.session.data, self.watch
@@ -89,9 +90,9 @@ class _Loop:
                     data.train,
                     seed=self.recipe.seed,
                     committed=self.progress.samples,
-                    shape=self._shape,
+                    shape=self.session.shape,
                     step=self.progress.step,
-                    order=self._order(),
+                    order=self.session.order,
                     workers=self.recipe.data.workers,
                     prefetch=self.recipe.data.prefetch,
                     pin=self.build.torch_device.type == "cuda",
@@ -113,23 +114,6 @@ class _Loop:
                 self._save()
         return self._finish(signals.received)
 
-    def _shape(self, step: int) -> Shape:
-        """What step number `step`, from 0, reads: a pure function, so that any session reads the same."""
-        total = self.session.total
-        return self.build.slot(Slot.BATCH_SHAPE)(step / total if total else 0.0)
-
-    def _samples_of(self, step: int) -> int:
-        return samples_of(self._shape(step), self.recipe.batch.length)
-
-    def _order(self) -> Any:
-        """Rows of the data from here to the end of the run, and on."""
-        total, whole = self.session.total, None
-        if total is not None:
-            first, last = self._samples_of(0), self._samples_of(total)
-            whole = last * total if first == last else sum(map(self._samples_of, range(total)))
-        order = self.build.slot(Slot.SAMPLE_ORDER)
-        return order(self.session.data.train, self.recipe.seed, self.progress.samples, whole)
-
     def _finished(self) -> bool:
         stop, total = self.recipe.stop, self.session.total
         if total is not None and self.progress.step >= total:
@@ -139,6 +123,10 @@ class _Loop:
     def _step(self, stream: Any) -> None:
         begun = time.perf_counter()
         batch: list[Batch] = next(stream)
+        shape = self.session.shape(self.progress.step)
+        if self.shape not in (None, shape):
+            give_back(self.build.device.kind)
+        self.shape = shape
         lr = self.session.peak_lr * share_of_peak(self.recipe.schedule, self.progress.step, self.session.total)
         loss = gradients(self.build, batch, lr)
         stats = update(self.build, lr)
@@ -155,7 +143,7 @@ class _Loop:
             self._refuse(mean, norm, batch, lr)
         seconds = time.perf_counter() - begun
         p = self.progress
-        p.samples += self._samples_of(p.step)
+        p.samples += samples_of(shape, self.recipe.batch.length)
         p.step += 1
         tokens = sum(b.tokens.numel() for b in batch)
         p.tokens += tokens

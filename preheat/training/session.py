@@ -9,6 +9,7 @@ import os
 import platform
 import shutil
 import sys
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from preheat.models import adapter
 from preheat.planning.plan import plan, settled, steps_of
 from preheat.recipe import Recipe
 from preheat.run import Writer
-from preheat.technique import Build, Device
+from preheat.technique import Build, Device, Shape, Slot
 from preheat.training.watch import Watch
 
 __all__ = ["Session", "open_session", "plan_here", "resolve", "rows_of", "settle", "vocabulary_of"]
@@ -43,6 +44,10 @@ class Session:
     progress: checkpoint.Progress
     total: int | None
     """Optimizer steps of the whole run; None: until the clock says so."""
+    shape: Callable[[int], Shape]
+    """What a step, counted from 0, reads: a pure function, so that any session reads the same."""
+    order: Iterator[int]
+    """Rows of the data, by number, from where the run stands."""
     peak_lr: float
     imports: int
     """Bytes that the process held before the build."""
@@ -88,7 +93,7 @@ def plan_here(recipe: Recipe) -> dict[str, Any]:
     from preheat.hardware.calibrate import rates
 
     device, threads = resolve(recipe)
-    how = {
+    how: dict[str, Any] = {
         "vocabulary": vocabulary_of(recipe),
         "device": device,
         "rates": rates(device, threads),
@@ -132,7 +137,7 @@ def open_session(recipe: Recipe, out: Path, *, resume: bool, watch: Watch, force
     import torch.distributed.checkpoint  # noqa: F401  # so that the imports' memory is known before the build
 
     rows = len(data.train) if hasattr(data.train, "__len__") else None
-    how = {"vocabulary": len(data.tokenizer), "device": device, "rates": measured, "in_use": _in_use(device)}
+    how: dict[str, Any] = {"vocabulary": len(data.tokenizer), "device": device, "rates": measured, "in_use": _in_use(device)}
     # The run keeps the recipe as it was written: what a dry run chooses may differ where the run is resumed.
     chosen = settled(recipe, **how)
     expected = plan(chosen, rows=rows, **how)
@@ -155,6 +160,9 @@ def open_session(recipe: Recipe, out: Path, *, resume: bool, watch: Watch, force
             data.tokenizer.save_pretrained(out / "tokenizer")
             writer.json("changes.json", {name: [asdict(c) for c in changes] for name, changes in made.changes.items()})
             writer.json("data.json", {"source": data.source, "counts": data.counts, "fingerprint": data.fingerprint})
+        total = steps_of(recipe, rows)
+        shape = _shape(made, total)
+        order = _order(made, data.train, progress.samples, shape, total)
         writer.json("plan.json", expected)
         writer.json("environment.json", _environment(device, threads))
         writer.text("recipe.yaml", recipes.dump(recipe))  # last: a folder with a recipe is a run
@@ -164,7 +172,24 @@ def open_session(recipe: Recipe, out: Path, *, resume: bool, watch: Watch, force
         if not resume and not (out / "recipe.yaml").exists():
             _remove_empty_run(out)
         raise
-    return Session(recipe, made, data, writer, expected, progress, steps_of(recipe, rows), peak_learning_rate(made), imports)
+    return Session(recipe, made, data, writer, expected, progress, total, shape, order, peak_learning_rate(made), imports)
+
+
+def _shape(made: Build, total: int | None) -> Callable[[int], Shape]:
+    return lambda step: made.slot(Slot.BATCH_SHAPE)(step / total if total else 0.0)
+
+
+def _order(made: Build, rows: Any, committed: int, shape: Callable[[int], Shape], total: int | None) -> Iterator[int]:
+    """The order of rows by the build's slot; made here, before the folder is a run, since scores may be wrong."""
+    from preheat.data.loader import samples_of
+
+    def samples(step: int) -> int:
+        return samples_of(shape(step), made.recipe.batch.length)
+
+    whole = None
+    if total is not None:  # steps take as many samples each, but where the shape changes them: then they are added up
+        whole = samples(0) * total if samples(0) == samples(total) else sum(map(samples, range(total)))
+    return made.slot(Slot.SAMPLE_ORDER)(rows, made.recipe.seed, committed, whole)
 
 
 def _remove_empty_run(out: Path) -> None:

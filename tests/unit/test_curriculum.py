@@ -74,7 +74,7 @@ def test_every_token_is_trained_once_while_the_length_grows_and_any_session_read
     total = len(rows) // 4  # steps of 4 rows: no more than one pass
 
     def shape(step: int) -> Shape:
-        length = length_at(step / total, start=3, full=12, until=0.7, multiple=1)
+        length = length_at(step / total, start=3, full=12, until=0.7, schedule="linear", multiple=1)
         return shape_at(length, rows=4, micro=2, full=12)
 
     assert len({shape(n).length for n in range(total)}) > 6, "lengths that divide 12 and that do not"
@@ -143,7 +143,6 @@ def test_the_plan_sees_the_longest_rows() -> None:
         ("{length_curriculum: {keep: rows}}", "stop.tokens=4000", "use stop.steps"),
         ("{length_curriculum: {}}", "data.packing=whole", "part completions from their prompts"),
         ("{length_curriculum: {}}", "data.source=docstrings", "part completions from their prompts"),
-        ("{difficulty_curriculum: {scores: no-such.txt}}", "", "is no file"),
         ("{difficulty_curriculum: {model: no-such, by: length}}", "", "state one"),
         ("{difficulty_curriculum: {start: 1.0}}", "", "all rows are drawn from the beginning"),
         ("{difficulty_curriculum: {}}", "data.streaming=true", "cannot be ranked"),
@@ -211,6 +210,8 @@ def test_scores_from_a_file(tmp_path: Path) -> None:
     lengths = np.diff(rows.tokens.ends, prepend=0)
     np.save(tmp_path / "documents.npy", lengths)
     assert from_file(tmp_path / "documents.npy", rows) == pytest.approx(by_length(rows))
+    with pytest.raises(DataError, match=r"none.txt: cannot be read \(No such file"):
+        from_file(tmp_path / "none.txt", rows)
     bad = {
         "few.txt": ("1\n2\n", r"holds 2 numbers, but there are 60 training documents .* and \d+ rows"),
         "words.txt": ("1\neasy\n", r"words.txt:2: 'easy' is no score"),
@@ -243,6 +244,8 @@ def test_the_loss_of_a_small_model_is_that_of_transformers_and_is_kept(tmp_path:
     monkeypatch.setattr(difficulty_curriculum, "_losses", None)  # a second time nothing is computed
     assert (losses_of(tmp_path / "small", rows, cache=tmp_path / "cache") == found).all()
     monkeypatch.undo()
+    with pytest.raises(RecipeError, match=r"none has no config\.json"):
+        losses_of(tmp_path / "none", rows)
     rows.tokens.ids[5] = 64
     with pytest.raises(DataError, match="64 pieces but the data has piece number 64"):
         losses_of(tmp_path / "small", rows, cache=tmp_path / "cache")
@@ -381,8 +384,8 @@ def logged(run: Path, key: str = "loss") -> dict[int, float]:
 @pytest.mark.parametrize(
     ("techniques", "workers"),
     [
-        ("{length_curriculum: {until: 0.6}}", 0),
-        ("{length_curriculum: {until: 0.6, keep: rows, schedule: steps}}", 0),
+        ("{length_curriculum: {until: 0.6, schedule: linear}}", 0),
+        ("{length_curriculum: {until: 0.6, keep: rows}}", 0),
         ("{difficulty_curriculum: {}}", 0),
         ("{dynamic_batch: {start: 1, every: 3}}", 0),
         ("{length_curriculum: {until: 0.3}, difficulty_curriculum: {by: length}, dynamic_batch: {start: 1, every: 3}}", 2),
@@ -406,7 +409,7 @@ def test_ended_in_the_middle_and_resumed_every_loss_is_the_same(
     grown = [(e["step"], e["was"], e["rows"]) for e in events if e["kind"] == "micro_batch"]
     if "length" in techniques:
         assert (lengths[1], lengths[14]) == (8, 32)
-        assert len(set(lengths.values())) > 2 or "steps" in techniques
+        assert sorted(set(lengths.values())) == ([8, 16, 24, 32] if "linear" in techniques else [8, 16, 32])
     if "dynamic" in techniques:
         # With the curriculum the step after three is not yet of full rows, so the first look is later.
         assert [(was, rows) for _, was, rows in grown] == [(1, 2), (2, 4)]
@@ -426,6 +429,10 @@ def test_scores_that_changed_refuse_to_resume(text: str, tmp_path: Path) -> None
     scores.write_text("\n".join(map(str, range(documents, 0, -1))))
     with pytest.raises(RunError, match="rank otherwise"):
         training.train(recipe, out=tmp_path / "run", resume=True)
+    scores.write_text("1\n")
+    with pytest.raises(DataError, match="holds 1 numbers"):
+        training.train(recipe, out=tmp_path / "other")
+    assert not (tmp_path / "other").exists()
 
 
 def test_the_build_takes_its_micro_batches_from_both_techniques() -> None:
