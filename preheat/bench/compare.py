@@ -164,7 +164,7 @@ def _plans(contenders: Sequence[Contender]) -> list[dict[str, Any] | None]:
     return plans
 
 
-def _turn(c: Contender, steps: int, gradient: Path | None, folder: Path) -> None:
+def _turn(c: Contender, steps: int, gradient: Path | None, folder: Path, seconds: float | None = None) -> None:
     job, result = folder / "job.json", folder / "result.json"
     result.unlink(missing_ok=True)
     values = {
@@ -172,6 +172,7 @@ def _turn(c: Contender, steps: int, gradient: Path | None, folder: Path) -> None
         "steps": steps,
         "gradient": str(gradient) if gradient else None,
         "result": str(result),
+        "seconds": seconds,
     }
     job.write_text(json.dumps(values), encoding="utf-8")
     command = [sys.executable, "-m", "preheat.bench.worker", str(job)]

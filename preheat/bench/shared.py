@@ -39,7 +39,7 @@ def with_and_without_zero(
     recipe = dataclasses.replace(plain, batch=Batch(size=rows, length=wish.seq_len))
     flash = {"efficient_attention": registry()["efficient_attention"](kernel="flash")}  # type: ignore[call-arg]
     one = plan_here(dataclasses.replace(plain, techniques=flash))
-    names = (f"{PROCESSES} processes", f"{PROCESSES} processes, zero stage {wish.zero_stage}")
+    names = (f"{PROCESSES} processes", f"zero, stage {wish.zero_stage}")
     made: list[dict[str, Any]] = [
         {"name": name, "against": names[0], "predicted": None, "not_run": "", "changes": {}} for name in names
     ]
@@ -55,7 +55,12 @@ def with_and_without_zero(
         if not why:
             say(f"{row['name']}: {steps} steps")
             job = {"recipe": dump(recipe), "steps": steps, "world": PROCESSES, "stage": stage, "offload": wish.cpu_offload}
+            job["seconds"] = max(left / 2 - STARTUP, LEAST / 2)
             row |= _several(job)
+    common = min((len(row["losses"]) for row in made if "losses" in row), default=0)
+    for row in made:
+        if "losses" in row:
+            row["loss"] = row.pop("losses")[common - 1]  # of the last step that both took
     compare(made)
     return made, steps
 
@@ -88,7 +93,7 @@ def _several(job: dict[str, Any]) -> dict[str, Any]:
     return {
         "tokens_per_second": first["tokens"] / median(first["seconds"][1:]),
         "peak_gib": max(f["peak_gib"] for f in found),
-        "loss": first["losses"][-1],
+        "losses": first["losses"],
         "gradient_cosine": None,
         "optimizer_gib": max(f["optimizer_gib"] for f in found),
         "changes": {
@@ -165,6 +170,10 @@ def take_steps(job: dict[str, Any], rank: int) -> dict[str, Any]:
             dist.all_reduce(mean)
             losses.append(float(mean))
             seconds.append(time.perf_counter() - begun)
+            late = torch.tensor(float(len(seconds) > 1 and sum(seconds) > job["seconds"]))
+            dist.all_reduce(late)  # all end together
+            if late:
+                break
     kept = optimizer.state_bytes() if stage else sum(t.nbytes for s in optimizer.state.values() for t in s.values())
     peak = max(peak_resident_bytes() - imports, 0)
     dist.destroy_process_group()

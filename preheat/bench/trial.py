@@ -179,7 +179,7 @@ def trial(wish: Wish, say: Callable[[str], None] = lambda words: None) -> dict[s
         _plan(group)
         kept = 2 * STARTUP + LEAST if zero else 0.0
         steps = _steps(group, limit - (time.monotonic() - begun) - kept)
-        rows += _run(group, steps, say)
+        rows += _run(group, steps, begun + limit - kept, say)
     if zero:
         from preheat.bench.shared import with_and_without_zero
 
@@ -234,15 +234,20 @@ def _steps(group: _Group, left: float) -> int:
     return 2
 
 
-def _run(group: _Group, steps: int, say: Callable[[str], None]) -> list[dict[str, Any]]:
+def _run(group: _Group, steps: int, until: float, say: Callable[[str], None]) -> list[dict[str, Any]]:
+    """Runs the contenders one after the other until about that moment: on a busy machine each takes fewer steps, two at least."""
     with tempfile.TemporaryDirectory() as folder:
+        left = sum(not c.failed for c in group.contenders)
         for number, c in enumerate(group.contenders):
             if not c.failed:
                 say(f"{c.name}: {steps} steps")
-                _turn(c, steps, Path(folder) / f"{number}.safetensors", Path(folder))
+                seconds = max((until - time.monotonic()) / left - STARTUP, LEAST / left)
+                _turn(c, steps, Path(folder) / f"{number}.safetensors", Path(folder), seconds)
+                left -= 1
         files = [Path(folder) / f"{number}.safetensors" for number in range(len(group.contenders))]
         cosines = [_cosine(files[0], file) for file in files]
     rows: list[dict[str, Any]] = []
+    common = min((len(turn["losses"]) for c in group.contenders for turn in c.turns), default=0)
     for c, plan, cosine in zip(group.contenders, group.plans, cosines, strict=True):
         row: dict[str, Any] = {
             "name": c.name,
@@ -255,7 +260,7 @@ def _run(group: _Group, steps: int, say: Callable[[str], None]) -> list[dict[str
             row |= {
                 "tokens_per_second": turn["tokens"] / median(turn["seconds"][1:]),
                 "peak_gib": turn["peak_gib"],
-                "loss": turn["losses"][-1],
+                "loss": turn["losses"][common - 1],  # of the last step that all took
                 "gradient_cosine": cosine,
                 "changes": turn["changes"],
             }
@@ -341,8 +346,12 @@ def _gpu(wish: Wish, group: _Group | None, plain: Recipe) -> tuple[dict[str, flo
         one = sum(at[k] for k in ("optimizer", "gradients", "parameters"))
         eight = sum(at[k] / (8 if k in shared else 1) for k in ("optimizer", "gradients", "parameters"))
         words.append(
-            f"dry run: weights, gradients and states take {one / GIB:.2f} GiB of a GPU alone, {eight / GIB:.2f} GiB of each of 8 GPUs with ZeRO stage {wish.zero_stage}"
+            f"dry run: weights, gradients and states take {_size(one)} of a GPU alone, {_size(eight)} of each of 8 GPUs with ZeRO stage {wish.zero_stage}"
         )
         if wish.cpu_offload:
-            words.append(f"dry run: offloading the states would free {at['optimizer'] / GIB:.2f} GiB of a single GPU")
+            words.append(f"dry run: offloading the states would free {_size(at['optimizer'])} of a single GPU")
     return found, words
+
+
+def _size(count: float) -> str:
+    return f"{count / GIB:.2f} GiB" if count >= GIB else f"{count / 2**20:.0f} MiB"

@@ -1,6 +1,7 @@
 """One contender's turn: `python -m preheat.bench.worker JOB.json` trains a few steps and writes what it measured as JSON.
 
-A job: {recipe: YAML text, steps, gradient: file for a sample of the first step's gradients, or null, result: file for the figures}.
+A job: {recipe: YAML text, steps, gradient: file for a sample of the first step's gradients, or null, result: file for the figures,
+seconds: after which no further step is begun, or null}.
 """
 
 from __future__ import annotations
@@ -79,6 +80,8 @@ def take_steps(job: dict[str, Any]) -> dict[str, Any]:
             losses.append(mean if finite else float("nan"))
             tokens.append(sum(b.tokens.numel() for b in batch))
             startup = startup or time.perf_counter() - _BEGUN - paused
+            if step and job.get("seconds") and sum(seconds) > job["seconds"]:  # two at least
+                break
     peak = max(peak_bytes(device.kind) - imports, 0)
     return {
         "seconds": seconds,

@@ -61,7 +61,7 @@ def try_(
     from contextlib import nullcontext
 
     from preheat.bench.trial import Wish, trial
-    from preheat.cli.show import console, emit
+    from preheat.cli.show import console, emit, memory, rate
 
     names = technique.replace("-", "_")
     wish = Wish(
@@ -87,6 +87,18 @@ def try_(
         soft_wrap=True,
     )
     screen.print(_table(made))
+    screen.print(
+        "times: without it; cosine: of the first gradients; on a GPU: tensors of a step there, by the dry run",
+        style="dim",
+        soft_wrap=True,
+    )
+    for row in made["rows"]:
+        if row["predicted"] and row["not_run"]:
+            expected = row["predicted"]
+            screen.print(
+                f"- {row['name']}: predicted here {rate(expected['tokens_per_second'])} tokens/s in {memory(expected['peak_gib'])}",
+                soft_wrap=True,
+            )
     for words in made["words"]:
         screen.print(f"- {words}", soft_wrap=True)
     for words in made["notes"]:
@@ -98,28 +110,22 @@ def _table(made: dict[str, Any]) -> Any:
 
     from preheat.cli.show import memory, rate
 
-    table = Table("contender", box=None, pad_edge=False)
-    for title in ("tokens/s", "times without", "peak", "states", "loss", "cosine", "predicted", "on a GPU (tensors)"):
-        table.add_column(title, justify="right")
+    zero = any("optimizer_gib" in row for row in made["rows"])
+    titles = ["contender", "tokens/s", "times", "peak", "loss", "cosine", *(["states"] if zero else []), "on a GPU"]
+    table = Table(box=None, pad_edge=False)
+    for title in titles:
+        table.add_column(title, justify="left" if title == "contender" else "right", no_wrap=True)
     for row in made["rows"]:
         on_gpu = made["gpu"].get(row["name"])
-        expected = (
-            f"{rate(row['predicted']['tokens_per_second'])}, {memory(row['predicted']['peak_gib'])}"
-            if row["predicted"]
-            else "-"
-        )
-        ends = (expected, "-" if on_gpu is None else memory(on_gpu))
-        if "tokens_per_second" not in row:
-            table.add_row(row["name"], "not run", *["-"] * 5, *ends)
-            continue
-        table.add_row(
-            row["name"],
-            rate(row["tokens_per_second"]),
-            "-" if row["ratio"] is None else f"{row['ratio']:.2f}",
-            memory(row["peak_gib"]),
-            memory(row["optimizer_gib"]) if "optimizer_gib" in row else "-",
-            f"{row['loss']:.3f}",
-            "-" if row["gradient_cosine"] is None else f"{row['gradient_cosine']:.6f}",
-            *ends,
-        )
+        cells = ["not run", "-", "-", "-", "-", "-"]
+        if "tokens_per_second" in row:
+            cells = [
+                rate(row["tokens_per_second"]),
+                "-" if row["ratio"] is None else f"{row['ratio']:.2f}",
+                memory(row["peak_gib"]),
+                f"{row['loss']:.3f}",
+                "-" if row["gradient_cosine"] is None else f"{row['gradient_cosine']:.6f}",
+                memory(row["optimizer_gib"]) if "optimizer_gib" in row else "-",
+            ]
+        table.add_row(row["name"], *(cells if zero else cells[:-1]), "-" if on_gpu is None else memory(on_gpu))
     return table

@@ -80,7 +80,7 @@ class ZeROAdamW(torch.optim.Optimizer):
             next(iter(listed[0]["params"] if isinstance(listed[0], dict) else listed)).device.type == "cpu" if listed else True
         )
         if self.world == 1:
-            _say(f"ZeRO stage {stage} on one process: nothing is sharded, this is AdamW; start several with torchrun")
+            _say("ZeRO on one process: nothing is sharded, this is AdamW; start several with torchrun")
         if cpu_offload and on_host:
             _say("cpu_offload: the parameters are on the CPU already, so it changes nothing")
         self.offload = cpu_offload and not on_host

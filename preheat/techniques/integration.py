@@ -83,9 +83,10 @@ def integration_example(
     def attention() -> torch.nn.Module:
         if not use_efficient_attention:
             return PlainAttention(dim, num_heads)
-        from preheat.techniques.efficient_attention import EfficientAttention
+        from preheat.techniques import efficient_attention
 
-        return EfficientAttention(dim, num_heads, dropout=0.0, causal=True, memory_efficient=True)  # type: ignore[call-arg]
+        module: Any = efficient_attention.EfficientAttention
+        return module(dim, num_heads, dropout=0.0, causal=True, memory_efficient=True)
 
     model = Decoder(vocabulary=256, dim=dim, num_layers=num_layers, length=length, attention=attention).to(device)
     parameters = sum(p.numel() for p in model.parameters())

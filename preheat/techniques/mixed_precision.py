@@ -192,8 +192,8 @@ class MixedPrecision(Technique):
     mode: Literal["fp32", "bf16", "bf16_weights", "bf16_master", "fp16", "fp16_master"] = "bf16"
     """fp32: no mixing; bf16, fp16: fp32 weights under autocast; bf16_weights: weights in bf16 with stochastic rounding;
     bf16_master, fp16_master: half weights with fp32 masters in the optimizer."""
-    keep_fp32: tuple[str, ...] = ()
-    """Regular expressions of module names that compute in fp32 all the same, e.g. [norm, router, lm_head]."""
+    keep_fp32: str | tuple[str, ...] = ()
+    """Regular expressions (one, or a list) of module names that compute in fp32 all the same, e.g. [norm, router, lm_head]."""
     loss_scale: Positive = 65536.0
     """fp16 modes: the loss scale at the start."""
     growth_interval: Annotated[int, Bound(1)] = 2000
@@ -207,9 +207,13 @@ class MixedPrecision(Technique):
             return self.provides - {Tag("bf16-compute")}
         return frozenset({Tag("bf16-compute")} if self.mode != "fp32" else ())
 
+    @property
+    def _patterns(self) -> tuple[str, ...]:
+        return (self.keep_fp32,) if isinstance(self.keep_fp32, str) else self.keep_fp32
+
     def check(self, context: Context) -> list[str]:
         why = []
-        for pattern in self.keep_fp32:
+        for pattern in self._patterns:
             try:
                 re.compile(pattern)
             except re.error as error:
@@ -259,15 +263,15 @@ class MixedPrecision(Technique):
 
         from preheat.models.adapter import head
 
-        for pattern in self.keep_fp32:
+        for pattern in self._patterns:
             if not any(name and re.search(pattern, name) for name, _ in part.named_modules()):
                 raise RecipeError(f"techniques.{self.name()}.keep_fp32: {pattern!r} matches no module of the model")
-        if not self.keep_fp32:
+        if not self._patterns:
             return []
         last = head(part)
-        kept = keep_in_fp32(part, self.keep_fp32, back_to=back_to, last=[last])
+        kept = keep_in_fp32(part, self._patterns, back_to=back_to, last=[last])
         names = [name for name, module in part.named_modules() if module is last]
-        if any(re.search(pattern, name) for pattern in self.keep_fp32 for name in names):
+        if any(re.search(pattern, name) for pattern in self._patterns for name in names):
             build.head_dtype = torch.float32
         return kept
 

@@ -44,15 +44,15 @@ def test_what_cannot_be_tried_is_said(preheat: Command) -> None:
         assert words in preheat("try", *arguments, code=2)[1]
 
 
-def test_a_run_goes_on_after_an_overflow_and_resumes_its_scale(preheat: Command) -> None:
+def test_a_run_goes_on_after_an_overflow_and_keeps_its_scale(preheat: Command) -> None:
     fp16 = "techniques={mixed_precision: {mode: fp16, loss_scale: 1.0e+9}}"
-    made = preheat.json("train", "r.yaml", "--set", fp16, "--set", "stop.steps=16", "--out", "whole")
+    made = preheat.json("train", "r.yaml", "--set", fp16, "--set", "stop.steps=24", "--out", "whole")
     events = [json.loads(line) for line in (preheat.folder / "whole" / "events.jsonl").read_text().splitlines()]
     overflows = [e["step"] for e in events if e["kind"] == "overflow"]
-    assert made["steps"] == 16
-    assert overflows == list(range(1, len(overflows) + 1)), "one after the other until the scale serves"
-    assert 3 < len(overflows) < 16
-    state = json.loads((preheat.folder / "whole" / "checkpoints" / "step-16" / "state.json").read_text())
+    assert made["steps"] == 24
+    assert overflows[:5] == [1, 2, 3, 4, 5]
+    assert len(overflows) < 20, "until the scale serves"
+    state = json.loads((preheat.folder / "whole" / "checkpoints" / "step-24" / "state.json").read_text())
     assert state["build"]["mixed_precision"]["scale"] == 1e9 / 2 ** len(overflows)
 
 
