@@ -9,10 +9,8 @@ gradients included. High water: what the kernel says that a process of its own h
 from __future__ import annotations
 
 import argparse
-import json
+import multiprocessing
 import resource
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,7 +24,7 @@ from preheat.ops.attention_patterns import in_shifted_groups
 from preheat.planning.observe import Recorder, _replay
 from preheat.technique import MaskSpec
 
-HEADS, DIM = 4, 64
+HEADS, DIM = 2, 64
 WINDOW = MaskSpec(window=512)
 
 
@@ -53,25 +51,36 @@ def water() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def once(name: str, length: int, *, counted: bool) -> int:
-    """Bytes at most, of one forward and backward pass in this process."""
+def once(name: str, length: int) -> None:
     function, mask = kernels(length)[name]
-    torch.manual_seed(0)
-    if not counted:  # what is made once by the first call, whatever the length
-        function, mask = kernels(512)[name]
-        function(*(torch.randn(1, HEADS, 512, DIM, requires_grad=True) for _ in range(3)), mask, DIM**-0.5).sum().backward()
-        function, mask = kernels(length)[name]
-    before = water()
-    recorder = Recorder(rounding=64)
-    if counted:
-        recorder.__enter__()
-    recorder.phase = "forward"
     tensors = [torch.randn(1, HEADS, length, DIM, requires_grad=True) for _ in range(3)]
     function(*tensors, mask, DIM**-0.5).sum().backward()
-    if not counted:
-        return water() - before
-    recorder.__exit__(None, None, None)
-    return max(_replay(recorder.log, {}, set())[0].values())
+
+
+def measure(name: str, length: int, send: Any) -> None:
+    """Sends bytes at most in one forward and backward pass: (counted, growth of this process's high-water mark)."""
+    torch.manual_seed(0)
+    once(name, 512)  # what is made once by the first call, whatever the length
+    before = water()
+    once(name, length)
+    grown = water() - before
+    recorder = Recorder(rounding=64)
+    with recorder:
+        recorder.phase = "forward"
+        once(name, length)
+    send.send((max(_replay(recorder.log, {}, set())[0].values()), grown))
+
+
+def measured(name: str, length: int) -> tuple[int, int]:
+    """`measure` in a process of its own, forked so that imports are not repeated (nothing was computed before, so no thread is lost)."""
+    context = multiprocessing.get_context("fork")
+    receive, send = context.Pipe(duplex=False)
+    process = context.Process(target=measure, args=(name, length, send))
+    process.start()
+    send.close()
+    found = receive.recv()
+    process.join()
+    return found
 
 
 def main() -> None:
@@ -79,12 +88,7 @@ def main() -> None:
     parser.add_argument("--most", type=int, default=16384)
     parser.add_argument("--plain-most", type=int, default=4096, help="the plain form stops here: it is quadratic")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/attention_memory.md"))
-    parser.add_argument("--once", nargs=3, metavar=("KERNEL", "LENGTH", "counted|water"), help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.once:
-        name, length, how = options.once
-        print(json.dumps(once(name, int(length), counted=how == "counted")))
-        return
     lengths = [n for n in (1024, 2048, 4096, 8192, 16384) if n <= options.most]
     lines = [
         "# Memory of attention by length",
@@ -103,14 +107,7 @@ def main() -> None:
             if name.startswith("plain") and length > options.plain_most:
                 cells.append("")
                 continue
-            found = [
-                json.loads(
-                    subprocess.run(
-                        [sys.executable, __file__, "--once", name, str(length), how], check=True, capture_output=True, text=True
-                    ).stdout
-                )
-                for how in ("counted", "water")
-            ]
+            found = measured(name, length)
             taken.append((length, found[0]))
             cells.append(f"{found[0] / 2**20:.1f} / {found[1] / 2**20:.1f}")
         growth = (taken[-1][1] / taken[0][1]) / (taken[-1][0] / taken[0][0])

@@ -1,4 +1,4 @@
-"""Attention by torch's FlexAttention: a kernel generated for the mask. Not yet run on a GPU; on a CPU torch has no backward pass for it."""
+"""Attention by torch's FlexAttention: a kernel generated for the mask. Not yet run on a GPU; on a CPU torch has no backward pass for it (compiled, its forward agrees)."""
 
 from __future__ import annotations
 

@@ -123,6 +123,7 @@ _PACKAGES = {  # kernel -> (distribution, how to install it)
 }
 _WINDOWS = {"blocks", "flex", "flash2", "flash3"}
 _GLOBAL = {"blocks", "flex"}
+_FLEX_HEAD = 16  # the smallest head_dim that FlexAttention's CUDA kernels take
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,7 +144,9 @@ class EfficientAttentionTechnique(Technique):
         half, length = Tag("bf16-compute") in context.tags, context.recipe.batch.length
         if context.device.kind == "cpu":
             return "blocks" if _windowed(context) or (half and length <= BLOCKS_UP_TO) else "flash"
-        return "flex" if _windowed(context) else "flash" if half else "efficient"
+        if _windowed(context):
+            return "flex" if context.model.head_dim >= _FLEX_HEAD else "blocks"
+        return "flash" if half else "efficient"
 
     def check(self, context: Context) -> list[str]:
         chosen, cuda = self._chosen(context), context.device.kind == "cuda"
@@ -159,8 +162,10 @@ class EfficientAttentionTechnique(Technique):
             )
         elif not cuda and chosen not in ("flash", "blocks"):
             why.append(f"kernel: {chosen} needs a CUDA device; use flash, blocks or auto")
-        if chosen == "flex" and cuda and context.model.head_dim < 16:
-            why.append(f"kernel: flex needs heads of at least 16, and the model's have {context.model.head_dim}; use blocks")
+        if chosen == "flex" and cuda and context.model.head_dim < _FLEX_HEAD:
+            why.append(
+                f"kernel: flex needs heads of at least {_FLEX_HEAD}, and the model's have {context.model.head_dim}; use blocks"
+            )
         if chosen in ("flash", *_PACKAGES) and cuda and not half:
             why.append(f"kernel: {chosen} on CUDA needs bf16 or fp16; add mixed_precision, or use kernel: efficient")
         if chosen in _PACKAGES and not _installed(_PACKAGES[chosen][0]):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from preheat.ops.attention_module import attend_any
+from preheat.ops.attention_module import attend_any, attention_in_chunks
 from preheat.technique import MaskSpec
 from preheat.techniques.efficient_attention import EfficientAttention, convert_model_to_efficient_attention, efficient_attention
 
@@ -177,3 +177,16 @@ def test_an_encoder_with_a_decoder_is_refused() -> None:
         convert_model_to_efficient_attention(
             t.BartForConditionalGeneration(t.BartConfig(**sizes, encoder_ffn_dim=16, decoder_ffn_dim=16, vocab_size=64))
         )
+
+
+@pytest.mark.parametrize("shape", [(1, 4, 300, 300), (3, 1, 1, 300)], ids=str)
+def test_a_learned_bias_has_its_gradient(shape: tuple[int, ...]) -> None:
+    """In chunks as in one piece, which autograd differentiates by itself; with heads that share keys."""
+    torch.manual_seed(0)
+    tensors = [torch.randn(3, h, 300, 8, requires_grad=True) for h in (4, 2, 2)]
+    bias = torch.randn(shape, requires_grad=True)
+    mask, grads = MaskSpec(window=90, documents=((300,), (150, 150), (1, 299))), []
+    for queries in (128, 300):
+        out = attention_in_chunks(*tensors, mask, 0.3, bias=bias, queries=queries)
+        grads.append(torch.autograd.grad(out.square().sum(), [*tensors, bias]))
+    assert max(apart(a, b) for a, b in zip(*grads, strict=True)) < 2e-6

@@ -1,0 +1,48 @@
+"""Kernels that need a CUDA device against the plain form, forward and backward, in bf16. Not yet run."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+import torch
+
+from preheat.ops.attention import reference_attention
+from preheat.technique import MaskSpec
+from preheat.techniques.efficient_attention import attend
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+
+PACKAGES = {"flash2": "flash_attn", "flash3": "flash_attn_interface"}
+DOCUMENTS = ((300,), (150, 20, 130), (1, 299))
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        MaskSpec(),
+        MaskSpec(window=70),
+        MaskSpec(documents=DOCUMENTS, window=70),
+        MaskSpec(documents=DOCUMENTS, window=50, global_tokens=4),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("kernel", ["blocks", "flex", "flash2", "flash3"])
+def test_kernels_agree_with_the_plain_form(kernel: str, mask: MaskSpec) -> None:
+    if kernel in PACKAGES and find_spec(PACKAGES[kernel]) is None:
+        pytest.skip(f"{PACKAGES[kernel]} is not installed")
+    if kernel == "flash3" and torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("flash3 needs a Hopper GPU")
+    if kernel in PACKAGES and mask.global_tokens:
+        pytest.skip(f"{kernel} has no global tokens")
+    torch.manual_seed(0)
+    exact = [torch.randn(3, heads, 300, 64, device="cuda", requires_grad=True) for heads in (4, 2, 2)]
+    rounded = [t.detach().bfloat16().requires_grad_() for t in exact]
+    outs: list[Any] = [reference_attention(*exact, mask, 0.125), attend(*rounded, mask=mask, scale=0.125, kernel=kernel)]
+    weight = torch.randn_like(outs[0])
+    grads = [
+        torch.autograd.grad(out, tensors, weight.to(out.dtype)) for out, tensors in zip(outs, (exact, rounded), strict=True)
+    ]
+    for ours, truth in zip((outs[1], *grads[1]), (outs[0], *grads[0]), strict=True):
+        assert float((ours.float() - truth).norm() / truth.norm()) < 0.02
