@@ -37,7 +37,7 @@ def _recipe(model: str, source: str, techniques: str, *, steps: int, length: int
 def _untrained(recipe: Recipe, tokenizer: Path, cache: Path) -> float:
     data = prepare(recipe.data, length=recipe.batch.length, seed=0, tokenizer=str(tokenizer), cache=cache)
     assert isinstance(data.validation, Rows)
-    made = build(recipe, vocabulary=512, device=DEVICE)
+    made = build(recipe, vocabulary=len(data.tokenizer), device=DEVICE)
     return evaluate(made, evaluation_batches(data.validation, micro=8, limit=64))[0]
 
 
