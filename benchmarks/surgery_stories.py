@@ -61,7 +61,7 @@ def main() -> None:
         "",
         f"`python benchmarks/surgery_stories.py --steps {options.steps} --first {options.first} --lr {options.lr:g} --seeds {options.seeds}`: "
         f"held-out TinyStories, {ROWS} rows of {LENGTH} tokens, nats a token; trained on for {options.steps} steps of {BATCH} rows at "
-        f"lr {options.lr:g}, mean (least to most) of {options.seeds} orders of the data; the held-out documents are the same in each.",
+        f"lr {options.lr:g}, " + (f"mean (least to most) of {options.seeds} seeds." if options.seeds > 1 else "one seed."),
         f"The GPT-2 (4 layers of width 64) was trained for {options.first} steps first. torch {torch.__version__}.",
         "",
         "| model | before | right after | trained on | exported, largest difference of logits |",
@@ -89,10 +89,8 @@ def main() -> None:
                 exported = f"{huggingface.write(run, run / 'hf')['max_logit_difference']:.1g}"
             except RunError:
                 exported = "refused"
-            middle = sum(ends) / len(ends)
-            lines.append(
-                f"| {what} | {starts[0]:.4f} | {starts[1]:.4f} | {middle:.4f} ({min(ends):.4f} to {max(ends):.4f}) | {exported} |"
-            )
+            spread = f" ({min(ends):.4f} to {max(ends):.4f})" if len(ends) > 1 else ""
+            lines.append(f"| {what} | {starts[0]:.4f} | {starts[1]:.4f} | {sum(ends) / len(ends):.4f}{spread} | {exported} |")
             print(lines[-1], flush=True)
             options.out.write_text("\n".join(lines) + "\n", encoding="utf-8")
             return run
