@@ -53,6 +53,7 @@ def main() -> None:
     parser.add_argument("--first", type=int, default=400, help="steps of the GPT-2 before its norms are changed")
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--part", choices=("all", "heads", "norms"), default="all")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/surgery_stories.md"))
     options = parser.parse_args()
     stories = options.data / "stories260K-hf"
@@ -83,7 +84,7 @@ def main() -> None:
                 if seed == 0:
                     plain = recipe_of(f"{{path: {model}}}", source, "", steps=1, lr=1e-3, tokenizer=stories, seed=0)
                     starts = [held_out(plain, stories) if before is None else before, held_out(recipe, stories)]
-                run = folder / f"{what}-{seed}".replace(" ", "_").replace(">", "")
+                run = folder / re.sub(r"\W+", "-", f"{what} {seed}")
                 ends.append(float(train(recipe, out=run)["validation_loss"]))
             try:
                 exported = f"{huggingface.write(run, run / 'hf')['max_logit_difference']:.1g}"
@@ -95,17 +96,18 @@ def main() -> None:
             options.out.write_text("\n".join(lines) + "\n", encoding="utf-8")
             return run
 
-        row("stories260K, 4 key-value heads, unchanged", stories, "")
-        two = row("stories260K, 4 -> 2", stories, "grouped_queries: {kv_heads: 2}")
-        row("stories260K, 4 -> 1", stories, "grouped_queries: {kv_heads: 1}")
-        row("the model of the row 4 -> 2, 2 -> 1", two / "hf", "grouped_queries: {kv_heads: 1}")
-
-        sizes = "{family: gpt2, layers: 4, width: 64, heads: 4, vocabulary: 512, positions: 256}"
-        first = recipe_of(sizes, source, "", steps=options.first, lr=3e-3, tokenizer=stories, seed=0)
-        train(first, out=folder / "gpt2")
-        huggingface.write(folder / "gpt2", folder / "gpt2" / "hf")
-        row("GPT-2, LayerNorm, unchanged", folder / "gpt2/hf", "")
-        row("GPT-2, LayerNorm -> RMSNorm", folder / "gpt2/hf", "rms_norm: {}")
+        if options.part != "norms":
+            row("stories260K, 4 key-value heads, unchanged", stories, "")
+            two = row("stories260K, 4 -> 2", stories, "grouped_queries: {kv_heads: 2}")
+            row("stories260K, 4 -> 1", stories, "grouped_queries: {kv_heads: 1}")
+            row("the model of the row 4 -> 2, 2 -> 1", two / "hf", "grouped_queries: {kv_heads: 1}")
+        if options.part != "heads":
+            sizes = "{family: gpt2, layers: 4, width: 64, heads: 4, vocabulary: 512, positions: 256}"
+            first = recipe_of(sizes, source, "", steps=options.first, lr=3e-3, tokenizer=stories, seed=0)
+            train(first, out=folder / "gpt2")
+            huggingface.write(folder / "gpt2", folder / "gpt2" / "hf")
+            row("GPT-2, LayerNorm, unchanged", folder / "gpt2/hf", "")
+            row("GPT-2, LayerNorm -> RMSNorm", folder / "gpt2/hf", "rms_norm: {}")
 
 
 if __name__ == "__main__":
