@@ -56,7 +56,7 @@ def dial(size: str, *, gated: bool = True, shape: str = "balanced") -> Dimension
     >>> dial("15M")
     Dimensions(layers=7, width=448, heads=7, feed_forward=1024)
     >>> dial("15M", shape="deep")
-    Dimensions(layers=15, width=256, heads=4, feed_forward=960)
+    Dimensions(layers=15, width=320, heads=5, feed_forward=640)
     """
     wanted = parse_size(size)
     layers = max(2, round((wanted / (12 * _ASPECT[shape] ** 2)) ** (1 / 3)))

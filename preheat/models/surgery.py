@@ -127,7 +127,8 @@ def to_rms_norm(model: Any, *, fold: bool) -> list[str]:
         setattr(model.get_submodule(parent), leaf, new)
     embedding = model.get_input_embeddings()
     if fold and model.get_output_embeddings().weight is embedding.weight:
-        centred = CentredEmbedding(*embedding.weight.shape, device="meta")
+        rows, width = embedding.weight.shape
+        centred = CentredEmbedding(rows, width, device="meta")
         centred.weight = embedding.weight
         model.set_input_embeddings(centred)
     return names
@@ -206,7 +207,7 @@ def replace_feed_forward(model: Any, activation: str) -> int:
         return 0
     layers = anatomy(model).layers
     inner = config.intermediate_size if _gated(activation) is False else config.n_inner
-    for layer in layers:
+    for layer in cast("list[Any]", list(layers)):
         weight = next(layer.mlp.parameters())
         with torch.device(weight.device):
             block = FeedForward(
