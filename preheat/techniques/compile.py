@@ -14,6 +14,8 @@ from __future__ import annotations
 import functools
 import os
 import shutil
+import types
+import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
@@ -43,8 +45,10 @@ class CompiledLayers:
             return forward(*args, **kwargs)
 
         self.graphs, self.limit = 0, limit
+        # torch keeps graphs with the code object: one of our own, so that another model's are neither used nor counted.
+        own = types.FunctionType(layer.__code__.replace(), globals())
         self._compiled = torch.compile(
-            layer, backend=backend, mode=None if mode == "default" else mode, dynamic=dynamic, fullgraph=fullgraph
+            own, backend=backend, mode=None if mode == "default" else mode, dynamic=dynamic, fullgraph=fullgraph
         )
         self._attention: Any = None
 
@@ -60,7 +64,9 @@ class CompiledLayers:
 
         before = counters["stats"]["unique_graphs"]
         try:
-            with self._allowance():
+            with self._allowance(), warnings.catch_warnings():
+                # Its own deprecations, and inputs asked for .grad, which it hides in a way that -W error does not see.
+                warnings.filterwarnings("ignore", module=r"torch\.")
                 return self._compiled(forward, args, self._opaque(args, kwargs))
         except Unsupported as error:
             raise RunError(
