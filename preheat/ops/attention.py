@@ -290,6 +290,7 @@ def blocked_gradients(
         return _Gradients.apply(q, k, v, mask.causal, scale)
 
     with torch.enable_grad():
-        leaves = tuple(t.detach().requires_grad_() for t in (q, k, v))
-        out = _by_document(attend, *leaves, mask.documents) if _packed(mask) and mask.documents else attend(*leaves)
-        return torch.autograd.grad(out, leaves, grad)
+        q, k, v = (t.detach().requires_grad_() for t in (q, k, v))
+        out = _by_document(attend, q, k, v, mask.documents) if _packed(mask) and mask.documents else attend(q, k, v)
+        grad_q, grad_k, grad_v = torch.autograd.grad(out, (q, k, v), grad)
+    return grad_q, grad_k, grad_v
