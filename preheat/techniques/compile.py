@@ -17,7 +17,7 @@ import shutil
 import types
 import warnings
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from preheat.errors import RunError
@@ -85,15 +85,16 @@ class CompiledLayers:
 
     def _opaque(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """The same arguments with attention as one operator, where its kernel or its mask could not be traced."""
-        from preheat.ops.attention import blocked_attention
+        from preheat.ops.attention import reference_attention, sdpa_attention
         from preheat.ops.opaque import OpaqueAttention, OpaqueMask
 
         kernel, mask = kwargs.get("preheat_attention"), kwargs.get("preheat_mask")
         if kernel is None or mask is None:
             return kwargs
         packed = mask.documents is not None and any(len(row) > 1 for row in mask.documents)
-        if not packed and kernel is not blocked_attention:  # torch's own kernels are traced as they are
-            return kwargs | {"preheat_mask": type(mask)(mask.causal, mask.window)}
+        function = kernel.func if isinstance(kernel, functools.partial) else kernel
+        if not packed and function in (reference_attention, sdpa_attention):  # torch's own operators are traced as they are
+            return kwargs | {"preheat_mask": replace(mask, documents=None)}
         if self._attention is None:
             self._attention = OpaqueAttention(kernel)
         self._attention.kernel = kernel
