@@ -14,7 +14,7 @@ help:
 	@echo "make check      ruff and mypy"
 	@echo "make bench      training speed and memory against other trainers, on this CPU"
 	@echo "make gpu-check  the tests and benchmarks that need a CUDA device"
-	@echo "make docs       reference pages of techniques and recipe keys, into site/"
+	@echo "make docs       the site: guides, techniques, recipe keys, evidence, into site/"
 
 .venv: .venv/installed
 
@@ -53,4 +53,4 @@ check: $(INSTALLED)
 	@for benchmark in $(wildcard benchmarks/gpu_*.py); do $(RUN) $$benchmark || exit 1; done
 
 docs: $(INSTALLED)
-	@$(RUN) docs/build.py && echo "the pages are in site/"
+	@$(RUN) docs/build.py && echo "the site is in site/: open site/index.html"

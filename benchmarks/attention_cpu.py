@@ -14,7 +14,8 @@ from pathlib import Path
 
 import torch
 
-from preheat.ops.attention import blocked_attention, reference_attention, sdpa_attention
+from preheat.ops.attention import reference_attention, sdpa_attention
+from preheat.ops.attention_blocks import blocked_attention
 from preheat.technique import MaskSpec
 
 SHAPES = (  # rows, heads, heads of keys and values, length, head_dim

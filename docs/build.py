@@ -1,14 +1,26 @@
-"""Writes the reference pages into site/: every technique and every recipe key, from the text that stands beside the code. `make docs` runs it."""
+"""Builds the site: the pages of docs/pages, and from the registry, the recipe and benchmarks/results everything else. `make docs` runs it."""
 
+import ast
 import dataclasses
+import inspect
 import json
+import os
+import re
+import shutil
+import subprocess
 import sys
 from pathlib import Path
+from typing import Any
+
+import yaml
 
 from preheat.recipe import Recipe, field_docs, json_schema
 from preheat.technique import Technique, registry
 
-OUT = Path(__file__).parent.parent / "site"
+DOCS = Path(__file__).parent
+ROOT = DOCS.parent
+BUILD = ROOT / "build" / "docs"
+RESULTS = ROOT / "benchmarks" / "results"
 
 
 def settings(cls: type) -> list[str]:
@@ -21,12 +33,119 @@ def settings(cls: type) -> list[str]:
     return ["| key | default | |", "|---|---|---|", *rows] if rows else ["It has no settings."]
 
 
+def parts(cls: type[Technique]) -> dict[str, str]:
+    """The module's docstring: its title, and what stands behind What, Helps, Hurts and Source."""
+    title, _, body = inspect.cleandoc(sys.modules[cls.__module__].__doc__ or "").partition("\n")
+    pieces = re.split(r"(?:^|(?<=\s))(What|Helps|Hurts|Source): ", " ".join(body.split()))
+    return {"title": title, **dict(zip(pieces[1::2], map(str.strip, pieces[2::2]), strict=True))}
+
+
+def functions(cls: type[Technique]) -> list[str]:
+    """The plain functions of a technique's module, as they stand in it."""
+    source = Path(sys.modules[cls.__module__].__file__ or "").read_text(encoding="utf-8")
+    tree = ast.parse(source)
+    lines: list[str] = []
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef) and not node.name.startswith("_") and ast.get_docstring(node):
+            head = f"def {node.name}({ast.unparse(node.args)})" + (f" -> {ast.unparse(node.returns)}" if node.returns else "")
+            lines += [f"### {node.name}", "", "```python", head, "```", "", *_docstring(ast.get_docstring(node) or ""), ""]
+    return lines
+
+
+def _docstring(text: str) -> list[str]:
+    """A Google-style docstring as Markdown: its sections as bold words, its example as code."""
+    out: list[str] = []
+    section = ""
+    for line in text.splitlines():
+        name = line.rstrip(":")
+        if line.endswith(":") and name in ("Args", "Returns", "Raises", "Yields", "Example", "Attributes"):
+            out += ["```" if section == "Example" else "", "", f"**{name}**", "", "```pycon" if name == "Example" else ""]
+            section = name
+        elif section == "Example":
+            out.append(line[4:])
+        elif section and line.startswith("    ") and not line.startswith("     ") and ":" in line:
+            key, _, rest = line.strip().partition(":")
+            out.append(f"- `{key}`:{rest}")
+        else:
+            out.append(line.strip() if section else line)
+    return [*out, "```"] if section == "Example" else out
+
+
+def ablations() -> list[dict[str, Any]]:
+    """The committed results of `preheat bench`."""
+    return [json.loads(path.read_text(encoding="utf-8")) for path in sorted(RESULTS.glob("ablation-*.json"))]
+
+
+def measured(name: str) -> list[tuple[str, str]]:
+    """(what it gave, where) from every committed ablation that this technique is part of."""
+    found = []
+    for bench in ablations():
+        row = next((r for r in bench["rows"] if r["name"] in (f"only {name}", name) and not r["failed"]), None)
+        plain = next((r for r in bench["rows"] if r["name"] == "plain" and not r["failed"]), None)
+        if row and plain:
+            gave = f"{row['ratio']:.2f} x the plain speed ({row['ratio_spread'][0]:.2f} to {row['ratio_spread'][1]:.2f}), {row['peak_gib'] / plain['peak_gib']:.0%} of its memory"
+            found.append((gave, f"`{bench['name']}`, {bench['machine']['name']}, {bench['machine']['threads']} threads"))
+    return found
+
+
 def technique_page(name: str, cls: type[Technique]) -> str:
-    title, _, body = (sys.modules[cls.__module__].__doc__ or "").strip().partition("\n")
+    about = parts(cls)
     facts = f"Stage {cls.stage.name}; numerics {cls.numerics}"
-    if cls.owns:
-        facts += "; owns " + ", ".join(f"`{slot}`" for slot in sorted(cls.owns))
-    return "\n".join([f"# {name}", "", title, body, "", facts + ".", "", "## Settings", "", *settings(cls), ""])
+    for word, values in (
+        ("owns", cls.owns),
+        ("provides", cls.provides),
+        ("needs", cls.needs),
+        ("cannot go with", cls.conflicts),
+    ):
+        if values:
+            facts += f"; {word} " + ", ".join(f"`{value}`" for value in sorted(map(str, values)))
+    lines = [f"# {name}", "", f"*{about['title']}*", ""]
+    for word in ("What", "Helps", "Hurts", "Source"):
+        lines += [f"**{word}.** {about[word]}", ""]
+    lines += [facts + ".", "", "## In a recipe", "", "```yaml", "techniques:", f"  {name}: {{}}", "```", "", *settings(cls), ""]
+    gave = measured(name)
+    if gave:
+        lines += [
+            "## Measured",
+            "",
+            "| alone, against the plain recipe | where |",
+            "|---|---|",
+            *(f"| {a} | {b} |" for a, b in gave),
+            "",
+        ]
+    alone = functions(cls)
+    if alone:
+        lines += ["## In your own loop", "", f"`from preheat.techniques.{name} import ...`", "", *alone]
+    return "\n".join(lines)
+
+
+def cheat_sheet() -> str:
+    lines = [
+        "---",
+        "hide: [toc]",
+        "---",
+        "# Techniques",
+        "",
+        "Numerics, of loss and gradients: `exact` gives the plain model's numbers but for the order of sums, `rounding` up to the number format, `different` another model or loss.",
+        "",
+        "| technique | what | helps | hurts | numerics | measured alone |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, cls in registry().items():
+        about = parts(cls)
+        gave = "; ".join(gave for gave, _ in measured(name)) or "not yet"
+        lines.append(
+            f"| [{name}]({name}.md) | {about['title'].partition(': ')[2]} | {about['Helps']} | {about['Hurts']} | {cls.numerics} | {gave} |"
+        )
+    machines = sorted({f"{b['machine']['name']}, {b['machine']['threads']} threads" for b in ablations()})
+    return "\n".join(
+        [
+            *lines,
+            "",
+            "Measured on: " + ("; ".join(machines) or "nothing yet") + ". On yours: `preheat bench RECIPE --ablate`.",
+            "",
+        ]
+    )
 
 
 def recipe_page() -> str:
@@ -42,14 +161,66 @@ def recipe_page() -> str:
     return "\n".join(lines)
 
 
+def ablation_page() -> str:
+    lines = [(DOCS / "pages" / "ablation.md").read_text(encoding="utf-8")]
+    for bench in ablations():
+        lines += [
+            f"## {bench['name']}",
+            "",
+            f"{bench['machine']['name']}, {bench['machine']['threads']} threads; {bench['repeats']} turns of {bench['steps']} steps.",
+            "",
+        ]
+        lines += [f"- {verdict['words']}" for verdict in bench["verdicts"]]
+        lines += [
+            "",
+            "| contender | tokens/s | times plain | peak, GiB | start-up, s | loss | cosine |",
+            "|---|---|---|---|---|---|---|",
+        ]
+        for row in bench["rows"]:
+            if row["failed"]:
+                lines.append(f"| {row['name']} | {row['failed']} | | | | | |")
+                continue
+            cosine = "-" if row["gradient_cosine"] is None else f"{row['gradient_cosine']:.6f}"
+            lines.append(
+                f"| {row['name']} | {row['tokens_per_second']:,.0f} | {row['ratio']:.2f} | {row['peak_gib']:.2f} | {row['startup_seconds']:.1f} | {row['loss']:.3f} | {cosine} |"
+            )
+        lines.append("")
+    return "\n".join(lines)
+
+
+def evidence_page() -> str:
+    """Every committed table, one below the other."""
+    lines = ["# Evidence", "", (RESULTS / "README.md").read_text(encoding="utf-8").partition("\n")[2]]
+    for path in sorted(RESULTS.glob("*.md")):
+        if path.name != "README.md":
+            lines += ["", re.sub(r"^#", "##", path.read_text(encoding="utf-8"), flags=re.MULTILINE)]
+    return "\n".join(lines)
+
+
 def main() -> None:
+    shutil.rmtree(BUILD, ignore_errors=True)
+    shutil.copytree(DOCS / "pages", BUILD)
+    for picture in DOCS.glob("*.png"):
+        shutil.copy(picture, BUILD)
     pages = {f"techniques/{name}.md": technique_page(name, cls) for name, cls in registry().items()}
-    pages["recipe.md"] = recipe_page()
-    pages["recipe.schema.json"] = json.dumps(json_schema(), indent=1) + "\n"
+    pages |= {
+        "techniques/index.md": cheat_sheet(),
+        "recipe.md": recipe_page(),
+        "ablation.md": ablation_page(),
+        "evidence.md": evidence_page(),
+        "recipe.schema.json": json.dumps(json_schema(), indent=1) + "\n",
+    }
     for name, text in pages.items():
-        path = OUT / name
+        path = BUILD / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
+    site = yaml.safe_load((DOCS / "mkdocs.yml").read_text(encoding="utf-8"))
+    section = next(entry["Techniques"] for entry in site["nav"] if "Techniques" in entry)
+    section[:] = [section[0], *({name: f"techniques/{name}.md"} for name in registry())]
+    site |= {"docs_dir": str(BUILD), "site_dir": str(ROOT / "site")}
+    (BUILD.parent / "mkdocs.yml").write_text(yaml.safe_dump(site, sort_keys=False), encoding="utf-8")
+    command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--config-file", BUILD.parent / "mkdocs.yml"]
+    subprocess.run(command, check=True, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"})
 
 
 if __name__ == "__main__":

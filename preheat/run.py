@@ -36,6 +36,7 @@ METRIC_KEYS = {
     "tokens_per_second": "of this step",
     "memory": "bytes in use after this step (resident on a CPU, allocated on a GPU) less what the imports took",
     "elapsed": "seconds of training so far, over all sessions of the run",
+    "length": "tokens in a row of this step",
 }
 PLAN_KEYS = {
     "fits": "whether the predicted peak is at most what the device has",

@@ -76,7 +76,8 @@ class Slot(StrEnum):
     FORWARD_BACKWARD = "forward_backward"  # (build, batches, global_weight) -> LossSum
     CLIP = "clip"  #                (build) -> norm, a tensor
     UPDATE = "update"  #            (build, norm) -> finite, a tensor
-    BATCH_SHAPE = "batch_shape"  #  (progress from 0 to 1) -> Shape
+    BATCH_SHAPE = "batch_shape"  #  (progress from 0 to 1) -> Shape; that of 1 needs the most memory
+    SAMPLE_ORDER = "sample_order"  # (rows, seed, committed, samples of the whole run or None) -> Iterator[int], rows by number
     ATTENTION_KERNEL = "attention_kernel"  #     (q, k, v, mask, scale) -> Tensor
     ATTENTION_EXCHANGE = "attention_exchange"  # (kernel) -> kernel
     # Beyond DESIGN.md's list: bf16 weights with stochastic rounding and a low-bit AdamW each bring their own optimizer;
@@ -124,6 +125,7 @@ class MaskSpec:
     Attributes:
         causal: a token sees itself and what stands before it.
         window: and at most so many tokens back, itself included; None: all.
+        global_tokens: so many tokens at a document's beginning see all of it and are seen by all, whatever the window.
         documents: for each row of the batch the lengths of its documents, on the host; their sum is the row's length.
             A token sees its own document only. None: each row is one document.
     """
@@ -131,11 +133,15 @@ class MaskSpec:
     causal: bool = True
     window: int | None = None
     documents: tuple[tuple[int, ...], ...] | None = None
+    global_tokens: int = 0
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What the loader hands to the next step: rows of the global batch, their length, rows of a micro-batch."""
+    """What the loader hands to the next step: rows of the global batch, their length, rows of a micro-batch.
+
+    Shorter rows are cut from n whole ones of the data: `rows` is ceil(n * batch.length / length).
+    """
 
     rows: int
     length: int
@@ -264,6 +270,13 @@ class Technique(ABC):
                 raise TypeError(f"{cls.__name__} extends the technique {base.name()}: techniques are not subclassed twice")
         _REGISTRY[cls.name()] = cls
 
+    def configure(self, config: Any, recipe: Recipe) -> None:  # noqa: B027  # most techniques leave the architecture alone
+        """Changes the model's transformers configuration before it is checked and the model made, in place.
+
+        Raises:
+            ValueError: this model cannot have it; the words begin with the knob.
+        """
+
     def check(self, context: Context) -> list[str]:
         """Why this cannot serve here, in words; empty when it can."""
         return []
@@ -279,6 +292,10 @@ class Technique(ABC):
     def rungs(self, context: Context) -> Iterable[Technique]:
         """Settings with the same weights and less memory: what recovery may switch to, mildest first."""
         return []
+
+    def settle(self, context: Context, share: Callable[[Technique], float]) -> Technique:
+        """Itself with values for what only a dry run can choose; `share(other)` is the predicted peak as a share of the memory."""
+        return self
 
     def period(self) -> int:
         """Layers after which the effect repeats."""
@@ -342,15 +359,21 @@ class Build:
     transforms: list[tuple[Order, Callable[[Batch], Batch]]] = field(default_factory=list)
     around_forward: list[Callable[[], AbstractContextManager[Any]]] = field(default_factory=list)
     """Contexts entered around each forward pass, autocast for one."""
+    on_loss: list[Callable[[Tensor], Tensor]] = field(default_factory=list)
+    """What the loss of each micro-batch passes through before its backward pass: loss scaling for one."""
+    head_dtype: torch.dtype | None = None
+    """Precision of output head and loss, where it is not that of the rest."""
+    endures_overflow: Callable[[], Tensor] | None = None
+    """On the device, after an update: 1 where gradients that are not finite may cost one step only, as with a loss scale."""
     finish_gradients: list[tuple[Finish, Callable[[Build], None]]] = field(default_factory=list)
     after_update: list[Callable[[Build], None]] = field(default_factory=list)
+    events: list[dict[str, Any]] = field(default_factory=list)
+    """What techniques did during a step, {kind, ...} each: the loop writes it into the run, and says it where there are `words`."""
     accumulation: int = 1
     """Micro-batches in a global batch."""
     changes: dict[str, list[Change]] = field(default_factory=dict)
     counters: dict[str, Callable[[], int]] = field(default_factory=dict)
     """What techniques count on the host while steps run (recompilations), by name: a key of each step's metrics."""
-    notices: list[str] = field(default_factory=list)
-    """Words for the user that come up while steps run; the loop takes them and writes them down."""
     step: int = 0
     """Optimizer steps committed so far."""
     _slots: dict[Slot, tuple[str, Callable[..., Any]]] = field(default_factory=dict)

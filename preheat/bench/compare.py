@@ -91,8 +91,8 @@ def bench(
         repeats: turns of each; each round begins with the next contender.
 
     Returns:
-        {name, steps, repeats, rows, verdicts, available_gib}; rows are {name, techniques, tokens_per_second, spread, ratio, ratio_spread,
-        peak_gib, startup_seconds, loss, gradient_cosine, predicted, failed}.
+        {name, machine, steps, repeats, rows, verdicts, available_gib}; rows are {name, techniques, tokens_per_second, spread, ratio, ratio_spread,
+        mfu, peak_gib, startup_seconds, loss, gradient_cosine, predicted, failed}.
 
     Raises:
         RunError: the folder cannot be written, or the baseline failed.
@@ -123,6 +123,7 @@ def bench(
     available = next((p["available_gib"] for p in plans if p), math.nan)
     made = {
         "name": recipe.name,
+        "machine": _machine(recipe),
         "steps": steps,
         "repeats": repeats,
         "available_gib": available,
@@ -132,6 +133,16 @@ def bench(
     }
     write_atomic(out / "bench.json", json.dumps(strict(made), indent=1) + "\n")
     return made
+
+
+def _machine(recipe: Recipe) -> dict[str, Any]:
+    """What the figures hold for."""
+    import torch
+
+    from preheat.training.session import resolve
+
+    device, threads = resolve(recipe)
+    return {"name": device.name, "kind": device.kind, "threads": threads, "torch": torch.__version__}
 
 
 def _plans(contenders: Sequence[Contender]) -> list[dict[str, Any] | None]:
@@ -146,6 +157,7 @@ def _plans(contenders: Sequence[Contender]) -> list[dict[str, Any] | None]:
             c.failed = str(error).splitlines()[0]
             plans.append(None)
             continue
+        c.recipe = recipes.parse(json.dumps(made["recipe"]))  # with what a dry run chooses, so that the turns take it too
         plans.append(made)
         if not made["fits"]:
             c.failed = f"does not fit: needs {made['peak_gib']:.2f} GiB, has {made['available_gib']:.2f} GiB"
@@ -192,7 +204,7 @@ def _cosine(baseline: Path, other: Path) -> float | None:
 
 
 def _speed(turn: dict[str, Any], warmup: int) -> float:
-    return float(turn["tokens"] / median(turn["seconds"][warmup:]))
+    return float(median(n / s for n, s in zip(turn["tokens"][warmup:], turn["seconds"][warmup:], strict=True)))
 
 
 def _row(c: Contender, baseline: Contender, warmup: int, cosine: float | None, plan: dict[str, Any] | None) -> dict[str, Any]:
@@ -208,6 +220,7 @@ def _row(c: Contender, baseline: Contender, warmup: int, cosine: float | None, p
         "spread": [min(speeds), max(speeds)],
         "ratio": median(ratios),
         "ratio_spread": [min(ratios), max(ratios)],
+        "mfu": plan["mfu"] * median(speeds) / plan["tokens_per_second"] if plan else None,
         "peak_gib": max(turn["peak_gib"] for turn in c.turns),
         "startup_seconds": median(turn["startup_seconds"] for turn in c.turns),
         "loss": c.turns[0]["losses"][-1],

@@ -25,7 +25,7 @@ def take_steps(job: dict[str, Any]) -> dict[str, Any]:
     """Trains `job["steps"]` steps as `train` does, without evaluating, saving or reporting.
 
     Returns:
-        {seconds: of each step, losses, startup_seconds: from the start to the end of the first step, peak_gib, tokens: of a step,
+        {seconds: of each step, losses, startup_seconds: from the start to the end of the first step, peak_gib, tokens: of each step,
         changes: {technique: [words]}}.
     """
     import torch
@@ -34,7 +34,7 @@ def take_steps(job: dict[str, Any]) -> dict[str, Any]:
     from preheat.data import batches, prepare
     from preheat.engine.build import build, peak_learning_rate
     from preheat.engine.step import gradients, update
-    from preheat.hardware.probe import peak_resident_bytes
+    from preheat.hardware.probe import peak_bytes
     from preheat.models import adapter
     from preheat.planning.observe import observe
     from preheat.technique import Slot
@@ -52,12 +52,13 @@ def take_steps(job: dict[str, Any]) -> dict[str, Any]:
     made = build(recipe, vocabulary=len(data.tokenizer), device=device)
     lr = peak_learning_rate(made)
     shape = made.slot(Slot.BATCH_SHAPE)
-    seconds, losses, tokens, startup = [], [], 0, 0.0
+    seconds, losses, tokens, startup = [], [], [], 0.0
     stream = batches(
         data.train,
         seed=recipe.seed,
         committed=0,
-        shape=lambda samples: shape(0.0),
+        shape=lambda step: shape(step / job["steps"]),  # as a whole run has them
+        order=made.slot(Slot.SAMPLE_ORDER)(data.train, recipe.seed, 0, job["steps"] * recipe.batch.size),
         workers=recipe.data.workers,
         prefetch=recipe.data.prefetch,
         pin=device.kind == "cuda",
@@ -66,7 +67,7 @@ def take_steps(job: dict[str, Any]) -> dict[str, Any]:
         for step in range(job["steps"]):
             begun = time.perf_counter()
             batch = next(stream)
-            loss = gradients(made, batch)
+            loss = gradients(made, batch, lr)
             if step == 0 and job["gradient"]:
                 pause = time.perf_counter()
                 _keep_gradients(made, Path(job["gradient"]))
@@ -76,9 +77,9 @@ def take_steps(job: dict[str, Any]) -> dict[str, Any]:
             mean, _, finite = torch.cat([(loss.total / max(loss.weight, 1)).float().reshape(1), stats]).tolist()
             seconds.append(time.perf_counter() - begun)
             losses.append(mean if finite else float("nan"))
-            tokens = sum(b.tokens.numel() for b in batch)
+            tokens.append(sum(b.tokens.numel() for b in batch))
             startup = startup or time.perf_counter() - _BEGUN - paused
-    peak = torch.cuda.max_memory_allocated() if device.kind == "cuda" else max(peak_resident_bytes() - imports, 0)
+    peak = max(peak_bytes(device.kind) - imports, 0)
     return {
         "seconds": seconds,
         "losses": losses,

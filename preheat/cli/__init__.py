@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import logging
 import sys
 from typing import Annotated
 
 import typer
 
-from preheat.cli import bench, calibrate, demo, evaluate, export, generate, plan, recipes, report, techniques, train
+from preheat.cli import bench, calibrate, demo, evaluate, export, generate, plan, recipes, report, techniques, train, try_
 from preheat.errors import PreheatError
 
 __all__ = ["app", "main"]
@@ -48,12 +49,16 @@ app.command("demo")(demo.demo)
 app.add_typer(recipes.app, name="recipes")
 app.command("init")(recipes.init)
 app.add_typer(techniques.app, name="techniques")
+app.command("try")(try_.try_)
 app.command("calibrate")(calibrate.calibrate)
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Runs a command line and exits: 0 done, 1 the run failed, 2 the command or recipe is wrong, 3 it does not fit, 4 the data is wrong."""
     arguments = sys.argv[1:] if arguments is None else arguments
+    # transformers imports torchao where it is installed, which then logs warnings that nobody here can act on.
+    for noisy in ("torchao", "torch.utils._pytree"):
+        logging.getLogger(noisy).setLevel(logging.ERROR)
     command = typer.main.get_command(app)
     if "--debug" in arguments[:1]:
         command.main(arguments, prog_name="preheat")

@@ -34,3 +34,5 @@ def export(
             f"wrote {made['path']} ({made['bytes'] / 2**20:.1f} MiB{merged}); read back, its logits differ by at most {made['max_logit_difference']:.2g}",
             soft_wrap=True,
         )
+        if made["note"]:
+            console().print(f"note: {made['note']}", soft_wrap=True)

@@ -2,11 +2,15 @@
 
 Sample number n is place n % len(rows) of epoch n // len(rows), and each epoch has its own permutation. So a run is resumed by
 one number, and another batch size or micro-batch changes how samples are grouped, not which come next.
+
+A step reads whole rows of the data. Where its shape is shorter than they are, they are laid end to end and cut; the last piece of a
+step may end in padding. So every token is trained once whatever the lengths, and samples stay what a resumed run counts.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import multiprocessing
 import os
 import signal
@@ -14,17 +18,17 @@ import threading
 import warnings
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from preheat.data.packing import IGNORED, RowData, Rows, permutation
+from preheat.data.packing import IGNORED, RowData, Rows, cut, permutation
 from preheat.data.streaming import StreamRows
 from preheat.errors import DataError
 from preheat.technique import Batch, MaskSpec, Shape
 
-__all__ = ["batches", "collate", "evaluation_batches", "sample_rows"]
+__all__ = ["batches", "collate", "evaluation_batches", "sample_order", "sample_rows", "samples_of"]
 
 
 def batches(
@@ -33,6 +37,8 @@ def batches(
     seed: int,
     committed: int,
     shape: Callable[[int], Shape],
+    step: int = 0,
+    order: Iterator[int] | None = None,
     workers: int = 0,
     prefetch: int = 2,
     pin: bool = False,
@@ -47,7 +53,9 @@ def batches(
         rows: the training rows.
         seed: decides the order.
         committed: samples trained on so far; 0 at the beginning.
-        shape: samples committed -> shape of the next global batch; a pure function. Its length is that of `rows`.
+        shape: number of a step, from 0 -> shape of its global batch; a pure function. Its length is at most that of `rows`.
+        step: steps taken so far.
+        order: numbers of rows from sample `committed` on, where it is not that of `sample_order`; a streamed source has its own.
         workers: loader processes; 0: batches are made here, when asked for.
         prefetch: micro-batches that each worker makes ahead.
         pin: put tensors into page-locked memory, for faster copies to a GPU.
@@ -56,21 +64,29 @@ def batches(
         ceil(shape.rows / shape.micro) micro-batches, the last perhaps smaller.
 
     Example:
-        >>> step = next(batches(rows, seed=0, committed=0, shape=lambda n: Shape(32, 256, 8)))  # doctest: +SKIP
+        >>> step = next(batches(rows, seed=0, committed=0, shape=lambda step: Shape(32, 256, 8)))  # doctest: +SKIP
         >>> len(step), step[0].tokens.shape  # doctest: +SKIP
         (4, torch.Size([8, 256]))
     """
-    steps = functools.partial(_steps, committed=committed, shape=shape, length=rows.length)
+    shapes = functools.partial(map, shape)
     if isinstance(rows, StreamRows):
         with _Loader(_Stream(rows, committed), None, min(workers, 1), prefetch, False) as stream:
-            for step in steps():
-                made = [collate([_unless_error(next(stream)) for _ in range(micro)]) for _, micro in step]
+            for now in shapes(itertools.count(step)):
+                read = [_unless_error(next(stream)) for _ in range(samples_of(now, rows.length))]
+                whole = dict(read)
+                parts = _parts(list(whole), now, rows.length)
+                made = [_read_part(part, whole.__getitem__, rows.length, rows.encoder.pad) for part in parts]
                 yield [b.pin_memory() for b in made] if pin else list(made)
         return
-    keys = (sample_rows(len(rows), seed, first, count) for step in steps() for first, count in step)
+    order = sample_order(rows, seed, committed) if order is None else order
+    keys = (
+        part
+        for now in shapes(itertools.count(step))
+        for part in _parts(list(itertools.islice(order, samples_of(now, rows.length))), now, rows.length)
+    )
     with _Loader(_Keyed(rows), keys, workers, prefetch, pin) as loaded:
-        for step in steps():
-            yield [next(loaded) for _ in step]
+        for now in shapes(itertools.count(step)):
+            yield [next(loaded) for _ in range(-(-now.rows // now.micro))]
 
 
 def evaluation_batches(rows: Rows, *, micro: int, limit: int) -> Iterator[Batch]:
@@ -89,14 +105,53 @@ def _epoch(total: int, seed: int, epoch: int) -> Any:
     return permutation(total, seed, epoch)
 
 
-def _steps(committed: int, shape: Callable[[int], Shape], length: int) -> Iterator[list[tuple[int, int]]]:
-    """For each global batch the (first sample, number of samples) of its micro-batches."""
-    while True:
-        now = shape(committed)
-        assert now.length == length, f"the rows have {length} tokens, the batch's shape asks for {now.length}"
-        end = committed + now.rows
-        yield [(first, min(now.micro, end - first)) for first in range(committed, end, now.micro)]
-        committed = end
+def sample_order(rows: Rows, seed: int, committed: int = 0) -> Iterator[int]:
+    """Endless numbers of rows, from sample number `committed` on: each epoch a permutation of its own."""
+    total = len(rows)
+    for n in itertools.count(committed):
+        yield int(_epoch(total, seed, n // total)[n % total])
+
+
+def samples_of(shape: Shape, length: int) -> int:
+    """Rows of the data, of `length` tokens each, that a global batch of this shape takes.
+
+    Example:
+        >>> samples_of(Shape(8, 256, 8), 256), samples_of(Shape(11, 192, 8), 256)
+        (8, 8)
+    """
+    whole = shape.rows * shape.length // length
+    asked = f"{shape.rows} rows of {shape.length}"
+    assert shape.length <= length, f"the rows have {length} tokens, the batch's shape asks for {asked}"
+    assert whole, f"{asked} are less than a row of {length}"
+    assert shape.rows == -(-whole * length // shape.length), f"{asked} are not cut from whole rows of {length}"
+    return whole
+
+
+class _Part(NamedTuple):
+    """A micro-batch: the rows of the data that it is cut from, and where it begins in them."""
+
+    rows: tuple[int, ...]
+    length: int
+    skip: int
+    pieces: int
+
+
+def _parts(numbers: Sequence[int], shape: Shape, length: int) -> Iterator[_Part]:
+    """The micro-batches of a global batch that is cut from these rows of `length` tokens."""
+    for piece in range(0, shape.rows, shape.micro):
+        pieces = min(shape.micro, shape.rows - piece)
+        start = piece * shape.length
+        first, end = start // length, -(-(start + pieces * shape.length) // length)
+        yield _Part(tuple(numbers[first:end]), shape.length, start - first * length, pieces)
+
+
+def _read_part(part: _Part, row: Callable[[int], RowData], length: int, pad: int) -> _Pinnable:
+    rows = [row(n) for n in part.rows]
+    if part.length == length:
+        return collate(list(zip(part.rows, rows, strict=True)))
+    made = cut(rows, part.length, skip=part.skip, pieces=part.pieces, pad=pad)
+    begins = [part.rows[(part.skip + n * part.length) // length] for n in range(len(made))]
+    return collate(list(zip(begins, made, strict=True)))
 
 
 @dataclass
@@ -121,13 +176,13 @@ def collate(numbered: Sequence[tuple[int, RowData]]) -> _Pinnable:
 
 
 class _Keyed(Dataset[_Pinnable]):
-    """Micro-batches by the numbers of their rows."""
+    """Micro-batches by what they are cut from."""
 
     def __init__(self, rows: Rows):
         self.rows = rows
 
-    def __getitem__(self, numbers: tuple[int, ...]) -> _Pinnable:
-        return collate([(n, self.rows.row(n)) for n in numbers])
+    def __getitem__(self, part: _Part) -> _Pinnable:
+        return _read_part(part, self.rows.row, self.rows.length, self.rows.pad)
 
 
 class _Stream(IterableDataset[Any]):

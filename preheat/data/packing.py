@@ -8,13 +8,14 @@ as a document of its own, without labels.
 from __future__ import annotations
 
 import bisect
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-__all__ = ["IGNORED", "RowData", "Rows", "Tokens", "best_fit", "permutation"]
+__all__ = ["IGNORED", "RowData", "Rows", "Tokens", "best_fit", "cut", "permutation"]
 
 IGNORED = -100
 """The label of a place that is not trained."""
@@ -140,6 +141,18 @@ class Rows:
             first = starts + np.maximum(prompts - 1, 0)
         return int(np.maximum(last - first, 0).sum())
 
+    def contents(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        """Which documents stand in a row, and how many tokens of each."""
+        if self.packing == "whole":
+            held = self._order[self._bounds[index] : self._bounds[index + 1]]
+            starts = np.where(held > 0, self.tokens.ends[held - 1], 0)
+            return held, np.minimum(self.tokens.ends[held] - starts, self.length)
+        start, stop = index * self.length, (index + 1) * self.length
+        first = int(np.searchsorted(self.tokens.ends, start, side="right"))
+        last = int(np.searchsorted(self.tokens.ends, stop, side="left"))
+        ends = np.minimum(self.tokens.ends[first : last + 1], stop)
+        return np.arange(first, last + 1), np.diff(ends, prepend=start)
+
     def row(self, index: int) -> RowData:
         """Row `index`, from 0."""
         if not 0 <= index < len(self):
@@ -188,6 +201,40 @@ def _row(tokens: np.ndarray, labels: np.ndarray, documents: np.ndarray) -> RowDa
     starts = np.cumsum(documents) - documents
     positions = np.arange(len(tokens), dtype=np.int64) - np.repeat(starts, documents)
     return RowData(tokens, labels, positions, tuple(documents.tolist()))
+
+
+def cut(rows: Sequence[RowData], length: int, *, skip: int = 0, pieces: int | None = None, pad: int = 0) -> list[RowData]:
+    """Rows, end to end, as shorter ones: each token stands in one of them, with the label that it had.
+
+    Positions begin anew in each piece, and a document that a cut goes through becomes two. What the last piece lacks is padding.
+
+    Args:
+        length: tokens of a piece.
+        skip: tokens at the beginning to leave out.
+        pieces: at most so many; None: all.
+        pad: the token that fills the last.
+
+    Example:
+        >>> row = Rows(Tokens(np.arange(10), np.array([4, 10])), 10).row(0)
+        >>> [(p.tokens.tolist(), p.documents) for p in cut([row], 4)]
+        [([0, 1, 2, 3], (4,)), ([4, 5, 6, 7], (4,)), ([8, 9, 0, 0], (2, 2))]
+    """
+    tokens, labels = (np.concatenate([row[part] for row in rows])[skip:] for part in (0, 1))
+    ends = np.cumsum(np.concatenate([row.documents for row in rows])) - skip
+    made = []
+    for start in range(0, len(tokens), length)[:pieces]:
+        stop = min(start + length, len(tokens))
+        lacking = start + length - stop
+        inside = ends[(ends > start) & (ends < stop)] - start
+        bounds = [0, *inside.tolist(), stop - start, *([length] if lacking else [])]
+        made.append(
+            _row(
+                np.concatenate([tokens[start:stop], np.full(lacking, pad, np.int64)]),
+                np.concatenate([labels[start:stop], np.full(lacking, IGNORED, np.int64)]),
+                np.diff(bounds),
+            )
+        )
+    return made
 
 
 def best_fit(sizes: np.ndarray, room: int) -> list[list[int]]:

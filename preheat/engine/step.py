@@ -1,6 +1,6 @@
 """One step of a build: gradients, then update. Nothing here reads a value back from the device; the loop does, between the two.
 
-loss = gradients(build, batches)     # LossSum: total and weight
+loss = gradients(build, batches, lr) # LossSum: total and weight
 stats = update(build, lr)            # norm of the gradients, and whether all was finite
 """
 
@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from preheat.data.loader import sample_order
 from preheat.models import adapter
 from preheat.ops.attention import reference_attention
 from preheat.ops.losses import CrossEntropy, whole_logits
@@ -39,15 +40,26 @@ def forward(build: Build, batch: Batch) -> LossSum:
 
         def over_logits(hidden: Tensor, *aligned: Tensor) -> Tensor:
             row_loss: RowLoss = build.slot(Slot.ROW_LOSS)  # type: ignore[assignment]
-            return build.slot(Slot.OVER_LOGITS)(
-                hidden, adapter.head(part), row_loss if part.training else row_loss.measured, *aligned
-            )
+            row_loss = row_loss if part.training else row_loss.measured
+            if build.head_dtype is None:
+                return build.slot(Slot.OVER_LOGITS)(hidden, adapter.head(part), row_loss, *aligned)
+            with torch.autocast(build.device.kind, enabled=False):
+                return build.slot(Slot.OVER_LOGITS)(hidden.to(build.head_dtype), adapter.head(part), row_loss, *aligned)
 
-        return build.slot(Slot.OBJECTIVE)(batch, lambda b: build.slot(Slot.HIDDEN)(part, b), over_logits)
+        loss: LossSum = build.slot(Slot.OBJECTIVE)(batch, lambda b: build.slot(Slot.HIDDEN)(part, b), over_logits)
+        for change in build.on_loss:
+            loss.total = change(loss.total)
+        return loss
 
 
-def gradients(build: Build, batches: Sequence[Batch]) -> LossSum:
-    """Gradients of the mean loss a trained token of the whole global batch, into `.grad`."""
+def gradients(build: Build, batches: Sequence[Batch], lr: float | None = None) -> LossSum:
+    """Gradients of the mean loss a trained token of the whole global batch, into `.grad`.
+
+    Args:
+        lr: the rate of this step, for builds that update weights in the backward pass; the last step's when not given.
+    """
+    if lr is not None:
+        _set_rate(build, lr)
     weight = sum(batch.weight for batch in batches)
     loss: LossSum = build.slot(Slot.FORWARD_BACKWARD)(build, batches, weight)
     for _, finish in sorted(build.finish_gradients, key=lambda pair: pair[0]):
@@ -61,8 +73,7 @@ def update(build: Build, lr: float) -> Tensor:
     Returns:
         [norm of the gradients before clipping, 1 if it is finite], on the device.
     """
-    for group in build.optimizer.param_groups:
-        group["lr"] = lr
+    _set_rate(build, lr)
     norm = build.slot(Slot.CLIP)(build)
     finite = build.slot(Slot.UPDATE)(build, norm)
     for after in build.after_update:
@@ -70,6 +81,11 @@ def update(build: Build, lr: float) -> Tensor:
     build.optimizer.zero_grad(set_to_none=True)
     build.step += 1
     return torch.stack([norm, finite])
+
+
+def _set_rate(build: Build, lr: float) -> None:
+    for group in build.optimizer.param_groups:
+        group["lr"] = lr
 
 
 # --- the plain form of each slot ----------------------------------------------------------------------------------
@@ -137,6 +153,7 @@ def plain_slots(build: Build) -> None:
         Slot.CLIP: _clip,
         Slot.UPDATE: _update,
         Slot.BATCH_SHAPE: _shape(build),
+        Slot.SAMPLE_ORDER: lambda rows, seed, committed, total: sample_order(rows, seed, committed),
         Slot.ATTENTION_KERNEL: reference_attention,
         Slot.ATTENTION_EXCHANGE: lambda kernel: kernel,
         Slot.OPTIMIZER: _optimizer(build),

@@ -14,7 +14,17 @@ from pathlib import Path
 from preheat.errors import RecipeError, RunError
 from preheat.technique import Device
 
-__all__ = ["keep_heap", "parse_memory", "peak_resident_bytes", "probe", "reset_peak", "resident_bytes"]
+__all__ = [
+    "begin_peak",
+    "can_begin_peak",
+    "keep_heap",
+    "parse_memory",
+    "peak_bytes",
+    "peak_resident_bytes",
+    "probe",
+    "reset_peak",
+    "resident_bytes",
+]
 
 _UNITS = {"b": 1} | {
     f"{prefix}{suffix}": base ** (power + 1)
@@ -24,6 +34,8 @@ _UNITS = {"b": 1} | {
 
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
+_CLEAR = Path("/proc/self/clear_refs")
+_highest: dict[str, int] = {}  # kind of device -> the highest mark before the present one was begun
 
 
 def parse_memory(text: str) -> int:
@@ -161,10 +173,52 @@ def keep_heap() -> bool:
     return bool(libc.mallopt(_M_MMAP_THRESHOLD, 32 << 20) and libc.mallopt(_M_TRIM_THRESHOLD, never))
 
 
-def reset_peak() -> bool:
-    """Starts the high-water mark anew at what is resident now. False where the system does not let us."""
+def reset_peak(kind: str = "cpu") -> bool:
+    """Starts the high-water mark anew at what is in use now. False where the system does not let us."""
+    _highest.pop(kind, None)
+    if kind == "cuda":
+        import torch
+
+        torch.cuda.reset_peak_memory_stats()
+        return True
     try:
-        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+        _CLEAR.write_text("5", encoding="ascii")
     except OSError:
         return False
     return True
+
+
+def can_begin_peak(kind: str) -> bool:
+    """Whether `begin_peak` works for this kind of device here."""
+    return kind == "cuda" or os.access(_CLEAR, os.W_OK)
+
+
+def begin_peak(kind: str) -> None:
+    """Starts the high-water mark of a device's memory anew; `peak_bytes` of the process still knows the highest.
+
+    Args:
+        kind: `cpu` or `cuda`.
+
+    Raises:
+        RunError: the system does not let us.
+    """
+    before = peak_bytes(kind)
+    if not reset_peak(kind):
+        raise RunError(f"{_CLEAR}: cannot be written, so the memory of one step cannot be told from that of another")
+    _highest[kind] = before
+
+
+def peak_bytes(kind: str, *, since_begun: bool = False) -> int:
+    """The most memory that this process has held on a device: resident on a CPU, allocated by torch on CUDA.
+
+    Args:
+        kind: `cpu` or `cuda`.
+        since_begun: only since `begin_peak` was called last.
+    """
+    if kind == "cuda":
+        import torch
+
+        now = torch.cuda.max_memory_allocated()
+    else:
+        now = peak_resident_bytes()
+    return now if since_begun else max(now, _highest.get(kind, 0))

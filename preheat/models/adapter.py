@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,7 @@ __all__ = [
     "anatomy",
     "build_on_meta",
     "configure",
+    "ends",
     "facts",
     "generate",
     "head",
@@ -33,6 +34,8 @@ __all__ = [
 ]
 
 ATTENTION = "preheat"  # the name under which our attention function stands in transformers' own registry
+STANDALONE = "preheat-standalone"  # and that of models/attention.py, for models called by their own forward
+PATTERN = "preheat_pattern"  # attribute of a layer's attention: kernel -> kernel that sees less (models/attention.py sets it)
 
 
 def _local_only() -> bool:
@@ -69,6 +72,11 @@ def configure(recipe: Recipe, vocabulary: int | None = None) -> PretrainedConfig
         if key not in known:
             raise RecipeError(f"model.config.{key}: {config.model_type} has no such setting; {nearest(key, sorted(known))}")
         setattr(config, key, value)
+    for t in sorted(recipe.techniques.values(), key=lambda t: (t.stage, t.name())):
+        try:
+            t.configure(config, recipe)
+        except ValueError as error:
+            raise RecipeError(f"techniques.{t.name()}: {error}") from None
     text = config.get_text_config()
     rows = text.vocab_size
     if vocabulary is not None and vocabulary > rows:
@@ -76,12 +84,19 @@ def configure(recipe: Recipe, vocabulary: int | None = None) -> PretrainedConfig
             f"data.tokenizer: has {vocabulary:,} pieces but the model's embedding has {rows:,} rows; use the model's own tokenizer"
             + ("" if model.path else f", or set model.vocabulary: {vocabulary}")
         )
-    positions = getattr(text, "max_position_embeddings", None)
+    positions = _positions(text)
     if positions and recipe.batch.length > positions:
         raise RecipeError(
             f"batch.length: {recipe.batch.length} is longer than the model's {positions} positions; set batch.length: {positions} or less"
         )
     return config
+
+
+def _positions(text: Any) -> int:
+    """Positions that a model reaches; 0: not stated. Dynamic rotary scaling goes `factor` times beyond what transformers states."""
+    positions = getattr(text, "max_position_embeddings", None) or 0
+    rope = getattr(text, "rope_parameters", None) or {}
+    return int(positions * rope["factor"]) if rope.get("rope_type") == "dynamic" else positions
 
 
 def _read(path: str, trust: bool) -> PretrainedConfig:
@@ -110,7 +125,7 @@ def _new(recipe: Recipe, vocabulary: int | None) -> PretrainedConfig:
     gated = model.family != "gpt2"
     if model.size is None and not (model.layers and model.width and model.heads):
         raise RecipeError("model: state a path, a size (e.g. 15M), or layers, width and heads")
-    d = sizes.dial(model.size, gated=gated) if model.size else None
+    d = sizes.dial(model.size, gated=gated, shape=model.shape) if model.size else None
     layers, width, heads = (
         (model.layers or (d and d.layers)),
         (model.width or (d and d.width)),
@@ -160,7 +175,7 @@ def facts(config: PretrainedConfig) -> ModelFacts:
         kv_heads=getattr(text, "num_key_value_heads", None) or heads,
         head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
         vocabulary=text.vocab_size,
-        positions=getattr(text, "max_position_embeddings", None) or 0,
+        positions=_positions(text),
         tied=bool(config.tie_word_embeddings),
         window=getattr(text, "sliding_window", None),
     )
@@ -202,7 +217,9 @@ def _attention(
         raise RecipeError(f"model: {name} has attention dropout {dropout}; set it to 0 under model.config")
     mask = preheat_mask
     if sliding_window is not None and sliding_window < query.shape[2]:
-        mask = MaskSpec(mask.causal, min(sliding_window, mask.window or sliding_window), mask.documents)
+        mask = replace(mask, window=min(sliding_window, mask.window or sliding_window))
+    if (pattern := getattr(module, PATTERN, None)) is not None:
+        preheat_attention = pattern(preheat_attention)
     out = preheat_attention(query, key, value, mask, scaling if scaling is not None else query.shape[-1] ** -0.5)
     return out.transpose(1, 2), None
 
@@ -224,6 +241,8 @@ def build_on_meta(config: PretrainedConfig, *, trust: bool = False) -> PreTraine
     import torch
     from transformers import AutoModelForCausalLM
 
+    from preheat.models.surgery import own_rotary
+
     text = config.get_text_config()
     for key, neutral in _UNSUPPORTED.items():
         if (value := getattr(text, key, None)) not in neutral:
@@ -237,6 +256,7 @@ def build_on_meta(config: PretrainedConfig, *, trust: bool = False) -> PreTraine
             f"model: {config.model_type} is no decoder-only model that transformers can build ({str(error).splitlines()[0][:200]})"
         ) from None
     model.config.use_cache = False
+    own_rotary(model)
     anatomy(model)  # says plainly when something cannot be found
     return model.train()
 
@@ -300,6 +320,11 @@ def head(model: PreTrainedModel) -> nn.Module:
     return model.get_output_embeddings()
 
 
+def ends(model: PreTrainedModel) -> tuple[Tensor, Tensor]:
+    """The weights of embedding and head, which optimizers made for matrices leave to AdamW."""
+    return model.get_input_embeddings().weight, model.get_output_embeddings().weight
+
+
 def hidden_states(
     model: PreTrainedModel, tokens: Tensor, positions: Tensor, mask: MaskSpec, attention: Callable[..., Tensor]
 ) -> Tensor:
@@ -318,20 +343,24 @@ def hidden_states(
 def generate(
     model: PreTrainedModel, tokens: Tensor, *, count: int, temperature: float = 0.0, stop: int | None = None
 ) -> Tensor:
-    """Continues `tokens` [1, n] by up to `count` tokens with transformers' own generation and KV cache."""
+    """Continues `tokens` [1, n] by up to `count` tokens with transformers' own generation and KV cache.
+
+    Layers with an attention pattern read everything again for each token: patterns are for whole sequences.
+    """
     import torch
     from transformers import GenerationConfig
 
     training, attention = model.training, model.config._attn_implementation
     model.eval()
-    model.set_attn_implementation("sdpa")
+    patterned = any(hasattr(m, PATTERN) for m in model.modules())
+    model.set_attn_implementation(STANDALONE if patterned else "sdpa")
     settings = GenerationConfig(
         max_new_tokens=count,
         do_sample=temperature > 0,
         temperature=temperature or None,
         top_k=None,
         top_p=None,
-        use_cache=True,
+        use_cache=not patterned,
         eos_token_id=stop,
         pad_token_id=stop if stop is not None else 0,
     )

@@ -52,6 +52,7 @@ class WeightSource:
         self._maps: list[tuple[re.Pattern[str], Callable[[str, Tensor], Tensor]]] = []
         self._fresh: list[tuple[re.Pattern[str], Sequence[str], Callable[[nn.Module], None]]] = []
         self._files: dict[str, Path] = {}
+        self._prefix = ""
         if folder is not None:
             self._index(folder)
 
@@ -140,7 +141,7 @@ class WeightSource:
         visit(model)
 
     def _read(self, model: Any) -> None:
-        prefix = model.base_model_prefix + "."
+        self._prefix = model.base_model_prefix + "."
         seen: set[int] = set()
         missing = []
         for name, parameter in model.named_parameters():
@@ -148,8 +149,7 @@ class WeightSource:
                 continue
             seen.add(id(parameter))
             plain = name.replace(".base_layer.", ".")
-            key = next((k for k in (plain, plain.removeprefix(prefix), prefix + plain) if k in self._files), None)
-            if key is None:
+            if (key := self._key(plain)) is None:
                 missing.append(plain)
                 continue
             value = self._tensor(key)
@@ -169,6 +169,22 @@ class WeightSource:
         for module in model.modules():  # what no checkpoint holds: rotary tables and other buffers
             if any(True for _ in module.buffers(recurse=False)):
                 model._init_weights(module)
+
+    def _key(self, name: str) -> str | None:
+        """What a parameter is called in the files: some leave the base model's prefix out, others add it."""
+        names = (name, name.removeprefix(self._prefix), self._prefix + name)
+        return next((k for k in names if k in self._files), None)
+
+    def read(self, name: str) -> Tensor:
+        """A parameter's value as it stands in the files, for a `map` that needs another one's too.
+
+        Raises:
+            RecipeError: the files have none of that name.
+        """
+        key = self._key(name)
+        if key is None:
+            raise RecipeError(f"model.path: {self.folder} has no {name}")
+        return self._tensor(key)
 
     def _tensor(self, key: str) -> Tensor:
         from safetensors import safe_open

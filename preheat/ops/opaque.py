@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from preheat.ops.attention import blocked_attention, blocked_gradients
+from preheat.ops.attention_blocks import blocked_attention, blocked_gradients
 from preheat.technique import MaskSpec
 
 __all__ = ["OpaqueAttention", "OpaqueMask"]
@@ -36,7 +36,7 @@ class OpaqueMask(MaskSpec):
     @staticmethod
     def of(mask: MaskSpec, rows: int, length: int) -> OpaqueMask:
         documents = mask.documents if mask.documents is not None else ((length,),) * rows
-        return OpaqueMask(mask.causal, mask.window, _lengths(documents, length))
+        return OpaqueMask(mask.causal, mask.window, _lengths(documents, length), mask.global_tokens)
 
 
 @functools.lru_cache(maxsize=16)  # every layer asks for the same
@@ -44,9 +44,9 @@ def _lengths(documents: tuple[tuple[int, ...], ...], length: int) -> Tensor:
     return torch.tensor([[*row, *(0 for _ in range(length - len(row)))] for row in documents], dtype=torch.int64)
 
 
-def _mask(documents: Tensor, causal: bool, window: int) -> MaskSpec:
+def _mask(documents: Tensor, causal: bool, window: int, shared: int) -> MaskSpec:
     rows = documents.numpy()
-    return MaskSpec(causal, window or None, tuple(tuple(row[row > 0].tolist()) for row in rows))
+    return MaskSpec(causal, window or None, tuple(tuple(row[row > 0].tolist()) for row in rows), shared)
 
 
 class OpaqueAttention:
@@ -71,7 +71,9 @@ class OpaqueAttention:
         if torch.is_autocast_enabled(q.device.type):  # as autocast does for torch's own attention
             dtype = torch.get_autocast_dtype(q.device.type)
             q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
-        return _attention(q, k, v, mask.documents, self.number, mask.causal, mask.window or 0, scale).transpose(1, 2)
+        return _attention(
+            q, k, v, mask.documents, self.number, mask.causal, mask.window or 0, mask.global_tokens, scale
+        ).transpose(1, 2)
 
     def gradients(
         self, q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, scale: float, grad: Tensor
@@ -101,14 +103,16 @@ def _autograd() -> Iterator[None]:
 
 @torch.library.custom_op("preheat::attention", mutates_args=())
 def _attention(
-    q: Tensor, k: Tensor, v: Tensor, documents: Tensor, number: int, causal: bool, window: int, scale: float
+    q: Tensor, k: Tensor, v: Tensor, documents: Tensor, number: int, causal: bool, window: int, shared: int, scale: float
 ) -> Tensor:
-    out = _ALIVE[number].kernel(q, k, v, _mask(documents, causal, window), scale)
+    out = _ALIVE[number].kernel(q, k, v, _mask(documents, causal, window, shared), scale)
     return out.transpose(1, 2).contiguous()
 
 
 @_attention.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, documents: Tensor, number: int, causal: bool, window: int, scale: float) -> Tensor:
+def _(
+    q: Tensor, k: Tensor, v: Tensor, documents: Tensor, number: int, causal: bool, window: int, shared: int, scale: float
+) -> Tensor:
     return q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3])
 
 
@@ -122,9 +126,10 @@ def _attention_backward(
     number: int,
     causal: bool,
     window: int,
+    shared: int,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    mask = _mask(documents, causal, window)
+    mask = _mask(documents, causal, window, shared)
     with _autograd():
         grads = _ALIVE[number].gradients(q, k, v, mask, scale, grad.transpose(1, 2))
     a, b, c = (g.transpose(1, 2).contiguous() for g in grads)
@@ -141,6 +146,7 @@ def _(
     number: int,
     causal: bool,
     window: int,
+    shared: int,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     a, b, c = (t.new_empty(t.shape[0], t.shape[2], t.shape[1], t.shape[3]) for t in (q, k, v))
@@ -154,7 +160,7 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     grads = _attention_backward(grad, *ctx.saved_tensors, *ctx.settings)
-    return (*(g.transpose(1, 2) for g in grads), None, None, None, None, None)
+    return (*(g.transpose(1, 2) for g in grads), None, None, None, None, None, None)
 
 
 _attention.register_autograd(_backward, setup_context=_keep)

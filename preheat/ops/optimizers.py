@@ -13,14 +13,19 @@ from preheat.ops.rounding import stochastic_round_
 
 __all__ = [
     "Adafactor",
+    "Guarded",
     "Lion",
     "Muon",
+    "Numbered",
     "StochasticAdamW",
     "adamw_",
+    "adamw_state",
     "decay_groups",
     "fused_adamw",
+    "keep_",
     "orthogonalize",
     "prepare_state",
+    "split_matrices",
     "total_norm",
 ]
 
@@ -95,73 +100,12 @@ def fused_adamw(groups: list[dict[str, Any]], *, lr: float, betas: tuple[float, 
     return optimizer
 
 
-class StochasticAdamW(torch.optim.Optimizer):
-    """AdamW for bf16 weights: moments and arithmetic in fp32, the new weight rounded stochastically.
-
-    Where bf16's step is larger than the update, plain rounding loses the update every time; here it lands with the right
-    probability. fp32 parameters among the rest are updated as usual. Draws depend on `seed` and the step's number alone,
-    so a resumed run draws the same.
-
-    Args:
-        number: says which step is being taken; counted here when not given.
-        chunk: elements of a parameter that are updated at a time, so that fp32 scratch stays small.
-    """
-
-    def __init__(
-        self,
-        groups: Any,
-        *,
-        lr: float,
-        betas: tuple[float, float] = (0.9, 0.95),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-        seed: int = 0,
-        number: Callable[[], int] | None = None,
-        chunk: int = 1 << 20,
-    ):
-        super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
-        self.seed, self.chunk = seed, chunk
-        self._taken = 0
-        self._number = number or (lambda: self._taken)
-        self._generator = torch.Generator(device=self.param_groups[0]["params"][0].device)
-        for group in self.param_groups:
-            for p in group["params"]:
-                self.state[p] = adamw_state(p, torch.float32)
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """One update; none where `self.found_inf` is 1, as with torch's fused optimizers."""
-        assert closure is None
-        self._generator.manual_seed((self.seed << 32) + self._number())
-        self._taken += 1
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    self._update(p, p.grad, self.state[p], group)
-
-    def _update(self, p: Tensor, grad: Tensor, state: dict[str, Tensor], group: dict[str, Any]) -> None:
-        flat = [
-            t.reshape(-1) if t.is_contiguous() else t.contiguous().view(-1)
-            for t in (p, grad, state["exp_avg"], state["exp_avg_sq"])
-        ]
-        assert p.is_contiguous(), "parameters are contiguous"
-        step = state["step"]
-        for weight, slope, mean, square in zip(*(t.split(self.chunk) for t in flat), strict=True):
-            low = weight.dtype != torch.float32
-            value = weight.float() if low else weight
-            step = state["step"].clone()  # torch counts it up in every call
-            adamw_(value, slope.float(), mean, square, step, group, getattr(self, "found_inf", None))
-            if low:
-                stochastic_round_(weight, value, self._generator)
-        state["step"].copy_(step)
-
-
-def _keep(old: Tensor, new: Tensor, found_inf: Tensor | None) -> None:
+def keep_(old: Tensor, new: Tensor, found_inf: Tensor | None) -> None:
     """Writes `new` into `old`, or nothing where `found_inf` is 1. Chosen, not multiplied: 0 * NaN would not be 0."""
     old.copy_(new if found_inf is None else torch.where(found_inf == 0, new, old.to(new.dtype)))
 
 
-class _Guarded(torch.optim.Optimizer):
+class Guarded(torch.optim.Optimizer):
     """An optimizer whose state is created with it and whose step does nothing where `found_inf` is 1, without reading that back."""
 
     found_inf: Tensor | None = None
@@ -180,14 +124,100 @@ class _Guarded(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """One update of every parameter that has a gradient."""
         assert closure is None
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None:
                     self._update(p, p.grad, self.state[p], group)
 
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Copies values into the state that stands; torch's own way would cast codes and fp32 moments to the weight's dtype."""
+        ours = [p for group in self.param_groups for p in group["params"]]
+        for number, p in enumerate(ours):
+            for key, value in self.state[p].items():
+                value.copy_(state_dict["state"][number][key])
+        for group, kept in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            group.update({key: value for key, value in kept.items() if key != "params"})
 
-class Lion(_Guarded):
+
+class Numbered(Guarded):
+    """An optimizer that draws at random: a pure function of seed, step and parameter, so a resumed run draws the same.
+
+    Args:
+        number: says which step is being taken; counted here when not given.
+    """
+
+    def __init__(self, groups: Any, *, seed: int = 0, number: Callable[[], int] | None = None, **defaults: Any):
+        super().__init__(groups, **defaults)
+        self.seed, self._taken, self._number = seed, 0, number or (lambda: self._taken)
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        self._order = {p: index for index, p in enumerate(parameters)}
+        self._generator = torch.Generator(device=parameters[0].device)
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step(closure)
+        self._taken += 1
+
+    def draws(self, p: Tensor, number: int) -> torch.Generator:
+        """The generator, set to where parameter `p` draws from in step `number`."""
+        return self._generator.manual_seed(((self.seed << 44) + (number << 20) + self._order[p]) % (1 << 63))
+
+
+class StochasticAdamW(Numbered):
+    """AdamW for bf16 weights: moments and arithmetic in fp32, the new weight rounded stochastically.
+
+    Where bf16's step is larger than the update, plain rounding loses the update every time; here it lands with the right
+    probability. fp32 parameters among the rest are updated as usual.
+
+    Args:
+        seed, number: see `Numbered`.
+        chunk: elements of a parameter that are updated at a time, so that fp32 scratch stays small.
+    """
+
+    def __init__(
+        self,
+        groups: Any,
+        *,
+        lr: float,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        chunk: int = 1 << 20,
+        **more: Any,
+    ):
+        super().__init__(groups, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, **more)
+        self.chunk = chunk
+
+    def _state(self, p: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
+        return adamw_state(p, torch.float32)
+
+    def _moments(self, state: dict[str, Tensor], part: slice) -> tuple[Tensor, Tensor]:
+        """Mean and mean square of some elements, to be updated in place."""
+        return state["exp_avg"].view(-1)[part], state["exp_avg_sq"].view(-1)[part]
+
+    def _remember(self, state: dict[str, Tensor], part: slice, mean: Tensor, square: Tensor) -> None:
+        """Puts updated moments back, where they are not kept as they are."""
+
+    def _update(self, p: Tensor, grad: Tensor, state: dict[str, Tensor], group: dict[str, Any]) -> None:
+        assert p.is_contiguous(), "parameters are contiguous"
+        weights, slopes, step = p.view(-1), grad.reshape(-1), state["step"]
+        low = p.dtype != torch.float32
+        generator = self.draws(p, self._number()) if low else None
+        for start in range(0, p.numel(), self.chunk):
+            part = slice(start, min(start + self.chunk, p.numel()))
+            mean, square = self._moments(state, part)
+            value = weights[part].float()
+            step = state["step"].clone()  # torch counts it up in every call
+            adamw_(value, slopes[part].float(), mean, square, step, group, self.found_inf)
+            self._remember(state, part, mean, square)
+            if low:
+                stochastic_round_(weights[part], value, generator)
+        state["step"].copy_(step)
+
+
+class Lion(Guarded):
     """Lion: the sign of an interpolation between momentum and gradient (Chen et al. 2023, arXiv:2302.06675, algorithm 2).
 
     Args:
@@ -219,8 +249,8 @@ class Lion(_Guarded):
             slope = slope.float()
             direction = torch.lerp(mean, slope, 1 - first).sign_()
             value = (weight * (1 - group["lr"] * group["weight_decay"])).float().sub_(direction, alpha=lr)
-            _keep(weight, value, self.found_inf)
-            _keep(mean, torch.lerp(mean, slope, 1 - second), self.found_inf)
+            keep_(weight, value, self.found_inf)
+            keep_(mean, torch.lerp(mean, slope, 1 - second), self.found_inf)
 
 
 def orthogonalize(matrix: Tensor, steps: int = 5) -> Tensor:
@@ -246,7 +276,19 @@ def orthogonalize(matrix: Tensor, steps: int = 5) -> Tensor:
     return x.t() if tall else x
 
 
-class Muon(_Guarded):
+def split_matrices(groups: Iterable[Any], by_adamw: Iterable[Any], mark: str) -> list[dict[str, Any]]:
+    """Parameter groups cut in two: matrices, which are marked `mark`, and what AdamW shall take: `by_adamw` and vectors."""
+    listed = list(groups)
+    others = {id(p) for p in by_adamw}
+    split = []
+    for group in listed if isinstance(listed[0], dict) else [{"params": listed}]:
+        matrices = [p for p in group["params"] if p.ndim == 2 and id(p) not in others]
+        rest = [p for p in group["params"] if p.ndim != 2 or id(p) in others]
+        split += [{**group, "params": matrices, mark: True}, {**group, "params": rest, mark: False}]
+    return [g for g in split if g["params"]]
+
+
+class Muon(Guarded):
     """Muon for the groups marked `muon`, AdamW for the others, at one learning rate.
 
     Nesterov momentum is orthogonalized; the update is scaled by 0.2 sqrt(max(n, m)), so that its size is that of AdamW's and rate and
@@ -278,11 +320,11 @@ class Muon(_Guarded):
         decayed = p * (1 - group["lr"] * group["weight_decay"])
         momentum = state["momentum"] * group["momentum"] + grad
         update = orthogonalize(torch.add(grad, momentum, alpha=group["momentum"]), group["steps"])
-        _keep(p, decayed.add_(update, alpha=-group["lr"] * 0.2 * max(p.shape) ** 0.5), self.found_inf)
-        _keep(state["momentum"], momentum, self.found_inf)
+        keep_(p, decayed.add_(update, alpha=-group["lr"] * 0.2 * max(p.shape) ** 0.5), self.found_inf)
+        keep_(state["momentum"], momentum, self.found_inf)
 
 
-class Adafactor(_Guarded):
+class Adafactor(Guarded):
     """Adafactor: second moments of a matrix as one row and one column, no first moment (Shazeer and Stern 2018, arXiv:1804.04235, algorithm 4).
 
     With a learning rate from outside: updates are clipped to a root mean square of `clip` and scaled by the rate.
@@ -314,6 +356,6 @@ class Adafactor(_Guarded):
             update = update * (new["row"] / new["row"].mean()).rsqrt_().unsqueeze(1) * new["column"].rsqrt()
         update /= (update.norm() / update.numel() ** 0.5 / group["clip"]).clamp_(min=1.0)
         value = p * (1 - group["lr"] * group["weight_decay"])
-        _keep(p, value.float().sub_(update, alpha=group["lr"]), self.found_inf)
+        keep_(p, value.float().sub_(update, alpha=group["lr"]), self.found_inf)
         for key, tensor in new.items():
-            _keep(state[key], tensor, self.found_inf)
+            keep_(state[key], tensor, self.found_inf)

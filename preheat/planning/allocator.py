@@ -21,7 +21,7 @@ __all__ = ["Heap", "HeapUse", "replay"]
 _PAGE = 4096
 _MAPPED = 32 << 20
 _REST = 96  # bytes beside a block: the alignment of 64 and the least piece that malloc keeps
-# How many of the rests are taken, and over how many steps: fitted to the peaks of eight recipes between 0.1 and 10 GiB
+# How many of the rests are taken, and over how many steps: fitted to the peaks of eleven recipes between 0.1 and 10 GiB
 # (benchmarks/results/plan_vs_measured.json). In a run the growth ends after a few steps, as small objects are freed again.
 _TAKEN = 0.03
 _STEPS = 4

@@ -120,6 +120,7 @@ class Recorder(TorchDispatchMode):
         self.recomputed = 0
         self._numbers: dict[int, int] = {}  # id of a living storage -> its number in the log
         self._made = 0
+        self._host: set[int] = set()  # ids of living storages in the host's memory, of which the device knows nothing
 
     def number(self, t: Tensor) -> int | None:
         """The log's number of a tensor's storage, if it was made under this recorder and lives."""
@@ -128,7 +129,7 @@ class Recorder(TorchDispatchMode):
     def follow(self, t: Tensor) -> int:
         """Enters a tensor's storage into the log; returns the bytes that are new."""
         storage = _storage(t)
-        if id(storage) in self._numbers or t.device.type == "meta":
+        if id(storage) in self._numbers or id(storage) in self._host or t.device.type == "meta":
             return 0
         size = -(-storage.nbytes() // self.rounding) * self.rounding
         number = self._made
@@ -143,6 +144,13 @@ class Recorder(TorchDispatchMode):
         weakref.finalize(storage, freed)
         return int(size)
 
+    def _on_host(self, made: list[Tensor]) -> None:
+        """What operators made on the host, or of tensors that all lie there."""
+        for storage in {id(s): s for s in map(_storage, made) if id(s) not in self._numbers}.values():
+            if id(storage) not in self._host:
+                self._host.add(id(storage))
+                weakref.finalize(storage, self._host.discard, id(storage))
+
     def _phase(self) -> Phase:
         if self.phase == "forward" and torch._C._current_autograd_node() is not None:
             return "backward"
@@ -155,6 +163,8 @@ class Recorder(TorchDispatchMode):
             return out
         inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         outputs = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
+        if func._schema.name in _TO_HOST or (inputs and all(id(_storage(t)) in self._host for t in inputs)):
+            self._on_host(outputs)
         fresh = sum(self.follow(t) for t in outputs)
         if func._schema.name in _EMPTY:
             return out
@@ -190,6 +200,7 @@ class Recorder(TorchDispatchMode):
 
 
 _FREE = {"aten::_unsafe_view", "aten::detach", "aten::alias", "aten::_local_scalar_dense", "prim::device", "aten::set_data"}
+_TO_HOST = {"preheat::to_host", "preheat::host_zeros"}
 _EMPTY = {
     "aten::empty",
     "aten::empty_like",
@@ -230,7 +241,7 @@ def observe(recipe: Recipe, *, vocabulary: int | None, device: Device) -> Observ
     made = build(recipe, vocabulary=vocabulary, device=device, dry=_Both(mode, recorder))
     with mode, recorder:
         known = _known(made, recorder)
-        shape: Shape = made.slot(Slot.BATCH_SHAPE)(0.0)
+        shape: Shape = made.slot(Slot.BATCH_SHAPE)(1.0)  # of the end of the run: the one that needs the most memory
         micros = [shape.micro] * (shape.rows // shape.micro) + ([shape.rows % shape.micro] if shape.rows % shape.micro else [])
         # The first micro-batch makes the gradients, the second adds to them, and every later one is like the third.
         recorder.kernels.clear()

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
+from preheat.engine.build import context_of
 from preheat.hardware.rates import Rates
+from preheat.models import adapter
 from preheat.planning.allocator import HeapUse, replay
 from preheat.planning.observe import CATEGORIES, Observation, observe
 from preheat.planning.predict import step_seconds
 from preheat.recipe import Recipe
-from preheat.technique import Device, Tag
+from preheat.technique import Device, Tag, Technique
 
-__all__ = ["describe", "plan"]
+__all__ = ["describe", "plan", "settled"]
 
 GIB = 2**30
 
@@ -60,6 +63,20 @@ def plan(
     """
     seen = observe(recipe, vocabulary=vocabulary, device=device)
     return describe(recipe, seen, device=device, rates=rates, rows=rows, in_use=in_use)
+
+
+def settled(recipe: Recipe, *, vocabulary: int | None, device: Device, rates: Rates, in_use: int = 0) -> Recipe:
+    """The recipe with values for what its techniques leave to a dry run (`Technique.settle`); arguments as of `plan`."""
+    for name in recipe.techniques:
+        context = context_of(recipe, adapter.configure(recipe, vocabulary), device)
+
+        def share(other: Technique, name: str = name, recipe: Recipe = recipe) -> float:
+            changed = replace(recipe, techniques={**recipe.techniques, name: other})
+            made = plan(changed, vocabulary=vocabulary, device=device, rates=rates, in_use=in_use)
+            return float(made["peak_gib"] / made["available_gib"])
+
+        recipe = replace(recipe, techniques={**recipe.techniques, name: recipe.techniques[name].settle(context, share)})
+    return recipe
 
 
 def describe(

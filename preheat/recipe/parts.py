@@ -53,6 +53,8 @@ class Model:
     """The architecture of a new model."""
     size: str | None = None
     """One dial for a new model, e.g. 15M or 1.1B: the parameters outside the embeddings and head; depth, width, heads and learning rate follow."""
+    shape: Literal["balanced", "deep"] = "balanced"
+    """With `size`: balanced (width 64 times the depth), or deep and thin (20 times), which suits models below a billion parameters."""
     layers: Count | None = None
     """Number of transformer layers of a new model."""
     width: Count | None = None
@@ -242,6 +244,13 @@ class Recipe:
         given = [k for k in ("layers", "width", "heads", "kv_heads", "feed_forward") if getattr(model, k) is not None]
         if model.path and (model.size or given):
             found.append(("model.path", f"a model from a path brings its sizes; remove {(model.size and 'size') or given[0]}"))
+        if model.shape != "balanced" and (model.size is None or given):
+            found.append(
+                (
+                    "model.shape",
+                    f"{model.shape} is for model.size alone; remove it, or state a size and no {given[0] if given else 'layers'}",
+                )
+            )
         if model.size is not None and not re.fullmatch(r"\d+(\.\d+)?[KMB]", model.size):
             found.append(("model.size", f"{model.size!r} is not a size; write it like 15M or 1.1B"))
         if model.heads and model.kv_heads and model.heads % model.kv_heads:

@@ -1,10 +1,12 @@
 """Activation checkpointing: keep less of the forward pass, compute it again in the backward pass.
 
-What: a layer keeps only its input (`full`), or its input and the results of matrix products and attention (`selective`),
-and the rest is computed again when its gradient is due. Same numbers, bit for bit, with deterministic kernels.
+What: a layer keeps only its input (`full`), or its input and the results of matrix products and attention (`selective`), or as
+many results as a share of its activations allows (`budget`: those that spare most computing, by one look at the layer under fake
+tensors), and the rest is computed again when its gradient is due. Same numbers, bit for bit, with deterministic kernels.
 Helps: activations no longer grow with everything inside a layer. Hurts: `full` costs a further forward pass of the
-wrapped layers (a third more FLOPs there); `selective` only the cheap operators.
-Source: Chen et al. 2016 (arXiv:1604.06174); selective: Korthikanti et al. 2022 (arXiv:2205.05198).
+wrapped layers (a third more FLOPs there); `selective` only the cheap operators; `budget` what lies between.
+Source: Chen et al. 2016 (arXiv:1604.06174); selective: Korthikanti et al. 2022 (arXiv:2205.05198); choice under a budget as a
+knapsack: Jain et al. 2020 (Checkmate, arXiv:1910.02653) pose the problem.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from preheat.recipe import Bound
+from preheat.recipe import Bound, Share
 from preheat.technique import Build, Change, Context, Stage, Tag, Technique
 
 if TYPE_CHECKING:
@@ -39,13 +41,16 @@ def _saved_operators() -> list[Any]:
     ]
 
 
-def checkpoint_layers(layers: Iterable[nn.Module], *, every: int = 1, keep: Literal["inputs", "products"] = "inputs") -> int:
+def checkpoint_layers(
+    layers: Iterable[nn.Module], *, every: int = 1, keep: Literal["inputs", "products"] | float = "inputs"
+) -> int:
     """Makes every `every`-th module compute its forward pass again in the backward pass. In place.
 
     Args:
         layers: e.g. `model.model.layers`.
         every: 1: all of them; 2: every second one.
-        keep: `inputs` of a layer only, or also the results of its matrix `products` and attention.
+        keep: `inputs` of a layer only, or also the results of its matrix `products` and attention, or a number: of all that the
+            layer would save, the share of bytes that may be kept for what is dearest to compute again.
 
     Returns:
         How many were wrapped.
@@ -62,23 +67,36 @@ def checkpoint_layers(layers: Iterable[nn.Module], *, every: int = 1, keep: Lite
     import torch
     from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-    def wrapped(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def wrapped(kind: Any, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():  # evaluation and generation have no backward pass to compute it again in
             return forward(*args, **kwargs)
         if kwargs.get("past_key_values") is not None:
             raise ValueError(
                 "a layer that is computed twice would fill the KV cache twice; call the model with use_cache=False"
             )
-        return checkpoint(forward, *args, use_reentrant=False, **contexts, **kwargs)
+        return checkpoint(forward, *args, use_reentrant=False, **context(kind, forward, args, kwargs), **kwargs)
 
-    contexts: dict[str, Any] = (
-        {"context_fn": functools.partial(create_selective_checkpoint_contexts, _saved_operators())}
-        if keep == "products"
-        else {}
-    )
+    if keep == "inputs":
+
+        def context(*_: Any) -> dict[str, Any]:
+            return {}
+    elif keep == "products":
+        products = functools.partial(create_selective_checkpoint_contexts, _saved_operators())
+
+        def context(*_: Any) -> dict[str, Any]:
+            return {"context_fn": products}
+    else:
+        from preheat.ops.recompute import Planner, contexts
+
+        chosen_for = Planner(float(keep))
+
+        def context(*call: Any) -> dict[str, Any]:
+            return {"context_fn": functools.partial(contexts, chosen_for(*call))}
+
     chosen = [layer for index, layer in enumerate(layers) if (index + 1) % every == 0]
     for layer in chosen:
-        layer.forward = functools.partial(wrapped, layer.forward)  # type: ignore[method-assign]
+        kind = (type(layer), tuple(p.shape for p in layer.parameters()))  # layers alike share what is chosen for them
+        layer.forward = functools.partial(wrapped, kind, layer.forward)  # type: ignore[method-assign]
     return len(chosen)
 
 
@@ -88,30 +106,40 @@ class ActivationCheckpointing(Technique):
     numerics: ClassVar[Any] = "exact"
     provides: ClassVar[frozenset[Tag]] = frozenset({Tag("recomputes")})
 
-    mode: Literal["full", "selective"] = "full"
-    """full: keep a layer's input only; selective: also the results of matrix products and attention."""
+    mode: Literal["full", "selective", "budget"] = "full"
+    """full: keep a layer's input only; selective: also the results of matrix products and attention; budget: what `budget` allows."""
+    budget: Share = 0.5
+    """With mode budget: the share of a layer's activations, beyond its input, that may be kept; 0 is full, 1 would keep all."""
     every: Annotated[int, Bound(1)] = 1
     """Every n-th layer; the others keep everything."""
 
     def check(self, context: Context) -> list[str]:
         if self.every > context.model.layers:
             return [f"every: {self.every} of {context.model.layers} layers wraps none; use at most {context.model.layers}"]
+        if self.mode == "budget" and self.budget == 1:
+            return ["budget: 1 keeps everything; leave activation_checkpointing out, or set budget below 1"]
         return []
 
     def apply(self, build: Build, part: Any) -> Change:
         from preheat.models.adapter import anatomy
 
         layers = anatomy(part).layers
-        count = checkpoint_layers(layers, every=self.every, keep="products" if self.mode == "selective" else "inputs")
-        kept = "inputs and matrix products kept" if self.mode == "selective" else "inputs kept"
+        keep: Any = {"full": "inputs", "selective": "products", "budget": self.budget}[self.mode]
+        count = checkpoint_layers(layers, every=self.every, keep=keep)
+        kept = {
+            "full": "inputs kept",
+            "selective": "inputs and matrix products kept",
+            "budget": f"inputs and {self.budget:.0%} of the rest kept",
+        }[self.mode]
         return Change(f"{count} of {len(layers)} layers computed again in backward, {kept}", count)
 
     def options(self, context: Context) -> Iterable[Technique]:
         yield ActivationCheckpointing(mode="selective")
+        yield from (ActivationCheckpointing(mode="budget", budget=share) for share in (0.75, 0.5, 0.25))
         yield from (ActivationCheckpointing(every=n) for n in (4, 2, 1) if n <= context.model.layers)
 
     def rungs(self, context: Context) -> Iterable[Technique]:
-        if self.mode == "selective":
+        if self.mode != "full":
             return [ActivationCheckpointing()]
         return [ActivationCheckpointing(every=n) for n in (4, 2, 1) if n < self.every]
 

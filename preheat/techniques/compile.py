@@ -179,9 +179,8 @@ class Compile(Technique):
         def tell(build: Build) -> None:
             if compiled.graphs >= self.limit and not told:
                 told.append(build.step)
-                build.notices.append(
-                    f"techniques.compile.limit: {compiled.graphs} graphs are compiled; batches of other shapes run uncompiled from here on"
-                )
+                words = f"techniques.compile.limit: {compiled.graphs} graphs are compiled; batches of other shapes run uncompiled from here on"
+                build.events.append({"kind": "notice", "words": words})
 
         build.after_update.append(tell)
         return Change(f"{len(layers)} layers compiled when they first run; the plan is that of uncompiled layers", len(layers))

@@ -1,11 +1,13 @@
 """Efficient attention: fused kernels, the kernel stated, without scores, repeated keys or a mask tensor in memory.
 
 What: scaled-dot-product attention block by block; grouped queries read their shared keys and values without copies; causal
-by an argument; packed documents attended one by one.
-Helps: memory linear in length instead of quadratic, and less traffic. On a CPU in bf16 `blocks` (batched products over
-blocks of queries) is 1.1 to 2 times as fast as torch's own kernel up to 2,048 tokens. Hurts: nothing known where a fused kernel
-exists; the sums are ordered otherwise, so results agree up to rounding, and `blocks` rounds scores to bf16 too.
-Source: Dao et al. 2022 (arXiv:2205.14135); grouped queries: Ainslie et al. 2023 (arXiv:2305.13245).
+by an argument; packed documents attended one by one; windows by kernels that skip what they hide.
+Helps: memory linear in length instead of quadratic (benchmarks/results/attention_memory.md), and less traffic. On a CPU in bf16 `blocks`
+(batched products over blocks of queries) is 1.1 to 2 times as fast as torch's own kernel up to 2,048 tokens. Hurts: nothing known where a
+fused kernel exists; the sums are ordered otherwise, so results agree up to rounding, and `blocks` rounds scores to bf16 too.
+`flex`, `flash2` and `flash3` were not yet run on a GPU.
+Source: Dao et al. 2022 (arXiv:2205.14135); FlashAttention 2 (arXiv:2307.08691) and 3 (arXiv:2407.08608); FlexAttention: Dong et al. 2024
+(arXiv:2412.05496); grouped queries: Ainslie et al. 2023 (arXiv:2305.13245).
 """
 
 from __future__ import annotations
@@ -13,14 +15,24 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 from preheat.technique import Build, Change, Context, MaskSpec, Slot, Stage, Tag, Technique
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
 
-__all__ = ["EfficientAttention", "attend"]
+    from preheat.ops.attention_module import EfficientAttention
+
+    Model = TypeVar("Model", bound=nn.Module)
+
+__all__ = [
+    "EfficientAttention",
+    "EfficientAttentionTechnique",
+    "attend",
+    "convert_model_to_efficient_attention",
+    "efficient_attention",
+]
 
 
 def attend(
@@ -31,7 +43,7 @@ def attend(
     Args:
         mask: causal over the whole row when not given.
         scale: head_dim ** -0.5 when not given.
-        kernel: flash, efficient, cudnn or math of torch, which raises where they cannot serve; or blocks.
+        kernel: flash, efficient, cudnn or math of torch, which raises where they cannot serve; blocks; flex; flash2 or flash3.
 
     Example:
         >>> import torch
@@ -41,43 +53,122 @@ def attend(
     return _kernel(kernel)(q, k, v, mask or MaskSpec(), scale if scale is not None else q.shape[-1] ** -0.5)
 
 
+def convert_model_to_efficient_attention(model: Model) -> Model:
+    """Makes a model attend by preheat's kernels, in place; weights, names and the signature of its forward stay.
+
+    A transformers model (decoder or encoder) goes through its own attention interface: padding masks, caches and generation work,
+    windows are computed as windows. Rows packed by `position_ids` and steps with a cache use a mask tensor, as transformers does.
+    In any other model each `torch.nn.MultiheadAttention` is replaced: key_padding_mask, attn_mask and batch_first mean what they meant.
+    `need_weights=True` still gives weights, with all scores in memory; where it is not stated the weights are None.
+    (torch's TransformerEncoderLayer takes a kernel of its own in eval mode without gradients, converted or not.)
+
+    Returns:
+        The model.
+
+    Raises:
+        ValueError: attention that cannot be replaced, or none found; the message says which.
+
+    Example:
+        >>> import torch
+        >>> layer = torch.nn.TransformerEncoderLayer(16, 4, batch_first=True)
+        >>> convert_model_to_efficient_attention(layer)(torch.randn(2, 10, 16)).shape
+        torch.Size([2, 10, 16])
+    """
+    from preheat.models.attention import is_transformers_model, switch_attention
+    from preheat.ops.attention_module import attend_any, convert_multihead
+
+    if is_transformers_model(model):
+        switch_attention(model, attend_any)  # type: ignore[arg-type]
+    elif not convert_multihead(model):
+        raise ValueError(f"{type(model).__name__} is no transformers model and holds no torch.nn.MultiheadAttention to convert")
+    return model
+
+
+efficient_attention = convert_model_to_efficient_attention
+
+
+def __getattr__(name: str) -> Any:
+    """The module of its own is a torch class, imported when first asked for."""
+    if name != "EfficientAttention":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from preheat.ops.attention_module import EfficientAttention
+
+    return EfficientAttention
+
+
 def _kernel(name: str) -> Callable[..., Tensor]:
-    from preheat.ops.attention import blocked_attention, sdpa_attention
+    if name == "blocks":
+        from preheat.ops.attention_blocks import blocked_attention
 
-    return blocked_attention if name == "blocks" else functools.partial(sdpa_attention, kernel=name)
+        return blocked_attention
+    if name == "flex":
+        from preheat.ops.attention_flex import compiled_flex_attention
+
+        return compiled_flex_attention
+    if name in _PACKAGES:
+        from preheat.ops.attention_flash import flash_package_attention
+
+        return functools.partial(flash_package_attention, version=int(name[-1]))
+    from preheat.ops.attention import sdpa_attention
+
+    return functools.partial(sdpa_attention, kernel=name)
 
 
-_BLOCKS_UP_TO = 2048  # tokens; benchmarks/results/attention_cpu.md
+_PACKAGES = {  # kernel -> (distribution, how to install it)
+    "flash2": ("flash-attn", "pip install flash-attn --no-build-isolation"),
+    "flash3": (
+        "flash-attn-3",
+        'pip install --no-build-isolation "git+https://github.com/Dao-AILab/flash-attention.git#subdirectory=hopper"',
+    ),
+}
+_WINDOWS = {"blocks", "flex", "flash2", "flash3"}
+_GLOBAL = {"blocks", "flex"}
 
 
 @dataclass(frozen=True, kw_only=True)
-class EfficientAttention(Technique):
+class EfficientAttentionTechnique(Technique):
     stage: ClassVar[Stage] = Stage.KERNEL
     numerics: ClassVar[Any] = "exact"
     owns: ClassVar[frozenset[Slot]] = frozenset({Slot.ATTENTION_KERNEL})
 
-    kernel: Literal["auto", "flash", "efficient", "cudnn", "blocks"] = "auto"
-    """The kernel; auto takes the fastest that serves: on a CPU blocks for bf16 up to 2,048 tokens, else flash; on CUDA flash,
-    or efficient for fp32. The run records which."""
+    kernel: Literal["auto", "flash", "efficient", "cudnn", "blocks", "flex", "flash2", "flash3"] = "auto"
+    """The kernel; auto takes the fastest that serves: on a CPU blocks for windows and for bf16 up to 2,048 tokens, else flash; on CUDA
+    flex for windows, else flash, or efficient for fp32. flash2 and flash3 are packages of their own. The run records which."""
 
     def _chosen(self, context: Context | Build) -> str:
         if self.kernel != "auto":
             return self.kernel
-        half = Tag("bf16-compute") in context.tags
+        from preheat.ops.attention_module import BLOCKS_UP_TO
+
+        half, length = Tag("bf16-compute") in context.tags, context.recipe.batch.length
         if context.device.kind == "cpu":
-            return "blocks" if half and context.recipe.batch.length <= _BLOCKS_UP_TO else "flash"
-        return "flash" if half else "efficient"
+            return "blocks" if _windowed(context) or (half and length <= BLOCKS_UP_TO) else "flash"
+        return "flex" if _windowed(context) else "flash" if half else "efficient"
 
     def check(self, context: Context) -> list[str]:
+        chosen, cuda = self._chosen(context), context.device.kind == "cuda"
+        half = Tag("bf16-compute") in context.tags
         why = []
-        window, length = context.model.window, context.recipe.batch.length
-        if window is not None and window < length:
-            why.append(f"the model's window of {window} is shorter than batch.length {length}, and SDPA has no window")
-        chosen = self._chosen(context)
-        if context.device.kind == "cpu" and chosen not in ("flash", "blocks"):
+        if _windowed(context) and chosen not in _WINDOWS:
+            why.append(f"kernel: {chosen} has no window, and attention here is limited to one; use blocks, flex or auto")
+        if Tag("global-tokens") in context.tags and chosen not in _GLOBAL and chosen in _WINDOWS:
+            why.append(f"kernel: {chosen} has no global tokens; use blocks, flex or auto")
+        if chosen == "flex" and not cuda:
+            why.append(
+                "kernel: flex needs a CUDA device, since torch has no backward pass for it on a CPU; use blocks, flash or auto"
+            )
+        elif not cuda and chosen not in ("flash", "blocks"):
             why.append(f"kernel: {chosen} needs a CUDA device; use flash, blocks or auto")
-        if chosen == "flash" and context.device.kind == "cuda" and Tag("bf16-compute") not in context.tags:
-            why.append("kernel: flash on CUDA needs bf16 or fp16; add mixed_precision, or use kernel: efficient")
+        if chosen == "flex" and cuda and context.model.head_dim < 16:
+            why.append(f"kernel: flex needs heads of at least 16, and the model's have {context.model.head_dim}; use blocks")
+        if chosen in ("flash", *_PACKAGES) and cuda and not half:
+            why.append(f"kernel: {chosen} on CUDA needs bf16 or fp16; add mixed_precision, or use kernel: efficient")
+        if chosen in _PACKAGES and not _installed(_PACKAGES[chosen][0]):
+            why.append(f"kernel: {chosen} needs the package {_PACKAGES[chosen][0]}: {_PACKAGES[chosen][1]}")
+        if chosen == "flash3" and cuda and context.device.capability is not None and context.device.capability < (9, 0):
+            why.append(
+                f"kernel: flash3 needs a Hopper GPU (9.0), and this one is {context.device.capability}; use flash2 or flash"
+            )
         if chosen == "efficient" and context.model.kv_heads != context.model.heads:
             why.append(
                 "kernel: efficient cannot share keys and values among heads; compute in bf16, which the flash kernel can"
@@ -91,3 +182,19 @@ class EfficientAttention(Technique):
             f", {build.model.heads} query heads on {build.model.kv_heads}" if build.model.kv_heads != build.model.heads else ""
         )
         return Change(f"attention of {build.model.layers} layers{shared}", build.model.layers, kernel=chosen)
+
+
+def _windowed(context: Context | Build) -> bool:
+    """Whether some layer sees less than a sequence: by the model's own window, or by a technique."""
+    window = context.model.window
+    return Tag("window") in context.tags or (window is not None and window < context.recipe.batch.length)
+
+
+def _installed(distribution: str) -> bool:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        version(distribution)
+    except PackageNotFoundError:
+        return False
+    return True

@@ -10,15 +10,19 @@ Source: Ott et al. 2018, "Scaling Neural Machine Translation" (arXiv:1806.00187)
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar
 
 from preheat.recipe import Bound
-from preheat.technique import Build, Change, Context, Stage, Technique
+from preheat.technique import Build, Change, Context, Stage, Tag, Technique
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    import torch
+    from torch import Tensor, nn
+
+__all__ = ["GradientAccumulation", "accumulate", "train_with_gradient_accumulation"]
 
 Micro = TypeVar("Micro")
 
@@ -51,10 +55,86 @@ def accumulate(micro_batches: Iterable[Micro], loss_sum: Callable[[Micro], Tenso
     return total
 
 
+def _share(criterion: Any, targets: Tensor) -> float:
+    """What a criterion's mean divides by: the number of its targets, without those that it ignores."""
+    from torch import nn
+
+    if getattr(criterion, "reduction", "mean") == "sum":
+        return 1.0
+    classified = isinstance(criterion, nn.CrossEntropyLoss | nn.NLLLoss)
+    if targets.is_floating_point():  # values, or with cross entropy a probability of each class
+        classes = targets.shape[1 if targets.ndim > 1 else 0] if classified else 1
+        return targets.numel() / classes
+    counted = targets != (criterion.ignore_index if classified else -100)
+    if classified and criterion.weight is not None:
+        return float(criterion.weight[targets[counted]].sum())
+    return int(counted.sum())
+
+
+def train_with_gradient_accumulation(
+    model: nn.Module,
+    dataloader: Iterable[tuple[Any, Any]],
+    optimizer: torch.optim.Optimizer,
+    accumulation_steps: int,
+    criterion: Callable[[Any, Any], Tensor],
+    epochs: int = 1,
+) -> list[float]:
+    """Trains a model with one update for each `accumulation_steps` batches of the loader, in place.
+
+    An update has the gradients of one batch that holds them all: each batch's mean counts by its number of targets, so batches
+    may differ in size and in what is masked. What is left at an epoch's end makes a last, smaller update.
+
+    Args:
+        dataloader: yields (inputs, targets); read once an epoch.
+        criterion: criterion(outputs, targets), the mean over the targets. Integer targets of its `ignore_index` (-100 without one) do
+            not count; torch's class weights and `reduction="sum"` are honoured.
+
+    Returns:
+        The loss of each update: the mean over all its targets (their sum with `reduction="sum"`).
+
+    Raises:
+        ValueError: `accumulation_steps` is less than 1, or the criterion gives no scalar.
+
+    Example:
+        >>> import torch
+        >>> model, loss = torch.nn.Linear(4, 2), torch.nn.CrossEntropyLoss()
+        >>> data = [(torch.randn(8, 4), torch.randint(2, (8,)))] * 6
+        >>> len(train_with_gradient_accumulation(model, data, torch.optim.AdamW(model.parameters()), 4, loss, 1))
+        2
+    """
+    if accumulation_steps < 1:
+        raise ValueError(f"accumulation_steps: {accumulation_steps} must be at least 1")
+    device = next(model.parameters()).device
+    summed = getattr(criterion, "reduction", "mean") == "sum"
+
+    def loss_of(part: tuple[Any, Any, float]) -> Tensor:
+        inputs, targets, share = part
+        loss = criterion(model(inputs.to(device)), targets.to(device))
+        if loss.ndim:
+            raise ValueError(f"criterion: gave {tuple(loss.shape)} where a scalar is needed; use reduction='mean'")
+        return loss * share
+
+    losses = []
+    model.train()
+    for _ in range(epochs):
+        batches = iter(dataloader)
+        while group := list(itertools.islice(batches, accumulation_steps)):
+            shares = [_share(criterion, targets) for _, targets in group]
+            whole = 1.0 if summed else sum(shares)
+            # a mean over no target at all is NaN, not 0
+            parts = [(*batch, share / whole) for batch, share in zip(group, shares, strict=True) if share]
+            if parts:
+                losses.append(accumulate(parts, loss_of, global_weight=1))
+                optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+    return [float(loss) for loss in losses]
+
+
 @dataclass(frozen=True, kw_only=True)
 class GradientAccumulation(Technique):
     stage: ClassVar[Stage] = Stage.LOADER
     numerics: ClassVar[Any] = "exact"
+    provides: ClassVar[frozenset[Tag]] = frozenset({Tag("micro-batch-size")})
 
     steps: Annotated[int, Bound(2)] = 4
     """Micro-batches that make one global batch of `batch.size` rows."""

@@ -1,10 +1,14 @@
-"""Mixed precision: compute in bf16, with fp32 weights (autocast) or with bf16 weights rounded stochastically.
+"""Mixed precision: compute in bf16 or fp16, with weights in fp32, in half with fp32 masters, or in bf16 rounded stochastically.
 
-What: `bf16` keeps weights, gradients and optimizer in fp32 and casts to bf16 around matrix products. `bf16_weights` keeps
-weights and gradients in bf16, moments in fp32, and rounds each new weight up or down at random so that its mean is exact:
-an update smaller than bf16's step (0.4 %) is not lost. Adapters on a frozen base stay in fp32. `fp32` says so plainly.
-Helps: bf16 products run several times faster than fp32; `bf16_weights` also saves 4 bytes a parameter and all casts.
-Hurts: results differ by bf16's rounding (8 bits of mantissa).
+What: `bf16` and `fp16` keep weights, gradients and optimizer in fp32 and cast to half around matrix products (autocast).
+`bf16_weights` keeps weights and gradients in bf16, moments in fp32, and rounds each new weight up or down at random so that its
+mean is exact: an update smaller than bf16's step (0.4 %) is not lost. `bf16_master` and `fp16_master` keep half weights and gradients
+to compute with, and fp32 masters of the weights in the optimizer. The fp16 modes scale the loss dynamically, since gradients below
+6e-8 would be lost; a step that overflows is left out and the scale halved. Adapters on a frozen base stay in fp32. `fp32` says so
+plainly, and `keep_fp32` names modules that compute in fp32 in any mode.
+Helps: half products run several times faster than fp32; half weights save all casts, and `bf16_weights` 4 bytes a parameter too.
+fp16 has 3 bits of mantissa more than bf16 and is what devices before bf16 (V100, T4) have.
+Hurts: results differ by the format's rounding; fp16 overflows at 65,504, and on a CPU its products are slower than fp32's.
 Source: Micikevicius et al. 2018 (arXiv:1710.03740); Kalamkar et al. 2019 (arXiv:1905.12322); stochastic rounding of
 weights: Rae et al. 2021 (arXiv:2112.11446), appendix C.
 """
@@ -12,44 +16,101 @@ weights: Rae et al. 2021 (arXiv:2112.11446), appendix C.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+import re
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from preheat.technique import Build, Change, Context, Slot, Stage, Tag, Technique
+from preheat.errors import RecipeError, RunError
+from preheat.recipe import Bound, Positive
+from preheat.technique import Build, Change, Context, Finish, Slot, Stage, Tag, Technique
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
-__all__ = ["MixedPrecision", "autocast", "stochastic_adamw", "to_bf16"]
+__all__ = [
+    "MixedPrecision",
+    "autocast",
+    "keep_in_fp32",
+    "stochastic_adamw",
+    "to_bf16",
+    "to_half",
+    "train_with_mixed_precision",
+]
 
 
-def autocast(device: str = "cpu") -> torch.autocast:
-    """torch's autocast to bf16 on a device, for a forward pass."""
+def autocast(device: str = "cpu", dtype: torch.dtype | None = None) -> torch.autocast:
+    """torch's autocast to bf16 (or `dtype`) on a device, for a forward pass."""
     import torch
 
-    return torch.autocast(device, dtype=torch.bfloat16)
+    return torch.autocast(device, dtype=dtype or torch.bfloat16)
 
 
-def to_bf16(model: nn.Module) -> int:
-    """Casts parameters to bf16, in place: all of them, or, where some are frozen, the frozen ones. Buffers stay.
+def to_half(model: nn.Module, dtype: torch.dtype, *, keep: Iterable[nn.Module] = ()) -> int:
+    """Casts fp32 parameters to `dtype`, in place: all of them, or, where some are frozen, the frozen ones. Buffers stay.
+
+    Args:
+        keep: modules whose parameters stay as they are.
 
     Returns:
         How many elements were cast.
 
     Example:
         >>> import torch
-        >>> to_bf16(torch.nn.Linear(4, 4))
+        >>> to_half(torch.nn.Linear(4, 4), torch.bfloat16)
         20
     """
     import torch
 
+    kept = {id(p) for module in keep for p in module.parameters()}
     frozen = [p for p in model.parameters() if not p.requires_grad]
-    chosen = [p for p in (frozen or model.parameters()) if p.dtype == torch.float32]
+    chosen = [p for p in (frozen or model.parameters()) if p.dtype == torch.float32 and id(p) not in kept]
     for p in chosen:
-        p.data = p.data.to(torch.bfloat16)
+        p.data = p.data.to(dtype)
     return sum(p.numel() for p in chosen)
+
+
+def to_bf16(model: nn.Module) -> int:
+    """`to_half` with bf16."""
+    import torch
+
+    return to_half(model, torch.bfloat16)
+
+
+def keep_in_fp32(
+    model: nn.Module, patterns: Iterable[str], *, back_to: torch.dtype | None = None, last: Iterable[nn.Module] = ()
+) -> list[nn.Module]:
+    """Lets modules compute in fp32, whatever the rest does, in place: their inputs are cast up, and autocast is off inside.
+
+    Args:
+        patterns: regular expressions that are searched in the modules' names: `norm`, `router`, `^lm_head$`.
+        back_to: dtype of the weights around them, which results are cast back to; None under autocast, which casts by itself.
+        last: modules whose results go to the loss and stay in fp32.
+
+    Returns:
+        The modules that match and lie in no other that does, then those that share a parameter with them (a tied embedding).
+
+    Example:
+        >>> import torch
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+        >>> _ = keep_in_fp32(model, ["^1$"])
+        >>> with autocast("cpu"):
+        ...     model[0](torch.ones(1, 4)).dtype, model(torch.ones(1, 4)).dtype
+        (torch.bfloat16, torch.float32)
+    """
+    from preheat.ops.precision import compute_in_fp32
+
+    named = {name: module for name, module in model.named_modules() if name}
+    match = {name for name in named if any(re.search(pattern, name) for pattern in patterns)}
+    tops = [named[n] for n in named if n in match and not any(n.startswith(f"{other}.") for other in match)]
+    inside = {id(m) for top in tops for m in top.modules()}
+    shared = {id(p) for top in tops for p in top.parameters()}
+    tied = [m for m in named.values() if id(m) not in inside and any(id(p) in shared for p in m.parameters(recurse=False))]
+    ends = {id(module) for module in last}
+    for module in (*tops, *tied):
+        compute_in_fp32(module, None if id(module) in ends else back_to)
+    return [*tops, *tied]
 
 
 def stochastic_adamw(parameters: Iterable[Any], **settings: Any) -> torch.optim.Optimizer:
@@ -66,38 +127,172 @@ def stochastic_adamw(parameters: Iterable[Any], **settings: Any) -> torch.optim.
     return StochasticAdamW(parameters, **settings)
 
 
+def train_with_mixed_precision(
+    model: nn.Module,
+    dataloader: Iterable[tuple[Any, Any]],
+    optimizer: torch.optim.Optimizer,
+    criterion: Callable[[Any, Any], torch.Tensor],
+    precision: str = "bf16",
+    epochs: int = 1,
+) -> list[float]:
+    """Trains a model under autocast, in place; with `fp16` the loss is scaled (torch.amp.GradScaler).
+
+    Args:
+        model: weights in fp32, on the device to train on.
+        dataloader: yields (inputs, targets); read once an epoch.
+        criterion: criterion(outputs, targets), a scalar.
+        precision: fp32, bf16 or fp16.
+
+    Returns:
+        The loss of each step. A step of fp16 whose gradients overflow leaves the weights alone.
+
+    Raises:
+        ValueError: another precision, or one that the device lacks.
+        RunError: fp16's gradients overflow at any loss scale.
+
+    Example:
+        >>> import torch
+        >>> model, loss = torch.nn.Linear(4, 2), torch.nn.CrossEntropyLoss()
+        >>> data = [(torch.randn(8, 4), torch.randint(2, (8,)))] * 3
+        >>> losses = train_with_mixed_precision(model, data, torch.optim.AdamW(model.parameters()), loss, "bf16", 2)
+        >>> len(losses)
+        6
+    """
+    import torch
+
+    dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+    if precision not in dtypes:
+        raise ValueError(f"precision: {precision!r} is not known; use {', '.join(dtypes)}")
+    device = next(model.parameters()).device
+    scaler = torch.amp.GradScaler(device.type, enabled=precision == "fp16")
+    losses = []
+    model.train()
+    for _ in range(epochs):
+        for inputs, targets in dataloader:
+            inputs, targets = inputs.to(device), targets.to(device)
+            with torch.autocast(device.type, dtype=dtypes[precision], enabled=precision != "fp32"):
+                loss = criterion(model(inputs), targets)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad(set_to_none=True)
+            losses.append(loss.detach())
+            if scaler.get_scale() < 1:
+                raise RunError("fp16: the gradients overflow at any loss scale; use precision bf16 or a lower learning rate")
+    return [float(loss) for loss in losses]
+
+
 @dataclass(frozen=True, kw_only=True)
 class MixedPrecision(Technique):
     stage: ClassVar[Stage] = Stage.KERNEL
     numerics: ClassVar[Any] = "rounding"
     owns: ClassVar[frozenset[Slot]] = frozenset({Slot.OPTIMIZER})
-    provides: ClassVar[frozenset[Tag]] = frozenset({Tag("bf16-compute")})
+    provides: ClassVar[frozenset[Tag]] = frozenset({Tag("bf16-compute"), Tag("fp16-compute"), Tag("loss-scaling")})
 
-    mode: Literal["fp32", "bf16", "bf16_weights"] = "bf16"
-    """fp32: no mixing; bf16: fp32 weights under autocast; bf16_weights: weights in bf16 with stochastic rounding."""
+    mode: Literal["fp32", "bf16", "bf16_weights", "bf16_master", "fp16", "fp16_master"] = "bf16"
+    """fp32: no mixing; bf16, fp16: fp32 weights under autocast; bf16_weights: weights in bf16 with stochastic rounding;
+    bf16_master, fp16_master: half weights with fp32 masters in the optimizer."""
+    keep_fp32: tuple[str, ...] = ()
+    """Regular expressions of module names that compute in fp32 all the same, e.g. [norm, router, lm_head]."""
+    loss_scale: Positive = 65536.0
+    """fp16 modes: the loss scale at the start."""
+    growth_interval: Annotated[int, Bound(1)] = 2000
+    """fp16 modes: after so many steps in a row without overflow the loss scale doubles."""
 
     def owned(self) -> frozenset[Slot]:
-        return self.owns if self.mode == "bf16_weights" else frozenset()
+        return self.owns if self.mode.endswith(("_weights", "_master")) else frozenset()
 
     def provided(self) -> frozenset[Tag]:
-        return self.provides if self.mode != "fp32" else frozenset()
+        if self.mode.startswith("fp16"):
+            return self.provides - {Tag("bf16-compute")}
+        return frozenset({Tag("bf16-compute")} if self.mode != "fp32" else ())
+
+    def check(self, context: Context) -> list[str]:
+        why = []
+        for pattern in self.keep_fp32:
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                why.append(f"keep_fp32: {pattern!r} is no regular expression ({error})")
+        if self.keep_fp32 and self.mode == "fp32":
+            why.append("keep_fp32: with mode: fp32 everything is; leave it out")
+        if self.mode.endswith("_master") and Tag("frozen-base") in context.tags:
+            half = self.mode.removesuffix("_master")
+            other = "bf16_weights, which keeps the frozen ones in bf16" if half == "bf16" else half
+            why.append(f"mode: {self.mode} is for models that are trained whole; with a frozen base use {other}")
+        return why
 
     def apply(self, build: Build, part: Any) -> Change:
+        import torch
+
+        whole = sum(p.numel() for p in part.parameters())
         if self.mode == "fp32":
-            return Change("weights, products and optimizer in fp32", sum(p.numel() for p in part.parameters()))
-        if self.mode == "bf16":
-            build.around_forward.append(functools.partial(autocast, build.device.kind))
-            return Change("matrix products in bf16 under autocast, weights in fp32", sum(p.numel() for p in part.parameters()))
-        count = to_bf16(part)
-        if all(p.requires_grad for p in part.parameters()):
+            return Change("weights, products and optimizer in fp32", whole)
+        half = torch.float16 if self.mode.startswith("fp16") else torch.bfloat16
+        of_weights = self.mode not in ("bf16", "fp16")
+        full = all(p.requires_grad for p in part.parameters())
+        if self.mode.endswith("_master") and not full:
+            raise RecipeError(
+                f"techniques.{self.name()}.mode: {self.mode} is for models that are trained whole; some weights are frozen"
+            )
+        kept = self._keep(build, part, half if of_weights and full else None)
+        if half == torch.float16:
+            self._scale(build)
+        beside = f"; {len(kept)} modules in fp32" if kept else ""
+        name = self.mode[:4]
+        if not of_weights:
+            build.around_forward.append(functools.partial(autocast, build.device.kind, half))
+            scaled = ", loss scaled" if half == torch.float16 else ""
+            return Change(f"matrix products in {name} under autocast, weights in fp32{scaled}{beside}", whole)
+        count = to_half(part, half, keep=kept)
+        if not full:
+            build.around_forward.append(functools.partial(autocast, build.device.kind, half))
+            return Change(f"frozen weights in {name}; trained ones in fp32 under autocast{beside}", count)
+        build.own(Slot.OPTIMIZER, functools.partial(self._optimizer, build), self.name())
+        if self.mode == "bf16_weights":
+            return Change(f"weights and gradients in bf16, rounded stochastically; moments in fp32{beside}", count)
+        scaled = ", loss scaled" if half == torch.float16 else ""
+        return Change(f"weights and gradients in {name}; masters and moments in fp32{scaled}{beside}", count)
 
-            def optimizer(groups: Any, **settings: Any) -> Any:
-                return stochastic_adamw(groups, seed=build.recipe.seed, number=lambda: build.step, **settings)
+    def _keep(self, build: Build, part: Any, back_to: Any) -> list[Any]:
+        import torch
 
-            build.own(Slot.OPTIMIZER, optimizer, self.name())
-            return Change("weights and gradients in bf16, rounded stochastically; moments in fp32", count)
-        build.around_forward.append(functools.partial(autocast, build.device.kind))
-        return Change("frozen weights in bf16; trained ones in fp32 under autocast", count)
+        from preheat.models.adapter import head
+
+        for pattern in self.keep_fp32:
+            if not any(name and re.search(pattern, name) for name, _ in part.named_modules()):
+                raise RecipeError(f"techniques.{self.name()}.keep_fp32: {pattern!r} matches no module of the model")
+        if not self.keep_fp32:
+            return []
+        last = head(part)
+        kept = keep_in_fp32(part, self.keep_fp32, back_to=back_to, last=[last])
+        names = [name for name, module in part.named_modules() if module is last]
+        if any(re.search(pattern, name) for pattern in self.keep_fp32 for name in names):
+            build.head_dtype = torch.float32
+        return kept
+
+    def _scale(self, build: Build) -> None:
+        """Once a build: its parts share one scale."""
+        from preheat.ops.precision import LossScale
+
+        if self.name() in build.state:
+            return
+        scale = LossScale(build.torch_device, start=self.loss_scale, interval=self.growth_interval)
+        build.on_loss.append(scale)
+        build.finish_gradients.append((Finish.UNSCALE, lambda b: scale.unscale_(p for _, p in b.parameters())))
+        build.after_update.append(lambda b: scale.update(b.optimizer.found_inf))
+        build.endures_overflow = scale.endures
+        build.state[self.name()] = scale
+
+    def _optimizer(self, build: Build, groups: Any, **settings: Any) -> Any:
+        if self.mode == "bf16_weights":
+            return stochastic_adamw(groups, seed=build.recipe.seed, number=lambda: build.step, **settings)
+        from preheat.ops.precision import MasterAdamW
+
+        return MasterAdamW(groups, **settings)
 
     def options(self, context: Context) -> Iterable[Technique]:
-        return [MixedPrecision(mode=mode) for mode in ("fp32", "bf16", "bf16_weights")]  # type: ignore[arg-type]
+        modes = ["fp32", "bf16", "bf16_weights"]
+        if Tag("frozen-base") not in context.tags:
+            modes.append("bf16_master")
+        return [MixedPrecision(mode=mode) for mode in modes]  # type: ignore[arg-type]

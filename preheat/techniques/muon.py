@@ -38,21 +38,9 @@ def muon_optimizer(groups: Iterable[Any], *, by_adamw: Iterable[Any] = (), **set
         >>> [(len(g["params"]), g["muon"]) for g in optimizer.param_groups]
         [(1, True), (2, False)]
     """
-    from preheat.ops.optimizers import Muon
+    from preheat.ops.optimizers import Muon, split_matrices
 
-    listed = list(groups)
-    others = {id(p) for p in by_adamw}
-    split = []
-    for group in listed if isinstance(listed[0], dict) else [{"params": listed}]:
-        matrices = [p for p in group["params"] if p.ndim == 2 and id(p) not in others]
-        rest = [p for p in group["params"] if p.ndim != 2 or id(p) in others]
-        split += [{**group, "params": matrices, "muon": True}, {**group, "params": rest, "muon": False}]
-    return Muon([g for g in split if g["params"]], **settings)
-
-
-def _ends(model: Any) -> tuple[Any, Any]:
-    """The weights of embedding and head."""
-    return model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    return Muon(split_matrices(groups, by_adamw, "muon"), **settings)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,11 +55,13 @@ class Muon(Technique):
     """Newton-Schulz iterations."""
 
     def apply(self, build: Build, part: Any) -> Change:
-        def make(groups: Any, *, lr: float, betas: tuple[float, float], eps: float) -> Any:
-            ends = [weight for trained in build.trained for weight in _ends(trained)]
-            return muon_optimizer(groups, by_adamw=ends, lr=lr, betas=betas, eps=eps, momentum=self.momentum, steps=self.steps)
+        from preheat.models.adapter import ends
+
+        def make(groups: Any, **settings: Any) -> Any:
+            others = [weight for trained in build.trained for weight in ends(trained)]
+            return muon_optimizer(groups, by_adamw=others, momentum=self.momentum, steps=self.steps, **settings)
 
         build.own(Slot.OPTIMIZER, make, self.name())
-        ends = {id(weight) for weight in _ends(part)}
-        count = sum(p.requires_grad and p.ndim == 2 and id(p) not in ends for p in part.parameters())
+        others = {id(weight) for weight in ends(part)}
+        count = sum(p.requires_grad and p.ndim == 2 and id(p) not in others for p in part.parameters())
         return Change(f"{count} matrices by Muon, the rest by AdamW", count)

@@ -16,14 +16,15 @@ from typing import Any
 import torch
 
 from preheat.data import baselines, batches, evaluation_batches
+from preheat.data.loader import samples_of
 from preheat.engine import checkpoint
 from preheat.engine.evaluate import evaluate
 from preheat.engine.step import gradients, update
 from preheat.errors import RunError
-from preheat.hardware.probe import peak_resident_bytes, resident_bytes
+from preheat.hardware.probe import peak_bytes, resident_bytes
 from preheat.models import adapter
 from preheat.recipe import Recipe
-from preheat.technique import Batch, Shape, Slot
+from preheat.technique import Batch, Shape, Slot, Tag
 from preheat.training.schedule import share_of_peak
 from preheat.training.session import Session, open_session
 from preheat.training.signals import Signals
@@ -89,6 +90,8 @@ class _Loop:
                     seed=self.recipe.seed,
                     committed=self.progress.samples,
                     shape=self._shape,
+                    step=self.progress.step,
+                    order=self._order(),
                     workers=self.recipe.data.workers,
                     prefetch=self.recipe.data.prefetch,
                     pin=self.build.torch_device.type == "cuda",
@@ -110,11 +113,22 @@ class _Loop:
                 self._save()
         return self._finish(signals.received)
 
-    def _shape(self, samples: int) -> Shape:
-        """What the step that begins at `samples` reads: a pure function, so that any session reads the same."""
-        whole = self.session.total
-        rows = self.recipe.batch.size
-        return self.build.slot(Slot.BATCH_SHAPE)(samples / (whole * rows) if whole else 0.0)
+    def _shape(self, step: int) -> Shape:
+        """What step number `step`, from 0, reads: a pure function, so that any session reads the same."""
+        total = self.session.total
+        return self.build.slot(Slot.BATCH_SHAPE)(step / total if total else 0.0)
+
+    def _samples_of(self, step: int) -> int:
+        return samples_of(self._shape(step), self.recipe.batch.length)
+
+    def _order(self) -> Any:
+        """Rows of the data from here to the end of the run, and on."""
+        total, whole = self.session.total, None
+        if total is not None:
+            first, last = self._samples_of(0), self._samples_of(total)
+            whole = last * total if first == last else sum(map(self._samples_of, range(total)))
+        order = self.build.slot(Slot.SAMPLE_ORDER)
+        return order(self.session.data.train, self.recipe.seed, self.progress.samples, whole)
 
     def _finished(self) -> bool:
         stop, total = self.recipe.stop, self.session.total
@@ -126,16 +140,23 @@ class _Loop:
         begun = time.perf_counter()
         batch: list[Batch] = next(stream)
         lr = self.session.peak_lr * share_of_peak(self.recipe.schedule, self.progress.step, self.session.total)
-        loss = gradients(self.build, batch)
+        loss = gradients(self.build, batch, lr)
         stats = update(self.build, lr)
+        endures = self.build.endures_overflow() if self.build.endures_overflow else torch.zeros_like(stats[0])
         # The one read of the step. Where the gradients were not finite the update left the weights as they were.
-        mean, norm, finite = torch.cat([(loss.total / max(loss.weight, 1)).float().reshape(1), stats]).tolist()
-        if not (finite and math.isfinite(mean)):
+        mean = (loss.total / max(loss.weight, 1)).float()
+        mean, norm, finite, forgiven = torch.stack([mean, *stats, endures]).tolist()
+        if not finite and forgiven and math.isfinite(mean):
+            self.writer.event("overflow", step=self.progress.step + 1)
+            self.watch.notice(
+                f"step {self.progress.step + 1}: the scaled gradients overflowed: left out, and the scale lowered"
+            )
+        elif not (finite and math.isfinite(mean)):
             self._refuse(mean, norm, batch, lr)
         seconds = time.perf_counter() - begun
         p = self.progress
+        p.samples += self._samples_of(p.step)
         p.step += 1
-        p.samples += sum(b.tokens.shape[0] for b in batch)
         tokens = sum(b.tokens.numel() for b in batch)
         p.tokens += tokens
         p.elapsed += seconds
@@ -151,26 +172,33 @@ class _Loop:
             "tokens_per_second": tokens / seconds,
             "memory": self._memory(),
             "elapsed": p.elapsed,
+            "length": batch[0].tokens.shape[1],
             **self._counted(),
         }
         self.writer.metric(**metrics)
         self.watch.step({**metrics, "mfu": self._mfu(tokens / seconds)}, self.session.total)
 
     def _counted(self) -> dict[str, int]:
-        """What the build's techniques counted so far; what they have to say is said."""
-        while self.build.notices:
-            words = self.build.notices.pop(0)
-            self.writer.event("notice", step=self.progress.step, words=words)
-            self.watch.notice(words)
+        """What the build's techniques counted so far; what they did is written down, and said where there are words."""
+        while self.build.events:
+            event = self.build.events.pop(0)
+            self.writer.event(**{"step": self.progress.step, **event})
+            if "words" in event:
+                self.watch.notice(event["words"])
         return {name: count() for name, count in self.build.counters.items()}
 
     def _refuse(self, mean: float, norm: float, batch: list[Batch], lr: float) -> None:
         rows = [row for b in batch for row in b.rows]
         some = ", ".join(map(str, rows[:8])) + (f" and {len(rows) - 8} more" if len(rows) > 8 else "")
         step = self.progress.step + 1
+        left = (
+            f"The weights of step {step - 1} are untouched"
+            if Tag("frees-gradients") not in self.build.tags
+            else "Some weights were updated before that was seen: go on from the last checkpoint"
+        )
         raise RunError(
             f"step {step}: the loss is {mean:g} and the gradients' norm {norm:g}; rows {some} of the training data. "
-            f"The weights of step {step - 1} are untouched. Try a lower optimizer.lr (it was {lr:.2e}), a longer schedule.warmup, or fp32"
+            f"{left}. Try a lower optimizer.lr (it was {lr:.2e}), a longer schedule.warmup, or fp32"
         )
 
     def _memory(self) -> int:
@@ -179,9 +207,7 @@ class _Loop:
         return max(resident_bytes() - self.session.imports, 0)
 
     def _peak(self) -> int:
-        if self.build.torch_device.type == "cuda":
-            return torch.cuda.max_memory_allocated()
-        return max(peak_resident_bytes() - self.session.imports, 0)
+        return max(peak_bytes(self.build.device.kind) - self.session.imports, 0)
 
     def _mfu(self, speed: float) -> float:
         plan = self.session.plan
@@ -198,8 +224,8 @@ class _Loop:
             rows = self.session.data.validation
             if rows is None or not len(rows):
                 return math.nan
-            shape = self._shape(self.progress.samples)
-            loss, tokens = evaluate(self.build, evaluation_batches(rows, micro=shape.micro, limit=self.recipe.evaluate.rows))
+            micro = self.build.slot(Slot.BATCH_SHAPE)(1.0).micro  # validation rows are whole at any time
+            loss, tokens = evaluate(self.build, evaluation_batches(rows, micro=micro, limit=self.recipe.evaluate.rows))
             self.evaluated = (step, loss)
             self.writer.metric(step=step, validation_loss=loss, tokens=tokens)
             self.watch.evaluated(step, loss)

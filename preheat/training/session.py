@@ -18,7 +18,7 @@ from preheat.engine import checkpoint
 from preheat.engine.build import build, peak_learning_rate
 from preheat.errors import DoesNotFit, RunError
 from preheat.models import adapter
-from preheat.planning.plan import plan, steps_of
+from preheat.planning.plan import plan, settled, steps_of
 from preheat.recipe import Recipe
 from preheat.run import Writer
 from preheat.technique import Build, Device
@@ -88,11 +88,14 @@ def plan_here(recipe: Recipe) -> dict[str, Any]:
     from preheat.hardware.calibrate import rates
 
     device, threads = resolve(recipe)
-    measured = rates(device, threads)
-    made = plan(
-        recipe, vocabulary=vocabulary_of(recipe), device=device, rates=measured, rows=rows_of(recipe), in_use=_in_use(device)
-    )
-    return made | {"recipe": recipes.as_values(recipe)}
+    how = {
+        "vocabulary": vocabulary_of(recipe),
+        "device": device,
+        "rates": rates(device, threads),
+        "in_use": _in_use(device),
+    }
+    recipe = settled(recipe, **how)
+    return plan(recipe, rows=rows_of(recipe), **how) | {"recipe": recipes.as_values(recipe)}
 
 
 def open_session(recipe: Recipe, out: Path, *, resume: bool, watch: Watch, force: bool = False) -> Session:
@@ -129,7 +132,10 @@ def open_session(recipe: Recipe, out: Path, *, resume: bool, watch: Watch, force
     import torch.distributed.checkpoint  # noqa: F401  # so that the imports' memory is known before the build
 
     rows = len(data.train) if hasattr(data.train, "__len__") else None
-    expected = plan(recipe, vocabulary=len(data.tokenizer), device=device, rates=measured, rows=rows, in_use=_in_use(device))
+    how = {"vocabulary": len(data.tokenizer), "device": device, "rates": measured, "in_use": _in_use(device)}
+    # The run keeps the recipe as it was written: what a dry run chooses may differ where the run is resumed.
+    chosen = settled(recipe, **how)
+    expected = plan(chosen, rows=rows, **how)
     watch.planned(expected)
     if not expected["fits"] and not force:
         raise DoesNotFit(
@@ -141,8 +147,8 @@ def open_session(recipe: Recipe, out: Path, *, resume: bool, watch: Watch, force
             _compare(recipe, (out / "recipe.yaml").read_text(encoding="utf-8"))
         imports = settle(device)
         watch.stage("building")
-        made = build(recipe, vocabulary=len(data.tokenizer), device=device)
-        progress = checkpoint.Progress(recipe=recipes.dump(recipe), fingerprints=_fingerprints(made, data))
+        made = build(chosen, vocabulary=len(data.tokenizer), device=device)
+        progress = checkpoint.Progress(recipe=recipes.dump(chosen), fingerprints=_fingerprints(made, data))
         if resume:
             progress = _resume(made, out, progress, writer, watch, threads)
         else:
@@ -179,13 +185,11 @@ def _in_use(device: Device) -> int:
 
 def settle(device: Device) -> int:
     """Readies the process for a run: memory settled, the high-water mark begun anew. Returns what it holds before the build."""
-    import torch
-
     from preheat.hardware.probe import keep_heap, reset_peak, resident_bytes
 
     gc.collect()
     if device.kind == "cuda":
-        torch.cuda.reset_peak_memory_stats()
+        reset_peak("cuda")
         return 0
     keep_heap()
     reset_peak()

@@ -6,18 +6,48 @@ from typing import Any
 
 # Settings that take other paths than the defaults do.
 FURTHER: list[tuple[str, dict[str, Any]]] = [
+    ("activation_checkpointing", {"mode": "budget", "budget": 0.6}),
     ("activation_checkpointing", {"mode": "selective", "every": 2}),
+    ("apollo", {"kind": "mini"}),
+    ("block_sparse_attention", {"local": 5, "global_tokens": 2}),
     ("chunked_loss", {"rows": 7}),
     ("chunked_loss", {"rows": 7, "kernel": "torch"}),
+    ("difficulty_curriculum", {"by": "length", "curve": "linear"}),
+    ("dynamic_batch", {"start": 1, "every": 2}),
     ("efficient_attention", {"kernel": "blocks"}),
+    ("feed_forward", {"activation": "relu"}),
     ("gradient_accumulation", {"steps": 3}),
+    ("length_curriculum", {"schedule": "root", "keep": "rows"}),
+    ("length_curriculum", {"schedule": "steps"}),
+    ("low_bit_adamw", {"bits": 4, "block_size": 64, "least": 0}),
+    ("low_bit_adamw", {"least": 0}),
+    ("mixed_precision", {"keep_fp32": ("norm", "^lm_head$")}),
+    ("mixed_precision", {"mode": "bf16_master"}),
     ("mixed_precision", {"mode": "bf16_weights"}),
+    ("mixed_precision", {"mode": "bf16_weights", "keep_fp32": ("norm", "q_proj", "embed_tokens")}),
+    ("mixed_precision", {"mode": "fp16"}),
+    ("mixed_precision", {"mode": "fp16_master"}),
     ("mixed_precision", {"mode": "fp32"}),
     ("regularized_loss", {"label_smoothing": 0.1, "z": 0.0}),
+    ("rope_scaling", {"kind": "dynamic", "original_length": 16}),
+    ("rope_scaling", {"kind": "linear"}),
+    ("shifted_groups", {"group": 10}),
+    ("sliding_window", {"window": 5, "every": 2}),
 ]
 
+# The family of the tiny model, for techniques that do not serve both; llama where none of them says otherwise.
+FAMILY: dict[str, str] = {"grouped_queries": "llama", "rms_norm": "gpt2", "rope_scaling": "llama", "tied_embeddings": "llama"}
+
 # What cannot run on a CPU, with words of the reason that `check` gives. Any other skip fails.
-CANNOT_RUN_HERE: dict[str, str] = {"liger": "need a CUDA device"}
+CANNOT_RUN_HERE: dict[str, str] = {
+    "activation_offload": "needs a CUDA device",
+    "fp8": "a CPU has no fp8 products",
+    "liger": "need a CUDA device",
+    "optimizer_offload": "needs a CUDA device",
+}
+
+# What a technique asks of the rest of the recipe.
+RECIPE: dict[str, list[str]] = {"optimizer_in_backward": ["optimizer.clip=0"]}
 
 # What a recorder cannot look into: under it, and in the plan, something else stands there, so that "what the dry run sees" compares
 # only that with itself. Name -> what stands there, and the tests that look at the real thing instead.

@@ -16,7 +16,8 @@ from preheat.engine.build import build
 from preheat.engine.step import forward, gradients, update
 from preheat.errors import RecipeError, RunError
 from preheat.models.adapter import anatomy
-from preheat.ops.attention import blocked_attention, reference_attention, sdpa_attention
+from preheat.ops.attention import reference_attention, sdpa_attention
+from preheat.ops.attention_blocks import blocked_attention
 from preheat.ops.opaque import OpaqueAttention, OpaqueMask
 from preheat.technique import Build, MaskSpec
 from preheat.techniques.compile import compile_layers

@@ -26,12 +26,12 @@ def rows():
     return rows
 
 
-def growing(committed: int) -> Shape:
-    return Shape(4, 8, 3) if committed < 8 else Shape(7, 8, 2)
+def growing(step: int) -> Shape:
+    return Shape(4, 8, 3) if step < 2 else Shape(7, 8, 2)
 
 
-def take(rows, count, *, committed=0, workers=0, seed=3):
-    source = batches(rows, seed=seed, committed=committed, shape=growing, workers=workers)
+def take(rows, count, *, step=0, committed=0, workers=0, seed=3, shape=growing):
+    source = batches(rows, seed=seed, committed=committed, step=step, shape=shape, workers=workers)
     made = [next(source) for _ in range(count)]
     source.close()
     return made
@@ -49,8 +49,8 @@ def test_resuming_gives_what_an_uninterrupted_run_gives(rows, workers):
     assert [len(step) for step in whole] == [2, 2, 4, 4, 4, 4, 4]
     assert flat(take(rows, 7, workers=workers)) == flat(whole)
     for step, committed in ((1, 4), (3, 15), (5, 29)):
-        assert flat(take(rows, 7 - step, committed=committed, workers=workers)) == flat(whole[step:])
-    assert flat(take(rows, 2, committed=4, seed=4)) != flat(whole[1:3])
+        assert flat(take(rows, 7 - step, step=step, committed=committed, workers=workers)) == flat(whole[step:])
+    assert flat(take(rows, 2, step=1, committed=4, seed=4)) != flat(whole[1:3])
 
 
 def test_an_epoch_has_every_row_once_and_the_next_another_order(rows):

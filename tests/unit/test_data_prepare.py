@@ -172,6 +172,11 @@ def test_streamed_rows_are_resumed_exactly_and_leave_validation_out(tmp_path, to
     whole = take(0, 0, 40)
     assert take(60, 0, 30) == whole[10:]
     assert take(60, 4, 30) == whole[10:]
+    short = batches(made.train, seed=0, committed=6, step=1, shape=lambda step: Shape(20, 5, 3), workers=1)
+    for step in whole[1:4]:
+        pieces = [token for b in next(short) for token in b.tokens.flatten().tolist()]
+        assert pieces[:96] == [token for _, tokens, _ in step for row in tokens for token in row]
+    short.close()
     plain = run(tmp_path, source, tokenizer=tokenizer)
     assert isinstance(plain.train, Rows)
     first = sorted(row for step in whole for _, tokens, _ in step for row in tokens)

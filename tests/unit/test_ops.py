@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from preheat.ops.attention import allowed, blocked_attention, reference_attention, sdpa_attention
+from preheat.ops.attention import allowed, reference_attention, sdpa_attention
+from preheat.ops.attention_blocks import blocked_attention
 from preheat.ops.losses import CrossEntropy, chunked_logits, whole_logits
 from preheat.ops.optimizers import StochasticAdamW
 from preheat.ops.rounding import stochastic_round_
@@ -110,7 +111,7 @@ def _agrees(attention: Any, tensors: list[torch.Tensor], mask: MaskSpec, toleran
 @pytest.mark.parametrize("causal", [True, False])
 def test_blocked_attention_agrees_over_several_tiles(monkeypatch: pytest.MonkeyPatch, length: int, causal: bool) -> None:
     """Some heads at a time (3 rows x 5 heads: 8, 4, 2, 1), and blocks of queries that end unevenly."""
-    import preheat.ops.attention as module
+    import preheat.ops.attention_blocks as module
 
     monkeypatch.setattr(module, "_SCRATCH", 8 * 2 * 128 * length)
     torch.manual_seed(0)
@@ -147,8 +148,10 @@ def test_what_has_no_kernel_is_refused_not_ignored() -> None:
     for attention in (sdpa_attention, blocked_attention):
         with pytest.raises(ValueError, match="causal"):
             attention(q, q, q, MaskSpec(causal=False, documents=((4, 4),)), 1.0)
-        with pytest.raises(ValueError, match="window"):
-            attention(q, q, q, MaskSpec(window=4), 1.0)
+    with pytest.raises(ValueError, match="window"):
+        sdpa_attention(q, q, q, MaskSpec(window=4), 1.0)
+    with pytest.raises(ValueError, match="global tokens"):
+        blocked_attention(q, q, q, MaskSpec(causal=False, window=4, global_tokens=1), 1.0)
 
 
 def test_stochastic_rounding_is_right_on_average_and_picks_only_neighbours() -> None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
 import torch
 
-from preheat.ops.optimizers import Adafactor, Lion, Muon, orthogonalize, total_norm
+from preheat.ops.host_optimizer import HostAdamW
+from preheat.ops.low_bit import LowBitAdamW
+from preheat.ops.optimizers import Adafactor, Lion, Muon, StochasticAdamW, orthogonalize, total_norm
+from preheat.techniques.apollo import apollo_optimizer
 from preheat.techniques.muon import muon_optimizer
 
 
@@ -95,10 +99,21 @@ def test_adafactor_is_algorithm_4_of_its_paper(shape: tuple[int, ...]) -> None:
     assert near(got, w, 1e-5)
 
 
-@pytest.mark.parametrize("name", ["lion", "muon", "adafactor"])
+MAKERS: dict[str, Any] = {
+    "adafactor": Adafactor,
+    "apollo": apollo_optimizer,
+    "lion": Lion,
+    "low_bit_adamw": functools.partial(LowBitAdamW, least=0),
+    "muon": muon_optimizer,
+    "offloaded": HostAdamW,
+    "stochastic": StochasticAdamW,
+}
+
+
+@pytest.mark.parametrize("name", MAKERS)
 def test_where_the_gradient_is_not_finite_nothing_changes(name: str) -> None:
     p = torch.nn.Parameter(torch.randn(8, 4))
-    optimizer = {"lion": Lion, "adafactor": Adafactor, "muon": muon_optimizer}[name]([p], lr=0.1)
+    optimizer = MAKERS[name]([p], lr=0.1)
     for value in (1.0, float("nan")):
         before = [p.detach().clone(), *(t.clone() for t in optimizer.state[p].values())]
         p.grad = torch.full_like(p, value)

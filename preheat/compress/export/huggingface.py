@@ -10,22 +10,26 @@ import torch
 
 from preheat.errors import RunError
 from preheat.models.adapter import plain_logits
+from preheat.models.surgery import beyond_transformers
 from preheat.technique import Tag
 from preheat.techniques.lora import merge_lora
 from preheat.training.opened import open_model
 
 __all__ = ["write"]
 
+_NO_WINDOW = "the run limited its attention by a technique; the folder's configuration has no place for that, so plain transformers attends in full"
+
 
 def write(run: str | Path, out: str | Path) -> dict[str, Any]:
     """Writes `out` from the newest whole checkpoint of a run.
 
     Returns:
-        {path, bytes, max_logit_difference, merged}: the largest difference between the logits of the trained model and
-        those of the folder read back, over 64 tokens.
+        {path, bytes, max_logit_difference, merged, note}: the largest difference between the logits of the trained model and
+        those of the folder read back, over 64 tokens with full attention; what the folder cannot say, or "".
 
     Raises:
-        RunError: no run or checkpoint there; `out` stands already or cannot be written.
+        RunError: no run or checkpoint there; `out` stands already or cannot be written; the model's architecture is one that
+            transformers has not.
     """
     from transformers import AutoModelForCausalLM
 
@@ -34,6 +38,10 @@ def write(run: str | Path, out: str | Path) -> dict[str, Any]:
         raise RunError(f"{out}: stands there already; name another folder with --out")
     opened = open_model(run)
     model = opened.build.trained[0]
+    if beyond := beyond_transformers(model):
+        raise RunError(
+            f"{run}: has {' and '.join(beyond)}, which no class of transformers can load; evaluate and generate from the run itself"
+        )
     rows = min(64, opened.build.model.positions or 64)
     tokens = torch.arange(rows).remainder(opened.build.model.vocabulary)[None] * 7 % opened.build.model.vocabulary
     before = plain_logits(model, tokens)
@@ -52,4 +60,5 @@ def write(run: str | Path, out: str | Path) -> dict[str, Any]:
     finally:
         shutil.rmtree(beside, ignore_errors=True)
     size = sum(p.stat().st_size for p in out.iterdir())
-    return {"path": str(out), "bytes": size, "max_logit_difference": difference, "merged": merged}
+    note = _NO_WINDOW if Tag("window") in opened.build.tags else ""
+    return {"path": str(out), "bytes": size, "max_logit_difference": difference, "merged": merged, "note": note}

@@ -1,0 +1,124 @@
+"""Memory of attention, forward and backward, from 1,024 to 16,384 tokens on this machine's CPU: counted, and the process's high water.
+
+    python benchmarks/attention_memory.py [--most 16384] [--out benchmarks/results/attention_memory.md]
+
+Counted: the recorder of the dry run (preheat/planning/observe.py) laid over the real run; every byte that torch allocates, inputs and
+gradients included. High water: what the kernel says that a process of its own held at most, less what it held before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from preheat.ops.attention import reference_attention, sdpa_attention
+from preheat.ops.attention_blocks import blocked_attention
+from preheat.ops.attention_module import EfficientAttention, attention_in_chunks
+from preheat.ops.attention_patterns import in_shifted_groups
+from preheat.planning.observe import Recorder, _replay
+from preheat.technique import MaskSpec
+
+HEADS, DIM = 4, 64
+WINDOW = MaskSpec(window=512)
+
+
+def kernels(length: int) -> dict[str, tuple[Callable[..., Any], MaskSpec]]:
+    return {
+        "plain form (scores in memory)": (reference_attention, MaskSpec()),
+        "flash (torch)": (sdpa_attention, MaskSpec()),
+        "flash, documents of 512": (sdpa_attention, MaskSpec(documents=((512,) * (length // 512),))),
+        "flash, shifted groups of a quarter": (in_shifted_groups(sdpa_attention, length // 4), MaskSpec()),
+        "blocks": (blocked_attention, MaskSpec()),
+        "blocks, window of 512": (blocked_attention, WINDOW),
+        "blocks, window of 512, 64 global": (blocked_attention, MaskSpec(window=512, global_tokens=64)),
+        "chunks (any bias, dropout)": (attention_in_chunks, MaskSpec()),
+        "module, memory_efficient": (_module, MaskSpec()),
+    }
+
+
+def _module(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: MaskSpec, scale: float) -> torch.Tensor:
+    layer = EfficientAttention(HEADS * DIM, HEADS, dropout=0.0, causal=True, memory_efficient=True)
+    return layer((q + k + v).transpose(1, 2).flatten(2))
+
+
+def water() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def once(name: str, length: int, *, counted: bool) -> int:
+    """Bytes at most, of one forward and backward pass in this process."""
+    function, mask = kernels(length)[name]
+    torch.manual_seed(0)
+    if not counted:  # what is made once by the first call, whatever the length
+        function, mask = kernels(512)[name]
+        function(*(torch.randn(1, HEADS, 512, DIM, requires_grad=True) for _ in range(3)), mask, DIM**-0.5).sum().backward()
+        function, mask = kernels(length)[name]
+    before = water()
+    recorder = Recorder(rounding=64)
+    if counted:
+        recorder.__enter__()
+    recorder.phase = "forward"
+    tensors = [torch.randn(1, HEADS, length, DIM, requires_grad=True) for _ in range(3)]
+    function(*tensors, mask, DIM**-0.5).sum().backward()
+    if not counted:
+        return water() - before
+    recorder.__exit__(None, None, None)
+    return max(_replay(recorder.log, {}, set())[0].values())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--most", type=int, default=16384)
+    parser.add_argument("--plain-most", type=int, default=4096, help="the plain form stops here: it is quadratic")
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/attention_memory.md"))
+    parser.add_argument("--once", nargs=3, metavar=("KERNEL", "LENGTH", "counted|water"), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.once:
+        name, length, how = options.once
+        print(json.dumps(once(name, int(length), counted=how == "counted")))
+        return
+    lengths = [n for n in (1024, 2048, 4096, 8192, 16384) if n <= options.most]
+    lines = [
+        "# Memory of attention by length",
+        "",
+        f"`python benchmarks/attention_memory.py`: MiB at most in one forward and backward pass, 1 x {HEADS} heads x length x {DIM}, fp32,",
+        f"causal, inputs and gradients included. torch {torch.__version__} on a CPU. Counted byte by byte (left) and the growth of the",
+        "process's high-water mark (right), each cell in a process of its own. Last column: counted bytes of the longest by those of the",
+        "shortest, over the ratio of their lengths: 1 is linear.",
+        "",
+        "| kernel | " + " | ".join(f"{n:,}" for n in lengths) + " | growth / length |",
+        "|---|" + "---|" * (len(lengths) + 1),
+    ]
+    for name in kernels(1024):
+        taken, cells = [], []
+        for length in lengths:
+            if name.startswith("plain") and length > options.plain_most:
+                cells.append("")
+                continue
+            found = [
+                json.loads(
+                    subprocess.run(
+                        [sys.executable, __file__, "--once", name, str(length), how], check=True, capture_output=True, text=True
+                    ).stdout
+                )
+                for how in ("counted", "water")
+            ]
+            taken.append((length, found[0]))
+            cells.append(f"{found[0] / 2**20:.1f} / {found[1] / 2**20:.1f}")
+        growth = (taken[-1][1] / taken[0][1]) / (taken[-1][0] / taken[0][0])
+        lines.append(f"| {name} | {' | '.join(cells)} | {growth:.2f} |")
+        print(lines[-1], flush=True)
+    lines += ["", "FlexAttention has no backward pass on a CPU, and FlashAttention's packages need CUDA: not measured here."]
+    options.out.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,116 @@
+"""The ladder of techniques on a CUDA device, from plain eager fp32 to all of them: Llama shapes with random weights, real text.
+
+    python benchmarks/gpu_techniques.py [--shape 1B 8B] [--steps 8] [--repeats 2] [--out benchmarks/results]
+
+Each rung adds one technique to those above it and runs in a process of its own, in alternation (preheat/bench). Writes
+gpu_techniques-SHAPE.json and .md: tokens/s with spread, MFU against the matrix rate measured on the device, peak memory predicted and
+measured, the cosine of the first gradients with those of plain eager. `--shape tiny --device cpu` tries the script without a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import shutil
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from preheat import recipe as recipes
+from preheat.bench.compare import Contender, bench
+from preheat.technique import registry
+
+# name: model, rows, length. 8B: as many of its layers as fit with everything in fp32.
+SHAPES: dict[str, tuple[str, int, int]] = {
+    "1B": (
+        "{layers: 16, width: 2048, heads: 32, kv_heads: 8, feed_forward: 8192, vocabulary: 128256, tie_embeddings: true}",
+        4,
+        2048,
+    ),
+    "8B": ("{layers: 6, width: 4096, heads: 32, kv_heads: 8, feed_forward: 14336, vocabulary: 128256}", 2, 4096),
+    "tiny": ("{layers: 2, width: 64, heads: 4, kv_heads: 2, feed_forward: 128, vocabulary: 4096}", 4, 128),
+}
+# In this order; a rung may change the settings of one above it.
+LADDER: tuple[dict[str, dict[str, Any]], ...] = (
+    {"mixed_precision": {"mode": "bf16"}},
+    {"efficient_attention": {}},
+    {"chunked_loss": {"rows": 2048}},
+    {"mixed_precision": {"mode": "bf16_weights"}},
+    {"compile": {}},
+    {"liger": {}},
+    {"activation_checkpointing": {"mode": "selective"}},
+    {"activation_checkpointing": {"mode": "full"}},
+)
+
+
+def contenders(recipe: recipes.Recipe) -> list[Contender]:
+    """The plain recipe and one contender a rung."""
+    known, chosen = registry(), {}
+    found = [Contender("plain", replace(recipe, techniques={}))]
+    for rung in LADDER:
+        ((name, settings),) = rung.items()
+        chosen = {**chosen, name: known[name](**settings)}
+        words = " ".join(map(str, settings.values()))
+        found.append(Contender(f"+ {name} {words}".strip(), replace(recipe, techniques=chosen)))
+    return found
+
+
+def markdown(made: dict[str, Any], command: str) -> str:
+    machine = made["machine"]
+    lines = [
+        f"# {made['name']}: the ladder of techniques",
+        "",
+        f"`{command}`, {machine['name']}, torch {machine['torch']}, {made['repeats']} turns of {made['steps']} steps.",
+        "",
+        "| rung | tokens/s | low to high | times plain | MFU | peak GiB | predicted | start-up s | cosine |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in made["rows"]:
+        if row["failed"]:
+            lines.append(f"| {row['name']} | {row['failed']} | | | | | | | |")
+            continue
+        cosine = "-" if row["gradient_cosine"] is None else f"{row['gradient_cosine']:.5f}"
+        lines.append(
+            f"| {row['name']} | {row['tokens_per_second']:,.0f} | {row['spread'][0]:,.0f} to {row['spread'][1]:,.0f} | {row['ratio']:.2f} | "
+            f"{row['mfu']:.0%} | {row['peak_gib']:.2f} | {row['predicted']['peak_gib']:.2f} | {row['startup_seconds']:.0f} | {cosine} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", nargs="+", choices=SHAPES, default=["1B", "8B"])
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
+    options = parser.parse_args()
+    failed = False
+    for shape in options.shape:
+        model, rows, length = SHAPES[shape]
+        recipe = recipes.parse(
+            f"name: gpu-{shape}\nmodel: {model}\nbatch: {{size: {rows}, length: {length}}}\nstop: {{steps: {options.steps}}}\n"
+            f"hardware: {{device: {options.device}}}"
+        )
+        with tempfile.TemporaryDirectory() as folder:
+            made = bench(
+                recipe,
+                contenders(recipe),
+                steps=options.steps,
+                repeats=options.repeats,
+                out=Path(folder),
+                say=lambda what, done, total: print(f"{done}/{total} {what}", flush=True),
+            )
+            target = options.out / f"gpu_techniques-{shape}.json"
+            shutil.copy(Path(folder) / "bench.json", target)
+        table = markdown(made, "python " + shlex.join(sys.argv))
+        target.with_suffix(".md").write_text(table, encoding="utf-8")
+        print(table)
+        failed |= any(row["failed"] for row in made["rows"])
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,115 @@
+"""What changing a trained model's architecture costs, and what training gives back: loss before, right after, and after uptraining.
+
+    python benchmarks/surgery_stories.py [--data FOLDER] [--steps 200] [--out benchmarks/results/surgery_stories.md]
+
+Key-value heads of stories260K pooled from 4 to 2 and 1; LayerNorm to RMSNorm on a small GPT-2 that is trained here first. Each is
+trained on for the same steps on the same rows as the unchanged model. Held-out TinyStories; nats a token.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import tempfile
+from pathlib import Path
+
+import torch
+
+from preheat.compress.export import huggingface
+from preheat.data import Rows, evaluation_batches, prepare
+from preheat.engine.build import build
+from preheat.engine.evaluate import evaluate
+from preheat.errors import RunError
+from preheat.hardware.probe import probe
+from preheat.recipe import Recipe, parse
+from preheat.training.loop import train
+
+LENGTH, ROWS, BATCH = 256, 256, 16
+
+
+def recipe_of(model: str, source: Path, techniques: str, *, steps: int, lr: float, tokenizer: Path, seed: int) -> Recipe:
+    return parse(
+        f"name: surgery\nseed: {seed}\nmodel: {model}\ndata: {{source: {source}, validation: 0.1, tokenizer: {tokenizer}}}\n"
+        f"batch: {{size: {BATCH}, length: {LENGTH}}}\noptimizer: {{lr: {lr}, weight_decay: 0.0}}\nstop: {{steps: {steps}}}\n"
+        f"evaluate: {{rows: {ROWS}}}\ntechniques: {techniques}"
+    )
+
+
+def held_out(recipe: Recipe, tokenizer: Path) -> float:
+    """Loss of the recipe's model as it is built, before any step."""
+    data = prepare(recipe.data, length=LENGTH, seed=recipe.seed, tokenizer=str(tokenizer))
+    assert isinstance(data.validation, Rows)
+    made = build(recipe, vocabulary=len(data.tokenizer), device=probe("cpu"))
+    return evaluate(made, evaluation_batches(data.validation, micro=8, limit=ROWS))[0]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    default = os.environ.get("PREHEAT_DATA") or Path(__file__).parents[2] / "shared" / "data"
+    parser.add_argument("--data", type=Path, default=Path(default))
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--first", type=int, default=1500, help="steps of the GPT-2 before its norms are changed")
+    parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/surgery_stories.md"))
+    options = parser.parse_args()
+    stories = options.data / "stories260K-hf"
+    lines = []
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        source = folder / "stories.jsonl"
+        text = (options.data / "text/tinystories_train_excerpt.txt").read_text()
+        source.write_text("\n".join(json.dumps({"text": part}) for part in re.split(r"\n(?=Once upon a time)", text)))
+
+        def row(what: str, model: Path, techniques: str, before: float | None = None) -> Path:
+            """Loss right after the change, and after training on, over the seeds; returns the last run."""
+            ends, run = [], folder / "none"
+            for seed in range(options.seeds):
+                recipe = recipe_of(
+                    f"{{path: {model}}}", source, techniques, steps=options.steps, lr=options.lr, tokenizer=stories, seed=seed
+                )
+                if seed == 0:
+                    plain = recipe_of(f"{{path: {model}}}", source, "{}", steps=1, lr=1e-3, tokenizer=stories, seed=0)
+                    starts = [held_out(plain, stories) if before is None else before, held_out(recipe, stories)]
+                run = folder / f"{what}-{seed}".replace(" ", "_").replace(">", "")
+                ends.append(float(train(recipe, out=run)["validation_loss"]))
+            try:
+                exported = f"{huggingface.write(run, run / 'hf')['max_logit_difference']:.1g}"
+            except RunError:
+                exported = "refused"
+            middle = sorted(ends)[len(ends) // 2]
+            lines.append(
+                f"| {what} | {starts[0]:.4f} | {starts[1]:.4f} | {middle:.4f} ({min(ends):.4f} to {max(ends):.4f}) | {exported} |"
+            )
+            print(lines[-1], flush=True)
+            return run
+
+        row("stories260K, 4 key-value heads, unchanged", stories, "{}")
+        two = row("stories260K, 4 -> 2", stories, "{grouped_queries: {kv_heads: 2}}")
+        row("stories260K, 4 -> 1", stories, "{grouped_queries: {kv_heads: 1}}")
+        row("the model of the row 4 -> 2, 2 -> 1", two / "hf", "{grouped_queries: {kv_heads: 1}}")
+
+        sizes = "{family: gpt2, layers: 4, width: 64, heads: 4, vocabulary: 512, positions: 256}"
+        first = recipe_of(sizes, source, "{}", steps=options.first, lr=3e-3, tokenizer=stories, seed=0)
+        train(first, out=folder / "gpt2")
+        huggingface.write(folder / "gpt2", folder / "gpt2" / "hf")
+        row("GPT-2, LayerNorm, unchanged", folder / "gpt2/hf", "{}")
+        row("GPT-2, LayerNorm -> RMSNorm", folder / "gpt2/hf", "{rms_norm: {}}")
+    head = [
+        "# Changing the architecture of a trained model",
+        "",
+        f"`python benchmarks/surgery_stories.py --steps {options.steps} --first {options.first} --lr {options.lr:g} --seeds {options.seeds}`: "
+        f"held-out TinyStories, {ROWS} rows of {LENGTH} tokens, nats a token; trained on for {options.steps} steps of {BATCH} rows at "
+        f"lr {options.lr:g}, median (least to most) of {options.seeds} orders of the data. Each order holds out the same documents.",
+        f"The GPT-2 (4 layers of width 64) was trained for {options.first} steps first. torch {torch.__version__}.",
+        "",
+        "| model | before | right after | trained on | exported, largest difference of logits |",
+        "|---|---|---|---|---|",
+    ]
+    options.out.write_text("\n".join([*head, *lines]) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

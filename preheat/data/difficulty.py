@@ -1,0 +1,136 @@
+"""How hard rows are, by cheap measures or by a file; and the order that begins with the easy ones.
+
+Difficulty has no unit: only the order of rows by it counts. Importing this imports no torch.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+
+from preheat.data.packing import IGNORED, Rows
+from preheat.errors import DataError
+
+__all__ = ["by_length", "by_rarity", "from_file", "growing_order"]
+
+
+def growing_order(ranked: np.ndarray, pool: Callable[[int], int], seed: int) -> Iterator[int]:
+    """Rows without end, in passes over a pool that grows: each pass reads each row of the pool once, in an order of its own.
+
+    A row that enters the pool takes part in the pass that is under way. Where the pool is everything from the beginning, this is the
+    plain order of `loader.sample_order`.
+
+    Args:
+        ranked: [rows] numbers of rows, the easiest first.
+        pool: number of a sample, from 0 -> how many of them may be drawn; at least 1, never falling.
+        seed: decides the order.
+
+    Example:
+        >>> order = growing_order(np.array([4, 2, 0, 1, 3]), lambda n: 2 if n < 4 else 5, seed=0)
+        >>> first = [next(order) for _ in range(4)]
+        >>> sorted(first[:2]), sorted(first[2:]), sorted(next(order) for _ in range(3))
+        ([2, 4], [2, 4], [0, 1, 3])
+    """
+    heap: list[tuple[int, int]] = []
+    keys, entered, turn = _keys(len(ranked), seed, 0), 0, 0
+    for n in itertools.count():
+        size = min(max(pool(n), 1), len(ranked))
+        while entered < size:
+            row = int(ranked[entered])
+            heapq.heappush(heap, (int(keys[row]), row))
+            entered += 1
+        if not heap:
+            turn += 1
+            keys = _keys(len(ranked), seed, turn)
+            heap = [(int(keys[row]), row) for row in ranked[:entered].tolist()]
+            heapq.heapify(heap)
+        yield heapq.heappop(heap)[1]
+
+
+def _keys(count: int, seed: int, turn: int) -> np.ndarray:
+    """What `packing.permutation` sorts by."""
+    return np.random.Philox(np.random.SeedSequence((seed, turn))).random_raw(count)
+
+
+def by_length(rows: Rows) -> np.ndarray:
+    """[rows] mean length of the document that a token of the row stands in, in tokens."""
+    return _of_documents(rows, np.diff(rows.tokens.ends, prepend=0).astype(np.float64))
+
+
+def by_rarity(rows: Rows) -> np.ndarray:
+    """[rows] mean of -log p over the labels of the row, by their counts in the training data, in nats (Platanios et al. 2019)."""
+    counts = np.bincount(np.asarray(rows.tokens.ids), minlength=1)
+    surprise = -np.log(np.maximum(counts, 1) / max(counts.sum(), 1))
+    made: np.ndarray = np.zeros(len(rows))
+    for n in range(len(rows)):
+        labels = rows.row(n).labels
+        trained = labels[labels != IGNORED]
+        made[n] = surprise[trained].mean() if len(trained) else 0.0
+    return made
+
+
+def _of_documents(rows: Rows, scores: np.ndarray) -> np.ndarray:
+    """Scores of documents as scores of rows: the mean over the row's tokens of text."""
+    made: np.ndarray = np.zeros(len(rows))
+    for n in range(len(rows)):
+        documents, sizes = rows.contents(n)
+        made[n] = float(np.average(scores[documents], weights=sizes)) if len(documents) else 0.0
+    return made
+
+
+def from_file(path: Path, rows: Rows) -> np.ndarray:
+    """[rows] scores that a file states, one number a training document or one a row, the easy low.
+
+    Args:
+        path: .npy ([n]), .txt (a number a line) or .jsonl (a number a line, or an object with "score").
+
+    Raises:
+        DataError: the file cannot be read, holds what is no finite number, or has neither as many as documents nor as rows.
+    """
+    try:
+        found = _read(path)
+    except OSError as error:
+        raise DataError(f"scores {path}: cannot be read ({error.strerror or error})") from None
+    if found.ndim != 1 or not np.isfinite(found).all():
+        bad = (
+            f"line {int(np.argmin(np.isfinite(found))) + 1} is no finite number"
+            if found.ndim == 1
+            else f"has shape {found.shape}"
+        )
+        raise DataError(f"scores {path}: {bad}; write one finite number for each document or row")
+    documents = len(rows.tokens.ends)
+    if len(found) == documents:
+        return _of_documents(rows, found)
+    if len(found) == len(rows):
+        return found
+    raise DataError(
+        f"scores {path}: holds {len(found):,} numbers, but there are {documents:,} training documents (those held out for validation "
+        f"and those left out are not counted: see data.json of a run) and {len(rows):,} rows; write one for each of either"
+    )
+
+
+def _read(path: Path) -> np.ndarray:
+    if path.suffix == ".npy":
+        try:
+            return np.asarray(np.load(path, allow_pickle=False), np.float64)
+        except (ValueError, EOFError) as error:
+            raise DataError(f"scores {path}: no NumPy array of numbers ({str(error).splitlines()[0]})") from None
+    if path.suffix not in (".txt", ".jsonl"):
+        raise DataError(f"scores {path}: preheat reads .npy, .txt and .jsonl; rename or convert the file")
+    made = []
+    for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            value = json.loads(line) if path.suffix == ".jsonl" else line
+            made.append(float(value["score"] if isinstance(value, dict) else value))
+        except (ValueError, KeyError, TypeError):
+            raise DataError(
+                f"scores {path}:{number}: {line.strip()[:60]!r} is no score; write a number or an object with a score"
+            ) from None
+    return np.array(made, np.float64)

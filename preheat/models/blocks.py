@@ -1,0 +1,91 @@
+"""Modules that a changed architecture needs and transformers has not: each beside what it stands in for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["CentredEmbedding", "DynamicRotary", "FeedForward", "RMSNorm"]
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight (+ bias), in fp32 and then in the dtype of x: as LayerNorm, without the centring.
+
+    Args:
+        width: size of the last dimension.
+        eps: added to the mean square.
+        bias: add a bias, as a LayerNorm does whose bias no linear map behind it can take.
+    """
+
+    def __init__(self, width: int, eps: float, *, bias: bool = False):
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(width))
+        self.bias = nn.Parameter(torch.zeros(width)) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        out = self.weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)).to(x.dtype)
+        return out if self.bias is None else out + self.bias
+
+
+class CentredEmbedding(nn.Embedding):
+    """An embedding whose rows are centred as they are looked up, so that a head tied to it keeps its weights."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        rows = super().forward(tokens)
+        return rows - rows.mean(-1, keepdim=True)
+
+
+class FeedForward(nn.Module):
+    """down(act(gate(x)) * up(x)) where gated, else down(act(up(x))); no biases.
+
+    Args:
+        width: size of the last dimension of x.
+        inner: size between the matrices.
+        activation: transformers' name of the function.
+        gated: three matrices or two.
+        dropout: on the result.
+    """
+
+    def __init__(self, width: int, inner: int, activation: str, *, gated: bool, dropout: float = 0.0):
+        from transformers.activations import ACT2FN
+
+        super().__init__()
+        self.gate_proj = nn.Linear(width, inner, bias=False) if gated else None
+        self.up_proj = nn.Linear(width, inner, bias=False)
+        self.down_proj = nn.Linear(inner, width, bias=False)
+        self.act_fn = ACT2FN[activation]
+        self.dropout = nn.Dropout(dropout) if dropout else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        up = self.up_proj(x)
+        inner = self.act_fn(up) if self.gate_proj is None else self.act_fn(self.gate_proj(x)) * up
+        return self.dropout(self.down_proj(inner))
+
+
+class DynamicRotary(nn.Module):
+    """transformers' dynamic rotary tables without its branch on the longest position, which would wait for the device.
+
+    The frequencies are those of the longest position of each call. transformers keeps those of the longest call so far until a
+    short one comes; on a first call both are the same.
+
+    Args:
+        config: of the model, with `rope_parameters` of type dynamic.
+    """
+
+    def __init__(self, config: Any):
+        super().__init__()
+        self.config = config
+
+    @torch.no_grad()
+    def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+        longest = position_ids.max() + 1  # stays on the device
+        frequencies, scale = ROPE_INIT_FUNCTIONS["dynamic"](self.config, x.device, seq_len=longest)
+        angles = position_ids[..., None].float() * frequencies
+        angles = torch.cat((angles, angles), dim=-1)
+        return (angles.cos() * scale).to(x.dtype), (angles.sin() * scale).to(x.dtype)

@@ -1,0 +1,261 @@
+"""ZeRO as an optimizer of any training loop: AdamW whose states (and gradients, and weights) are shared out among processes."""
+
+from __future__ import annotations
+
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim.adamw import adamw
+
+__all__ = ["ZeROAdamW"]
+
+
+def _world() -> int:
+    import torch.distributed as dist
+
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+class ZeROAdamW(torch.optim.Optimizer):
+    """AdamW with ZeRO (Rajbhandari et al. 2020, arXiv:1910.02054) over the processes of torch.distributed's default group.
+
+    Each process computes gradients of its share of the batch; this optimizer averages them, so leave DistributedDataParallel out.
+
+    - stage 1: each parameter has one owner, which alone keeps its AdamW states, updates it and sends it to the others.
+    - stage 2: also, a gradient goes to its owner as soon as backward has made it, and the others free theirs at once.
+    - stage 3: also the weights: `module` is sharded with FSDP2 (`fully_shard`), layer by layer. Build this before the first forward pass.
+
+    On one process nothing is shared out, which is said once; it then is AdamW. Every process must take part in each step with
+    the same parameters.
+
+    Args:
+        params: parameters or groups of them, as for any torch optimizer.
+        lr: learning rate.
+        weight_decay: decoupled.
+        stage: 1, 2 or 3.
+        cpu_offload: keep the states and an fp32 copy of the weights on the host and update there. On a CPU that changes nothing.
+        betas, eps: of AdamW.
+        module: stage 3: the module to shard, in place; `params` are its parameters.
+
+    Raises:
+        ValueError: another stage, or stage 3 without a module.
+
+    Example:
+        >>> model = nn.Linear(4, 2)
+        >>> with warnings.catch_warnings():
+        ...     warnings.simplefilter("ignore")
+        ...     optimizer = ZeROAdamW(model.parameters(), lr=1e-3, stage=2)
+        >>> model(torch.ones(1, 4)).sum().backward(); optimizer.step(); optimizer.zero_grad()
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        weight_decay: float = 0.01,
+        stage: int = 1,
+        cpu_offload: bool = False,
+        *,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        module: nn.Module | None = None,
+    ):
+        if stage not in (1, 2, 3):
+            raise ValueError(f"stage: {stage} is none of ZeRO's; use 1 (states), 2 (and gradients) or 3 (and weights)")
+        if stage == 3 and module is None:
+            raise ValueError("stage: 3 shards the weights too, so it needs module=, the model whose parameters these are")
+        self.stage, self.world = stage, _world()
+        self._rank = torch.distributed.get_rank() if self.world > 1 else 0
+        self._owner: dict[Tensor, int] = {}
+        self._loads = [0] * self.world
+        self._averaged: dict[Tensor, Tensor] = {}  # of owned parameters: the gradient over all processes
+        self._reduced = False  # stage 1: whether this step's gradients have been averaged
+        listed = [p[1] if isinstance(p, tuple) else p for p in params]
+        on_host = (
+            next(iter(listed[0]["params"] if isinstance(listed[0], dict) else listed)).device.type == "cpu" if listed else True
+        )
+        if self.world == 1:
+            _say(f"ZeRO stage {stage} on one process: nothing is sharded, this is AdamW; start several with torchrun")
+        if cpu_offload and on_host:
+            _say("cpu_offload: the parameters are on the CPU already, so it changes nothing")
+        self.offload = cpu_offload and not on_host
+        if stage == 3 and self.world > 1:
+            assert module is not None
+            listed = _shard(module, listed, offload=self.offload)
+            self.offload = False  # FSDP2 does it
+        super().__init__(listed, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+
+    @property
+    def _shares(self) -> bool:
+        """Whether whole parameters are shared out among owners; FSDP2 cuts each of them instead."""
+        return self.world > 1 and self.stage < 3
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds parameters; the largest first, each gets the owner that has least so far: the same on every process."""
+        super().add_param_group(param_group)
+        new = self.param_groups[-1]["params"]
+        for p in sorted(new, key=lambda p: -p.numel()):
+            owner = min(range(self.world), key=self._loads.__getitem__) if self._shares else self._rank
+            self._owner[p] = owner
+            self._loads[owner] += p.numel()
+        if self._shares and self.stage == 2:
+            for p in new:
+                if p.requires_grad:
+                    p.register_post_accumulate_grad_hook(self._hand_over)
+
+    def _average(self, p: Tensor) -> Tensor:
+        """The mean of a gradient over the processes; right on the owner only. In place."""
+        assert p.grad is not None
+        torch.distributed.reduce(p.grad, dst=self._owner[p])  # gloo has no mean
+        return p.grad.div_(self.world)
+
+    def _hand_over(self, p: Tensor) -> None:
+        """Stage 2, in backward: the owner adds what comes to what it has of earlier micro-batches; nobody keeps `.grad`."""
+        mean = self._average(p)
+        if self._owner[p] == self._rank:
+            kept = self._averaged.get(p)
+            self._averaged[p] = mean if kept is None else kept.add_(mean)
+        p.grad = None
+
+    def _gradients(self) -> dict[Tensor, Tensor]:
+        """Gradients over all processes of the parameters that this one updates."""
+        everything = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        if not self._shares:
+            return {p: p.grad for p in everything if p.grad is not None}
+        if self.stage == 1 and not self._reduced:
+            self._reduced = True
+            for p in everything:
+                mean = self._average(p)
+                if self._owner[p] == self._rank:
+                    self._averaged[p] = mean
+        return self._averaged
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Scales the gradients down to a norm over all of them, call it before `step`. Returns the norm before, the same everywhere.
+
+        torch.nn.utils.clip_grad_norm_ would see what this process holds only.
+        """
+        grads = list(self._gradients().values())
+        local = [_local(g) for g in grads]
+        device = self.param_groups[0]["params"][0].device
+        square = torch.zeros((), device=device)
+        for g in local:
+            square += torch.linalg.vector_norm(g, dtype=torch.float32).square()
+        if self.world > 1:
+            torch.distributed.all_reduce(square)
+        norm = square.sqrt()
+        for g in local:
+            g.mul_((max_norm / (norm + 1e-6)).clamp(max=1.0))
+        return norm
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """One update; afterwards every process has the same weights."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        grads = self._gradients()
+        for group in self.param_groups:
+            self._update(group, {p: grads[p] for p in group["params"] if p in grads})
+        self._averaged.clear()
+        self._reduced = False
+        if self._shares:
+            sent = [torch.distributed.broadcast(p.detach(), src=o, async_op=True) for p, o in self._owner.items()]
+            for work in sent:
+                assert work is not None
+                work.wait()
+        return loss
+
+    def _update(self, group: dict[str, Any], grads: dict[Tensor, Tensor]) -> None:
+        if not grads:
+            return
+        columns: dict[str, list[Tensor]] = defaultdict(list)
+        for p, grad in grads.items():
+            state = self.state[p]
+            if not state:
+                home = torch.device("cpu") if self.offload else p.device
+                state["step"] = torch.zeros((), device=home)
+                # like p: under FSDP2 the moments are cut as the weights are
+                like = p.detach().to(home, torch.float32) if self.offload else p.detach()
+                state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(like), torch.zeros_like(like)
+                if self.offload:
+                    state["master"] = like
+            weight = state.get("master", p)
+            for name, value in (("weight", weight), ("grad", grad.to(weight.device, weight.dtype)), *state.items()):
+                columns[name].append(value)
+        adamw(
+            columns["weight"],
+            columns["grad"],
+            columns["exp_avg"],
+            columns["exp_avg_sq"],
+            [],
+            columns["step"],
+            foreach=self.stage == 3 and self.world > 1,
+            fused=not (self.stage == 3 and self.world > 1),
+            amsgrad=False,
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+        )
+        if self.offload:
+            for p, master in zip(grads, columns["master"], strict=True):
+                p.copy_(master)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        super().zero_grad(set_to_none)
+        self._averaged.clear()
+        self._reduced = False
+
+    def state_bytes(self) -> int:
+        """Bytes of the states that this process keeps."""
+        return sum(_local(t).nbytes for state in self.state.values() for t in state.values())
+
+
+def _local(t: Tensor) -> Tensor:
+    """This process's part of a tensor that is spread over several."""
+    return t.to_local() if isinstance(t, DTensor) else t
+
+
+_said: set[str] = set()
+
+
+def _say(words: str) -> None:
+    """A warning, once a process whatever the filters are."""
+    if words not in _said:
+        _said.add(words)
+        warnings.warn(words, stacklevel=3)
+
+
+def _shard(module: nn.Module, listed: list[Any], *, offload: bool) -> list[Any]:
+    """Shards a module with FSDP2, in place, and gives the parameters (or groups) that stand for the given ones."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+
+    names = {id(p): name for name, p in module.named_parameters()}
+    device = next(module.parameters()).device.type
+    settings: dict[str, Any] = {"mesh": init_device_mesh(device, (torch.distributed.get_world_size(),))}
+    if offload:
+        settings["offload_policy"] = CPUOffloadPolicy()
+    for child in module.modules():
+        if isinstance(child, nn.ModuleList):
+            for layer in child:
+                fully_shard(layer, **settings)
+    fully_shard(module, **settings)
+    now = dict(module.named_parameters())
+
+    def of(params: Iterable[Any]) -> list[Any]:
+        return [now[names[id(p)]] for p in params]
+
+    if isinstance(listed[0], dict):
+        return [{**group, "params": of(group["params"])} for group in listed]
+    return of(listed)

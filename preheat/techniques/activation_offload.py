@@ -1,0 +1,76 @@
+"""Activation offload: what the backward pass needs waits in the host's memory.
+
+What: tensors that a layer saves are copied to pinned memory on a stream of their own while the next layer is computed, and brought back one
+layer ahead of the backward pass. Tensors below `least_kib` and the last layers' stay. Same numbers, bit for bit.
+Helps: activations of about two layers on the device in place of all, without computing anything twice; with activation checkpointing,
+the layers' inputs go too. Hurts: where a layer computes for less time than its activations take over the link (short sequences, slow links)
+the device waits; pinned memory cannot be swapped. The plan counts the device's memory; it does not know the link's speed yet. Not yet run on a GPU.
+Source: Rhu et al. 2016, "vDNN" (arXiv:1602.08124); torch.autograd.graph.saved_tensors_hooks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+
+from preheat.recipe import Bound, Whole
+from preheat.technique import Build, Change, Context, Stage, Technique
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from preheat.ops.host import Link
+
+__all__ = ["ActivationOffload", "offload_activations"]
+
+
+def offload_activations(layers: Iterable[nn.Module], *, stay: int = 1, least: int = 1 << 16, link: Link | None = None) -> int:
+    """Lets layers keep what they save for the backward pass on the host. In place.
+
+    Args:
+        layers: in the order in which they run, e.g. `model.model.layers`.
+        stay: last layers whose tensors stay on the device.
+        least: bytes below which a tensor stays.
+        link: makes the copies (preheat.ops.host); by the layers' device where not given.
+
+    Returns:
+        How many layers send theirs.
+
+    Example:
+        >>> import torch
+        >>> stack = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(3))
+        >>> offload_activations(stack, least=0)
+        2
+    """
+    from preheat.ops.offload import ActivationOffload
+
+    return ActivationOffload(list(layers), stay=stay, least=least, link=link).count
+
+
+@dataclass(frozen=True, kw_only=True)
+class ActivationOffload(Technique):
+    stage: ClassVar[Stage] = Stage.CHECKPOINT
+    numerics: ClassVar[Any] = "exact"
+
+    stay: Annotated[int, Bound(1)] = 1
+    """Last layers whose activations stay on the device: the backward pass begins with them."""
+    least_kib: Whole = 64
+    """Tensors below so many KiB stay: a small copy costs more than it frees."""
+
+    def check(self, context: Context) -> list[str]:
+        why = []
+        if context.device.kind != "cuda":
+            why.append(
+                "needs a CUDA device: on a CPU activations are in the host's memory already; use activation_checkpointing"
+            )
+        if self.stay >= context.model.layers:
+            why.append(f"stay: {self.stay} of {context.model.layers} layers sends none; use at most {context.model.layers - 1}")
+        return why
+
+    def apply(self, build: Build, part: Any) -> Change:
+        from preheat.models.adapter import anatomy
+
+        layers = anatomy(part).layers
+        count = offload_activations(layers, stay=self.stay, least=self.least_kib << 10)
+        return Change(f"activations of {count} of {len(layers)} layers wait on the host", count)

@@ -1,0 +1,86 @@
+"""APOLLO: an optimizer that keeps moments of a small random projection of each matrix's gradient.
+
+What: the gradient is projected to a few rows by a random matrix; AdamW's moments of those rows tell how large its update of each channel
+would be, and the gradient itself is scaled to that. Embeddings, head, norms and biases go on with AdamW. The first moment
+acts through the scale only: the direction is that of the step's own gradient.
+Helps: optimizer state of a matrix falls to 8 bytes times `rank` a parameter of it (2 at a quarter), and to almost nothing with
+`mini`, without GaLore's singular value decompositions. Hurts: noisier than AdamW on small batches; updates are smaller by about the
+square root of `rank`, so the learning rate wants to be larger; a random matrix is drawn and multiplied in each step.
+Source: Zhu et al. 2024, "APOLLO: SGD-like Memory, AdamW-level Performance" (arXiv:2412.05270).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+
+from preheat.recipe import Bound, Positive
+from preheat.technique import Build, Change, Context, Slot, Stage, Technique
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Apollo", "apollo_optimizer"]
+
+
+def apollo_optimizer(groups: Iterable[Any], *, by_adamw: Iterable[Any] = (), **settings: Any) -> torch.optim.Optimizer:
+    """The optimizer (`preheat.ops.apollo.Apollo`): APOLLO for matrices, AdamW for the rest.
+
+    Args:
+        groups: parameters, or groups of them.
+        by_adamw: matrices that AdamW shall take: embeddings and the head.
+        settings: lr, betas, eps, weight_decay, rank (0: APOLLO-Mini), every, scale, seed, number.
+
+    Example:
+        >>> import torch
+        >>> layer = torch.nn.Linear(64, 32)
+        >>> optimizer = apollo_optimizer(layer.parameters(), lr=1e-3, rank=0.25)
+        >>> optimizer.state[layer.weight]["exp_avg"].shape
+        torch.Size([8, 64])
+    """
+    from preheat.ops.apollo import Apollo
+    from preheat.ops.optimizers import split_matrices
+
+    return Apollo(split_matrices(groups, by_adamw, "apollo"), **settings)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Apollo(Technique):
+    stage: ClassVar[Stage] = Stage.OPTIMIZER
+    numerics: ClassVar[Any] = "exact"  # of the gradients; the weights go another way
+    owns: ClassVar[frozenset[Slot]] = frozenset({Slot.OPTIMIZER})
+
+    kind: Literal["apollo", "mini"] = "apollo"
+    """apollo: a scale for each channel; mini: one row of projection and one scale for a whole matrix."""
+    rank: Annotated[float, Bound(0, 1, open_low=True)] = 0.25
+    """Rows of the projection, as a share of a matrix's smaller side (kind: apollo)."""
+    every: Annotated[int, Bound(1)] = 200
+    """Steps after which another projection is drawn."""
+    scale: Literal["auto"] | Positive = "auto"
+    """What updates are multiplied by; auto: the authors' 1, and for mini the square root of 128."""
+
+    def apply(self, build: Build, part: Any) -> Change:
+        from preheat.models.adapter import ends
+
+        mini = self.kind == "mini"
+        chosen: dict[str, Any] = {
+            "rank": 0.0 if mini else self.rank,
+            "every": self.every,
+            "scale": (128**0.5 if mini else 1.0) if self.scale == "auto" else self.scale,
+            "seed": build.recipe.seed,
+            "number": lambda: build.step,
+        }
+
+        def make(groups: Any, **settings: Any) -> Any:
+            others = [weight for trained in build.trained for weight in ends(trained)]
+            return apollo_optimizer(groups, by_adamw=others, **chosen, **settings)
+
+        build.own(Slot.OPTIMIZER, make, self.name())
+        others = {id(weight) for weight in ends(part)}
+        count = sum(p.requires_grad and p.ndim == 2 and id(p) not in others for p in part.parameters())
+        rows = "one row" if mini else f"{self.rank:g} of the rows"
+        return Change(f"{count} matrices by APOLLO with moments of {rows}, the rest by AdamW", count)
+
+    def options(self, context: Context) -> Iterable[Technique]:
+        return [Apollo(), Apollo(kind="mini")]

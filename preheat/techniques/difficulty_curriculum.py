@@ -1,0 +1,247 @@
+"""Difficulty curriculum: the rows that are easy are read first, and the pool that is drawn from grows to all of them.
+
+What: rows are ranked by a score: how rare their tokens are, how long their documents, what a file says, or the loss of a small model.
+The run draws from the easiest share of them (the model's competence), which grows with the square root of the time or linearly. Each
+row of the pool is read once before any is read again, and from `until` on the order is that of plain passes over the data.
+Helps: faster at first, where easy rows teach what hard ones build on; most where data is uneven. Hurts: early batches are alike; on
+data that is read less than once, or evenly hard, little or nothing is gained. Scores by a model cost a forward pass over the data once.
+Source: Platanios et al. 2019 (arXiv:1903.09848), competence, length and rarity; loss of a small model: Marion et al. 2023 (arXiv:2309.04564).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+
+from preheat.errors import DataError, RunError
+from preheat.recipe import Bound, Share
+from preheat.technique import Build, Change, Context, Slot, Stage, Technique
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from preheat.data.packing import Rows
+
+__all__ = ["DifficultyCurriculum", "competence", "losses_of", "order_by_difficulty"]
+
+
+def competence(progress: float, *, start: float, until: float, curve: Literal["root", "linear"] = "root") -> float:
+    """The share of the rows, easiest first, that may be drawn at this share of the run.
+
+    Args:
+        progress: from 0 to 1.
+        start: the share at the beginning.
+        until: where it is 1.
+        curve: root: sqrt(t (1 - start²) + start²), which lets hard rows in ever more slowly; linear.
+
+    Example:
+        >>> [round(competence(n / 4, start=0.1, until=1.0), 2) for n in range(5)]
+        [0.1, 0.51, 0.71, 0.87, 1.0]
+    """
+    if progress >= until:
+        return 1.0
+    power = 2 if curve == "root" else 1
+    return float((progress / until * (1 - start**power) + start**power) ** (1 / power))
+
+
+def order_by_difficulty(
+    scores: np.ndarray,
+    *,
+    total: int,
+    seed: int,
+    start: float = 0.1,
+    until: float = 0.5,
+    curve: Literal["root", "linear"] = "root",
+    committed: int = 0,
+) -> Iterator[int]:
+    """Numbers of rows without end, from sample number `committed` on: a pure function of its arguments.
+
+    Args:
+        scores: [rows], the easy low.
+        total: samples of the whole run, of which `until` is a share.
+
+    Example:
+        >>> import numpy as np
+        >>> order = order_by_difficulty(np.array([0.9, 0.1, 0.5, 0.3]), total=8, seed=0, start=0.5)
+        >>> sorted(next(order) for _ in range(2))
+        [1, 3]
+    """
+    import numpy as np
+
+    from preheat.data.difficulty import growing_order
+
+    ranked = np.argsort(scores, kind="stable")
+
+    def pool(n: int) -> int:
+        return int(np.ceil(competence(n / total, start=start, until=until, curve=curve) * len(ranked)))
+
+    return itertools.islice(growing_order(ranked, pool, seed), committed, None)
+
+
+def losses_of(folder: Path, rows: Rows, *, device: str = "cpu", micro: int = 8, cache: Path | None = None) -> np.ndarray:
+    """Mean loss of a small model on each row, nats a trained token; kept in the cache under the model's weights and the data.
+
+    Args:
+        folder: a Hugging Face folder of a decoder-only model with the data's tokenizer.
+        device: where to run it, in fp32.
+        micro: rows at a time.
+        cache: folder for the scores; $PREHEAT_CACHE or ~/.cache/preheat when not stated.
+
+    Returns:
+        [rows] float64.
+
+    Raises:
+        RecipeError: the model cannot be had.
+        DataError: it has too few pieces or positions for the data.
+    """
+    import numpy as np
+
+    from preheat.data.cache import default_root, entry
+    from preheat.data.sources import digest
+    from preheat.models.weights import WeightSource
+
+    source = WeightSource(folder)
+    content = [hashlib.blake2b(np.ascontiguousarray(a).tobytes()).hexdigest() for a in (rows.tokens.ids, rows.tokens.ends)]
+    config = (folder / "config.json").read_text(encoding="utf-8")
+    key = digest("difficulty", 1, source.fingerprint(), config, *content, rows.length, rows.packing)
+
+    def build(made: Path) -> dict[str, Any]:
+        np.save(made / "losses.npy", _losses(folder, source, rows, device, micro))
+        return {}
+
+    found, _ = entry(cache or default_root(), f"losses-{key}", build)
+    return np.load(found / "losses.npy")
+
+
+def _losses(folder: Path, source: Any, rows: Rows, device: str, micro: int) -> np.ndarray:
+    import numpy as np
+    import torch
+
+    from preheat.data.loader import evaluation_batches
+    from preheat.models import adapter
+    from preheat.models.weights import materialize
+    from preheat.ops.attention import sdpa_attention
+    from preheat.ops.losses import CrossEntropy
+    from preheat.recipe import Batch, Model, Recipe, Stop
+
+    config = adapter.configure(Recipe(model=Model(path=str(folder)), batch=Batch(length=2), stop=Stop(steps=1)))
+    facts, largest = adapter.facts(config), int(np.max(rows.tokens.ids, initial=0))
+    if largest >= facts.vocabulary:
+        raise DataError(
+            f"techniques.difficulty_curriculum.model: {folder} has {facts.vocabulary:,} pieces but the data has piece number {largest:,}; "
+            "name a model with the data's tokenizer"
+        )
+    if facts.positions and facts.positions < rows.length:
+        raise DataError(
+            f"techniques.difficulty_curriculum.model: {folder} has {facts.positions} positions but rows have {rows.length} tokens; "
+            "name a model with more"
+        )
+    model = adapter.build_on_meta(config)
+    materialize(model, torch.device(device))
+    source.fill(model, seed=0)
+    model.eval()
+    found = []
+    with torch.no_grad():
+        for batch in evaluation_batches(rows, micro=micro, limit=len(rows)):
+            hidden = adapter.hidden_states(
+                model, batch.tokens.to(device), batch.positions.to(device), batch.mask, sdpa_attention
+            )
+            for states, labels in zip(hidden, batch.labels.to(device), strict=True):  # logits of one row at a time
+                total = CrossEntropy()(adapter.head(model)(states).float(), labels).sum()
+                found.append(float(total) / max(int((labels >= 0).sum()), 1))
+    return np.array(found, np.float64)
+
+
+class _Ranking:
+    """Which ranking the run began with: scores that changed in between would change the order unseen."""
+
+    def __init__(self) -> None:
+        self.mark = ""
+
+    def see(self, scores: np.ndarray) -> None:
+        mark = hashlib.blake2b(scores.argsort(kind="stable").tobytes(), digest_size=8).hexdigest()
+        if self.mark not in ("", mark):
+            raise RunError(
+                "techniques.difficulty_curriculum: the rows rank otherwise than when the checkpoint was saved, so their order would change; "
+                "put back the scores (or the model) that the run began with, or start another run with --out"
+            )
+        self.mark = mark
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"ranking": self.mark}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.mark = state["ranking"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DifficultyCurriculum(Technique):
+    stage: ClassVar[Stage] = Stage.LOADER
+    numerics: ClassVar[Any] = "exact"  # of a given batch; which batches come is another matter
+    owns: ClassVar[frozenset[Slot]] = frozenset({Slot.SAMPLE_ORDER})
+
+    by: Literal["rarity", "length"] | None = None
+    """What makes a row hard: rarity (mean -log p of its tokens by their counts) or length (of its documents). rarity when nothing is stated."""
+    scores: str | None = None
+    """In place of `by`: a file with a number for each training document or each row, the easy low: .npy, .txt or .jsonl."""
+    model: str | None = None
+    """In place of `by`: a Hugging Face folder of a small model with the data's tokenizer; a row is as hard as its mean loss."""
+    start: Annotated[float, Bound(0, 1, open_low=True)] = 0.1
+    """Share of the rows, the easiest, to begin with."""
+    until: Share = 0.5
+    """Share of the run after which all rows are drawn."""
+    curve: Literal["root", "linear"] = "root"
+    """How the share grows: with the square root of the time, or linearly."""
+
+    def check(self, context: Context) -> list[str]:
+        stop, why = context.recipe.stop, []
+        stated = [name for name in ("by", "scores", "model") if getattr(self, name) is not None]
+        if len(stated) > 1:
+            why.append(f"{stated[0]}: and {stated[1]} both say what is hard; state one")
+        if self.scores is not None and not Path(self.scores).is_file():
+            why.append(f"scores: {self.scores} is no file; name a .npy, .txt or .jsonl file")
+        if self.model is not None and not (Path(self.model) / "config.json").is_file():
+            why.append(f"model: {self.model} has no config.json; name the folder of a Hugging Face model")
+        if context.recipe.data.streaming:
+            why.append("by: rows that are read while training cannot be ranked before; set data.streaming: false")
+        if self.start == 1 or self.until == 0:
+            why.append(
+                "start: with 1 (or until: 0) all rows are drawn from the beginning; use start: 0.1 and until: 0.5, or leave it out"
+            )
+        if not (stop.steps or stop.tokens or stop.epochs):
+            why.append(
+                "until: is a share of the run, whose length is not known by stop.hours alone; add stop.steps, tokens or epochs"
+            )
+        return why
+
+    def _scores(self, rows: Rows, device: str) -> np.ndarray:
+        from preheat.data.difficulty import by_length, by_rarity, from_file
+
+        if self.scores is not None:
+            return from_file(Path(self.scores), rows)
+        if self.model is not None:
+            return losses_of(Path(self.model), rows, device=device)
+        return by_length(rows) if self.by == "length" else by_rarity(rows)
+
+    def apply(self, build: Build, part: Any) -> Change:
+        ranking = _Ranking()
+        build.state[self.name()] = ranking
+
+        def order(rows: Rows, seed: int, committed: int, total: int | None) -> Iterator[int]:
+            assert total is not None, "check refuses a run without a known end"
+            scores = self._scores(rows, build.device.kind)
+            ranking.see(scores)
+            return order_by_difficulty(
+                scores, total=total, seed=seed, start=self.start, until=self.until, curve=self.curve, committed=committed
+            )
+
+        build.own(Slot.SAMPLE_ORDER, order, self.name())
+        what = f"scores of {self.scores}" if self.scores else f"the loss of {self.model}" if self.model else self.by or "rarity"
+        return Change(f"rows by {what}: the easiest {self.start:.0%} at first, all after {self.until:.0%} of the run", 1)
+
+    def options(self, context: Context) -> Iterable[Technique]:
+        return [self, replace(self, curve="linear")]

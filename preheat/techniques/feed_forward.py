@@ -1,0 +1,86 @@
+"""Feed-forward block: another activation, gated or not, for a new model at equal parameters.
+
+What: swiglu, geglu and reglu multiply the activation of one linear map with another (three matrices); gelu and relu have no gate (two).
+Where the number of matrices changes, the inner width does too, by 2/3 or 3/2, so that the parameters stay as they were.
+`model.feed_forward` states the width of the family's own block.
+Helps: gated blocks reach a lower loss at equal parameters; relu leaves many zeros, which sparse kernels can skip.
+Hurts: a gate is one more activation to keep for the backward pass; a block that the family has not in transformers (gelu or relu in a
+llama, a gate in a GPT-2) cannot be exported to a Hugging Face folder.
+Source: Shazeer 2020 (arXiv:2002.05202).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from preheat.technique import Build, Change, Stage, Technique
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from preheat.recipe import Recipe
+
+__all__ = ["FeedForward", "replace_feed_forward", "set_feed_forward"]
+
+
+def set_feed_forward(config: Any, activation: str) -> None:
+    """Sets activation and inner width of a transformers configuration (llama, qwen, mistral, gpt2) at equal parameters, in place.
+
+    Args:
+        activation: swiglu, geglu, reglu, gelu or relu.
+
+    Raises:
+        ValueError: the family is not known, or has that block already.
+
+    Example:
+        >>> from transformers import LlamaConfig
+        >>> config = LlamaConfig(hidden_size=512, num_attention_heads=8, intermediate_size=1024)
+        >>> set_feed_forward(config, "relu")
+        >>> config.hidden_act, config.intermediate_size
+        ('relu', 1536)
+    """
+    from preheat.models import surgery
+
+    surgery.set_feed_forward(config, activation)
+
+
+def replace_feed_forward(model: nn.Module, activation: str) -> int:
+    """Gives a model made by such a configuration the block itself, where transformers has none for it, in place; works on meta.
+
+    Returns:
+        How many blocks were replaced; 0 where the configuration said it all.
+    """
+    from preheat.models import surgery
+
+    return surgery.replace_feed_forward(model, activation)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FeedForward(Technique):
+    stage: ClassVar[Stage] = Stage.STRUCTURE
+    numerics: ClassVar[Any] = "different"
+
+    activation: Literal["swiglu", "geglu", "reglu", "gelu", "relu"] = "geglu"
+    """swiglu, geglu, reglu: gated; gelu, relu: not. A llama has swiglu by itself, a GPT-2 gelu."""
+
+    def configure(self, config: Any, recipe: Recipe) -> None:
+        if recipe.model.path and recipe.model.weights == "pretrained":
+            raise ValueError(
+                "is for new models: the weights of model.path were trained with their own block; remove it, or set model.weights: random"
+            )
+        set_feed_forward(config, self.activation)
+
+    def apply(self, build: Build, part: Any) -> Change:
+        from preheat.models import surgery
+        from preheat.models.adapter import anatomy
+
+        replaced = replace_feed_forward(part, self.activation)
+        draw = surgery.feed_forward_draw(part.config)
+        if replaced and draw:
+            names = [name for name, _ in part.named_modules() if name.endswith(".mlp")]
+            build.weights.fresh(r"\.mlp\.down_proj\.weight$", names, draw)
+        inner = getattr(part.config, "intermediate_size", None) or part.config.n_inner
+        layers = len(anatomy(part).layers)
+        own = ", a block that transformers has not" if replaced else ""
+        return Change(f"{self.activation} of inner width {inner} in {layers} layers{own}", layers)

@@ -1,0 +1,85 @@
+"""Grouped queries: fewer key-value heads, each shared by a group of query heads.
+
+What: the model keeps its query heads and gets `kv_heads` key-value heads. Weights that are read are mean-pooled: each new head is
+the mean of the heads of its group; a new model is simply built with fewer.
+Helps: the KV cache, which long contexts and many requests fill, shrinks by the same factor; key and value matrices too.
+Hurts: a pooled model is worse until it is trained on (the paper takes 5 % of the pretraining steps); below a head for each device, tensor
+parallelism has to copy heads.
+Source: Ainslie et al. 2023 (arXiv:2305.13245); one head for all: Shazeer 2019 (arXiv:1911.02150).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+
+from preheat.recipe import Bound
+from preheat.technique import Build, Change, Context, Stage, Technique
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from preheat.recipe import Recipe
+
+__all__ = ["GroupedQueries", "group_queries"]
+
+
+def group_queries(model: nn.Module, kv_heads: int) -> int:
+    """Mean-pools the key-value heads of a transformers model (llama, qwen and others with `k_proj` and `v_proj`), in place.
+
+    Args:
+        model: with its weights; also its configuration is changed, so that `save_pretrained` writes what it now is.
+        kv_heads: new number of key-value heads; a divisor of the present one.
+
+    Returns:
+        Number of matrices pooled.
+
+    Raises:
+        ValueError: fused projections; or `kv_heads` is not a smaller divisor.
+
+    Example:
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> config = LlamaConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64, vocab_size=96)
+        >>> model = LlamaForCausalLM(config)
+        >>> group_queries(model, 2), model.model.layers[0].self_attn.k_proj.weight.shape
+        (4, torch.Size([16, 32]))
+    """
+    from preheat.models import surgery
+
+    return surgery.pool_key_value_heads(model, kv_heads)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupedQueries(Technique):
+    stage: ClassVar[Stage] = Stage.STRUCTURE
+    numerics: ClassVar[Any] = "different"
+
+    kv_heads: Annotated[int, Bound(1)] = 1
+    """Key-value heads of each layer: a divisor of what the model has."""
+
+    def configure(self, config: Any, recipe: Recipe) -> None:
+        from preheat.models import surgery
+
+        surgery.set_kv_heads(config, self.kv_heads)
+
+    def apply(self, build: Build, part: Any) -> Change:
+        from preheat.errors import RecipeError
+        from preheat.models import surgery
+
+        facts = build.model
+        try:
+            count = len(surgery.key_value_projections(part))
+        except ValueError as error:
+            raise RecipeError(f"techniques.grouped_queries: {error}") from None
+
+        def pool(name: str, value: Any) -> Any:
+            return surgery.pool_heads(value, self.kv_heads, facts.head_dim)
+
+        build.weights.map(surgery.KEYS_AND_VALUES, pool)
+        how = "new weights" if build.weights.folder is None else "the mean of each group of those read"
+        return Change(f"{facts.heads} query heads on {self.kv_heads} key-value heads in {facts.layers} layers, {how}", count)
+
+    def options(self, context: Context) -> Iterable[Technique]:
+        now = context.model.kv_heads
+        return [GroupedQueries(kv_heads=n) for n in range(1, now) if now % n == 0]

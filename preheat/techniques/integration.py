@@ -1,0 +1,163 @@
+"""The practical techniques together, by hand: gradient accumulation, mixed precision, ZeRO and efficient attention in one loop.
+
+This is an example to read and to run, no technique of its own: recipes put techniques together by naming them. It is the one module
+here that imports its siblings.
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["integration_example"]
+
+
+def integration_example(
+    dim: int = 128,
+    num_layers: int = 2,
+    num_heads: int = 4,
+    batch_size: int = 4,
+    accumulation_steps: int = 4,
+    zero_stage: int = 1,
+    use_efficient_attention: bool = True,
+    use_mixed_precision: bool = True,
+    precision: str = "bf16",
+    *,
+    length: int = 256,
+    steps: int = 8,
+    lr: float = 1e-3,
+    seed: int = 0,
+) -> dict[str, Any]:
+    """Trains a small decoder on the bytes of Python's standard library, with the four techniques switched as asked.
+
+    On a CUDA device where there is one. Under torchrun each process takes its own rows.
+
+    Args:
+        batch_size: rows of a micro-batch; accumulation_steps of them make one update on each process.
+        zero_stage: 1, 2 or 3, as of ZeROAdamW; 0: torch's AdamW, on one process only.
+        precision: bf16 or fp16 (fp32 switches mixing off), with `use_mixed_precision`.
+        length: bytes of a row.
+        steps: updates.
+
+    Returns:
+        {losses: mean of each update in nats a byte, tokens_per_second: median over the updates after the first,
+        peak_memory_gib: of the device, or what the process took since the start, parameters, optimizer_bytes: of this process's states,
+        processes, on: {technique: in words}}.
+
+    Raises:
+        ValueError: an unknown precision or stage, or fp16 with ZeRO on several processes.
+
+    Example:
+        >>> made = integration_example(dim=32, num_layers=1, zero_stage=0, length=32, steps=2)
+        >>> sorted(made["on"])
+        ['efficient_attention', 'gradient_accumulation', 'mixed_precision', 'zero']
+    """
+    from statistics import median
+
+    import torch
+
+    from preheat.hardware.probe import peak_resident_bytes, reset_peak, resident_bytes
+    from preheat.ops.decoder import Decoder, PlainAttention
+    from preheat.techniques.gradient_accumulation import accumulate
+    from preheat.techniques.mixed_precision import autocast
+
+    dtypes = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+    if precision not in dtypes:
+        raise ValueError(f"precision: {precision!r} is not known; use {', '.join(dtypes)}")
+    half = dtypes[precision] if use_mixed_precision else None
+    rank, world = _place()
+    if half == torch.float16 and world > 1:
+        raise ValueError("precision: fp16 skips steps by each process's own gradients; on several processes use bf16")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    data = _bytes(length)  # read before the memory is taken
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    reset_peak()
+    before = resident_bytes()
+    torch.manual_seed(seed)
+
+    def attention() -> torch.nn.Module:
+        if not use_efficient_attention:
+            return PlainAttention(dim, num_heads)
+        from preheat.techniques.efficient_attention import EfficientAttention
+
+        return EfficientAttention(dim, num_heads, dropout=0.0, causal=True, memory_efficient=True)  # type: ignore[call-arg]
+
+    model = Decoder(vocabulary=256, dim=dim, num_layers=num_layers, length=length, attention=attention).to(device)
+    parameters = sum(p.numel() for p in model.parameters())
+    optimizer = _optimizer(model, lr, zero_stage, world)
+    scaler = torch.amp.GradScaler(device.type, enabled=half == torch.float16)
+    rows = batch_size * accumulation_steps
+    losses, seconds = [], []
+    for step in range(steps):
+        begun = time.perf_counter()
+        first = (step * world + rank) * rows
+        places = [(first + n) % len(data) for n in range(rows)]
+        batch = data[places].to(device, torch.int64)
+
+        def loss_sum(part: torch.Tensor) -> torch.Tensor:
+            with autocast(device.type, half) if half else nullcontext():
+                return scaler.scale(model.loss(part[:, :-1], part[:, 1:]) * part[:, 1:].numel())
+
+        total = accumulate(batch.split(batch_size), loss_sum, batch[:, 1:].numel())
+        scaler.step(optimizer)
+        losses.append(float(total) / scaler.get_scale() / batch[:, 1:].numel())
+        scaler.update()
+        optimizer.zero_grad(set_to_none=True)
+        seconds.append(time.perf_counter() - begun)
+    peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else max(peak_resident_bytes() - before, 0)
+    kept = [t for state in optimizer.state.values() for t in state.values() if torch.is_tensor(t)]
+    where = f"stage {zero_stage}" + ("" if world > 1 else ", one process: nothing is sharded")
+    return {
+        "losses": losses,
+        "tokens_per_second": world * rows * length / median(seconds[1:] or seconds),
+        "peak_memory_gib": peak / 2**30,
+        "parameters": parameters,
+        "optimizer_bytes": optimizer.state_bytes() if zero_stage else sum(t.nbytes for t in kept),
+        "processes": world,
+        "on": {
+            "gradient_accumulation": f"{accumulation_steps} micro-batches of {batch_size} rows",
+            "mixed_precision": f"{precision} under autocast, weights in fp32" if half else "off: fp32",
+            "zero": where if zero_stage else "off: AdamW",
+            "efficient_attention": "fused" if use_efficient_attention else "off: all scores in memory",
+        },
+    }
+
+
+def _place() -> tuple[int, int]:
+    """This process's rank, and how many there are."""
+    import torch.distributed as dist
+
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_available() and dist.is_initialized() else (0, 1)
+
+
+def _optimizer(model: Any, lr: float, stage: int, world: int) -> Any:
+    import torch
+
+    from preheat.techniques.zero_optimizer import ZeROAdamW
+
+    if stage == 0:
+        if world > 1:
+            raise ValueError("zero_stage: 0 leaves the gradients of several processes apart; use 1, 2 or 3")
+        return torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.1)
+    return ZeROAdamW(model.parameters(), lr=lr, weight_decay=0.1, stage=stage, module=model if stage == 3 else None)
+
+
+def _bytes(length: int, rows: int = 4096) -> torch.Tensor:
+    """Rows of `length` + 1 bytes of the standard library's source, uint8."""
+    import torch
+
+    from preheat.data.sources import open_source
+    from preheat.recipe import Data
+
+    text, wanted = bytearray(), rows * (length + 1)
+    for document in open_source(Data(source="stdlib")).read():
+        text += document.text.encode("utf-8", "replace")
+        if len(text) >= wanted:
+            break
+    whole = len(text) // (length + 1)
+    return torch.frombuffer(text, dtype=torch.uint8)[: whole * (length + 1)].view(whole, length + 1)

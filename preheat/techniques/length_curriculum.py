@@ -1,0 +1,172 @@
+"""Length curriculum: sequences are short at first and grow to the full length over the first part of the run.
+
+What: the packed rows of the data are cut into shorter ones, whose length rises to `batch.length`; every token is still trained
+once, with the context that its piece has. By default a step keeps its tokens and has more rows instead.
+Helps: attention costs less on short rows, so early steps are faster; early training is steadier, which lets large batches and
+learning rates through (the paper's gain is mostly there). Hurts: early steps learn nothing about long contexts; each length is a
+shape of its own to kernels that are compiled for one. What the plan says is for the full length: the most memory, and a time
+that the early steps stay below.
+Source: Li et al. 2021 (arXiv:2108.06084), linear and root as in DeepSpeed; by doubling: Jin et al. 2023 (arXiv:2310.00576).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from preheat.recipe import Count, Positive, Share
+from preheat.technique import Build, Change, Context, Shape, Slot, Stage, Technique
+
+if TYPE_CHECKING:
+    from preheat.recipe import Recipe
+
+__all__ = ["LengthCurriculum", "length_at", "shape_at"]
+
+Schedule = Literal["linear", "root", "steps"]
+
+
+def length_at(
+    progress: float,
+    *,
+    start: int,
+    full: int,
+    until: float,
+    schedule: Schedule = "linear",
+    root_degree: float = 2.0,
+    multiple: int = 64,
+) -> int:
+    """Tokens of a row at this share of the run.
+
+    Args:
+        progress: from 0 to 1.
+        start, full: the first and the last length, tokens.
+        until: the share of the run from which on rows are full.
+        schedule: linear; root: fast first, then slower; steps: `start` doubled again and again, each length for as long.
+        multiple: lengths below the full one are multiples of this.
+
+    Example:
+        >>> [length_at(n / 10, start=64, full=256, until=0.8) for n in range(10)]
+        [64, 64, 64, 128, 128, 128, 192, 192, 256, 256]
+        >>> [length_at(n / 10, start=64, full=256, until=0.8, schedule="steps") for n in range(10)]
+        [64, 64, 64, 64, 128, 128, 128, 128, 256, 256]
+    """
+    if progress >= until:
+        return full
+    share = progress / until
+    if schedule == "steps":
+        lengths = [start]
+        while lengths[-1] * 2 < full:
+            lengths.append(lengths[-1] * 2)
+        return lengths[int(share * len(lengths))]
+    if schedule == "root":
+        share = share ** (1 / root_degree)
+    return max(start, int(start + (full - start) * share) // multiple * multiple)
+
+
+def shape_at(length: int, *, rows: int, micro: int, full: int, keep: Literal["rows", "tokens"] = "tokens") -> Shape:
+    """The shape of a step whose rows have `length` tokens.
+
+    A step is cut from whole rows of the data, so with `keep: rows` its number of rows is the nearest that these give.
+
+    Args:
+        rows, micro, full: rows of the global batch and of a micro-batch, and their length, at the end of the curriculum.
+
+    Example:
+        >>> shape_at(64, rows=8, micro=4, full=256), shape_at(64, rows=8, micro=4, full=256, keep="rows")
+        (Shape(rows=32, length=64, micro=16), Shape(rows=8, length=64, micro=4))
+    """
+    whole = rows if keep == "tokens" else max(1, round(rows * length / full))
+    cut = -(-whole * full // length)
+    return Shape(cut, length, min(cut, micro if keep == "rows" else max(1, micro * full // length)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class LengthCurriculum(Technique):
+    stage: ClassVar[Stage] = Stage.LOADER
+    numerics: ClassVar[Any] = "exact"  # of a given batch; which batches come is another matter
+    owns: ClassVar[frozenset[Slot]] = frozenset({Slot.BATCH_SHAPE})
+
+    schedule: Schedule = "linear"
+    """How the length rises: linear; root (fast first); steps (it doubles, and each length stays for as long)."""
+    start: Literal["auto"] | Count = "auto"
+    """Tokens of a row at the beginning; auto: a quarter of `batch.length`."""
+    until: Share = 0.3
+    """Share of the run's steps after which rows have the full length."""
+    root_degree: Positive = 2.0
+    """With `schedule: root`: 2 is the square root; more rises faster at first."""
+    multiple: Literal["auto"] | Count = "auto"
+    """Lengths are multiples of this, so that there are few of them; auto: an eighth of `batch.length`, and of it a multiple of 8."""
+    keep: Literal["tokens", "rows"] = "tokens"
+    """tokens: shorter rows are more, so steps, tokens and learning rate mean what they mean without the curriculum, and the device stays
+    busy; rows: as many rows, so early steps read fewer tokens (as DeepSpeed does it)."""
+
+    def _lengths(self, recipe: Recipe) -> tuple[int, int]:
+        """`start` and `multiple` in tokens."""
+        full = recipe.batch.length
+        multiple = max(8, full // 8 // 8 * 8) if self.multiple == "auto" else int(self.multiple)
+        start = max(multiple, full // 4 // multiple * multiple) if self.start == "auto" else int(self.start)
+        return start, multiple
+
+    def check(self, context: Context) -> list[str]:
+        recipe = context.recipe
+        data, stop, full = recipe.data, recipe.stop, recipe.batch.length
+        start, multiple = self._lengths(recipe)
+        why = []
+        if start >= full:
+            why.append(f"start: {start} is not below batch.length {full}; use {full // 4} or so, or longer rows")
+        if start % multiple:
+            why.append(
+                f"start: {start} is no multiple of {multiple}; use start: {-(-start // multiple) * multiple}, or set multiple"
+            )
+        if start < 2:
+            why.append("start: a row of 1 token has nothing to predict from; use 8 or more")
+        last = (stop.steps - 1) / stop.steps if stop.steps else 1.0
+        if not 0 < self.until < 1 or self.until > last:
+            end = f"the last of {stop.steps} steps begins at {last:g} of the run" if stop.steps else "the run ends at 1"
+            why.append(f"until: at {self.until:g} the full length is never reached, or from the start ({end}); use 0.3 or so")
+        if not (stop.steps or stop.tokens or stop.epochs):
+            why.append(
+                "until: is a share of the run, whose length is not known by stop.hours alone; add stop.steps, tokens or epochs"
+            )
+        if self.keep == "rows" and (stop.tokens or stop.epochs):
+            why.append(
+                "keep: rows reads fewer tokens a step, so stop.tokens and stop.epochs give no number of steps; use stop.steps"
+            )
+        paired = data.prompt is not None or data.source == "docstrings"
+        if data.packing == "whole" or (data.packing == "auto" and paired):
+            why.append(
+                "start: shorter rows would part completions from their prompts; set data.packing: stream, or leave this out"
+            )
+        return why
+
+    def length(self, recipe: Recipe, progress: float) -> int:
+        """Tokens of a row at this share of a run of the recipe."""
+        start, multiple = self._lengths(recipe)
+        return length_at(
+            progress,
+            start=start,
+            full=recipe.batch.length,
+            until=self.until,
+            schedule=self.schedule,
+            root_degree=self.root_degree,
+            multiple=multiple,
+        )
+
+    def apply(self, build: Build, part: Any) -> Change:
+        recipe = build.recipe
+
+        def shape(progress: float) -> Shape:
+            rows = recipe.batch.size
+            micro = -(-rows // build.accumulation)  # read late: another technique of this stage may set it after us
+            length = self.length(recipe, progress)
+            return shape_at(length, rows=rows, micro=micro, full=recipe.batch.length, keep=self.keep)
+
+        build.own(Slot.BATCH_SHAPE, shape, self.name())
+        lengths = list(dict.fromkeys(self.length(recipe, n / 1000) for n in range(1001)))
+        some = lengths if len(lengths) < 9 else [*lengths[:3], "...", *lengths[-2:]]
+        words = f"rows of {', '.join(map(str, some))} tokens, full after {self.until:.0%} of the steps; {self.keep} a step kept"
+        return Change(f"{words}. The plan is for full rows: the most memory and time", len(lengths))
+
+    def options(self, context: Context) -> Iterable[Technique]:
+        return [self, replace(self, schedule="steps")]

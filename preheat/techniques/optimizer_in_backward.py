@@ -1,0 +1,99 @@
+"""Optimizer in backward: each parameter is updated as soon as its gradient is whole, and the gradient freed.
+
+What: a hook on each parameter takes the optimizer's step for it in the middle of the backward pass. The update is that of a step
+after the pass, number for number; only the gradients of the whole model never stand in memory together.
+Helps: gradients take the memory of a layer or two in place of the model (4 bytes a parameter in fp32). Goes with every optimizer.
+Hurts: the norm over all gradients is known only when all weights have moved, so there is no clipping by it, and a global
+batch must be one micro-batch. A gradient that is not finite stops its own update and all that come after it in the pass; weights nearer
+to the loss have moved already, so the run stops with weights half of one step and half of the next: go on from the last checkpoint.
+Source: Lv et al. 2023, "Full Parameter Fine-tuning for Large Language Models with Limited Resources" (LOMO, arXiv:2306.09782).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from preheat.errors import RecipeError
+from preheat.technique import Batch, Build, Change, Context, LossSum, Slot, Stage, Tag, Technique
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from preheat.ops.in_backward import UpdateInBackward
+
+__all__ = ["OptimizerInBackward", "update_in_backward"]
+
+
+def update_in_backward(optimizer: torch.optim.Optimizer) -> UpdateInBackward:
+    """Lets the optimizer update each parameter in `loss.backward()`; `optimizer.step()` is not called any more. In place.
+
+    The learning rate is what stands in the optimizer's groups when `backward` is called.
+
+    Args:
+        optimizer: one that honours `found_inf` (torch's fused ones, preheat's).
+
+    Returns:
+        `.norm()`: of all gradients of the last pass; `.remove()`: takes the hooks off again.
+
+    Example:
+        >>> import torch
+        >>> layer = torch.nn.Linear(2, 1, bias=False)
+        >>> before = layer.weight.detach().clone()
+        >>> updates = update_in_backward(torch.optim.AdamW(layer.parameters(), lr=0.1, weight_decay=0.0, fused=True))
+        >>> layer(torch.ones(1, 2)).sum().backward()
+        >>> (before - layer.weight.detach()).round(decimals=3), layer.weight.grad
+        (tensor([[0.1000, 0.1000]]), None)
+    """
+    from preheat.ops.in_backward import UpdateInBackward
+
+    return UpdateInBackward(optimizer)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerInBackward(Technique):
+    stage: ClassVar[Stage] = Stage.LOADER  # the one stage that comes after the optimizer was made
+    numerics: ClassVar[Any] = "exact"
+    owns: ClassVar[frozenset[Slot]] = frozenset({Slot.FORWARD_BACKWARD, Slot.CLIP, Slot.UPDATE})
+    provides: ClassVar[frozenset[Tag]] = frozenset({Tag("frees-gradients")})
+    conflicts: ClassVar[frozenset[Tag]] = frozenset({Tag("micro-batch-size")})  # several to an update
+
+    def check(self, context: Context) -> list[str]:
+        clip = context.recipe.optimizer.clip
+        if clip > 0:
+            return [
+                f"optimizer.clip: {clip:g}: weights move before the norm over all gradients is known; set optimizer.clip: 0"
+            ]
+        return []
+
+    def apply(self, build: Build, part: Any) -> Change:
+        import torch
+
+        if build.finish_gradients:
+            raise RecipeError(
+                "techniques.optimizer_in_backward: another technique works on the gradients after the backward pass, when "
+                "they are freed already; leave one of them out"
+            )
+        updates = update_in_backward(build.optimizer)
+        plain = build.slot(Slot.FORWARD_BACKWARD)
+
+        def forward_backward(build: Build, batches: Sequence[Batch], global_weight: float) -> LossSum:
+            if len(batches) > 1:
+                raise RecipeError(
+                    f"techniques.optimizer_in_backward: a global batch of {len(batches)} micro-batches would be {len(batches)} updates; "
+                    "let the batch be one micro-batch"
+                )
+            updates.reset()
+            loss: LossSum = plain(build, batches, global_weight)
+            return loss
+
+        def update(build: Build, norm: Tensor) -> Tensor:
+            return torch.isfinite(norm).to(torch.float32)  # the updates are done
+
+        build.own(Slot.FORWARD_BACKWARD, forward_backward, self.name())
+        build.own(Slot.CLIP, lambda build: updates.norm(), self.name())
+        build.own(Slot.UPDATE, update, self.name())
+        count = sum(p.requires_grad for p in part.parameters())
+        return Change(f"{count} parameters updated in the backward pass, their gradients freed one by one", count)

@@ -1,0 +1,73 @@
+"""RMSNorm for LayerNorm: a GPT-2 whose norms neither centre nor shift.
+
+What: each LayerNorm becomes an RMSNorm. For weights that are read nothing changes at first: all that writes into the residual stream
+(position embedding, output projections) is centred over the width, so that the mean which LayerNorm would take away is zero, and each
+norm's bias goes into the bias of the linear map behind it. Two things cannot be folded and stay as operations: the last norm keeps
+its bias, since the head has none; and an embedding tied to the head is centred as it is looked up, since the head reads its matrix
+as it stands. From the first update on it is another model: the stream's mean is free.
+Helps: a norm reads its input once less, and pruning and rotation of the residual stream, which LayerNorm forbids, become exact.
+Hurts: no class of transformers holds it, so export to a Hugging Face folder is refused; dropout on the residual stream would break
+the centring (preheat's own GPT-2s have none).
+Source: Zhang and Sennrich 2019 (arXiv:1910.07467); folding: Ashkboos et al. 2024 (SliceGPT, arXiv:2401.15024), section 3.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from preheat.technique import Build, Change, Context, Stage, Technique
+
+if TYPE_CHECKING:
+    from torch import nn
+
+__all__ = ["RmsNorm", "layer_norm_to_rms_norm"]
+
+
+def layer_norm_to_rms_norm(model: nn.Module) -> list[str]:
+    """Turns the LayerNorms of a transformers GPT-2 into RMSNorms that give the same logits, in place.
+
+    Returns:
+        Names of the norms.
+
+    Example:
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> layer_norm_to_rms_norm(GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=1, n_head=4, vocab_size=96)))
+        ['transformer.h.0.ln_1', 'transformer.h.0.ln_2', 'transformer.ln_f']
+    """
+    import torch
+
+    from preheat.models import surgery
+
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    names = surgery.to_rms_norm(model, fold=True)
+    tied = "lm_head.weight" not in before  # a shared parameter has one name, its first
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            p.copy_(surgery.fold_layer_norms(name, before[name], before.__getitem__, tied=tied))
+    return names
+
+
+@dataclass(frozen=True, kw_only=True)
+class RmsNorm(Technique):
+    stage: ClassVar[Stage] = Stage.STRUCTURE
+    numerics: ClassVar[Any] = "different"  # the first loss of read weights is the same; a new model and all updates are not
+
+    def check(self, context: Context) -> list[str]:
+        family = context.model.family
+        return [] if family == "gpt2" else [f"knows the LayerNorms of gpt2 only, and this is a {family}; leave it out"]
+
+    def apply(self, build: Build, part: Any) -> Change:
+        from preheat.models import surgery
+
+        read = build.weights.folder is not None
+        names = surgery.to_rms_norm(part, fold=read)
+        if not read:
+            return Change(f"{len(names)} LayerNorms are RMSNorms", len(names))
+
+        def fold(name: str, value: Any) -> Any:
+            return surgery.fold_layer_norms(name, value, build.weights.read, tied=build.model.tied)
+
+        build.weights.map("", fold)
+        kept = ", the embedding centred as it is looked up" if build.model.tied else ""
+        return Change(f"{len(names)} LayerNorms are RMSNorms, centring and biases folded, the last bias kept{kept}", len(names))

@@ -1,0 +1,99 @@
+"""Rotary scaling: a model reaches `factor` times the positions that it was trained on.
+
+What: `linear` divides all positions by the factor; `dynamic` raises the rotary base as far as the longest position at hand needs
+(NTK-aware), and leaves short texts alone; `yarn` divides slow frequencies, leaves fast ones and goes from one to the other between,
+and sharpens the attention a little. In transformers' own terms, so that an exported folder loads with it.
+Helps: a short tuning at the new length (hundreds of steps for yarn) in place of a long pretraining. Hurts: a factor larger than the
+data needs costs precision in nearby positions, at short lengths too (but for dynamic); nothing is learnt of far tokens without training there.
+Source: linear: Chen et al. 2023 (arXiv:2306.15595); dynamic NTK and YaRN: Peng et al. 2023 (arXiv:2309.00071).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+
+from preheat.recipe import Bound, Count, Positive
+from preheat.technique import Build, Change, Stage, Technique
+
+if TYPE_CHECKING:
+    from preheat.recipe import Recipe
+
+__all__ = ["RopeScaling", "scale_rope"]
+
+
+def scale_rope(config: Any, kind: str, factor: float, *, original_length: int | None = None, **yarn: float) -> tuple[int, int]:
+    """Sets the rotary scaling of a transformers configuration (llama, qwen and their like) before the model is made, in place.
+
+    Args:
+        kind: linear, dynamic or yarn.
+        factor: above 1.
+        original_length: positions that the model was trained on; `max_position_embeddings` when None.
+        yarn: beta_fast, beta_slow, attention_factor.
+
+    Returns:
+        Positions before and after.
+
+    Raises:
+        ValueError: the factor is not above 1; the model has no plain rotary positions.
+
+    Example:
+        >>> from transformers import LlamaConfig
+        >>> config = LlamaConfig(max_position_embeddings=2048)
+        >>> scale_rope(config, "yarn", 4)
+        (2048, 8192)
+        >>> config.rope_parameters["rope_type"], config.max_position_embeddings
+        ('yarn', 8192)
+    """
+    from preheat.models import surgery
+
+    if factor <= 1:
+        raise ValueError(f"factor: {factor:g} reaches no further than the model does; it must be above 1")
+    return surgery.scale_rope(config, kind, factor, original_length, **yarn)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeScaling(Technique):
+    stage: ClassVar[Stage] = Stage.STRUCTURE
+    numerics: ClassVar[Any] = "different"
+
+    kind: Literal["linear", "dynamic", "yarn"] = "yarn"
+    """linear: positions divided; dynamic: the base raised by the longest position at hand; yarn: by frequency."""
+    factor: Annotated[float, Bound(1, open_low=True)] = 2.0
+    """Positions after, by positions before."""
+    original_length: Count | None = None
+    """Positions that the model was trained on; its configuration's when not stated."""
+    beta_fast: Positive | None = None
+    """yarn: frequencies that turn more often than so many times over the original length stay as they are; 32 when not stated."""
+    beta_slow: Positive | None = None
+    """yarn: frequencies that turn less often are divided by the factor; 1 when not stated."""
+    attention_factor: Positive | None = None
+    """yarn: scale of the rotary tables; 0.1 ln(factor) + 1 when not stated."""
+
+    def configure(self, config: Any, recipe: Recipe) -> None:
+        given = {
+            key: value for key in ("beta_fast", "beta_slow", "attention_factor") if (value := getattr(self, key)) is not None
+        }
+        if given and self.kind != "yarn":
+            raise ValueError(f"{next(iter(given))}: is yarn's; remove it, or use kind: yarn")
+        original, reach = scale_rope(config, self.kind, self.factor, original_length=self.original_length, **given)
+        if recipe.batch.length > reach:
+            raise ValueError(
+                f"factor: {self.factor:g} takes the model's {original:,} positions to {reach:,}, but batch.length is "
+                f"{recipe.batch.length:,}; use factor: {_needed(recipe, original):g}"
+            )
+
+    def apply(self, build: Build, part: Any) -> Change:
+        reach = build.model.positions
+        original = math.ceil(reach / self.factor - 1e-9)
+        needed = _needed(build.recipe, original)
+        words = f"{self.kind} by {self.factor:g}: {original:,} positions reach {reach:,}"
+        if needed < self.factor:
+            words += f"; batch.length {build.recipe.batch.length:,} needs only {needed:g}"
+        return Change(words, build.model.layers)
+
+
+def _needed(recipe: Recipe, original: int) -> float:
+    """The least factor that reaches batch.length, up to hundredths."""
+    return max(math.ceil(100 * recipe.batch.length / original) / 100, 1.0)

@@ -1,0 +1,90 @@
+"""Shifted groups: while training, tokens attend within groups; for half of the heads the groups stand half a group further (S2-Attn).
+
+What: documents are cut into groups of `group` tokens and attention stays inside; half of the heads cut half a group later, so that what one
+half keeps apart the other joins, and information flows along the document from layer to layer. Evaluation and generation attend in full.
+Helps: a pretrained model is tuned to longer sequences at the cost of short ones: attention's work is length x group, with any kernel
+that keeps documents apart. Hurts: training differs from serving, so it suits tuning (with LoRA and trained embeddings and norms, as its
+authors found), not pretraining. Without LongLoRA's wrapping around of the last half group, which lets first tokens see the last.
+Source: Chen et al. 2023, LongLoRA (arXiv:2309.12307).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+
+from preheat.recipe import Bound
+from preheat.technique import Build, Change, Context, Stage, Tag, Technique
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+__all__ = ["ShiftedGroups", "add_shifted_groups"]
+
+
+def add_shifted_groups(model: PreTrainedModel, *, group: int) -> int:
+    """Makes a transformers model attend in shifted groups while it is in training mode. In place.
+
+    A model that attends by transformers' own functions is switched to preheat's kernels; padding masks go on working.
+
+    Args:
+        group: tokens, at least 2; the authors take a quarter of the length.
+
+    Returns:
+        How many layers.
+
+    Raises:
+        ValueError: a group below 2, or a model whose attention cannot be replaced.
+
+    Example:
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> sizes = dict(hidden_size=8, num_attention_heads=2, intermediate_size=8, vocab_size=16)
+        >>> add_shifted_groups(LlamaForCausalLM(LlamaConfig(num_hidden_layers=2, **sizes)), group=4)
+        2
+    """
+    from preheat.models.attention import limit_layers
+    from preheat.ops.attention_module import attend_any
+
+    if group < 2:
+        raise ValueError(f"group: {group} must be at least 2")
+
+    # A partial, not a closure: a deep copy of the model then asks the copy whether it trains.
+    return limit_layers(model, functools.partial(_while_training, model, group), attend=attend_any)
+
+
+def _while_training(model: Any, group: int, kernel: Callable[..., Any]) -> Callable[..., Any]:
+    from preheat.ops.attention_patterns import in_shifted_groups
+
+    return in_shifted_groups(kernel, group) if model.training else kernel
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShiftedGroups(Technique):
+    stage: ClassVar[Stage] = Stage.KERNEL
+    numerics: ClassVar[Any] = "different"
+    provides: ClassVar[frozenset[Tag]] = frozenset({Tag("attention-pattern")})
+    conflicts: ClassVar[frozenset[Tag]] = frozenset({Tag("attention-pattern")})
+
+    group: Literal["auto"] | Annotated[int, Bound(2)] = "auto"
+    """Tokens of a group; auto: a quarter of batch.length."""
+
+    def _tokens(self, context: Context | Build) -> int:
+        return max(2, context.recipe.batch.length // 4) if self.group == "auto" else int(self.group)
+
+    def check(self, context: Context) -> list[str]:
+        why, length = [], context.recipe.batch.length
+        if self._tokens(context) >= length:
+            why.append(f"group: {self._tokens(context)} of {length} tokens parts nothing; use less than batch.length")
+        if context.model.heads % 2:
+            why.append(f"takes half of the heads, and the model has {context.model.heads}; leave it out")
+        return why
+
+    def apply(self, build: Build, part: Any) -> Change:
+        group = self._tokens(build)
+        count = add_shifted_groups(part, group=group)
+        return Change(
+            f"{count} layers attend in groups of {group} tokens while training, half of the heads shifted by {group // 2}",
+            count,
+        )

@@ -1,0 +1,95 @@
+"""Sliding windows: tokens see only so many tokens back, in all layers or in most of them.
+
+What: attention of a layer is limited to `window` tokens back; every n-th layer may stay full, as Gemma 3 alternates. Tokens further
+back are still reached through the layers below.
+Helps: attention's work and, when serving, its cache grow with the window and not with the length, given a kernel that skips what is hidden
+(`efficient_attention`). Hurts: another model: what it cannot reach it cannot use. The plain kernel computes all scores nonetheless. Text is generated
+without a cache here, and families without a window of their own (llama, gpt2) are exported without it.
+Source: Beltagy et al. 2020 (arXiv:2004.05150); Jiang et al. 2023 (arXiv:2310.06825); every sixth layer full: Gemma 3 (arXiv:2503.19786).
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+
+from preheat.recipe import Bound, Count
+from preheat.technique import Build, Change, Context, Stage, Tag, Technique
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+__all__ = ["SlidingWindow", "add_sliding_window"]
+
+
+def add_sliding_window(model: PreTrainedModel, *, window: int, every: int | None = None) -> int:
+    """Limits the attention of a transformers model's layers to `window` tokens back, itself included. In place.
+
+    A model that attends by transformers' own functions is switched to preheat's kernels; padding masks go on working.
+
+    Args:
+        window: tokens, at least 1.
+        every: every n-th layer stays full; None: none does.
+
+    Returns:
+        How many layers are limited.
+
+    Raises:
+        ValueError: a window below 1, `every` below 2, or a model whose attention cannot be replaced.
+
+    Example:
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> sizes = dict(hidden_size=8, num_attention_heads=2, intermediate_size=8, vocab_size=16)
+        >>> add_sliding_window(LlamaForCausalLM(LlamaConfig(num_hidden_layers=6, **sizes)), window=4, every=6)
+        5
+    """
+    from preheat.models.attention import limit_layers
+    from preheat.ops.attention_module import attend_any
+    from preheat.ops.attention_patterns import within_window
+
+    if window < 1:
+        raise ValueError(f"window: {window} must be at least 1")
+    if every is not None and every < 2:
+        raise ValueError(f"every: {every} would leave every layer full; use 2 or more")
+    return limit_layers(model, functools.partial(within_window, window=window), attend=attend_any, every=every)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlidingWindow(Technique):
+    stage: ClassVar[Stage] = Stage.KERNEL
+    numerics: ClassVar[Any] = "different"
+    provides: ClassVar[frozenset[Tag]] = frozenset({Tag("attention-pattern"), Tag("window")})
+    conflicts: ClassVar[frozenset[Tag]] = frozenset({Tag("attention-pattern")})
+
+    window: Literal["auto"] | Count = "auto"
+    """Tokens that a token sees, itself included; auto: a quarter of batch.length."""
+    every: Annotated[int, Bound(2)] | None = None
+    """Every n-th layer stays full (Gemma 3: 6); all are limited when not stated."""
+
+    def _tokens(self, context: Context | Build) -> int:
+        return max(1, context.recipe.batch.length // 4) if self.window == "auto" else int(self.window)
+
+    def check(self, context: Context) -> list[str]:
+        why, length = [], context.recipe.batch.length
+        if self._tokens(context) >= length:
+            why.append(
+                f"window: {self._tokens(context)} of {length} tokens hides nothing; use less than batch.length, or leave it out"
+            )
+        if self.every is not None and self.every > context.model.layers:
+            why.append(
+                f"every: {self.every} of {context.model.layers} layers leaves none full; use at most {context.model.layers}"
+            )
+        return why
+
+    def apply(self, build: Build, part: Any) -> Change:
+        window = self._tokens(build)
+        count = add_sliding_window(part, window=window, every=self.every)
+        return Change(f"{count} of {build.model.layers} layers see {window} tokens back", count)
+
+    def options(self, context: Context) -> list[Technique]:
+        length = context.recipe.batch.length
+        return [SlidingWindow(window=w) for w in (4096, 1024, 256) if w < length] or [self]
+
+    def period(self) -> int:
+        return self.every or 1

@@ -1,0 +1,194 @@
+"""Offload without a device: copies that are made as late as their events allow, so that a wait that is missing is seen."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from preheat.ops.host import Copy, Link
+from preheat.ops.host_optimizer import HostAdamW
+from preheat.ops.offload import ActivationOffload
+from preheat.planning.observe import Recorder, _replay
+from preheat.techniques.activation_checkpointing import checkpoint_layers
+
+
+class _Late:
+    """An event of a copy that is made only when somebody waits for it."""
+
+    def __init__(self, copy: Copy, link: LateLink):
+        self.copy, self.link = copy, link
+
+    def wait(self) -> None:
+        self.link.finish(self.copy)
+
+    synchronize = wait
+
+
+class LateLink(Link):
+    """As streams may do at worst: a target holds NaN until its copy is waited for; copies of one direction end in order."""
+
+    def __init__(self) -> None:
+        self.log: list[tuple[str, int]] = []
+        self.open: dict[str, list[tuple[Copy, Tensor, Tensor]]] = {"out": [], "back": []}
+
+    def _begin(self, way: str, source: Tensor, target: Tensor) -> Copy:
+        self.log.append((way, source.numel()))
+        copy = Copy(target.fill_(float("nan")), source)
+        copy.event = _Late(copy, self)
+        self.open[way].append((copy, source, target))
+        return copy
+
+    def out(self, t: Tensor, into: Tensor | None = None) -> Copy:
+        return self._begin("out", t, torch.empty_like(t) if into is None else into)
+
+    def back(self, sent: Tensor, into: Tensor) -> Copy:
+        while self.open["out"]:  # what comes back waits for all that went out
+            self._end("out")
+        return self._begin("back", sent, into)
+
+    def _end(self, way: str) -> None:
+        copy, source, target = self.open[way].pop(0)
+        assert copy.source is not None, "the source was let go before the copy ended"
+        target.copy_(source)
+
+    def finish(self, copy: Copy) -> None:
+        for way, waiting in self.open.items():
+            while any(copy is other for other, _, _ in waiting):
+                self._end(way)
+
+
+def stack(count: int = 5, width: int = 16) -> torch.nn.Sequential:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(
+        *(
+            torch.nn.Sequential(torch.nn.Linear(width, 2 * width), torch.nn.GELU(), torch.nn.Linear(2 * width, width))
+            for _ in range(count)
+        )
+    )
+
+
+def run(model: torch.nn.Module, x: Tensor) -> list[Tensor]:
+    model.zero_grad()
+    model(x).square().sum().backward()
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_gradients_are_the_same_to_the_bit_however_late_copies_end(checkpointed: bool) -> None:
+    model, x = stack(), torch.randn(8, 16)
+    plain = run(model, x)
+    if checkpointed:
+        checkpoint_layers(model)
+    link = LateLink()
+    ActivationOffload(list(model), stay=2, least=0, link=link)
+    for _ in range(2):  # and a second pass finds nothing left of the first
+        assert all(torch.equal(a, b) for a, b in zip(run(model, x), plain, strict=True))
+        assert not link.open["back"]
+    went, came = ([n for way, n in link.log if way == kind] for kind in ("out", "back"))
+    assert sorted(went) == sorted(came)
+    sent_by_a_layer = (
+        [8 * 16] if checkpointed else [8 * 16, 8 * 32, 8 * 32]
+    )  # inputs of both products and of GELU: each once, no weight
+    assert went == 2 * 3 * sent_by_a_layer
+    with torch.no_grad():
+        model(x)
+    assert [n for way, n in link.log if way == "out"] == went
+
+
+def test_a_layer_is_brought_back_while_the_next_one_is_differentiated() -> None:
+    model, link = stack(), LateLink()
+    for index, layer in enumerate(model):
+        layer.register_full_backward_hook(lambda *_, index=index: link.log.append(("done", index)))
+    ActivationOffload(list(model), stay=1, least=0, link=link)
+    run(model, torch.randn(8, 16, requires_grad=True))
+    marks = [entry for entry in link.log if entry[0] != "out"]
+    order = [index if way == "done" else way for way, index in marks]
+    # Before layer n is done, the three tensors of layer n - 1 are on their way, and those of no layer before.
+    assert order == ["back"] * 3 + [4] + ["back"] * 3 + [3] + ["back"] * 3 + [2] + ["back"] * 3 + [1, 0]
+
+
+def test_small_tensors_and_weights_stay() -> None:
+    model, link = stack(), LateLink()
+    ActivationOffload(list(model), least=8 * 32 * 4, link=link)
+    run(model, torch.randn(8, 16))
+    assert {n for _, n in link.log} == {8 * 32}
+
+
+def test_a_graph_can_be_differentiated_twice() -> None:
+    model, x = stack(), torch.randn(8, 16)
+    plain = run(model, x)
+    ActivationOffload(list(model), least=0, link=LateLink())
+    model.zero_grad()
+    loss = model(x).square().sum()
+    loss.backward(retain_graph=True)
+    loss.backward()
+    assert all(torch.equal(p.grad, 2 * g) for p, g in zip(model.parameters(), plain, strict=True) if p.grad is not None)
+
+
+def _peak(model: torch.nn.Module, x: Tensor, fake: Any = None) -> int:
+    recorder = Recorder(rounding=64)
+    with fake or torch.enable_grad(), recorder:
+        recorder.phase = "forward"
+        model(x).square().sum().backward()
+    peak, _ = _replay(recorder.log, {}, set())
+    model.zero_grad()
+    return max(peak.values())
+
+
+def test_the_dry_run_sees_what_leaves_the_device() -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    peaks = {}
+    for offloaded in (False, True):
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        model = stack(count=12)
+        if offloaded:
+            ActivationOffload(list(model), least=0)
+        real = _peak(model, torch.randn(4096, 16))
+        with mode:
+            fake = stack(count=12)
+            x = torch.empty(4096, 16)
+        if offloaded:
+            ActivationOffload(list(fake), least=0)
+        peaks[offloaded] = _peak(fake, x, mode)
+        assert peaks[offloaded] == real
+    layer = 4096 * (16 + 2 * 32) * 4
+    assert peaks[False] > 12 * layer
+    assert peaks[True] < 5 * layer, "those of two layers, what is being computed, and gradients"
+
+
+def _trained(make: Any, dtype: torch.dtype = torch.float32) -> tuple[list[Tensor], Any]:
+    model, x = stack(2), torch.randn(8, 16, generator=torch.Generator().manual_seed(1))
+    optimizer = make(model.parameters())
+    for p in model.parameters():
+        p.data = p.data.to(dtype)
+    for step in range(4):
+        if step == 2:
+            optimizer.found_inf = torch.ones(())
+        elif step == 3:
+            optimizer.found_inf = torch.zeros(())
+        if dtype == torch.bfloat16 and step == 0:
+            optimizer.prepare()
+        run(model, x.to(dtype))
+        optimizer.step()
+    return [p.detach() for p in model.parameters()], optimizer
+
+
+def test_the_hosts_adamw_is_torchs() -> None:
+    settings: dict[str, Any] = {"lr": 0.01, "weight_decay": 0.1, "betas": (0.9, 0.95)}
+    ours, optimizer = _trained(lambda p: HostAdamW(p, link=LateLink(), **settings))
+    torchs, _ = _trained(lambda p: torch.optim.AdamW(p, fused=True, **settings))
+    assert all(torch.equal(a, b) for a, b in zip(ours, torchs, strict=True))
+    assert {float(s["step"]) for s in optimizer.state.values()} == {3.0}, "the step that was not finite is not counted"
+
+
+def test_bf16_weights_are_those_of_the_host_rounded() -> None:
+    low, optimizer = _trained(lambda p: HostAdamW(p, link=LateLink(), lr=1e-4), torch.bfloat16)
+    masters = [s["master"] for s in optimizer.state.values()]
+    begin = [p.detach() for p in stack(2).parameters()]
+    assert all(torch.equal(a, m.bfloat16()) for a, m in zip(low, masters, strict=True))
+    moved = [float((m - b).abs().mean()) for m, b in zip(masters, begin, strict=True)]
+    assert all(1e-4 < m < 4e-4 for m in moved), "three updates of about lr, most of them below bf16's step"

@@ -1,0 +1,78 @@
+"""Checkpointing within a budget of memory."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+import torch
+
+from preheat.ops.recompute import Call, Seen, choose, watch
+from preheat.planning.observe import observe
+from preheat.recipe import override
+
+from ..conftest import DEVICE, tiny
+
+
+def test_the_choice_is_the_best_there_is() -> None:
+    draw = random.Random(0)
+    for _ in range(20):
+        calls = tuple(Call((draw.choice("ab"), i), draw.randrange(1, 60), draw.randrange(1, 1000)) for i in range(9))
+        seen = Seen(calls, 200)
+        for budget in (0.1, 0.5, 0.9):
+            kept = [call for call in calls if call.key in choose(seen, budget)]
+            assert sum(call.bytes for call in kept) <= budget * 200
+            best = max(
+                sum(call.cost for call in some)
+                for count in range(len(calls) + 1)
+                for some in itertools.combinations(calls, count)
+                if sum(call.bytes for call in some) <= budget * 200
+            )
+            assert sum(call.cost for call in kept) == best
+
+
+def test_what_a_layer_computes_and_saves_is_seen_without_computing_it() -> None:
+    layer = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.GELU(), torch.nn.Linear(32, 8), torch.nn.ReLU(inplace=True))
+    x = torch.full((10, 8), float("nan"), requires_grad=True)
+    seen = watch(layer.forward, (x,), {})
+    names = [call.key[0]._schema.name.removeprefix("aten::") for call in seen.calls]
+    assert names == ["addmm", "gelu"], "the last product is written to in place, so its result cannot be kept"
+    assert [call.bytes for call in seen.calls] == [10 * 32 * 4] * 2
+    assert seen.calls[0].cost > 2 * 10 * 8 * 32 > 0
+    assert seen.saved == 2 * 10 * 32 * 4 + 10 * 8 * 4, "inputs of GELU and of the second product, and ReLU's result; no weight"
+    assert layer[0].weight.grad is None
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        watch(layer.forward, (x,), {})
+        out = layer(x)
+    assert type(out) is torch.Tensor, "autocast's cache keeps no fake weights"
+
+
+@pytest.mark.parametrize("techniques", ["efficient_attention: {}", "mixed_precision: {}, efficient_attention: {}"])
+def test_memory_rises_and_work_falls_with_the_budget(techniques: str) -> None:
+    recipe = tiny(f"{{{techniques}}}", rows=8, length=64, more="")
+    recipe = override(recipe, "model.layers=6")
+    none = observe(recipe, vocabulary=96, device=DEVICE)
+    full = observe(override(recipe, "techniques.activation_checkpointing.mode=full"), vocabulary=96, device=DEVICE)
+    budgets = (0.0, 0.2, 0.4, 0.6, 0.8, 0.95)
+    by = [
+        observe(
+            override(
+                recipe,
+                "techniques.activation_checkpointing.mode=budget",
+                f"techniques.activation_checkpointing.budget={budget}",
+            ),
+            vocabulary=96,
+            device=DEVICE,
+        )
+        for budget in budgets
+    ]
+    work, peak = [sum(o.flops.values()) for o in (full, *by, none)], [o.peak["backward"] for o in (full, *by, none)]
+    assert work[1] == work[0], "a budget of 0 keeps what full keeps"
+    assert peak[1] == peak[0]
+    assert work == sorted(work, reverse=True)
+    assert work[-1] < work[3] < work[0]
+    assert peak == sorted(peak)
+    layers = peak[-1] - peak[0]
+    for budget, held in zip(budgets, peak[1:-1], strict=True):
+        assert held - peak[0] <= (budget + 0.1) * layers, "no more than was allowed"
