@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import shlex
 import statistics
 import subprocess
 import sys
@@ -123,7 +124,7 @@ def main() -> None:
     lines: list[str] = [
         f"# Head and loss at {ROWS:,} rows x {PIECES:,} pieces",
         "",
-        "`python benchmarks/loss_kernels.py`: forward and backward, milliseconds: median (least to most), in alternation; MiB at the peak",
+        f"`python {shlex.join(sys.argv)}`: forward and backward, milliseconds: median (least to most), in alternation; MiB at the peak",
         "of one pass in a fresh process, the gradients' own in brackets; error: relative norm of all gradients against fp64.",
         f"torch {torch.__version__}, {options.device}, {torch.get_num_threads()} threads"
         + (", of CPU time: the machine was used by others." if options.shared else "."),
