@@ -4,8 +4,8 @@ What: torch.compile makes a graph of a transformer layer and code for it; one gr
 shape. Attention is one operator in it, whose documents are data: packed batches compile nothing anew. Generation with a KV cache
 runs uncompiled. The run counts what is compiled again, and says so when it stops compiling.
 Helps: norms, rotary embedding, activation and residual sums are memory-bound, and fused they read and write once; fewer
-activations are kept for the backward pass. Hurts: the first step waits for the compiler (half a minute on 2 CPU cores), which also
-takes some hundred MiB of host memory that the plan does not know. The plan is that of the uncompiled layers, an upper bound.
+activations are kept for the backward pass. Hurts: the first step waits for the compiler (tens of seconds on a CPU), which also takes
+tens of MiB of host memory that the plan does not know. The plan is that of the uncompiled layers, an upper bound.
 Source: Ansel et al. 2024, PyTorch 2 (doi:10.1145/3620665.3640366).
 """
 
