@@ -1,6 +1,8 @@
 """Head and loss together: the plain loss, our chunks and torch's linear_cross_entropy; forward and backward, in alternation.
 
-    python benchmarks/loss_kernels.py [--repeats 7] [--device cpu] [--out benchmarks/results/loss_kernels.md]
+    python benchmarks/loss_kernels.py [--repeats 7] [--device cpu] [--shared] [--out benchmarks/results/loss_kernels.md]
+
+`--shared` is for a machine that others use meanwhile: one thread, and its seconds of CPU instead of the clock's.
 
 Time in one process that keeps its heap, as training does. Memory in a fresh process each: the high-water mark of one pass above what
 stood before it, gradients included. Error: relative norm of the gradients of hidden states and head together, against fp64.
@@ -11,6 +13,7 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import shlex
 import statistics
 import subprocess
 import sys
@@ -50,10 +53,11 @@ def once(kernel: str, hidden: torch.Tensor, head: torch.nn.Linear, labels: torch
     leaf = hidden.detach().requires_grad_()
     head.weight.grad = None
     settle(hidden)
-    begun = time.perf_counter()
+    clock = time.process_time if torch.get_num_threads() == 1 and hidden.device.type == "cpu" else time.perf_counter
+    begun = clock()
     (KERNELS[kernel](leaf, head, CrossEntropy(), labels) / ROWS).backward()
     settle(hidden)
-    seconds = time.perf_counter() - begun
+    seconds = clock() - begun
     assert leaf.grad is not None
     return seconds, leaf.grad
 
@@ -101,30 +105,37 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--shared", action="store_true")
+    parser.add_argument("--widths", type=int, nargs="+", default=WIDTHS)
+    parser.add_argument("--kernels", nargs="+", choices=KERNELS, default=[k for k in KERNELS if k != "liger"])
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/loss_kernels.md"))
     parser.add_argument("--memory", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.shared:
+        torch.set_num_threads(1)
     if options.memory:
         kernel, width, dtype = json.loads(options.memory)
         print(memory_here(kernel, width, dtype, options.device))
         return
     if options.device == "cpu":
         probe.keep_heap()
-    kernels = [k for k in KERNELS if k != "liger" or options.device == "cuda"]
+    if options.device == "cuda" and "liger" not in options.kernels:
+        options.kernels.append("liger")
     lines: list[str] = [
         f"# Head and loss at {ROWS:,} rows x {PIECES:,} pieces",
         "",
-        "`python benchmarks/loss_kernels.py`: forward and backward, milliseconds: median (least to most), in alternation; MiB at the peak",
+        f"`python {shlex.join(sys.argv)}`: forward and backward, milliseconds: median (least to most), in alternation; MiB at the peak",
         "of one pass in a fresh process, the gradients' own in brackets; error: relative norm of all gradients against fp64.",
-        f"torch {torch.__version__}, {options.device}, {torch.get_num_threads()} threads.",
+        f"torch {torch.__version__}, {options.device}, {torch.get_num_threads()} threads"
+        + (", of CPU time: the machine was used by others." if options.shared else "."),
         "",
         "| dtype | width | kernel | ms | MiB | of plain: time, memory beside gradients | error |",
         "|---|---|---|---|---|---|---|",
     ]
     for dtype in DTYPES:
-        for width in WIDTHS:
-            lines += table(dtype, width, kernels, options)
-    options.out.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        for width in options.widths:
+            lines += table(dtype, width, options.kernels, options)
+            options.out.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def table(dtype: str, width: int, kernels: list[str], options: Any) -> list[str]:

@@ -198,5 +198,6 @@ def blocked_gradients(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of `blocked_attention` by q, k and v from that by its result, without its forward pass."""
     with torch.enable_grad():
-        leaves = tuple(t.detach().requires_grad_() for t in (q, k, v))
-        return torch.autograd.grad(_by_blocks(_Gradients, *leaves, mask, scale), leaves, grad)
+        q, k, v = (t.detach().requires_grad_() for t in (q, k, v))
+        grad_q, grad_k, grad_v = torch.autograd.grad(_by_blocks(_Gradients, q, k, v, mask, scale), (q, k, v), grad)
+    return grad_q, grad_k, grad_v

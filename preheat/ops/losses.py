@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -204,6 +205,12 @@ def chunked_logits(hidden: Tensor, head: torch.nn.Module, row_loss: RowLoss, *al
         )
 
 
+def _weight(head: torch.nn.Module) -> Tensor:
+    weight = head.weight
+    assert isinstance(weight, Tensor)
+    return weight
+
+
 def _compute_dtype(hidden: Tensor) -> torch.dtype:
     device = hidden.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
@@ -218,12 +225,12 @@ def torch_logits(hidden: Tensor, head: torch.nn.Module, row_loss: RowLoss, *alig
     assert isinstance(row_loss, CrossEntropy), f"torch's kernel has no {type(row_loss).__name__}"
     if is_in_torch_dispatch_mode():
         return chunked_logits(hidden, head, row_loss, *aligned, rows=rows)
-    dtype, (labels,) = _compute_dtype(hidden), aligned
+    dtype, weight, (labels,) = _compute_dtype(hidden), _weight(head), aligned
     options = torch.nn.LinearCrossEntropyOptions(batch_chunk_size=rows, chunking_method=None)  # type: ignore[attr-defined]
     with torch.autocast(hidden.device.type, enabled=False):
         flat = hidden.reshape(-1, hidden.shape[-1]).to(dtype)
         return functional.linear_cross_entropy(  # type: ignore[attr-defined]
-            flat, head.weight.to(dtype), labels.reshape(-1), reduction="sum", ignore_index=IGNORED, options=options
+            flat, weight.to(dtype), labels.reshape(-1), reduction="sum", ignore_index=IGNORED, options=options
         ).float()
 
 
@@ -232,8 +239,8 @@ def liger_logits(hidden: Tensor, head: torch.nn.Module, row_loss: RowLoss, *alig
     assert isinstance(row_loss, CrossEntropy), f"Liger's kernel has no {type(row_loss).__name__}"
     flat = hidden.reshape(-1, hidden.shape[-1])
     if is_in_torch_dispatch_mode():
-        chunks = -(-head.weight.shape[0] // flat.shape[1])
-        rows = 1 << (-(-flat.shape[0] // chunks) - 1).bit_length()
+        chunks = -(-_weight(head).shape[0] // flat.shape[1])
+        rows = 2 ** math.ceil(math.log2(-(-flat.shape[0] // chunks)))
         return chunked_logits(hidden, head, row_loss, *aligned, rows=rows)
     from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
 
@@ -241,7 +248,7 @@ def liger_logits(hidden: Tensor, head: torch.nn.Module, row_loss: RowLoss, *alig
     with torch.autocast(hidden.device.type, enabled=False):
         return liger_fused_linear_cross_entropy(
             flat.to(dtype),
-            head.weight.to(dtype),
+            _weight(head).to(dtype),
             labels.reshape(-1),
             ignore_index=IGNORED,
             reduction="sum",

@@ -83,8 +83,9 @@ class OpaqueAttention:
         if own is not None:
             return own(q, k, v, mask, scale, grad)
         with torch.enable_grad():
-            leaves = tuple(t.detach().requires_grad_() for t in (q, k, v))
-            return torch.autograd.grad(self.kernel(*leaves, mask, scale), leaves, grad)
+            q, k, v = (t.detach().requires_grad_() for t in (q, k, v))
+            grad_q, grad_k, grad_v = torch.autograd.grad(self.kernel(q, k, v, mask, scale), (q, k, v), grad)
+        return grad_q, grad_k, grad_v
 
 
 @contextmanager

@@ -4,8 +4,8 @@ What: torch.compile makes a graph of a transformer layer and code for it; one gr
 shape. Attention is one operator in it, whose documents are data: packed batches compile nothing anew. Generation with a KV cache
 runs uncompiled. The run counts what is compiled again, and says so when it stops compiling.
 Helps: norms, rotary embedding, activation and residual sums are memory-bound, and fused they read and write once; fewer
-activations are kept for the backward pass. Hurts: the first step waits for the compiler (half a minute on 2 CPU cores), which also
-takes some hundred MiB of host memory that the plan does not know. The plan is that of the uncompiled layers, an upper bound.
+activations are kept for the backward pass. Hurts: the first step waits for the compiler (tens of seconds on a CPU), which also takes
+tens of MiB of host memory that the plan does not know. The plan is that of the uncompiled layers, an upper bound.
 Source: Ansel et al. 2024, PyTorch 2 (doi:10.1145/3620665.3640366).
 """
 
@@ -14,8 +14,10 @@ from __future__ import annotations
 import functools
 import os
 import shutil
+import types
+import warnings
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from preheat.errors import RunError
@@ -43,8 +45,10 @@ class CompiledLayers:
             return forward(*args, **kwargs)
 
         self.graphs, self.limit = 0, limit
+        # torch keeps graphs with the code object: one of our own, so that another model's are neither used nor counted.
+        own = types.FunctionType(layer.__code__.replace(), globals())
         self._compiled = torch.compile(
-            layer, backend=backend, mode=None if mode == "default" else mode, dynamic=dynamic, fullgraph=fullgraph
+            own, backend=backend, mode=None if mode == "default" else mode, dynamic=dynamic, fullgraph=fullgraph
         )
         self._attention: Any = None
 
@@ -60,7 +64,9 @@ class CompiledLayers:
 
         before = counters["stats"]["unique_graphs"]
         try:
-            with self._allowance():
+            with self._allowance(), warnings.catch_warnings():
+                # Its own deprecations, and inputs asked for .grad, which it hides in a way that -W error does not see.
+                warnings.filterwarnings("ignore", module=r"torch\.")
                 return self._compiled(forward, args, self._opaque(args, kwargs))
         except Unsupported as error:
             raise RunError(
@@ -79,15 +85,16 @@ class CompiledLayers:
 
     def _opaque(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """The same arguments with attention as one operator, where its kernel or its mask could not be traced."""
-        from preheat.ops.attention_blocks import blocked_attention
+        from preheat.ops.attention import reference_attention, sdpa_attention
         from preheat.ops.opaque import OpaqueAttention, OpaqueMask
 
         kernel, mask = kwargs.get("preheat_attention"), kwargs.get("preheat_mask")
         if kernel is None or mask is None:
             return kwargs
         packed = mask.documents is not None and any(len(row) > 1 for row in mask.documents)
-        if not packed and kernel is not blocked_attention:  # torch's own kernels are traced as they are
-            return kwargs | {"preheat_mask": type(mask)(mask.causal, mask.window)}
+        function = kernel.func if isinstance(kernel, functools.partial) else kernel
+        if not packed and function in (reference_attention, sdpa_attention):  # torch's own operators are traced as they are
+            return kwargs | {"preheat_mask": replace(mask, documents=None)}
         if self._attention is None:
             self._attention = OpaqueAttention(kernel)
         self._attention.kernel = kernel

@@ -34,7 +34,7 @@ assert difference(found[1], found[0]) < 1e-5, difference(found[1], found[0])
 plain_backward(model, tokens)
 whole = {n: p.grad.clone() for n, p in model.named_parameters()}
 model.zero_grad()
-assert use_liger(model, norm=False) == {"rotary embeddings": 3, "gated activations": 3}
+assert use_liger(model, norm=False, gate=False) == {"rotary embeddings": 3}
 plain_backward(model, tokens)
 found = difference({n: p.grad for n, p in model.named_parameters()}, whole)
 assert found < 1e-5, found
@@ -48,7 +48,7 @@ def test_alone_compile() -> None:
     model, tokens = by_hand()
     plain_backward(model, tokens)
     whole = {n: p.grad.clone() for n, p in model.named_parameters()}
-    compiled = compile_layers(model.model.layers)
+    compiled = compile_layers(model.model.layers, backend="aot_eager")  # code is made where the registry is tested
     for _ in range(2):
         model.zero_grad()
         plain_backward(model, tokens)
@@ -57,7 +57,7 @@ def test_alone_compile() -> None:
 
 
 def test_alone_liger() -> None:
-    """Liger's kernels by Triton's interpreter, where both are installed; its RMSNorm does not run there."""
+    """Liger's kernels by Triton's interpreter, where both are installed; its RMSNorm and SwiGLU do not run there."""
     if importlib.util.find_spec("liger_kernel") is None or importlib.util.find_spec("triton") is None:
         pytest.skip("liger-kernel and triton are not installed; tests/unit/test_model_kernels.py tests what calls them")
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
