@@ -22,27 +22,8 @@ if TYPE_CHECKING:
 
     from preheat.recipe import Recipe
 
-__all__ = [
-    "Batch",
-    "Build",
-    "Change",
-    "Context",
-    "Device",
-    "Finish",
-    "LossSum",
-    "MaskSpec",
-    "ModelFacts",
-    "Order",
-    "RowLoss",
-    "Shape",
-    "Slot",
-    "Stage",
-    "Stateful",
-    "Tag",
-    "Technique",
-    "conflicts_of",
-    "registry",
-]
+__all__ = ["Batch", "Build", "Change", "Context", "Device", "Finish", "LossSum", "MaskSpec", "ModelFacts", "Order", "RowLoss"]
+__all__ += ["Shape", "Slot", "Stage", "Stateful", "Tag", "Technique", "conflicts_of", "registry"]
 
 Tag = NewType("Tag", str)
 """A capability that a technique brings, needs or cannot bear: `bf16-weights`, `frozen-base`. Never a class's name."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from preheat.ops.optimizers import _Guarded, adamw_, adamw_state
+from preheat.ops.optimizers import Guarded, adamw_, adamw_state
 
 __all__ = ["LossScale", "MasterAdamW", "compute_in_fp32"]
 
@@ -107,7 +107,7 @@ class LossScale:
         self.finite_steps.fill_(state["finite_steps"])
 
 
-class MasterAdamW(_Guarded):
+class MasterAdamW(Guarded):
     """AdamW whose half weights have fp32 masters in its state: the master is updated, and the weight is the master rounded.
 
     fp32 parameters among the rest are updated as usual, without a master. Gradients may be half or fp32.
