@@ -126,6 +126,10 @@ _GLOBAL = {"blocks", "flex"}
 _FLEX_HEAD = 16  # the smallest head_dim that FlexAttention's CUDA kernels take
 
 
+def _half(context: Context | Build) -> bool:
+    return bool({Tag("bf16-compute"), Tag("fp16-compute")} & context.tags)
+
+
 @dataclass(frozen=True, kw_only=True)
 class EfficientAttentionTechnique(Technique):
     stage: ClassVar[Stage] = Stage.KERNEL
@@ -141,16 +145,16 @@ class EfficientAttentionTechnique(Technique):
             return self.kernel
         from preheat.ops.attention_module import BLOCKS_UP_TO
 
-        half, length = Tag("bf16-compute") in context.tags, context.recipe.batch.length
         if context.device.kind == "cpu":
-            return "blocks" if _windowed(context) or (half and length <= BLOCKS_UP_TO) else "flash"
+            fast = Tag("bf16-compute") in context.tags and context.recipe.batch.length <= BLOCKS_UP_TO
+            return "blocks" if _windowed(context) or fast else "flash"
         if _windowed(context):
             return "flex" if context.model.head_dim >= _FLEX_HEAD else "blocks"
-        return "flash" if half else "efficient"
+        return "flash" if _half(context) else "efficient"
 
     def check(self, context: Context) -> list[str]:
         chosen, cuda = self._chosen(context), context.device.kind == "cuda"
-        half = Tag("bf16-compute") in context.tags
+        half = _half(context)
         why = []
         if _windowed(context) and chosen not in _WINDOWS:
             why.append(f"kernel: {chosen} has no window, and attention here is limited to one; use blocks, flex or auto")

@@ -58,7 +58,7 @@ class OptimizerInBackward(Technique):
     numerics: ClassVar[Any] = "exact"
     owns: ClassVar[frozenset[Slot]] = frozenset({Slot.FORWARD_BACKWARD, Slot.CLIP, Slot.UPDATE})
     provides: ClassVar[frozenset[Tag]] = frozenset({Tag("frees-gradients")})
-    conflicts: ClassVar[frozenset[Tag]] = frozenset({Tag("micro-batch-size")})  # several to an update
+    conflicts: ClassVar[frozenset[Tag]] = frozenset({Tag("micro-batch-size"), Tag("loss-scaling")})
 
     def check(self, context: Context) -> list[str]:
         clip = context.recipe.optimizer.clip

@@ -65,4 +65,4 @@ NOT_OBSERVED: dict[str, str] = {
 FIRST = {"activation_checkpointing", "chunked_loss", "efficient_attention", "gradient_accumulation", "lora", "mixed_precision"}
 
 # What brings a tag that some technique needs: a technique that is tried alone is tried with this.
-BRINGS = {"frozen-base": "lora"}
+BRINGS = {"bf16-compute": "mixed_precision", "frozen-base": "lora"}
