@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -128,10 +129,13 @@ class WeightSource:
         return any(pattern.search(name) for pattern, _, _ in self._fresh)
 
     def _draw(self, model: Any) -> None:
-        """transformers' own initialisation, children first as there, each module in fp32 and then cast."""
+        """transformers' own initialisation, children first as there, in fp32 and then cast.
+
+        A module may draw its children's parameters anew, as GPT-2's blocks do with the projections back to the residual stream.
+        """
         import torch
 
-        drawn: set[int] = set()
+        owners = Counter(id(p) for module in model.modules() for p in module.parameters(recurse=False))
         for name, p in model.named_parameters():
             if self._is_fresh(name):  # transformers skips what is marked, and draws nothing for it
                 p._is_hf_initialized = True
@@ -139,19 +143,18 @@ class WeightSource:
         def visit(module: nn.Module) -> None:
             for child in module.children():
                 visit(child)
-            low = [p for p in module.parameters(recurse=False) if p.dtype in (torch.bfloat16, torch.float16)]
-            kept = {id(p): p.data for p in low}
-            for p in low:
-                p.data = p.data.float()
+            near = [p for m in (module, *module.children()) for p in m.parameters(recurse=False)]
+            kept = {id(p): (p, p.data) for p in near if p.dtype in (torch.bfloat16, torch.float16)}
+            for p, low in kept.values():
+                p.data = low.float()
             packed = self._packed.get(id(module))
             with packed.written() if packed else nullcontext():
                 model._init_weights(module)
-            for p in low:
-                kept[id(p)].copy_(p.data)
-                p.data = kept[id(p)]
-            for p in module.parameters(recurse=False):  # a shared parameter is drawn once
-                if id(p) not in drawn:
-                    drawn.add(id(p))
+            for p, low in kept.values():
+                low.copy_(p.data)
+                p.data = low
+            for p in module.parameters(recurse=False):
+                if owners[id(p)] > 1:  # a shared parameter is drawn once
                     p._is_hf_initialized = True  # type: ignore[attr-defined]
 
         visit(model)
