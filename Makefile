@@ -43,10 +43,7 @@ check: $(INSTALLED)
 bench: $(INSTALLED)
 	@$(RUN) benchmarks/cpu_vs_peers.py
 
-gpu-test-pairs: $(INSTALLED)
-	@PREHEAT_PAIRS=all $(RUN) -m pytest tests/contract -k pairs
-
-check: $(INSTALLED)
+gpu-check: $(INSTALLED)
 	@$(RUN) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || \
 	  { echo "gpu-check: torch finds no CUDA device here, so nothing was checked; run it on a machine that has one" >&2; exit 1; }
 	@$(RUN) -m pytest tests/gpu
