@@ -63,8 +63,8 @@ def test_endless_overflow_ends_a_run(preheat: Command, cache: Path, monkeypatch:
 
     real = loop.gradients
 
-    def overflowing(build: Any, batches: Any) -> Any:
-        loss = real(build, batches)
+    def overflowing(build: Any, batches: Any, lr: float) -> Any:
+        loss = real(build, batches, lr)
         build.parameters()[0][1].grad.fill_(float("inf"))
         return loss
 
