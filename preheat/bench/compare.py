@@ -19,7 +19,7 @@ from preheat.recipe import Recipe
 from preheat.run import strict, write_atomic
 from preheat.technique import registry
 
-__all__ = ["Contender", "ablation", "bench", "chosen", "verdicts"]
+__all__ = ["Contender", "ablation", "bench", "chosen", "speed_of", "verdicts"]
 
 NOISE = 0.03
 """A ratio nearer to 1 than this is noise, whatever the rounds say."""
@@ -204,7 +204,8 @@ def _cosine(baseline: Path, other: Path) -> float | None:
     return dot / (norm * other_norm) if norm and other_norm else None
 
 
-def _speed(turn: dict[str, Any], warmup: int) -> float:
+def speed_of(turn: dict[str, Any], warmup: int) -> float:
+    """Tokens a second of a turn: the median over its steps after the first `warmup`."""
     return float(median(n / s for n, s in zip(turn["tokens"][warmup:], turn["seconds"][warmup:], strict=True)))
 
 
@@ -213,8 +214,8 @@ def _row(c: Contender, baseline: Contender, warmup: int, cosine: float | None, p
     row: dict[str, Any] = {"name": c.name, "techniques": list(c.recipe.techniques), "failed": c.failed, "predicted": predicted}
     if c.failed:
         return row
-    speeds = [_speed(turn, warmup) for turn in c.turns]
-    ratios = [_speed(a, warmup) / _speed(b, warmup) for a, b in zip(c.turns, baseline.turns, strict=False)]
+    speeds = [speed_of(turn, warmup) for turn in c.turns]
+    ratios = [speed_of(a, warmup) / speed_of(b, warmup) for a, b in zip(c.turns, baseline.turns, strict=False)]
     return row | {
         "tokens_per_second": median(speeds),
         "speeds": speeds,

@@ -12,10 +12,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import median
 from typing import Any
 
-from preheat.bench.compare import NOISE, Contender, _cosine, _turn
+from preheat.bench.compare import NOISE, Contender, _cosine, _turn, speed_of
 from preheat.errors import RecipeError, RunError
 from preheat.recipe import Batch, Data, Hardware, Model, Recipe, Stop
 from preheat.technique import Device, Technique, registry
@@ -258,7 +257,7 @@ def _run(group: _Group, steps: int, until: float, say: Callable[[str], None]) ->
         if c.turns:
             turn = c.turns[0]
             row |= {
-                "tokens_per_second": turn["tokens"] / median(turn["seconds"][1:]),
+                "tokens_per_second": speed_of(turn, 1),
                 "peak_gib": turn["peak_gib"],
                 "loss": turn["losses"][common - 1],  # of the last step that all took
                 "gradient_cosine": cosine,

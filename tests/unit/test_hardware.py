@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import platform
-import resource
 import subprocess
 import sys
 import time
@@ -251,6 +250,5 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
         int(subprocess.run([sys.executable, "-c", code, how], capture_output=True, text=True, check=True).stdout)
         for how in ("keep", "default")
     )
-    pages = 64 * 2**20 / resource.getpagesize()
-    assert default > pages, "nothing to keep here: the test has lost its point"
-    assert kept < pages / 10
+    assert default > 100, "nothing to keep here: the test has lost its point"  # pages come in clusters of any size
+    assert kept < default / 10
