@@ -67,10 +67,12 @@ _FILE_BYTES = 64 << 20
 
 
 def _files(tensors: dict[str, Any]) -> dict[str, int]:
-    """Name -> number of the file, from 1. A file is put together in memory before it is written, so files are kept small."""
+    """Name -> number of the file, from 1. A file is put together in memory before it is written, so files are small, and smaller yet
+    where all is little: a checkpoint shall not be what a run needs most memory for."""
+    limit = min(_FILE_BYTES, max(8 << 20, sum(t.nbytes for t in tensors.values()) // 32))
     numbers, number, size = {}, 1, 0
     for name, t in tensors.items():
-        if size and size + t.nbytes > _FILE_BYTES:
+        if size and size + t.nbytes > limit:
             number, size = number + 1, 0
         numbers[name] = number
         size += t.nbytes
