@@ -75,7 +75,8 @@ def _table(rows: list[dict[str, Any]]) -> Any:
 
     from preheat.cli.show import memory, rate
 
-    table = Table("contender", box=None, pad_edge=False)
+    table = Table(box=None, pad_edge=False)
+    table.add_column("contender", no_wrap=True)
     for title in ("tokens/s", "low to high", "times plain", "peak", "start-up", "loss", "cosine"):
         table.add_column(title, justify="right")
     for row in rows:
