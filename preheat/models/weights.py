@@ -131,7 +131,8 @@ class WeightSource:
     def _draw(self, model: Any) -> None:
         """transformers' own initialisation, children first as there, in fp32 and then cast.
 
-        A module may draw its children's parameters anew, as GPT-2's blocks do with the projections back to the residual stream.
+        A module may draw its children's parameters anew, as GPT-2's blocks do with the projections back to the residual stream
+        (by name, so not where an adapter has moved them into a `base_layer`).
         """
         import torch
 

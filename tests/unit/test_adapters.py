@@ -307,11 +307,11 @@ def test_nf4_rounds_the_folders_weights_and_merges_into_full_ones(folders: dict[
 
 
 @pytest.mark.parametrize(
-    ("family", "name"), [("llama", "model.layers.2.mlp.gate_proj"), ("gpt2", "transformer.h.2.mlp.c_proj")]
+    ("family", "name"), [("llama", "model.layers.2.mlp.gate_proj"), ("gpt2", "transformer.h.0.attn.c_attn")]
 )
 @pytest.mark.parametrize("adapter", ["lora", "peft_adapter: {method: gralora}, mixed_precision"])
 def test_new_weights_in_nf4_are_those_of_the_plain_model_rounded(family: str, name: str, adapter: str) -> None:
-    """So that the same recipe with and without NF4 can be compared."""
+    """So that the same recipe with and without NF4 can be compared. A new GPT-2's draws part after its first redrawn projection (`_draw`)."""
     plain: Any = build(tiny(family=family), vocabulary=96, device=DEVICE).trained[0].get_submodule(name)
     model = build(tiny(f"{{{adapter}: {{}}, nf4: {{}}}}", family=family), vocabulary=96, device=DEVICE).trained[0]
     packed: Any = model.get_submodule(name).base_layer
