@@ -133,20 +133,19 @@ def rope(steps: int = 430) -> dict[str, Any]:
         run, model = Path(folder) / "run", Path(folder) / "model"
         _train([f"stop.steps={steps}", "batch={size: 16, length: 128}"], run)
         write(run, model)
+        settings = recipes.parse("name: rope\nmodel: {size: 1M}\nstop: {steps: 1}\ndata: {validation: 0.05}").data
         for length in (128, 256, 512, 1024):
+            data = prepare(settings, length=length, seed=1, tokenizer=str(model))
             factor = length / 128
-            for kind in ("none", "linear", "dynamic", "yarn"):
-                if factor == 1 and kind != "none":
-                    continue
+            for kind in ("none", "linear", "dynamic", "yarn") if factor > 1 else ("none",):
                 techniques = "{}" if kind == "none" else f"{{rope_scaling: {{kind: {kind}, factor: {factor}}}}}"
                 config = f", config: {{max_position_embeddings: {length}}}" if kind == "none" else ""
                 made = recipes.parse(
                     f"name: rope\nmodel: {{path: {model}{config}}}\nbatch: {{size: 8, length: {length}}}\nstop: {{steps: 1}}\n"
-                    f"data: {{validation: 0.05}}\ntechniques: {techniques}\nhardware: {{device: cpu}}"
+                    f"techniques: {techniques}\nhardware: {{device: cpu}}"
                 )
-                data = prepare(made.data, length=length, seed=1, tokenizer=str(model))
                 b = build(made, vocabulary=len(data.tokenizer), device=Device("cpu", "this", 64 * GIB))
-                loss, _ = evaluate(b, evaluation_batches(data.validation, micro=4, limit=131072 // length))
+                loss, _ = evaluate(b, evaluation_batches(data.validation, micro=4, limit=65536 // length))
                 rows.append({"kind": kind, "length": length, "perplexity": math.exp(loss)})
                 print(kind, length, f"{math.exp(loss):.1f}", flush=True)
     return {"steps": steps, "rows": rows}

@@ -19,7 +19,7 @@ from preheat.recipe import Recipe
 from preheat.run import strict, write_atomic
 from preheat.technique import registry
 
-__all__ = ["Contender", "ablation", "bench", "chosen", "speed_of", "verdicts"]
+__all__ = ["Contender", "ablation", "bench", "chosen", "cosine_of", "speed_of", "take_turn", "verdicts"]
 
 NOISE = 0.03
 """A ratio nearer to 1 than this is noise, whatever the rounds say."""
@@ -113,10 +113,10 @@ def bench(
                 say(c.name, done, total)
                 gradient = Path(folder) / f"{contenders.index(c)}.safetensors"
                 if not c.failed:
-                    _turn(c, steps, gradient if turn == 0 else None, Path(folder))
+                    take_turn(c, steps, gradient if turn == 0 else None, Path(folder))
                 done += 1
         say("done", total, total)
-        cosines = [_cosine(Path(folder) / "0.safetensors", Path(folder) / f"{n}.safetensors") for n in range(len(contenders))]
+        cosines = [cosine_of(Path(folder) / "0.safetensors", Path(folder) / f"{n}.safetensors") for n in range(len(contenders))]
     if contenders[0].failed:
         raise RunError(f"{contenders[0].name}: {contenders[0].failed}")
     rows = [_row(c, contenders[0], warmup, cosine, plan) for c, cosine, plan in zip(contenders, cosines, plans, strict=True)]
@@ -164,7 +164,8 @@ def _plans(contenders: Sequence[Contender]) -> list[dict[str, Any] | None]:
     return plans
 
 
-def _turn(c: Contender, steps: int, gradient: Path | None, folder: Path, seconds: float | None = None) -> None:
+def take_turn(c: Contender, steps: int, gradient: Path | None, folder: Path, seconds: float | None = None) -> None:
+    """Runs a contender's steps (or as many as fit in `seconds`) in a process of its own; `turns` or `failed` has what came of it."""
     job, result = folder / "job.json", folder / "result.json"
     result.unlink(missing_ok=True)
     values = {
@@ -188,7 +189,7 @@ def _turn(c: Contender, steps: int, gradient: Path | None, folder: Path, seconds
         c.turns.append(found)
 
 
-def _cosine(baseline: Path, other: Path) -> float | None:
+def cosine_of(baseline: Path, other: Path) -> float | None:
     """Cosine of the sampled gradients of the first step, over the parameters that both have."""
     if not (baseline.exists() and other.exists()):
         return None

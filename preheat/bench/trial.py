@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from preheat.bench.compare import NOISE, Contender, _cosine, _turn, speed_of
+from preheat.bench.compare import NOISE, Contender, cosine_of, speed_of, take_turn
 from preheat.errors import RecipeError, RunError
 from preheat.recipe import Batch, Data, Hardware, Model, Recipe, Stop
 from preheat.technique import Device, Technique, registry
@@ -241,10 +241,10 @@ def _run(group: _Group, steps: int, until: float, say: Callable[[str], None]) ->
             if not c.failed:
                 say(f"{c.name}: {steps} steps")
                 seconds = max((until - time.monotonic()) / left - STARTUP, LEAST / left)
-                _turn(c, steps, Path(folder) / f"{number}.safetensors", Path(folder), seconds)
+                take_turn(c, steps, Path(folder) / f"{number}.safetensors", Path(folder), seconds)
                 left -= 1
         files = [Path(folder) / f"{number}.safetensors" for number in range(len(group.contenders))]
-        cosines = [_cosine(files[0], file) for file in files]
+        cosines = [cosine_of(files[0], file) for file in files]
     rows: list[dict[str, Any]] = []
     common = min((len(turn["losses"]) for c in group.contenders for turn in c.turns), default=0)
     for c, plan, cosine in zip(group.contenders, group.plans, cosines, strict=True):

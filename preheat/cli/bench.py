@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -23,6 +23,10 @@ def bench(
     ] = None,
     steps: Annotated[int, typer.Option("--steps", min=3, help="Steps of a turn; the first two are not timed.")] = 12,
     repeats: Annotated[int, typer.Option("--repeats", min=1, help="Turns of each contender.")] = 3,
+    device: Annotated[
+        Literal["cpu", "cuda"] | None,
+        typer.Option("--device", help="Where to run; the recipe's hardware.device when not given."),
+    ] = None,
     out: Annotated[Path | None, typer.Option("--out", help="Where the results go; bench/NAME when not given.")] = None,
     json: Json = False,
 ) -> None:
@@ -39,7 +43,7 @@ def bench(
 
     if ablate == bool(techniques):
         raise RecipeError("bench: say what to compare: --ablate, or --techniques A,B,C")
-    made = recipes.load(recipe, set or [])
+    made = recipes.load(recipe, [*(set or []), *([f"hardware.device={device}"] if device else [])])
     contenders = ablation(made) if ablate else chosen(made, [n.strip() for n in (techniques or "").split(",") if n.strip()])
     folder = out or Path("bench") / made.name
     screen = console()
@@ -64,21 +68,23 @@ def bench(
     if json:
         emit(result)
         return
-    screen.print(_table(result["rows"]))
+    screen.print(_table(result["rows"], wide=screen.width >= 110))
     for verdict in result["verdicts"]:
         screen.print(f"- {verdict['words']}", soft_wrap=True)
     screen.print(f"report: {page}", soft_wrap=True)
 
 
-def _table(rows: list[dict[str, Any]]) -> Any:
+def _table(rows: list[dict[str, Any]], wide: bool) -> Any:
+    """The report has every column; a narrow terminal gets those that the verdicts speak of."""
     from rich.table import Table
 
     from preheat.cli.show import memory, rate
 
     table = Table(box=None, pad_edge=False)
     table.add_column("contender", no_wrap=True)
-    for title in ("tokens/s", "low to high", "times plain", "peak", "start-up", "loss", "cosine"):
-        table.add_column(title, justify="right")
+    more = ("low to high", "start-up", "cosine") if wide else ()
+    for title in ("tokens/s", "times plain", "peak", "loss", *more):
+        table.add_column(title, justify="right", no_wrap=True)
     for row in rows:
         if row["failed"]:
             table.add_row(row["name"], f"[red]{row['failed']}[/red]")
@@ -87,11 +93,17 @@ def _table(rows: list[dict[str, Any]]) -> Any:
         table.add_row(
             row["name"],
             rate(row["tokens_per_second"]),
-            f"{rate(row['spread'][0])} to {rate(row['spread'][1])}",
-            f"{row['ratio']:.2f}",
+            f"{row['ratio']:.2f} ({row['ratio_spread'][0]:.2f} to {row['ratio_spread'][1]:.2f})",
             memory(row["peak_gib"]),
-            f"{row['startup_seconds']:.1f} s",
             f"{row['loss']:.3f}",
-            "-" if cosine is None else f"{cosine:.6f}",
+            *(
+                (
+                    f"{rate(row['spread'][0])} to {rate(row['spread'][1])}",
+                    f"{row['startup_seconds']:.1f} s",
+                    "-" if cosine is None else f"{cosine:.6f}",
+                )
+                if wide
+                else ()
+            ),
         )
     return table

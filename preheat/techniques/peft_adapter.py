@@ -74,6 +74,10 @@ def configure(method: str, settings: Mapping[str, Any], targets: str | tuple[str
         if key not in known:
             hint = "use targets" if key == "target_modules" else nearest(key, known)
             raise ValueError(f"settings.{key}: {method} has no such setting; {hint}")
+        if key == "module_dropout" and settings[key]:
+            raise ValueError(
+                f"settings.module_dropout: {settings[key]}: reads a drawn value back, which a dry run has none of; leave it at 0"
+            )
     try:
         return cls(target_modules=targets if isinstance(targets, str) else list(targets), **settings)
     except (TypeError, ValueError) as error:
