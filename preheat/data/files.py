@@ -6,11 +6,12 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Any
 
+from preheat.data.examples import Document
 from preheat.errors import DataError, nearest
 
-__all__ = ["ROWS", "TEXT", "Document", "Fields", "find_files", "missing", "read_file"]
+__all__ = ["ROWS", "TEXT", "Fields", "find_files", "missing", "read_file"]
 
 TEXT = (".txt", ".md", ".py")
 ROWS = (".jsonl", ".json", ".parquet")
@@ -21,13 +22,6 @@ CUT_AT = 4 * 1024
 """It is cut at the first blank line after so many characters ..."""
 CUT_AT_ANY_LINE = 4 * CUT_AT
 """... at the first line end after so many, and within a line of more."""
-
-
-class Document(NamedTuple):
-    """One document: `text` is trained on, `prompt` is read only; None: the row has no prompt."""
-
-    text: str
-    prompt: str | None = None
 
 
 @dataclass(frozen=True)
@@ -73,7 +67,7 @@ class Fields:
                 raise DataError(
                     f"{where}: field '{name}' holds half a surrogate pair at character {error.start}, which is not text"
                 ) from None
-        return Document(values[-1], values[0] if self.paired else None)
+        return Document.of(values[-1], values[0] if self.paired else None, where)
 
 
 def _kind(value: Any) -> str:
@@ -128,7 +122,7 @@ def read_file(path: Path, fields: Fields) -> Iterator[Document]:
         if path.suffix == ".txt" and path.stat().st_size > CUT_ABOVE:
             yield from _cut(_lines(path))
         elif path.suffix in TEXT:
-            yield Document("".join(line for _, line in _lines(path)))
+            yield Document.of("".join(line for _, line in _lines(path)), where=str(path))
         elif path.suffix == ".jsonl":
             yield from _jsonl(path, fields)
         elif path.suffix == ".json":
@@ -168,10 +162,10 @@ def _cut(lines: Iterator[tuple[int, str]]) -> Iterator[Document]:
             held.append(piece)
             size += len(piece)
             if size >= CUT_AT_ANY_LINE or (size >= CUT_AT and not line.strip()):
-                yield Document("".join(held))
+                yield Document.of("".join(held))
                 held, size = [], 0
     if held:
-        yield Document("".join(held))
+        yield Document.of("".join(held))
 
 
 def _jsonl(path: Path, fields: Fields) -> Iterator[Document]:

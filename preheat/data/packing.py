@@ -37,38 +37,62 @@ class RowData(NamedTuple):
     documents: tuple[int, ...]
 
 
+def _mapped(file: Path, dtype: np.dtype[Any]) -> np.ndarray:
+    return np.memmap(file, dtype, mode="r") if file.stat().st_size else np.zeros(0, dtype)  # an empty file cannot be mapped
+
+
 @dataclass
 class Tokens:
     """Documents as one array of tokens.
 
     Attributes:
         ids: [tokens] unsigned integers.
-        ends: [documents] int64, where each document ends in `ids`.
-        prompts: [documents] int64, how many tokens at its beginning are prompt; None: no document has any.
+        ends: [sequences] int64, where each sequence ends in `ids`.
+        trained: [tokens] uint8, 1 where a token is trained on; None: all are.
+        labels: [sequences] int64, the class of each; its last place is then what is trained. None: it has none.
+        group: sequences of an example, which stand beside each other in a row: 2 where they are compared.
         folder, side: where they are stored, when they are: a worker process opens the file instead of being sent a copy.
     """
 
     ids: np.ndarray
     ends: np.ndarray
-    prompts: np.ndarray | None = None
+    trained: np.ndarray | None = None
+    labels: np.ndarray | None = None
+    group: int = 1
     folder: Path | None = None
     side: str = ""
 
     @classmethod
-    def open(cls, folder: Path, side: str) -> Tokens:
+    def open(cls, folder: Path, side: str, group: int = 1) -> Tokens:
         """Tokens as `preparing` stored them, mapped into memory."""
         file = next(folder.glob(f"{side}.uint*"))
-        dtype = np.dtype(file.suffix[1:])
-        ids: np.ndarray = (
-            np.memmap(file, dtype, mode="r") if file.stat().st_size else np.zeros(0, dtype)
-        )  # an empty file cannot be mapped
-        prompts = folder / f"{side}-prompts.npy"
-        return cls(ids, np.load(folder / f"{side}-ends.npy"), np.load(prompts) if prompts.exists() else None, folder, side)
+        marks, labels = folder / f"{side}.trained", folder / f"{side}-labels.npy"
+        return cls(
+            _mapped(file, np.dtype(file.suffix[1:])),
+            np.load(folder / f"{side}-ends.npy"),
+            _mapped(marks, np.dtype(np.uint8)) if marks.exists() else None,
+            np.load(labels) if labels.exists() else None,
+            group,
+            folder,
+            side,
+        )
 
     def __reduce__(self) -> tuple[Any, ...]:
         if self.folder is not None:
-            return Tokens.open, (self.folder, self.side)
-        return Tokens, (self.ids, self.ends, self.prompts)
+            return Tokens.open, (self.folder, self.side, self.group)
+        return Tokens, (self.ids, self.ends, self.trained, self.labels, self.group)
+
+    def targets(self, starts: np.ndarray, stops: np.ndarray) -> np.ndarray:
+        """How many labels there are of tokens[start:stop] each, spans in order that begin where a sequence does: its first token is no label."""
+        if self.labels is not None:
+            return np.ones(len(starts), np.int64)
+        if self.trained is None or not len(starts):
+            return np.maximum(stops - starts - 1, 0)
+        bounds = np.stack([np.minimum(starts + 1, stops), stops], axis=1).ravel()
+        inside = bounds[bounds < len(self.trained)]  # reduceat sums to the end what has no bound after it
+        sums: np.ndarray = np.zeros(len(bounds), np.int64)
+        sums[: len(inside)] = np.add.reduceat(self.trained, inside, dtype=np.int64)
+        return np.where(stops > starts + 1, sums[::2], 0)
 
     def starts(self) -> np.ndarray:
         return np.concatenate([np.zeros(1, np.int64), self.ends[:-1]]) if len(self.ends) else self.ends
@@ -83,8 +107,8 @@ class Rows:
         length: tokens in a row.
         packing: `stream` or `whole`.
         pad: the token that fills rows of `whole` packing.
-        truncated: examples longer than a row, of which the beginning is used (`whole`).
-        no_room: examples left out because the prompt alone fills a row (`whole`).
+        truncated: examples longer than a row, of which the beginning is used: of two that are compared, half a row each (`whole`).
+        no_room: examples left out because nothing that is trained on stands in their first row (`whole`).
 
     Example:
         >>> rows = Rows(Tokens(np.arange(10), np.array([4, 10])), 5)
@@ -99,22 +123,32 @@ class Rows:
     truncated: int = 0
     no_room: int = 0
     _order: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64), repr=False)
-    """`whole`: documents in the order in which they fill the rows ..."""
+    """`whole`: sequences in the order in which they fill the rows ..."""
     _bounds: np.ndarray = field(default_factory=lambda: np.zeros(1, np.int64), repr=False)
     """... of which row i has those from _bounds[i] to _bounds[i + 1]."""
+    _used: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64), repr=False)
+    """`whole`: so many tokens of each sequence, from its beginning, stand in a row."""
 
     def __post_init__(self) -> None:
+        assert self.packing == "whole" or (self.tokens.group == 1 and self.tokens.labels is None), (
+            "only whole examples have these"
+        )
         if self.packing == "stream" or len(self._bounds) > 1:
             return
+        group = self.tokens.group
         sizes = np.diff(self.tokens.ends, prepend=0)
-        kept = np.arange(len(sizes))
-        if self.tokens.prompts is not None:
-            kept = kept[self.tokens.prompts < self.length]
-        self.no_room = len(sizes) - len(kept)
-        self.truncated = int((sizes[kept] > self.length).sum())
-        bins = best_fit(np.minimum(sizes[kept], self.length), self.length)
-        self._order = kept[np.array([n for b in bins for n in b], np.int64)]
-        self._bounds = np.concatenate([np.zeros(1, np.int64), np.cumsum([len(b) for b in bins], dtype=np.int64)])
+        together = sizes.reshape(-1, group).sum(axis=1)
+        used = np.minimum(sizes, np.repeat(np.where(together > self.length, self.length // group, self.length), group))
+        starts = self.tokens.starts()
+        room = (self.tokens.targets(starts, starts + used).reshape(-1, group) > 0).all(axis=1)
+        kept = np.flatnonzero(room) if self.tokens.trained is not None else np.arange(len(together))
+        self.no_room = len(together) - len(kept)
+        self.truncated = int((together[kept] > self.length).sum())
+        self._used = used
+        bins = best_fit(used.reshape(-1, group).sum(axis=1)[kept], self.length)
+        examples = kept[np.array([n for b in bins for n in b], np.int64)]
+        self._order = (examples[:, None] * group + np.arange(group)).ravel()
+        self._bounds = np.concatenate([np.zeros(1, np.int64), np.cumsum([len(b) * group for b in bins], dtype=np.int64)])
 
     def __len__(self) -> int:
         return len(self.tokens.ids) // self.length if self.packing == "stream" else len(self._bounds) - 1
@@ -124,29 +158,23 @@ class Rows:
         """Tokens of text in all rows, padding not counted."""
         if self.packing == "stream":
             return len(self) * self.length
-        return int(np.minimum(np.diff(self.tokens.ends, prepend=0), self.length)[self._order].sum())
+        return int(self._used[self._order].sum())
 
     @property
     def trained_total(self) -> int:
         """Labels in all rows."""
         starts, ends = self.tokens.starts(), self.tokens.ends
         if self.packing == "stream":
-            last = np.minimum(ends - 1, len(self) * self.length)  # the last place that has a label, plus one
-        else:
-            starts, ends = starts[self._order], ends[self._order]
-            last = np.minimum(ends, starts + self.length) - 1
-        first = starts
-        if self.tokens.prompts is not None:
-            prompts = self.tokens.prompts if self.packing == "stream" else self.tokens.prompts[self._order]
-            first = starts + np.maximum(prompts - 1, 0)
-        return int(np.maximum(last - first, 0).sum())
+            last = len(self) * self.length  # the token after the last place is its label
+            inside = starts < last
+            return int(self.tokens.targets(starts[inside], np.minimum(ends, last + 1)[inside]).sum())
+        return int(self.tokens.targets(starts, starts + self._used)[self._order].sum())
 
     def contents(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         """Which documents stand in a row, and how many tokens of each."""
         if self.packing == "whole":
             held = self._order[self._bounds[index] : self._bounds[index + 1]]
-            starts = np.where(held > 0, self.tokens.ends[held - 1], 0)
-            return held, np.minimum(self.tokens.ends[held] - starts, self.length)
+            return held, self._used[held]
         start, stop = index * self.length, (index + 1) * self.length
         first = int(np.searchsorted(self.tokens.ends, start, side="right"))
         last = int(np.searchsorted(self.tokens.ends, stop, side="left"))
@@ -171,11 +199,8 @@ class Rows:
         ends = np.asarray(self.tokens.ends[first : last + 1])
         inside = ends[ends <= stop] - start
         labels[inside - 1] = IGNORED
-        if self.tokens.prompts is not None:
-            for n, begin in zip(
-                range(first, last + 1), np.concatenate([[self.tokens.ends[first - 1] if first else 0], ends[:-1]]), strict=True
-            ):
-                labels[max(begin - start, 0) : max(begin - start + int(self.tokens.prompts[n]) - 1, 0)] = IGNORED
+        if self.tokens.trained is not None:
+            labels[: len(span) - 1][self.tokens.trained[start + 1 : start + len(span)] == 0] = IGNORED
         cuts = inside.tolist() if len(inside) and inside[-1] == self.length else [*inside.tolist(), self.length]
         return _row(tokens, labels, np.diff(cuts, prepend=0))
 
@@ -184,12 +209,15 @@ class Rows:
         labels: np.ndarray = np.full(self.length, IGNORED, np.int64)
         sizes, at = [], 0
         for n in self._order[self._bounds[index] : self._bounds[index + 1]]:
-            start = int(self.tokens.ends[n - 1]) if n else 0
-            size = min(int(self.tokens.ends[n]) - start, self.length)
+            start, size = int(self.tokens.ends[n - 1]) if n else 0, int(self._used[n])
             ids = np.asarray(self.tokens.ids[start : start + size]).astype(np.int64)
             tokens[at : at + size] = ids
-            read = max(int(self.tokens.prompts[n]) - 1, 0) if self.tokens.prompts is not None else 0
-            labels[at + read : at + size - 1] = ids[read + 1 :]
+            if self.tokens.labels is not None:
+                labels[at + size - 1] = self.tokens.labels[n]
+            else:
+                labels[at : at + size - 1] = ids[1:]
+                if self.tokens.trained is not None:
+                    labels[at : at + size - 1][self.tokens.trained[start + 1 : start + size] == 0] = IGNORED
             sizes.append(size)
             at += size
         if at < self.length:

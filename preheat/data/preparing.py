@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from preheat.data.cache import default_root, entry
-from preheat.data.files import Document
+from preheat.data.examples import Document
 from preheat.data.packing import Rows, Tokens
 from preheat.data.sources import Source, digest, open_source
 from preheat.data.split import Side, Split, chunks, content_hash
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Prepared", "prepare"]
 
-FORMAT = 1
+FORMAT = 2
 """Counted up when the tokens of equal documents, or the way they are stored, change: older entries are then not used."""
 
 Progress = Callable[[str, int, int | None], None]
@@ -112,7 +112,7 @@ def prepare(
 
     folder, found = entry(root, f"tokens-{digest(content, encoder.key)}", build)
     values = found["values"]
-    train, validation = (Rows(Tokens.open(folder, side), length, packing, encoder.pad) for side in SIDES)
+    train, validation = (Rows(Tokens.open(folder, side, values["group"]), length, packing, encoder.pad) for side in SIDES)
     _require_rows(train, "training data", "add documents or lower batch.length")
     if share or held:
         _require_rows(validation, "validation data", "raise data.validation or lower batch.length")
@@ -129,7 +129,7 @@ def _trained(root: Path, content: str, source: Source, split: Split, vocabulary:
             if n % 100 == 0:
                 say("reading for the tokenizer", n, source.count)
             if side == "train":
-                yield mark, (document.prompt or "") + document.text
+                yield mark, document.text
         say("training the tokenizer", 0, None)
 
     def build(folder: Path) -> dict[str, Any]:
@@ -151,29 +151,38 @@ def _tokenize(
         documents = itertools.chain(alone, documents)  # type: ignore[arg-type]
     dtype = "uint16" if encoder.pieces <= 2**16 else "uint32"
     ends: dict[Side, array.array[int]] = {side: array.array("q") for side in SIDES}
-    prompts: dict[Side, array.array[int]] = {side: array.array("q") for side in SIDES}
-    done = 0
+    labels: dict[Side, array.array[int]] = {side: array.array("q") for side in SIDES}
+    done, group, masked = 0, 1, False
     files = {side: (folder / f"{side}.{dtype}").open("wb") for side in SIDES}
+    marks = {side: (folder / f"{side}.trained").open("wb") for side in SIDES}
     try:
         for chunk in chunks(documents):
             say("tokenizing", done, source.count)
             done += len(chunk)
-            for (side, _), (tokens, prompt) in zip(chunk, encoder([d for _, d in chunk]), strict=True):
-                files[side].write(np.array(tokens, dtype).tobytes())
-                ends[side].append((ends[side][-1] if ends[side] else 0) + len(tokens))
-                prompts[side].append(prompt)
+            for (side, _), sequences in zip(chunk, encoder([d for _, d in chunk]), strict=True):
+                group = len(sequences)
+                for tokens, trained, label in sequences:
+                    files[side].write(np.array(tokens, dtype).tobytes())
+                    marks[side].write(trained or b"\1" * len(tokens))
+                    masked = masked or trained is not None
+                    ends[side].append((ends[side][-1] if ends[side] else 0) + len(tokens))
+                    if label is not None:
+                        labels[side].append(label)
     finally:
-        for file in files.values():
+        for file in (*files.values(), *marks.values()):
             file.close()
     for side in SIDES:
         np.save(folder / f"{side}-ends.npy", np.array(ends[side], np.int64))
-        if source.paired:
-            np.save(folder / f"{side}-prompts.npy", np.array(prompts[side], np.int64))
+        if labels[side]:
+            np.save(folder / f"{side}-labels.npy", np.array(labels[side], np.int64))
+        if not masked:
+            (folder / f"{side}.trained").unlink()
     say("tokenizing", done, done)
     return {
         "read": done + sum(dropped.values()),
         "dropped": dict(dropped),
-        "documents": {side: len(ends[side]) for side in SIDES},
+        "documents": {side: len(ends[side]) // group for side in SIDES},
+        "group": group,
     }
 
 
@@ -210,7 +219,7 @@ def _require_rows(rows: Rows, what: str, fix: str) -> None:
 
 def _counts(rows: Rows) -> dict[str, Any]:
     return {
-        "documents": len(rows.tokens.ends),
+        "documents": len(rows.tokens.ends) // rows.tokens.group,
         "tokens": len(rows.tokens.ids),
         "rows": len(rows),
         "trained": rows.trained_total,

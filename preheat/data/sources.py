@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from preheat.data.files import Document, Fields, find_files, missing, read_file
+from preheat.data.examples import Document
+from preheat.data.files import Fields, find_files, missing, read_file
 from preheat.errors import DataError, nearest
 from preheat.recipe import Data
 
@@ -150,7 +151,7 @@ def _stdlib(fields: Fields) -> Source:
         )
     files = _stdlib_files()
     words = f"source of Python {sys.version_info.major}.{sys.version_info.minor}'s standard library: {len(files)} files"
-    return Source(words, False, lambda: _files_key(files), lambda: map(Document, _stdlib_texts(files)), len(files))
+    return Source(words, False, lambda: _files_key(files), lambda: map(Document.of, _stdlib_texts(files)), len(files))
 
 
 def _docstrings() -> Source:
@@ -182,7 +183,7 @@ def _pairs(text: str) -> Iterator[Document]:
         body = textwrap.indent(textwrap.dedent("".join(lines[first.end_lineno : node.end_lineno])).strip("\n"), "    ") + "\n"
         # Long enough to be worth learning, short enough to fit a row.
         if len(asked) >= 20 and len(asked) + len(head) <= 800 and 2 <= body.count("\n") <= 40 and len(body) <= 1600:
-            yield Document(body, f"# {asked}\n{head}")
+            yield Document.of(body, f"# {asked}\n{head}")
 
 
 # --- datasets -------------------------------------------------------------------------------------------------------

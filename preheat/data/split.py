@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from preheat.data.files import Document
+from preheat.data.examples import Document
 
 __all__ = ["Side", "Split", "chunks", "content_hash"]
 
@@ -19,9 +19,7 @@ CHUNK_DOCUMENTS, CHUNK_CHARACTERS = 1024, 2_000_000
 
 def content_hash(document: Document) -> str:
     """A hash of the text with runs of white space as one blank, so that a copy indented otherwise is still a copy."""
-    words = " ".join(document.text.split())
-    if document.prompt is not None:
-        words = " ".join(document.prompt.split()) + "\0" + words
+    words = "\0".join(" ".join(piece.text.split()) for sequence in document.sequences for piece in sequence)
     return hashlib.blake2b(words.encode("utf-8"), digest_size=16).hexdigest()
 
 
@@ -40,7 +38,7 @@ class Split:
     def apply(self, documents: Iterable[Document], dropped: Counter[str]) -> Iterator[tuple[Side, str, Document]]:
         """Each document with its side and its content hash; those left out are counted by reason in `dropped`."""
         for document in documents:
-            if not document.text.strip():
+            if not document.trained_text.strip() and document.label is None:
                 dropped["empty"] += 1
                 continue
             mark = content_hash(document)
@@ -56,7 +54,7 @@ def chunks(documents: Iterable[tuple[Side, str, Document]]) -> Iterator[list[tup
     size = 0
     for side, _, document in documents:
         held.append((side, document))
-        size += len(document.text) + len(document.prompt or "")
+        size += len(document.text)
         if len(held) >= CHUNK_DOCUMENTS or size >= CHUNK_CHARACTERS:
             yield held
             held, size = [], 0

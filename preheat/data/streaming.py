@@ -15,7 +15,7 @@ from typing import Literal
 
 import numpy as np
 
-from preheat.data.files import Document
+from preheat.data.examples import Document
 from preheat.data.packing import RowData, Rows, Tokens, permutation
 from preheat.data.sources import open_source
 from preheat.data.split import Side, Split, chunks
@@ -90,12 +90,19 @@ class StreamRows:
 def encode_all(portions: Iterable[list[tuple[Side, Document]]], encoder: Encoder, *, enough: int | None = None) -> Tokens:
     """Portions of documents as tokens in memory, until there are `enough` tokens."""
     made: list[Encoded] = []
-    size = 0
+    size, group = 0, 1
     for portion in portions:
-        made += encoder([document for _, document in portion])
-        size = sum(len(e.tokens) for e in made)
+        for sequences in encoder([document for _, document in portion]):
+            made += sequences
+            group = len(sequences)
+            size += sum(len(e.tokens) for e in sequences)
         if enough is not None and size >= enough:
             break
     ids = np.fromiter(itertools.chain.from_iterable(e.tokens for e in made), np.uint32, size)
     ends = np.cumsum([len(e.tokens) for e in made], dtype=np.int64)
-    return Tokens(ids, ends, np.array([e.prompt for e in made], np.int64))
+    trained = labels = None
+    if any(e.trained is not None for e in made):
+        trained = np.frombuffer(b"".join(e.trained or b"\1" * len(e.tokens) for e in made), np.uint8)
+    if any(e.label is not None for e in made):
+        labels = np.array([e.label for e in made], np.int64)
+    return Tokens(ids, ends, trained, labels, group)

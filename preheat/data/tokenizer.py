@@ -6,9 +6,10 @@ import heapq
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
-from preheat.data.files import Document, missing
+from preheat.data.examples import Document, Piece
+from preheat.data.files import missing
 from preheat.data.sources import digest, hub_reachable
 from preheat.errors import DataError, RecipeError
 
@@ -25,10 +26,17 @@ is the same in any order of files. More changes the pieces little and costs time
 
 
 class Encoded(NamedTuple):
-    """Tokens of one document and how many of them, at its beginning, are prompt."""
+    """One sequence as tokens.
+
+    Attributes:
+        tokens: of the whole sequence.
+        trained: one byte a token, 1 where it is trained on; None: all are.
+        label: of its document.
+    """
 
     tokens: list[int]
-    prompt: int
+    trained: bytes | None = None
+    label: int | None = None
 
 
 def load_tokenizer(name: str, *, knob: str = "data.tokenizer") -> PreTrainedTokenizerFast:
@@ -124,7 +132,8 @@ class Encoder:
     """Documents to tokens, many at a time in threads of the Rust library (TOKENIZERS_PARALLELISM is left as it is).
 
     Each document ends with the end-of-text token, and begins with the tokenizer's beginning-of-text token where its own
-    rules put one. A prompt's tokens are those that it has alone, as it will stand when the model is asked.
+    rules put one, unless it is `complete`. The pieces of a sequence have tokens of their own: a prompt's are those that it
+    has alone, as it will stand when the model is asked.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast):
@@ -142,20 +151,47 @@ class Encoder:
         self.pad: int = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else self.end
         self.key = digest(self.backend.to_str(), self.begin, self.end)
 
-    def __call__(self, documents: Sequence[Document]) -> list[Encoded]:
-        """The tokens of each document."""
-        whole = self._encode([(d.prompt or "") + d.text for d in documents])
-        paired = [n for n, d in enumerate(documents) if d.prompt is not None]
-        prompts = dict(zip(paired, self._encode([documents[n].prompt or "" for n in paired]), strict=True))
-        apart = [n for n in paired if whole[n][: len(prompts[n])] != prompts[n]]  # a piece spans the border: encode the halves
-        answers = dict(zip(apart, self._encode([documents[n].text for n in apart]), strict=True))
-        return [
-            Encoded(
-                [*self.begin, *(prompts[n] + answers[n] if n in answers else tokens), self.end],
-                len(self.begin) + len(prompts[n]) if n in prompts else 0,
-            )
-            for n, tokens in enumerate(whole)
-        ]
+    def __call__(self, documents: Sequence[Document]) -> list[list[Encoded]]:
+        """The tokens of each sequence of each document."""
+        flat = [(d, sequence) for d in documents for sequence in d.sequences]
+        plain = all(len(sequence) == 1 for _, sequence in flat)
+        encode = (
+            self.backend.encode_batch_fast if plain else self.backend.encode_batch
+        )  # the slower one knows where tokens stand
+        whole = encode(["".join(piece.text for piece in sequence) for _, sequence in flat], add_special_tokens=False)
+        made = (self._finish(*pair, encoding) for pair, encoding in zip(flat, whole, strict=True))
+        return [[next(made) for _ in d.sequences] for d in documents]
 
-    def _encode(self, texts: list[str]) -> list[list[int]]:
-        return [e.ids for e in self.backend.encode_batch_fast(texts, add_special_tokens=False)] if texts else []
+    def _finish(self, document: Document, sequence: tuple[Piece, ...], encoding: Any) -> Encoded:
+        tokens: list[int] = encoding.ids
+        begin, end = ([], []) if document.complete else (self.begin, [self.end])
+        if len(sequence) == 1 and sequence[0].trained:
+            return Encoded([*begin, *tokens, *end], None, document.label)
+        marks = bytearray(len(begin))
+        counts = _tokens_of(sequence, encoding)
+        if counts is None:  # a token spans the border of two pieces: encode them apart, as a prompt is when the model is asked
+            parts = self.backend.encode_batch_fast([piece.text for piece in sequence], add_special_tokens=False)
+            tokens, counts = [n for part in parts for n in part.ids], [len(part.ids) for part in parts]
+        for piece, count in zip(sequence, counts, strict=True):
+            marks += bytes([piece.trained]) * count
+        marks += bytes([sequence[-1].trained]) * len(end)
+        return Encoded([*begin, *tokens, *end], bytes(marks), document.label)
+
+
+def _tokens_of(sequence: tuple[Piece, ...], encoding: Any) -> list[int] | None:
+    """How many tokens each piece has; None where a token stands in two of them."""
+    counts, at, begun = [], 0, 0
+    total = sum(len(piece.text) for piece in sequence)
+    for piece in sequence:
+        at += len(piece.text)
+        upto = at
+        first = None
+        while upto < total and (first := encoding.char_to_token(upto)) is None:  # white space that the tokenizer leaves out
+            upto += 1
+        if first is None:
+            first = len(encoding.ids)
+        elif encoding.token_to_chars(first)[0] < at:
+            return None
+        counts.append(first - begun)
+        begun = first
+    return counts

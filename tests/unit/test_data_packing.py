@@ -8,20 +8,20 @@ import pytest
 from preheat.data.packing import IGNORED, Rows, Tokens, best_fit, permutation
 
 
-def documents(seed: int, prompts: bool) -> Tokens:
+def documents(seed: int, masked: bool) -> Tokens:
     draw = np.random.default_rng(seed)
     sizes = draw.integers(1, 23, 60)
-    begins = np.array([draw.integers(0, size) for size in sizes]) if prompts else None
-    return Tokens(draw.integers(0, 999, sizes.sum()).astype(np.uint16), np.cumsum(sizes), begins)
+    trained = (draw.random(sizes.sum()) < 0.3).astype(np.uint8) if masked else None
+    return Tokens(draw.integers(0, 999, sizes.sum()).astype(np.uint16), np.cumsum(sizes), trained)
 
 
 def reference(tokens: Tokens) -> list[list[tuple[int, int]]]:
     """(token, label) of each document."""
     made, start = [], 0
-    for n, end in enumerate(tokens.ends):
-        prompt = int(tokens.prompts[n]) if tokens.prompts is not None else 0
+    for end in tokens.ends:
         ids = tokens.ids[start:end].tolist()
-        made.append([(t, ids[i + 1] if i + 1 < len(ids) and i + 1 >= prompt else IGNORED) for i, t in enumerate(ids)])
+        on = tokens.trained[start:end].tolist() if tokens.trained is not None else [1] * len(ids)
+        made.append([(t, ids[i + 1] if i + 1 < len(ids) and on[i + 1] else IGNORED) for i, t in enumerate(ids)])
         start = end
     return made
 
@@ -30,10 +30,10 @@ def by_document(row, values):
     return [v.tolist() for v in np.split(values, np.cumsum(row.documents)[:-1])]
 
 
-@pytest.mark.parametrize("prompts", [False, True])
+@pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("length", [2, 7, 16, 64])
-def test_stream_rows_equal_the_reference(length, prompts):
-    tokens = documents(length, prompts)
+def test_stream_rows_equal_the_reference(length, masked):
+    tokens = documents(length, masked)
     flat = [(pair, n) for n, document in enumerate(reference(tokens)) for pair in document]
     rows = Rows(tokens, length)
     assert len(rows) == len(flat) // length
@@ -46,17 +46,16 @@ def test_stream_rows_equal_the_reference(length, prompts):
     assert rows.trained_total == sum(int((rows.row(i).labels >= 0).sum()) for i in range(len(rows)))
 
 
-@pytest.mark.parametrize("prompts", [False, True])
+@pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("length", [9, 22, 50])
-def test_whole_rows_hold_each_example_once_and_uncut(length, prompts):
-    tokens = documents(length, prompts)
+def test_whole_rows_hold_each_example_once_and_uncut(length, masked):
+    tokens = documents(length, masked)
     rows = Rows(tokens, length, "whole", pad=1000)
     wanted = []
-    for n, document in enumerate(reference(tokens)):
-        if tokens.prompts is not None and tokens.prompts[n] >= length:
-            continue
-        cut = document[:length]
-        wanted.append([*cut[:-1], (cut[-1][0], IGNORED)])
+    for document in reference(tokens):
+        cut = [*document[: length - 1], (document[:length][-1][0], IGNORED)] if len(document) >= length else document
+        if tokens.trained is None or any(label >= 0 for _, label in cut):
+            wanted.append(cut)
     found = []
     for index in range(len(rows)):
         row = rows.row(index)
@@ -70,11 +69,30 @@ def test_whole_rows_hold_each_example_once_and_uncut(length, prompts):
                 found.append(list(zip(ids, labels, strict=True)))
     assert sorted(found) == sorted(wanted)
     assert rows.no_room == 60 - len(wanted)
-    assert rows.truncated == sum(
-        len(d) > length for n, d in enumerate(reference(tokens)) if tokens.prompts is None or tokens.prompts[n] < length
-    )
+    lost = [d for d in reference(tokens) if tokens.trained is not None and not any(label >= 0 for _, label in d[: length - 1])]
+    assert rows.truncated == sum(len(d) > length for d in reference(tokens)) - sum(len(d) > length for d in lost)
     assert rows.tokens_total == sum(map(len, wanted))
     assert rows.trained_total == sum(label >= 0 for d in wanted for _, label in d)
+
+
+def test_what_is_compared_stands_side_by_side_and_is_cut_alike():
+    sizes = np.array([3, 4, 9, 2, 5, 5])  # three pairs
+    tokens = Tokens(np.arange(1, 29), np.cumsum(sizes), np.tile([0, 1, 1, 1], 7).astype(np.uint8), group=2)
+    rows = Rows(tokens, 10, "whole")
+    pairs = {(a, b) for i in range(len(rows)) for a, b in zip(*[iter(rows.row(i).documents)] * 2, strict=False)}
+    assert pairs == {(3, 4), (5, 2), (5, 5)}, "of 9 + 2 tokens each is cut to half a row"
+    assert rows.truncated == 1
+    assert rows.trained_total == sum(int((rows.row(i).labels >= 0).sum()) for i in range(len(rows)))
+    nothing = Tokens(tokens.ids, tokens.ends, np.r_[np.zeros(3), np.ones(25)].astype(np.uint8), group=2)
+    assert Rows(nothing, 10, "whole").no_room == 1, "one of the two has nothing to train on: the pair goes"
+
+
+def test_a_class_is_the_label_of_the_last_place():
+    tokens = Tokens(np.arange(1, 13), np.array([3, 12]), labels=np.array([7, 0]))
+    rows = Rows(tokens, 6, "whole")
+    found = {int(row.tokens[0]): row.labels.tolist() for row in (rows.row(i) for i in range(len(rows)))}
+    assert found == {1: [-100, -100, 7, -100, -100, -100], 4: [-100, -100, -100, -100, -100, 0]}
+    assert rows.trained_total == 2
 
 
 def test_best_fit_wastes_little_and_never_overfills():
@@ -96,7 +114,7 @@ def test_rows_on_disk_travel_as_a_path(tmp_path):
     tokens = documents(0, True)
     tokens.ids.tofile(tmp_path / "train.uint16")
     np.save(tmp_path / "train-ends.npy", tokens.ends)
-    np.save(tmp_path / "train-prompts.npy", tokens.prompts)
+    tokens.trained.tofile(tmp_path / "train.trained")
     rows = Rows(Tokens.open(tmp_path, "train"), 16)
     sent = pickle.dumps(rows)
     assert len(sent) < 1500

@@ -61,7 +61,7 @@ def test_bpe_gives_back_what_it_was_given(tokenizer, text):
 def test_a_tokenizers_own_truncation_is_not_applied(tokenizer):
     own = load_tokenizer(tokenizer)
     own.backend_tokenizer.enable_truncation(3)
-    assert len(Encoder(own)([Document("many words in one document")])[0].tokens) > 4
+    assert len(Encoder(own)([Document.of("many words in one document")])[0][0].tokens) > 4
     assert own.backend_tokenizer.truncation is not None
 
 
@@ -149,7 +149,7 @@ def test_built_in_sources_are_real_and_repeatable(monkeypatch):
     source = open_source(Data(source="docstrings"))
     pairs = list(source.read())
     assert len(pairs) == len(set(pairs)) > 300
-    assert all(d.prompt.startswith("# ") and "def " in d.prompt and d.text.startswith("    ") for d in pairs)
+    assert all(d.text.startswith("# ") and "def " in d.sequences[0][0].text and d.trained_text.startswith("    ") for d in pairs)
     assert source.key() == open_source(Data(source="docstrings")).key() != open_source(Data()).key()
 
 
