@@ -53,9 +53,9 @@ def recipe(name: str, model: str, rows: int, length: int, techniques: str = "{}"
 
 
 def memory() -> dict[str, Any]:
-    plain = recipe("claims", LLAMA, 16, 512)
+    plain = recipe("claims", LLAMA, 8, 512)
     contenders = [Contender("plain", plain)]
-    contenders += [Contender(name, recipe("claims", LLAMA, 16, 512, techniques)) for name, techniques in TECHNIQUES.items()]
+    contenders += [Contender(name, recipe("claims", LLAMA, 8, 512, techniques)) for name, techniques in TECHNIQUES.items()]
     with tempfile.TemporaryDirectory() as folder:
         made = bench(plain, contenders, steps=6, repeats=2, out=Path(folder), say=lambda *said: print(*said, flush=True))
     observed: dict[str, dict[str, float]] = {}
@@ -198,7 +198,7 @@ CLAIMS: dict[str, tuple[float, float, float, float]] = {  # least and most speed
 def _memory_table(found: dict[str, Any]) -> list[str]:
     machine = found["machine"]
     lines = [
-        f"## Speed and memory: 15M Llama, 16 x 512, {machine['name']}, {machine['threads']} threads",
+        f"## Speed and memory: 15M Llama, 8 x 512, {machine['name']}, {machine['threads']} threads",
         "",
         "Memory for the GPUs is observed by the dry run of a 1B Llama (8 or 16 rows of 2,048), without the CUDA context.",
         "",
