@@ -53,6 +53,7 @@ class Prepared:
         layout: of the rows, or of the first source's.
         classes: names of the classes, in order; empty where there are none.
         told: what the checks found that does not block, a line each.
+        blocked: what they found that does, where it was not to be refused.
         streams: what was read, to read it again.
     """
 
@@ -65,6 +66,7 @@ class Prepared:
     layout: Layout
     classes: tuple[str, ...] = ()
     told: list[str] = field(default_factory=list)
+    blocked: list[str] = field(default_factory=list)
     streams: list[Stream] = field(default_factory=list)
 
     def record(self) -> dict[str, Any]:
@@ -103,7 +105,7 @@ def prepare(
         cache: folder for tokens and trained tokenizers; $PREHEAT_CACHE or ~/.cache/preheat when not stated.
         progress: called now and then with what is done, how much of it, and of how much (None: not known).
         embedding: rows of the model's embedding, where known.
-        refuse: raise for what the checks block; else it stands in `told`, to be looked at.
+        refuse: raise for what the checks block; else it stands in `blocked`, to be looked at.
 
     Raises:
         DataError: something in the data is wrong; the message has the file and the row.
@@ -167,7 +169,7 @@ def prepare(
     cut = {"train": cut_answers(train), "validation": cut_answers(validation)}
     look_at_tokens(values, found, encoder, streams, sources, folder, cut["train"], embedding, length)
     verdict = judge(found.found, data.preflight, values["read"])
-    if refuse:
+    if refuse or not values["documents"]["train"]:
         verdict.refuse()
     _refuse_empty(sources, held, share, values)
     _require_rows(train, "training data", "add documents or lower batch.length")
@@ -185,8 +187,8 @@ def prepare(
     fingerprint = digest(FORMAT, sorted(made["files"].items()), length, packing, encoder.pad)
     words = "; ".join(source.words for source in sources) + (f"; validation: {held.words}" if held else "")
     layout = sources[0].layout
-    told = [*verdict.blocked, *verdict.told]
-    return Prepared(own, train, validation, words, counts, fingerprint, layout, layout.classes, told, streams)
+    verdicts = {"told": verdict.told, "blocked": verdict.blocked}
+    return Prepared(own, train, validation, words, counts, fingerprint, layout, layout.classes, streams=streams, **verdicts)
 
 
 def _open(data: Data, own: PreTrainedTokenizerFast | None) -> list[Source]:

@@ -288,7 +288,7 @@ def test_other_files_that_cannot_be_read_are_named(tmp_path):
             run(tmp_path, tmp_path / name)
     (tmp_path / "a.tsv").write_text("text\n")
     with pytest.raises(DataError, match=r"a\.tsv: preheat reads \.txt"):
-        open_source(Data(source=f"./{tmp_path / 'a.tsv'}"))
+        open_source(Data(source=str(tmp_path / "a.tsv")))
 
 
 def test_a_dataset_name_without_network_is_one_line(monkeypatch):
