@@ -120,8 +120,10 @@ class Layout:
                 raise Unreadable("fields", f"is {kind_of(row)}, not an object with fields")
             made = self._document(row, notes)
         except Unreadable as problem:
-            return Document((), where=where, notes=(*notes, (problem.check, problem.words)))
-        return made._replace(where=where, notes=tuple(notes))
+            return Document((), where=where, notes=((problem.check, problem.words),))
+        return made._replace(
+            where=where, notes=tuple(dict(reversed(notes)).items())
+        )  # the first of each check: rows are counted
 
     def _document(self, row: Mapping[str, Any], notes: list[tuple[str, str]]) -> Document:
         if self.kind == "text":

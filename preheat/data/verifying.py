@@ -50,6 +50,7 @@ def look_at_tokens(
     documents, words = values["documents"], sources[0].words
     kind = sources[0].layout.kind
     if not values["labels"] and values["dropped"].get("untrained"):
+        found.found.pop("untrained", None)
         found.add("masked", words, "not one token of all rows is trained on", of=1)
     elif not values["ends"] and values["labels"] and kind not in ("classes",):
         if encoder.pad == encoder.end:
