@@ -34,6 +34,13 @@ _BROKEN = re.compile("[ÂÃ][\x80-\xbf]|â€[\x80-\xff\u0152-\u2122]|ï»¿|ð�
 """UTF-8 that was read as Latin-1 or Windows-1252, replacement characters, and controls that no text has."""
 
 
+_WORDS = {
+    **{"text": "plain text", "prompt": "prompts with completions", "alpaca": "instructions with outputs"},
+    **{"sharegpt": "conversations", "messages": "conversations", "classes": "texts with a class each"},
+    **{"preference": "pairs of a chosen and a rejected answer", "unpaired": "answers that were liked or not"},
+}
+
+
 def problems_with(layout: str, tags: Iterable[str]) -> str | None:
     """Why a recipe whose techniques provide `tags` cannot train on data of a layout, with the fix; None when it can."""
     tags = frozenset(tags)
@@ -48,18 +55,6 @@ def problems_with(layout: str, tags: Iterable[str]) -> str | None:
             needs = " and ".join(f"columns.{role}" for role in LAYOUTS[other][0])
             return f"techniques.{name}: needs data.layout: {other}, the rows are {_WORDS[layout]}; state data.layout and {needs}, or remove it"
     return None
-
-
-_WORDS = {
-    "text": "plain text",
-    "prompt": "prompts with completions",
-    "alpaca": "instructions with outputs",
-    "sharegpt": "conversations",
-    "messages": "conversations",
-    "preference": "pairs of a chosen and a rejected answer",
-    "unpaired": "answers that were liked or not",
-    "classes": "texts with a class each",
-}
 
 
 @dataclass(frozen=True)
