@@ -27,7 +27,7 @@ def data(
     from preheat import report
     from preheat.cli.show import console, emit
     from preheat.data import prepare
-    from preheat.data.layouts import problems_with
+    from preheat.data.kinds import problems_with
     from preheat.data.showing import look
     from preheat.errors import DataError, RecipeError
     from preheat.models import adapter

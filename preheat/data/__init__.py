@@ -2,6 +2,7 @@
 
 sources.py        where documents come from: standard library, files, folders, `datasets`
 files.py          text, JSONL, JSON, CSV and Parquet, with the file and the row in every error
+kinds.py          the layouts by name, and the techniques that some of them need
 layouts.py        what the fields of a row mean, recognised or stated, and the document that it becomes
 conversations.py  the field's ways to write a conversation as messages
 templates.py      chat templates: messages as text, and what of it the assistant wrote (marked, or proven by rendering)

@@ -75,7 +75,7 @@ class Prepared:
         return {
             "source": self.source,
             "layout": self.layout.words,
-            "template": template.name if template else None,
+            "template": template.name.removeprefix("template ") if template else None,
             "classes": list(self.classes),
             "counts": self.counts,
             "preflight": self.told,

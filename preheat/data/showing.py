@@ -47,7 +47,7 @@ def look(prepared: Prepared, *, rows: int, seed: int) -> dict[str, Any]:
 def _lengths(sizes: np.ndarray, length: int) -> dict[str, Any]:
     """Tokens of an example: in figures, and as bars of which the last holds all that is longer than a row by half."""
     top = min(int(sizes.max()), round(1.5 * length))
-    edges = np.unique(np.linspace(0, top, BINS + 1).round().astype(int))
+    edges = np.unique(np.linspace(int(sizes.min()) - 1, top, BINS + 1).round().astype(int))
     counts, _ = np.histogram(np.minimum(sizes, top), edges)
     return {
         "examples": len(sizes),

@@ -115,7 +115,7 @@ def open_session(recipe: Recipe, out: Path, *, resume: bool, watch: Watch, force
     import torch
 
     from preheat.data import prepare
-    from preheat.data.layouts import problems_with
+    from preheat.data.kinds import problems_with
     from preheat.hardware.calibrate import rates
 
     device, threads = resolve(recipe)

@@ -13,7 +13,7 @@ import pytest
 
 from preheat.data import Prepared, prepare
 from preheat.data.examples import END
-from preheat.data.layouts import problems_with
+from preheat.data.kinds import problems_with
 from preheat.data.preflight import CHECKS
 from preheat.data.tokenizer import load_tokenizer, train_tokenizer
 from preheat.errors import DataError, RecipeError
