@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from preheat.cli import bench, calibrate, demo, evaluate, export, generate, plan, recipes, report, techniques, train, try_
+from preheat.cli import bench, calibrate, data, demo, evaluate, export, generate, plan, recipes, report, techniques, train, try_
 from preheat.errors import PreheatError
 
 __all__ = ["app", "main"]
@@ -39,6 +39,7 @@ def _global(
 
 
 app.command("plan")(plan.plan)
+app.command("data")(data.data)
 app.command("train")(train.train)
 app.command("bench")(bench.bench)
 app.command("report")(report.report)

@@ -1,16 +1,25 @@
 """What the model reads: source -> documents -> tokens (cached) -> packed rows -> batches. Importing this imports no torch.
 
-sources.py    where documents come from: standard library, files, folders, `datasets`
-files.py      text, JSONL, JSON and Parquet, with the file and the row in every error
-tokenizer.py  the model's tokenizer, or a byte-level BPE trained here
-cache.py      folders keyed by content; a damaged one is built again
-split.py      training or validation: a document's content decides
-preparing.py  the token cache, and what was counted
-packing.py    rows: tokens, labels, positions and document lengths
-streaming.py  rows packed while the source is read
-loader.py     the order of rows, and batches of torch tensors
-difficulty.py scores of rows, and the order that begins with the easy ones
-ngrams.py     unigram and bigram losses to compare a model with
+sources.py        where documents come from: standard library, files, folders, `datasets`
+files.py          text, JSONL, JSON, CSV and Parquet, with the file and the row in every error
+kinds.py          the layouts by name, and the techniques that some of them need
+layouts.py        what the fields of a row mean, recognised or stated, and the document that it becomes
+conversations.py  the field's ways to write a conversation as messages
+templates.py      chat templates: messages as text, and what of it the assistant wrote (marked, or proven by rendering)
+formats.py        the templates that are known by name
+tokenizer.py      the model's tokenizer, or a byte-level BPE trained here
+cache.py          folders keyed by content; a damaged one is built again
+split.py          training or validation: a document's content decides
+preflight.py      the checks, each with a name: what blocks and what is told
+verifying.py      what the checks find once all is read
+tokenizing.py     documents to tokens in files; what is killed goes on where it stopped
+preparing.py      all of it together: the token cache, the rows, and what was counted
+showing.py        prepared data as figures and text, for `preheat data`
+packing.py        rows: tokens, labels, positions and document lengths
+streaming.py      rows packed while the source is read
+loader.py         the order of rows, and batches of torch tensors
+difficulty.py     scores of rows, and the order that begins with the easy ones
+ngrams.py         unigram and bigram losses to compare a model with
 """
 
 from __future__ import annotations

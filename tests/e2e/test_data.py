@@ -1,0 +1,86 @@
+"""`preheat data` as a user types it, and a `train` that is refused for its data."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from .conftest import Command
+
+CHAT = """\
+name: chat
+model: {layers: 2, width: 32, heads: 2}
+data: {source: rows.jsonl, vocabulary: 400, validation: 0.2}
+batch: {size: 4, length: 128}
+optimizer: {lr: 0.01}
+stop: {steps: 3}
+"""
+
+
+def write(preheat: Command, **seventh: Any) -> None:
+    rows = [
+        {"instruction": f"What is {n} and {n}?", "input": "", "output": f"It is <b>{2 * n}</b>, of number {n}."}
+        for n in range(60)
+    ]
+    rows[6] |= seventh
+    (preheat.folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (preheat.folder / "chat.yaml").write_text(CHAT)
+
+
+def test_data_is_shown_as_the_model_will_see_it(preheat: Command) -> None:
+    write(preheat)
+    out, _ = preheat("data", "chat.yaml", "--rows", "1", "--html", "data.html")
+    for words in (
+        "### Instruction:\nWhat is ",
+        "### Response:\n«It is <b>",
+        "</b>, of number ",
+        "<|end|>»",
+        "alpaca, recognised by the fields instruction and output",
+        "60 read, ",
+        "the checks before training found nothing",
+        "page: data.html",
+    ):
+        assert words in out, words
+    page = (preheat.folder / "data.html").read_text()
+    assert "<mark>It is &lt;b&gt;" in page
+    assert "http" not in page.replace("http-equiv", "")
+    made = preheat.json("data", "chat.yaml", "--rows", "2")
+    assert len(made["examples"]) == 2
+    trained = "".join(text for row in made["examples"] for d in row["documents"] for text, on, _ in d["spans"] if on)
+    assert trained.count("<|end|>") == sum(len(row["documents"]) for row in made["examples"]) == trained.count("It is <b>")
+    assert sum(bar["count"] for bar in made["lengths"]["bars"]) == made["lengths"]["examples"] == made["packing"]["documents"]
+    assert "Example" in preheat("data", "--help")[0]
+
+
+def test_broken_rows_are_refused_before_anything_is_written_and_a_warning_trains(preheat: Command) -> None:
+    write(preheat, output="", input=None)
+    for command in (["train", "chat.yaml"], ["data", "chat.yaml"]):
+        _, error = preheat(*command, code=4)
+        assert error.strip() == (
+            "error: rows.jsonl:7: field 'output' is empty (check fields; 1 of 60); mend the rows, or data.preflight.fields: warn "
+            "leaves such rows out"
+        )
+        assert not (preheat.folder / "runs").exists()
+    made = preheat.json("train", "chat.yaml", "--set", "data.preflight={fields: warn}")
+    record = json.loads((preheat.folder / made["run"] / "data.json").read_text())
+    assert record["counts"]["dropped"] == {"fields": 1}
+    assert record["counts"]["read"] == 60 == sum(record["counts"][side]["documents"] for side in ("train", "validation")) + 1
+    assert "rows.jsonl:7" in record["preflight"][0]
+    tokenizer = json.loads((preheat.folder / made["run"] / "tokenizer" / "tokenizer_config.json").read_text())
+    template = preheat.folder / made["run"] / "tokenizer" / "chat_template.jinja"
+    assert "### Response" in (template.read_text() if template.exists() else tokenizer["chat_template"])
+    assert (
+        preheat("train", "chat.yaml", "--set", "data.preflight={feilds: warn}", "--out", "x", code=2)[1]
+        .strip()
+        .endswith("did you mean 'fields'?")
+    )
+
+
+def test_rows_that_no_technique_trains_on_are_refused(preheat: Command) -> None:
+    write(preheat)
+    (preheat.folder / "rows.jsonl").write_text(
+        "".join(json.dumps({"prompt": f"Say {n}", "chosen": f"yes {n}", "rejected": f"no {n}"}) + "\n" for n in range(60))
+    )
+    _, error = preheat("train", "chat.yaml", code=2)
+    assert "data.layout: the rows are pairs of a chosen and a rejected answer" in error
+    assert not (preheat.folder / "runs").exists()
