@@ -190,6 +190,10 @@ class ModelFacts:
     positions: int
     tied: bool
     window: int | None = None
+    score_softcap: float | None = None
+    """Attention's scores are cap * tanh(score / cap), as in Gemma 2."""
+    logit_softcap: float | None = None
+    """So are the logits."""
 
 
 @dataclass(frozen=True)

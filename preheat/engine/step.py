@@ -16,7 +16,7 @@ from torch import Tensor
 from preheat.data.loader import sample_order
 from preheat.models import adapter
 from preheat.ops.attention import reference_attention
-from preheat.ops.losses import CrossEntropy, whole_logits
+from preheat.ops.losses import CrossEntropy, Softcapped, whole_logits
 from preheat.ops.optimizers import total_norm
 from preheat.technique import Batch, Build, LossSum, RowLoss, Shape, Slot
 from preheat.techniques.gradient_accumulation import accumulate
@@ -41,6 +41,8 @@ def forward(build: Build, batch: Batch) -> LossSum:
         def over_logits(hidden: Tensor, *aligned: Tensor) -> Tensor:
             row_loss: RowLoss = build.slot(Slot.ROW_LOSS)  # type: ignore[assignment]
             row_loss = row_loss if part.training else row_loss.measured
+            if build.model.logit_softcap:  # whatever the loss: a part of the model that stands behind its head
+                row_loss = Softcapped(row_loss, build.model.logit_softcap)
             if build.head_dtype is None:
                 return build.slot(Slot.OVER_LOGITS)(hidden, adapter.head(part), row_loss, *aligned)
             with torch.autocast(build.device.kind, enabled=False):

@@ -67,6 +67,7 @@ def configure(recipe: Recipe, vocabulary: int | None = None) -> PretrainedConfig
     """
     model = recipe.model
     config = _read(model.path, model.trust_remote_code) if model.path else _new(recipe, vocabulary)
+    _refuse(config)
     known = set(config.to_dict()) | set(getattr(config, "attribute_map", {}))
     for key, value in model.config.items():
         if key not in known:
@@ -178,6 +179,8 @@ def facts(config: PretrainedConfig) -> ModelFacts:
         positions=_positions(text),
         tied=bool(config.tie_word_embeddings),
         window=getattr(text, "sliding_window", None),
+        score_softcap=getattr(text, "attn_logit_softcapping", None),
+        logit_softcap=getattr(text, "final_logit_softcapping", None),
     )
 
 
@@ -209,10 +212,10 @@ def _attention(
     assert preheat_attention is not None, f"{name} does not hand keyword arguments to its attention"
     assert preheat_mask is not None
     assert attention_mask is None, f"{name} made a mask of its own"
-    if softcap is not None or s_aux is not None:
-        raise RecipeError(
-            f"model: {name} caps its attention scores or has attention sinks, which preheat's kernels do not do yet"
-        )
+    if s_aux is not None:
+        raise RecipeError(f"model: {name} has attention sinks, which preheat's kernels do not do yet")
+    if softcap is not None:  # bound here, so that a pattern around the kernel need not know
+        preheat_attention = functools.partial(preheat_attention, softcap=softcap)
     if dropout:
         raise RecipeError(f"model: {name} has attention dropout {dropout}; set it to 0 under model.config")
     mask = preheat_mask
@@ -224,12 +227,25 @@ def _attention(
     return out.transpose(1, 2), None
 
 
-_UNSUPPORTED = {  # configuration keys that change the logits after the head, with their neutral values
-    "final_logit_softcapping": (None,),
+_UNSUPPORTED = {  # configuration keys that change logits, loss or masks beyond what preheat computes, with their neutral values
     "logit_scale": (None, 1.0),
     "logits_scaling": (None, 1.0),
     "router_aux_loss_coef": (None, 0.0),
+    "use_bidirectional_attention": (None, False),
 }
+
+
+def _refuse(config: PretrainedConfig) -> None:
+    """Raises for a model of which preheat would compute something else than transformers does."""
+    text = config.get_text_config()
+    if text is not config:
+        raise RecipeError(
+            f"model: {config.model_type} is several models in one ({text.model_type} is its text part), and preheat trains text models; name a "
+            "text-only checkpoint of the family, or save the text part as a folder of its own"
+        )
+    for key, neutral in _UNSUPPORTED.items():
+        if (value := getattr(text, key, None)) not in neutral:
+            raise RecipeError(f"model: {config.model_type} has {key} = {value}, which preheat does not handle yet")
 
 
 def build_on_meta(config: PretrainedConfig, *, trust: bool = False) -> PreTrainedModel:
@@ -243,10 +259,7 @@ def build_on_meta(config: PretrainedConfig, *, trust: bool = False) -> PreTraine
 
     from preheat.models.surgery import own_rotary
 
-    text = config.get_text_config()
-    for key, neutral in _UNSUPPORTED.items():
-        if (value := getattr(text, key, None)) not in neutral:
-            raise RecipeError(f"model: {config.model_type} has {key} = {value}, which preheat does not handle yet")
+    _refuse(config)
     _register_attention()
     try:
         with torch.device("meta"):

@@ -16,6 +16,7 @@ __all__ = [
     "IGNORED",
     "CrossEntropy",
     "RegularizedCrossEntropy",
+    "Softcapped",
     "chunked_logits",
     "liger_logits",
     "torch_logits",
@@ -107,6 +108,35 @@ class RegularizedCrossEntropy:
         if self.smoothing:
             logits.sub_((self.smoothing / logits.shape[-1] / factor).to(logits.dtype).unsqueeze(1))
         return torch.where(trained, losses, 0.0), torch.where(trained, factor, 0.0)
+
+
+class Softcapped:
+    """Another loss of cap * tanh(logits / cap): how the head of Gemma 2 ends. The logits come in without their cap.
+
+    Args:
+        loss: of the capped logits; where it makes its gradient in place, so does this.
+
+    Example:
+        >>> Softcapped(CrossEntropy(), 30.0)(torch.zeros(1, 4), torch.tensor([2]))
+        tensor([1.3863])
+    """
+
+    def __init__(self, loss: RowLoss, cap: float):
+        self.loss, self.cap = loss, cap
+        self.value_and_grad_ = self._in_place if getattr(loss, "value_and_grad_", None) is not None else None
+
+    @property
+    def measured(self) -> RowLoss:
+        return Softcapped(self.loss.measured, self.cap)
+
+    def __call__(self, logits: Tensor, *aligned: Tensor) -> Tensor:
+        return self.loss(torch.tanh(logits.float() / self.cap) * self.cap, *aligned)
+
+    def _in_place(self, logits: Tensor, *aligned: Tensor) -> tuple[Tensor, Tensor]:
+        bent = logits.div_(self.cap).tanh()
+        losses, factor = self.loss.value_and_grad_(torch.mul(bent, self.cap, out=logits), *aligned)  # type: ignore[attr-defined]
+        logits.mul_(1 - bent.square_())
+        return losses, factor
 
 
 def whole_logits(hidden: Tensor, head: torch.nn.Module, row_loss: RowLoss, *aligned: Tensor) -> Tensor:
