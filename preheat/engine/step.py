@@ -41,11 +41,11 @@ def forward(build: Build, batch: Batch) -> LossSum:
         def over_logits(hidden: Tensor, *aligned: Tensor) -> Tensor:
             row_loss: RowLoss = build.slot(Slot.ROW_LOSS)  # type: ignore[assignment]
             row_loss = row_loss if part.training else row_loss.measured
-            if build.model.logit_softcap:  # whatever the loss: a part of the model that stands behind its head
-                row_loss = Softcapped(row_loss, build.model.logit_softcap)
+            if (cap := adapter.softcap(part)) is not None:  # whatever the loss: the model goes on behind its head
+                row_loss = Softcapped(row_loss, cap)
             if build.head_dtype is None:
                 return build.slot(Slot.OVER_LOGITS)(hidden, adapter.head(part), row_loss, *aligned)
-            with torch.autocast(build.device.kind, enabled=False):
+            with torch.autocast(build.torch_device.type, enabled=False):
                 return build.slot(Slot.OVER_LOGITS)(hidden.to(build.head_dtype), adapter.head(part), row_loss, *aligned)
 
         loss: LossSum = build.slot(Slot.OBJECTIVE)(batch, lambda b: build.slot(Slot.HIDDEN)(part, b), over_logits)

@@ -19,9 +19,7 @@ _QUERIES = 128  # of a block: few enough that a causal mask skips nearly half of
 _SCRATCH = 1 << 20  # scores of a tile: with their gradients they stay in a core's share of the cache
 
 
-def blocked_attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, scale: float, *, softcap: float | None = None
-) -> Tensor:
+def blocked_attention(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, scale: float, *, softcap: float | None = None) -> Tensor:
     """Attention as batched matrix products over blocks of queries, scores made again in the backward pass.
 
     On a CPU in bf16 this runs at the rate of matrix products, which torch's fused kernel does not reach there: measured
@@ -155,9 +153,7 @@ class _Tiles:
 
 class _Blocked(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, scale: float, softcap: float | None
-    ) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, scale: float, softcap: float | None) -> Tensor:
         rows, heads, length, width = q.shape
         shared = k.shape[1]
         ctx.shapes, ctx.mask, ctx.scale, ctx.softcap = (q.shape, k.shape, v.shape), mask, scale, softcap
@@ -202,9 +198,7 @@ class _Gradients(_Blocked):
     """Like `_Blocked` but for the forward pass, which makes nothing: for gradients by themselves."""
 
     @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, scale: float, softcap: float | None
-    ) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, scale: float, softcap: float | None) -> Tensor:
         rows, heads, length, width = q.shape
         shared = k.shape[1]
         ctx.shapes, ctx.mask, ctx.scale, ctx.softcap = (q.shape, k.shape, v.shape), mask, scale, softcap

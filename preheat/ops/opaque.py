@@ -110,7 +110,16 @@ def _autograd() -> Iterator[None]:
 
 @torch.library.custom_op("preheat::attention", mutates_args=())
 def _attention(
-    q: Tensor, k: Tensor, v: Tensor, documents: Tensor, number: int, causal: bool, window: int, shared: int, scale: float, softcap: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    documents: Tensor,
+    number: int,
+    causal: bool,
+    window: int,
+    shared: int,
+    scale: float,
+    softcap: float,
 ) -> Tensor:
     out = _ALIVE[number].kernel(q, k, v, _mask(documents, causal, window, shared), scale, **_capped(softcap))
     return out.transpose(1, 2).contiguous()
@@ -118,7 +127,16 @@ def _attention(
 
 @_attention.register_fake
 def _(
-    q: Tensor, k: Tensor, v: Tensor, documents: Tensor, number: int, causal: bool, window: int, shared: int, scale: float, softcap: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    documents: Tensor,
+    number: int,
+    causal: bool,
+    window: int,
+    shared: int,
+    scale: float,
+    softcap: float,
 ) -> Tensor:
     return q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3])
 

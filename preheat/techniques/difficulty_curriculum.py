@@ -130,7 +130,7 @@ def _losses(folder: Path, source: Any, rows: Rows, device: str, micro: int) -> n
     from preheat.models.weights import materialize
     from preheat.ops.attention import sdpa_attention
     from preheat.ops.attention_blocks import blocked_attention
-    from preheat.ops.losses import CrossEntropy, Softcapped
+    from preheat.ops.losses import CrossEntropy
     from preheat.recipe import Batch, Model, Recipe, Stop
 
     config = adapter.configure(Recipe(model=Model(path=str(folder)), batch=Batch(length=2), stop=Stop(steps=1)))
@@ -145,7 +145,6 @@ def _losses(folder: Path, source: Any, rows: Rows, device: str, micro: int) -> n
             f"{_MODEL}: {folder} has {facts.positions} positions but rows have {rows.length} tokens; name a model with more"
         )
     plain = facts.window is None and facts.score_softcap is None
-    loss = Softcapped(CrossEntropy(), facts.logit_softcap) if facts.logit_softcap else CrossEntropy()
     model = adapter.build_on_meta(config)
     materialize(model, torch.device(device))
     source.fill(model, seed=0)
@@ -161,7 +160,7 @@ def _losses(folder: Path, source: Any, rows: Rows, device: str, micro: int) -> n
                 sdpa_attention if plain else blocked_attention,
             )
             for states, labels in zip(hidden, batch.labels.to(device), strict=True):  # logits of one row at a time
-                total = loss(adapter.head(model)(states).float(), labels).sum()
+                total = CrossEntropy()(adapter.logits(model, states), labels).sum()
                 found.append(float(total) / max(int((labels >= 0).sum()), 1))
     return np.array(found, np.float64)
 

@@ -18,7 +18,7 @@ from preheat import recipe as recipes
 from preheat.engine import checkpoint
 from preheat.engine.build import build, peak_learning_rate
 from preheat.errors import DoesNotFit, RunError
-from preheat.models import adapter
+from preheat.models import adapter, presets
 from preheat.planning.plan import plan, settled, steps_of
 from preheat.recipe import Recipe
 from preheat.run import Writer
@@ -122,6 +122,7 @@ def open_session(recipe: Recipe, out: Path, *, resume: bool, watch: Watch, force
         raise RunError(f"{out}: holds no run to resume; run it without --resume first")
     if not resume and (out / "recipe.yaml").exists():
         raise RunError(f"{out}: holds a run already; add --resume to go on with it, or name another folder with --out")
+    presets.require_weights(recipe)
     adapter.configure(recipe, vocabulary_of(recipe))  # a model that cannot be had is told before the data is read
     watch.stage("reading data")
     data = prepare(

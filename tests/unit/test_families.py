@@ -12,7 +12,6 @@ from torch.nn import functional
 
 from preheat.engine.build import build
 from preheat.engine.step import gradients, update
-from preheat.errors import RecipeError
 from preheat.models import adapter
 from preheat.ops.adapters import merge
 from preheat.recipe import Recipe, parse
