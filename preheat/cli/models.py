@@ -27,10 +27,10 @@ def models(context: typer.Context, json: Json = False) -> None:
         return
     from rich.table import Table
 
-    table = Table("preset", "parameters", "template", "on the hub", "licence", box=None, pad_edge=False)
-    table.columns[1].justify = "right"
+    table = Table("preset", "parameters", "on the hub", "gated", box=None, pad_edge=False)
+    table.columns[1].justify, table.columns[2].no_wrap = "right", True
     for name, p in PRESETS.items():
-        table.add_row(name, f"{p.parameters:,}", p.template, p.hub, p.licence.partition(":")[0])
+        table.add_row(name, f"{p.parameters:,}", p.hub, "yes" if "; gated" in p.licence else "no")
     console().print(table)
 
 

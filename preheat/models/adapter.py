@@ -271,7 +271,7 @@ def head(model: PreTrainedModel) -> nn.Module:
 
 def softcap(model: PreTrainedModel) -> float | None:
     """The cap on the logits that the head gives, which are then cap * tanh(logits / cap) (Gemma 2); None: they are as they are."""
-    found = head(model)
+    found: Any = head(model)
     base = found.get_base_layer() if hasattr(found, "get_base_layer") else found  # under an adapter
     return getattr(base, SOFTCAP, None)
 

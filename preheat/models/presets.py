@@ -13,7 +13,7 @@ from typing import Any
 
 from preheat.errors import RecipeError, nearest
 
-__all__ = ["FREE", "PRESETS", "Preset", "find", "needs", "require_weights"]
+__all__ = ["FREE", "PRESETS", "Preset", "find", "needs", "only_planned", "require_weights"]
 
 # What may differ between checkpoints of one model (base and instruct), or does not change what is computed.
 FREE = frozenset(
@@ -49,7 +49,7 @@ class Preset:
     Attributes:
         hub: the checkpoint whose configuration this is; chat: its sibling that was tuned to converse.
         parameters: as published.
-        template: chat template of `chat`, by its name in recipes.
+        template: chat template of `chat` by its name in recipes (`data.template`), or that only its tokenizer brings it.
         licence: in words, with what the hub asks before a download.
         config: as in config.json.
     """
@@ -165,169 +165,94 @@ _META = "Llama {} Community License; gated: accept it on the model's page, then 
 _GOOGLE = "Gemma Terms of Use; gated: accept them on the model's page, then `hf auth login`"
 _APACHE = "Apache 2.0; not gated"
 _MIT = "MIT; not gated"
+_OWN = "its tokenizer's own"
 
 
-def _of(hub: str, chat: str, parameters: int, template: str, licence: str, config: Mapping[str, Any]) -> Preset:
-    return Preset(hub, chat, parameters, template, licence, config)
+def _google(hub: str, chat: str, parameters: int, config: Mapping[str, Any]) -> Preset:
+    return Preset(f"google/{hub}", f"google/{chat}", parameters, "gemma", _GOOGLE, config)
 
+
+def _meta(release: str, size: str, parameters: int, config: Mapping[str, Any]) -> Preset:
+    hub = f"meta-llama/Llama-{release}-{size}"
+    return Preset(hub, f"{hub}-Instruct", parameters, "llama3", _META.format(release), config)
+
+
+def _alibaba(hub: str, chat: str, parameters: int, config: Mapping[str, Any]) -> Preset:
+    template = "qwen" if config["model_type"] == "qwen2" else _OWN  # Qwen3's has places to think in
+    return Preset(f"Qwen/{hub}", f"Qwen/{chat}", parameters, template, _APACHE, config)
+
+
+def _microsoft(hub: str, parameters: int, template: str, config: Mapping[str, Any]) -> Preset:
+    return Preset(f"microsoft/{hub}", f"microsoft/{hub}", parameters, template, _MIT, config)
+
+
+_TIED = {"tie_word_embeddings": True}
+_MISTRAL = {
+    "model_type": "mistral",
+    "vocab_size": 32768,
+    **_sizes(4096, 14336, 32, 32, 8),
+    "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1000000.0,
+    "sliding_window": None,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_GEMMA3 = {
+    "vocab_size": 262144,
+    "max_position_embeddings": 32768,
+    "rope_theta": 1000000.0,
+    "rope_local_base_freq": 10000.0,
+    "sliding_window": 512,
+    "sliding_window_pattern": 6,
+}
+_PHI35 = {"vocab_size": 32064, "bos_token_id": 1, "eos_token_id": 32000, "pad_token_id": 32000}
+_PHI4 = {"vocab_size": 200064, "partial_rotary_factor": 0.75, "bos_token_id": 199999, "eos_token_id": 199999}
 
 PRESETS: dict[str, Preset] = {
-    "gemma-2-2b": _of(
-        "google/gemma-2-2b",
-        "google/gemma-2-2b-it",
-        2_614_341_888,
-        "gemma",
-        _GOOGLE,
-        _gemma("gemma2", 2304, 9216, 26, 8, 4, **_GEMMA2),
+    "gemma-2-2b": _google("gemma-2-2b", "gemma-2-2b-it", 2_614_341_888, _gemma("gemma2", 2304, 9216, 26, 8, 4, **_GEMMA2)),
+    "gemma-2-9b": _google("gemma-2-9b", "gemma-2-9b-it", 9_241_705_984, _gemma("gemma2", 3584, 14336, 42, 16, 8, **_GEMMA2)),
+    "gemma-3-1b": _google(
+        "gemma-3-1b-pt", "gemma-3-1b-it", 999_885_952, _gemma("gemma3_text", 1152, 6912, 26, 4, 1, **_GEMMA3)
     ),
-    "gemma-2-9b": _of(
-        "google/gemma-2-9b",
-        "google/gemma-2-9b-it",
-        9_241_705_984,
-        "gemma",
-        _GOOGLE,
-        _gemma("gemma2", 3584, 14336, 42, 16, 8, **_GEMMA2),
+    "llama-3.1-8b": _meta("3.1", "8B", 8_030_261_248, _llama(8.0, 4096, 14336, 32, 32, 8)),
+    "llama-3.2-1b": _meta("3.2", "1B", 1_235_814_400, _llama(32.0, 2048, 8192, 16, 32, 8, head_dim=64, **_TIED)),
+    "llama-3.2-3b": _meta("3.2", "3B", 3_212_749_824, _llama(32.0, 3072, 8192, 28, 24, 8, head_dim=128, **_TIED)),
+    "mistral-7b-v0.3": Preset(
+        "mistralai/Mistral-7B-v0.3", "mistralai/Mistral-7B-Instruct-v0.3", 7_248_023_552, "mistral", _APACHE, _MISTRAL
     ),
-    "gemma-3-1b": _of(
-        "google/gemma-3-1b-pt",
-        "google/gemma-3-1b-it",
-        999_885_952,
-        "gemma",
-        _GOOGLE,
-        _gemma(
-            "gemma3_text",
-            *(1152, 6912, 26, 4, 1),
-            vocab_size=262144,
-            max_position_embeddings=32768,
-            rope_theta=1000000.0,
-            rope_local_base_freq=10000.0,
-            sliding_window=512,
-            sliding_window_pattern=6,
-        ),
-    ),
-    "llama-3.1-8b": _of(
-        "meta-llama/Llama-3.1-8B",
-        "meta-llama/Llama-3.1-8B-Instruct",
-        8_030_261_248,
-        "llama3",
-        _META.format("3.1"),
-        _llama(8.0, 4096, 14336, 32, 32, 8),
-    ),
-    "llama-3.2-1b": _of(
-        "meta-llama/Llama-3.2-1B",
-        "meta-llama/Llama-3.2-1B-Instruct",
-        1_235_814_400,
-        "llama3",
-        _META.format("3.2"),
-        _llama(32.0, 2048, 8192, 16, 32, 8, head_dim=64, tie_word_embeddings=True),
-    ),
-    "llama-3.2-3b": _of(
-        "meta-llama/Llama-3.2-3B",
-        "meta-llama/Llama-3.2-3B-Instruct",
-        3_212_749_824,
-        "llama3",
-        _META.format("3.2"),
-        _llama(32.0, 3072, 8192, 28, 24, 8, head_dim=128, tie_word_embeddings=True),
-    ),
-    "mistral-7b-v0.3": _of(
-        "mistralai/Mistral-7B-v0.3",
-        "mistralai/Mistral-7B-Instruct-v0.3",
-        7_248_023_552,
-        "mistral",
-        _APACHE,
-        {
-            "model_type": "mistral",
-            "vocab_size": 32768,
-            **_sizes(4096, 14336, 32, 32, 8),
-            "max_position_embeddings": 32768,
-            "rms_norm_eps": 1e-5,
-            "rope_theta": 1000000.0,
-            "sliding_window": None,
-            "bos_token_id": 1,
-            "eos_token_id": 2,
-        },
-    ),
-    "phi-3.5-mini": _of(
-        "microsoft/Phi-3.5-mini-instruct",
-        "microsoft/Phi-3.5-mini-instruct",
+    "phi-3.5-mini": _microsoft(
+        "Phi-3.5-mini-instruct",
         3_821_079_552,
         "phi3",
-        _MIT,
-        _phi(
-            *(3072, 8192, 32, 32, 32),
-            short=_PHI35_SHORT,
-            long=_PHI35_LONG,
-            vocab_size=32064,
-            bos_token_id=1,
-            eos_token_id=32000,
-            pad_token_id=32000,
-        ),
+        _phi(3072, 8192, 32, 32, 32, short=_PHI35_SHORT, long=_PHI35_LONG, **_PHI35),
     ),
-    "phi-4-mini": _of(
-        "microsoft/Phi-4-mini-instruct",
-        "microsoft/Phi-4-mini-instruct",
+    "phi-4-mini": _microsoft(
+        "Phi-4-mini-instruct",
         3_836_021_760,
-        "phi4",
-        _MIT,
-        _phi(
-            *(3072, 8192, 32, 24, 8),
-            short=(1.0,) * 48,
-            long=_PHI4_LONG,
-            vocab_size=200064,
-            partial_rotary_factor=0.75,
-            tie_word_embeddings=True,
-            bos_token_id=199999,
-            eos_token_id=199999,
-            pad_token_id=199999,
-        ),
+        _OWN,
+        _phi(3072, 8192, 32, 24, 8, short=(1.0,) * 48, long=_PHI4_LONG, pad_token_id=199999, **_PHI4, **_TIED),
     ),
-    "qwen2.5-0.5b": _of(
-        "Qwen/Qwen2.5-0.5B",
-        "Qwen/Qwen2.5-0.5B-Instruct",
-        494_032_768,
-        "qwen2.5",
-        _APACHE,
-        _qwen("qwen2", 32768, 896, 4864, 24, 14, 2, tie_word_embeddings=True),
+    "qwen2.5-0.5b": _alibaba(
+        "Qwen2.5-0.5B", "Qwen2.5-0.5B-Instruct", 494_032_768, _qwen("qwen2", 32768, 896, 4864, 24, 14, 2, **_TIED)
     ),
-    "qwen2.5-1.5b": _of(
-        "Qwen/Qwen2.5-1.5B",
-        "Qwen/Qwen2.5-1.5B-Instruct",
-        1_543_714_304,
-        "qwen2.5",
-        _APACHE,
-        _qwen("qwen2", 131072, 1536, 8960, 28, 12, 2, tie_word_embeddings=True),
+    "qwen2.5-1.5b": _alibaba(
+        "Qwen2.5-1.5B", "Qwen2.5-1.5B-Instruct", 1_543_714_304, _qwen("qwen2", 131072, 1536, 8960, 28, 12, 2, **_TIED)
     ),
-    "qwen2.5-7b": _of(
-        "Qwen/Qwen2.5-7B",
-        "Qwen/Qwen2.5-7B-Instruct",
+    "qwen2.5-7b": _alibaba(
+        "Qwen2.5-7B",
+        "Qwen2.5-7B-Instruct",
         7_615_616_512,
-        "qwen2.5",
-        _APACHE,
-        _qwen("qwen2", 131072, 3584, 18944, 28, 28, 4) | {"vocab_size": 152064},
+        _qwen("qwen2", 131072, 3584, 18944, 28, 28, 4, vocab_size=152064),
     ),
-    "qwen3-0.6b": _of(
-        "Qwen/Qwen3-0.6B-Base",
-        "Qwen/Qwen3-0.6B",
-        596_049_920,
-        "qwen3",
-        _APACHE,
-        _qwen("qwen3", 32768, 1024, 3072, 28, 16, 8, head_dim=128, tie_word_embeddings=True),
+    "qwen3-0.6b": _alibaba(
+        "Qwen3-0.6B-Base", "Qwen3-0.6B", 596_049_920, _qwen("qwen3", 32768, 1024, 3072, 28, 16, 8, head_dim=128, **_TIED)
     ),
-    "qwen3-1.7b": _of(
-        "Qwen/Qwen3-1.7B-Base",
-        "Qwen/Qwen3-1.7B",
-        1_720_574_976,
-        "qwen3",
-        _APACHE,
-        _qwen("qwen3", 32768, 2048, 6144, 28, 16, 8, head_dim=128, tie_word_embeddings=True),
+    "qwen3-1.7b": _alibaba(
+        "Qwen3-1.7B-Base", "Qwen3-1.7B", 1_720_574_976, _qwen("qwen3", 32768, 2048, 6144, 28, 16, 8, head_dim=128, **_TIED)
     ),
-    "qwen3-8b": _of(
-        "Qwen/Qwen3-8B-Base",
-        "Qwen/Qwen3-8B",
-        8_190_735_360,
-        "qwen3",
-        _APACHE,
-        _qwen("qwen3", 32768, 4096, 12288, 36, 32, 8, head_dim=128),
+    "qwen3-8b": _alibaba(
+        "Qwen3-8B-Base", "Qwen3-8B", 8_190_735_360, _qwen("qwen3", 32768, 4096, 12288, 36, 32, 8, head_dim=128)
     ),
 }
 
@@ -347,6 +272,12 @@ def find(name: str) -> Preset:
     return PRESETS[name]
 
 
+def only_planned(recipe: Any) -> bool:
+    """Whether the recipe's model is a configuration alone, without weights or tokenizer."""
+    model = recipe.model
+    return model.preset is not None and model.path is None and model.weights != "random"
+
+
 def require_weights(recipe: Any) -> None:
     """Refuses to train a preset whose weights nobody named: fresh ones, taken in silence, would be no fine-tuning.
 
@@ -354,7 +285,7 @@ def require_weights(recipe: Any) -> None:
         RecipeError: `model.preset` without `path`, and `weights` is not random.
     """
     model = recipe.model
-    if model.preset is not None and model.path is None and model.weights != "random":
+    if only_planned(recipe):
         raise RecipeError(
             f"model.preset: {model.preset} is a configuration without weights: it can be planned, not trained; add model.path: {find(model.preset).hub} "
             "(or a folder that holds it), or model.weights: random for a new model of that shape"

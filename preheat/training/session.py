@@ -66,8 +66,8 @@ def resolve(recipe: Recipe) -> tuple[Device, int]:
 
 
 def rows_of(recipe: Recipe) -> int | None:
-    """Training rows, where `stop.epochs` makes them matter: then the data is read (and cached)."""
-    if not recipe.stop.epochs:
+    """Training rows, where `stop.epochs` makes them matter: then the data is read (and cached); a preset alone has no tokenizer to read by."""
+    if not recipe.stop.epochs or presets.only_planned(recipe):
         return None
     from preheat.data import prepare
 

@@ -12,9 +12,13 @@ from torch.nn import functional
 
 from preheat.engine.build import build
 from preheat.engine.step import gradients, update
+from preheat.errors import RecipeError
 from preheat.models import adapter
 from preheat.ops.adapters import merge
+from preheat.ops.attention import reference_attention
+from preheat.ops.losses import CrossEntropy, RegularizedCrossEntropy, Softcapped
 from preheat.recipe import Recipe, parse
+from preheat.technique import MaskSpec
 
 from ..conftest import DEVICE, difference, uneven
 
@@ -119,8 +123,61 @@ def test_a_build_with_our_techniques_is_plain_transformers(family: str, tmp_path
     loss = gradients(made, [batch])
     assert float(loss.total.detach() / loss.weight) == pytest.approx(float(expected.detach()), rel=1e-5)
     ours = {name: p.grad for name, p in made.trained[0].named_parameters()}
-    theirs = {name: p.grad for name, p in plain.named_parameters()}
+    theirs: dict[str, Any] = {name: p.grad for name, p in plain.named_parameters()}
     assert difference(ours, theirs) < 1e-5  # type: ignore[arg-type]
+    # An adapter W + s B A with B = 0 has the same loss, and dL/dB = s dL/dW A'.
+    made = build(_recipe(folder, TECHNIQUES), vocabulary=96, device=DEVICE)
+    loss = gradients(made, [batch])
+    assert float(loss.total.detach() / loss.weight) == pytest.approx(float(expected.detach()), rel=1e-5)
+    by_name = dict(made.trained[0].named_parameters())
+    adapted = [name for name in by_name if ".lora_B." in name]
+    assert len(adapted) == made.changes["lora"][0].count
+    found = {name: by_name[name].grad for name in adapted}
+    wanted = {
+        name: 8.0 * theirs[name.partition(".lora_B")[0] + ".weight"] @ by_name[name.replace("lora_B", "lora_A")].detach().T
+        for name in adapted
+    }
+    assert difference(found, wanted) < 1e-5  # type: ignore[arg-type]
+
+
+def test_long_positions_take_the_long_factors_as_in_transformers(tmp_path: Path) -> None:
+    config = FAMILIES["phi3, partial rotary, long rope"]()
+    config.rope_parameters["original_max_position_embeddings"] = config.original_max_position_embeddings = 16
+    folder, plain = _folder(tmp_path, config)
+    made: Any = build(_recipe(folder, "{}"), vocabulary=96, device=DEVICE).trained[0]
+    for length in (16, 17):  # the last that is near, the first that is far
+        tokens, places = torch.arange(length)[None] + 3, torch.arange(length)[None]
+        with torch.no_grad():
+            states = adapter.hidden_states(made, tokens, places, MaskSpec(), reference_attention)
+            theirs = plain(input_ids=tokens, use_cache=False).logits
+        assert float((adapter.logits(made, states) - theirs).norm() / theirs.norm()) < 1e-6
+
+
+def test_a_head_with_a_bias_is_refused() -> None:
+    with pytest.raises(RecipeError, match="the head of PhiForCausalLM has a bias"):
+        adapter.build_on_meta(transformers.PhiConfig(**TINY, num_hidden_layers=2))
+
+
+def test_kernels_that_would_leave_out_a_softcap_are_refused(tmp_path: Path) -> None:
+    folder, _ = _folder(tmp_path, FAMILIES["gemma2, both softcaps"]())
+    for techniques, words in (
+        ("{chunked_loss: {kernel: torch}}", "would leave out the cap on the logits of gemma2; use ours"),
+        ("{efficient_attention: {kernel: flash}}", "cannot cap its scores, as gemma2 does; use blocks, flex or auto"),
+    ):
+        with pytest.raises(RecipeError, match=words):
+            build(_recipe(folder, techniques), vocabulary=96, device=DEVICE)
+
+
+@pytest.mark.parametrize("inner", [CrossEntropy(), RegularizedCrossEntropy(0.1, 1e-2)], ids=["plain", "regularized"])
+def test_a_capped_loss_makes_its_own_gradient_in_place(inner: Any) -> None:
+    loss, labels = Softcapped(inner, 0.7), torch.tensor([3, -100, 0])
+    logits = torch.randn(3, 6, generator=torch.Generator().manual_seed(1), requires_grad=True)
+    expected = loss(logits, labels)
+    (slope,) = torch.autograd.grad(expected.sum(), logits)
+    in_place = logits.detach().clone()
+    made, factor = loss.value_and_grad_(in_place, labels)  # type: ignore[misc]
+    assert torch.allclose(made, expected.detach(), atol=1e-6)
+    assert torch.allclose(in_place * factor[:, None], slope, atol=1e-6)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -130,8 +187,6 @@ def test_adapters_train_and_the_exported_folder_is_the_trained_model(family: str
     model: Any = made.trained[0]
     batch = uneven()
     first = gradients(made, [batch]).total.detach()
-    # Without the adapters (B begins at zero) this is the plain model: the gradients of A and B come from the base's products.
-    assert all(p.grad is not None and torch.isfinite(p.grad).all() for _, p in made.parameters())
     update(made, 0.01)
     for _ in range(5):
         last = gradients(made, [batch]).total.detach()
