@@ -12,6 +12,7 @@ import typer
 from preheat.cli import (
     bench,
     calibrate,
+    data,
     demo,
     evaluate,
     export,
@@ -53,6 +54,7 @@ def _global(
 
 
 app.command("plan")(plan.plan)
+app.command("data")(data.data)
 app.command("train")(train.train)
 app.command("bench")(bench.bench)
 app.command("report")(report.report)
