@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NewType, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, NewType, Protocol
 
 if TYPE_CHECKING:
     import torch
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
     from preheat.recipe import Recipe
 
-__all__ = ["Batch", "Build", "Change", "Context", "Device", "Finish", "LossSum", "MaskSpec", "ModelFacts", "Order", "RowLoss"]
-__all__ += ["Shape", "Slot", "Stage", "Stateful", "Tag", "Technique", "conflicts_of", "registry"]
+__all__ = ["Batch", "Build", "Change", "Context", "Device", "Examples", "Finish", "LossSum", "MaskSpec", "ModelFacts", "Order"]
+__all__ += ["RowLoss", "Shape", "Slot", "Stage", "Stateful", "Tag", "Technique", "conflicts_of", "examples_of", "registry"]
 
 Tag = NewType("Tag", str)
 """A capability that a technique brings, needs or cannot bear: `bf16-weights`, `frozen-base`. Never a class's name."""
@@ -129,6 +129,19 @@ class Shape:
     micro: int
 
 
+class Examples(NamedTuple):
+    """What rows of data hold, and what an objective reads. The default is text, for next-token prediction.
+
+    Attributes:
+        kind: `text`; `pairs`: two sequences side by side, of which the first is preferred; `liked`: a sequence with an answer that was
+            liked or not; `classes`: a sequence that is of one class.
+        classes: how many of these there are.
+    """
+
+    kind: Literal["text", "pairs", "liked", "classes"] = "text"
+    classes: int = 0
+
+
 @dataclass
 class Batch:
     """One micro-batch.
@@ -138,8 +151,10 @@ class Batch:
         labels: [rows, length] int64, aligned with `tokens`: the label of place t is the token at t + 1; -100: not trained.
         positions: [rows, length] int64, counted within each document.
         mask: which tokens see which.
-        weight: number of trained labels, on the host.
+        weight: on the host, what the loss is the mean over: trained labels, or examples where an objective compares them.
         rows: which rows of the data these are, for messages and for `rerun`.
+        group: sequences of an example, which stand side by side: 2 where they are compared, what is preferred first.
+        liked: for each row, and each of its sequences without the padding, 1 where the answer was liked and 0 where not; (): not said.
     """
 
     tokens: Tensor
@@ -148,11 +163,13 @@ class Batch:
     mask: MaskSpec
     weight: int
     rows: tuple[int, ...] = ()
+    group: int = 1
+    liked: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass
 class LossSum:
-    """A loss as its sum and the weight to divide by, so that parts of a batch add up exactly."""
+    """A loss as its sum and the weight to divide by, so that parts of a batch add up exactly; metrics are sums too."""
 
     total: Tensor
     weight: int | float
@@ -258,6 +275,10 @@ class Technique(ABC):
             ValueError: this model cannot have it; the words begin with the knob.
         """
 
+    def examples(self) -> Examples | None:
+        """What rows must hold for it; None: it does not matter."""
+        return None
+
     def check(self, context: Context) -> list[str]:
         """Why this cannot serve here, in words; empty when it can."""
         return []
@@ -319,6 +340,17 @@ def conflicts_of(techniques: Iterable[Technique], context: Context) -> list[tupl
     return found
 
 
+def examples_of(recipe: Recipe) -> Examples:
+    """What the rows of a recipe's data must hold."""
+    asked = (t.examples() for t in recipe.techniques.values())
+    return next((found for found in asked if found is not None), Examples())
+
+
+def mean_metrics(metrics: Mapping[str, Any], weight: float) -> dict[str, float]:
+    """Each metric's mean, from its sum."""
+    return {name: float(total) / max(weight, 1) for name, total in metrics.items()}
+
+
 @dataclass
 class Build:
     """A recipe made concrete. `preheat.engine.build.build` makes it; techniques change it; steps run it."""
@@ -353,6 +385,8 @@ class Build:
     accumulation: int = 1
     """Micro-batches in a global batch."""
     changes: dict[str, list[Change]] = field(default_factory=dict)
+    scores: Callable[[Mapping[str, Tensor], float], dict[str, float]] = mean_metrics
+    """The objective's metrics, as sums, and their weight -> what is written down."""
     counters: dict[str, Callable[[], int]] = field(default_factory=dict)
     """What techniques count on the host while steps run (recompilations), by name: a key of each step's metrics."""
     step: int = 0

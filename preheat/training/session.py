@@ -115,6 +115,7 @@ def open_session(recipe: Recipe, out: Path, *, resume: bool, watch: Watch, force
     import torch
 
     from preheat.data import prepare
+    from preheat.data.judged import require_examples
     from preheat.hardware.calibrate import rates
 
     device, threads = resolve(recipe)
@@ -131,6 +132,7 @@ def open_session(recipe: Recipe, out: Path, *, resume: bool, watch: Watch, force
         tokenizer=adapter.tokenizer_folder(recipe),
         progress=watch.progress,
     )
+    require_examples(recipe, data)
     watch.stage("measuring this machine (once)")
     measured = rates(device, threads, progress=lambda what, done: watch.progress(what, done, 1.0))
     watch.stage("planning")
