@@ -1,7 +1,6 @@
 """What a technique is, the build that it acts on, and the registry. No torch: `preheat --help` reads this.
 
-A technique is one idea that changes a build: one file in `preheat/techniques/`, named as the key in the recipe.
-It is found by its module's name; nothing else is edited.
+A technique is one idea that changes a build: one file in `preheat/techniques/`, found by its name, the key in the recipe.
 
     recipe ──check──▶ Build on meta ──apply, in the order of Stage──▶ Build with slots owned ──▶ step
 """
@@ -14,16 +13,17 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, NewType, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NewType, Protocol
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
+    from preheat.data.kinds import Examples
     from preheat.recipe import Recipe
 
-__all__ = ["Batch", "Build", "Change", "Context", "Device", "Examples", "Finish", "LossSum", "MaskSpec", "ModelFacts", "Order"]
-__all__ += ["RowLoss", "Shape", "Slot", "Stage", "Stateful", "Tag", "Technique", "conflicts_of", "examples_of", "registry"]
+__all__ = ["Batch", "Build", "Change", "Context", "Device", "Finish", "LossSum", "MaskSpec", "ModelFacts", "Order", "RowLoss"]
+__all__ += ["Shape", "Slot", "Stage", "Stateful", "Tag", "Technique", "conflicts_of", "registry"]
 
 Tag = NewType("Tag", str)
 """A capability that a technique brings, needs or cannot bear: `bf16-weights`, `frozen-base`. Never a class's name."""
@@ -61,8 +61,7 @@ class Slot(StrEnum):
     SAMPLE_ORDER = "sample_order"  # (rows, seed, committed, samples of the whole run or None) -> Iterator[int], rows by number
     ATTENTION_KERNEL = "attention_kernel"  #     (q, k, v, mask, scale) -> Tensor
     ATTENTION_EXCHANGE = "attention_exchange"  # (kernel) -> kernel
-    # Beyond DESIGN.md's list: bf16 weights with stochastic rounding and a low-bit AdamW each bring their own optimizer;
-    # without an owner the second would silently replace the first.
+    # Beyond DESIGN.md's list: bf16 weights and a low-bit AdamW each bring an optimizer; the second would replace the first unseen.
     OPTIMIZER = "optimizer"  #      (groups, settings) -> torch.optim.Optimizer
 
 
@@ -119,27 +118,12 @@ class MaskSpec:
 
 @dataclass(frozen=True)
 class Shape:
-    """What the loader hands to the next step: rows of the global batch, their length, rows of a micro-batch.
-
-    Shorter rows are cut from n whole ones of the data: `rows` is ceil(n * batch.length / length).
-    """
+    """What the loader hands to the next step: `rows` of the global batch, their `length`, rows of a micro-batch.
+    Shorter rows are cut from n whole ones of the data: `rows` is ceil(n * batch.length / length)."""
 
     rows: int
     length: int
     micro: int
-
-
-class Examples(NamedTuple):
-    """What rows of data hold, and what an objective reads. The default is text, for next-token prediction.
-
-    Attributes:
-        kind: `text`; `pairs`: two sequences side by side, of which the first is preferred; `liked`: a sequence with an answer that was
-            liked or not; `classes`: a sequence that is of one class.
-        classes: how many of these there are.
-    """
-
-    kind: Literal["text", "pairs", "liked", "classes"] = "text"
-    classes: int = 0
 
 
 @dataclass
@@ -182,7 +166,6 @@ class RowLoss(Protocol):
     @property
     def measured(self) -> RowLoss:
         """What an evaluation takes: this loss in nats, without what only training adds."""
-        ...
 
     def __call__(self, logits: Tensor, *aligned: Tensor) -> Tensor: ...
 
@@ -331,24 +314,14 @@ def conflicts_of(techniques: Iterable[Technique], context: Context) -> list[tupl
             if slot in owner:
                 found.append((t.name(), f"owns the slot '{slot}', which {owner[slot]} owns already; leave one out"))
             owner.setdefault(slot, t.name())
-        for need in sorted(t.needs - context.tags):
-            found.append((t.name(), f"needs {need}, which nothing in this recipe provides"))
+        found.extend(
+            (t.name(), f"needs {need}, which nothing in this recipe provides") for need in sorted(t.needs - context.tags)
+        )
         for other, tags in brings.items():
             if other != t.name() and t.conflicts & tags:
                 found.append((t.name(), f"cannot go with {other} ({', '.join(sorted(t.conflicts & tags))})"))
         found.extend((t.name(), words) for words in t.check(context))
     return found
-
-
-def examples_of(recipe: Recipe) -> Examples:
-    """What the rows of a recipe's data must hold."""
-    asked = (t.examples() for t in recipe.techniques.values())
-    return next((found for found in asked if found is not None), Examples())
-
-
-def mean_metrics(metrics: Mapping[str, Any], weight: float) -> dict[str, float]:
-    """Each metric's mean, from its sum."""
-    return {name: float(total) / max(weight, 1) for name, total in metrics.items()}
 
 
 @dataclass
@@ -385,8 +358,8 @@ class Build:
     accumulation: int = 1
     """Micro-batches in a global batch."""
     changes: dict[str, list[Change]] = field(default_factory=dict)
-    scores: Callable[[Mapping[str, Tensor], float], dict[str, float]] = mean_metrics
-    """The objective's metrics, as sums, and their weight -> what is written down."""
+    scores: Callable[[Mapping[str, Tensor], float], dict[str, float]] = lambda metrics, weight: {}
+    """The objective's metrics, as sums, and their weight -> what is written down of them."""
     counters: dict[str, Callable[[], int]] = field(default_factory=dict)
     """What techniques count on the host while steps run (recompilations), by name: a key of each step's metrics."""
     step: int = 0

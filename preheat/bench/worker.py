@@ -33,7 +33,7 @@ def take_steps(job: dict[str, Any]) -> dict[str, Any]:
 
     from preheat import recipe as recipes
     from preheat.data import batches, prepare
-    from preheat.data.judged import require_examples
+    from preheat.data.kinds import require_examples
     from preheat.engine.build import build, peak_learning_rate
     from preheat.engine.step import gradients, update
     from preheat.hardware.probe import peak_bytes

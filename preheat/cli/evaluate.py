@@ -32,7 +32,7 @@ def evaluate(
 
     from preheat.cli.show import console, emit
     from preheat.data import Rows, evaluation_batches, prepare
-    from preheat.data.judged import require_examples
+    from preheat.data.kinds import require_examples
     from preheat.engine.evaluate import evaluate as measure
     from preheat.errors import RecipeError
     from preheat.training.opened import open_model

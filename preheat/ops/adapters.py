@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from preheat.models.classifier import ClassHead
+from preheat.ops.class_head import ClassHead
 from preheat.ops.nf4 import PackedMap, unpack_
 
 __all__ = ["base_of", "draw", "inject", "merge", "names_of", "parameters_of", "shares", "without"]

@@ -17,10 +17,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from preheat.data.kinds import examples_of
 from preheat.engine.build import build
 from preheat.engine.step import forward, gradients, transform, update
 from preheat.recipe import Recipe
-from preheat.technique import Batch, Build, Device, MaskSpec, Shape, Slot, examples_of
+from preheat.technique import Batch, Build, Device, MaskSpec, Shape, Slot
 
 __all__ = ["CATEGORIES", "Kernel", "Observation", "Recorder", "observe"]
 

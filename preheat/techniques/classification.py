@@ -15,8 +15,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
+from preheat.data.kinds import Examples
 from preheat.recipe import Bound, Recipe
-from preheat.technique import Batch, Build, Change, Context, Examples, LossSum, Slot, Stage, Tag, Technique
+from preheat.technique import Batch, Build, Change, Context, LossSum, Slot, Stage, Tag, Technique
 
 if TYPE_CHECKING:
     import torch
@@ -40,7 +41,7 @@ def classify(model: Any, classes: int, *, seed: int = 0) -> str:
     """
     import torch
 
-    from preheat.models.classifier import draw_head, give_classes
+    from preheat.ops.class_head import draw_head, give_classes
 
     if model.config.tie_word_embeddings:
         raise ValueError("the head is tied to the embedding; set tie_word_embeddings to False")
@@ -109,7 +110,7 @@ class Classification(Technique):
         return why
 
     def apply(self, build: Build, part: Any) -> Change:
-        from preheat.models.classifier import draw_head, give_classes
+        from preheat.ops.class_head import draw_head, give_classes
 
         name = give_classes(part, self.classes)
         draw = functools.partial(draw_head, std=part.config.get_text_config().initializer_range)

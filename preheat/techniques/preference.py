@@ -19,9 +19,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
+from preheat.data.kinds import Examples
 from preheat.errors import DataError
 from preheat.recipe import Bound, NonNegative, Positive
-from preheat.technique import Batch, Build, Change, Context, Examples, LossSum, Slot, Stage, Tag, Technique, mean_metrics
+from preheat.technique import Batch, Build, Change, Context, LossSum, Slot, Stage, Tag, Technique
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -235,7 +236,7 @@ class Preference(Technique):
 def _scores(metrics: Mapping[str, Any], weight: float) -> dict[str, float]:
     """Means over the pairs; of single answers the mean rewards of those that were liked and of the others, where there are any."""
     if "liked" not in metrics:
-        return mean_metrics(metrics, weight)
+        return {name: float(total) / weight for name, total in metrics.items()}
     liked = float(metrics["liked"])
     found = {"reward_accuracy": float(metrics["reward_accuracy"]) / weight}
     if liked:

@@ -115,7 +115,7 @@ def open_session(recipe: Recipe, out: Path, *, resume: bool, watch: Watch, force
     import torch
 
     from preheat.data import prepare
-    from preheat.data.judged import require_examples
+    from preheat.data.kinds import require_examples
     from preheat.hardware.calibrate import rates
 
     device, threads = resolve(recipe)

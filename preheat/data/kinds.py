@@ -1,14 +1,36 @@
-"""Whether the data holds what the recipe's objective reads: text, pairs of answers, liked answers or classes."""
+"""What rows hold and objectives read: text, pairs of answers, liked answers or classes; and whether the two fit."""
 
 from __future__ import annotations
 
-from preheat.data.packing import Rows
-from preheat.data.preparing import Prepared
-from preheat.errors import DataError, RecipeError
-from preheat.recipe import Recipe
-from preheat.technique import Examples, examples_of
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
-__all__ = ["require_examples"]
+from preheat.errors import DataError, RecipeError
+
+if TYPE_CHECKING:
+    from preheat.data.preparing import Prepared
+    from preheat.recipe import Recipe
+
+__all__ = ["Examples", "examples_of", "require_examples"]
+
+
+class Examples(NamedTuple):
+    """What rows of data hold, and what an objective reads. The default is text, for next-token prediction.
+
+    Attributes:
+        kind: `text`; `pairs`: two sequences side by side, of which the first is preferred; `liked`: a sequence with an answer that was
+            liked or not; `classes`: a sequence that is of one class.
+        classes: how many of these there are.
+    """
+
+    kind: Literal["text", "pairs", "liked", "classes"] = "text"
+    classes: int = 0
+
+
+def examples_of(recipe: Recipe) -> Examples:
+    """What the rows of a recipe's data must hold."""
+    asked = (t.examples() for t in recipe.techniques.values())
+    return next((found for found in asked if found is not None), Examples())
+
 
 _HOLDS = {
     "text": "text to continue",
@@ -30,6 +52,8 @@ def require_examples(recipe: Recipe, data: Prepared) -> None:
     Raises:
         DataError: rows of another kind; RecipeError: too few classes in the recipe.
     """
+    from preheat.data.packing import Rows
+
     asked = examples_of(recipe)
     owner = next(
         (f"techniques.{t.name()}" for t in recipe.techniques.values() if t.examples() is not None), "next-token training"
