@@ -118,8 +118,7 @@ class MaskSpec:
 
 @dataclass(frozen=True)
 class Shape:
-    """What the loader hands to the next step: `rows` of the global batch, their `length`, rows of a micro-batch.
-    Shorter rows are cut from n whole ones of the data: `rows` is ceil(n * batch.length / length)."""
+    """Rows of the next global batch, their length, rows of a micro-batch. Shorter rows: `rows` is ceil(whole * batch.length / length)."""
 
     rows: int
     length: int
@@ -200,8 +199,7 @@ class Device:
     name: str
     memory: int
     """Bytes that a run may use."""
-    capability: tuple[int, int] | None = None
-    """CUDA compute capability."""
+    capability: tuple[int, int] | None = None  # CUDA's
 
 
 @dataclass(frozen=True)

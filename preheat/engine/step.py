@@ -41,8 +41,8 @@ def forward(build: Build, batch: Batch) -> LossSum:
         # An objective that takes several passes states the loss of each, and the model whose head it is over.
         def over_logits(hidden: Tensor, *aligned: Tensor, row_loss: RowLoss | None = None, of: Any = part) -> Tensor:
             if row_loss is None:
-                row_loss = build.slot(Slot.ROW_LOSS)  # type: ignore[assignment]
-                row_loss = row_loss if part.training else row_loss.measured
+                owned: RowLoss = build.slot(Slot.ROW_LOSS)  # type: ignore[assignment]
+                row_loss = owned if part.training else owned.measured
             if build.head_dtype is None:
                 return build.slot(Slot.OVER_LOGITS)(hidden, adapter.head(of), row_loss, *aligned)
             with torch.autocast(build.device.kind, enabled=False):
