@@ -9,6 +9,7 @@ preparing.py  the token cache, and what was counted
 packing.py    rows: tokens, labels, positions and document lengths
 streaming.py  rows packed while the source is read
 loader.py     the order of rows, and batches of torch tensors
+kinds.py      what rows hold and objectives read: text, pairs, liked answers or classes
 difficulty.py scores of rows, and the order that begins with the easy ones
 ngrams.py     unigram and bigram losses to compare a model with
 """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -117,4 +118,4 @@ def _weights_folder(recipe: Recipe) -> Path | None:
 
 def _move(batch: Batch, device: Any) -> Batch:
     tokens, labels, positions = (t.to(device, non_blocking=True) for t in (batch.tokens, batch.labels, batch.positions))
-    return Batch(tokens, labels, positions, batch.mask, batch.weight, batch.rows)
+    return replace(batch, tokens=tokens, labels=labels, positions=positions)

@@ -115,6 +115,7 @@ def open_session(recipe: Recipe, out: Path, *, resume: bool, watch: Watch, force
     import torch
 
     from preheat.data import prepare
+    from preheat.data.kinds import require_examples
     from preheat.data.layouts import problems_with
     from preheat.hardware.calibrate import rates
 
@@ -140,6 +141,7 @@ def open_session(recipe: Recipe, out: Path, *, resume: bool, watch: Watch, force
         watch.notice(f"layout: {data.layout.words}")
     for line in data.told:
         watch.notice(line)
+    require_examples(recipe, data)
     watch.stage("measuring this machine (once)")
     measured = rates(device, threads, progress=lambda what, done: watch.progress(what, done, 1.0))
     watch.stage("planning")

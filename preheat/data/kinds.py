@@ -1,0 +1,75 @@
+"""What rows hold and objectives read: text, pairs of answers, liked answers or classes; and whether the two fit."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+from preheat.errors import DataError, RecipeError
+
+if TYPE_CHECKING:
+    from preheat.data.preparing import Prepared
+    from preheat.recipe import Recipe
+
+__all__ = ["Examples", "examples_of", "require_examples"]
+
+
+class Examples(NamedTuple):
+    """What rows of data hold, and what an objective reads. The default is text, for next-token prediction.
+
+    Attributes:
+        kind: `text`; `pairs`: two sequences side by side, of which the first is preferred; `liked`: a sequence with an answer that was
+            liked or not; `classes`: a sequence that is of one class.
+        classes: how many of these there are.
+    """
+
+    kind: Literal["text", "pairs", "liked", "classes"] = "text"
+    classes: int = 0
+
+
+def examples_of(recipe: Recipe) -> Examples:
+    """What the rows of a recipe's data must hold."""
+    asked = (t.examples() for t in recipe.techniques.values())
+    return next((found for found in asked if found is not None), Examples())
+
+
+_HOLDS = {
+    "text": "text to continue",
+    "pairs": "pairs of answers, of which one is preferred",
+    "liked": "single answers that were liked or not",
+    "classes": "documents of a class each",
+}
+_FIX = {
+    "text": "leave {technique} out",
+    "pairs": "add techniques.preference (loss: dpo, say)",
+    "liked": "set techniques.preference.loss: unpaired",
+    "classes": "add techniques.classification",
+}
+
+
+def require_examples(recipe: Recipe, data: Prepared) -> None:
+    """Refuses data of another kind than the objective reads, and more classes than it has.
+
+    Raises:
+        DataError: rows of another kind; RecipeError: too few classes in the recipe.
+    """
+    from preheat.data.packing import Rows
+
+    asked = examples_of(recipe)
+    owner = next(
+        (f"techniques.{t.name()}" for t in recipe.techniques.values() if t.examples() is not None), "next-token training"
+    )
+    for side in (data.train, data.validation):
+        if isinstance(side, Rows) and len(side.tokens.ends):
+            _compare(asked, side.tokens.examples, owner, data.source)
+
+
+def _compare(asked: Examples, held: Examples, owner: str, source: str) -> None:
+    if held.kind != asked.kind:
+        raise DataError(
+            f"{source}: holds {_HOLDS[held.kind]}, but {owner} reads {_HOLDS[asked.kind]}; "
+            f"{_FIX[held.kind].format(technique=owner)}, or name other data"
+        )
+    if held.classes > asked.classes:
+        raise RecipeError(
+            f"{owner}.classes: {asked.classes}, but the data has class {held.classes - 1} (they are numbered from 0); set it to {held.classes}"
+        )
