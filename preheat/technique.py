@@ -189,10 +189,8 @@ class ModelFacts:
     positions: int
     tied: bool
     window: int | None = None
-    score_softcap: float | None = None
-    """Attention's scores are cap * tanh(score / cap), as in Gemma 2."""
-    logit_softcap: float | None = None
-    """So are the logits."""
+    score_softcap: float | None = None  # attention's scores are cap * tanh(score / cap), as in Gemma 2
+    logit_softcap: float | None = None  # so are the logits
 
 
 @dataclass(frozen=True)
@@ -201,8 +199,7 @@ class Device:
 
     kind: Literal["cpu", "cuda"]
     name: str
-    memory: int
-    """Bytes that a run may use."""
+    memory: int  # bytes that a run may use
     capability: tuple[int, int] | None = None  # CUDA's
 
 
