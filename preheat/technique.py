@@ -354,8 +354,7 @@ class Build:
     after_update: list[Callable[[Build], None]] = field(default_factory=list)
     events: list[dict[str, Any]] = field(default_factory=list)
     """What techniques did during a step, {kind, ...} each: the loop writes it into the run, and says it where there are `words`."""
-    accumulation: int = 1
-    """Micro-batches in a global batch."""
+    accumulation: int = 1  # micro-batches in a global batch
     changes: dict[str, list[Change]] = field(default_factory=dict)
     scores: Callable[[Mapping[str, Tensor], float], dict[str, float]] = lambda metrics, weight: {}
     """The objective's metrics, as sums, and their weight -> what is written down of them."""
