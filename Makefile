@@ -5,12 +5,13 @@ PYTHON ?= python3
 RUN ?= .venv/bin/python
 INSTALLED := $(if $(filter .venv/%,$(RUN)),.venv/installed)
 
-.PHONY: help .venv demo test test-pairs check bench gpu-check docs
+.PHONY: help .venv demo test test-pairs test-presets check bench gpu-check docs
 
 help:
 	@echo "make demo       plan, train, evaluate and report a small model on this machine"
 	@echo "make test       the tests"
 	@echo "make test-pairs every pair of techniques that may go together"
+	@echo "make test-presets every public model of 'preheat models' dry-run with all its layers"
 	@echo "make check      ruff and mypy"
 	@echo "make bench      training speed and memory against other trainers, on this CPU"
 	@echo "make gpu-check  the tests and benchmarks that need a CUDA device"
@@ -34,6 +35,9 @@ test: $(INSTALLED)
 
 test-pairs: $(INSTALLED)
 	@PREHEAT_PAIRS=all $(RUN) -m pytest tests/contract -k pairs
+
+test-presets: $(INSTALLED)
+	@PREHEAT_PRESETS=all $(RUN) -m pytest tests/unit/test_presets.py
 
 check: $(INSTALLED)
 	@$(RUN) -m ruff check

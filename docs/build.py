@@ -14,6 +14,7 @@ from typing import Any
 
 import yaml
 
+from preheat.models.presets import PRESETS, needs
 from preheat.recipe import Recipe, field_docs, json_schema
 from preheat.technique import Technique, registry
 
@@ -161,6 +162,16 @@ def recipe_page() -> str:
     return "\n".join(lines)
 
 
+def models_page() -> str:
+    """Every preset: what it is and what it needs."""
+    lines = ["# Models", "", (DOCS / "pages" / "models.md").read_text(encoding="utf-8").partition("\n")[2].strip(), ""]
+    lines += ["| preset | parameters | chat template | on the hub | licence |", "|---|---|---|---|---|"]
+    lines += [f"| `{name}` | {p.parameters:,} | {p.template} | {p.hub} | {p.licence} |" for name, p in PRESETS.items()]
+    for name, p in PRESETS.items():
+        lines += ["", f"## {name}", "", "| | |", "|---|---|", *(f"| {what} | {words} |" for what, words in needs(p).items())]
+    return "\n".join(lines)
+
+
 def ablation_page() -> str:
     lines = [(DOCS / "pages" / "ablation.md").read_text(encoding="utf-8")]
     for bench in ablations():
@@ -205,6 +216,7 @@ def main() -> None:
     pages = {f"techniques/{name}.md": technique_page(name, cls) for name, cls in registry().items()}
     pages |= {
         "techniques/index.md": cheat_sheet(),
+        "models.md": models_page(),
         "recipe.md": recipe_page(),
         "ablation.md": ablation_page(),
         "evidence.md": evidence_page(),

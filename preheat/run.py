@@ -4,7 +4,8 @@ recipe.yaml       the recipe with every default written out; `preheat train reci
 plan.json         what was predicted (see `PLAN_KEYS`)
 environment.json  machine, versions, threads, command
 changes.json      {technique: [{what, count, kernel}]}
-metrics.jsonl     a line a step (see `METRIC_KEYS`, and what techniques count: recompilations) and a line an evaluation ({step, validation_loss, ...})
+metrics.jsonl     a line a step (see `METRIC_KEYS`, what the objective scores: accuracy, and what techniques count: recompilations) and a
+                  line an evaluation ({step, validation_loss, tokens, validation_<score>}; tokens: what the loss is the mean over)
 events.jsonl      {time, kind, ...}: started, resumed, checkpoint, damaged, stopping, notice, measured, sample, baseline, finished, failed
 checkpoints/      step-N/ (engine/checkpoint.py)
 tokenizer/        the tokenizer as transformers reads it
@@ -29,7 +30,7 @@ __all__ = ["METRIC_KEYS", "PLAN_KEYS", "Reader", "Writer", "strict", "write_atom
 METRIC_KEYS = {
     "step": "optimizer steps committed, from 1",
     "tokens": "tokens read so far",
-    "loss": "mean loss a trained token of this step, nats",
+    "loss": "mean loss of this step: a trained token in nats, or a pair, answer or document where the objective judges those",
     "lr": "learning rate of this step",
     "gradient_norm": "before clipping",
     "seconds": "wall-clock seconds of this step",

@@ -1,7 +1,6 @@
 """What a technique is, the build that it acts on, and the registry. No torch: `preheat --help` reads this.
 
-A technique is one idea that changes a build: one file in `preheat/techniques/`, named as the key in the recipe.
-It is found by its module's name; nothing else is edited.
+A technique is one idea that changes a build: one file in `preheat/techniques/`, found by its name, the key in the recipe.
 
     recipe ──check──▶ Build on meta ──apply, in the order of Stage──▶ Build with slots owned ──▶ step
 """
@@ -20,6 +19,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
+    from preheat.data.kinds import Examples
     from preheat.recipe import Recipe
 
 __all__ = ["Batch", "Build", "Change", "Context", "Device", "Finish", "LossSum", "MaskSpec", "ModelFacts", "Order", "RowLoss"]
@@ -61,8 +61,7 @@ class Slot(StrEnum):
     SAMPLE_ORDER = "sample_order"  # (rows, seed, committed, samples of the whole run or None) -> Iterator[int], rows by number
     ATTENTION_KERNEL = "attention_kernel"  #     (q, k, v, mask, scale) -> Tensor
     ATTENTION_EXCHANGE = "attention_exchange"  # (kernel) -> kernel
-    # Beyond DESIGN.md's list: bf16 weights with stochastic rounding and a low-bit AdamW each bring their own optimizer;
-    # without an owner the second would silently replace the first.
+    # Beyond DESIGN.md's list: bf16 weights and a low-bit AdamW each bring an optimizer; the second would replace the first unseen.
     OPTIMIZER = "optimizer"  #      (groups, settings) -> torch.optim.Optimizer
 
 
@@ -119,10 +118,7 @@ class MaskSpec:
 
 @dataclass(frozen=True)
 class Shape:
-    """What the loader hands to the next step: rows of the global batch, their length, rows of a micro-batch.
-
-    Shorter rows are cut from n whole ones of the data: `rows` is ceil(n * batch.length / length).
-    """
+    """Rows of the next global batch, their length, rows of a micro-batch. Shorter rows: `rows` is ceil(whole * batch.length / length)."""
 
     rows: int
     length: int
@@ -138,8 +134,10 @@ class Batch:
         labels: [rows, length] int64, aligned with `tokens`: the label of place t is the token at t + 1; -100: not trained.
         positions: [rows, length] int64, counted within each document.
         mask: which tokens see which.
-        weight: number of trained labels, on the host.
+        weight: on the host, what the loss is the mean over: trained labels, or examples where an objective compares them.
         rows: which rows of the data these are, for messages and for `rerun`.
+        group: sequences of an example, which stand side by side: 2 where they are compared, what is preferred first.
+        liked: for each row, and each of its sequences without the padding, 1 where the answer was liked and 0 where not; (): not said.
     """
 
     tokens: Tensor
@@ -148,11 +146,13 @@ class Batch:
     mask: MaskSpec
     weight: int
     rows: tuple[int, ...] = ()
+    group: int = 1
+    liked: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass
 class LossSum:
-    """A loss as its sum and the weight to divide by, so that parts of a batch add up exactly."""
+    """A loss as its sum and the weight to divide by, so that parts of a batch add up exactly; metrics are sums too."""
 
     total: Tensor
     weight: int | float
@@ -165,7 +165,6 @@ class RowLoss(Protocol):
     @property
     def measured(self) -> RowLoss:
         """What an evaluation takes: this loss in nats, without what only training adds."""
-        ...
 
     def __call__(self, logits: Tensor, *aligned: Tensor) -> Tensor: ...
 
@@ -190,6 +189,8 @@ class ModelFacts:
     positions: int
     tied: bool
     window: int | None = None
+    score_softcap: float | None = None  # attention's scores are cap * tanh(score / cap), as in Gemma 2
+    logit_softcap: float | None = None  # so are the logits
 
 
 @dataclass(frozen=True)
@@ -198,10 +199,8 @@ class Device:
 
     kind: Literal["cpu", "cuda"]
     name: str
-    memory: int
-    """Bytes that a run may use."""
-    capability: tuple[int, int] | None = None
-    """CUDA compute capability."""
+    memory: int  # bytes that a run may use
+    capability: tuple[int, int] | None = None  # CUDA's
 
 
 @dataclass(frozen=True)
@@ -258,6 +257,10 @@ class Technique(ABC):
             ValueError: this model cannot have it; the words begin with the knob.
         """
 
+    def examples(self) -> Examples | None:
+        """What rows must hold for it; None: it does not matter."""
+        return None
+
     def check(self, context: Context) -> list[str]:
         """Why this cannot serve here, in words; empty when it can."""
         return []
@@ -310,8 +313,9 @@ def conflicts_of(techniques: Iterable[Technique], context: Context) -> list[tupl
             if slot in owner:
                 found.append((t.name(), f"owns the slot '{slot}', which {owner[slot]} owns already; leave one out"))
             owner.setdefault(slot, t.name())
-        for need in sorted(t.needs - context.tags):
-            found.append((t.name(), f"needs {need}, which nothing in this recipe provides"))
+        found.extend(
+            (t.name(), f"needs {need}, which nothing in this recipe provides") for need in sorted(t.needs - context.tags)
+        )
         for other, tags in brings.items():
             if other != t.name() and t.conflicts & tags:
                 found.append((t.name(), f"cannot go with {other} ({', '.join(sorted(t.conflicts & tags))})"))
@@ -350,9 +354,10 @@ class Build:
     after_update: list[Callable[[Build], None]] = field(default_factory=list)
     events: list[dict[str, Any]] = field(default_factory=list)
     """What techniques did during a step, {kind, ...} each: the loop writes it into the run, and says it where there are `words`."""
-    accumulation: int = 1
-    """Micro-batches in a global batch."""
+    accumulation: int = 1  # micro-batches in a global batch
     changes: dict[str, list[Change]] = field(default_factory=dict)
+    scores: Callable[[Mapping[str, Tensor], float], dict[str, float]] = lambda metrics, weight: {}
+    """The objective's metrics, as sums, and their weight -> what is written down of them."""
     counters: dict[str, Callable[[], int]] = field(default_factory=dict)
     """What techniques count on the host while steps run (recompilations), by name: a key of each step's metrics."""
     step: int = 0

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from preheat import recipe as recipes
+from preheat.data.kinds import Examples
 from preheat.technique import Batch, Device, MaskSpec
 
 DEVICE = Device("cpu", "test", 8 << 30)
@@ -40,34 +41,49 @@ def tiny(techniques: str = "{}", *, family: str = "llama", rows: int = 4, length
     )
 
 
-def uneven(rows: int = 4, length: int = 32, *, vocabulary: int = 96, seed: int = 0) -> Batch:
-    """A batch whose rows hold different numbers of documents and of trained labels."""
+def uneven(rows: int = 4, length: int = 32, *, vocabulary: int = 96, seed: int = 0, examples: Examples | None = None) -> Batch:
+    """A batch whose rows hold different numbers of documents and of trained labels; of pairs, of liked answers, of classes."""
     import torch
 
+    from preheat.data.loader import weight_of
+
+    examples = examples or Examples()
     g = torch.Generator().manual_seed(seed)
     tokens = torch.randint(vocabulary, (rows, length), generator=g)
-    labels = torch.randint(vocabulary, (rows, length), generator=g)
-    documents = []
+    labels = torch.randint(examples.classes or vocabulary, (rows, length), generator=g)
+    documents: list[tuple[int, ...]] = []
+    judged = examples.kind in ("pairs", "liked")
     for row in range(rows):
         cut = (row * 7) % length
+        if judged:  # two answers, then in all rows but the first padding
+            documents.append((length // 2 - row, length // 2 - row, *((2 * row,) if row else ())))
+            cut = length // 2 - row
+            labels[row, : 2 + row] = labels[row, cut - 1 : cut + 3] = labels[row, 2 * cut - 1 :] = -100
+            continue
         documents.append((length,) if cut == 0 else (cut, length - cut))
-        labels[row, : (row * 5) % length] = -100
+        if examples.kind == "classes":
+            ends = [sum(documents[-1][: n + 1]) - 1 for n in range(len(documents[-1]))]
+            labels[row, [n for n in range(length) if n not in ends]] = -100
+        else:
+            labels[row, : (row * 5) % length] = -100
     positions = torch.stack([torch.cat([torch.arange(n) for n in d]) for d in documents])
-    return Batch(
-        tokens, labels, positions, MaskSpec(documents=tuple(documents)), int((labels != -100).sum()), tuple(range(rows))
-    )
+    group = 2 if examples.kind == "pairs" else 1
+    liked = tuple((n % 2, 1) for n in range(rows)) if examples.kind == "liked" else ()
+    weight = weight_of(labels, tuple(documents), group, liked)
+    return Batch(tokens, labels, positions, MaskSpec(documents=tuple(documents)), weight, tuple(range(rows)), group, liked)
 
 
 def split(batch: Batch, sizes: list[int]) -> list[Batch]:
     """A batch cut into micro-batches of so many rows."""
+    from preheat.data.loader import weight_of
+
     out, start = [], 0
     for n in sizes:
         rows = slice(start, start + n)
-        labels = batch.labels[rows]
+        labels, liked = batch.labels[rows], batch.liked[rows]
         mask = MaskSpec(documents=batch.mask.documents[rows] if batch.mask.documents else None)
-        out.append(
-            Batch(batch.tokens[rows], labels, batch.positions[rows], mask, int((labels != -100).sum()), batch.rows[rows])
-        )
+        weight = weight_of(labels, mask.documents, batch.group, liked)
+        out.append(Batch(batch.tokens[rows], labels, batch.positions[rows], mask, weight, batch.rows[rows], batch.group, liked))
         start += n
     return out
 

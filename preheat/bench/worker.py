@@ -33,6 +33,7 @@ def take_steps(job: dict[str, Any]) -> dict[str, Any]:
 
     from preheat import recipe as recipes
     from preheat.data import batches, prepare
+    from preheat.data.kinds import require_examples
     from preheat.engine.build import build, peak_learning_rate
     from preheat.engine.step import gradients, update
     from preheat.hardware.probe import peak_bytes
@@ -44,6 +45,7 @@ def take_steps(job: dict[str, Any]) -> dict[str, Any]:
     recipe = recipes.parse(job["recipe"])
     device, _ = resolve(recipe)
     data = prepare(recipe.data, length=recipe.batch.length, seed=recipe.seed, tokenizer=adapter.tokenizer_folder(recipe))
+    require_examples(recipe, data)
     pause = time.perf_counter()
     observe(
         recipe, vocabulary=len(data.tokenizer), device=device

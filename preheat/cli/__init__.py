@@ -9,7 +9,22 @@ from typing import Annotated
 
 import typer
 
-from preheat.cli import bench, calibrate, data, demo, evaluate, export, generate, plan, recipes, report, techniques, train, try_
+from preheat.cli import (
+    bench,
+    calibrate,
+    data,
+    demo,
+    evaluate,
+    export,
+    generate,
+    models,
+    plan,
+    recipes,
+    report,
+    techniques,
+    train,
+    try_,
+)
 from preheat.errors import PreheatError
 
 __all__ = ["app", "main"]
@@ -47,6 +62,7 @@ app.command("eval")(evaluate.evaluate)
 app.command("generate")(generate.generate)
 app.command("export")(export.export)
 app.command("demo")(demo.demo)
+app.add_typer(models.app, name="models")
 app.add_typer(recipes.app, name="recipes")
 app.command("init")(recipes.init)
 app.add_typer(techniques.app, name="techniques")

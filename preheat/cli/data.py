@@ -27,9 +27,9 @@ def data(
     from preheat import report
     from preheat.cli.show import console, emit
     from preheat.data import prepare
-    from preheat.data.kinds import problems_with
+    from preheat.data.kinds import require_examples
     from preheat.data.showing import look
-    from preheat.errors import DataError, RecipeError
+    from preheat.errors import DataError
     from preheat.models import adapter
     from preheat.training.session import vocabulary_of
 
@@ -51,9 +51,7 @@ def data(
         _print(console(), shown)
         if page:
             console().print(f"page: {page}", soft_wrap=True)
-    tags = {tag for technique in chosen.techniques.values() for tag in technique.provided()}
-    if words := problems_with(prepared.layout.kind, tags):
-        raise RecipeError(words)
+    require_examples(chosen, prepared)
     if prepared.blocked:
         raise DataError("\n".join(prepared.blocked))
 

@@ -32,6 +32,7 @@ def evaluate(
 
     from preheat.cli.show import console, emit
     from preheat.data import Rows, evaluation_batches, prepare
+    from preheat.data.kinds import require_examples
     from preheat.engine.evaluate import evaluate as measure
     from preheat.errors import RecipeError
     from preheat.training.opened import open_model
@@ -47,6 +48,7 @@ def evaluate(
         else replace(recipe.data, source=data, validation=0.0, limit=None, prompt=None, completion=None)
     )
     prepared = prepare(settings, length=length or recipe.batch.length, seed=recipe.seed, tokenizer=folder)
+    require_examples(recipe, prepared)
     held_out = prepared.validation if data is None else prepared.train
     assert isinstance(held_out, Rows), "a stream is read for training only"
     loss, tokens = measure(opened.build, evaluation_batches(held_out, micro=min(8, recipe.batch.size), limit=rows))

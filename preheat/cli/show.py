@@ -179,9 +179,10 @@ class Live(Watch):
         if not self.screen.is_terminal and (metrics["step"] in (1, total) or metrics["step"] % 50 == 0):
             self.screen.print(words)
 
-    def evaluated(self, step: int, loss: float) -> None:
+    def evaluated(self, step: int, loss: float, scores: Mapping[str, float] | None = None) -> None:
         self._validation = f" (validation {loss:.3f})"
-        self.screen.print(f"step {step:,}: validation loss {loss:.4f}")
+        words = "".join(f", {name.replace('_', ' ')} {value:.4g}" for name, value in (scores or {}).items())
+        self.screen.print(f"step {step:,}: validation loss {loss:.4f}{words}")
 
     def notice(self, words: str) -> None:
         self.screen.print(f"[yellow]note:[/yellow] {words}", soft_wrap=True)

@@ -2,7 +2,8 @@
 
 sources.py        where documents come from: standard library, files, folders, `datasets`
 files.py          text, JSONL, JSON, CSV and Parquet, with the file and the row in every error
-kinds.py          the layouts by name, and the techniques that some of them need
+kinds.py          what rows hold and objectives read: text, pairs, liked answers or classes; whether the two fit
+layout_fields.py  the layouts by name, and their fields
 layouts.py        what the fields of a row mean, recognised or stated, and the document that it becomes
 conversations.py  the field's ways to write a conversation as messages
 templates.py      chat templates: messages as text, and what of it the assistant wrote (marked, or proven by rendering)

@@ -1,50 +1,75 @@
-"""The layouts by name: their fields, and the techniques that some of them need."""
+"""What rows hold and objectives read: text, pairs of answers, liked answers or classes; and whether the two fit."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from preheat.technique import Tag, registry
+from preheat.errors import DataError, RecipeError
 
-__all__ = ["LAYOUTS", "problems_with"]
+if TYPE_CHECKING:
+    from preheat.data.preparing import Prepared
+    from preheat.recipe import Recipe
 
-LAYOUTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "text": (("text",), ()),
-    "prompt": (("prompt", "completion"), ("system",)),
-    "alpaca": (("instruction", "output"), ("input", "system", "history")),
-    "sharegpt": (("conversations",), ("system", "tools")),
-    "messages": (("messages",), ("system", "tools")),
-    "preference": (("chosen", "rejected"), ("prompt", "conversations", "messages", "system", "tools")),
-    "unpaired": (("completion", "label"), ("prompt", "conversations", "messages", "system", "tools")),
-    "classes": (("text", "label"), ()),
+__all__ = ["Examples", "examples_of", "require_examples"]
+
+
+class Examples(NamedTuple):
+    """What rows of data hold, and what an objective reads. The default is text, for next-token prediction.
+
+    Attributes:
+        kind: `text`; `pairs`: two sequences side by side, of which the first is preferred; `liked`: a sequence with an answer that was
+            liked or not; `classes`: a sequence that is of one class.
+        classes: how many of these there are.
+    """
+
+    kind: Literal["text", "pairs", "liked", "classes"] = "text"
+    classes: int = 0
+
+
+def examples_of(recipe: Recipe) -> Examples:
+    """What the rows of a recipe's data must hold."""
+    asked = (t.examples() for t in recipe.techniques.values())
+    return next((found for found in asked if found is not None), Examples())
+
+
+_HOLDS = {
+    "text": "text to continue",
+    "pairs": "pairs of answers, of which one is preferred",
+    "liked": "single answers that were liked or not",
+    "classes": "documents of a class each",
 }
-"""Layout -> the fields that it needs, and those that it reads where they stand."""
-
-_TAGS = {"preference": Tag("compares"), "unpaired": Tag("likes"), "classes": Tag("classifies")}
-
-_WORDS = {
-    "text": "plain text",
-    "prompt": "prompts with completions",
-    "alpaca": "instructions with outputs",
-    "sharegpt": "conversations",
-    "messages": "conversations",
-    "preference": "pairs of a chosen and a rejected answer",
-    "unpaired": "answers that were liked or not",
-    "classes": "texts with a class each",
+_FIX = {
+    "text": "leave {technique} out, or state data.layout and data.columns",
+    "pairs": "add techniques.preference (loss: dpo, say)",
+    "liked": "set techniques.preference.loss: unpaired",
+    "classes": "add techniques.classification",
 }
 
 
-def problems_with(layout: str, tags: Iterable[str]) -> str | None:
-    """Why a recipe whose techniques provide `tags` cannot train on data of a layout, with the fix; None when it can."""
-    tags = frozenset(tags)
-    needed = _TAGS.get(layout)
-    if needed and needed not in tags:
-        able = [name for name, cls in registry().items() if needed in cls.provides]
-        fix = f"add techniques.{' or '.join(able)}" if able else "no technique here trains on such rows"
-        return f"data.layout: the rows are {_WORDS[layout]}; {fix}"
-    for other, tag in _TAGS.items():
-        if tag in tags and other != layout and needed not in tags:
-            name = next((name for name, cls in registry().items() if tag in cls.provides), tag)
-            needs = " and ".join(f"columns.{role}" for role in LAYOUTS[other][0])
-            return f"techniques.{name}: needs data.layout: {other}, the rows are {_WORDS[layout]}; state data.layout and {needs}, or remove it"
-    return None
+def require_examples(recipe: Recipe, data: Prepared) -> None:
+    """Refuses data of another kind than the objective reads, and more classes than it has.
+
+    Raises:
+        DataError: rows of another kind; RecipeError: too few classes in the recipe.
+    """
+    from preheat.data.packing import Rows
+
+    asked = examples_of(recipe)
+    owner = next(
+        (f"techniques.{t.name()}" for t in recipe.techniques.values() if t.examples() is not None), "next-token training"
+    )
+    for side in (data.train, data.validation):
+        if isinstance(side, Rows) and len(side.tokens.ends):
+            _compare(asked, side.tokens.examples, owner, data.source)
+
+
+def _compare(asked: Examples, held: Examples, owner: str, source: str) -> None:
+    if held.kind != asked.kind:
+        raise DataError(
+            f"{source}: holds {_HOLDS[held.kind]}, but {owner} reads {_HOLDS[asked.kind]}; "
+            f"{_FIX[held.kind].format(technique=owner)}, or name other data"
+        )
+    if held.classes > asked.classes:
+        raise RecipeError(
+            f"{owner}.classes: {asked.classes}, but the data has class {held.classes - 1} (they are numbered from 0); set it to {held.classes}"
+        )

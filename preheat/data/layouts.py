@@ -9,7 +9,7 @@ from typing import Any, get_args, get_type_hints
 
 from preheat.data.conversations import Unreadable, answer_of, kind_of, messages_of, order_problem, texts_of, tools_of
 from preheat.data.examples import Document, Piece
-from preheat.data.kinds import LAYOUTS
+from preheat.data.layout_fields import LAYOUTS
 from preheat.data.templates import Message, Template, TrainOn
 from preheat.errors import DataError, nearest
 from preheat.recipe import Data

@@ -28,7 +28,7 @@ from preheat.data.streaming import StreamRows
 from preheat.errors import DataError
 from preheat.technique import Batch, MaskSpec, Shape
 
-__all__ = ["batches", "collate", "evaluation_batches", "sample_order", "sample_rows", "samples_of"]
+__all__ = ["batches", "collate", "evaluation_batches", "sample_order", "sample_rows", "samples_of", "weight_of"]
 
 
 def batches(
@@ -174,8 +174,25 @@ def collate(numbered: Sequence[tuple[int, RowData]]) -> _Pinnable:
     """Numbered rows as one micro-batch; its tensors are [rows, length] int64."""
     numbers, rows = zip(*numbered, strict=True)
     tokens, labels, positions = (torch.stack([torch.from_numpy(row[part]) for row in rows]) for part in range(3))
-    weight = int((labels != IGNORED).sum())
-    return _Pinnable(tokens, labels, positions, MaskSpec(documents=tuple(row.documents for row in rows)), weight, numbers)
+    documents, group = tuple(row.documents for row in rows), rows[0].group
+    liked = tuple(row.liked for row in rows) if rows[0].liked else ()
+    weight = weight_of(labels, documents, group, liked)
+    return _Pinnable(tokens, labels, positions, MaskSpec(documents=documents), weight, numbers, group, liked)
+
+
+def weight_of(
+    labels: torch.Tensor, documents: tuple[tuple[int, ...], ...] | None, group: int, liked: tuple[tuple[int, ...], ...]
+) -> int:
+    """What a batch's loss is the mean over; arguments as in `Batch`, on the host.
+
+    Example:
+        >>> weight_of(torch.zeros(1, 9), ((2, 3, 1, 2, 1),), 2, ())  # two pairs, and a place of padding
+        2
+    """
+    if group > 1:
+        assert documents is not None, "sequences that are compared have their lengths beside them"
+        return sum(len(row) // group for row in documents)
+    return sum(map(len, liked)) if liked else int((labels != IGNORED).sum())
 
 
 class _Keyed(Dataset[_Pinnable]):

@@ -8,12 +8,15 @@ as a document of its own, without labels.
 from __future__ import annotations
 
 import bisect
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
+
+from preheat.data.kinds import Examples
 
 __all__ = ["IGNORED", "RowData", "Rows", "Tokens", "best_fit", "cut", "permutation"]
 
@@ -29,12 +32,15 @@ class RowData(NamedTuple):
         labels: [length] int64; the label of place t is the token at t + 1, or -100: the end of a document, prompt, padding.
         positions: [length] int64, from 0 in each document of the row.
         documents: lengths of the documents in the row; their sum is `length`.
+        group, liked: as in `preheat.technique.Batch`, of this row.
     """
 
     tokens: np.ndarray
     labels: np.ndarray
     positions: np.ndarray
     documents: tuple[int, ...]
+    group: int = 1
+    liked: tuple[int, ...] = ()
 
 
 def _mapped(file: Path, dtype: np.dtype[Any]) -> np.ndarray:
@@ -49,7 +55,8 @@ class Tokens:
         ids: [tokens] unsigned integers.
         ends: [sequences] int64, where each sequence ends in `ids`.
         trained: [tokens] uint8, 1 where a token is trained on; None: all are.
-        labels: [sequences] int64, the class of each; its last place is then what is trained. None: it has none.
+        labels: [sequences] int64, the class of each, where no token is trained: its last place is then what is; where tokens are,
+            whether they were liked (1) or not (0). None: it has none.
         group: sequences of an example, which stand beside each other in a row: 2 where they are compared.
         folder, side: where they are stored, when they are: a worker process opens the file instead of being sent a copy.
     """
@@ -82,9 +89,20 @@ class Tokens:
             return Tokens.open, (self.folder, self.side, self.group)
         return Tokens, (self.ids, self.ends, self.trained, self.labels, self.group)
 
+    @functools.cached_property
+    def examples(self) -> Examples:
+        """What a row of these holds."""
+        if self.group == 2:
+            return Examples("pairs")
+        if self.labels is None or not len(self.labels):
+            return Examples()
+        if self.trained is not None and self.trained.any():
+            return Examples("liked")
+        return Examples("classes", int(self.labels.max()) + 1)
+
     def targets(self, starts: np.ndarray, stops: np.ndarray) -> np.ndarray:
         """How many labels there are of tokens[start:stop] each, spans in order that begin where a sequence does: its first token is no label."""
-        if self.labels is not None:
+        if self.examples.kind == "classes":
             return np.ones(len(starts), np.int64)
         if self.trained is None or not len(starts):
             return np.maximum(stops - starts - 1, 0)
@@ -207,13 +225,16 @@ class Rows:
     def _whole_row(self, index: int) -> RowData:
         tokens: np.ndarray = np.full(self.length, self.pad, np.int64)
         labels: np.ndarray = np.full(self.length, IGNORED, np.int64)
-        sizes, at = [], 0
+        sizes, at, kind = [], 0, self.tokens.examples.kind
+        liked = []
         for n in self._order[self._bounds[index] : self._bounds[index + 1]]:
             start, size = int(self.tokens.ends[n - 1]) if n else 0, int(self._used[n])
             ids = np.asarray(self.tokens.ids[start : start + size]).astype(np.int64)
             tokens[at : at + size] = ids
-            if self.tokens.labels is not None:
-                labels[at + size - 1] = self.tokens.labels[n]
+            if kind == "liked":
+                liked.append(int(self.tokens.labels[n]))  # type: ignore[index]
+            if kind == "classes":
+                labels[at + size - 1] = self.tokens.labels[n]  # type: ignore[index]
             else:
                 labels[at : at + size - 1] = ids[1:]
                 if self.tokens.trained is not None:
@@ -222,7 +243,7 @@ class Rows:
             at += size
         if at < self.length:
             sizes.append(self.length - at)
-        return _row(tokens, labels, np.array(sizes))
+        return _row(tokens, labels, np.array(sizes))._replace(group=self.tokens.group, liked=tuple(liked))
 
 
 def _row(tokens: np.ndarray, labels: np.ndarray, documents: np.ndarray) -> RowData:
@@ -247,6 +268,7 @@ def cut(rows: Sequence[RowData], length: int, *, skip: int = 0, pieces: int | No
         >>> [(p.tokens.tolist(), p.documents) for p in cut([row], 4)]
         [([0, 1, 2, 3], (4,)), ([4, 5, 6, 7], (4,)), ([8, 9, 0, 0], (2, 2))]
     """
+    assert not any(row.group > 1 or row.liked for row in rows), "answers that are judged as a whole are not cut"
     tokens, labels = (np.concatenate([row[part] for row in rows])[skip:] for part in (0, 1))
     ends = np.cumsum(np.concatenate([row.documents for row in rows])) - skip
     made = []

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from preheat.engine.step import plain_slots
 from preheat.errors import RecipeError
-from preheat.models import adapter, sizes
+from preheat.models import adapter, presets, sizes
 from preheat.models.weights import WeightSource, materialize
 from preheat.recipe import Recipe
 from preheat.technique import Batch, Build, Context, Device, Order, Slot, Stage, Tag, conflicts_of
@@ -42,17 +43,21 @@ def build(recipe: Recipe, *, vocabulary: int | None, device: Device, dry: Abstra
     """
     import torch
 
+    if dry is None:
+        presets.require_weights(recipe)
     config = adapter.configure(recipe, vocabulary)
     context = context_of(recipe, config, device)
     techniques = sorted(recipe.techniques.values(), key=lambda t: (t.stage, t.name()))
     problems = conflicts_of(techniques, context)
     if problems:
         raise RecipeError("\n".join(f"techniques.{name}: {words}" for name, words in problems))
-    made = Build(recipe=recipe, device=device, model=context.model, tags=context.tags, torch_device=torch.device(device.kind))
+    # A dry run for a GPU that is not here has its fake tensors on the CPU; kernels are chosen by `device` all the same.
+    where = torch.device(device.kind if dry is None or torch.cuda.is_available() else "cpu")
+    made = Build(recipe=recipe, device=device, model=context.model, tags=context.tags, torch_device=where)
     made.parts["trained"] = [adapter.build_on_meta(config, trust=recipe.model.trust_remote_code)]
     made.weights = WeightSource(_weights_folder(recipe))
     plain_slots(made)
-    if device.kind != "cpu":
+    if where.type != "cpu":
         made.transforms.append((Order.MOVE, lambda batch: _move(batch, made.torch_device)))
 
     def apply(first: Stage, last: Stage) -> None:
@@ -113,4 +118,4 @@ def _weights_folder(recipe: Recipe) -> Path | None:
 
 def _move(batch: Batch, device: Any) -> Batch:
     tokens, labels, positions = (t.to(device, non_blocking=True) for t in (batch.tokens, batch.labels, batch.positions))
-    return Batch(tokens, labels, positions, batch.mask, batch.weight, batch.rows)
+    return replace(batch, tokens=tokens, labels=labels, positions=positions)

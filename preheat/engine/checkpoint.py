@@ -57,6 +57,9 @@ def _tensors(build: Build) -> dict[str, Any]:
                 for key, value in build.optimizer.state.get(p, {}).items():
                     if torch.is_tensor(value):
                         found[f"optimizer.{index}.{name}.{key}"] = value
+    for role in sorted(build.parts.keys() - {"trained"}) if frozen_too else ():
+        for index, part in enumerate(build.parts[role]):
+            found |= {f"{role}.{index}.{name}": p.detach() for name, p in part.named_parameters()}
     found["generator.cpu"] = torch.get_rng_state()
     if build.torch_device.type == "cuda":
         found["generator.cuda"] = torch.cuda.get_rng_state()

@@ -6,7 +6,7 @@ stats = update(build, lr)            # norm of the gradients, and whether all wa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -16,12 +16,12 @@ from torch import Tensor
 from preheat.data.loader import sample_order
 from preheat.models import adapter
 from preheat.ops.attention import reference_attention
-from preheat.ops.losses import CrossEntropy, whole_logits
+from preheat.ops.losses import CrossEntropy, Softcapped, whole_logits
 from preheat.ops.optimizers import total_norm
 from preheat.technique import Batch, Build, LossSum, RowLoss, Shape, Slot
 from preheat.techniques.gradient_accumulation import accumulate
 
-__all__ = ["forward", "gradients", "plain_slots", "transform", "update"]
+__all__ = ["add_up", "forward", "gradients", "plain_slots", "transform", "update"]
 
 
 def transform(build: Build, batch: Batch) -> Batch:
@@ -38,13 +38,17 @@ def forward(build: Build, batch: Batch) -> LossSum:
         for context in build.around_forward:
             stack.enter_context(context())
 
-        def over_logits(hidden: Tensor, *aligned: Tensor) -> Tensor:
-            row_loss: RowLoss = build.slot(Slot.ROW_LOSS)  # type: ignore[assignment]
-            row_loss = row_loss if part.training else row_loss.measured
+        # An objective that takes several passes states the loss of each, and the model whose head it is over.
+        def over_logits(hidden: Tensor, *aligned: Tensor, row_loss: RowLoss | None = None, of: Any = part) -> Tensor:
+            if row_loss is None:
+                owned: RowLoss = build.slot(Slot.ROW_LOSS)  # type: ignore[assignment]
+                row_loss = owned if part.training else owned.measured
+            if (cap := adapter.softcap(of)) is not None:  # whatever the loss: the model goes on behind its head
+                row_loss = Softcapped(row_loss, cap)
             if build.head_dtype is None:
-                return build.slot(Slot.OVER_LOGITS)(hidden, adapter.head(part), row_loss, *aligned)
-            with torch.autocast(build.device.kind, enabled=False):
-                return build.slot(Slot.OVER_LOGITS)(hidden.to(build.head_dtype), adapter.head(part), row_loss, *aligned)
+                return build.slot(Slot.OVER_LOGITS)(hidden, adapter.head(of), row_loss, *aligned)
+            with torch.autocast(build.torch_device.type, enabled=False):
+                return build.slot(Slot.OVER_LOGITS)(hidden.to(build.head_dtype), adapter.head(of), row_loss, *aligned)
 
         loss: LossSum = build.slot(Slot.OBJECTIVE)(batch, lambda b: build.slot(Slot.HIDDEN)(part, b), over_logits)
         for change in build.on_loss:
@@ -52,8 +56,14 @@ def forward(build: Build, batch: Batch) -> LossSum:
         return loss
 
 
+def add_up(sums: dict[str, Tensor], metrics: Mapping[str, Tensor]) -> None:
+    """Adds the metrics of a micro-batch to those before it, in place of `sums`."""
+    for name, value in metrics.items():
+        sums[name] = sums[name] + value if name in sums else value
+
+
 def gradients(build: Build, batches: Sequence[Batch], lr: float | None = None) -> LossSum:
-    """Gradients of the mean loss a trained token of the whole global batch, into `.grad`.
+    """Gradients of the mean loss a trained token (or example) of the whole global batch, into `.grad`.
 
     Args:
         lr: the rate of this step, for builds that update weights in the backward pass; the last step's when not given.
@@ -105,8 +115,15 @@ def _next_token(batch: Batch, hidden: Callable[[Batch], Tensor], over_logits: Ca
 
 
 def _forward_backward(build: Build, batches: Sequence[Batch], global_weight: float) -> LossSum:
-    total = accumulate((transform(build, batch) for batch in batches), lambda batch: forward(build, batch).total, global_weight)
-    return LossSum(total, global_weight)
+    metrics: dict[str, Tensor] = {}
+
+    def loss_sum(batch: Batch) -> Tensor:
+        loss = forward(build, batch)
+        add_up(metrics, loss.metrics)
+        return loss.total
+
+    total = accumulate((transform(build, batch) for batch in batches), loss_sum, global_weight)
+    return LossSum(total, global_weight, metrics)
 
 
 def _clip(build: Build) -> Tensor:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from preheat.errors import RecipeError, nearest
-from preheat.models import sizes
+from preheat.models import configs
 from preheat.technique import MaskSpec, ModelFacts
 
 if TYPE_CHECKING:
@@ -29,17 +28,16 @@ __all__ = [
     "generate",
     "head",
     "hidden_states",
+    "logits",
     "plain_logits",
+    "softcap",
     "tokenizer_folder",
 ]
 
 ATTENTION = "preheat"  # the name under which our attention function stands in transformers' own registry
 STANDALONE = "preheat-standalone"  # and that of models/attention.py, for models called by their own forward
+SOFTCAP = "preheat_softcap"  # attribute of a head whose logits are capped
 PATTERN = "preheat_pattern"  # attribute of a layer's attention: kernel -> kernel that sees less (models/attention.py sets it)
-
-
-def _local_only() -> bool:
-    return os.environ.get("HF_HUB_OFFLINE", "") in ("1", "true", "TRUE")
 
 
 def tokenizer_folder(recipe: Recipe) -> str | None:
@@ -66,7 +64,8 @@ def configure(recipe: Recipe, vocabulary: int | None = None) -> PretrainedConfig
             sequences longer than the model's positions.
     """
     model = recipe.model
-    config = _read(model.path, model.trust_remote_code) if model.path else _new(recipe, vocabulary)
+    config = configs.of(recipe, vocabulary)
+    _refuse(config)
     known = set(config.to_dict()) | set(getattr(config, "attribute_map", {}))
     for key, value in model.config.items():
         if key not in known:
@@ -99,70 +98,6 @@ def _positions(text: Any) -> int:
     return int(positions * rope["factor"]) if rope.get("rope_type") == "dynamic" else positions
 
 
-def _read(path: str, trust: bool) -> PretrainedConfig:
-    from transformers import AutoConfig
-
-    folder = Path(path)
-    if folder.exists() and not (folder / "config.json").is_file():
-        raise RecipeError(f"model.path: {path} has no config.json; name a Hugging Face model folder")
-    try:
-        return AutoConfig.from_pretrained(path, trust_remote_code=trust, local_files_only=folder.exists() or _local_only())
-    except (OSError, ValueError) as error:
-        first = str(error).strip().split("\n")[0]
-        if not folder.exists() and (path.startswith((".", "/", "~")) or path.count("/") > 1):
-            raise RecipeError(f"model.path: {path}: no such folder") from None
-        raise RecipeError(
-            f"model.path: {path}: no such folder, and not to be had from the Hugging Face hub ({first[:160]}); download it where there is a network and name the folder"
-            if not folder.exists()
-            else f"model.path: {path}: {first[:300]}"
-        ) from None
-
-
-def _new(recipe: Recipe, vocabulary: int | None) -> PretrainedConfig:
-    from transformers import GPT2Config, LlamaConfig, Qwen3Config
-
-    model = recipe.model
-    gated = model.family != "gpt2"
-    if model.size is None and not (model.layers and model.width and model.heads):
-        raise RecipeError("model: state a path, a size (e.g. 15M), or layers, width and heads")
-    d = sizes.dial(model.size, gated=gated, shape=model.shape) if model.size else None
-    layers, width, heads = (
-        (model.layers or (d and d.layers)),
-        (model.width or (d and d.width)),
-        (model.heads or (d and d.heads)),
-    )
-    assert layers
-    assert width
-    assert heads
-    if d and model.width and not model.heads:
-        heads = max(1, width // (d.width // d.heads))
-    feed_forward = model.feed_forward or (
-        d.feed_forward if d and not model.width else (round(width * 8 / 3 / 64) * 64 or 64) if gated else 4 * width
-    )
-    if model.vocabulary is None and vocabulary is None:
-        raise RecipeError("model.vocabulary: is needed where no tokenizer decides it")
-    rows = model.vocabulary or -(-vocabulary // 64) * 64  # type: ignore[operator]  # a multiple of 64 keeps the head's products fast
-    common: dict[str, Any] = {
-        "hidden_size": width,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "vocab_size": rows,
-        "max_position_embeddings": model.positions or recipe.batch.length,
-        "bos_token_id": None,
-        "eos_token_id": None,
-        "pad_token_id": None,
-    }
-    if model.tie_embeddings is not None:
-        common["tie_word_embeddings"] = model.tie_embeddings
-    if model.family == "gpt2":
-        if model.kv_heads not in (None, heads):
-            raise RecipeError(f"model.kv_heads: {model.kv_heads}: gpt2 has no grouped queries; remove it or use family: llama")
-        # Dropout 0: pretraining sees each token about once (GPT-2's 0.1 is for many epochs).
-        return GPT2Config(**common, n_inner=feed_forward, embd_pdrop=0.0, attn_pdrop=0.0, resid_pdrop=0.0)
-    common |= {"num_key_value_heads": model.kv_heads or heads, "intermediate_size": feed_forward, "head_dim": width // heads}
-    return LlamaConfig(**common) if model.family == "llama" else Qwen3Config(**common)
-
-
 def facts(config: PretrainedConfig) -> ModelFacts:
     """What a technique's `check` may know of the model."""
     text = config.get_text_config()
@@ -178,6 +113,8 @@ def facts(config: PretrainedConfig) -> ModelFacts:
         positions=_positions(text),
         tied=bool(config.tie_word_embeddings),
         window=getattr(text, "sliding_window", None),
+        score_softcap=getattr(text, "attn_logit_softcapping", None),
+        logit_softcap=getattr(text, "final_logit_softcapping", None),
     )
 
 
@@ -209,10 +146,10 @@ def _attention(
     assert preheat_attention is not None, f"{name} does not hand keyword arguments to its attention"
     assert preheat_mask is not None
     assert attention_mask is None, f"{name} made a mask of its own"
-    if softcap is not None or s_aux is not None:
-        raise RecipeError(
-            f"model: {name} caps its attention scores or has attention sinks, which preheat's kernels do not do yet"
-        )
+    if s_aux is not None:
+        raise RecipeError(f"model: {name} has attention sinks, which preheat's kernels do not do yet")
+    if softcap is not None:  # bound here, so that a pattern around the kernel need not know
+        preheat_attention = functools.partial(preheat_attention, softcap=softcap)
     if dropout:
         raise RecipeError(f"model: {name} has attention dropout {dropout}; set it to 0 under model.config")
     mask = preheat_mask
@@ -224,12 +161,25 @@ def _attention(
     return out.transpose(1, 2), None
 
 
-_UNSUPPORTED = {  # configuration keys that change the logits after the head, with their neutral values
-    "final_logit_softcapping": (None,),
+_UNSUPPORTED = {  # configuration keys that change logits, loss or masks beyond what preheat computes, with their neutral values
     "logit_scale": (None, 1.0),
     "logits_scaling": (None, 1.0),
     "router_aux_loss_coef": (None, 0.0),
+    "use_bidirectional_attention": (None, False),
 }
+
+
+def _refuse(config: PretrainedConfig) -> None:
+    """Raises for a model of which preheat would compute something else than transformers does."""
+    text = config.get_text_config()
+    if text is not config:
+        raise RecipeError(
+            f"model: {config.model_type} is several models in one ({text.model_type} is its text part), and preheat trains text models; name a "
+            "text-only checkpoint of the family, or save the text part as a folder of its own"
+        )
+    for key, neutral in _UNSUPPORTED.items():
+        if (value := getattr(text, key, None)) not in neutral:
+            raise RecipeError(f"model: {config.model_type} has {key} = {value}, which preheat does not handle yet")
 
 
 def build_on_meta(config: PretrainedConfig, *, trust: bool = False) -> PreTrainedModel:
@@ -243,10 +193,7 @@ def build_on_meta(config: PretrainedConfig, *, trust: bool = False) -> PreTraine
 
     from preheat.models.surgery import own_rotary
 
-    text = config.get_text_config()
-    for key, neutral in _UNSUPPORTED.items():
-        if (value := getattr(text, key, None)) not in neutral:
-            raise RecipeError(f"model: {config.model_type} has {key} = {value}, which preheat does not handle yet")
+    _refuse(config)
     _register_attention()
     try:
         with torch.device("meta"):
@@ -257,6 +204,8 @@ def build_on_meta(config: PretrainedConfig, *, trust: bool = False) -> PreTraine
         ) from None
     model.config.use_cache = False
     own_rotary(model)
+    if (cap := facts(config).logit_softcap) is not None:
+        setattr(head(model), SOFTCAP, cap)  # on the head: another one put in its place (over classes) has none
     anatomy(model)  # says plainly when something cannot be found
     return model.train()
 
@@ -318,6 +267,19 @@ def anatomy(model: PreTrainedModel) -> Anatomy:
 def head(model: PreTrainedModel) -> nn.Module:
     """The output projection, [width -> vocabulary]."""
     return model.get_output_embeddings()
+
+
+def softcap(model: PreTrainedModel) -> float | None:
+    """The cap on the logits that the head gives, which are then cap * tanh(logits / cap) (Gemma 2); None: they are as they are."""
+    found: Any = head(model)
+    base = found.get_base_layer() if hasattr(found, "get_base_layer") else found  # under an adapter
+    return getattr(base, SOFTCAP, None)
+
+
+def logits(model: PreTrainedModel, hidden: Tensor) -> Tensor:
+    """What the model says of hidden states [..., width]: fp32 [..., vocabulary], all of them in memory at once."""
+    made, cap = head(model)(hidden).float(), softcap(model)
+    return made if cap is None else (made / cap).tanh() * cap
 
 
 def ends(model: PreTrainedModel) -> tuple[Tensor, Tensor]:

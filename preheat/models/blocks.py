@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["CentredEmbedding", "DynamicRotary", "FeedForward", "RMSNorm"]
+__all__ = ["CentredEmbedding", "DynamicRotary", "FeedForward", "LongRotary", "RMSNorm"]
 
 
 class RMSNorm(nn.Module):
@@ -86,6 +86,33 @@ class DynamicRotary(nn.Module):
 
         longest = position_ids.max() + 1  # stays on the device
         frequencies, scale = ROPE_INIT_FUNCTIONS["dynamic"](self.config, x.device, seq_len=longest)
-        angles = position_ids[..., None].float() * frequencies
-        angles = torch.cat((angles, angles), dim=-1)
-        return (angles.cos() * scale).to(x.dtype), (angles.sin() * scale).to(x.dtype)
+        return _tables(x, position_ids, frequencies, scale)
+
+
+class LongRotary(nn.Module):
+    """transformers' longrope tables (Phi-3 and 4) without what it writes into its buffers, or reads back, in each call.
+
+    The frequencies are the long ones where the longest position of the call lies beyond the model's original length, as there.
+
+    Args:
+        config: of the model, with `rope_parameters` of type longrope.
+    """
+
+    def __init__(self, config: Any):
+        super().__init__()
+        self.config = config
+
+    @torch.no_grad()
+    def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+        original = self.config.rope_parameters["original_max_position_embeddings"]
+        near, scale = ROPE_INIT_FUNCTIONS["longrope"](self.config, x.device, seq_len=original)
+        far, _ = ROPE_INIT_FUNCTIONS["longrope"](self.config, x.device, seq_len=original + 1)
+        return _tables(x, position_ids, torch.where(position_ids.max() + 1 > original, far, near), scale)
+
+
+def _tables(x: Tensor, position_ids: Tensor, frequencies: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    angles = position_ids[..., None].float() * frequencies
+    angles = torch.cat((angles, angles), dim=-1)
+    return (angles.cos() * scale).to(x.dtype), (angles.sin() * scale).to(x.dtype)

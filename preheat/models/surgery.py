@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from preheat.models.adapter import anatomy
-from preheat.models.blocks import CentredEmbedding, DynamicRotary, FeedForward, RMSNorm
+from preheat.models.blocks import CentredEmbedding, DynamicRotary, FeedForward, LongRotary, RMSNorm
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -321,11 +321,13 @@ def scale_rope(config: Any, kind: str, factor: float, original: int | None, **ya
 
 
 def own_rotary(model: Any) -> None:
-    """Puts `blocks.DynamicRotary` for transformers' dynamic rotary tables, in place."""
+    """Puts `blocks.DynamicRotary` and `blocks.LongRotary` for transformers' tables that depend on the longest position, in place."""
+    ours = {"dynamic": DynamicRotary, "longrope": LongRotary}
     for name, module in list(model.named_modules()):
-        if getattr(module, "rope_type", None) == "dynamic":
+        kind = getattr(module, "rope_type", None)
+        if isinstance(kind, str) and kind in ours:
             parent, _, leaf = name.rpartition(".")
-            setattr(model.get_submodule(parent), leaf, DynamicRotary(module.config))
+            setattr(model.get_submodule(parent), leaf, ours[kind](module.config))
 
 
 # --- export -------------------------------------------------------------------------------------------------------

@@ -5,19 +5,21 @@ from __future__ import annotations
 import copy
 import re
 import warnings
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 
+from preheat.ops.class_head import ClassHead
 from preheat.ops.nf4 import PackedMap, unpack_
 
-__all__ = ["base_of", "draw", "inject", "merge", "names_of", "parameters_of", "shares"]
+__all__ = ["base_of", "draw", "inject", "merge", "names_of", "parameters_of", "shares", "without"]
 
 
 def inject(model: nn.Module, config: Any) -> list[str]:
-    """Puts peft's adapters into the linear maps that `config.target_modules` names and freezes the rest, in place; on meta too.
+    """Puts peft's adapters into the linear maps that `config.target_modules` names and freezes the rest (but for a new head over classes), in place; on meta too.
 
     Returns:
         Names of the adapted modules.
@@ -37,6 +39,8 @@ def inject(model: nn.Module, config: Any) -> list[str]:
             raise ValueError("matches no linear map of the model") from None
     uses: dict[int, int] = {}
     for module in model.modules():
+        if isinstance(module, ClassHead):
+            module.requires_grad_(True)
         for p in module.parameters(recurse=False):
             uses[id(p)] = uses.get(id(p), 0) + 1
     names = names_of(model)
@@ -129,6 +133,22 @@ def _draw(model: nn.Module, config: Any, names: list[str], *, in_fp32: bool) -> 
                 target.copy_(values[key])
             if full is not base:
                 base.weight.copy_(full.weight)
+
+
+@contextmanager
+def without(model: nn.Module) -> Iterator[None]:
+    """The model as it is without its adapters, in place, for as long as the context lasts.
+
+    By peft's own mark on each layer, set directly: `enable_adapters` would also turn gradients off and on again.
+    """
+    layers: list[Any] = [model.get_submodule(name) for name in names_of(model)]
+    for layer in layers:
+        layer._disable_adapters = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer._disable_adapters = False
 
 
 def merge(model: nn.Module) -> int:

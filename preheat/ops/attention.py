@@ -9,6 +9,7 @@ from typing import Any
 import numpy
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -67,12 +68,20 @@ def allowed(mask: MaskSpec, rows: int, length: int, device: torch.device) -> Ten
     return may.expand(starts.shape[0], 1, length, length)
 
 
-def reference_attention(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, scale: float) -> Tensor:
-    """The plain form: all scores in memory, keys and values repeated for their groups, softmax in fp32."""
+def reference_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, scale: float, *, softcap: float | None = None
+) -> Tensor:
+    """The plain form: all scores in memory, keys and values repeated for their groups, softmax in fp32.
+
+    Args:
+        softcap: scores are bent to softcap * tanh(score / softcap), as in Gemma 2.
+    """
     groups = q.shape[1] // k.shape[1]
     if groups > 1:
         k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
     scores = torch.matmul(q, k.transpose(-2, -1)) * scale
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
     scores = scores.masked_fill(~allowed(mask, q.shape[0], q.shape[2], q.device), float("-inf"))
     return torch.matmul(torch.softmax(scores, dim=-1, dtype=torch.float32).to(v.dtype), v)
 
@@ -181,6 +190,8 @@ def sdpa_attention(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, scale: float
     """
     refuse_masks(mask, q.shape[2], "SDPA")
     grouped = q.shape[1] != k.shape[1]
+    if isinstance(q, FakeTensor) and q.device.type == "cpu":  # a dry run for a GPU: what the kernel keeps is the same
+        kernel = "flash"
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return scaled_dot_product_attention(q, k, v, is_causal=mask.causal, scale=scale, enable_gqa=grouped)

@@ -19,7 +19,7 @@ _QUERIES = 128  # of a block: few enough that a causal mask skips nearly half of
 _SCRATCH = 1 << 20  # scores of a tile: with their gradients they stay in a core's share of the cache
 
 
-def blocked_attention(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, scale: float) -> Tensor:
+def blocked_attention(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, scale: float, *, softcap: float | None = None) -> Tensor:
     """Attention as batched matrix products over blocks of queries, scores made again in the backward pass.
 
     On a CPU in bf16 this runs at the rate of matrix products, which torch's fused kernel does not reach there: measured
@@ -29,6 +29,7 @@ def blocked_attention(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, scale: fl
 
     Args:
         q: [rows, heads, length, head_dim]; k, v: the same, or with fewer heads that groups of query heads share.
+        softcap: scores are bent to softcap * tanh(score / softcap), as in Gemma 2.
 
     Raises:
         ValueError: documents or global tokens that are not causal.
@@ -42,12 +43,14 @@ def blocked_attention(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, scale: fl
         raise ValueError("blocked attention knows documents and global tokens only where attention is causal; use flex")
     q, k, v = in_compute_dtype(q, k, v)
 
-    return _by_blocks(_Blocked, q, k, v, mask, scale)
+    return _by_blocks(_Blocked, q, k, v, mask, scale, softcap)
 
 
-def _by_blocks(function: type[_Blocked], q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, scale: float) -> Tensor:
+def _by_blocks(
+    function: type[_Blocked], q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, scale: float, softcap: float | None
+) -> Tensor:
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return function.apply(q, k, v, replace(mask, documents=None), scale)
+        return function.apply(q, k, v, replace(mask, documents=None), scale, softcap)
 
     return by_document(attend, q, k, v, mask.documents) if packed(mask) and mask.documents else attend(q, k, v)
 
@@ -63,6 +66,8 @@ class _Tile(NamedTuple):
     """The keys of the spans, [n, keys, dim]."""
     chances: Tensor
     """[n, groups * queries, keys]; written over by the next tile."""
+    bent: Tensor | None
+    """tanh of the scores where they are capped and gradients are made; as `chances`, and written over too."""
 
 
 def _of(x: Tensor, heads: slice, keys: tuple[slice, ...]) -> Tensor:
@@ -77,8 +82,8 @@ class _Tiles:
     makes and keeps a kernel for each).
     """
 
-    def __init__(self, q: Tensor, k: Tensor, mask: MaskSpec, scale: float):
-        self.q, self.k, self.scale, self.causal = q, k, scale, mask.causal
+    def __init__(self, q: Tensor, k: Tensor, mask: MaskSpec, scale: float, softcap: float | None, *, backward: bool = False):
+        self.q, self.k, self.scale, self.causal, self.softcap = q, k, scale, mask.causal, softcap
         self.heads, self.groups, self.length, _ = q.shape
         size, total = min(_QUERIES, self.length), k.shape[1]
         self.window = mask.window if mask.window is not None and mask.window < total else None
@@ -89,6 +94,7 @@ class _Tiles:
         rows = self.groups * size
         self.most = 1 << (max(1, _SCRATCH // (rows * keys)).bit_length() - 1)
         self.buffer = q.new_empty(min(self.most, self.heads) * rows * keys)
+        self.bent = torch.empty_like(self.buffer) if softcap is not None and backward else None
         hidden = q.new_full((_QUERIES, _QUERIES), float("-inf"))
         # Column c of `before` is the c-th key after the first query's window begins; of `after`, after its reach ahead ends.
         self.before = hidden.tril(-1) if self.window is not None else None
@@ -118,10 +124,16 @@ class _Tiles:
         keys = near.shape[1]
         block = self.q[heads, :, queries].reshape(count, self.groups * size, -1)
         scores = self.buffer[: count * self.groups * size * keys].view(count, self.groups * size, keys)
-        torch.baddbmm(scores, block, near.transpose(1, 2), beta=0, alpha=self.scale, out=scores)
+        torch.baddbmm(scores, block, near.transpose(1, 2), beta=0, alpha=self.scale / (self.softcap or 1), out=scores)
+        bent = None
+        if self.softcap is not None:
+            scores.tanh_()
+            if self.bent is not None:
+                bent = self.bent[: scores.numel()].view(scores.shape).copy_(scores)
+            scores.mul_(self.softcap)
         self._hide(scores.view(count, self.groups, size, keys), queries, spans)
         # Softmax reads each row whole before it writes it, so it may write where it reads.
-        return _Tile(heads, queries, spans, block, near, torch.softmax(scores, dim=-1, out=scores))
+        return _Tile(heads, queries, spans, block, near, torch.softmax(scores, dim=-1, out=scores), bent)
 
     def _hide(self, scores: Tensor, queries: slice, spans: tuple[slice, ...]) -> None:
         """-inf where a query may not look: only a triangle at either end of the tile."""
@@ -141,14 +153,14 @@ class _Tiles:
 
 class _Blocked(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, scale: float) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, scale: float, softcap: float | None) -> Tensor:
         rows, heads, length, width = q.shape
         shared = k.shape[1]
-        ctx.shapes, ctx.mask, ctx.scale = (q.shape, k.shape, v.shape), mask, scale
+        ctx.shapes, ctx.mask, ctx.scale, ctx.softcap = (q.shape, k.shape, v.shape), mask, scale, softcap
         q = q.reshape(rows * shared, heads // shared, length, width)
         k, v = (t.reshape(rows * shared, *t.shape[2:]) for t in (k, v))
         out = q.new_empty(*q.shape[:3], v.shape[-1])
-        for tile in _Tiles(q, k, mask, scale):
+        for tile in _Tiles(q, k, mask, scale, softcap):
             into = out[tile.heads, :, tile.queries]
             into.copy_(torch.bmm(tile.chances, _of(v, tile.heads, tile.keys)).view(into.shape))
         ctx.save_for_backward(q, k, v)
@@ -162,9 +174,9 @@ class _Blocked(torch.autograd.Function):
         grad_q = torch.empty_like(q)
         # Each block adds to the keys that it saw: in fp32, so that nothing is lost over many blocks.
         grad_k, grad_v = (torch.zeros_like(t, dtype=torch.float32) for t in (k, v))
-        tiles = _Tiles(q, k, ctx.mask, ctx.scale)
+        tiles = _Tiles(q, k, ctx.mask, ctx.scale, ctx.softcap, backward=True)
         scratch = torch.empty_like(tiles.buffer)
-        for heads, queries, keys, block, near, chances in tiles:
+        for heads, queries, keys, block, near, chances, bent in tiles:
             sizes = [span.stop - span.start for span in keys]
             slope = g[heads, :, queries].reshape(*block.shape[:2], -1)
             for span, part in zip(keys, torch.bmm(chances.transpose(1, 2), slope).split(sizes, 1), strict=True):
@@ -172,32 +184,34 @@ class _Blocked(torch.autograd.Function):
             scores = scratch[: chances.numel()].view(chances.shape)
             torch.bmm(slope, _of(v, heads, keys).transpose(1, 2), out=scores)
             torch.ops.aten._softmax_backward_data.out(scores, chances, -1, chances.dtype, grad_input=scores)
+            if bent is not None:
+                scores.mul_(bent.square_().neg_().add_(1))
             into = grad_q[heads, :, queries]
             into.copy_(torch.bmm(scores, near).mul_(ctx.scale).view(into.shape))
             for span, part in zip(keys, torch.bmm(scores.transpose(1, 2), block).split(sizes, 1), strict=True):
                 grad_k[heads, span].add_(part, alpha=ctx.scale)
         made = (t.to(k.dtype).view(shape) for t, shape in zip((grad_q, grad_k, grad_v), ctx.shapes, strict=True))
-        return *made, None, None
+        return *made, None, None, None
 
 
 class _Gradients(_Blocked):
     """Like `_Blocked` but for the forward pass, which makes nothing: for gradients by themselves."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, scale: float) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, scale: float, softcap: float | None) -> Tensor:
         rows, heads, length, width = q.shape
         shared = k.shape[1]
-        ctx.shapes, ctx.mask, ctx.scale = (q.shape, k.shape, v.shape), mask, scale
+        ctx.shapes, ctx.mask, ctx.scale, ctx.softcap = (q.shape, k.shape, v.shape), mask, scale, softcap
         kept = q.reshape(rows * shared, heads // shared, length, width)
         ctx.save_for_backward(kept, *(t.reshape(rows * shared, *t.shape[2:]) for t in (k, v)))
         return q.new_empty(rows, heads, length, v.shape[-1])
 
 
 def blocked_gradients(
-    q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, scale: float, grad: Tensor
+    q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, scale: float, grad: Tensor, *, softcap: float | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of `blocked_attention` by q, k and v from that by its result, without its forward pass."""
     with torch.enable_grad():
         q, k, v = (t.detach().requires_grad_() for t in (q, k, v))
-        grad_q, grad_k, grad_v = torch.autograd.grad(_by_blocks(_Gradients, q, k, v, mask, scale), (q, k, v), grad)
+        grad_q, grad_k, grad_v = torch.autograd.grad(_by_blocks(_Gradients, q, k, v, mask, scale, softcap), (q, k, v), grad)
     return grad_q, grad_k, grad_v

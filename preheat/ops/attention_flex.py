@@ -74,7 +74,14 @@ def _compiled() -> Callable[..., Any]:
     return torch.compile(flex_attention, dynamic=False)
 
 
-def compiled_flex_attention(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, scale: float) -> Tensor:
+@functools.cache  # one function a cap, so that it is compiled once
+def _cap(softcap: float) -> Callable[..., Tensor]:
+    return lambda score, row, head, query, key: softcap * torch.tanh(score / softcap)
+
+
+def compiled_flex_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, scale: float, *, softcap: float | None = None
+) -> Tensor:
     """Attention of [rows, heads, length, head_dim] with any MaskSpec; blocks of keys that no query sees cost nothing.
 
     A dry run, whose tensors are fake, sees `blocked_attention` in its place: the same tiles, and a little more scratch.
@@ -83,7 +90,8 @@ def compiled_flex_attention(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, sca
         NotImplementedError: from torch, where gradients are asked for on a CPU.
     """
     if isinstance(q, FakeTensor):
-        return blocked_attention(q, k, v, mask, scale)
+        return blocked_attention(q, k, v, mask, scale, softcap=softcap)
     q, k, v = in_compute_dtype(q, k, v)
     made = block_mask(mask, q.shape[2], q.device)
-    return _compiled()(q, k, v, block_mask=made, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+    bend = None if softcap is None else _cap(softcap)
+    return _compiled()(q, k, v, score_mod=bend, block_mask=made, scale=scale, enable_gqa=q.shape[1] != k.shape[1])

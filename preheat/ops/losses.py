@@ -15,7 +15,10 @@ from preheat.technique import RowLoss
 __all__ = [
     "IGNORED",
     "CrossEntropy",
+    "Recorded",
     "RegularizedCrossEntropy",
+    "Softcapped",
+    "WeightedCrossEntropy",
     "chunked_logits",
     "liger_logits",
     "torch_logits",
@@ -107,6 +110,89 @@ class RegularizedCrossEntropy:
         if self.smoothing:
             logits.sub_((self.smoothing / logits.shape[-1] / factor).to(logits.dtype).unsqueeze(1))
         return torch.where(trained, losses, 0.0), torch.where(trained, factor, 0.0)
+
+
+class Recorded:
+    """Cross entropy that keeps what it gave: the negative log-probability of each label, whole or chunk by chunk. Without gradients.
+
+    In fp32 also where the logits are not: sums over long answers are compared, and bf16's rounding of a probability would add up.
+
+    Example:
+        >>> row_loss = Recorded()
+        >>> _ = row_loss(torch.zeros(2, 4), torch.tensor([1, -100]))
+        >>> row_loss.found()
+        tensor([1.3863, 0.0000])
+    """
+
+    def __init__(self) -> None:
+        self._parts: list[Tensor] = []
+
+    @property
+    def measured(self) -> RowLoss:
+        return self
+
+    def found(self) -> Tensor:
+        """[n] fp32, of all rows in their order."""
+        return torch.cat(self._parts)
+
+    def __call__(self, logits: Tensor, *aligned: Tensor) -> Tensor:
+        losses = CrossEntropy()(logits, *aligned).detach()
+        self._parts.append(losses)
+        return losses
+
+    def value_and_grad_(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        losses = self(logits, labels)
+        return losses, torch.zeros_like(losses)
+
+
+class Softcapped:
+    """Another loss of cap * tanh(logits / cap): how the head of Gemma 2 ends. The logits come in without their cap.
+
+    Args:
+        loss: of the capped logits; where it makes its gradient in place, so does this.
+
+    Example:
+        >>> Softcapped(CrossEntropy(), 30.0)(torch.zeros(1, 4), torch.tensor([2]))
+        tensor([1.3863])
+    """
+
+    def __init__(self, loss: RowLoss, cap: float):
+        self.loss, self.cap = loss, cap
+        self.value_and_grad_ = self._in_place if getattr(loss, "value_and_grad_", None) is not None else None
+
+    @property
+    def measured(self) -> RowLoss:
+        return Softcapped(self.loss.measured, self.cap)
+
+    def __call__(self, logits: Tensor, *aligned: Tensor) -> Tensor:
+        return self.loss(torch.tanh(logits.float() / self.cap) * self.cap, *aligned)
+
+    def _in_place(self, logits: Tensor, *aligned: Tensor) -> tuple[Tensor, Tensor]:
+        bent = logits.div_(self.cap).tanh()
+        losses, factor = self.loss.value_and_grad_(torch.mul(bent, self.cap, out=logits), *aligned)  # type: ignore[attr-defined]
+        logits.mul_(1 - bent.square_())
+        return losses, factor
+
+
+class WeightedCrossEntropy:
+    """Cross entropy of each row times a weight of its own, of any sign.
+
+    Example:
+        >>> WeightedCrossEntropy()(torch.zeros(2, 4), torch.tensor([1, 2]), torch.tensor([1.0, -0.5]))
+        tensor([ 1.3863, -0.6931])
+    """
+
+    @property
+    def measured(self) -> RowLoss:
+        return self
+
+    def __call__(self, logits: Tensor, *aligned: Tensor) -> Tensor:
+        labels, weights = aligned
+        return CrossEntropy()(logits, labels) * weights
+
+    def value_and_grad_(self, logits: Tensor, labels: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+        losses, factor = CrossEntropy().value_and_grad_(logits, labels)
+        return losses * weights, factor * weights
 
 
 def whole_logits(hidden: Tensor, head: torch.nn.Module, row_loss: RowLoss, *aligned: Tensor) -> Tensor:

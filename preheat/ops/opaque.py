@@ -49,6 +49,11 @@ def _mask(documents: Tensor, causal: bool, window: int, shared: int) -> MaskSpec
     return MaskSpec(causal, window or None, tuple(tuple(row[row > 0].tolist()) for row in rows), shared)
 
 
+def _capped(softcap: float) -> dict[str, float]:
+    """What a kernel is handed beside: nothing where scores are not capped, since not every kernel can."""
+    return {"softcap": softcap} if softcap else {}
+
+
 class OpaqueAttention:
     """Stands for a kernel (q, k, v, mask, scale) -> Tensor in code that is compiled; `kernel` may be changed at any time.
 
@@ -67,24 +72,26 @@ class OpaqueAttention:
         self.number = next(n for n in itertools.count() if n not in _ALIVE)
         _ALIVE[self.number] = self
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: OpaqueMask, scale: float) -> Tensor:
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: OpaqueMask, scale: float, *, softcap: float | None = None
+    ) -> Tensor:
         if torch.is_autocast_enabled(q.device.type):  # as autocast does for torch's own attention
             dtype = torch.get_autocast_dtype(q.device.type)
             q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
         return _attention(
-            q, k, v, mask.documents, self.number, mask.causal, mask.window or 0, mask.global_tokens, scale
+            q, k, v, mask.documents, self.number, mask.causal, mask.window or 0, mask.global_tokens, scale, softcap or 0.0
         ).transpose(1, 2)
 
     def gradients(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, scale: float, grad: Tensor
+        self, q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, scale: float, grad: Tensor, softcap: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients by q, k and v, each in its shape, from that by the result."""
         own = _GRADIENTS.get(self.kernel)
         if own is not None:
-            return own(q, k, v, mask, scale, grad)
+            return own(q, k, v, mask, scale, grad, **_capped(softcap))
         with torch.enable_grad():
             q, k, v = (t.detach().requires_grad_() for t in (q, k, v))
-            grad_q, grad_k, grad_v = torch.autograd.grad(self.kernel(q, k, v, mask, scale), (q, k, v), grad)
+            grad_q, grad_k, grad_v = torch.autograd.grad(self.kernel(q, k, v, mask, scale, **_capped(softcap)), (q, k, v), grad)
         return grad_q, grad_k, grad_v
 
 
@@ -103,15 +110,33 @@ def _autograd() -> Iterator[None]:
 
 @torch.library.custom_op("preheat::attention", mutates_args=())
 def _attention(
-    q: Tensor, k: Tensor, v: Tensor, documents: Tensor, number: int, causal: bool, window: int, shared: int, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    documents: Tensor,
+    number: int,
+    causal: bool,
+    window: int,
+    shared: int,
+    scale: float,
+    softcap: float,
 ) -> Tensor:
-    out = _ALIVE[number].kernel(q, k, v, _mask(documents, causal, window, shared), scale)
+    out = _ALIVE[number].kernel(q, k, v, _mask(documents, causal, window, shared), scale, **_capped(softcap))
     return out.transpose(1, 2).contiguous()
 
 
 @_attention.register_fake
 def _(
-    q: Tensor, k: Tensor, v: Tensor, documents: Tensor, number: int, causal: bool, window: int, shared: int, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    documents: Tensor,
+    number: int,
+    causal: bool,
+    window: int,
+    shared: int,
+    scale: float,
+    softcap: float,
 ) -> Tensor:
     return q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3])
 
@@ -128,10 +153,11 @@ def _attention_backward(
     window: int,
     shared: int,
     scale: float,
+    softcap: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     mask = _mask(documents, causal, window, shared)
     with _autograd():
-        grads = _ALIVE[number].gradients(q, k, v, mask, scale, grad.transpose(1, 2))
+        grads = _ALIVE[number].gradients(q, k, v, mask, scale, grad.transpose(1, 2), softcap)
     a, b, c = (g.transpose(1, 2).contiguous() for g in grads)
     return a, b, c
 
@@ -148,6 +174,7 @@ def _(
     window: int,
     shared: int,
     scale: float,
+    softcap: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     a, b, c = (t.new_empty(t.shape[0], t.shape[2], t.shape[1], t.shape[3]) for t in (q, k, v))
     return a, b, c
@@ -160,7 +187,7 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     grads = _attention_backward(grad, *ctx.saved_tensors, *ctx.settings)
-    return (*(g.transpose(1, 2) for g in grads), None, None, None, None, None, None)
+    return (*(g.transpose(1, 2) for g in grads), None, None, None, None, None, None, None)
 
 
 _attention.register_autograd(_backward, setup_context=_keep)

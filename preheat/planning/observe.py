@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from preheat.data.kinds import examples_of
 from preheat.engine.build import build
 from preheat.engine.step import forward, gradients, transform, update
 from preheat.recipe import Recipe
@@ -217,10 +218,16 @@ def _moved(t: Tensor) -> int:
 
 
 def _fake_batch(recipe: Recipe, rows: int) -> Batch:
-    """A micro-batch of the recipe's shape; contents do not matter to a dry run."""
-    length = recipe.batch.length
-    tokens, labels = (torch.empty(rows, length, dtype=torch.int64) for _ in range(2))
-    return Batch(tokens, labels, torch.empty(rows, length, dtype=torch.int64), MaskSpec(), rows * length, tuple(range(rows)))
+    """A micro-batch of the recipe's shape, each row one example; contents do not matter to a dry run."""
+    length, kind = recipe.batch.length, examples_of(recipe).kind
+    tokens, labels, positions = (torch.empty(rows, length, dtype=torch.int64) for _ in range(3))
+    if kind == "pairs":
+        mask = MaskSpec(documents=((length - length // 2, length // 2),) * rows)
+        return Batch(tokens, labels, positions, mask, rows, tuple(range(rows)), group=2)
+    if kind == "liked":
+        mask = MaskSpec(documents=((length,),) * rows)
+        return Batch(tokens, labels, positions, mask, rows, tuple(range(rows)), liked=((1,),) * rows)
+    return Batch(tokens, labels, positions, MaskSpec(), rows * length, tuple(range(rows)))
 
 
 def observe(recipe: Recipe, *, vocabulary: int | None, device: Device) -> Observation:
@@ -328,7 +335,7 @@ def _known(made: Build, recorder: Recorder) -> dict[int, str]:
     """Category of what stands before the first step: number of the storage -> category."""
     known: dict[int, str] = {}
     tensors: Iterable[tuple[str, Tensor]] = [
-        *(("parameters", t) for part in made.trained for t in (*part.parameters(), *part.buffers())),
+        *(("parameters", t) for parts in made.parts.values() for part in parts for t in (*part.parameters(), *part.buffers())),
         *(("optimizer", t) for state in made.optimizer.state.values() for t in state.values() if isinstance(t, Tensor)),
     ]
     for category, t in tensors:

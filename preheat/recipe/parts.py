@@ -43,12 +43,15 @@ Share = Annotated[float, Bound(0, 1)]
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """The model: from a `path`, from a `family` and sizes, or from one dial (`size: 15M`)."""
+    """The model: from a `path`, a `preset` to plan with, a `family` and sizes, or one dial (`size: 15M`)."""
 
+    preset: str | None = None
+    """A public model's published configuration by name (`preheat models` lists them), to plan without a download. To train, add `path`
+    (checked to be that model) or `weights: random`."""
     path: str | None = None
     """A Hugging Face folder (or hub name) with config.json; its weights too, unless `weights` is random."""
     weights: Literal["pretrained", "random"] = "pretrained"
-    """With `path`: load the weights that stand there, or draw new ones for its configuration."""
+    """With `path`: load the weights that stand there, or draw new ones for its configuration (or a preset's)."""
     family: Literal["llama", "qwen3", "gpt2"] = "llama"
     """The architecture of a new model."""
     size: str | None = None
@@ -290,8 +293,14 @@ class Recipe:
         found: list[tuple[str, str]] = []
         model, data = self.model, self.data
         given = [k for k in ("layers", "width", "heads", "kv_heads", "feed_forward") if getattr(model, k) is not None]
-        if model.path and (model.size or given):
-            found.append(("model.path", f"a model from a path brings its sizes; remove {(model.size and 'size') or given[0]}"))
+        if (where := "path" if model.path else "preset" if model.preset else None) and (model.size or given):
+            named = (model.size and "size") or given[0]
+            found.append(
+                (
+                    f"model.{where}",
+                    f"a model from a {where} brings its sizes; remove {named} (--set 'model={{{where}: ...}}' does)",
+                )
+            )
         if model.shape != "balanced" and (model.size is None or given):
             found.append(
                 (

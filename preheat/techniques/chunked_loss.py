@@ -86,6 +86,8 @@ class ChunkedLoss(Technique):
             adds = [t.name() for t in context.recipe.techniques.values() if Slot.ROW_LOSS in t.owned()]
             if adds:
                 why.append(f"kernel: {self.kernel} knows plain cross entropy only, without what {adds[0]} adds; use ours")
+            if context.model.logit_softcap:
+                why.append(f"kernel: {self.kernel} would leave out the cap on the logits of {context.model.family}; use ours")
         return why
 
     def apply(self, build: Build, part: Any) -> Change:

@@ -129,6 +129,7 @@ def _losses(folder: Path, source: Any, rows: Rows, device: str, micro: int) -> n
     from preheat.models import adapter
     from preheat.models.weights import materialize
     from preheat.ops.attention import sdpa_attention
+    from preheat.ops.attention_blocks import blocked_attention
     from preheat.ops.losses import CrossEntropy
     from preheat.recipe import Batch, Model, Recipe, Stop
 
@@ -143,6 +144,7 @@ def _losses(folder: Path, source: Any, rows: Rows, device: str, micro: int) -> n
         raise DataError(
             f"{_MODEL}: {folder} has {facts.positions} positions but rows have {rows.length} tokens; name a model with more"
         )
+    plain = facts.window is None and facts.score_softcap is None
     model = adapter.build_on_meta(config)
     materialize(model, torch.device(device))
     source.fill(model, seed=0)
@@ -151,10 +153,14 @@ def _losses(folder: Path, source: Any, rows: Rows, device: str, micro: int) -> n
     with torch.no_grad():
         for batch in evaluation_batches(rows, micro=micro, limit=len(rows)):
             hidden = adapter.hidden_states(
-                model, batch.tokens.to(device), batch.positions.to(device), batch.mask, sdpa_attention
+                model,
+                batch.tokens.to(device),
+                batch.positions.to(device),
+                batch.mask,
+                sdpa_attention if plain else blocked_attention,
             )
             for states, labels in zip(hidden, batch.labels.to(device), strict=True):  # logits of one row at a time
-                total = CrossEntropy()(adapter.head(model)(states).float(), labels).sum()
+                total = CrossEntropy()(adapter.logits(model, states), labels).sum()
                 found.append(float(total) / max(int((labels >= 0).sum()), 1))
     return np.array(found, np.float64)
 

@@ -59,18 +59,22 @@ def _joined(parts: Sequence[Batch]) -> Batch:
     if any(p.mask.documents is not None for p in parts):
         documents = tuple(row for p in parts for row in p.mask.documents or ((p.tokens.shape[1],),) * p.tokens.shape[0])
     mask = replace(parts[0].mask, documents=documents)
-    return Batch(tokens, labels, positions, mask, sum(p.weight for p in parts), tuple(n for p in parts for n in p.rows))
+    weight, rows = sum(p.weight for p in parts), tuple(n for p in parts for n in p.rows)
+    liked = tuple(row for p in parts for row in p.liked)
+    return Batch(tokens, labels, positions, mask, weight, rows, parts[0].group, liked)
 
 
 def _rows_of(batch: Batch, first: int, end: int) -> Batch:
     if first == 0 and end == batch.tokens.shape[0]:
         return batch
-    from preheat.data.packing import IGNORED
+    from preheat.data.loader import weight_of
 
     labels, documents = batch.labels[first:end], batch.mask.documents
     mask: MaskSpec = replace(batch.mask, documents=documents[first:end] if documents is not None else None)
-    weight = int((labels != IGNORED).sum())  # on the host, where batches are until the step moves them
-    return Batch(batch.tokens[first:end], labels, batch.positions[first:end], mask, weight, batch.rows[first:end])
+    liked = batch.liked[first:end]
+    weight = weight_of(labels, mask.documents, batch.group, liked)  # on the host, where batches are until the step moves them
+    rows = batch.rows[first:end]
+    return Batch(batch.tokens[first:end], labels, batch.positions[first:end], mask, weight, rows, batch.group, liked)
 
 
 def foreseen(floor: float, peak: float, rows: int, more: int) -> float:

@@ -123,6 +123,7 @@ _PACKAGES = {  # kernel -> (distribution, how to install it)
 }
 _WINDOWS = {"blocks", "flex", "flash2", "flash3"}
 _GLOBAL = {"blocks", "flex"}
+_SOFTCAP = {"blocks", "flex"}
 _FLEX_HEAD = 16  # the smallest head_dim that FlexAttention's CUDA kernels take
 
 
@@ -137,8 +138,8 @@ class EfficientAttentionTechnique(Technique):
     owns: ClassVar[frozenset[Slot]] = frozenset({Slot.ATTENTION_KERNEL})
 
     kernel: Literal["auto", "flash", "efficient", "cudnn", "blocks", "flex", "flash2", "flash3"] = "auto"
-    """The kernel; auto takes the fastest that serves: on a CPU blocks for windows and for bf16 up to 2,048 tokens, else flash; on CUDA
-    flex for windows, else flash, or efficient for fp32. flash2 and flash3 are packages of their own. The run records which."""
+    """The kernel; auto takes the fastest that serves: on a CPU blocks for windows, capped scores (Gemma 2) and
+    bf16 up to 2,048 tokens, else flash; on CUDA flex for windows and capped scores, else flash, or efficient for fp32. flash2 and flash3 are packages of their own. The run records which."""
 
     def _chosen(self, context: Context | Build) -> str:
         if self.kernel != "auto":
@@ -147,8 +148,8 @@ class EfficientAttentionTechnique(Technique):
 
         if context.device.kind == "cpu":
             fast = Tag("bf16-compute") in context.tags and context.recipe.batch.length <= BLOCKS_UP_TO
-            return "blocks" if _windowed(context) or fast else "flash"
-        if _windowed(context):
+            return "blocks" if _particular(context) or fast else "flash"
+        if _particular(context):
             return "flex" if context.model.head_dim >= _FLEX_HEAD else "blocks"
         return "flash" if _half(context) else "efficient"
 
@@ -158,6 +159,8 @@ class EfficientAttentionTechnique(Technique):
         why = []
         if _windowed(context) and chosen not in _WINDOWS:
             why.append(f"kernel: {chosen} has no window, and attention here is limited to one; use blocks, flex or auto")
+        if context.model.score_softcap and chosen not in _SOFTCAP:
+            why.append(f"kernel: {chosen} cannot cap its scores, as {context.model.family} does; use blocks, flex or auto")
         if Tag("global-tokens") in context.tags and chosen not in _GLOBAL and chosen in _WINDOWS:
             why.append(f"kernel: {chosen} has no global tokens; use blocks, flex or auto")
         if chosen == "flex" and not cuda:
@@ -197,6 +200,11 @@ def _windowed(context: Context | Build) -> bool:
     """Whether some layer sees less than a sequence: by the model's own window, or by a technique."""
     window = context.model.window
     return Tag("window") in context.tags or (window is not None and window < context.recipe.batch.length)
+
+
+def _particular(context: Context | Build) -> bool:
+    """Whether attention is more than causal: within a window, or of capped scores."""
+    return _windowed(context) or context.model.score_softcap is not None
 
 
 def _installed(distribution: str) -> bool:

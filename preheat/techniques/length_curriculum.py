@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from preheat.recipe import Count, Positive, Share
-from preheat.technique import Build, Change, Context, Shape, Slot, Stage, Technique
+from preheat.technique import Build, Change, Context, Shape, Slot, Stage, Tag, Technique
 
 if TYPE_CHECKING:
     from preheat.recipe import Recipe
@@ -87,6 +87,7 @@ class LengthCurriculum(Technique):
     stage: ClassVar[Stage] = Stage.LOADER
     numerics: ClassVar[Any] = "exact"  # of a given batch; which batches come is another matter
     owns: ClassVar[frozenset[Slot]] = frozenset({Slot.BATCH_SHAPE})
+    conflicts: ClassVar[frozenset[Tag]] = frozenset({Tag("whole-examples")})  # shorter rows are cut from whole ones
 
     schedule: Schedule = "steps"
     """How the length rises: steps (it doubles, and each length stays for as long: few shapes, no padding); linear; root (fast first)."""

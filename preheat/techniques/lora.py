@@ -103,7 +103,7 @@ def merge_lora(model: nn.Module) -> int:
 class Lora(Technique):
     stage: ClassVar[Stage] = Stage.ADAPT
     numerics: ClassVar[Any] = "different"
-    provides: ClassVar[frozenset[Tag]] = frozenset({Tag("adapter"), Tag("frozen-base")})
+    provides: ClassVar[frozenset[Tag]] = frozenset({Tag("adapter"), Tag("frozen-base"), Tag("changed-base")})
     conflicts: ClassVar[frozenset[Tag]] = frozenset({Tag("adapter")})
 
     rank: Annotated[int, Bound(1)] = 16
@@ -119,6 +119,9 @@ class Lora(Technique):
     singular directions."""
     pissa_iterations: Whole = 0
     """With `pissa`: iterations of a randomized decomposition (4 serve well, and take seconds where the exact one takes minutes); 0: exact."""
+
+    def provided(self) -> frozenset[Tag]:
+        return self.provides if self.variant == "pissa" else self.provides - {Tag("changed-base")}
 
     def check(self, context: Context) -> list[str]:
         if self.variant == "pissa" and Tag("packed-base") in context.tags:

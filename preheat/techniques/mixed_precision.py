@@ -245,12 +245,12 @@ class MixedPrecision(Technique):
         beside = f"; {len(kept)} modules in fp32" if kept else ""
         name = self.mode[:4]
         if not of_weights:
-            build.around_forward.append(functools.partial(autocast, build.device.kind, half))
+            build.around_forward.append(functools.partial(autocast, build.torch_device.type, half))
             scaled = ", loss scaled" if half == torch.float16 else ""
             return Change(f"matrix products in {name} under autocast, weights in fp32{scaled}{beside}", whole)
         count = to_half(part, half, keep=kept)
         if not full:
-            build.around_forward.append(functools.partial(autocast, build.device.kind, half))
+            build.around_forward.append(functools.partial(autocast, build.torch_device.type, half))
             return Change(f"frozen weights in {name}; trained ones in fp32 under autocast{beside}", count)
         build.own(Slot.OPTIMIZER, functools.partial(self._optimizer, build), self.name())
         if self.mode == "bf16_weights":

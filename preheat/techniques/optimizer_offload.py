@@ -46,16 +46,25 @@ class OptimizerOffload(Technique):
 
     weights: Literal["fp32", "bf16"] = "fp32"
     """The device's weights and gradients; the host's are fp32."""
+    on_cpu: Literal["refuse", "stay"] = "refuse"
+    """Where there is no GPU, the optimizer is on the host already: refuse says so and stops; stay goes on with plain AdamW, for recipes
+    that are to serve on both. The run records which."""
 
     def provided(self) -> frozenset[Tag]:
         return self.provides if self.weights == "bf16" else frozenset()
 
     def check(self, context: Context) -> list[str]:
-        if context.device.kind != "cuda":
-            return ["needs a CUDA device: on a CPU the optimizer is on the host already; leave it out"]
-        return []
+        if context.device.kind == "cuda" or (self.on_cpu == "stay" and self.weights == "fp32"):
+            return []
+        if self.on_cpu == "stay":
+            return ["weights: bf16 is for a CUDA device; on a CPU use mixed_precision: {mode: bf16_weights}, or weights: fp32"]
+        return ["needs a CUDA device: on a CPU the optimizer is on the host already; leave it out, or set on_cpu: stay"]
 
     def apply(self, build: Build, part: Any) -> Change:
+        count = sum(p.requires_grad for p in part.parameters())
+        if build.device.kind == "cpu":
+            return Change(f"nothing to move: AdamW of {count} parameters is on the host already, there being no GPU", count)
+
         def make(groups: Any, **settings: Any) -> Any:
             optimizer: Any = host_adamw(groups, **settings)
             if self.weights == "bf16":
@@ -65,7 +74,6 @@ class OptimizerOffload(Technique):
             return optimizer
 
         build.own(Slot.OPTIMIZER, make, self.name())
-        count = sum(p.requires_grad for p in part.parameters())
         return Change(f"AdamW of {count} parameters on the host, the device's weights in {self.weights}", count)
 
     def options(self, context: Context) -> Iterable[Technique]:

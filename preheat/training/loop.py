@@ -18,7 +18,7 @@ import torch
 from preheat.data import baselines, batches, evaluation_batches
 from preheat.data.loader import samples_of
 from preheat.engine import checkpoint
-from preheat.engine.evaluate import evaluate
+from preheat.engine.evaluate import Measured, measure
 from preheat.engine.step import gradients, update
 from preheat.errors import RunError
 from preheat.hardware.probe import give_back, peak_bytes, resident_bytes
@@ -47,7 +47,8 @@ def train(
         watch: what to tell.
 
     Returns:
-        {run, steps, loss, validation_loss, tokens_per_second, peak_gib, predicted: {peak_gib, tokens_per_second}, stopped}.
+        {run, steps, loss, validation_loss, tokens_per_second, peak_gib, predicted: {peak_gib, tokens_per_second}, stopped}, and where
+        the objective has them (accuracy for one) scores: {name: value} of the last evaluation.
 
     Raises:
         PreheatError: one clear line; see preheat/errors.py for the kinds.
@@ -77,7 +78,7 @@ class _Loop:
         self.speeds: list[float] = []
         self.loss = math.nan
         self.saved_at = -1 if self.progress.step == 0 else self.progress.step
-        self.evaluated: tuple[int, float] | None = None
+        self.evaluated: tuple[int, Measured] | None = None
         self.shape: Shape | None = None
 
     def run(self) -> dict[str, Any]:
@@ -161,6 +162,7 @@ class _Loop:
             "memory": self._memory(),
             "elapsed": p.elapsed,
             "length": batch[0].tokens.shape[1],
+            **self.build.scores({name: value.cpu() for name, value in loss.metrics.items()}, loss.weight),
             **self._counted(),
         }
         self.writer.metric(**metrics)
@@ -213,11 +215,12 @@ class _Loop:
             if rows is None or not len(rows):
                 return math.nan
             micro = self.build.slot(Slot.BATCH_SHAPE)(1.0).micro  # validation rows are whole at any time
-            loss, tokens = evaluate(self.build, evaluation_batches(rows, micro=micro, limit=self.recipe.evaluate.rows))
-            self.evaluated = (step, loss)
-            self.writer.metric(step=step, validation_loss=loss, tokens=tokens)
-            self.watch.evaluated(step, loss)
-        return self.evaluated[1]
+            found = measure(self.build, evaluation_batches(rows, micro=micro, limit=self.recipe.evaluate.rows))
+            self.evaluated = (step, found)
+            scores = {f"validation_{name}": value for name, value in found.scores.items()}
+            self.writer.metric(step=step, validation_loss=found.loss, tokens=found.weight, **scores)
+            self.watch.evaluated(step, found.loss, found.scores)
+        return self.evaluated[1].loss
 
     def _finish(self, stopped: str | None) -> dict[str, Any]:
         plan = self.session.plan
@@ -248,6 +251,8 @@ class _Loop:
             "predicted": {"peak_gib": plan["peak_gib"], "tokens_per_second": plan["tokens_per_second"]},
             "stopped": stopped,
         }
+        if self.evaluated is not None and self.evaluated[1].scores:
+            summary["scores"] = self.evaluated[1].scores
         if not stopped:
             self.writer.event(
                 "finished", steps=p.step, loss=self.loss, validation_loss=validation, tokens=p.tokens, seconds=p.elapsed

@@ -18,7 +18,7 @@ from preheat import recipe as recipes
 from preheat.engine import checkpoint
 from preheat.engine.build import build, peak_learning_rate
 from preheat.errors import DoesNotFit, RecipeError, RunError
-from preheat.models import adapter
+from preheat.models import adapter, presets
 from preheat.planning.plan import plan, settled, steps_of
 from preheat.recipe import Recipe
 from preheat.run import Writer
@@ -66,8 +66,8 @@ def resolve(recipe: Recipe) -> tuple[Device, int]:
 
 
 def rows_of(recipe: Recipe) -> int | None:
-    """Training rows, where `stop.epochs` makes them matter: then the data is read (and cached)."""
-    if not recipe.stop.epochs:
+    """Training rows, where `stop.epochs` makes them matter: then the data is read (and cached); a preset alone has no tokenizer to read by."""
+    if not recipe.stop.epochs or presets.only_planned(recipe):
         return None
     from preheat.data import prepare
 
@@ -115,7 +115,7 @@ def open_session(recipe: Recipe, out: Path, *, resume: bool, watch: Watch, force
     import torch
 
     from preheat.data import prepare
-    from preheat.data.kinds import problems_with
+    from preheat.data.kinds import require_examples
     from preheat.hardware.calibrate import rates
 
     device, threads = resolve(recipe)
@@ -123,6 +123,7 @@ def open_session(recipe: Recipe, out: Path, *, resume: bool, watch: Watch, force
         raise RunError(f"{out}: holds no run to resume; run it without --resume first")
     if not resume and (out / "recipe.yaml").exists():
         raise RunError(f"{out}: holds a run already; add --resume to go on with it, or name another folder with --out")
+    presets.require_weights(recipe)
     config = adapter.configure(recipe, vocabulary_of(recipe))  # a model that cannot be had is told before the data is read
     watch.stage("reading data")
     data = prepare(
@@ -133,12 +134,11 @@ def open_session(recipe: Recipe, out: Path, *, resume: bool, watch: Watch, force
         progress=watch.progress,
         embedding=adapter.facts(config).vocabulary,
     )
-    if words := problems_with(data.layout.kind, {tag for t in recipe.techniques.values() for tag in t.provided()}):
-        raise RecipeError(words)
     if data.layout.kind != "text":
         watch.notice(f"layout: {data.layout.words}")
     for line in data.told:
         watch.notice(line)
+    require_examples(recipe, data)
     watch.stage("measuring this machine (once)")
     measured = rates(device, threads, progress=lambda what, done: watch.progress(what, done, 1.0))
     watch.stage("planning")

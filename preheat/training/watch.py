@@ -23,8 +23,8 @@ class Watch:
     def step(self, metrics: Mapping[str, Any], total: int | None) -> None:
         """A step was committed."""
 
-    def evaluated(self, step: int, loss: float) -> None:
-        """The validation rows were read."""
+    def evaluated(self, step: int, loss: float, scores: Mapping[str, float] | None = None) -> None:
+        """The validation rows were read; `scores` are the objective's, accuracy for one."""
 
     def notice(self, words: str) -> None:
         """Something that the user should know."""

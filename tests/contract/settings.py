@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 # Settings that take other paths than the defaults do.
@@ -11,6 +12,7 @@ FURTHER: list[tuple[str, dict[str, Any]]] = [
     ("block_sparse_attention", {"local": 5, "global_tokens": 2}),
     ("apollo", {"rank": 0.0}),
     ("chunked_loss", {"rows": 7}),
+    ("classification", {"classes": 5}),
     ("chunked_loss", {"rows": 7, "kernel": "torch"}),
     ("difficulty_curriculum", {"by": "length", "curve": "linear"}),
     ("dynamic_batch", {"start": 1, "every": 2}),
@@ -33,12 +35,25 @@ FURTHER: list[tuple[str, dict[str, Any]]] = [
     ("mixed_precision", {"mode": "fp32"}),
     ("nf4", {"double_quantization": False, "keep": ".*down_proj"}),
     ("peft_adapter", {"method": "loha", "settings": {"alpha": 64}}),
+    ("preference", {"loss": "orpo"}),
+    ("preference", {"loss": "simpo", "label_smoothing": 0.1}),
+    ("preference", {"loss": "unpaired"}),
     ("regularized_loss", {"label_smoothing": 0.1, "z": 0.0}),
     ("rope_scaling", {"kind": "dynamic", "original_length": 16}),
     ("rope_scaling", {"kind": "linear"}),
     ("shifted_groups", {"group": 10}),
     ("sliding_window", {"window": 5, "every": 2}),
 ]
+
+# What the first loss is near to, for those whose objective is not next-token prediction: technique, and its `loss` or `classes`.
+BEGINS: dict[tuple[str, Any], float] = {
+    ("classification", None): math.log(2),
+    ("classification", 5): math.log(5),
+    ("preference", None): math.log(2),
+    ("preference", "orpo"): math.log(96) + 0.1 * math.log(2),
+    ("preference", "simpo"): 0.9 * math.log(1 + math.exp(0.5)) + 0.1 * math.log(1 + math.exp(-0.5)),
+    ("preference", "unpaired"): 0.5,
+}
 
 # The family of the tiny model, for techniques that do not serve both; llama where none of them says otherwise.
 FAMILY: dict[str, str] = {"grouped_queries": "llama", "rms_norm": "gpt2", "rope_scaling": "llama", "tied_embeddings": "llama"}

@@ -13,7 +13,6 @@ import pytest
 
 from preheat.data import Prepared, prepare
 from preheat.data.examples import END
-from preheat.data.kinds import problems_with
 from preheat.data.preflight import CHECKS
 from preheat.data.tokenizer import load_tokenizer, train_tokenizer
 from preheat.errors import DataError, RecipeError
@@ -350,13 +349,6 @@ def test_an_interrupted_start_goes_on_where_it_stopped(tmp_path: Path, folder: P
     assert made.fingerprint == whole.fingerprint
     assert [made.counts[k] for k in ("read", "dropped", "train")] == [whole.counts[k] for k in ("read", "dropped", "train")]
     assert not list((again / "cache").glob(".partial*"))
-
-
-def test_layouts_and_techniques_that_do_not_go_together() -> None:
-    assert problems_with("messages", set()) is None
-    assert "pairs of a chosen and a rejected answer" in str(problems_with("preference", set()))
-    assert problems_with("preference", {"compares"}) is None
-    assert "needs data.layout: classes, the rows are plain text" in str(problems_with("text", {"classifies"}))
 
 
 def test_real_sets_of_the_field(tmp_path: Path, data_folder: Path, folder: Path) -> None:

@@ -1,0 +1,130 @@
+"""The transformers configuration that a recipe's model begins from: a preset's, a folder's or the hub's, or a new one."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from preheat.errors import RecipeError
+from preheat.models import presets, sizes
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+    from preheat.recipe import Recipe
+
+__all__ = ["new", "of", "preset_config", "read"]
+
+
+def of(recipe: Recipe, vocabulary: int | None) -> PretrainedConfig:
+    """The configuration before `model.config` and techniques change it; arguments and errors as of `adapter.configure`."""
+    model = recipe.model
+    if model.preset is None:
+        return read(model.path, model.trust_remote_code) if model.path else new(recipe, vocabulary)
+    stated = preset_config(model.preset)
+    if model.path is None:
+        return stated
+    found = read(model.path, model.trust_remote_code)
+    if found.model_type != stated.model_type:
+        raise RecipeError(
+            f"model.preset: {model.preset} is a {stated.model_type}, but {model.path} holds a {found.model_type}; remove one of the two"
+        )
+    for key, value in stated.to_dict().items():
+        other = getattr(found, key, None)
+        if key not in presets.FREE and not _same(value, other):
+            raise RecipeError(
+                f"model.preset: {model.preset} has {key} {value}, but {model.path} has {other}; remove the preset, or name a folder of that model"
+            )
+    return found
+
+
+def _same(a: Any, b: Any) -> bool:
+    """Equal up to rounding: some checkpoints state decimals as fp32 made them."""
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
+        return a.keys() == b.keys() and all(_same(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple) and isinstance(b, list | tuple):
+        return len(a) == len(b) and all(map(_same, a, b))
+    if isinstance(a, float | int) and isinstance(b, float | int):
+        return math.isclose(a, b, rel_tol=1e-6)
+    return bool(a == b)
+
+
+def preset_config(name: str) -> PretrainedConfig:
+    """The published configuration of a preset as transformers reads it."""
+    from transformers import AutoConfig
+
+    values = dict(presets.find(name).config)
+    return AutoConfig.for_model(values.pop("model_type"), **values)
+
+
+def read(path: str, trust: bool) -> PretrainedConfig:
+    """The configuration of a folder, or of a name on the hub (its cache alone where HF_HUB_OFFLINE says so)."""
+    from transformers import AutoConfig
+
+    folder = Path(path)
+    if folder.exists() and not (folder / "config.json").is_file():
+        raise RecipeError(f"model.path: {path} has no config.json; name a Hugging Face model folder")
+    try:
+        return AutoConfig.from_pretrained(
+            path,
+            trust_remote_code=trust,
+            local_files_only=folder.exists() or os.environ.get("HF_HUB_OFFLINE", "") in ("1", "true", "TRUE"),
+        )
+    except (OSError, ValueError) as error:
+        first = str(error).strip().split("\n")[0]
+        if not folder.exists() and (path.startswith((".", "/", "~")) or path.count("/") > 1):
+            raise RecipeError(f"model.path: {path}: no such folder") from None
+        raise RecipeError(
+            f"model.path: {path}: no such folder, and not to be had from the Hugging Face hub ({first[:160]}); download it where there is a network and name the folder"
+            if not folder.exists()
+            else f"model.path: {path}: {first[:300]}"
+        ) from None
+
+
+def new(recipe: Recipe, vocabulary: int | None) -> PretrainedConfig:
+    """The configuration of a new model, by family and sizes or by the dial."""
+    from transformers import GPT2Config, LlamaConfig, Qwen3Config
+
+    model = recipe.model
+    gated = model.family != "gpt2"
+    if model.size is None and not (model.layers and model.width and model.heads):
+        raise RecipeError("model: state a path, a size (e.g. 15M), or layers, width and heads")
+    d = sizes.dial(model.size, gated=gated, shape=model.shape) if model.size else None
+    layers, width, heads = (
+        (model.layers or (d and d.layers)),
+        (model.width or (d and d.width)),
+        (model.heads or (d and d.heads)),
+    )
+    assert layers
+    assert width
+    assert heads
+    if d and model.width and not model.heads:
+        heads = max(1, width // (d.width // d.heads))
+    feed_forward = model.feed_forward or (
+        d.feed_forward if d and not model.width else (round(width * 8 / 3 / 64) * 64 or 64) if gated else 4 * width
+    )
+    if model.vocabulary is None and vocabulary is None:
+        raise RecipeError("model.vocabulary: is needed where no tokenizer decides it")
+    rows = model.vocabulary or -(-vocabulary // 64) * 64  # type: ignore[operator]  # a multiple of 64 keeps the head's products fast
+    common: dict[str, Any] = {
+        "hidden_size": width,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "vocab_size": rows,
+        "max_position_embeddings": model.positions or recipe.batch.length,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
+    }
+    if model.tie_embeddings is not None:
+        common["tie_word_embeddings"] = model.tie_embeddings
+    if model.family == "gpt2":
+        if model.kv_heads not in (None, heads):
+            raise RecipeError(f"model.kv_heads: {model.kv_heads}: gpt2 has no grouped queries; remove it or use family: llama")
+        # Dropout 0: pretraining sees each token about once (GPT-2's 0.1 is for many epochs).
+        return GPT2Config(**common, n_inner=feed_forward, embd_pdrop=0.0, attn_pdrop=0.0, resid_pdrop=0.0)
+    common |= {"num_key_value_heads": model.kv_heads or heads, "intermediate_size": feed_forward, "head_dim": width // heads}
+    return LlamaConfig(**common) if model.family == "llama" else Qwen3Config(**common)

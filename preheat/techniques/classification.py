@@ -1,0 +1,152 @@
+"""Classification: a head over classes in place of the language model's head, trained on the last token of each document.
+
+What: the head over the vocabulary gives way to one over `classes`, drawn new; the loss is the cross entropy of the class at the last
+token, which has read the whole document. Under an adapter the head is trained all the same. Many documents stand in one row, and each sees
+itself only. The run's accuracy and macro F1 (the mean over classes, however rare) stand beside the loss.
+Helps: a label costs one pass over the text, without generating; scores are calibrated and comparable. Hurts: the model writes no text any
+more; one training example a document, where next-token prediction has one a token.
+Source: Radford et al. 2018, "Improving Language Understanding by Generative Pre-Training", section 3.2.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+
+from preheat.data.kinds import Examples
+from preheat.recipe import Bound, Recipe
+from preheat.technique import Batch, Build, Change, Context, LossSum, Slot, Stage, Tag, Technique
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+__all__ = ["Classification", "accuracy_and_f1", "classify", "confusion"]
+
+
+def classify(model: Any, classes: int, *, seed: int = 0) -> str:
+    """Puts a head over classes, drawn new, in place of a transformers model's head, in place. Returns its name.
+
+    Raises:
+        ValueError: the head is tied to the embedding.
+
+    Example:
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> config = LlamaConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, vocab_size=16)
+        >>> model = LlamaForCausalLM(config)
+        >>> classify(model, 3), model.lm_head.weight.shape
+        ('lm_head', torch.Size([3, 16]))
+    """
+    import torch
+
+    from preheat.ops.class_head import draw_head, give_classes
+
+    if model.config.tie_word_embeddings:
+        raise ValueError("the head is tied to the embedding; set tie_word_embeddings to False")
+    name = give_classes(model, classes)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        draw_head(model.get_submodule(name), model.config.initializer_range)
+    return name
+
+
+def confusion(predicted: Tensor, truth: Tensor, classes: int) -> Tensor:
+    """[classes, classes], how often a class (row) was taken for another (column). A negative truth does not count.
+
+    Example:
+        >>> import torch
+        >>> confusion(torch.tensor([0, 1, 1]), torch.tensor([0, 0, -100]), 2).tolist()
+        [[1.0, 1.0], [0.0, 0.0]]
+    """
+    import torch
+
+    place = torch.where(truth < 0, classes * classes, truth * classes + predicted)
+    counted = torch.zeros(classes * classes + 1, device=truth.device)
+    counted.index_add_(0, place, torch.ones_like(place, dtype=counted.dtype))
+    return counted[:-1].view(classes, classes)
+
+
+def accuracy_and_f1(table: Tensor) -> dict[str, float]:
+    """Accuracy, and the mean F1 over the classes that occur or were predicted.
+
+    Example:
+        >>> import torch
+        >>> accuracy_and_f1(torch.tensor([[3.0, 1.0], [0.0, 0.0]]))
+        {'accuracy': 0.75, 'macro_f1': 0.42857142857142855}
+    """
+    right, occur, named = (t.double() for t in (table.diagonal(), table.sum(1), table.sum(0)))
+    seen = occur + named > 0
+    f1 = 2 * right[seen] / (occur + named)[seen]
+    return {"accuracy": float(right.sum() / occur.sum().clamp(min=1)), "macro_f1": float(f1.mean())}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Classification(Technique):
+    stage: ClassVar[Stage] = Stage.STRUCTURE
+    numerics: ClassVar[Any] = "different"
+    owns: ClassVar[frozenset[Slot]] = frozenset({Slot.OBJECTIVE})
+    provides: ClassVar[frozenset[Tag]] = frozenset({Tag("class-head"), Tag("whole-examples")})
+
+    classes: Annotated[int, Bound(2)] = 2
+    """Rows of the head: the data's classes are numbered from 0."""
+
+    def examples(self) -> Examples:
+        return Examples("classes", self.classes)
+
+    def configure(self, config: Any, recipe: Recipe) -> None:
+        config.tie_word_embeddings = False
+        config.num_labels = self.classes
+
+    def check(self, context: Context) -> list[str]:
+        recipe, why = context.recipe, []
+        if recipe.data.packing == "stream":
+            why.append("data.packing: stream cuts documents at row ends; use auto or whole")
+        if recipe.sample.prompts:
+            why.append("sample.prompts: a classifier writes no text; leave them out")
+        if recipe.evaluate.baselines:
+            why.append("evaluate.baselines: a unigram model knows no classes; set it to false")
+        return why
+
+    def apply(self, build: Build, part: Any) -> Change:
+        from preheat.ops.class_head import draw_head, give_classes
+
+        name = give_classes(part, self.classes)
+        draw = functools.partial(draw_head, std=part.config.get_text_config().initializer_range)
+        build.weights.fresh(rf"^{name}\.weight$", [name], draw)
+        build.own(Slot.OBJECTIVE, self._objective(part), self.name())
+        build.scores = _scores
+        return Change(
+            f"{name} over {self.classes} classes, drawn new, in place of the vocabulary's; loss at each document's last token",
+            1,
+        )
+
+    def _objective(self, part: Any) -> Callable[..., LossSum]:
+        import torch
+
+        from preheat.models.adapter import head
+
+        def objective(batch: Batch, hidden: Callable[[Batch], Tensor], over_logits: Callable[..., Tensor]) -> LossSum:
+            states = hidden(batch)
+            total = over_logits(states, batch.labels)
+            with torch.no_grad():
+                last = _last_places(batch)
+                logits = head(part)(states.detach().flatten(0, 1)[last])
+                table = confusion(logits.argmax(dim=-1), batch.labels.flatten()[last], self.classes)
+            return LossSum(total, batch.weight, {"confusion": table})
+
+        return objective
+
+
+def _last_places(batch: Batch) -> torch.Tensor:
+    """Where documents end in the flattened batch; from the lengths on the host."""
+    import torch
+
+    rows, length = batch.tokens.shape
+    sizes = [size for row in batch.mask.documents or ((length,),) * rows for size in row]
+    return torch.tensor(sizes, device=batch.tokens.device).cumsum(0) - 1
+
+
+def _scores(metrics: Mapping[str, Any], weight: float) -> dict[str, float]:
+    return accuracy_and_f1(metrics["confusion"])

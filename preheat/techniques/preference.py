@@ -1,0 +1,246 @@
+"""Preference: learn from answers that people preferred to others, or liked and disliked. DPO and its relatives.
+
+What: the log-probability of each answer is compared, that of the preferred one with that of the other, each against what a reference
+model gives it: the model as it was before. The reference is the base without its adapter where one is trained, which costs no memory;
+else a frozen copy. `dpo`; `ipo`; `hinge`; without a reference `simpo` (mean log-probability a token, and a margin), `cpo` and `orpo` (with the
+likelihood of the preferred answer); `unpaired` for single answers that were liked or not (APO-zero, of KTO's family).
+The log-probabilities are taken without gradients first; from them follows by how much each token's gradient counts in the loss, and
+one weighted pass over the head makes just that. So the head may be chunked, and no logits of two answers are ever kept.
+Helps: a model is brought to answer as people prefer, from comparisons alone. Hurts: twice the rows, and with a reference a third pass; too
+high a rate, or too many epochs, lowers the likelihood of preferred answers too (watch `chosen_logp`; `nll` holds against it).
+Source: DPO, Rafailov et al. 2023 (arXiv:2305.18290); IPO, Azar et al. 2023 (arXiv:2310.12036); hinge: SLiC, Zhao et al. 2023 (arXiv:2305.10425);
+SimPO, Meng et al. 2024 (arXiv:2405.14734); CPO, Xu et al. 2024 (arXiv:2401.08417); ORPO, Hong et al. 2024 (arXiv:2403.07691); APO-zero, D'Oosterlinck
+et al. 2024 (arXiv:2408.06266), after KTO, Ethayarajh et al. 2024 (arXiv:2402.01306); `nll`: Pang et al. 2024 (arXiv:2404.19733).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+
+from preheat.data.kinds import Examples
+from preheat.errors import DataError
+from preheat.recipe import Bound, NonNegative, Positive
+from preheat.technique import Batch, Build, Change, Context, LossSum, Slot, Stage, Tag, Technique
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["Preference", "preference_loss"]
+
+_WITHOUT_REFERENCE = ("simpo", "cpo", "orpo")
+_SMOOTHED = ("dpo", "cpo", "simpo")
+
+
+def preference_loss(
+    chosen: Tensor,
+    rejected: Tensor,
+    reference_chosen: Tensor | float = 0.0,
+    reference_rejected: Tensor | float = 0.0,
+    **settings: Any,
+) -> Tensor:
+    """The loss of each pair of answers from their log-probabilities, differentiable: for a loop of your own.
+
+    Args:
+        chosen, rejected: [pairs], summed over each answer's tokens (for `simpo` and `orpo` the mean).
+        reference_chosen, reference_rejected: those of the reference model.
+        settings: loss (dpo, ipo, hinge, simpo, cpo, orpo), beta, gamma, label_smoothing: see `preheat.ops.answers.pair_losses`.
+
+    Raises:
+        ValueError: no such loss.
+
+    Example:
+        >>> import torch
+        >>> preference_loss(torch.tensor([-3.0]), torch.tensor([-9.0]), torch.tensor([-4.0]), torch.tensor([-8.0]), beta=0.5)
+        tensor([0.3133])
+    """
+    from preheat.ops.answers import pair_losses
+
+    return pair_losses(chosen, rejected, reference_chosen, reference_rejected, **settings)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preference(Technique):
+    # After what makes the model what it is (structure, precision), so that a copy of it is that too; before what only training needs.
+    stage: ClassVar[Stage] = Stage.SPLIT
+    numerics: ClassVar[Any] = "different"
+    owns: ClassVar[frozenset[Slot]] = frozenset({Slot.OBJECTIVE, Slot.ROW_LOSS})
+    provides: ClassVar[frozenset[Tag]] = frozenset({Tag("whole-examples")})
+
+    loss: Literal["dpo", "ipo", "hinge", "simpo", "cpo", "orpo", "unpaired"] = "dpo"
+    """dpo, ipo, hinge: pairs, against a reference; simpo, cpo, orpo: pairs, without one; unpaired: single answers, liked or not."""
+    beta: Literal["auto"] | Positive = "auto"
+    """How far the model may leave the reference: less is further. For orpo the weight of its odds ratio. auto: 2 for simpo, else 0.1."""
+    gamma: NonNegative = 0.5
+    """With `simpo`: the margin by which beta times the difference must be won."""
+    label_smoothing: Annotated[float, Bound(0, 0.5)] = 0.0
+    """With `dpo`, `cpo` and `simpo`: the share of pairs whose order is taken to be wrong."""
+    length_normalized: bool = False
+    """Take the mean log-probability a token and not the sum, so that length itself is not what is learnt (simpo and orpo always do)."""
+    nll: Literal["auto"] | NonNegative = "auto"
+    """Weight of the preferred answer's mean negative log-probability a token, added to the loss. auto: 1 for cpo and orpo, else 0."""
+    reference: Literal["auto", "none"] = "auto"
+    """auto: the base under the adapter, else a frozen copy of the model, where the loss has a reference; none: leave it out."""
+
+    @property
+    def _beta(self) -> float:
+        return float(self.beta) if self.beta != "auto" else 2.0 if self.loss == "simpo" else 0.1
+
+    @property
+    def _nll(self) -> float:
+        return float(self.nll) if self.nll != "auto" else float(self.loss in ("cpo", "orpo"))
+
+    @property
+    def _refers(self) -> bool:
+        return self.reference == "auto" and self.loss not in _WITHOUT_REFERENCE
+
+    @property
+    def _means(self) -> bool:
+        return self.length_normalized or self.loss in ("simpo", "orpo")
+
+    def examples(self) -> Examples:
+        return Examples("liked" if self.loss == "unpaired" else "pairs")
+
+    def check(self, context: Context) -> list[str]:
+        why = []
+        if self.label_smoothing and self.loss not in _SMOOTHED:
+            why.append(f"label_smoothing: {self.loss} has no form with it; use {', '.join(_SMOOTHED)}, or 0")
+        if self.label_smoothing == 0.5:
+            why.append("label_smoothing: at 0.5 either order is as good, and nothing is learnt; use 0.1")
+        if self.loss == "unpaired" and self._nll:
+            why.append("nll: is of pairs' preferred answers; leave it out with loss: unpaired")
+        if self.loss == "unpaired" and self.reference == "none":
+            why.append("reference: without one no single answer is likely enough to be liked; leave it out with loss: unpaired")
+        if self._refers and Tag("changed-base") in context.tags:
+            why.append(
+                "reference: the adapter begins inside the base's weights, so the base without it is not the model as it was; use "
+                "another variant of the adapter, or a loss without a reference (simpo, cpo, orpo)"
+            )
+        recipe = context.recipe
+        if recipe.data.packing == "stream":
+            why.append("data.packing: stream cuts answers at row ends; use auto or whole")
+        if recipe.evaluate.baselines:
+            why.append("evaluate.baselines: a unigram model compares no answers; set it to false")
+        return why
+
+    def apply(self, build: Build, part: Any) -> Change:
+        import copy
+
+        from preheat.ops.losses import CrossEntropy
+
+        words = {"dpo": "DPO", "ipo": "IPO", "simpo": "SimPO", "cpo": "CPO", "orpo": "ORPO"}.get(self.loss, self.loss)
+        what, count = f"{words} loss, beta {self._beta:g}", 1
+        if not self._refers:
+            what += ", no reference model"
+        elif Tag("adapter") in build.tags:
+            what += "; the reference is the base without its adapter"
+        else:
+            kept = (
+                copy.deepcopy(part).requires_grad_(False).eval()
+            )  # on meta still: the weights' source fills it as it fills the model
+            build.parts["reference"] = [kept]
+            count = sum(p.numel() for p in kept.parameters())
+            what += f"; the reference is a frozen copy of {count:,} parameters"
+        build.own(Slot.ROW_LOSS, CrossEntropy(), self.name())  # what is compared are plain log-probabilities
+        build.own(Slot.OBJECTIVE, self._objective(build, part), self.name())
+        build.scores = _scores
+        return Change(what, count)
+
+    def _objective(self, build: Build, part: Any) -> Callable[..., LossSum]:
+        import torch
+
+        from preheat.ops.adapters import without
+        from preheat.ops.answers import Places
+        from preheat.ops.losses import Recorded, WeightedCrossEntropy
+
+        def logp(states: Tensor, batch: Batch, places: Places, over_logits: Callable[..., Tensor], of: Any) -> Tensor:
+            recorded = Recorded()
+            over_logits(states, batch.labels, row_loss=recorded, of=of)
+            found = -places.sums(recorded.found())
+            return found / places.lengths if self._means else found
+
+        def reference(batch: Batch, places: Places, over_logits: Callable[..., Tensor]) -> Tensor:
+            if "reference" in build.parts:
+                (kept,) = build.parts["reference"]
+                return logp(build.slot(Slot.HIDDEN)(kept, batch), batch, places, over_logits, kept)
+            training = part.training
+            part.eval()  # without dropout
+            try:
+                with without(part):
+                    return logp(build.slot(Slot.HIDDEN)(part, batch), batch, places, over_logits, part)
+            finally:
+                part.train(training)
+
+        def objective(batch: Batch, hidden: Callable[[Batch], Tensor], over_logits: Callable[..., Tensor]) -> LossSum:
+            learns = torch.is_grad_enabled()
+            if not (batch.liked if self.loss == "unpaired" else batch.group == 2):  # a stream is not seen before it is read
+                raise DataError(
+                    f"techniques.preference: loss {self.loss} finds no {self.examples().kind} in the rows {batch.rows[:8]}"
+                )
+            places = Places.of(batch)
+            with torch.no_grad():
+                before = reference(batch, places, over_logits) if self._refers else torch.zeros_like(places.lengths)
+            states = hidden(batch)
+            with torch.no_grad():
+                now = logp(states.detach(), batch, places, over_logits, part)
+            with torch.set_grad_enabled(learns):
+                losses, metrics = self._judge(now.requires_grad_(learns), before, places, batch)
+            total = losses.sum()
+            if not learns:
+                return LossSum(total, batch.weight, metrics)
+            (slope,) = torch.autograd.grad(total, now)
+            # By token: d loss / d log p, so that the sum of -weight log p has the gradient of the loss. Its value is another, though.
+            weights = places.spread(-slope / places.lengths if self._means else -slope, batch.labels)
+            made = over_logits(states, batch.labels, weights, row_loss=WeightedCrossEntropy())
+            return LossSum(total.detach() + (made - made.detach()), batch.weight, metrics)
+
+        return objective
+
+    def _judge(self, now: Tensor, before: Tensor, places: Any, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+        """Losses of the examples, differentiable by `now`, and what is written down of them, summed."""
+        import torch
+
+        from preheat.ops.answers import liked_losses, pair_losses
+
+        reward = self._beta * (now - before).detach()
+        if self.loss == "unpaired":
+            liked = torch.tensor([n for row in batch.liked for n in row], device=now.device)
+            right = (reward > 0) == (liked > 0)
+            metrics = {"reward_accuracy": right.float().sum(), "liked": liked.sum(), "reward_liked": (reward * liked).sum()}
+            metrics["reward_disliked"] = (reward * (1 - liked)).sum()
+            return liked_losses(now, before, liked, beta=self._beta), metrics
+        chosen, rejected = now[0::2], now[1::2]
+        losses = pair_losses(
+            chosen,
+            rejected,
+            before[0::2],
+            before[1::2],
+            loss=self.loss,
+            beta=self._beta,
+            gamma=self.gamma,
+            label_smoothing=self.label_smoothing,
+        )
+        if self._nll:
+            losses = losses - self._nll * (chosen if self._means else chosen / places.lengths[0::2])
+        margin = reward[0::2] - reward[1::2]
+        metrics = {
+            "reward_accuracy": (margin > 0).float().sum(),
+            "reward_margin": margin.sum(),
+            "chosen_logp": chosen.detach().sum(),
+            "rejected_logp": rejected.detach().sum(),
+        }
+        return losses, metrics
+
+
+def _scores(metrics: Mapping[str, Any], weight: float) -> dict[str, float]:
+    """Means over the pairs; of single answers the mean rewards of those that were liked and of the others, where there are any."""
+    if "liked" not in metrics:
+        return {name: float(total) / weight for name, total in metrics.items()}
+    liked = float(metrics["liked"])
+    found = {"reward_accuracy": float(metrics["reward_accuracy"]) / weight}
+    if liked:
+        found["reward_liked"] = float(metrics["reward_liked"]) / liked
+    if weight > liked:
+        found["reward_disliked"] = float(metrics["reward_disliked"]) / (weight - liked)
+    return found
