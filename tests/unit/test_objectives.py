@@ -18,7 +18,8 @@ from preheat.data.preparing import Prepared
 from preheat.engine.build import build
 from preheat.engine.evaluate import evaluate, measure
 from preheat.engine.step import gradients, update
-from preheat.errors import DataError, RecipeError
+from preheat.errors import DataError, RecipeError, RunError
+from preheat.models.adapter import generate
 from preheat.run import Reader
 from preheat.technique import Batch
 from preheat.techniques.classification import accuracy_and_f1, classify, confusion
@@ -375,6 +376,8 @@ def test_a_classifier_becomes_that_of_transformers(family: str) -> None:
     from preheat.ops.class_head import as_sequence_classifier
 
     made = moved("{classification: {classes: 3}}", family=family)
+    with pytest.raises(RunError, match="over 3 classes: it writes no text"):
+        generate(made.trained[0], torch.zeros(1, 1, dtype=torch.int64), count=2)  # type: ignore[arg-type]
     theirs = as_sequence_classifier(made.trained[0], pad=95)
     assert theirs.config.num_labels == 3
     for found, _ in documents(uneven(examples=CLASSES)):
