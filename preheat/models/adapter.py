@@ -353,7 +353,8 @@ def generate(
     import torch
     from transformers import GenerationConfig
 
-    if (rows := head(model).weight.shape[0]) != model.config.get_text_config().vocab_size:
+    rows: int = head(model).weight.shape[0]  # type: ignore[index,assignment]
+    if rows != model.config.get_text_config().vocab_size:
         raise RunError(f"this model's head is over {rows} classes: it writes no text; measure it with `preheat eval`")
 
     training, attention = model.training, model.config._attn_implementation
