@@ -357,7 +357,7 @@ def test_scores_stand_in_the_run_and_a_resumed_run_goes_on(tmp_path: Path, monke
         "{preference: {}, chunked_loss: {}}",
         more=f"data: {{source: {tmp_path}/text.txt, vocabulary: 270, validation: 0}}\ncheckpoint: {{every: 2}}\n",
     )
-    recipe = recipes.override(recipe, "model.vocabulary=320", "stop.steps=4")
+    recipe = recipes.override(recipe, "model.vocabulary=320", "stop.steps=4", "schedule={kind: constant, warmup: 0}")
     whole = train(recipe, out=tmp_path / "whole")
     train(recipes.override(recipe, "stop.steps=2"), out=tmp_path / "parts")
     parts = train(recipe, out=tmp_path / "parts", resume=True)
