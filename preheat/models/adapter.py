@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from preheat.errors import RecipeError, nearest
+from preheat.errors import RecipeError, RunError, nearest
 from preheat.models import configs
 from preheat.technique import MaskSpec, ModelFacts
 
@@ -308,9 +308,16 @@ def generate(
     """Continues `tokens` [1, n] by up to `count` tokens with transformers' own generation and KV cache.
 
     Layers with an attention pattern read everything again for each token: patterns are for whole sequences.
+
+    Raises:
+        RunError: the model's head is over classes.
     """
     import torch
     from transformers import GenerationConfig
+
+    rows: int = head(model).weight.shape[0]  # type: ignore[index,assignment]
+    if rows != model.config.get_text_config().vocab_size:
+        raise RunError(f"this model's head is over {rows} classes: it writes no text; measure it with `preheat eval`")
 
     training, attention = model.training, model.config._attn_implementation
     model.eval()

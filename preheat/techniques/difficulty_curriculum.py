@@ -106,6 +106,10 @@ def losses_of(folder: Path, rows: Rows, *, device: str = "cpu", micro: int = 8, 
     from preheat.data.sources import digest
     from preheat.models.weights import WeightSource
 
+    if rows.tokens.examples.kind == "classes":
+        raise DataError(
+            f"{_MODEL}: ranks by the loss of the next token, which documents of a class each do not have; use by: rarity"
+        )
     if not (folder / "config.json").is_file():
         raise RecipeError(f"{_MODEL}: {folder} has no config.json; name the folder of a Hugging Face model")
     source = WeightSource(folder)

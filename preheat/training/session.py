@@ -17,7 +17,7 @@ from typing import Any
 from preheat import recipe as recipes
 from preheat.engine import checkpoint
 from preheat.engine.build import build, peak_learning_rate
-from preheat.errors import DoesNotFit, RecipeError, RunError
+from preheat.errors import DoesNotFit, RunError
 from preheat.models import adapter, presets
 from preheat.planning.plan import plan, settled, steps_of
 from preheat.recipe import Recipe

@@ -88,6 +88,8 @@ def test_recipes_techniques_and_init(preheat: Command) -> None:
         (["train", "r.yaml", "--set", "data.source=broken.jsonl"], 4, "broken.jsonl:3"),
         (["train", "r.yaml", "--set", "data.source=fields.jsonl"], 4, "fields.jsonl:2"),
         (["train", "r.yaml", "--set", "model.positions=16"], 2, "16 positions"),
+        (["train", "r.yaml", "--set", "techniques={preference: {}}"], 4, "techniques.preference reads pairs of answers"),
+        (["train", "r.yaml", "--set", "techniques={preference: {loss: kto}}"], 2, "unpaired"),
         (["train", "r.yaml", "--set", "model.vocabulary=200"], 2, "300 pieces"),
         (["train", "r.yaml", "--set", "hardware.memory=1MiB"], 3, "does not fit: needs"),
         (["plan", "r.yaml", "--set", "hardware.memory=1MiB"], 3, ""),

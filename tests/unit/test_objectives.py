@@ -2,6 +2,7 @@
 
 import math
 import pickle
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy, logsigmoid
 
+from preheat import recipe as recipes
 from preheat.data.kinds import Examples, require_examples
 from preheat.data.loader import collate, evaluation_batches
 from preheat.data.packing import Rows, Tokens, cut
@@ -16,7 +18,9 @@ from preheat.data.preparing import Prepared
 from preheat.engine.build import build
 from preheat.engine.evaluate import evaluate, measure
 from preheat.engine.step import gradients, update
-from preheat.errors import DataError, RecipeError
+from preheat.errors import DataError, RecipeError, RunError
+from preheat.models.adapter import generate
+from preheat.run import Reader
 from preheat.technique import Batch
 from preheat.techniques.classification import accuracy_and_f1, classify, confusion
 from preheat.techniques.dynamic_batch import regrouped
@@ -335,11 +339,45 @@ def test_data_that_fits_passes_and_a_stream_without_pairs_is_refused_at_its_firs
         gradients(made, [uneven()])
 
 
+def test_scores_stand_in_the_run_and_a_resumed_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import preheat.data
+    from preheat.training.loop import train
+
+    monkeypatch.setenv("PREHEAT_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "text.txt").write_text("the quick brown fox. " * 200)
+    prepare = preheat.data.prepare
+
+    def with_pairs(*a: Any, **k: Any) -> Any:
+        made = prepare(*a, **k)
+        made.train, made.validation = (Rows(tokens(n, group=2, seed=n), 32, "whole") for n in (80, 20))
+        return made
+
+    monkeypatch.setattr(preheat.data, "prepare", with_pairs)
+    recipe = tiny(
+        "{preference: {}, chunked_loss: {}}",
+        more=f"data: {{source: {tmp_path}/text.txt, vocabulary: 270, validation: 0}}\ncheckpoint: {{every: 2}}\n",
+    )
+    recipe = recipes.override(recipe, "model.vocabulary=320", "stop.steps=4", "schedule={kind: constant, warmup: 0}")
+    whole = train(recipe, out=tmp_path / "whole")
+    train(recipes.override(recipe, "stop.steps=2"), out=tmp_path / "parts")
+    parts = train(recipe, out=tmp_path / "parts", resume=True)
+    assert parts["validation_loss"] == whole["validation_loss"]
+    assert parts["scores"] == whole["scores"]
+    assert {"reward_accuracy", "reward_margin", "chosen_logp", "rejected_logp"} == whole["scores"].keys()
+    run = Reader(tmp_path / "whole")
+    assert run.metrics()[-1]["loss"] == whole["loss"]
+    assert 0 <= run.metrics()[-1]["reward_accuracy"] <= 1
+    assert run.evaluations()[-1]["validation_reward_margin"] == whole["scores"]["reward_margin"]
+    assert run.evaluations()[-1]["tokens"] == 20
+
+
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_a_classifier_becomes_that_of_transformers(family: str) -> None:
     from preheat.ops.class_head import as_sequence_classifier
 
     made = moved("{classification: {classes: 3}}", family=family)
+    with pytest.raises(RunError, match="over 3 classes: it writes no text"):
+        generate(made.trained[0], torch.zeros(1, 1, dtype=torch.int64), count=2)  # type: ignore[arg-type]
     theirs = as_sequence_classifier(made.trained[0], pad=95)
     assert theirs.config.num_labels == 3
     for found, _ in documents(uneven(examples=CLASSES)):

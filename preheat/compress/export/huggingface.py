@@ -9,9 +9,10 @@ from typing import Any
 import torch
 
 from preheat.errors import RunError
-from preheat.models.adapter import plain_logits
+from preheat.models.adapter import head, plain_logits
 from preheat.models.surgery import beyond_transformers
 from preheat.ops.adapters import merge
+from preheat.ops.class_head import ClassHead, as_sequence_classifier, pad_for
 from preheat.technique import Tag
 from preheat.training.opened import open_model
 
@@ -31,7 +32,7 @@ def write(run: str | Path, out: str | Path) -> dict[str, Any]:
         RunError: no run or checkpoint there; `out` stands already or cannot be written; the model's architecture is one that
             transformers has not.
     """
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
     out = Path(out)
     if out.exists():
@@ -44,15 +45,26 @@ def write(run: str | Path, out: str | Path) -> dict[str, Any]:
         )
     rows = min(64, opened.build.model.positions or 64)
     tokens = torch.arange(rows).remainder(opened.build.model.vocabulary)[None] * 7 % opened.build.model.vocabulary
-    before = plain_logits(model, tokens)
-    merged = merge(model) if Tag("adapter") in opened.build.tags else 0
+    reader: Any = AutoModelForCausalLM
+    merged = 0
+    try:
+        if classifies := isinstance(head(model), ClassHead):  # type: ignore[arg-type]
+            reader, pad = AutoModelForSequenceClassification, pad_for(opened.tokenizer)
+            opened.tokenizer.pad_token_id = pad
+            tokens[tokens == pad] += 1 if pad == 0 else -1
+        before = plain_logits(model, tokens)  # type: ignore[arg-type]
+        merged = merge(model) if Tag("adapter") in opened.build.tags else 0
+        if classifies:
+            model, before = as_sequence_classifier(model, pad=pad), before[:, -1]
+    except ValueError as error:
+        raise RunError(f"{run}: cannot be exported: {error}") from None
     beside = out.with_name(out.name + ".writing")
     try:
         model.set_attn_implementation("eager")  # type: ignore[operator]  # the folder must not name our own attention
         model.config.use_cache = True  # type: ignore[union-attr,assignment]
         model.save_pretrained(beside)  # type: ignore[operator]
         opened.tokenizer.save_pretrained(beside)
-        again = AutoModelForCausalLM.from_pretrained(beside, dtype=next(model.parameters()).dtype, local_files_only=True)
+        again = reader.from_pretrained(beside, dtype=next(model.parameters()).dtype, local_files_only=True)
         difference = float((plain_logits(again, tokens) - before).abs().max())
         beside.rename(out)
     except OSError as error:
