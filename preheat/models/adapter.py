@@ -26,7 +26,6 @@ __all__ = [
     "configure",
     "ends",
     "facts",
-    "generate",
     "head",
     "hidden_states",
     "plain_logits",
@@ -338,38 +337,6 @@ def hidden_states(
         preheat_attention=attention,
         preheat_mask=mask,
     ).last_hidden_state
-
-
-def generate(
-    model: PreTrainedModel, tokens: Tensor, *, count: int, temperature: float = 0.0, stop: int | None = None
-) -> Tensor:
-    """Continues `tokens` [1, n] by up to `count` tokens with transformers' own generation and KV cache.
-
-    Layers with an attention pattern read everything again for each token: patterns are for whole sequences.
-    """
-    import torch
-    from transformers import GenerationConfig
-
-    training, attention = model.training, model.config._attn_implementation
-    model.eval()
-    patterned = any(hasattr(m, PATTERN) for m in model.modules())
-    model.set_attn_implementation(STANDALONE if patterned else "sdpa")
-    settings = GenerationConfig(
-        max_new_tokens=count,
-        do_sample=temperature > 0,
-        temperature=temperature or None,
-        top_k=None,
-        top_p=None,
-        use_cache=not patterned,
-        eos_token_id=stop,
-        pad_token_id=stop if stop is not None else 0,
-    )
-    try:
-        with torch.no_grad():
-            return model.generate(tokens, attention_mask=torch.ones_like(tokens), generation_config=settings)
-    finally:
-        model.set_attn_implementation(attention)
-        model.train(training)
 
 
 def plain_logits(model: PreTrainedModel, tokens: Tensor) -> Tensor:

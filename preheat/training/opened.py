@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from preheat import recipe as recipes
 from preheat.engine import checkpoint
 from preheat.engine.build import build
 from preheat.errors import RunError
+from preheat.models.generate import stop_tokens
 from preheat.recipe import Model, Recipe, Stop
 from preheat.technique import Build
 from preheat.training.session import resolve
@@ -25,20 +27,34 @@ class Opened:
     step: int | None
     """Of the checkpoint; None for a model folder."""
 
+    @property
+    def stop(self) -> frozenset[int]:
+        """Tokens that end a text."""
+        return stop_tokens(self.tokenizer, self.build.weights.folder)
 
-def open_model(path: str | Path) -> Opened:
-    """Builds a run's model with its newest whole checkpoint, or the model of a Hugging Face folder, for reading.
+
+def open_model(path: str | Path, *, step: int | None = None) -> Opened:
+    """Builds a run's model with a whole checkpoint, or the model of a Hugging Face folder, for reading.
+
+    Args:
+        path: a run, one of its checkpoints (`runs/x/checkpoints/step-N`), or a model folder.
+        step: of a run's checkpoint; the newest whole one when not given.
 
     Raises:
-        RunError: neither a run nor a model, or no whole checkpoint.
+        RunError: neither a run nor a model, or no whole checkpoint (of that step).
     """
     from preheat.data.tokenizer import load_tokenizer
 
     path = Path(path)
+    if re.fullmatch(r"step-\d+", path.name) and (path.parent.parent / "recipe.yaml").is_file():
+        own = int(path.name.removeprefix("step-"))
+        if step not in (None, own):
+            raise RunError(f"{path}: is the checkpoint of step {own}, and step {step} was asked for; name the run")
+        path, step = path.parent.parent, own
     if (path / "recipe.yaml").is_file():
         recipe = recipes.load(path / "recipe.yaml")
         tokenizer = load_tokenizer(str(path / "tokenizer"))
-        found, damaged = checkpoint.find(path / "checkpoints")
+        found, damaged = checkpoint.find(path / "checkpoints", step)
         if found is None:
             raise RunError(
                 f"{path}: "
@@ -48,6 +64,8 @@ def open_model(path: str | Path) -> Opened:
         made = build(recipe, vocabulary=len(tokenizer), device=device)
         checkpoint.load_weights(made, found)
         return Opened(recipe, made, tokenizer, checkpoint.read_progress(found).step)
+    if step is not None:
+        raise RunError(f"{path}: is no run, so it has no checkpoint of step {step}; leave --step out")
     if not (path / "config.json").is_file():
         raise RunError(f"{path}: is neither a run (no recipe.yaml) nor a Hugging Face model folder (no config.json)")
     recipe = Recipe(name="opened", model=Model(path=str(path)), stop=Stop(steps=1))

@@ -23,6 +23,7 @@ from preheat.planning.plan import plan, settled, steps_of
 from preheat.recipe import Recipe
 from preheat.run import Writer
 from preheat.technique import Build, Device, Shape, Slot
+from preheat.training.samples import Samples
 from preheat.training.watch import Watch
 
 __all__ = ["Session", "open_session", "plan_here", "resolve", "rows_of", "settle", "vocabulary_of"]
@@ -49,6 +50,7 @@ class Session:
     order: Iterator[int]
     """Rows of the data, by number, from where the run stands."""
     peak_lr: float
+    samples: Samples
     imports: int
     """Bytes that the process held before the build."""
 
@@ -146,6 +148,8 @@ def open_session(recipe: Recipe, out: Path, *, resume: bool, watch: Watch, force
         raise DoesNotFit(
             f"does not fit: needs {expected['peak_gib']:.2f} GiB, has {expected['available_gib']:.2f} GiB; use smaller micro-batches or techniques that save memory (preheat techniques lists them), or train all the same with --force"
         )
+    positions = adapter.facts(adapter.configure(recipe, how["vocabulary"])).positions
+    samples = Samples(recipe, data.tokenizer, positions=positions)
     writer = Writer(out, resume=resume)
     try:
         if resume:
@@ -172,7 +176,9 @@ def open_session(recipe: Recipe, out: Path, *, resume: bool, watch: Watch, force
         if not resume and not (out / "recipe.yaml").exists():
             _remove_empty_run(out)
         raise
-    return Session(recipe, made, data, writer, expected, progress, total, shape, order, peak_learning_rate(made), imports)
+    return Session(
+        recipe, made, data, writer, expected, progress, total, shape, order, peak_learning_rate(made), samples, imports
+    )
 
 
 def _shape(made: Build, total: int | None) -> Callable[[int], Shape]:
