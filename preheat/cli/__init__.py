@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import sys
 from typing import Annotated
 
 import typer
 
-from preheat.cli import bench, calibrate, demo, evaluate, export, generate, plan, recipes, report, techniques, train, try_
+from preheat.cli import bench, calibrate, chat, demo, evaluate, export, generate, plan, recipes, report, techniques, train, try_
 from preheat.errors import PreheatError
 
 __all__ = ["app", "main"]
@@ -44,6 +45,7 @@ app.command("bench")(bench.bench)
 app.command("report")(report.report)
 app.command("eval")(evaluate.evaluate)
 app.command("generate")(generate.generate)
+app.command("chat")(chat.chat)
 app.command("export")(export.export)
 app.command("demo")(demo.demo)
 app.add_typer(recipes.app, name="recipes")
@@ -70,3 +72,6 @@ def main(arguments: list[str] | None = None) -> None:
         for line in str(error).splitlines():
             print(f"error: {line}", file=sys.stderr)
         sys.exit(error.exit_code)
+    except BrokenPipeError:  # whoever reads what we print went away, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)

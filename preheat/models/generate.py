@@ -44,13 +44,18 @@ class Written:
 
 @dataclass
 class Kept:
-    """A KV cache and the tokens whose keys and values it holds: a prompt that begins with them is read from there on."""
+    """A KV cache and the tokens whose keys and values it holds: a prompt that begins with them is read from there on.
+
+    Attributes:
+        reused: tokens of the last prompt that the cache held already.
+    """
 
     cache: Any = None
     tokens: list[int] = field(default_factory=list)
+    reused: int = 0
 
-    def begin(self, model: PreTrainedModel, prompt: Sequence[int]) -> int:
-        """Makes the cache hold a beginning of `prompt`, and returns how many tokens of it; at least one is left to be read."""
+    def begin(self, model: PreTrainedModel, prompt: Sequence[int]) -> None:
+        """Makes the cache hold a beginning of `prompt`, of which at least one token is left to be read."""
         from transformers import DynamicCache
         from transformers.cache_utils import DynamicLayer
 
@@ -58,16 +63,15 @@ class Kept:
         extra = len(self.tokens) - same
         # A layer with a window of its own has forgotten what would have to come back.
         if not same or (extra and not all(type(layer) is DynamicLayer for layer in self.cache.layers)):
-            self.cache, self.tokens = DynamicCache(config=model.config), []
-            return 0
+            self.cache, self.tokens, self.reused = DynamicCache(config=model.config), [], 0
+            return
         if extra:
             self.cache.crop(-extra)
-        self.tokens = list(prompt[:same])
-        return same
+        self.tokens, self.reused = list(prompt[:same]), same
 
     def clear(self) -> None:
         """Forgets everything: after a generation that was broken off, layers may hold different numbers of tokens."""
-        self.cache, self.tokens = None, []
+        self.cache, self.tokens, self.reused = None, [], 0
 
 
 def patterned(model: PreTrainedModel) -> bool:
@@ -96,7 +100,8 @@ def generate(
     positions: int = 0,
     batch: int = 8,
     seed: int = 0,
-    on_text: Callable[[int, str], None] | None = None,
+    cached: bool = True,
+    on_text: Callable[[int, str | None], None] | None = None,
     kept: Kept | None = None,
 ) -> list[Written]:
     """Continues each prompt.
@@ -111,7 +116,9 @@ def generate(
         positions: tokens that the model can read; 0: not stated.
         batch: prompts at a time.
         seed: decides the draws of every batch.
-        on_text: told (prompt's number, text) as text becomes certain: whole characters, and nothing that may begin a stop string.
+        cached: keep keys and values; without, everything is read again for each token.
+        on_text: told (prompt's number, text) as text becomes certain: whole characters, and nothing that may begin a
+            stop string; None when it has ended.
         kept: a cache to go on from and to leave for the next call; for one prompt.
 
     Returns:
@@ -125,7 +132,7 @@ def generate(
     import torch
 
     assert all(prompts), "a prompt without a token"
-    assert kept is None or len(prompts) == 1
+    assert kept is None or (cached and len(prompts) == 1)
     alone = patterned(model)
     rooms = [min(settings.tokens, positions - len(p)) if positions else settings.tokens for p in prompts]
     assert min(rooms, default=1) > 0, "a prompt that fills the model's positions"
@@ -136,14 +143,14 @@ def generate(
         for rows in _batches(rooms, settings.tokens, 1 if alone else batch):
             torch.manual_seed(seed)
             listeners = [_Text(tokenizer, prompts[row], settings.stop, _told(on_text, row)) for row in rows]
-            _write(model, [prompts[row] for row in rows], rooms[rows[0]], settings, stop, listeners, None if alone else kept)
+            _write(model, [prompts[row] for row in rows], rooms[rows[0]], settings, stop, listeners, cached and not alone, kept)
             for row, text in zip(rows, listeners, strict=True):
                 cut: Ended = "length" if rooms[row] == settings.tokens else "context"
                 made.append(text.finish(cut))
     return made
 
 
-def _told(on_text: Callable[[int, str], None] | None, row: int) -> Callable[[str], None]:
+def _told(on_text: Callable[[int, str | None], None] | None, row: int) -> Callable[[str | None], None]:
     return (lambda text: on_text(row, text)) if on_text is not None else (lambda text: None)
 
 
@@ -169,7 +176,7 @@ def _writing(model: PreTrainedModel, alone: bool) -> Iterator[None]:
 
     training, attention = model.training, model.config._attn_implementation
     model.eval()
-    model.set_attn_implementation(STANDALONE if alone else "sdpa")
+    model.set_attn_implementation(STANDALONE if alone else _plain_attention(model))
     try:
         # A text that is read again for each token has another length each time: a compiled layer would be compiled for each.
         with torch.no_grad(), torch.compiler.set_stance("force_eager") if alone else nullcontext():
@@ -179,6 +186,12 @@ def _writing(model: PreTrainedModel, alone: bool) -> Iterator[None]:
         model.train(training)
 
 
+def _plain_attention(model: PreTrainedModel) -> str:
+    """transformers' fast attention, or the plain one where scores are capped, which the fast one leaves out in silence."""
+    capped = getattr(model.config.get_text_config(), "attn_logit_softcapping", None)
+    return "eager" if capped or not model._supports_sdpa else "sdpa"
+
+
 def _write(
     model: PreTrainedModel,
     prompts: list[Sequence[int]],
@@ -186,6 +199,7 @@ def _write(
     settings: Sample,
     stop: frozenset[int],
     texts: list[_Text],
+    cached: bool,
     kept: Kept | None,
 ) -> None:
     import torch
@@ -212,7 +226,7 @@ def _write(
         max_new_tokens=room,
         do_sample=drawn,
         repetition_penalty=settings.repetition_penalty,
-        use_cache=not patterned(model),
+        use_cache=cached,
         eos_token_id=sorted(stop) or None,
         pad_token_id=pad,
         **(
@@ -227,7 +241,7 @@ def _write(
         ),
     )
     more: dict[str, Any] = {}
-    if kept is not None:
+    if kept is not None and cached:
         kept.begin(model, prompts[0])
         more["past_key_values"] = kept.cache
     try:
@@ -238,7 +252,7 @@ def _write(
         if kept is not None:
             kept.clear()
         raise
-    if kept is not None:  # the last token was drawn and not read
+    if more and kept is not None:  # the last token was drawn and not read
         kept.tokens = [*prompts[0], *texts[0].tokens][: kept.cache.get_seq_length()]
 
 
@@ -246,7 +260,11 @@ class _Text:
     """One text as it grows: tokens to characters, held back where a character is not whole or a stop string may begin."""
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerFast, prompt: Sequence[int], stops: Sequence[str], tell: Callable[[str], None]
+        self,
+        tokenizer: PreTrainedTokenizerFast,
+        prompt: Sequence[int],
+        stops: Sequence[str],
+        tell: Callable[[str | None], None],
     ):
         self.tokenizer, self.stops, self.tell = tokenizer, stops, tell
         self.tokens: list[int] = []
@@ -260,7 +278,7 @@ class _Text:
             return
         self.tokens.append(token)
         if last:
-            self.ended = "stop token"
+            self._end("stop token")
             return
         self._fresh.append(token)
         more = self._decoded()
@@ -282,9 +300,10 @@ class _Text:
         self.text += more
         at = min((i for stop in self.stops if (i := self.text.find(stop, searched)) >= 0), default=None)
         if at is not None:
-            self.text, self.ended = self.text[:at], "stop string"
-        held = 0 if self.ended is not None else max((_begun(self.text, stop) for stop in self.stops), default=0)
-        self._say(len(self.text) - held)
+            self.text, self._fresh = self.text[:at], []
+            self._end("stop string")
+        else:
+            self._say(len(self.text) - max((_begun(self.text, stop) for stop in self.stops), default=0))
 
     def _say(self, upto: int) -> None:
         if upto > self.said:
@@ -294,12 +313,19 @@ class _Text:
     def _is_byte(self, token: int) -> bool:
         return _BYTE.fullmatch(self.tokenizer.convert_ids_to_tokens(token) or "") is not None
 
+    def _end(self, ended: Ended) -> None:
+        self.ended = ended
+        if self._fresh:  # bytes that are no whole character
+            self.text += self._decoded()
+        self._say(len(self.text))
+        self.tell(None)
+
     def finish(self, cut: Ended) -> Written:
         """The whole text; what was held back is told."""
-        if self._fresh and self.ended != "stop string":
-            self._grow(self._decoded())
-        self._say(len(self.text))
-        return Written(self.text, self.tokens, self.ended or cut)
+        if self.ended is None:
+            self._end(cut)
+        assert self.ended is not None
+        return Written(self.text, self.tokens, self.ended)
 
 
 def _alike(a: Sequence[Any], b: Sequence[Any]) -> int:

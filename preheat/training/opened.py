@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,11 @@ from preheat import recipe as recipes
 from preheat.engine import checkpoint
 from preheat.engine.build import build
 from preheat.errors import RunError
-from preheat.models.generate import stop_tokens
-from preheat.recipe import Model, Recipe, Stop
+from preheat.models.generate import Written
+from preheat.recipe import Model, Recipe, Sample, Stop
 from preheat.technique import Build
 from preheat.training.session import resolve
+from preheat.training.texts import Prompt, write_texts
 
 __all__ = ["Opened", "open_model"]
 
@@ -27,10 +29,13 @@ class Opened:
     step: int | None
     """Of the checkpoint; None for a model folder."""
 
-    @property
-    def stop(self) -> frozenset[int]:
-        """Tokens that end a text."""
-        return stop_tokens(self.tokenizer, self.build.weights.folder)
+    def write(self, prompts: Sequence[Prompt], settings: Sample | None = None, **how: Any) -> list[Written]:
+        """Continues texts, and answers chats: `write_texts` with this model; `how` is its template, seed, batch, on_text and kept.
+
+        Example:
+            >>> open_model("runs/demo").write(["import os\\n"])[0].text                                 # doctest: +SKIP
+        """
+        return write_texts(self.build, self.tokenizer, prompts, settings, **how)
 
 
 def open_model(path: str | Path, *, step: int | None = None) -> Opened:

@@ -49,8 +49,8 @@ def test_greedy_text_is_that_of_plain_transformers_alone_and_in_a_padded_batch(s
     wanted = [_plain(plain, p, 48) for p in prompts]
     assert wanted == [_plain(plain, p, 48, use_cache=False) for p in prompts]
     model, settings = stories.build.trained[0], Sample(tokens=48)
-    for batch in (1, 3):
-        made = generate(model, stories.tokenizer, prompts, settings, stop=stories.stop, batch=batch)
+    for batch, cached in ((1, True), (3, True), (1, False), (4, False)):
+        made = generate(model, stories.tokenizer, prompts, settings, stop=frozenset({2}), batch=batch, cached=cached)
         assert [m.tokens for m in made] == wanted
     assert made[0].text.startswith(BEGIN)
     for prompt, m in zip(prompts, made, strict=True):
@@ -61,18 +61,23 @@ def test_greedy_text_is_that_of_plain_transformers_alone_and_in_a_padded_batch(s
 
 def test_told_text_is_the_whole_text_and_never_taken_back(stories: Opened) -> None:
     told: dict[int, str] = {0: "", 1: ""}
-    steps = 0
+    steps, ended = 0, list[int]()
 
-    def hear(row: int, text: str) -> None:
+    def hear(row: int, text: str | None) -> None:
         nonlocal steps
         steps += 1
-        told[row] += text
+        assert row not in ended, "nothing is told after the end"
+        if text is None:
+            ended.append(row)
+        else:
+            told[row] += text
 
     prompts = _ids(stories, "Once", "Lily saw a dog. ")
     stop = (" named", "!")
     made = generate(stories.build.trained[0], stories.tokenizer, prompts, Sample(tokens=40, stop=stop), on_text=hear)
     assert [told[0], told[1]] == [m.text for m in made]
     assert steps > 10
+    assert sorted(ended) == [0, 1]
     assert (made[0].text, made[0].ended) == (" upon a time, there was a little girl", "stop string")
     free = generate(stories.build.trained[0], stories.tokenizer, prompts, Sample(tokens=40))
     assert free[0].text.startswith(made[0].text + " named")
@@ -84,13 +89,17 @@ def test_characters_of_several_tokens_are_told_whole(stories: Opened) -> None:
     from preheat.models.generate import _Text
 
     said: list[str] = []
-    text = _Text(stories.tokenizer, [1], (), said.append)
+
+    def hear(part: str | None) -> None:
+        said.append(part or "")
+
+    text = _Text(stories.tokenizer, [1], (), hear)
     for token in stories.tokenizer.encode("é 日本 🙂", add_special_tokens=False):
         text.add(token, False)
     assert "".join(said).strip() == "é 日本 🙂"
     assert not any("\ufffd" in part for part in said)
     cut = stories.tokenizer.encode("🙂", add_special_tokens=False)[:-1]
-    text = _Text(stories.tokenizer, [1], (), said.append)
+    text = _Text(stories.tokenizer, [1], (), hear)
     for token in cut:
         text.add(token, False)
     made = text.finish("length")
@@ -98,7 +107,7 @@ def test_characters_of_several_tokens_are_told_whole(stories: Opened) -> None:
         "what is left at the end is told as it is"
     )
     said.clear()
-    text = _Text(stories.tokenizer, [1], (), said.append)
+    text = _Text(stories.tokenizer, [1], (), hear)
     for token in [
         *stories.tokenizer.encode("日", add_special_tokens=False),
         cut[0],
@@ -152,7 +161,7 @@ def test_a_kept_cache_gives_the_same_text_and_reads_only_what_is_new(stories: Op
     finally:
         hook.remove()
 
-    def break_off(row: int, text: str) -> None:
+    def break_off(row: int, text: str | None) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -164,7 +173,7 @@ def test_the_end_of_the_positions_ends_a_text_and_no_other(stories: Opened) -> N
     prompts = _ids(stories, "Once", "Once upon " * 240, "Tom")
     assert len(prompts[1]) > 480
     model, room = stories.build.trained[0], 512 - len(prompts[1])
-    made = generate(model, stories.tokenizer, prompts, Sample(tokens=48), stop=stories.stop, positions=512)
+    made = generate(model, stories.tokenizer, prompts, Sample(tokens=48), stop=frozenset({2}), positions=512)
     assert [(len(m.tokens), m.ended) for m in made] == [(48, "length"), (room, "context"), (48, "length")]
 
 
