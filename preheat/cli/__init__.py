@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from preheat.cli import bench, calibrate, chat, demo, evaluate, export, generate, plan, recipes, report, techniques, train, try_
+from preheat.cli import bench, calibrate, chat, data, demo, evaluate, export, generate, plan, recipes, report, techniques, train, try_
 from preheat.errors import PreheatError
 
 __all__ = ["app", "main"]
@@ -40,6 +40,7 @@ def _global(
 
 
 app.command("plan")(plan.plan)
+app.command("data")(data.data)
 app.command("train")(train.train)
 app.command("bench")(bench.bench)
 app.command("report")(report.report)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["Document", "Piece"]
+__all__ = ["END", "PAD", "Document", "Piece"]
+
+END, PAD = "<|end|>", "<|pad|>"
+"""The special tokens of a tokenizer that is trained here."""
 
 
 class Piece(NamedTuple):
@@ -22,12 +25,14 @@ class Document(NamedTuple):
         complete: the text has its special tokens already, as a chat template writes them; no beginning or end is added.
         label: the class of the example, or whether an answer was liked (1) or not (0); None: it has neither.
         where: file and row, for messages.
+        notes: (check, words) each, what `preflight` is to know of the row. A row that cannot be read has these and no sequence.
     """
 
     sequences: tuple[tuple[Piece, ...], ...]
     complete: bool = False
     label: int | None = None
     where: str = ""
+    notes: tuple[tuple[str, str], ...] = ()
 
     @classmethod
     def of(cls, text: str, prompt: str | None = None, where: str = "") -> Document:

@@ -1,20 +1,19 @@
-"""Documents from files: text, JSONL, JSON and Parquet, read lazily. Every error names the file and the line or row."""
+"""Rows and texts from files: text, JSONL, JSON, CSV and Parquet, read lazily. Every error names the file and the line or row."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from preheat.data.examples import Document
+from preheat.data.conversations import kind_of
 from preheat.errors import DataError, nearest
 
-__all__ = ["ROWS", "TEXT", "Fields", "find_files", "missing", "read_file"]
+__all__ = ["ROWS", "TEXT", "columns_of", "find_files", "missing", "read_file"]
 
 TEXT = (".txt", ".md", ".py")
-ROWS = (".jsonl", ".json", ".parquet")
+ROWS = (".jsonl", ".json", ".parquet", ".csv")
 
 CUT_ABOVE = 64 * 1024
 """A larger .txt file (bytes) is not one document: as one it could be neither split into train and validation nor shuffled."""
@@ -22,60 +21,6 @@ CUT_AT = 4 * 1024
 """It is cut at the first blank line after so many characters ..."""
 CUT_AT_ANY_LINE = 4 * CUT_AT
 """... at the first line end after so many, and within a line of more."""
-
-
-@dataclass(frozen=True)
-class Fields:
-    """Which fields of a row are read."""
-
-    text: str = "text"
-    prompt: str | None = None
-    completion: str | None = None
-
-    @property
-    def paired(self) -> bool:
-        return self.completion is not None
-
-    def names(self) -> list[str]:
-        return [self.prompt, self.completion] if self.prompt and self.completion else [self.text]
-
-    def knob(self, name: str) -> str:
-        return "data.text" if not self.paired else "data.prompt" if name == self.prompt else "data.completion"
-
-    def require(self, known: list[str], where: str) -> None:
-        """Raises DataError when a field is not among `known`."""
-        for name in self.names():
-            if name not in known:
-                raise DataError(
-                    f"{where}: no field '{name}', only {', '.join(map(repr, known)) or 'none'}; set {self.knob(name)}: {nearest(name, known)}"
-                )
-
-    def document(self, row: Any, where: str) -> Document:
-        """The document of one row; `where` stands in errors."""
-        if not isinstance(row, Mapping):
-            raise DataError(f"{where}: is {_kind(row)}, not an object with fields")
-        self.require([str(k) for k in row], where)
-        values = [row[name] for name in self.names()]
-        for name, value in zip(self.names(), values, strict=True):
-            if not isinstance(value, str):
-                raise DataError(
-                    f"{where}: field '{name}' is {_kind(value)}, not text; mend the row or set {self.knob(name)} to another field"
-                )
-            try:
-                value.encode()
-            except UnicodeEncodeError as error:
-                raise DataError(
-                    f"{where}: field '{name}' holds half a surrogate pair at character {error.start}, which is not text"
-                ) from None
-        return Document.of(values[-1], values[0] if self.paired else None, where)
-
-
-def _kind(value: Any) -> str:
-    if value is None:
-        return "null"
-    return {dict: "an object", list: "a list", bool: "true or false", int: "a number", float: "a number", str: "text"}.get(
-        type(value), type(value).__name__
-    )
 
 
 def missing(knob: str, path: Path) -> DataError:
@@ -92,7 +37,7 @@ def find_files(knob: str, path: Path) -> tuple[list[Path], str]:
     """The files that `path`, a file or a folder, stands for, in a fixed order, and what they are in words.
 
     Data files beside their own metadata (a README, a dataset_infos.json) are the usual case, so in a folder the rows
-    go first: .jsonl and .parquet, else .json, else text files.
+    go first: .jsonl, .parquet and .csv, else .json, else text files.
     """
     if path.is_file():
         if path.suffix not in TEXT + ROWS:
@@ -103,7 +48,7 @@ def find_files(knob: str, path: Path) -> tuple[list[Path], str]:
     every = sorted(
         p for p in path.rglob("*") if p.is_file() and not any(part.startswith(".") for part in p.relative_to(path).parts)
     )
-    for suffixes in ((".jsonl", ".parquet"), (".json",), TEXT):
+    for suffixes in ((".jsonl", ".parquet", ".csv"), (".json",), TEXT):
         chosen = [p for p in every if p.suffix in suffixes]
         if chosen:
             kinds = ", ".join(sorted({p.suffix for p in chosen}))
@@ -112,23 +57,43 @@ def find_files(knob: str, path: Path) -> tuple[list[Path], str]:
     raise DataError(f"{knob} {path}: the folder has no file that preheat reads ({', '.join(TEXT + ROWS)})")
 
 
-def read_file(path: Path, fields: Fields) -> Iterator[Document]:
-    """The documents of one file, lazily."""
-    if path.suffix in TEXT and fields.paired:
-        raise DataError(
-            f"{path}: a text file has no field '{fields.prompt}'; data.prompt and data.completion need {', '.join(ROWS)}"
-        )
+def columns_of(path: Path) -> list[str] | None:
+    """The fields of all rows of a file, where it states them before any row (Parquet, CSV)."""
+    if path.suffix == ".parquet":
+        import pyarrow
+        import pyarrow.parquet
+
+        try:
+            return list(pyarrow.parquet.read_schema(path).names)
+        except (pyarrow.ArrowException, OSError) as error:
+            raise DataError(f"{path}: not a readable Parquet file: {str(error).splitlines()[0]}") from None
+    return next(_csv(path), (0, [], []))[1] if path.suffix == ".csv" else None
+
+
+def read_file(path: Path, columns: Sequence[str] | None = None) -> Iterator[tuple[str, Any]]:
+    """(where, row) of each row of a file, lazily: an object with fields, or the text of a file without rows.
+
+    Args:
+        columns: read no others, where the format lets them be left out.
+    """
     try:
         if path.suffix == ".txt" and path.stat().st_size > CUT_ABOVE:
-            yield from _cut(_lines(path))
+            yield from _cut(path)
         elif path.suffix in TEXT:
-            yield Document.of("".join(line for _, line in _lines(path)), where=str(path))
+            yield str(path), "".join(line for _, line in _lines(path))
         elif path.suffix == ".jsonl":
-            yield from _jsonl(path, fields)
+            yield from _jsonl(path)
         elif path.suffix == ".json":
-            yield from _json(path, fields)
+            yield from _json(path)
+        elif path.suffix == ".csv":
+            for number, names, values in _csv(path):
+                if len(values) != len(names):
+                    raise DataError(
+                        f"{path}:{number}: has {len(values)} fields where the first line names {len(names)}; quote commas and line ends"
+                    )
+                yield f"{path}:{number}", dict(zip(names, values, strict=True))
         else:
-            yield from _parquet(path, fields)
+            yield from _parquet(path, columns)
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror or error})") from None
 
@@ -152,23 +117,23 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
             yield number, line.removeprefix("\ufeff") if number == 1 else line
 
 
-def _cut(lines: Iterator[tuple[int, str]]) -> Iterator[Document]:
+def _cut(path: Path) -> Iterator[tuple[str, str]]:
     """One long text as documents of a few KB whose concatenation is the text."""
     held: list[str] = []
-    size = 0
-    for _, line in lines:
+    size, first = 0, 1
+    for number, line in _lines(path):
         for start in range(0, len(line), CUT_AT_ANY_LINE):
             piece = line[start : start + CUT_AT_ANY_LINE]
             held.append(piece)
             size += len(piece)
             if size >= CUT_AT_ANY_LINE or (size >= CUT_AT and not line.strip()):
-                yield Document.of("".join(held))
-                held, size = [], 0
+                yield f"{path}:{first}", "".join(held)
+                held, size, first = [], 0, number + 1
     if held:
-        yield Document.of("".join(held))
+        yield f"{path}:{first}", "".join(held)
 
 
-def _jsonl(path: Path, fields: Fields) -> Iterator[Document]:
+def _jsonl(path: Path) -> Iterator[tuple[str, Any]]:
     for number, line in _lines(path):
         if not line.strip():
             continue
@@ -178,10 +143,10 @@ def _jsonl(path: Path, fields: Fields) -> Iterator[Document]:
             raise DataError(f"{path}:{number}: not JSON: {error.msg.removesuffix(' at')} at column {error.colno}") from None
         except RecursionError:
             raise DataError(f"{path}:{number}: JSON nested too deeply") from None
-        yield fields.document(row, f"{path}:{number}")
+        yield f"{path}:{number}", row
 
 
-def _json(path: Path, fields: Fields) -> Iterator[Document]:
+def _json(path: Path) -> Iterator[tuple[str, Any]]:
     text = "".join(line for _, line in _lines(path))
     try:
         rows = json.loads(text)
@@ -192,23 +157,44 @@ def _json(path: Path, fields: Fields) -> Iterator[Document]:
     except RecursionError:
         raise DataError(f"{path}: JSON nested too deeply") from None
     if not isinstance(rows, list):
-        raise DataError(f"{path}: holds {_kind(rows)}; a .json file must hold a list of objects")
+        raise DataError(f"{path}: holds {kind_of(rows)}; a .json file must hold a list of objects")
     for number, row in enumerate(rows, 1):
-        yield fields.document(row, f"{path}: row {number}")
+        yield f"{path}: row {number}", row
 
 
-def _parquet(path: Path, fields: Fields) -> Iterator[Document]:
+def _csv(path: Path) -> Iterator[tuple[int, list[str], list[str]]]:
+    """(line, names, values) of each row; a quoted value may go over several lines."""
+    import csv
+
+    csv.field_size_limit(2**31 - 1)  # of the process; the default, 128 KiB, is less than a long document
+    reader = csv.reader((line for _, line in _lines(path)), strict=True)
+    names: list[str] = []
+    try:
+        for values in reader:
+            if not values:
+                continue
+            if not names:
+                names = values
+                if len(set(names)) < len(names) or not all(name.strip() for name in names):
+                    raise DataError(f"{path}:1: the first line must name each field once, has {', '.join(map(repr, names))}")
+                continue
+            yield reader.line_num, names, values
+    except csv.Error as error:
+        raise DataError(f"{path}:{reader.line_num}: not CSV: {error}") from None
+
+
+def _parquet(path: Path, columns: Sequence[str] | None) -> Iterator[tuple[str, Any]]:
     import pyarrow
     import pyarrow.parquet
 
     number = 0
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
-            fields.require(file.schema_arrow.names, str(path))
-            for batch in file.iter_batches(batch_size=1024, columns=fields.names()):
+            known = [name for name in file.schema_arrow.names if columns is None or name in columns]
+            for batch in file.iter_batches(batch_size=1024, columns=known):
                 for row in batch.to_pylist():
                     number += 1
-                    yield fields.document(row, f"{path}: row {number}")
+                    yield f"{path}: row {number}", row
     except (pyarrow.ArrowException, UnicodeDecodeError) as error:
         where = f"{path}: row {number + 1}" if number else str(path)
         raise DataError(f"{where}: not a readable Parquet file: {str(error).splitlines()[0]}") from None

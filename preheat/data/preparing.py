@@ -1,24 +1,27 @@
-"""From a source to rows: the tokenizer, the tokens (cached by content), the packing, and what was counted."""
+"""From sources to rows: the tokenizer, the tokens (cached by content), the packing, the checks, and what was counted."""
 
 from __future__ import annotations
 
-import array
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from preheat.data.cache import default_root, entry
-from preheat.data.examples import Document
+from preheat.data.layouts import Layout
 from preheat.data.packing import Rows, Tokens
+from preheat.data.preflight import Findings, Verdict, judge, merged, refuse_unknown
 from preheat.data.sources import Source, digest, open_source
-from preheat.data.split import Side, Split, chunks, content_hash
+from preheat.data.split import Split, chunks, content_hash
 from preheat.data.streaming import StreamRows, encode_all
+from preheat.data.templates import Template
 from preheat.data.tokenizer import Encoder, load_tokenizer, train_tokenizer
+from preheat.data.tokenizing import SIDES, Progress, Stream, streams_of, tokenize
+from preheat.data.verifying import cut_answers, look_at_template, look_at_tokens
 from preheat.errors import DataError
 from preheat.recipe import Data
 
@@ -27,12 +30,11 @@ if TYPE_CHECKING:
 
 __all__ = ["Prepared", "prepare"]
 
-FORMAT = 2
+FORMAT = 3
 """Counted up when the tokens of equal documents, or the way they are stored, change: older entries are then not used."""
 
-Progress = Callable[[str, int, int | None], None]
-
-SIDES: tuple[Side, Side] = ("train", "validation")
+STREAM_LOOK = 1000
+"""Documents at the beginning of a streamed source that the checks see before training."""
 
 
 @dataclass
@@ -40,13 +42,19 @@ class Prepared:
     """Data that is ready to train on.
 
     Attributes:
-        tokenizer: of transformers.
+        tokenizer: of transformers; its chat template is the one that was used.
         train, validation: rows. With data.validation 0 there are no validation rows.
         source: what was read, in words.
         counts: {"read", "dropped": {reason: documents}, "train": {...}, "validation": {...}}; each side has documents, tokens,
-            rows, trained (labels), efficiency (share of the rows' places that are not padding), truncated and no_room (examples).
-            Of a streamed source only what is known before training.
+            rows, trained (labels), efficiency (share of the rows' places that are not padding), truncated, no_room (examples), cut
+            (examples that lose a part of what is trained on) and duplicates; "sources": what each gave; "repeated": documents of a
+            source are read more than once by its weight. Of a streamed source only what is known before training.
         fingerprint: content hash of everything that decides the rows; a checkpoint keeps it.
+        layout: of the rows, or of the first source's.
+        classes: names of the classes, in order; empty where there are none.
+        told: what the checks found that does not block, a line each.
+        blocked: what they found that does, where it was not to be refused.
+        streams: what was read, to read it again.
     """
 
     tokenizer: PreTrainedTokenizerFast
@@ -55,6 +63,24 @@ class Prepared:
     source: str
     counts: dict[str, Any]
     fingerprint: str
+    layout: Layout
+    classes: tuple[str, ...] = ()
+    told: list[str] = field(default_factory=list)
+    blocked: list[str] = field(default_factory=list)
+    streams: list[Stream] = field(default_factory=list)
+
+    def record(self) -> dict[str, Any]:
+        """What a run keeps of it (data.json)."""
+        template = self.layout.template
+        return {
+            "source": self.source,
+            "layout": self.layout.words,
+            "template": template.name if template else None,
+            "classes": list(self.classes),
+            "counts": self.counts,
+            "preflight": self.told,
+            "fingerprint": self.fingerprint,
+        }
 
 
 def prepare(
@@ -65,8 +91,10 @@ def prepare(
     tokenizer: str | None = None,
     cache: Path | None = None,
     progress: Progress | None = None,
+    embedding: int | None = None,
+    refuse: bool = True,
 ) -> Prepared:
-    """Reads, tokenizes and packs what `data` names.
+    """Reads, tokenizes, checks and packs what `data` names.
 
     Args:
         data: the recipe's settings.
@@ -76,58 +104,131 @@ def prepare(
             BPE of `data.vocabulary` pieces is trained on the training documents.
         cache: folder for tokens and trained tokenizers; $PREHEAT_CACHE or ~/.cache/preheat when not stated.
         progress: called now and then with what is done, how much of it, and of how much (None: not known).
+        embedding: rows of the model's embedding, where known.
+        refuse: raise for what the checks block; else it stands in `blocked`, to be looked at.
 
     Raises:
         DataError: something in the data is wrong; the message has the file and the row.
+        RecipeError: `data.preflight` names a check that there is not.
 
     Example:
         >>> prepared = prepare(Data(source="stdlib"), length=256, seed=0)  # doctest: +SKIP
         >>> prepared.train.row(0).tokens.shape  # doctest: +SKIP
         (256,)
     """
+    refuse_unknown(data.preflight)
     root, say = cache or default_root(), progress or (lambda what, done, total: None)
-    source = open_source(data)
-    held = open_source(data, validation=True) if isinstance(data.validation, str) else None
-    share = 0.0 if isinstance(data.validation, str) else float(data.validation)
     name, knob = (data.tokenizer, "data.tokenizer") if data.tokenizer else (tokenizer, "the model's tokenizer")
-    packing: Literal["stream", "whole"] = ("whole" if source.paired else "stream") if data.packing == "auto" else data.packing
     if data.streaming and name is None:
         raise DataError(
             "data.streaming: a tokenizer cannot be trained on data that is read while training; set data.tokenizer to a folder"
         )
+    own = load_tokenizer(name, knob=knob) if name is not None else None
+    sources = _open(data, own)
+    held = open_source(data.parts()[0][0], validation=True, tokenizer=own) if isinstance(data.validation, str) else None
+    if held is not None:
+        held = replace(held, layout=replace(held.layout, classes=sources[0].layout.classes))
+    share = 0.0 if isinstance(data.validation, str) else float(data.validation)
+    paired = any(source.paired for source in sources)
+    packing: Literal["stream", "whole"] = ("whole" if paired else "stream") if data.packing == "auto" else data.packing
+    if packing == "stream" and sources[0].layout.kind in ("preference", "unpaired", "classes"):
+        raise DataError(
+            f"data.packing: stream cuts examples, and rows of the layout {sources[0].layout.kind} must stay whole; use whole or auto"
+        )
 
     say("reading validation" if held else "reading", 0, None)
-    split = Split(share, frozenset(map(content_hash, held.read())) if held else frozenset())
-    content = digest(FORMAT, source.key(), share, held.key() if held else "", data.text, data.prompt, data.completion)
-    own = load_tokenizer(name, knob=knob) if name is not None else _trained(root, content, source, split, data.vocabulary, say)
+    split = Split(share, frozenset(content_hash(d) for d in held.read() if d.sequences) if held else frozenset())
+    content = digest(FORMAT, [source.key() for source in sources], share, held.key() if held else "")
+    if own is None:
+        own = _trained(root, content, sources, split, data.vocabulary, say)
     encoder = Encoder(own)
+    template = next((s.layout.template for s in sources if s.layout.template), None)
+    ends, found = _ends(own, template), Findings()
+    look_at_template(sources, template, found)
+    if template is not None and own.chat_template != template.text and not isinstance(own.chat_template, dict):
+        own.chat_template = template.text  # so that the run's tokenizer asks as it was trained
 
     if data.streaming:
-        return _stream(data, source, held, split, encoder, own, length, seed, packing, content)
+        return _stream(data, sources[0], held, split, encoder, own, length, seed, packing, content, found)
+
+    streams = streams_of(sources, held, split)
+    entry_name = f"tokens-{digest(content, encoder.key, ends)}"
 
     def build(folder: Path) -> dict[str, Any]:
-        values = _tokenize(folder, source, held, split, encoder, say)
-        _refuse_empty(source, held, share, values)
-        return values
+        return tokenize(folder, root / f".partial-{entry_name}", streams, encoder, ends, say)
 
-    folder, found = entry(root, f"tokens-{digest(content, encoder.key)}", build)
-    values = found["values"]
-    train, validation = (Rows(Tokens.open(folder, side, values["group"]), length, packing, encoder.pad) for side in SIDES)
+    folder, made = entry(root, entry_name, build)
+    values = made["values"]
+    found = Findings(merged(found.found, values["found"]))
+    train, validation = (
+        Rows(Tokens.open(folder, side, values["group"]), length, packing, encoder.pad)
+        if values["documents"][side]
+        else _none(length)
+        for side in SIDES
+    )
+    cut = {"train": cut_answers(train), "validation": cut_answers(validation)}
+    look_at_tokens(values, found, encoder, streams, sources, folder, cut["train"], embedding, length)
+    verdict = judge(found.found, data.preflight, values["read"])
+    if refuse or not values["documents"]["train"]:
+        verdict.refuse()
+    _refuse_empty(sources, held, share, values)
     _require_rows(train, "training data", "add documents or lower batch.length")
     if share or held:
         _require_rows(validation, "validation data", "raise data.validation or lower batch.length")
-    counts = {"read": values["read"], "dropped": values["dropped"], "train": _counts(train), "validation": _counts(validation)}
-    fingerprint = digest(FORMAT, sorted(found["files"].items()), length, packing, encoder.pad)
-    return Prepared(own, train, validation, source.words + (f"; validation: {held.words}" if held else ""), counts, fingerprint)
+    counts = {
+        "read": values["read"],
+        "dropped": values["dropped"],
+        "sources": values["sources"],
+        "repeated": any(source.weight > 1 for source in sources),
+    } | {
+        side: _counts(rows) | {"cut": len(cut[side]), "duplicates": values["duplicates"][side]}  # type: ignore[index]
+        for side, rows in (("train", train), ("validation", validation))
+    }
+    fingerprint = digest(FORMAT, sorted(made["files"].items()), length, packing, encoder.pad)
+    words = "; ".join(source.words for source in sources) + (f"; validation: {held.words}" if held else "")
+    layout = sources[0].layout
+    verdicts = {"told": verdict.told, "blocked": verdict.blocked}
+    return Prepared(own, train, validation, words, counts, fingerprint, layout, layout.classes, streams=streams, **verdicts)
 
 
-def _trained(root: Path, content: str, source: Source, split: Split, vocabulary: int, say: Progress) -> PreTrainedTokenizerFast:
+def _open(data: Data, own: PreTrainedTokenizerFast | None) -> list[Source]:
+    """All sources, read alike where that decides what is trained."""
+    sources = [open_source(part, tokenizer=own, weight=weight) for part, weight in data.parts()]
+    first = sources[0].layout
+    names = sorted({name for source in sources for name in source.layout.classes})
+    for n, source in enumerate(sources):
+        special = {"preference", "unpaired", "classes"}
+        if source.layout.kind != first.kind and special & {source.layout.kind, first.kind}:
+            raise DataError(
+                f"data.source.{n}: {source.words} has the layout {source.layout.words}, the first source {first.words}; these cannot be mixed"
+            )
+        if first.kind == "classes" and not data.classes and set(source.layout.classes) != set(first.classes):
+            sources[n] = replace(source, layout=replace(source.layout, classes=tuple(names)))
+    if first.kind == "classes" and len({s.layout.classes for s in sources}) > 1:
+        sources = [replace(s, layout=replace(s.layout, classes=tuple(names))) for s in sources]
+    return sources
+
+
+def _ends(own: PreTrainedTokenizerFast, template: Template | None) -> list[int]:
+    """Tokens that end a text or a turn."""
+    end = template.end_of_turn if template else None
+    return sorted({own.eos_token_id, *([own.convert_tokens_to_ids(end)] if end else [])})
+
+
+def _none(length: int) -> Rows:
+    return Rows(Tokens(np.zeros(0, np.uint16), np.zeros(0, np.int64)), length)
+
+
+def _trained(
+    root: Path, content: str, sources: Sequence[Source], split: Split, vocabulary: int, say: Progress
+) -> PreTrainedTokenizerFast:
     import tokenizers
 
     def documents() -> Iterator[tuple[str, str]]:
-        for n, (side, mark, document) in enumerate(split.apply(source.read(), Counter())):
+        every = itertools.chain.from_iterable(source.read() for source in sources)
+        for n, (side, mark, document) in enumerate(split.apply(every, Counter())):
             if n % 100 == 0:
-                say("reading for the tokenizer", n, source.count)
+                say("reading for the tokenizer", n, sources[0].count)
             if side == "train":
                 yield mark, document.text
         say("training the tokenizer", 0, None)
@@ -140,62 +241,15 @@ def _trained(root: Path, content: str, source: Source, split: Split, vocabulary:
     return load_tokenizer(str(folder))
 
 
-def _tokenize(
-    folder: Path, source: Source, held: Source | None, split: Split, encoder: Encoder, say: Progress
-) -> dict[str, Any]:
-    """Writes the tokens of both sides into a folder, as `Tokens.open` reads them; gives what was counted."""
-    dropped: Counter[str] = Counter()
-    documents: Iterable[tuple[Side, str, Document]] = split.apply(source.read(), dropped)
-    if held is not None:
-        alone = (("validation", mark, d) for _, mark, d in Split().apply(held.read(), dropped))
-        documents = itertools.chain(alone, documents)  # type: ignore[arg-type]
-    dtype = "uint16" if encoder.pieces <= 2**16 else "uint32"
-    ends: dict[Side, array.array[int]] = {side: array.array("q") for side in SIDES}
-    labels: dict[Side, array.array[int]] = {side: array.array("q") for side in SIDES}
-    done, group, masked = 0, 1, False
-    files = {side: (folder / f"{side}.{dtype}").open("wb") for side in SIDES}
-    marks = {side: (folder / f"{side}.trained").open("wb") for side in SIDES}
-    try:
-        for chunk in chunks(documents):
-            say("tokenizing", done, source.count)
-            done += len(chunk)
-            for (side, _), sequences in zip(chunk, encoder([d for _, d in chunk]), strict=True):
-                group = len(sequences)
-                for tokens, trained, label in sequences:
-                    files[side].write(np.array(tokens, dtype).tobytes())
-                    marks[side].write(trained or b"\1" * len(tokens))
-                    masked = masked or trained is not None
-                    ends[side].append((ends[side][-1] if ends[side] else 0) + len(tokens))
-                    if label is not None:
-                        labels[side].append(label)
-    finally:
-        for file in (*files.values(), *marks.values()):
-            file.close()
-    for side in SIDES:
-        np.save(folder / f"{side}-ends.npy", np.array(ends[side], np.int64))
-        if labels[side]:
-            np.save(folder / f"{side}-labels.npy", np.array(labels[side], np.int64))
-        if not masked:
-            (folder / f"{side}.trained").unlink()
-    say("tokenizing", done, done)
-    return {
-        "read": done + sum(dropped.values()),
-        "dropped": dict(dropped),
-        "documents": {side: len(ends[side]) // group for side in SIDES},
-        "group": group,
-    }
-
-
-def _refuse_empty(source: Source, held: Source | None, share: float, values: dict[str, Any]) -> None:
+def _refuse_empty(sources: Sequence[Source], held: Source | None, share: float, values: dict[str, Any]) -> None:
     documents, dropped = values["documents"], values["dropped"]
+    words = "; ".join(source.words for source in sources)
     kept = documents["train"] + documents["validation"]
     reasons = ", ".join(f"{n} {reason}" for reason, n in dropped.items()) or "the source is empty"
     if kept == 0:
-        raise DataError(f"{source.words}: no document left of {values['read']} read ({reasons})")
+        raise DataError(f"{words}: no document left of {values['read']} read ({reasons})")
     if documents["train"] == 0 and held:
-        raise DataError(
-            f"{source.words}: no document left to train on ({reasons}); name another data.source or data.validation"
-        )
+        raise DataError(f"{words}: no document left to train on ({reasons}); name another data.source or data.validation")
     if documents["train"] == 0:
         raise DataError(f"data.validation {share:g}: leaves none of {kept} documents to train on; lower it or add documents")
     if documents["validation"] == 0 and held:
@@ -240,11 +294,23 @@ def _stream(
     seed: int,
     packing: Literal["stream", "whole"],
     content: str,
+    found: Findings,
 ) -> Prepared:
-    train = StreamRows(data, split, encoder, length, packing, seed)
+    look = Counter[str]()
+    for _ in split.apply(itertools.islice(source.read(), STREAM_LOOK), look, found):
+        look["read"] += 1
+    verdict: Verdict = judge(found.found, data.preflight, sum(look.values()))
+    verdict.refuse()
+    train = StreamRows(data, source.layout, split, encoder, length, packing, seed)
     tokens = encode_all(chunks(Split().apply(held.read(), Counter())), encoder) if held else train.held_out()
     validation = Rows(tokens, length, packing, encoder.pad)
     if held or split.share:
         _require_rows(validation, "validation data", "raise data.validation or lower batch.length")
     fingerprint = digest(FORMAT, content, encoder.key, length, packing, seed, data.limit)
-    return Prepared(own, train, validation, f"{source.words}, streamed", {"validation": _counts(validation)}, fingerprint)
+    counts = {"validation": _counts(validation)}
+    streams = streams_of([source], held, split)
+    return Prepared(
+        *(own, train, validation, f"{source.words}, streamed", counts, fingerprint, source.layout, source.layout.classes),
+        told=verdict.told,
+        streams=streams,
+    )

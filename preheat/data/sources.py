@@ -11,15 +11,20 @@ import sys
 import sysconfig
 import textwrap
 import warnings
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from preheat.data.examples import Document
-from preheat.data.files import Fields, find_files, missing, read_file
+from preheat.data.files import columns_of, find_files, missing, read_file
+from preheat.data.layouts import Layout, class_names, layout_of
+from preheat.data.templates import special_tokens, template_for
 from preheat.errors import DataError, nearest
 from preheat.recipe import Data
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 __all__ = ["Source", "digest", "hub_reachable", "open_source"]
 
@@ -34,17 +39,43 @@ class Source:
 
     Attributes:
         words: what it is, for messages and reports.
-        paired: whether its documents have a prompt.
-        key: content hash of all that it reads; taken when called, since that reads the files.
-        read: the documents, lazily, from the first.
+        layout: how its rows are read.
+        key: content hash of all that it reads, and how; taken when called, since that reads the files.
+        rows: (where, row), lazily, from the first.
         count: how many, where that is known before reading.
+        weight: how often its documents are read in an epoch.
     """
 
     words: str
-    paired: bool
+    layout: Layout
     key: Callable[[], str]
-    read: Callable[[], Iterator[Document]]
+    rows: Callable[[], Iterator[tuple[str, Any]]]
     count: int | None = None
+    weight: float = 1.0
+
+    @property
+    def paired(self) -> bool:
+        """Whether its rows are examples, to be packed whole, and not running text."""
+        return self.layout.kind != "text"
+
+    def read(self, start: int = 0) -> Iterator[Document]:
+        """The documents from row `start` on, lazily."""
+        for where, row in itertools.islice(self.rows(), start, None):
+            yield self.layout.document(row, where)
+
+
+@dataclass(frozen=True)
+class _Raw:
+    """Rows before it is known what their fields mean."""
+
+    words: str
+    key: Callable[[], str]
+    rows: Callable[[Sequence[str] | None], Iterator[tuple[str, Any]]]
+    names: list[str] | None = None
+    """Of the fields, where they are known before any row."""
+    count: int | None = None
+    classes: tuple[str, ...] = ()
+    """What a `datasets` label's numbers mean."""
 
 
 def digest(*parts: object) -> str:
@@ -52,29 +83,75 @@ def digest(*parts: object) -> str:
     return hashlib.blake2b(repr(parts).encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
 
-def open_source(data: Data, *, validation: bool = False) -> Source:
+def open_source(
+    data: Data,
+    *,
+    validation: bool = False,
+    tokenizer: PreTrainedTokenizerFast | None = None,
+    layout: Layout | None = None,
+    weight: float = 1.0,
+) -> Source:
     """The source of training documents that `data` names, or with `validation` the one that `data.validation` names.
 
-    Nothing is read yet but names of files.
+    Read are the names of files and the first row; for classes whose names are not stated, all labels.
+
+    Args:
+        tokenizer: whose chat template and special tokens are used; None: one is still to be trained.
+        layout: how rows are read, where that is known already.
 
     Raises:
-        DataError: there is no such source.
+        DataError: there is no such source, or its rows have no layout.
     """
-    knob, name = ("data.validation", str(data.validation)) if validation else ("data.source", data.source)
-    fields = Fields(data.text, data.prompt, data.completion)
+    knob, name = ("data.validation", str(data.validation)) if validation else ("data.source", str(data.source))
     if name in BUILT_IN:
-        source = _stdlib(fields) if name == "stdlib" else _docstrings()
+        raw = _stdlib() if name == "stdlib" else _docstrings()
+        if name == "stdlib" and data.prompt:
+            raise DataError(
+                "data.prompt: the source stdlib is plain text; remove data.prompt and data.completion, or use data.source: docstrings"
+            )
+        data = replace(data, layout="text" if name == "stdlib" else "prompt", columns={}, prompt=None, completion=None)
     else:
-        source = _path(knob, Path(name).expanduser(), data, fields) if _is_path(name) else _datasets(knob, name, data, fields)
-    if data.limit is None or validation:
-        return source
-    limit = data.limit
+        raw = _path(knob, Path(name).expanduser(), data) if _is_path(name) else _datasets(knob, name, data)
+    if layout is None:
+        layout = _layout(data, raw, tokenizer)
+    shown = raw.words
+    if data.limit is not None and not validation:
+        shown += f"; the first {data.limit:,} documents"
+    limit = None if validation else data.limit
+    names, known = layout.names(), layout
     return Source(
-        f"{source.words}; the first {limit:,} documents",
-        source.paired,
-        lambda: digest(source.key(), limit),
-        lambda: itertools.islice(source.read(), limit),
+        shown,
+        layout,
+        lambda: digest(raw.key(), limit, known.key(), weight),
+        lambda: itertools.islice(raw.rows(names), limit),
+        raw.count,
+        weight,
     )
+
+
+def _layout(data: Data, raw: _Raw, tokenizer: PreTrainedTokenizerFast | None) -> Layout:
+    """The layout of rows that are seen for the first time."""
+    where, first = next(raw.rows(None), (raw.words, None))
+    names = raw.names or ([str(k) for k in first] if isinstance(first, Mapping) else [])
+    template, lacking = None, ""
+    made = layout_of(data, names, first, where)
+    try:
+        template = template_for(data.template, tokenizer, made.kind)
+    except DataError as error:
+        if data.template is not None:
+            raise
+        lacking = f"{raw.words}: the rows are conversations ({made.words}); {error}"
+    special = template.special if template else special_tokens(tokenizer)
+    more: dict[str, Any] = {"template": template, "lacking": lacking, "wraps": data.template is not None, "special": special}
+    classes = data.classes or raw.classes
+    if made.kind == "classes" and not classes:
+        column = made.columns["label"]
+        values = (row.get(column) for _, row in raw.rows([column]) if isinstance(row, Mapping))
+        classes = class_names(values, raw.words)
+    made = layout_of(data, names, first, where, train_on=data.train_on, classes=classes, **more)
+    if raw.names is not None:
+        made.require(raw.names, raw.words)
+    return made
 
 
 def _is_path(name: str) -> bool:
@@ -88,17 +165,17 @@ def _is_path(name: str) -> bool:
     )
 
 
-def _path(knob: str, path: Path, data: Data, fields: Fields) -> Source:
+def _path(knob: str, path: Path, data: Data) -> _Raw:
     if not path.exists():
         raise missing(knob, path)
     if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
-        return _saved_dataset(knob, path, data, fields)
+        return _saved_dataset(knob, path, data)
     files, words = find_files(knob, path)
-    return Source(
+    return _Raw(
         words,
-        fields.paired,
         lambda: _files_key(files),
-        lambda: itertools.chain.from_iterable(read_file(f, fields) for f in files),
+        lambda columns: itertools.chain.from_iterable(read_file(f, columns) for f in files),
+        columns_of(files[0]),
     )
 
 
@@ -136,30 +213,33 @@ def _stdlib_files() -> list[Path]:
     )
 
 
-def _stdlib_texts(files: Iterable[Path]) -> Iterator[str]:
+def _stdlib_texts(files: Iterable[Path]) -> Iterator[tuple[str, str]]:
     for path in files:
         try:
-            yield path.read_bytes().decode("utf-8")
+            yield str(path), path.read_bytes().decode("utf-8")
         except UnicodeDecodeError:  # a few old modules are in Latin-1: not the user's files, and not worth a second codec
             continue
 
 
-def _stdlib(fields: Fields) -> Source:
-    if fields.paired:
-        raise DataError(
-            "data.prompt: the source stdlib is plain text; remove data.prompt and data.completion, or use data.source: docstrings"
-        )
+def _stdlib() -> _Raw:
     files = _stdlib_files()
     words = f"source of Python {sys.version_info.major}.{sys.version_info.minor}'s standard library: {len(files)} files"
-    return Source(words, False, lambda: _files_key(files), lambda: map(Document.of, _stdlib_texts(files)), len(files))
+    return _Raw(words, lambda: _files_key(files), lambda _: _stdlib_texts(files), count=len(files))
 
 
-def _docstrings() -> Source:
+def _docstrings() -> _Raw:
     """Pairs: what a function is to do, in words, and its head; its body."""
     files = _stdlib_files()
     words = f"docstring -> function pairs from Python {sys.version_info.major}.{sys.version_info.minor}'s standard library"
-    pairs = functools.cache(lambda: list(dict.fromkeys(itertools.chain.from_iterable(map(_pairs, _stdlib_texts(files))))))
-    return Source(words, True, lambda: digest("docstrings", 1, _files_key(files)), lambda: iter(pairs()))
+    every = functools.cache(
+        lambda: list(dict.fromkeys(itertools.chain.from_iterable(_pairs(t) for _, t in _stdlib_texts(files))))
+    )
+    return _Raw(
+        words,
+        lambda: digest("docstrings", 1, _files_key(files)),
+        lambda _: ((f"pair {n}", pair) for n, pair in enumerate(every(), 1)),
+        ["prompt", "completion"],
+    )
 
 
 def _pairs(text: str) -> Iterator[Document]:
@@ -208,11 +288,11 @@ def hub_reachable() -> bool:
         return False
 
 
-def _rows(rows: Any, fields: Fields, where: str) -> Iterator[Document]:
+def _rows(rows: Any, where: str) -> Iterator[tuple[str, Any]]:
     number = 0
     try:
         for number, row in enumerate(rows, 1):
-            yield fields.document(row, f"{where}: row {number}")
+            yield f"{where}: row {number}", row
     except OSError as error:  # the network, for a streamed one
         raise DataError(f"{where}: row {number + 1} cannot be read: {_first_line(error)}") from None
 
@@ -229,33 +309,35 @@ def _split(found: Any, data: Data, where: str) -> Any:
     return found
 
 
-def _from_dataset(found: Any, data: Data, fields: Fields, where: str) -> Source:
+def _from_dataset(found: Any, data: Data, where: str) -> _Raw:
     import datasets
 
-    if found.column_names:
-        fields.require(list(found.column_names), where)
-        found = found.select_columns(fields.names())  # images and audio beside the text are not decoded
+    names: list[str] | None = list(found.column_names) if found.column_names else None
+
+    def rows(columns: Sequence[str] | None) -> Iterator[tuple[str, Any]]:
+        # Images and audio beside the text are not decoded.
+        chosen = found.select_columns([n for n in names if n in columns]) if names and columns is not None else found
+        return _rows(chosen, where)
+
     # `datasets` names a table's content and history by a fingerprint; a streamed one is known by its name alone.
     mark = found._fingerprint if isinstance(found, datasets.Dataset) else ""
-    return Source(
-        f"dataset {where}, split {data.split}",
-        fields.paired,
-        lambda: digest(where, data.subset, data.split, mark),
-        lambda: _rows(found, fields, where),
-    )
+    label = (found.features or {}).get(data.columns.get("label", "label"))
+    classes = tuple(label.names) if isinstance(label, datasets.ClassLabel) else ()
+    words = f"dataset {where}, split {data.split}"
+    return _Raw(words, lambda: digest(where, data.subset, data.split, mark), rows, names, classes=classes)
 
 
-def _saved_dataset(knob: str, path: Path, data: Data, fields: Fields) -> Source:
+def _saved_dataset(knob: str, path: Path, data: Data) -> _Raw:
     import datasets
 
     try:
         found = datasets.load_from_disk(str(path))
     except (OSError, ValueError, KeyError) as error:
         raise DataError(f"{knob} {path}: not a folder that datasets.save_to_disk wrote: {_first_line(error)}") from None
-    return _from_dataset(_split(found, data, str(path)), data, fields, str(path))
+    return _from_dataset(_split(found, data, str(path)), data, str(path))
 
 
-def _datasets(knob: str, name: str, data: Data, fields: Fields) -> Source:
+def _datasets(knob: str, name: str, data: Data) -> _Raw:
     import datasets
 
     hint = f"; {near}" if (near := nearest(name, BUILT_IN)).startswith("did") else ""
@@ -270,7 +352,7 @@ def _datasets(knob: str, name: str, data: Data, fields: Fields) -> Source:
         raise DataError(
             f"{knob} {name}: no file or folder here{hint}, and `datasets` cannot load it: {_first_line(error)}"
         ) from None
-    return _from_dataset(found, data, fields, name)
+    return _from_dataset(found, data, name)
 
 
 def _first_line(error: BaseException) -> str:

@@ -3,24 +3,34 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
 from preheat.data.examples import Document
+from preheat.data.preflight import Findings
 
-__all__ = ["Side", "Split", "chunks", "content_hash"]
+__all__ = ["Side", "Split", "chunks", "content_hash", "near_hash"]
 
 Side = Literal["train", "validation"]
 
 CHUNK_DOCUMENTS, CHUNK_CHARACTERS = 1024, 2_000_000
+
+_BETWEEN_WORDS = re.compile(r"[\W_]+")
 
 
 def content_hash(document: Document) -> str:
     """A hash of the text with runs of white space as one blank, so that a copy indented otherwise is still a copy."""
     words = "\0".join(" ".join(piece.text.split()) for sequence in document.sequences for piece in sequence)
     return hashlib.blake2b(words.encode("utf-8"), digest_size=16).hexdigest()
+
+
+def near_hash(document: Document) -> int:
+    """A hash of 64 bits of the letters and digits alone, without case."""
+    letters = _BETWEEN_WORDS.sub("", document.text).casefold()
+    return int.from_bytes(hashlib.blake2b(letters.encode("utf-8"), digest_size=8).digest(), "little")
 
 
 @dataclass(frozen=True)
@@ -35,26 +45,37 @@ class Split:
     share: float = 0.0
     held: frozenset[str] = frozenset()
 
-    def apply(self, documents: Iterable[Document], dropped: Counter[str]) -> Iterator[tuple[Side, str, Document]]:
+    def apply(
+        self, documents: Iterable[Document], dropped: Counter[str], findings: Findings | None = None
+    ) -> Iterator[tuple[Side, str, Document]]:
         """Each document with its side and its content hash; those left out are counted by reason in `dropped`."""
+        findings = Findings() if findings is None else findings
         for document in documents:
+            for check, words in document.notes:
+                findings.add(check, document.where, words)
+            if not document.sequences:
+                dropped[document.notes[-1][0]] += 1
+                continue
             if not document.trained_text.strip() and document.label is None:
-                dropped["empty"] += 1
+                if document.complete:
+                    findings.add("untrained", document.where, "nothing in it is trained on")
+                dropped["untrained" if document.complete else "empty"] += 1
                 continue
             mark = content_hash(document)
             if mark in self.held:
+                findings.add("validation", document.where, "stands in the data to validate on too")
                 dropped["also in validation"] += 1
                 continue
             yield ("validation" if int(mark[:16], 16) < self.share * 2**64 else "train"), mark, document
 
 
-def chunks(documents: Iterable[tuple[Side, str, Document]]) -> Iterator[list[tuple[Side, Document]]]:
+def chunks(documents: Iterable[tuple[Side, str, Document]]) -> Iterator[list[tuple[Side, str, Document]]]:
     """Documents in portions that keep all cores of the tokenizer busy and little in memory."""
-    held: list[tuple[Side, Document]] = []
+    held: list[tuple[Side, str, Document]] = []
     size = 0
-    for side, _, document in documents:
-        held.append((side, document))
-        size += len(document.text)
+    for each in documents:
+        held.append(each)
+        size += len(each[2].text)
         if len(held) >= CHUNK_DOCUMENTS or size >= CHUNK_CHARACTERS:
             yield held
             held, size = [], 0

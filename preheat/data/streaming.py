@@ -16,7 +16,9 @@ from typing import Literal
 import numpy as np
 
 from preheat.data.examples import Document
+from preheat.data.layouts import Layout
 from preheat.data.packing import RowData, Rows, Tokens, permutation
+from preheat.data.preflight import CHECKS
 from preheat.data.sources import open_source
 from preheat.data.split import Side, Split, chunks
 from preheat.data.tokenizer import Encoded, Encoder
@@ -37,6 +39,7 @@ class StreamRows:
 
     Attributes:
         data: names the source.
+        layout: how its rows are read.
         split: which documents are left to validation.
         encoder: documents to tokens.
         length: tokens in a row.
@@ -45,6 +48,7 @@ class StreamRows:
     """
 
     data: Data
+    layout: Layout
     split: Split
     encoder: Encoder
     length: int
@@ -74,25 +78,33 @@ class StreamRows:
 
     def held_out(self) -> Tokens:
         """The validation documents at the beginning of the stream."""
-        first = itertools.islice(
-            self.split.apply(open_source(self.data).read(), Counter()), HELD_OUT_DOCUMENTS if self.split.share else 0
-        )
+        first = itertools.islice(self.split.apply(self._documents(), Counter()), HELD_OUT_DOCUMENTS if self.split.share else 0)
         held = chunks(d for d in first if d[0] == "validation")
         return encode_all(held, self.encoder, enough=HELD_OUT * self.length)
 
+    def _documents(self) -> Iterator[Document]:
+        """The documents; a row that a check refuses ends the run, unless the recipe says warn."""
+        for document in open_source(self.data, layout=self.layout).read():
+            for check, words in document.notes:
+                if not CHECKS[check].above and self.data.preflight.get(check) != "warn":
+                    raise DataError(
+                        f"{document.where}: {words} (check {check}); {CHECKS[check].fix}, or data.preflight.{check}: warn"
+                    )
+            yield document
+
     def _blocks(self) -> Iterator[Tokens]:
-        documents = self.split.apply(open_source(self.data).read(), Counter())
+        documents = self.split.apply(self._documents(), Counter())
         portions = chunks(d for d in documents if d[0] == "train")
         while len((block := encode_all(portions, self.encoder, enough=BLOCK * self.length)).ends):
             yield block
 
 
-def encode_all(portions: Iterable[list[tuple[Side, Document]]], encoder: Encoder, *, enough: int | None = None) -> Tokens:
+def encode_all(portions: Iterable[list[tuple[Side, str, Document]]], encoder: Encoder, *, enough: int | None = None) -> Tokens:
     """Portions of documents as tokens in memory, until there are `enough` tokens."""
     made: list[Encoded] = []
     size, group = 0, 1
     for portion in portions:
-        for sequences in encoder([document for _, document in portion]):
+        for sequences in encoder([document for _, _, document in portion]):
             made += sequences
             group = len(sequences)
             size += sum(len(e.tokens) for e in sequences)

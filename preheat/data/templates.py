@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from preheat.data.examples import Piece
+from preheat.data.examples import END, PAD, Piece
 from preheat.data.files import missing
 from preheat.data.formats import FORMATS, SUGGESTIONS
 from preheat.errors import DataError, nearest
@@ -25,7 +25,7 @@ from preheat.errors import DataError, nearest
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-__all__ = ["Message", "Template", "TrainOn", "load_template"]
+__all__ = ["Message", "Template", "TrainOn", "load_template", "special_tokens", "template_for"]
 
 Message = Mapping[str, Any]
 """{"role", "content"} and what the template knows beside: tool_calls, reasoning_content, name."""
@@ -53,8 +53,7 @@ def load_template(setting: str | None, tokenizer: PreTrainedTokenizerFast) -> Te
         '<|im_start|>user\\nHi<|im_end|>\\n<|im_start|>assistant\\n'
     """
     variables = {k: str(v) for k, v in tokenizer.special_tokens_map.items() if isinstance(v, str)}
-    added = tokenizer.added_tokens_decoder.values()
-    special = tuple(sorted({t.content for t in added if t.special}, key=lambda t: (-len(t), t)))
+    special = special_tokens(tokenizer)
     with_tools = None
     if setting is None:
         own = tokenizer.chat_template
@@ -67,21 +66,54 @@ def load_template(setting: str | None, tokenizer: PreTrainedTokenizerFast) -> Te
             text, with_tools = own.get("default") or next(iter(own.values())), own.get("tool_use")
         else:
             text = own
-    elif setting in FORMATS:
-        first, plain = (tokenizer.encode("a", add_special_tokens=rules)[:1] for rules in (True, False))
-        begins = first != plain and first == [tokenizer.bos_token_id]
-        name, text = f"template {setting}", FORMATS[setting].replace("BEGIN", "{{- bos_token }}" if begins else "", 1)
     else:
-        path = Path(setting).expanduser()
-        if not path.is_file():
-            if path.suffix not in (".jinja", ".j2", ".txt") and "/" not in setting:
-                raise DataError(f"data.template {setting}: no template of that name; {nearest(setting, list(FORMATS))}")
-            raise missing("data.template", path)
-        try:
-            name, text = str(path), path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise DataError(f"data.template {setting}: cannot be read ({error})") from None
+        text, name = _read(setting)
+        if setting in FORMATS:
+            first, plain = (tokenizer.encode("a", add_special_tokens=rules)[:1] for rules in (True, False))
+            begins = first != plain and first == [tokenizer.bos_token_id]
+            text = text.replace("BEGIN", "{{- bos_token }}" if begins else "", 1)
     return Template(text, name, variables, special, with_tools)
+
+
+def _read(setting: str) -> tuple[str, str]:
+    """The Jinja of a built-in format or of a file, and what it is called in messages."""
+    if setting in FORMATS:
+        return FORMATS[setting], f"template {setting}"
+    path = Path(setting).expanduser()
+    if not path.is_file():
+        if path.suffix not in (".jinja", ".j2", ".txt") and "/" not in setting:
+            raise DataError(f"data.template {setting}: no template of that name; {nearest(setting, list(FORMATS))}")
+        raise missing("data.template", path)
+    try:
+        return path.read_text(encoding="utf-8"), str(path)
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"data.template {setting}: cannot be read ({error})") from None
+
+
+def special_tokens(tokenizer: PreTrainedTokenizerFast | None) -> tuple[str, ...]:
+    """The special tokens of a tokenizer, the longest first; of one that is still to be trained with None."""
+    if tokenizer is None:
+        return (END, PAD)
+    found = {t.content for t in tokenizer.added_tokens_decoder.values() if t.special}
+    return tuple(sorted(found, key=lambda t: (-len(t), t)))
+
+
+def template_for(setting: str | None, tokenizer: PreTrainedTokenizerFast | None, layout: str) -> Template:
+    """The template for rows of a layout: as `load_template`, but instructions without a template get the format alpaca.
+
+    Args:
+        tokenizer: None: one is still to be trained; it will have an end-of-text token alone.
+    """
+    if setting is None and layout == "alpaca" and (tokenizer is None or not tokenizer.chat_template):
+        setting = "alpaca"
+    if tokenizer is not None:
+        return load_template(setting, tokenizer)
+    if setting is None:
+        raise DataError(
+            f"data.template: there is no tokenizer whose template is used; name one ({SUGGESTIONS}) or a .jinja file"
+        )
+    text, name = _read(setting)
+    return Template(text.replace("BEGIN", "", 1) if setting in FORMATS else text, name, {"eos_token": END}, (END, PAD))
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
-from preheat.data.examples import Document, Piece
+from preheat.data.examples import END, PAD, Document, Piece
 from preheat.data.files import missing
 from preheat.data.sources import digest, hub_reachable
 from preheat.errors import DataError, RecipeError
@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 __all__ = ["END", "PAD", "Encoded", "Encoder", "load_tokenizer", "train_tokenizer"]
-
-END, PAD = "<|end|>", "<|pad|>"
 
 SAMPLE = 4_000_000
 """Characters of the training documents that a BPE is trained on: those with the lowest content hash, so that the sample
@@ -149,6 +147,10 @@ class Encoder:
         self.begin: list[int] = [tokenizer.bos_token_id] if begins else []
         self.pieces = max(len(tokenizer), self.end + 1)
         self.pad: int = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else self.end
+        named = {tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.pad_token_id}
+        self.unknown: int | None = (
+            tokenizer.unk_token_id if tokenizer.unk_token_id not in named else None
+        )  # GPT-2's is its end of text
         self.key = digest(self.backend.to_str(), self.begin, self.end)
 
     def __call__(self, documents: Sequence[Document]) -> list[list[Encoded]]:
@@ -170,12 +172,21 @@ class Encoder:
         marks = bytearray(len(begin))
         counts = _tokens_of(sequence, encoding)
         if counts is None:  # a token spans the border of two pieces: encode them apart, as a prompt is when the model is asked
-            parts = self.backend.encode_batch_fast([piece.text for piece in sequence], add_special_tokens=False)
-            tokens, counts = [n for part in parts for n in part.ids], [len(part.ids) for part in parts]
+            parts = [self._alone(piece.text, first=n == 0) for n, piece in enumerate(sequence)]
+            tokens, counts = [token for part in parts for token in part], [len(part) for part in parts]
         for piece, count in zip(sequence, counts, strict=True):
             marks += bytes([piece.trained]) * count
         marks += bytes([sequence[-1].trained]) * len(end)
         return Encoded([*begin, *tokens, *end], bytes(marks), document.label)
+
+    def _alone(self, text: str, *, first: bool) -> list[int]:
+        """Tokens of a piece by itself; of one that stands behind another without the blank that some tokenizers put before a text."""
+        if first:
+            return cast("list[int]", self.backend.encode(text, add_special_tokens=False).ids)
+        line, behind = (self.backend.encode(t, add_special_tokens=False).ids for t in ("\n", "\n" + text))
+        if behind[: len(line)] == line:
+            return cast("list[int]", behind[len(line) :])
+        return cast("list[int]", self.backend.encode(text, add_special_tokens=False).ids)
 
 
 def _tokens_of(sequence: tuple[Piece, ...], encoding: Any) -> list[int] | None:

@@ -9,10 +9,10 @@ import inspect
 import re
 import textwrap
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal
 
-from preheat.errors import RecipeError
+from preheat.errors import RecipeError, nearest
 from preheat.recipe.bounds import Bound, Count, NonNegative, Positive, Share, Whole
 from preheat.recipe.sample import Sample
 from preheat.technique import Technique
@@ -58,14 +58,26 @@ class Model:
 class Data:
     """What the model reads."""
 
-    source: str = "stdlib"
-    """`stdlib` (Python's own library source), `docstrings` (docstring -> function pairs drawn from it), a file or folder (.txt, .py, .jsonl, .json, .parquet), or a `datasets` name."""
+    source: str | tuple[str | Mapping[str, Any], ...] = "stdlib"
+    """`stdlib` (Python's own library source), `docstrings` (docstring -> function pairs drawn from it), a file or folder (.txt, .py, .jsonl, .json, .parquet, .csv), or a `datasets` name. Several as a list of these or of {source, weight, layout, columns, text, prompt, completion, subset, split, limit}: a weight of 2 reads its documents twice an epoch, 0.5 reads half of them."""
+    layout: Literal["auto", "text", "prompt", "alpaca", "sharegpt", "messages", "preference", "unpaired", "classes"] = "auto"
+    """What a row is: text; prompt (and completion); alpaca (instruction, input, output); sharegpt (conversations of from and value); messages (role and content, tool calls); preference (chosen, rejected); unpaired (an answer and whether it was liked); classes (text and label). auto: recognised by the fields, and said."""
+    columns: Mapping[str, str] = field(default_factory=dict)
+    """What the file calls the layout's fields, e.g. {messages: dialog} or {text: clause, label: kind}."""
     text: str = "text"
-    """The field that holds the text of a row (JSONL, Parquet, datasets)."""
+    """The field that holds the text of a row."""
     prompt: str | None = None
     """The field that holds a row's prompt, which is read but not trained on; needs `completion`."""
     completion: str | None = None
     """The field that holds what the model should answer; only its tokens are trained."""
+    template: str | None = None
+    """The chat template: alpaca, chatml, gemma, llama3, mistral, phi3, phi4, qwen, or a .jinja file; the tokenizer's own when not stated. Stated, it is also put around prompt and completion."""
+    train_on: Literal["assistant", "last", "all"] = "assistant"
+    """Which of a conversation is trained on: each turn of the assistant, the last of them, or all of the text."""
+    classes: tuple[str, ...] = ()
+    """Names of the classes in their order, for `layout: classes`; those that stand in the data, sorted, when not stated."""
+    preflight: Mapping[str, Literal["block", "warn"]] = field(default_factory=dict)
+    """Checks of the data by name: block (exit code 4) or warn; where a warned row cannot be trained on it is left out and counted. `preheat data` shows them all. Some begin at a share: 1 % of rows for broken encodings and special tokens in the text, 1 % of tokens that the tokenizer does not know, 5 % of validation rows that nearly stand in training, 10 % of examples cut within their answers; all others at the first row."""
     subset: str | None = None
     """Configuration name of a `datasets` source."""
     split: str = "train"
@@ -77,7 +89,7 @@ class Data:
     vocabulary: Annotated[int, Bound(258)] = 4096
     """Pieces of the BPE that is trained when there is no tokenizer."""
     packing: Literal["auto", "stream", "whole"] = "auto"
-    """`stream` cuts documents at row ends; `whole` never cuts an example and pads. auto: whole for prompt/completion rows, else stream."""
+    """`stream` cuts documents at row ends; `whole` never cuts an example and pads. auto: stream for plain text, else whole."""
     validation: str | float = 0.02
     """Share of documents held out (chosen by their content, so that equal documents fall on one side), or a file or folder to validate on."""
     limit: Count | None = None
@@ -86,6 +98,42 @@ class Data:
     """Loader processes. The order of the data is the same for any number."""
     prefetch: Count = 2
     """Batches that each loader process prepares ahead."""
+
+    def problems(self) -> list[tuple[str, str]]:
+        """What is wrong with the list of sources, as (key, words)."""
+        known = ("source", "weight", *_OF_A_SOURCE)
+        found = []
+        for n, part in enumerate(self.source if not isinstance(self.source, str) else ()):
+            if isinstance(part, str):
+                continue
+            at, weight = f"data.source.{n}", part.get("weight", 1)
+            found += [(f"{at}.{key}", f"unknown key; {nearest(str(key), list(known))}") for key in part if key not in known]
+            if not isinstance(part.get("source"), str):
+                found.append((f"{at}.source", f"names a file, a folder or a dataset, got {part.get('source')!r}"))
+            if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight <= 100:
+                found.append((f"{at}.weight", f"must be a number above 0 and at most 100, got {weight!r}"))
+        if not self.source:
+            found.append(("data.source", "is empty; name a file, a folder or a dataset"))
+        if not isinstance(self.source, str) and self.streaming:
+            found.append(("data.streaming", "reads one source; name one, or set data.streaming: false"))
+        return found
+
+    def parts(self) -> list[tuple[Data, float]]:
+        """Each source by itself, as settings, and its weight.
+
+        Example:
+            >>> [(d.source, d.layout, w) for d, w in Data(source=("a.txt", {"source": "b.json", "weight": 2.0})).parts()]
+            [('a.txt', 'auto', 1.0), ('b.json', 'auto', 2.0)]
+        """
+        if isinstance(self.source, str):
+            return [(self, 1.0)]
+        listed = [{"source": part} if isinstance(part, str) else dict(part) for part in self.source]
+        weights = [float(part.pop("weight", 1)) for part in listed]
+        return [(replace(self, **part), weight) for part, weight in zip(listed, weights, strict=True)]
+
+
+_OF_A_SOURCE = ("layout", "columns", "text", "prompt", "completion", "subset", "split", "limit")
+"""Settings that a source of a list may have for itself."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -224,6 +272,7 @@ class Recipe:
             found.append(("model.width", f"{model.width} is not a multiple of heads {model.heads}"))
         if (data.prompt is None) != (data.completion is None):
             found.append(("data.prompt", "prompt and completion go together; state both or neither"))
+        found += data.problems()
         if isinstance(data.validation, float | int) and not 0 <= data.validation < 1:
             found.append(
                 ("data.validation", f"{data.validation} is no share; use a number from 0 up to (not with) 1, or a path")

@@ -7,6 +7,7 @@ Works at any time: for a run that goes on, one that failed, and one that has not
 """
 
 from preheat.report.bench_page import write_bench
+from preheat.report.data_page import write_data
 from preheat.report.page import write
 
-__all__ = ["write", "write_bench"]
+__all__ = ["write", "write_bench", "write_data"]

@@ -134,7 +134,7 @@ class LengthCurriculum(Technique):
             why.append(
                 "keep: rows reads fewer tokens a step, so stop.tokens and stop.epochs give no number of steps; use stop.steps"
             )
-        paired = data.prompt is not None or data.source == "docstrings"
+        paired = data.prompt is not None or data.source == "docstrings" or data.layout not in ("auto", "text")
         if data.packing == "whole" or (data.packing == "auto" and paired):
             why.append(
                 "start: shorter rows would part completions from their prompts; set data.packing: stream, or leave this out"

@@ -17,7 +17,7 @@ from typing import Any
 from preheat import recipe as recipes
 from preheat.engine import checkpoint
 from preheat.engine.build import build, peak_learning_rate
-from preheat.errors import DoesNotFit, RunError
+from preheat.errors import DoesNotFit, RecipeError, RunError
 from preheat.models import adapter
 from preheat.planning.plan import plan, settled, steps_of
 from preheat.recipe import Recipe
@@ -117,6 +117,7 @@ def open_session(recipe: Recipe, out: Path, *, resume: bool, watch: Watch, force
     import torch
 
     from preheat.data import prepare
+    from preheat.data.layouts import problems_with
     from preheat.hardware.calibrate import rates
 
     device, threads = resolve(recipe)
@@ -124,7 +125,7 @@ def open_session(recipe: Recipe, out: Path, *, resume: bool, watch: Watch, force
         raise RunError(f"{out}: holds no run to resume; run it without --resume first")
     if not resume and (out / "recipe.yaml").exists():
         raise RunError(f"{out}: holds a run already; add --resume to go on with it, or name another folder with --out")
-    adapter.configure(recipe, vocabulary_of(recipe))  # a model that cannot be had is told before the data is read
+    config = adapter.configure(recipe, vocabulary_of(recipe))  # a model that cannot be had is told before the data is read
     watch.stage("reading data")
     data = prepare(
         recipe.data,
@@ -132,7 +133,14 @@ def open_session(recipe: Recipe, out: Path, *, resume: bool, watch: Watch, force
         seed=recipe.seed,
         tokenizer=adapter.tokenizer_folder(recipe),
         progress=watch.progress,
+        embedding=adapter.facts(config).vocabulary,
     )
+    if words := problems_with(data.layout.kind, {tag for t in recipe.techniques.values() for tag in t.provided()}):
+        raise RecipeError(words)
+    if data.layout.kind != "text":
+        watch.notice(f"layout: {data.layout.words}")
+    for line in data.told:
+        watch.notice(line)
     watch.stage("measuring this machine (once)")
     measured = rates(device, threads, progress=lambda what, done: watch.progress(what, done, 1.0))
     watch.stage("planning")
@@ -163,7 +171,7 @@ def open_session(recipe: Recipe, out: Path, *, resume: bool, watch: Watch, force
         else:
             data.tokenizer.save_pretrained(out / "tokenizer")
             writer.json("changes.json", {name: [asdict(c) for c in changes] for name, changes in made.changes.items()})
-            writer.json("data.json", {"source": data.source, "counts": data.counts, "fingerprint": data.fingerprint})
+            writer.json("data.json", data.record())
         total = steps_of(recipe, rows)
         shape = _shape(made, total)
         order = _order(made, data.train, progress.samples, shape, total)

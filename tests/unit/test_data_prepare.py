@@ -8,7 +8,9 @@ from dataclasses import replace
 import pytest
 
 from preheat.data import Rows, baselines, batches, prepare, sources
-from preheat.data.files import Document, Fields, read_file
+from preheat.data.cache import read_entry
+from preheat.data.examples import Document
+from preheat.data.files import read_file
 from preheat.data.sources import open_source
 from preheat.data.tokenizer import Encoder, load_tokenizer, train_tokenizer
 from preheat.errors import DataError
@@ -96,7 +98,7 @@ def test_equal_documents_stand_on_one_side(tmp_path, tokenizer):
 def test_validation_documents_are_dropped_from_training(tmp_path, tokenizer):
     source = write(tmp_path / "a.jsonl", [{"text": t} for t in LINES])
     held = write(tmp_path / "b.jsonl", [{"text": f" {t}\n"} for t in LINES[:30]])
-    made = run(tmp_path, source, validation=held, tokenizer=tokenizer)
+    made = run(tmp_path, source, validation=held, tokenizer=tokenizer, preflight={"validation": "warn"})
     assert made.counts["dropped"] == {"also in validation": 30}
     assert texts(made, made.train) == LINES[30:]
     assert texts(made, made.validation) == [f" {t}\n" for t in LINES[:30]]
@@ -134,7 +136,7 @@ def test_every_format_gives_the_same_rows(tmp_path, tokenizer):
 def test_a_long_text_file_is_cut_at_blank_lines_without_loss(tmp_path):
     text = "".join(f"{line}\n" + "\n" * (n % 3 == 0) for n, line in enumerate(LINES * 30))
     (tmp_path / "a.txt").write_text(text)
-    pieces = [d.text for d in read_file(tmp_path / "a.txt", Fields())]
+    pieces = [text for _, text in read_file(tmp_path / "a.txt")]
     assert "".join(pieces) == text
     assert len(pieces) > 20
     assert all(p.endswith("\n\n") and len(p) < 5000 for p in pieces[:-1])
@@ -247,7 +249,11 @@ BAD = {
     ),
     "no validation": (GOOD, {"validation": 0.0001}, r"data\.validation 0\.0001: none of 1 documents"),
     "no training": (GOOD, {"validation": 0.9999}, r"data\.validation 0\.9999: leaves none of 1 documents"),
-    "all held out": (GOOD, {"validation": "{dir}/corpus.jsonl"}, r"no document left to train on \(1 also in validation\)"),
+    "all held out": (
+        GOOD,
+        {"validation": "{dir}/corpus.jsonl"},
+        r"corpus\.jsonl:1: stands in the data to validate on too \(check validation; 1 of 2\)",
+    ),
     "no tokenizer": (GOOD, {"tokenizer": "{dir}/tokeniser"}, r"data\.tokenizer .*tokeniser: does not exist"),
     "a file": (GOOD, {"tokenizer": "{dir}/corpus.jsonl"}, r"is a file; name the folder that holds tokenizer\.json"),
     "not a tokenizer": (GOOD, {"tokenizer": "{dir}"}, r"not a tokenizer folder: it has no tokenizer\.json"),
@@ -265,8 +271,8 @@ def test_bad_data_is_one_clear_line_and_leaves_nothing_behind(tmp_path, tokenize
         prepare(data, length=16, seed=0, cache=tmp_path / "cache")
     assert "\n" not in str(caught.value)
     assert not list((tmp_path / "cache").glob(".partial*"))
-    if case != "too little":  # its tokens are sound: only the row is too long for them
-        assert not list((tmp_path / "cache").glob("*"))
+    for folder in (tmp_path / "cache").glob("*"):  # what was read may stay, if it is whole
+        assert read_entry(folder) is not None
 
 
 def test_other_files_that_cannot_be_read_are_named(tmp_path):
@@ -279,10 +285,10 @@ def test_other_files_that_cannot_be_read_are_named(tmp_path):
     ):
         (tmp_path / name).write_bytes(content)
         with pytest.raises(DataError, match=message):
-            list(read_file(tmp_path / name, Fields()))
-    (tmp_path / "a.csv").write_text("text\n")
-    with pytest.raises(DataError, match=r"preheat reads \.txt"):
-        open_source(Data(source=str(tmp_path / "a.csv")))
+            run(tmp_path, tmp_path / name)
+    (tmp_path / "a.tsv").write_text("text\n")
+    with pytest.raises(DataError, match=r"a\.tsv: preheat reads \.txt"):
+        open_source(Data(source=str(tmp_path / "a.tsv")))
 
 
 def test_a_dataset_name_without_network_is_one_line(monkeypatch):
@@ -296,10 +302,24 @@ def test_a_dataset_name_without_network_is_one_line(monkeypatch):
 def test_a_prompt_that_fills_the_row_is_counted_or_refused(tmp_path, tokenizer):
     long, short = {"q": "word " * 90, "a": "x"}, {"q": "w", "a": "x"}
     made = run(
-        tmp_path, write(tmp_path / "a.jsonl", [long, short]), prompt="q", completion="a", validation=0, tokenizer=tokenizer
+        tmp_path,
+        write(tmp_path / "a.jsonl", [long, short]),
+        prompt="q",
+        completion="a",
+        validation=0,
+        tokenizer=tokenizer,
+        preflight={"truncated": "warn"},
     )
     assert made.counts["train"]["no_room"] == 1
     with pytest.raises(
         DataError, match=r"the prompt alone fills a row of 16 tokens in each of 1 examples; raise batch\.length"
     ):
-        run(tmp_path, write(tmp_path / "a.jsonl", [long]), prompt="q", completion="a", validation=0, tokenizer=tokenizer)
+        run(
+            tmp_path,
+            write(tmp_path / "a.jsonl", [long]),
+            prompt="q",
+            completion="a",
+            validation=0,
+            tokenizer=tokenizer,
+            preflight={"truncated": "warn"},
+        )

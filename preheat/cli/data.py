@@ -1,0 +1,118 @@
+"""preheat data"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from preheat.cli.show import Json, RecipeArgument, Set
+
+__all__ = ["data"]
+
+
+def data(
+    recipe: RecipeArgument,
+    set: Set = None,
+    rows: Annotated[int, typer.Option("--rows", min=1, help="Packed rows to show.")] = 3,
+    html: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Also write a page with all of it.")] = None,
+    json: Json = False,
+) -> None:
+    """Shows a recipe's data as the model will see it, what of it is trained on, and what the checks before training find.
+
+    Example: `preheat data my.yaml --rows 5 --html data.html`. Exit code 4: a check refuses the data.
+    """
+    from preheat import recipe as recipes
+    from preheat import report
+    from preheat.cli.show import console, emit
+    from preheat.data import prepare
+    from preheat.data.layouts import problems_with
+    from preheat.data.showing import look
+    from preheat.errors import DataError, RecipeError
+    from preheat.models import adapter
+    from preheat.training.session import vocabulary_of
+
+    chosen = recipes.load(recipe, set or [])
+    config = adapter.configure(chosen, vocabulary_of(chosen))
+    prepared = prepare(
+        chosen.data,
+        length=chosen.batch.length,
+        seed=chosen.seed,
+        tokenizer=adapter.tokenizer_folder(chosen),
+        embedding=adapter.facts(config).vocabulary,
+        refuse=False,
+    )
+    shown = look(prepared, rows=rows, seed=chosen.seed) | {"name": chosen.name}
+    page = report.write_data(shown, html) if html else None
+    if json:
+        emit(shown | {"page": str(page) if page else None})
+    else:
+        _print(console(), shown)
+        if page:
+            console().print(f"page: {page}", soft_wrap=True)
+    tags = {tag for technique in chosen.techniques.values() for tag in technique.provided()}
+    if words := problems_with(prepared.layout.kind, tags):
+        raise RecipeError(words)
+    if prepared.blocked:
+        raise DataError("\n".join(prepared.blocked))
+
+
+def _print(screen: Any, shown: dict[str, Any]) -> None:
+    from rich.rule import Rule
+    from rich.table import Table
+    from rich.text import Text
+
+    from preheat.report.words import clean
+
+    colours = screen.is_terminal and not screen.no_color
+    for example in shown["examples"]:
+        for n, document in enumerate(example["documents"]):
+            what = f", class {document['label']}" if document["label"] is not None else ""
+            if example["compared"]:
+                what = ", rejected" if n % 2 else ", chosen"
+            title = f"row {example['row']:,}: {document['tokens']:,} tokens, {document['trained']:,} trained{what}"
+            screen.print(Rule(title, align="left", characters="─" if colours else "-"))
+            text = Text()
+            for words, trained, _ in document["spans"]:
+                words = clean(words)
+                text.append(words if colours or not trained else f"«{words}»", "bold green" if trained else "dim")
+            screen.print(text, soft_wrap=True)
+        if example["padding"]:
+            screen.print(Text(f"and {example['padding']:,} places of padding", "dim"))
+    screen.print(Rule(shown["name"], align="left", characters="─" if colours else "-"))
+    screen.print(Text.assemble("shown in ", ("green" if colours else "«»", "bold green"), " is trained on, the rest is read"))
+    counts, lengths, packing = shown["counts"], shown["lengths"], shown["packing"]
+    table = Table.grid(padding=(0, 2))
+    table.add_row("layout", shown["layout"])
+    if shown["template"]:
+        table.add_row("template", shown["template"])
+    if shown["classes"]:
+        table.add_row("classes", f"{len(shown['classes'])}: {', '.join(shown['classes'])}")
+    left = ", ".join(f"{n:,} {why}" for why, n in counts["dropped"].items())
+    kept = f"{counts['train']['documents']:,} to train on, {counts['validation']['documents']:,} to validate on"
+    table.add_row("rows", f"{counts['read']:,} read, {kept}" + (f"; left out: {left}" if left else "; none left out"))
+    for source in counts["sources"]:
+        weight = f", weight {source['weight']:g}" if source["weight"] != 1 else ""
+        table.add_row("source", Text(f"{source['source']}: {source['tokens']:,} tokens{weight}"))
+    table.add_row("duplicates", f"{packing['duplicates']:,} of the examples to train on stand there before")
+    cut = f"; {lengths['longer_than_a_row']:,} longer than a row" + (
+        f", {packing['cut']:,} with a cut answer" if packing["cut"] else ""
+    )
+    table.add_row(
+        "lengths",
+        f"median {lengths['median']:,.0f}, 95 % up to {lengths['p95']:,.0f}, longest {lengths['longest']:,} tokens{cut}",
+    )
+    full = f"{packing['efficiency']:.1%} of their places hold text, {packing['trained']:,} labels"
+    table.add_row("packing", f"{packing['how']}: {packing['rows']:,} rows of {packing['length']:,} tokens; {full}")
+    screen.print(table)
+    most = max((bar["count"] for bar in lengths["bars"]), default=0)
+    bars = Table.grid(padding=(0, 2))
+    for bar in lengths["bars"]:
+        upto = f"{bar['from']:,} to {bar['to']:,}" if bar["to"] else f"{bar['from']:,} or more"
+        bars.add_row(f"  {upto}", f"{bar['count']:,}", Text("█" * round(36 * bar["count"] / max(most, 1)), "cyan"))
+    screen.print(bars)
+    for line in shown["preflight"]:
+        screen.print(f"[yellow]note:[/yellow] {clean(line)}" if colours else Text(f"note: {clean(line)}"), soft_wrap=True)
+    if not shown["preflight"] and not shown["blocked"]:
+        screen.print("the checks before training found nothing")

@@ -1,0 +1,400 @@
+"""Layouts: what the fields of a row mean, recognised by their names or stated, and the document that a row becomes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, get_args, get_type_hints
+
+from preheat.data.conversations import Unreadable, answer_of, kind_of, messages_of, order_problem, texts_of, tools_of
+from preheat.data.examples import Document, Piece
+from preheat.data.templates import Message, Template, TrainOn
+from preheat.errors import DataError, nearest
+from preheat.recipe import Data
+from preheat.technique import Tag, registry
+
+__all__ = ["LAYOUTS", "Layout", "class_names", "layout_of", "problems_with"]
+
+LAYOUTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "text": (("text",), ()),
+    "prompt": (("prompt", "completion"), ("system",)),
+    "alpaca": (("instruction", "output"), ("input", "system", "history")),
+    "sharegpt": (("conversations",), ("system", "tools")),
+    "messages": (("messages",), ("system", "tools")),
+    "preference": (("chosen", "rejected"), ("prompt", "conversations", "messages", "system", "tools")),
+    "unpaired": (("completion", "label"), ("prompt", "conversations", "messages", "system", "tools")),
+    "classes": (("text", "label"), ()),
+}
+"""Layout -> the fields that it needs, and those that it reads where they stand."""
+
+_TAGS = {"preference": Tag("compares"), "unpaired": Tag("likes"), "classes": Tag("classifies")}
+
+_BROKEN = re.compile("[ÂÃ][\x80-\xbf]|â€[\x80-\xff\u0152-\u2122]|ï»¿|ðŸ|[\ufffd\x80-\x9f]")
+"""UTF-8 that was read as Latin-1 or Windows-1252, replacement characters, and controls that no text has."""
+
+
+def problems_with(layout: str, tags: Iterable[str]) -> str | None:
+    """Why a recipe whose techniques provide `tags` cannot train on data of a layout, with the fix; None when it can."""
+    tags = frozenset(tags)
+    needed = _TAGS.get(layout)
+    if needed and needed not in tags:
+        able = [name for name, cls in registry().items() if needed in cls.provides]
+        fix = f"add techniques.{' or '.join(able)}" if able else "no technique here trains on such rows"
+        return f"data.layout: the rows are {_WORDS[layout]}; {fix}"
+    for other, tag in _TAGS.items():
+        if tag in tags and other != layout and needed not in tags:
+            name = next((name for name, cls in registry().items() if tag in cls.provides), tag)
+            needs = " and ".join(f"columns.{role}" for role in LAYOUTS[other][0])
+            return f"techniques.{name}: needs data.layout: {other}, the rows are {_WORDS[layout]}; state data.layout and {needs}, or remove it"
+    return None
+
+
+_WORDS = {
+    "text": "plain text",
+    "prompt": "prompts with completions",
+    "alpaca": "instructions with outputs",
+    "sharegpt": "conversations",
+    "messages": "conversations",
+    "preference": "pairs of a chosen and a rejected answer",
+    "unpaired": "answers that were liked or not",
+    "classes": "texts with a class each",
+}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How rows are read.
+
+    Attributes:
+        kind: of `LAYOUTS`.
+        columns: its fields by role -> what the file calls them.
+        words: the layout and how it was found, for people.
+        template: the chat template; None: there is none, or why not stands in `lacking`.
+        lacking: the message for rows that need a template.
+        wraps: put the template around prompts and completions that are mere text.
+        train_on: which turns of a conversation.
+        classes: names of the classes, in order.
+        special: special tokens of the tokenizer, looked for in the text of rows.
+    """
+
+    kind: str
+    columns: Mapping[str, str]
+    words: str
+    template: Template | None = None
+    lacking: str = ""
+    wraps: bool = False
+    train_on: TrainOn = "assistant"
+    classes: tuple[str, ...] = ()
+    special: tuple[str, ...] = ()
+    _firsts: frozenset[str] = field(default=frozenset(), repr=False)
+
+    def names(self) -> list[str]:
+        """The fields of a file that are read."""
+        return list(dict.fromkeys(self.columns.values()))
+
+    def key(self) -> tuple[object, ...]:
+        """All that decides what a row becomes."""
+        template = (self.template.text, self.template.with_tools, dict(self.template.variables)) if self.template else None
+        return self.kind, dict(self.columns), template, self.wraps, self.train_on, self.classes, self.special
+
+    def require(self, names: Sequence[str], where: str) -> None:
+        """Raises DataError when a field that all rows need is not among their names."""
+        for role in LAYOUTS[self.kind][0]:
+            if self.columns[role] not in names:
+                raise DataError(f"{where}: {self._absent(role, names)}")
+
+    def document(self, row: Any, where: str) -> Document:
+        """The document of a row; where it cannot be read, one without sequences whose notes say why.
+
+        Raises:
+            DataError: the layout needs a chat template and there is none.
+        """
+        if isinstance(row, Document):
+            return row
+        notes: list[tuple[str, str]] = []
+        try:
+            if isinstance(row, str):
+                row = {self.columns.get("text", "text"): row}
+            if not isinstance(row, Mapping):
+                raise Unreadable("fields", f"is {kind_of(row)}, not an object with fields")
+            made = self._document(row, notes)
+        except Unreadable as problem:
+            return Document((), where=where, notes=(*notes, (problem.check, problem.words)))
+        return made._replace(where=where, notes=tuple(notes))
+
+    def _document(self, row: Mapping[str, Any], notes: list[tuple[str, str]]) -> Document:
+        if self.kind == "text":
+            return Document.of(self._text(row, "text", notes, empty=True))
+        if self.kind == "classes":
+            text = self._text(row, "text", notes, empty=False)
+            return Document(((Piece(text, False),),), label=self._class(row))
+        if self.kind in ("sharegpt", "messages"):
+            role = "conversations" if self.kind == "sharegpt" else "messages"
+            return self._chat(self._talk(row, role), self._tools(row), notes)
+        if self.kind == "alpaca":
+            return self._chat(self._instruction(row), None, notes)
+        if self.kind == "preference":
+            return self._pair(row, notes)
+        before, answers = self._asked(row, "completion", notes)
+        label = self._liked(row) if self.kind == "unpaired" else None
+        if isinstance(answers, str):
+            prompt = before if isinstance(before, str) else ""
+            return Document(((*([Piece(prompt, False)] if prompt else []), Piece(answers)),), label=label)
+        return self._chat([*before, *answers], self._tools(row), notes, read=len(before))._replace(label=label)
+
+    # --- fields
+
+    def _value(self, row: Mapping[str, Any], role: str) -> Any:
+        if self.columns[role] not in row:
+            raise Unreadable("fields", self._absent(role, [str(k) for k in row]))
+        return row[self.columns[role]]
+
+    def _absent(self, role: str, known: Sequence[str]) -> str:
+        name = self.columns[role]
+        knob = f"data.{role}" if role in ("text", "prompt", "completion") else f"data.columns.{role}"
+        other = "" if self.kind != "text" else " (or say by data.layout and data.columns what the fields are)"
+        only = ", ".join(map(repr, known)) or "none"
+        return f"no field '{name}', only {only}; set {knob}: {nearest(name, list(known)) if known else name}{other}"
+
+    def _text(self, row: Mapping[str, Any], role: str, notes: list[tuple[str, str]], *, empty: bool) -> str:
+        value, name = self._value(row, role), self.columns[role]
+        if not isinstance(value, str):
+            raise Unreadable("fields", f"field '{name}' is {kind_of(value)}, not text; mend the row or name another field")
+        if not empty and not value.strip():
+            raise Unreadable("fields", f"field '{name}' is empty")
+        self._look(f"field '{name}'", value, notes)
+        return value
+
+    def _look(self, where: str, text: str, notes: list[tuple[str, str]]) -> None:
+        """Notes what is wrong with a text in itself."""
+        if not text.isascii():
+            try:
+                text.encode()
+            except UnicodeEncodeError as error:
+                raise Unreadable(
+                    "encoding", f"{where} holds half a surrogate pair at character {error.start}, which is not text"
+                ) from None
+            if found := _BROKEN.search(text):
+                words = f"{where} holds {found[0]!r} at character {found.start()}, as text read in a wrong encoding has"
+                notes.append(("encoding", words))
+        if any(first in text for first in self._firsts):
+            token = next((t for t in self.special if t in text), None)
+            if token is not None:
+                notes.append(("special_tokens", f"{where} holds {token}, a special token of the tokenizer"))
+
+    def _optional(self, row: Mapping[str, Any], role: str) -> Any:
+        return row.get(self.columns[role]) if role in self.columns else None
+
+    def _tools(self, row: Mapping[str, Any]) -> list[dict[str, Any]] | None:
+        return tools_of(self._optional(row, "tools"), self.columns.get("tools", "tools"))
+
+    def _class(self, row: Mapping[str, Any]) -> int:
+        value = self._value(row, "label")
+        if isinstance(value, int) and not isinstance(value, bool) and str(value) not in self.classes:
+            if 0 <= value < len(self.classes):  # the number of a class whose names are stated
+                return value
+        elif value is not None and _class_name(value) in self.classes:
+            return self.classes.index(_class_name(value))
+        raise Unreadable(
+            "fields", f"field '{self.columns['label']}' is {value!r}, none of the classes {', '.join(self.classes[:12])}"
+        )
+
+    def _liked(self, row: Mapping[str, Any]) -> int:
+        value = self._value(row, "label")
+        known = {"true": 1, "false": 0, "1": 1, "0": 0, "1.0": 1, "0.0": 0}.get(str(value).lower())
+        if known is None:
+            raise Unreadable("fields", f"field '{self.columns['label']}' is {value!r}, neither true (liked) nor false")
+        return known
+
+    # --- conversations
+
+    def _talk(self, row: Mapping[str, Any], role: str) -> list[Message]:
+        found: list[Message] = list(messages_of(self._value(row, role), self.columns[role]))
+        system = self._optional(row, "system")
+        if isinstance(system, str) and system.strip() and (not found or found[0]["role"] != "system"):
+            found = [{"role": "system", "content": system}, *found]
+        return found
+
+    def _instruction(self, row: Mapping[str, Any]) -> list[Message]:
+        values = {role: self._value(row, role) for role in ("instruction", "output")}
+        for role in values:
+            self._text(row, role, [], empty=False)  # its text is looked at as a message
+        more = self._optional(row, "input")
+        if more is not None and not isinstance(more, str):
+            raise Unreadable("fields", f"field '{self.columns['input']}' is {kind_of(more)}, not text")
+        asked = values["instruction"] + (f"\n\n{more}" if more and more.strip() else "")
+        talk: list[Message] = []
+        if isinstance(system := self._optional(row, "system"), str) and system.strip():
+            talk.append({"role": "system", "content": system})
+        for pair in self._optional(row, "history") or []:
+            if not isinstance(pair, Sequence) or len(pair) != 2 or not all(isinstance(t, str) and t.strip() for t in pair):
+                raise Unreadable("fields", f"field '{self.columns['history']}' is no list of pairs of texts")
+            talk += [{"role": "user", "content": pair[0]}, {"role": "assistant", "content": pair[1]}]
+        return [*talk, {"role": "user", "content": asked}, {"role": "assistant", "content": values["output"]}]
+
+    def _chat(self, talk: Sequence[Message], tools: Any, notes: list[tuple[str, str]], read: int = 0) -> Document:
+        """A conversation; the first `read` messages are only read."""
+        if self.template is None:
+            raise DataError(self.lacking)
+        for where, text in texts_of(talk):
+            self._look(where, text, notes)
+        if words := order_problem(talk):
+            notes.append(("roles", words))
+        if read:
+            talk = [{**m, "weight": 0} if n < read else m for n, m in enumerate(talk)]
+        if not any(m["role"] == "assistant" and m.get("weight") != 0 for m in talk) and self.train_on != "all":
+            raise Unreadable("untrained", "has no message of the assistant to train on")
+        try:
+            return Document((self.template.pieces(talk, tools, self.train_on),), complete=True)
+        except DataError as error:
+            raise Unreadable("template", str(error)) from None
+
+    # --- answers that are compared or judged
+
+    def _asked(self, row: Mapping[str, Any], role: str, notes: list[tuple[str, str]]) -> tuple[Any, Any]:
+        """What was asked, and the answer: both text, or both messages."""
+        answer: Any = self._value(row, role)
+        if isinstance(answer, str):
+            answer = self._text(row, role, notes, empty=False)
+        else:
+            answer = list(messages_of(answer, self.columns[role]))
+        before: Any = None
+        for asks in ("messages", "conversations", "prompt"):
+            needed = asks in LAYOUTS[self.kind][0]
+            if (found := self._value(row, asks) if needed else self._optional(row, asks)) is not None or needed:
+                chat = isinstance(found, list | Mapping)
+                before = self._talk(row, asks) if chat else self._text(row, asks, notes, empty=True)
+                break
+        if isinstance(answer, str) and (before is None or isinstance(before, str)) and not (self.wraps and before):
+            return before or "", answer
+        if isinstance(before, str):
+            before = [{"role": "user", "content": before}] if before.strip() else []
+        if isinstance(answer, str):
+            answer = [{"role": "assistant", "content": answer}]
+        system = self._optional(row, "system")
+        if isinstance(system, str) and system.strip() and not any(m["role"] == "system" for m in before or []):
+            before = [{"role": "system", "content": system}, *(before or [])]
+        return before or [], answer
+
+    def _pair(self, row: Mapping[str, Any], notes: list[tuple[str, str]]) -> Document:
+        (before, good), (_, bad) = self._asked(row, "chosen", notes), self._asked(row, "rejected", [])
+        if isinstance(good, str) != isinstance(bad, str):
+            raise Unreadable("fields", "one of the two answers is text, the other a list of messages")
+        same = good == bad if isinstance(good, str) else answer_of(good) == answer_of(bad)
+        if same:
+            raise Unreadable("equal_answers", f"'{self.columns['chosen']}' and '{self.columns['rejected']}' are equal")
+        if isinstance(good, str):
+            shared = before or _shared(good, bad)
+            cut = 0 if before else len(shared)
+            if not good[cut:].strip() or not bad[cut:].strip():
+                raise Unreadable("fields", "one of the two answers is the beginning of the other")
+            asked = (Piece(shared, False),) if shared else ()
+            return Document(((*asked, Piece(good[cut:])), (*asked, Piece(bad[cut:]))))
+        shared = _alike(*([answer_of([m]) + m["role"] for m in talk] for talk in (good, bad)))
+        chats = [self._chat([*before, *talk], self._tools(row), notes, len(before) + shared) for talk in (good, bad)]
+        return Document(tuple(chat.sequences[0] for chat in chats), complete=True)
+
+
+def _shared(one: str, other: str) -> str:
+    """The beginning that two texts share, up to the last white space in it."""
+    same = one[: _alike(one, other)]
+    return same[: len(same) - len(re.split(r"\s", same)[-1])]
+
+
+def _alike(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """How many items two sequences share at their beginning."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((n for n, (a, b) in pairs if a != b), min(len(one), len(other)))
+
+
+def _class_name(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def class_names(values: Iterable[Any], where: str) -> tuple[str, ...]:
+    """The distinct values of a label's field as names of classes: numbers by size, else by alphabet.
+
+    Raises:
+        DataError: they are fewer than two, or too many to be classes.
+    """
+    found = {v for v in values if isinstance(v, str | int) and (not isinstance(v, str) or v.strip())}
+    if not 2 <= len(found) <= 10_000:
+        some = "has one value" if len(found) == 1 else "has no value" if not found else f"has {len(found):,} different values"
+        raise DataError(
+            f"{where}: the field of the label {some} in all rows; classes are 2 or more, name their field by data.columns.label"
+        )
+    numbers = all(isinstance(v, int) and not isinstance(v, bool) for v in found)
+    return tuple(map(str, sorted(found))) if numbers else tuple(sorted(map(_class_name, found)))  # type: ignore[type-var]
+
+
+def layout_of(data: Data, names: Sequence[str], first: Any, where: str, **more: Any) -> Layout:
+    """The layout of a source, from what the recipe states or from its fields.
+
+    Args:
+        names: of the fields.
+        first: the first row.
+        where: the source, for messages.
+        more: the other attributes of `Layout`.
+
+    Raises:
+        DataError: the fields are of no layout, or lack what the stated one needs.
+    """
+    kinds = get_args(get_type_hints(Data)["layout"])
+    if data.layout not in kinds:
+        raise DataError(f"{where}: data.layout {data.layout}: no such layout; {nearest(str(data.layout), list(kinds))}")
+    stated = {k: v for k in ("prompt", "completion") if (v := getattr(data, k))} | dict(data.columns)
+    if data.text != "text":
+        stated.setdefault("text", data.text)
+    for role in stated:
+        roles = sorted({r for needs, reads in LAYOUTS.values() for r in (*needs, *reads)})
+        if role not in roles:
+            raise DataError(f"data.columns.{role}: no layout has such a field; {nearest(role, roles)}")
+    kind, why = (data.layout, "stated") if data.layout != "auto" else _recognised(stated, names, first)
+    needs, reads = LAYOUTS[kind]
+    for role in stated:
+        if data.columns.get(role) and role not in (*needs, *reads):
+            raise DataError(
+                f"data.columns.{role}: the layout {kind} ({why}) has no such field, only {', '.join((*needs, *reads))}; state data.layout"
+            )
+    columns = {role: stated.get(role, role) for role in needs}
+    if kind == "sharegpt" and "conversations" not in names and "messages" in names and "conversations" not in stated:
+        columns["conversations"] = "messages"
+    if kind == "messages" and "messages" not in names and "conversations" in names and "messages" not in stated:
+        columns["messages"] = "conversations"
+    columns |= {role: stated.get(role, role) for role in reads if role in stated or role in names}
+    special = tuple(more.pop("special", ()))
+    words = f"{kind}, {why}"
+    return Layout(kind, columns, words, special=special, _firsts=frozenset(t[0] for t in special), **more)
+
+
+def _recognised(stated: Mapping[str, str], names: Sequence[str], first: Any) -> tuple[str, str]:
+    """The layout that fields are of, and by which."""
+    if not isinstance(first, Mapping):
+        return "text", "recognised by text without fields"
+
+    def has(*roles: str) -> bool:
+        return all(stated.get(role, role) in names for role in roles)
+
+    def fields(*roles: str) -> str:
+        return f"recognised by the field{'s' * (len(roles) > 1)} " + " and ".join(stated.get(role, role) for role in roles)
+
+    for kind in ("preference", "unpaired", "classes", "prompt", "alpaca"):
+        needs = LAYOUTS[kind][0]
+        if kind == "classes" and "label" not in stated:  # a field of this name beside a text may be anything
+            continue
+        if kind == "unpaired" and "label" not in stated and not isinstance(first.get("label"), bool):
+            continue
+        if has(*needs):
+            return kind, fields(*needs)
+    if "text" in stated:
+        return "text", fields("text")
+    for role in ("messages", "conversations"):
+        value = first.get(stated.get(role, role))
+        if isinstance(value, Sequence) and value and isinstance(value[0], Mapping):
+            return "sharegpt" if "from" in value[0] else "messages", fields(role)
+        if has(role) and not isinstance(value, str):
+            return {"messages": "messages", "conversations": "sharegpt"}[role], fields(role)
+    if "prompt" in stated or "completion" in stated:
+        return "prompt", "stated by data.prompt"
+    return "text", fields("text")

@@ -1,0 +1,100 @@
+"""Data as one page: examples with what is trained on marked, lengths, sources, and what the checks found."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from preheat.errors import RunError
+from preheat.report.page import document
+from preheat.report.words import escape, grouped, percent, tied
+from preheat.run import write_atomic
+
+__all__ = ["write_data"]
+
+
+def write_data(shown: dict[str, Any], path: str | Path) -> Path:
+    """Writes what `preheat.data.showing.look` gives, and its `name`, as a page, and returns its path.
+
+    Raises:
+        RunError: the page cannot be written.
+    """
+    path = Path(path)
+    try:
+        write_atomic(path, _page(shown))
+    except OSError as error:
+        raise RunError(f"{path}: cannot be written ({error.strerror}); name another file with --html") from None
+    return path
+
+
+def _page(shown: dict[str, Any]) -> str:
+    found = [(line, " bad") for line in shown["blocked"]] + [(line, "") for line in shown["preflight"]]
+    notices = "".join(f'<p class="notice{kind}">{escape(line)}</p>' for line, kind in found)
+    packing, counts = shown["packing"], shown["counts"]
+    verdict = "The checks before training refuse this data." if shown["blocked"] else "The checks before training let it pass."
+    left = ", ".join(f"{n:,} {why}" for why, n in counts["dropped"].items()) or "none left out"
+    tiles = (
+        ("Rows read", grouped(counts["read"]), left),
+        ("Examples to train on", grouped(packing["documents"]), f"{counts['validation']['documents']:,} to validate on"),
+        ("Tokens", grouped(packing["tokens"]), f"{packing['trained']:,} are trained on"),
+        ("Packed rows", grouped(packing["rows"]), f"of {packing['length']:,} tokens, {percent(packing['efficiency'])} text"),
+        ("Longest", grouped(shown["lengths"]["longest"]), f"median {shown['lengths']['median']:,.0f} tokens"),
+        ("Longer than a row", grouped(shown["lengths"]["longer_than_a_row"]), f"{packing['cut']:,} with a cut answer"),
+        ("Duplicates", grouped(packing["duplicates"]), "examples that stand there before"),
+        ("Layout", shown["layout"].split(",")[0], shown["layout"].partition(", ")[2]),
+    )
+    drawn = "".join(
+        f"<div><dt>{escape(label)}</dt><dd>{tied(figure)}</dd><dd>{tied(below)}</dd></div>" for label, figure, below in tiles
+    )
+    template = f" Chat template: {shown['template']}." if shown["template"] else ""
+    return document(
+        f"{shown['name']} · preheat data",
+        f"""<header id="verdict"><p class="eyebrow">preheat data</p><h1>{escape(shown["name"])}</h1>
+<p class="verdict">{escape(verdict + template)}</p>{notices}</header>
+<dl class="tiles">{drawn}</dl>
+<section id="examples"><h2>As the model sees it</h2><p class="small"><mark>Marked</mark> is trained on; the rest is read. Rows in the order of training.</p>
+{"".join(map(_example, shown["examples"]))}</section>
+<section id="lengths"><h2>Tokens of an example</h2>{_bars(shown["lengths"]["bars"])}</section>
+<section id="sources"><h2>Sources</h2>{_sources(counts["sources"])}</section>
+<footer>The same as data: preheat data --json.</footer>""",
+    )
+
+
+def _example(example: dict[str, Any]) -> str:
+    made = []
+    for n, found in enumerate(example["documents"]):
+        what = f", class {found['label']}" if found["label"] is not None else ""
+        if example["compared"]:
+            what = ", rejected" if n % 2 else ", chosen"
+        title = f"row {example['row']:,}: {found['tokens']:,} tokens, {found['trained']:,} trained{what}"
+        text = "".join(f"<mark>{escape(words)}</mark>" if trained else escape(words) for words, trained, _ in found["spans"])
+        made.append(f'<p class="small">{escape(title)}</p><pre class="tokens">{text}</pre>')
+    if example["padding"]:
+        made.append(f'<p class="small">and {example["padding"]:,} places of padding</p>')
+    return "".join(made)
+
+
+def _bars(bars: list[dict[str, Any]]) -> str:
+    most = max((bar["count"] for bar in bars), default=0) or 1
+    rows = []
+    for bar in bars:
+        upto = f"{bar['from']:,} to {bar['to']:,}" if bar["to"] else f"{bar['from']:,} or more"
+        width = f'<span class="bar" style="width: {100 * bar["count"] / most:.1f}%"></span>' if bar["count"] else ""
+        rows.append(f'<tr><td>{escape(upto)}</td><td class="n">{bar["count"]:,}</td><td class="track">{width}</td></tr>')
+    head = '<tr><th scope="col">tokens</th><th scope="col" class="n">examples</th><th scope="col"></th></tr>'
+    return f"<table><thead>{head}</thead><tbody>{''.join(rows)}</tbody></table>"
+
+
+def _sources(sources: list[dict[str, Any]]) -> str:
+    rows = []
+    for source in sources:
+        left = ", ".join(f"{n:,} {why}" for why, n in source["dropped"].items()) or "none"
+        told = f'{escape(source["source"])}<br><span class="small">{escape(source["layout"])}; left out: {escape(left)}</span>'
+        rows.append(
+            f'<tr><td class="free">{told}</td><td class="n">{source["read"]:,}</td><td class="n">{source["tokens"]:,}</td>'
+            f'<td class="n">{source["weight"]:g}</td></tr>'
+        )
+    head = "".join(
+        f'<th scope="col"{" class=n" if n else ""}>{t}</th>' for n, t in enumerate(("source", "rows", "tokens", "weight"))
+    )
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
