@@ -12,11 +12,17 @@ __all__ = ["generate"]
 
 
 def generate(
-    model: Annotated[str, typer.Argument(metavar="RUN|MODEL", help="A run's folder, or a Hugging Face model folder.")],
+    model: Annotated[
+        str,
+        typer.Argument(metavar="RUN|MODEL|ADAPTER", help="The folder of a run, a Hugging Face model, or an adapter of peft's."),
+    ],
     prompt: Annotated[str, typer.Option("--prompt", help="The beginning to continue.")] = "",
     tokens: Annotated[int, typer.Option("--tokens", min=1, help="Tokens to write.")] = 64,
     temperature: Annotated[float, typer.Option("--temperature", min=0.0, help="0: the likeliest token each time.")] = 0.0,
     seed: Annotated[int, typer.Option("--seed", help="Decides the draws at a temperature above 0.")] = 0,
+    base: Annotated[
+        str | None, typer.Option("--base", help="The base of an adapter's folder, where it names another place.")
+    ] = None,
     json: Json = False,
 ) -> None:
     """Writes text with a run or a model.
@@ -30,7 +36,7 @@ def generate(
     from preheat.models.adapter import generate as write
     from preheat.training.opened import open_model
 
-    opened = open_model(model)
+    opened = open_model(model, base=base)
     start = opened.tokenizer.encode(prompt)
     if not start:
         first = opened.tokenizer.bos_token_id if opened.tokenizer.bos_token_id is not None else opened.tokenizer.eos_token_id

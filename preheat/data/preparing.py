@@ -5,7 +5,7 @@ from __future__ import annotations
 import array
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -63,6 +63,7 @@ def prepare(
     length: int,
     seed: int,
     tokenizer: str | None = None,
+    add_tokens: Sequence[str] = (),
     cache: Path | None = None,
     progress: Progress | None = None,
 ) -> Prepared:
@@ -74,6 +75,7 @@ def prepare(
         seed: for streamed sources, whose rows are shuffled block by block.
         tokenizer: folder of the model's own tokenizer, used when `data.tokenizer` is not stated. With neither, a byte-level
             BPE of `data.vocabulary` pieces is trained on the training documents.
+        add_tokens: special tokens that the tokenizer is given besides.
         cache: folder for tokens and trained tokenizers; $PREHEAT_CACHE or ~/.cache/preheat when not stated.
         progress: called now and then with what is done, how much of it, and of how much (None: not known).
 
@@ -99,7 +101,11 @@ def prepare(
     say("reading validation" if held else "reading", 0, None)
     split = Split(share, frozenset(map(content_hash, held.read())) if held else frozenset())
     content = digest(FORMAT, source.key(), share, held.key() if held else "", data.text, data.prompt, data.completion)
-    own = load_tokenizer(name, knob=knob) if name is not None else _trained(root, content, source, split, data.vocabulary, say)
+    own = (
+        load_tokenizer(name, knob=knob, add_tokens=add_tokens)
+        if name is not None
+        else _trained(root, content, source, split, data.vocabulary, say)
+    )
     encoder = Encoder(own)
 
     if data.streaming:

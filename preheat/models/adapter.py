@@ -78,6 +78,8 @@ def configure(recipe: Recipe, vocabulary: int | None = None) -> PretrainedConfig
         except ValueError as error:
             raise RecipeError(f"techniques.{t.name()}: {error}") from None
     text = config.get_text_config()
+    if model.add_tokens and vocabulary is not None:
+        text.vocab_size = max(text.vocab_size, vocabulary)  # some models have rows to spare
     rows = text.vocab_size
     if vocabulary is not None and vocabulary > rows:
         raise RecipeError(

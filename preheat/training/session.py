@@ -71,7 +71,13 @@ def rows_of(recipe: Recipe) -> int | None:
         return None
     from preheat.data import prepare
 
-    data = prepare(recipe.data, length=recipe.batch.length, seed=recipe.seed, tokenizer=adapter.tokenizer_folder(recipe))
+    data = prepare(
+        recipe.data,
+        length=recipe.batch.length,
+        seed=recipe.seed,
+        tokenizer=adapter.tokenizer_folder(recipe),
+        add_tokens=recipe.model.add_tokens,
+    )
     return len(data.train) if hasattr(data.train, "__len__") else None
 
 
@@ -85,7 +91,7 @@ def vocabulary_of(recipe: Recipe) -> int:
         return recipe.data.vocabulary
     from preheat.data.tokenizer import load_tokenizer
 
-    return len(load_tokenizer(folder))
+    return len(load_tokenizer(folder, add_tokens=recipe.model.add_tokens))
 
 
 def plan_here(recipe: Recipe) -> dict[str, Any]:
@@ -129,6 +135,7 @@ def open_session(recipe: Recipe, out: Path, *, resume: bool, watch: Watch, force
         length=recipe.batch.length,
         seed=recipe.seed,
         tokenizer=adapter.tokenizer_folder(recipe),
+        add_tokens=recipe.model.add_tokens,
         progress=watch.progress,
     )
     watch.stage("measuring this machine (once)")
