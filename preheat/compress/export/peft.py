@@ -58,7 +58,7 @@ def write(run: str | Path, out: str | Path, *, tolerance: float | None = None) -
     rows = shared.rows(opened.tokenizer, opened.build.model.positions, [])
     wanted = shared.logits(model.float(), rows)
     config = copy.deepcopy(model.peft_config["default"])
-    pissa = str(getattr(config, "init_lora_weights", "")).startswith("pissa")
+    pissa = getattr(opened.recipe.techniques.get("lora"), "variant", "") == "pissa"
     values = {name: {key: t.detach().cpu().clone() for key, t in own_of(model.get_submodule(name))} for name in names}
     if pissa:
         for name in names:
@@ -67,6 +67,7 @@ def write(run: str | Path, out: str | Path, *, tolerance: float | None = None) -
             )
         config.init_lora_weights, config.r = True, 2 * config.r
         config.lora_alpha *= math.sqrt(2) if config.use_rslora else 2
+    config.target_modules = _short(names, model)
     config.base_model_name_or_path, config.task_type, config.inference_mode = base, "CAUSAL_LM", True
     packed = {n.replace(".base_layer", ""): m for n, m in model.named_modules() if isinstance(m, PackedMap)}
     double = any(m.nf4_ranges is not None for m in packed.values())
@@ -81,6 +82,7 @@ def write(run: str | Path, out: str | Path, *, tolerance: float | None = None) -
     del model, packed
     with shared.beside(out) as folder, warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="fan_in_fan_out is set")
+        warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")  # which peft asks, and transformers renamed
         made: Any = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(source, **read), config)
         with torch.no_grad():
             for name, own in values.items():
@@ -131,21 +133,34 @@ def _base(opened: Opened, names: list[str], run: str | Path) -> str:
     return str(Path(recipe.model.path).resolve()) if Path(recipe.model.path).is_dir() else recipe.model.path
 
 
-def _as_lora(own: dict[str, Tensor], whole: Tensor, rest: Tensor, config: Any) -> dict[str, Tensor]:
-    """A trained PiSSA as an addition to the whole weight W: [A; A0] and [B, -B0], where s B0 A0 = W - rest is what was taken out of it.
+def _short(names: list[str], model: nn.Module) -> set[str]:
+    """Last parts of the names where these say it all, as peft's users write them; else the names."""
+    last = {name.rpartition(".")[2] for name in names}
+    return last if {name for name, _ in model.named_modules() if name.rpartition(".")[2] in last} == set(names) else set(names)
 
-    W - rest has rank r but for rounding, so r random mixtures of its columns span it.
+
+def _as_lora(own: dict[str, Tensor], whole: Tensor, rest: Tensor, config: Any) -> dict[str, Tensor]:
+    """A trained PiSSA as an addition to the whole weight W: B A - B0 A0, where s B0 A0 = W - rest is what was taken out of it.
+
+    W - rest has rank r but for rounding, so that a few more than r random mixtures of its columns span it. In fp64, and factored
+    anew by singular values, since the two products nearly cancel.
     """
     scale = config.lora_alpha / (math.sqrt(config.r) if config.use_rslora else config.r)
-    taken = (whole.float().cpu() - rest.detach().float().cpu()) / scale
+    taken = (whole.double().cpu() - rest.detach().double().cpu()) / scale
     taken = taken.t() if config.fan_in_fan_out else taken
-    mixed = taken @ torch.randn(taken.shape[1], config.r, generator=torch.Generator().manual_seed(0))
-    directions = torch.linalg.qr(mixed).Q
+    mixing = torch.randn(taken.shape[1], config.r + 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    span = torch.linalg.qr(taken @ mixing).Q
+    turn, values, across = torch.linalg.svd(span.t() @ taken, full_matrices=False)
+    b0, a0 = (span @ turn * values)[:, : config.r], across[: config.r]
     a, b = own["lora_A.default.weight"], own["lora_B.default.weight"]
-    return {
-        "lora_A.default.weight": torch.cat([a, directions.t() @ taken]),
-        "lora_B.default.weight": torch.cat([b, -directions], dim=1),
-    }
+    left, first = torch.linalg.qr(torch.cat([b.double(), -b0], dim=1))
+    right, second = torch.linalg.qr(torch.cat([a.double(), a0]).t())
+    u, values, v = torch.linalg.svd(first @ second.t(), full_matrices=False)
+    v = v.t()
+    root = torch.zeros(2 * config.r, dtype=torch.float64)  # a map narrower than 2 r has fewer directions
+    root[: len(values)] = values.sqrt()
+    u, v = (torch.nn.functional.pad(t, (0, 2 * config.r - t.shape[1])) for t in (left @ u, right @ v))
+    return {"lora_A.default.weight": (v * root).t().to(a.dtype).contiguous(), "lora_B.default.weight": (u * root).to(b.dtype).contiguous()}
 
 
 def _round(model: nn.Module, names: list[str], *, double: bool) -> None:
