@@ -82,7 +82,9 @@ def write(run: str | Path, out: str | Path, *, tolerance: float | None = None) -
     del model, packed
     with shared.beside(out) as folder, warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="fan_in_fan_out is set")
-        warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")  # which peft asks, and transformers renamed
+        warnings.filterwarnings(
+            "ignore", message="`is_gradient_checkpointing` is deprecated"
+        )  # which peft asks, and transformers renamed
         made: Any = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(source, **read), config)
         with torch.no_grad():
             for name, own in values.items():
@@ -160,7 +162,10 @@ def _as_lora(own: dict[str, Tensor], whole: Tensor, rest: Tensor, config: Any) -
     root = torch.zeros(2 * config.r, dtype=torch.float64)  # a map narrower than 2 r has fewer directions
     root[: len(values)] = values.sqrt()
     u, v = (torch.nn.functional.pad(t, (0, 2 * config.r - t.shape[1])) for t in (left @ u, right @ v))
-    return {"lora_A.default.weight": (v * root).t().to(a.dtype).contiguous(), "lora_B.default.weight": (u * root).to(b.dtype).contiguous()}
+    return {
+        "lora_A.default.weight": (v * root).t().to(a.dtype).contiguous(),
+        "lora_B.default.weight": (u * root).to(b.dtype).contiguous(),
+    }
 
 
 def _round(model: nn.Module, names: list[str], *, double: bool) -> None:
