@@ -43,10 +43,10 @@ def load_tokenizer(name: str, *, knob: str = "data.tokenizer", add_tokens: Seque
     """The tokenizer of a Hugging Face folder, or of a hub name such as `org/model`.
 
     Args:
-        add_tokens: special tokens to add; they come last, in this order.
+        add_tokens: special tokens to add; they come last, in this order. Those may stand there already.
 
     Raises:
-        DataError: the folder is missing or holds no tokenizer that can be used, or one that has a token of `add_tokens` already.
+        DataError: the folder is missing or holds no tokenizer that can be used, or cannot be given `add_tokens`.
     """
     import transformers
 
@@ -81,15 +81,13 @@ def load_tokenizer(name: str, *, knob: str = "data.tokenizer", add_tokens: Seque
 
 def _add(tokenizer: PreTrainedTokenizerFast, tokens: Sequence[str]) -> None:
     known = tokenizer.get_vocab()
-    if there := [token for token in tokens if token in known]:
-        raise DataError(f"model.add_tokens: the tokenizer has {there[0]!r} already; leave it out")
-    first = len(tokenizer)
     tokenizer.add_tokens(list(tokens), special_tokens=True)  # matched whole and before all else, and left out of decoded text
     got = tokenizer.convert_tokens_to_ids(list(tokens))
-    if got != list(range(first, first + len(tokens))):  # rows of the embedding are taken by number
-        raise DataError(
-            f"model.add_tokens: the tokenizer's numbers have gaps (its {first:,} tokens are followed by {got}), so it cannot be added to"
-        )
+    if got == list(range(len(tokenizer) - len(tokens), len(tokenizer))):  # rows of the embedding are taken by number
+        return
+    if there := [token for token in tokens if token in known]:
+        raise DataError(f"model.add_tokens: the tokenizer has {there[0]!r} already (number {known[there[0]]}); leave it out")
+    raise DataError(f"model.add_tokens: the tokenizer's numbers have gaps (the new tokens got {got}), so it cannot be added to")
 
 
 def _look_at(knob: str, path: Path) -> None:

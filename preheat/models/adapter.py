@@ -83,7 +83,12 @@ def configure(recipe: Recipe, vocabulary: int | None = None) -> PretrainedConfig
     rows = text.vocab_size
     if vocabulary is not None and vocabulary > rows:
         raise RecipeError(
-            f"data.tokenizer: has {vocabulary:,} pieces but the model's embedding has {rows:,} rows; use the model's own tokenizer"
+            f"data.tokenizer: has {vocabulary:,} pieces but the model's embedding has {rows:,} rows; "
+            + (
+                "use the model's own tokenizer"
+                if recipe.data.tokenizer or not model.path
+                else "name the tokens that it lacks in model.add_tokens"
+            )
             + ("" if model.path else f", or set model.vocabulary: {vocabulary}")
         )
     positions = _positions(text)

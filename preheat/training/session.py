@@ -10,14 +10,14 @@ import platform
 import shutil
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from preheat import recipe as recipes
 from preheat.engine import checkpoint
 from preheat.engine.build import build, peak_learning_rate
-from preheat.errors import DoesNotFit, RunError
+from preheat.errors import DoesNotFit, RecipeError, RunError
 from preheat.models import adapter
 from preheat.planning.plan import plan, settled, steps_of
 from preheat.recipe import Recipe
@@ -91,6 +91,14 @@ def vocabulary_of(recipe: Recipe) -> int:
         return recipe.data.vocabulary
     from preheat.data.tokenizer import load_tokenizer
 
+    if recipe.model.add_tokens:
+        # A token that the tokenizer had may be named only where the embedding ends before it: a trained row is not to be lost.
+        rows = adapter.configure(replace(recipe, model=replace(recipe.model, add_tokens=()))).get_text_config().vocab_size
+        known = load_tokenizer(folder).get_vocab()
+        if there := [token for token in recipe.model.add_tokens if known.get(token, rows) < rows]:
+            raise RecipeError(
+                f"model.add_tokens: the tokenizer has {there[0]!r} already and the model a row for it; leave it out"
+            )
     return len(load_tokenizer(folder, add_tokens=recipe.model.add_tokens))
 
 

@@ -24,6 +24,7 @@ from preheat.models.adapter import plain_logits
 from preheat.ops import nf4
 from preheat.technique import Build
 from preheat.training.opened import open_model
+from preheat.training.session import vocabulary_of
 
 from ..conftest import DEVICE, uneven
 
@@ -264,11 +265,20 @@ def test_added_tokens_begin_as_the_mean_are_trained_and_exported(
     assert tokenizer_of(tmp_path / "out").convert_tokens_to_ids(list(CHAT)) == [VOCABULARY, VOCABULARY + 1]
 
 
-def test_tokens_that_would_never_be_learnt_or_are_there_are_refused(bases: dict[str, Path]) -> None:
+def test_tokens_that_would_never_be_learnt_or_are_there_are_refused(bases: dict[str, Path], tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match=r"model.add_tokens: the embedding is frozen under an adapter"):
         trained(bases["llama"], LORAS["lora"], 0, ADDED, vocabulary=VOCABULARY + 2)
     with pytest.raises(DataError, match=r"model.add_tokens: the tokenizer has '<\|pad\|>' already"):
         load_tokenizer(str(bases["llama"]), add_tokens=["<|pad|>"])
+    with pytest.raises(RecipeError, match=r"has '<\|pad\|>' already and the model a row for it"):
+        vocabulary_of(recipes.parse(text(bases["llama"], "{}", ", add_tokens: ['<|pad|>']")))
+    tokenizer = load_tokenizer(str(bases["llama"]), add_tokens=CHAT)
+    larger = tmp_path / "larger"
+    shutil.copytree(bases["llama"], larger)
+    tokenizer.save_pretrained(larger)
+    with pytest.raises(RecipeError, match=r"302 pieces but .* 300 rows; name the tokens that it lacks in model.add_tokens"):
+        trained(larger, "{}", 0, vocabulary=302)
+    assert vocabulary_of(recipes.parse(text(larger, "{}", ADDED))) == 302
     with pytest.raises(RecipeError, match="stands twice"):
         recipes.parse(text("x", "{}", ", add_tokens: [a, a]"))
     with pytest.raises(RecipeError, match="model from a path"):
