@@ -92,7 +92,9 @@ def text(folder: Path | str, techniques: str, model: str = "") -> str:
 def trained(folder: Path, techniques: str, steps: int = 3, model: str = "", *, vocabulary: int = VOCABULARY) -> Build:
     b = build(recipes.parse(text(folder, techniques, model)), vocabulary=vocabulary, device=DEVICE)
     for _ in range(steps):
-        gradients(b, [uneven(vocabulary=vocabulary)])
+        batch = uneven(vocabulary=vocabulary)
+        batch.tokens[:, ::9], batch.tokens[:, 4::9] = vocabulary - 1, vocabulary - 2  # tokens that were added, where some were
+        gradients(b, [batch])
         update(b, 0.02)
     return b
 
