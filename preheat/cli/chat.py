@@ -27,7 +27,8 @@ def chat(
     model: Annotated[
         str,
         typer.Argument(
-            metavar="RUN|CHECKPOINT|MODEL", help="A run's folder, one of its checkpoints, or a Hugging Face model folder."
+            metavar="RUN|CHECKPOINT|MODEL|ADAPTER",
+            help="The folder of a run, of one of its checkpoints, of a Hugging Face model, or of an adapter of peft's.",
         ),
     ],
     system: Annotated[str | None, typer.Option("--system", help="The system message.")] = None,
@@ -41,6 +42,9 @@ def chat(
     seed: writing.Seed = 0,
     step: writing.Step = None,
     template: writing.ChatTemplate = None,
+    base: Annotated[
+        str | None, typer.Option("--base", help="The base of an adapter's folder, where it names another place.")
+    ] = None,
 ) -> None:
     """Talks with a run or a model: turn by turn on a terminal, or a message a line from a pipe. /help lists what else can be said.
 
@@ -59,7 +63,7 @@ def chat(
         repetition_penalty=repetition_penalty,
         stop=tuple(stop or ()),
     )
-    opened = open_model(model, step=step)
+    opened = open_model(model, step=step, base=base)
     layout, words = writing.choose_template(opened, model, template, True)
     assert layout is not None
     writing.note(f"{model}{f', step {opened.step:,}' if opened.step is not None else ''}: {words}")

@@ -17,8 +17,8 @@ def generate(
     models: Annotated[
         list[str],
         typer.Argument(
-            metavar="RUN|CHECKPOINT|MODEL...",
-            help="A run's folder, one of its checkpoints, or a Hugging Face model folder; several are shown side by side.",
+            metavar="RUN|CHECKPOINT|MODEL|ADAPTER...",
+            help="The folder of a run, of one of its checkpoints, of a Hugging Face model, or of an adapter of peft's; several are shown side by side.",
         ),
     ],
     prompt: Annotated[
@@ -44,6 +44,9 @@ def generate(
         ),
     ] = None,
     template: writing.ChatTemplate = None,
+    base: Annotated[
+        str | None, typer.Option("--base", help="The base of an adapter's folder, where it names another place.")
+    ] = None,
     batch: Annotated[int, typer.Option("--batch", min=1, help="Prompts written at a time.")] = 8,
     json: Json = False,
 ) -> None:
@@ -72,7 +75,7 @@ def generate(
     asked = True if chat is None and any(not isinstance(p, str) for p in prompts) else chat
     watched, texts = writing.Watched(), []
     for model in models:
-        opened = open_model(model, step=step)
+        opened = open_model(model, step=step, base=base)
         layout, words = writing.choose_template(opened, model, template, asked)
         if not json:
             writing.note(f"{model}{f', step {opened.step:,}' if opened.step is not None else ''}: {words}")

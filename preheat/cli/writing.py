@@ -79,9 +79,11 @@ def choose_template(opened: Opened, model: str, setting: str | None, asked: bool
     """
     from preheat.training.texts import find_template
 
-    if asked is False or (asked is None and setting is None):
+    if asked is False or (asked is None and setting is None and opened.template is None):
         return None, "plain text"
-    return (found := find_template(setting, opened.tokenizer, model=model)), f"chat, {found.name}"
+    found = find_template(setting, opened.tokenizer, model=model)
+    own = setting is None and opened.template is not None
+    return found, f"chat, {opened.template}, as the run was trained" if own else f"chat, {found.name}"
 
 
 class Watched:

@@ -77,10 +77,17 @@ def configure(recipe: Recipe, vocabulary: int | None = None) -> PretrainedConfig
         except ValueError as error:
             raise RecipeError(f"techniques.{t.name()}: {error}") from None
     text = config.get_text_config()
+    if model.add_tokens and vocabulary is not None:
+        text.vocab_size = max(text.vocab_size, vocabulary)  # some models have rows to spare
     rows = text.vocab_size
     if vocabulary is not None and vocabulary > rows:
         raise RecipeError(
-            f"data.tokenizer: has {vocabulary:,} pieces but the model's embedding has {rows:,} rows; use the model's own tokenizer"
+            f"data.tokenizer: has {vocabulary:,} pieces but the model's embedding has {rows:,} rows; "
+            + (
+                "use the model's own tokenizer"
+                if recipe.data.tokenizer or not model.path
+                else "name the tokens that it lacks in model.add_tokens"
+            )
             + ("" if model.path else f", or set model.vocabulary: {vocabulary}")
         )
     positions = _positions(text)

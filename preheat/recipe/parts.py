@@ -48,6 +48,8 @@ class Model:
     """Rows of the embedding of a new model; the tokenizer's size when not stated."""
     tie_embeddings: bool | None = None
     """Let embedding and head share one matrix; the family's habit when not stated."""
+    add_tokens: tuple[str, ...] = ()
+    """Special tokens that the tokenizer of `path` is given, e.g. those of a chat template; their rows begin as the mean of the others and are trained."""
     config: Mapping[str, Any] = field(default_factory=dict)
     """Further keys of the transformers configuration, e.g. {rope_theta: 500000}."""
     trust_remote_code: bool = False
@@ -270,6 +272,17 @@ class Recipe:
             found.append(("model.kv_heads", f"{model.kv_heads} does not divide heads {model.heads}"))
         if model.width and model.heads and model.width % model.heads:
             found.append(("model.width", f"{model.width} is not a multiple of heads {model.heads}"))
+        if model.add_tokens and not model.path:
+            found.append(
+                (
+                    "model.add_tokens",
+                    "is for a model from a path; a new model's tokenizer is trained or named by data.tokenizer",
+                )
+            )
+        if len(set(model.add_tokens)) < len(model.add_tokens) or not all(token.strip() for token in model.add_tokens):
+            found.append(
+                ("model.add_tokens", f"{list(model.add_tokens)} has one that is empty or stands twice; write each once")
+            )
         if (data.prompt is None) != (data.completion is None):
             found.append(("data.prompt", "prompt and completion go together; state both or neither"))
         found += data.problems()

@@ -10,7 +10,7 @@ import platform
 import shutil
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +73,13 @@ def rows_of(recipe: Recipe) -> int | None:
         return None
     from preheat.data import prepare
 
-    data = prepare(recipe.data, length=recipe.batch.length, seed=recipe.seed, tokenizer=adapter.tokenizer_folder(recipe))
+    data = prepare(
+        recipe.data,
+        length=recipe.batch.length,
+        seed=recipe.seed,
+        tokenizer=adapter.tokenizer_folder(recipe),
+        add_tokens=recipe.model.add_tokens,
+    )
     return len(data.train) if hasattr(data.train, "__len__") else None
 
 
@@ -87,7 +93,15 @@ def vocabulary_of(recipe: Recipe) -> int:
         return recipe.data.vocabulary
     from preheat.data.tokenizer import load_tokenizer
 
-    return len(load_tokenizer(folder))
+    if recipe.model.add_tokens:
+        # A token that the tokenizer had may be named only where the embedding ends before it: a trained row is not to be lost.
+        rows = adapter.configure(replace(recipe, model=replace(recipe.model, add_tokens=()))).get_text_config().vocab_size
+        known = load_tokenizer(folder).get_vocab()
+        if there := [token for token in recipe.model.add_tokens if known.get(token, rows) < rows]:
+            raise RecipeError(
+                f"model.add_tokens: the tokenizer has {there[0]!r} already and the model a row for it; leave it out"
+            )
+    return len(load_tokenizer(folder, add_tokens=recipe.model.add_tokens))
 
 
 def plan_here(recipe: Recipe) -> dict[str, Any]:
@@ -132,6 +146,7 @@ def open_session(recipe: Recipe, out: Path, *, resume: bool, watch: Watch, force
         length=recipe.batch.length,
         seed=recipe.seed,
         tokenizer=adapter.tokenizer_folder(recipe),
+        add_tokens=recipe.model.add_tokens,
         progress=watch.progress,
         embedding=adapter.facts(config).vocabulary,
     )
@@ -157,7 +172,7 @@ def open_session(recipe: Recipe, out: Path, *, resume: bool, watch: Watch, force
             f"does not fit: needs {expected['peak_gib']:.2f} GiB, has {expected['available_gib']:.2f} GiB; use smaller micro-batches or techniques that save memory (preheat techniques lists them), or train all the same with --force"
         )
     positions = adapter.facts(adapter.configure(recipe, how["vocabulary"])).positions
-    samples = Samples(recipe, data.tokenizer, positions=positions)
+    samples = Samples(recipe, data.tokenizer, template=data.layout.template, positions=positions)
     writer = Writer(out, resume=resume)
     try:
         if resume:
