@@ -10,7 +10,22 @@ from typing import Annotated
 
 import typer
 
-from preheat.cli import bench, calibrate, chat, data, demo, evaluate, export, generate, plan, recipes, report, techniques, train, try_
+from preheat.cli import (
+    bench,
+    calibrate,
+    chat,
+    data,
+    demo,
+    evaluate,
+    export,
+    generate,
+    plan,
+    recipes,
+    report,
+    techniques,
+    train,
+    try_,
+)
 from preheat.errors import PreheatError
 
 __all__ = ["app", "main"]

@@ -106,7 +106,8 @@ def _run(path: Path, step: int | None) -> Opened:
         )
     checkpoint.load_weights(made, found)
     data = path / "data.json"
-    template = json.loads(data.read_text(encoding="utf-8")).get("template") if data.is_file() else None
+    told = json.loads(data.read_text(encoding="utf-8")) if data.is_file() else {}
+    template = told["template"] if told.get("chat") else None
     return Opened(recipe, made, tokenizer, progress.step, str(path / "tokenizer"), template=template)
 
 

@@ -24,6 +24,7 @@ from preheat.recipe import Recipe
 from preheat.run import Writer
 from preheat.technique import Build, Device, Shape, Slot
 from preheat.training.samples import Samples
+from preheat.training.texts import chat_template
 from preheat.training.watch import Watch
 
 __all__ = ["Session", "open_session", "plan_here", "resolve", "rows_of", "settle", "vocabulary_of"]
@@ -172,7 +173,7 @@ def open_session(recipe: Recipe, out: Path, *, resume: bool, watch: Watch, force
             f"does not fit: needs {expected['peak_gib']:.2f} GiB, has {expected['available_gib']:.2f} GiB; use smaller micro-batches or techniques that save memory (preheat techniques lists them), or train all the same with --force"
         )
     positions = adapter.facts(adapter.configure(recipe, how["vocabulary"])).positions
-    samples = Samples(recipe, data.tokenizer, template=data.layout.template, positions=positions)
+    samples = Samples(recipe, data.tokenizer, template=chat_template(data.layout), positions=positions)
     writer = Writer(out, resume=resume)
     try:
         if resume:
@@ -186,7 +187,7 @@ def open_session(recipe: Recipe, out: Path, *, resume: bool, watch: Watch, force
         else:
             data.tokenizer.save_pretrained(out / "tokenizer")
             writer.json("changes.json", {name: [asdict(c) for c in changes] for name, changes in made.changes.items()})
-            writer.json("data.json", data.record())
+            writer.json("data.json", data.record() | {"chat": samples.template is not None})
         total = steps_of(recipe, rows)
         shape = _shape(made, total)
         order = _order(made, data.train, progress.samples, shape, total)

@@ -12,10 +12,11 @@ from preheat.models.generate import Kept, Written, generate, stop_tokens
 from preheat.recipe import Sample
 
 if TYPE_CHECKING:
+    from preheat.data.layouts import Layout
     from preheat.data.templates import Template
     from preheat.technique import Build
 
-__all__ = ["Prompt", "find_template", "prompt_tokens", "turn_ends", "write_texts"]
+__all__ = ["Prompt", "chat_template", "find_template", "prompt_tokens", "turn_ends", "write_texts"]
 
 Prompt = str | Sequence[Mapping[str, Any]]
 """A text, or the messages of a chat."""
@@ -38,6 +39,12 @@ def find_template(setting: str | None, tokenizer: Any, *, model: str) -> Templat
         return load_template(setting, tokenizer)
     except DataError as error:
         raise RecipeError(str(error).replace("data.template", "--template", 1)) from None
+
+
+def chat_template(layout: Layout) -> Template | None:
+    """The template that the rows of a layout are laid out by; None: they are texts, whatever the tokenizer has."""
+    chats = layout.kind in ("alpaca", "messages", "sharegpt") or (layout.wraps and layout.kind not in ("classes", "text"))
+    return layout.template if chats else None
 
 
 def write_texts(

@@ -134,3 +134,27 @@ def test_a_long_chat_drops_its_oldest_turns_and_says_so(preheat: Command, storie
         "no such command; did you mean '/reset'?" in _chat(preheat, stories, "--template", "chatml", said="/rest\n", code=2)[1]
     )
     assert "no chat template; name the one" in _chat(preheat, stories, said="Hi\n", code=2)[1]
+
+
+def test_a_run_trained_on_chats_is_asked_by_its_template(preheat: Command, stories: str) -> None:
+    rows = [[{"role": "user", "content": f"What is {n}?"}, {"role": "assistant", "content": f"It is {n}."}] for n in range(40)]
+    (preheat.folder / "chats.jsonl").write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
+    settings = [
+        f"model={{path: {stories}}}",
+        "data={source: chats.jsonl, template: chatml, validation: 0.1}",
+        "batch.length=64",
+    ]
+    sample = "sample={prompts: [What is 3?, [{role: user, content: What is 3?}]], tokens: 8}"
+    sets = [
+        word for setting in (*settings, "techniques={lora: {rank: 4}}", "stop.steps=3", sample) for word in ("--set", setting)
+    ]
+    preheat("train", "r.yaml", *sets)
+    plain, chat = json.loads((preheat.folder / "runs/small/samples.json").read_text())
+    assert (plain["before"], plain["text"]) == (chat["before"], chat["text"]), "a text is the user's message of a chat"
+    out, error = preheat("generate", "runs/small", "--prompt", "What is 3?", "--tokens", "8")
+    assert out == chat["text"] + "\n"
+    assert "chat, template chatml, as the run was trained" in error
+    plain_out, error = preheat("generate", "runs/small", "--prompt", "What is 3?", "--tokens", "8", "--no-chat")
+    assert "plain text" in error
+    assert plain_out.startswith("What is 3?")
+    assert _chat(preheat, "runs/small", "--tokens", "8", said="What is 3?\n")[0] == out
