@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-
 NOTEBOOKS = sorted((Path(__file__).parents[2] / "notebooks").glob("*.ipynb"))
 
 
@@ -19,8 +18,12 @@ def test_there_are_notebooks() -> None:
 @pytest.mark.filterwarnings("default")  # the kernel's client is not ours
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook_runs(path: Path, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    nbformat = pytest.importorskip("nbformat", reason="notebooks are run with nbclient and ipykernel: pip install 'preheat[dev]'")
-    nbclient = pytest.importorskip("nbclient", reason="notebooks are run with nbclient and ipykernel: pip install 'preheat[dev]'")
+    nbformat = pytest.importorskip(
+        "nbformat", reason="notebooks are run with nbclient and ipykernel: pip install 'preheat[dev]'"
+    )
+    nbclient = pytest.importorskip(
+        "nbclient", reason="notebooks are run with nbclient and ipykernel: pip install 'preheat[dev]'"
+    )
     for name, value in {
         "PREHEAT_NOTEBOOK": "test",
         "PREHEAT_CACHE": str(cache),
@@ -32,6 +35,8 @@ def test_a_notebook_runs(path: Path, tmp_path: Path, cache: Path, monkeypatch: p
     }.items():
         monkeypatch.setenv(name, value)
     notebook = nbformat.read(path, as_version=4)
-    nbclient.NotebookClient(notebook, timeout=280, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}).execute()
+    nbclient.NotebookClient(
+        notebook, timeout=280, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}
+    ).execute()
     shown = [kind for cell in notebook.cells for out in cell.get("outputs", []) for kind in out.get("data", {})]
     assert shown.count("image/png") >= 2, "plots are drawn"
