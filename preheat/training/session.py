@@ -157,6 +157,7 @@ def open_session(recipe: Recipe, out: Path, *, resume: bool, watch: Watch, force
         watch.notice(f"layout: {data.layout.words}")
     for line in data.told:
         watch.notice(line)
+    samples = Samples(recipe, data.tokenizer, template=chat_template(data.layout), positions=adapter.facts(config).positions)
     watch.stage("measuring this machine (once)")
     measured = rates(device, threads, progress=lambda what, done: watch.progress(what, done, 1.0))
     watch.stage("planning")
@@ -172,8 +173,6 @@ def open_session(recipe: Recipe, out: Path, *, resume: bool, watch: Watch, force
         raise DoesNotFit(
             f"does not fit: needs {expected['peak_gib']:.2f} GiB, has {expected['available_gib']:.2f} GiB; use smaller micro-batches or techniques that save memory (preheat techniques lists them), or train all the same with --force"
         )
-    positions = adapter.facts(adapter.configure(recipe, how["vocabulary"])).positions
-    samples = Samples(recipe, data.tokenizer, template=chat_template(data.layout), positions=positions)
     writer = Writer(out, resume=resume)
     try:
         if resume:

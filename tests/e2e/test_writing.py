@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import json
 import subprocess
 from pathlib import Path
 
 import pytest
+
+from preheat.cli import main
 
 from .conftest import Command
 
@@ -18,9 +21,25 @@ def stories(data_folder: Path) -> str:
     return str(data_folder / "stories260K-hf")
 
 
+@pytest.fixture
+def here(preheat: Command, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of `preheat`, for commands that are refused in this process: none of them needs one of its own."""
+    monkeypatch.chdir(preheat.folder)
+    monkeypatch.setenv("PREHEAT_CACHE", preheat.environment["PREHEAT_CACHE"])
+    return preheat.folder
+
+
+def _refused(capsys: pytest.CaptureFixture[str], *arguments: str, code: int) -> tuple[str, str]:
+    with pytest.raises(SystemExit) as ended:
+        main(list(arguments))
+    out, error = capsys.readouterr()
+    assert ended.value.code == code, error
+    return out, error
+
+
 def _chat(preheat: Command, *arguments: str, said: str, code: int = 0) -> tuple[str, str]:
     process = preheat.start("chat", *arguments, stdin=subprocess.PIPE)
-    out, error = process.communicate(said, timeout=120)
+    out, error = process.communicate(said, timeout=300)
     assert process.returncode == code, f"exit {process.returncode}\n{out}\n{error}"
     assert "Traceback" not in error
     return out, error
@@ -79,33 +98,55 @@ def test_checkpoints_of_a_run_and_samples_before_and_after(preheat: Command, sto
     ids=lambda value: " ".join(value)[:24] if isinstance(value, list) else "",
 )
 def test_what_cannot_be_written_is_said_in_one_line(
-    preheat: Command, stories: str, arguments: list[str], code: int, words: str
+    here: Path, stories: str, arguments: list[str], code: int, words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (preheat.folder / "empty.txt").write_text("\n \n")
-    (preheat.folder / "bad.jsonl").write_text('{"prompt": "a"}\n{"promt": "b"}\n')
-    (preheat.folder / "chat.jsonl").write_text('{"messages": [{"role": "user", "content": "Hi"}]}\n')
-    (preheat.folder / "answered.jsonl").write_text('[{"role": "assistant", "content": "Hi"}]\n')
-    out, error = preheat("generate", stories, *arguments, code=code)
+    (here / "empty.txt").write_text("\n \n")
+    (here / "bad.jsonl").write_text('{"prompt": "a"}\n{"promt": "b"}\n')
+    (here / "chat.jsonl").write_text('{"messages": [{"role": "user", "content": "Hi"}]}\n')
+    (here / "answered.jsonl").write_text('[{"role": "assistant", "content": "Hi"}]\n')
+    out, error = _refused(capsys, "generate", stories, *arguments, code=code)
     assert words in error
     assert out == ""
     assert len([line for line in error.splitlines() if line.startswith("error:")]) == 1
-    assert "Traceback" not in error
     assert "Token indices" not in error
 
 
-def test_neither_a_run_nor_a_model(preheat: Command) -> None:
+def test_neither_a_run_nor_a_model(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for command in ("generate", "chat"):
-        assert "neither a run" in preheat(command, "text", code=1)[1]
+        assert "neither a run" in _refused(capsys, command, "text", code=1)[1]
 
 
-def test_samples_that_leave_no_room_are_refused_before_training(preheat: Command) -> None:
+def test_samples_that_leave_no_room_are_refused_before_training(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for sample, words in (
         (f"sample={{prompts: [{'word ' * 60}]}}", "sample.prompts: prompt 1: has "),
         ("sample={prompts: [[{role: user, content: Hi}]]}", "sample.prompts: prompt 1: is a chat"),
         ("sample={prompts: [a], min_p: 0.1}", "sample.min_p: 0.1 chooses among drawn tokens"),
     ):
-        assert words in preheat("train", "r.yaml", "--set", sample, code=2)[1]
-    assert not (preheat.folder / "runs/small").exists()
+        assert words in _refused(capsys, "train", "r.yaml", "--set", sample, code=2)[1]
+    assert not (here / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("said", "arguments", "words"),
+    [
+        ("word " * 600, ["--template", "chatml"], "say it in fewer words"),
+        ("/rest\n", ["--template", "chatml"], "no such command; did you mean '/reset'?"),
+        ("/save t.jsonl\n", ["--template", "chatml"], "nothing was said yet"),
+        ("Hi\n", [], "no chat template; name the one"),
+    ],
+    ids=["long", "command", "save", "template"],
+)
+def test_chat_says_what_it_cannot(
+    here: Path,
+    stories: str,
+    said: str,
+    arguments: list[str],
+    words: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO(said))
+    assert words in _refused(capsys, "chat", stories, *arguments, code=2)[1]
 
 
 def test_chat_from_a_pipe(preheat: Command, stories: str) -> None:
@@ -128,12 +169,6 @@ def test_a_long_chat_drops_its_oldest_turns_and_says_so(preheat: Command, storie
     said = "".join(f"tell me a long story about {n} dogs in the park\n" for n in range(5))
     _, error = _chat(preheat, stories, "--template", "chatml", "--tokens", "60", said=said)
     assert "the oldest 2 messages were dropped" in error
-    words = "word " * 600
-    assert "say it in fewer words" in _chat(preheat, stories, "--template", "chatml", said=words, code=2)[1]
-    assert (
-        "no such command; did you mean '/reset'?" in _chat(preheat, stories, "--template", "chatml", said="/rest\n", code=2)[1]
-    )
-    assert "no chat template; name the one" in _chat(preheat, stories, said="Hi\n", code=2)[1]
 
 
 def test_a_run_trained_on_chats_is_asked_by_its_template(preheat: Command, stories: str) -> None:

@@ -214,3 +214,22 @@ def test_every_build_writes_what_its_own_logits_say(stories: Opened, techniques:
         assert (logits.max(-1).values - chosen < 1e-4 + 0.02 * ("bf16" in techniques) * logits.abs().max()).all()
     assert patterned(model) == ("window" in techniques)
     assert model.training
+
+
+@pytest.mark.parametrize("name", ["stories260K-hf", "tokenizers/gpt2", "tokenizers/llama2"])
+def test_told_pieces_join_to_what_the_tokenizer_decodes(data_folder: Path, name: str) -> None:
+    """Leading spaces, line ends, characters of several tokens: whatever the decoder, after whatever prompt."""
+    from transformers import AutoTokenizer
+
+    from preheat.models.generate import _Text
+
+    tokenizer = AutoTokenizer.from_pretrained(data_folder / name, local_files_only=True)
+    text = "Once upon  a time,\n\n\tHéllo 日本語 🙂 — it's done. def f(x):\n    return x\n"
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    for cut in (1, 3, 5):
+        said: list[str] = []
+        grown = _Text(tokenizer, ids[:cut], ("never there",), lambda part, said=said: said.append(part or ""))  # type: ignore[misc]
+        for token in ids[cut:]:
+            grown.add(token, False)
+        whole, before = (tokenizer.decode(part, skip_special_tokens=True) for part in (ids, ids[:cut]))
+        assert grown.finish("length").text == "".join(said) == whole[len(before) :]
