@@ -176,7 +176,7 @@ def test_a_run_trained_on_chats_is_asked_by_its_template(preheat: Command, stori
     (preheat.folder / "chats.jsonl").write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
     settings = [
         f"model={{path: {stories}}}",
-        "data={source: chats.jsonl, template: chatml, validation: 0.1}",
+        "data={source: chats.jsonl, template: alpaca, validation: 0.1}",
         "batch.length=64",
     ]
     sample = "sample={prompts: [What is 3?, [{role: user, content: What is 3?}]], tokens: 8}"
@@ -188,7 +188,7 @@ def test_a_run_trained_on_chats_is_asked_by_its_template(preheat: Command, stori
     assert (plain["before"], plain["text"]) == (chat["before"], chat["text"]), "a text is the user's message of a chat"
     out, error = preheat("generate", "runs/small", "--prompt", "What is 3?", "--tokens", "8")
     assert out == chat["text"] + "\n"
-    assert "chat, template chatml, as the run was trained" in error
+    assert "chat, template alpaca, as the run was trained" in error
     plain_out, error = preheat("generate", "runs/small", "--prompt", "What is 3?", "--tokens", "8", "--no-chat")
     assert "plain text" in error
     assert plain_out.startswith("What is 3?")
