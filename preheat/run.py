@@ -7,6 +7,7 @@ changes.json      {technique: [{what, count, kernel}]}
 metrics.jsonl     a line a step (see `METRIC_KEYS`, what the objective scores: accuracy, and what techniques count: recompilations) and a
                   line an evaluation ({step, validation_loss, tokens, validation_<score>}; tokens: what the loss is the mean over)
 events.jsonl      {time, kind, ...}: started, resumed, checkpoint, damaged, stopping, notice, measured, sample, baseline, finished, failed
+samples.json      [{prompt, before, text}] (see `Reader.samples`)
 checkpoints/      step-N/ (engine/checkpoint.py)
 tokenizer/        the tokenizer as transformers reads it
 report.html, report.json
@@ -139,6 +140,28 @@ class Reader:
 
     def events(self, kind: str | None = None) -> list[dict[str, Any]]:
         return [e for e in _lines(self.path / "events.jsonl") if kind is None or e["kind"] == kind]
+
+    def samples(self) -> list[dict[str, Any]]:
+        """[{prompt, before, text}]: the texts written last, each beside what the model wrote to that prompt before its first step.
+
+        None stands where there is none.
+        """
+        found: dict[str, dict[str, Any]] = {}
+        fresh = True
+        for event in self.events():
+            if event["kind"] in ("started", "resumed"):
+                fresh = True
+            elif event["kind"] == "sample":
+                key = json.dumps(event.get("prompt"))
+                if event.get("step") == 0:
+                    found[key] = {"prompt": event.get("prompt"), "before": event.get("text"), "text": None}
+                    continue
+                if fresh:  # another session wrote after other prompts, perhaps
+                    found = {k: {**v, "text": None} for k, v in found.items() if v["before"] is not None}
+                fresh = False
+                found.setdefault(key, {"prompt": event.get("prompt"), "before": None})["text"] = event.get("text")
+        written = [v for v in found.values() if v["text"] is not None]
+        return written or list(found.values())
 
     def measured(self) -> dict[str, Any]:
         """{peak_gib, tokens_per_second, ...} of the last session; empty while the first goes on."""

@@ -44,7 +44,13 @@ def take_steps(job: dict[str, Any]) -> dict[str, Any]:
 
     recipe = recipes.parse(job["recipe"])
     device, _ = resolve(recipe)
-    data = prepare(recipe.data, length=recipe.batch.length, seed=recipe.seed, tokenizer=adapter.tokenizer_folder(recipe))
+    data = prepare(
+        recipe.data,
+        length=recipe.batch.length,
+        seed=recipe.seed,
+        tokenizer=adapter.tokenizer_folder(recipe),
+        add_tokens=recipe.model.add_tokens,
+    )
     require_examples(recipe, data)
     pause = time.perf_counter()
     observe(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import sys
 from typing import Annotated
 
@@ -12,6 +13,7 @@ import typer
 from preheat.cli import (
     bench,
     calibrate,
+    chat,
     data,
     demo,
     evaluate,
@@ -60,6 +62,7 @@ app.command("bench")(bench.bench)
 app.command("report")(report.report)
 app.command("eval")(evaluate.evaluate)
 app.command("generate")(generate.generate)
+app.command("chat")(chat.chat)
 app.command("export")(export.export)
 app.command("demo")(demo.demo)
 app.add_typer(models.app, name="models")
@@ -87,3 +90,6 @@ def main(arguments: list[str] | None = None) -> None:
         for line in str(error).splitlines():
             print(f"error: {line}", file=sys.stderr)
         sys.exit(error.exit_code)
+    except BrokenPipeError:  # whoever reads what we print went away, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)

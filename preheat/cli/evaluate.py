@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -13,13 +12,19 @@ __all__ = ["evaluate"]
 
 
 def evaluate(
-    model: Annotated[str, typer.Argument(metavar="RUN|MODEL", help="A run's folder, or a Hugging Face model folder.")],
+    model: Annotated[
+        str,
+        typer.Argument(metavar="RUN|MODEL|ADAPTER", help="The folder of a run, a Hugging Face model, or an adapter of peft's."),
+    ],
     data: Annotated[
         str | None, typer.Option("--data", help="A file, folder or source to read instead of the run's validation rows.")
     ] = None,
     rows: Annotated[int, typer.Option("--rows", min=1, help="At most so many rows.")] = 1000,
     length: Annotated[
         int | None, typer.Option("--length", min=2, help="Tokens a row; the run's, or 512, when not given.")
+    ] = None,
+    base: Annotated[
+        str | None, typer.Option("--base", help="The base of an adapter's folder, where it names another place.")
     ] = None,
     json: Json = False,
 ) -> None:
@@ -37,17 +42,16 @@ def evaluate(
     from preheat.errors import RecipeError
     from preheat.training.opened import open_model
 
-    opened = open_model(model)
+    opened = open_model(model, base=base)
     recipe = opened.recipe
     if data is None and opened.step is None:
         raise RecipeError("--data: is needed with a model folder: name the text to evaluate on")
-    folder = str(Path(model) / "tokenizer") if opened.step is not None else model
     settings = (
         recipe.data
         if data is None
         else replace(recipe.data, source=data, validation=0.0, limit=None, prompt=None, completion=None)
     )
-    prepared = prepare(settings, length=length or recipe.batch.length, seed=recipe.seed, tokenizer=folder)
+    prepared = prepare(settings, length=length or recipe.batch.length, seed=recipe.seed, tokenizer=opened.tokenizer_folder)
     require_examples(recipe, prepared)
     held_out = prepared.validation if data is None else prepared.train
     assert isinstance(held_out, Rows), "a stream is read for training only"

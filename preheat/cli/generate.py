@@ -2,50 +2,158 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 
+from preheat.cli import writing
 from preheat.cli.show import Json
 
 __all__ = ["generate"]
 
 
 def generate(
-    model: Annotated[str, typer.Argument(metavar="RUN|MODEL", help="A run's folder, or a Hugging Face model folder.")],
-    prompt: Annotated[str, typer.Option("--prompt", help="The beginning to continue.")] = "",
-    tokens: Annotated[int, typer.Option("--tokens", min=1, help="Tokens to write.")] = 64,
-    temperature: Annotated[float, typer.Option("--temperature", min=0.0, help="0: the likeliest token each time.")] = 0.0,
-    seed: Annotated[int, typer.Option("--seed", help="Decides the draws at a temperature above 0.")] = 0,
+    models: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="RUN|CHECKPOINT|MODEL|ADAPTER...",
+            help="The folder of a run, of one of its checkpoints, of a Hugging Face model, or of an adapter of peft's; several are shown side by side.",
+        ),
+    ],
+    prompt: Annotated[
+        list[str] | None, typer.Option("--prompt", metavar="TEXT", help="The beginning to continue. May stand several times.")
+    ] = None,
+    file: Annotated[
+        Path | None,
+        typer.Option("--file", help='Prompts, one a line; a .jsonl file holds {"prompt": ...} or {"messages": [...]} a line.'),
+    ] = None,
+    tokens: Annotated[int, typer.Option("--tokens", min=1, help=writing.HELP["tokens"])] = 64,
+    temperature: writing.Temperature = 0.0,
+    top_p: writing.TopP = 1.0,
+    top_k: writing.TopK = 0,
+    min_p: writing.MinP = 0.0,
+    repetition_penalty: writing.Penalty = 1.0,
+    stop: writing.Stop = None,
+    seed: writing.Seed = 0,
+    step: writing.Step = None,
+    chat: Annotated[
+        bool | None,
+        typer.Option(
+            "--chat/--no-chat", help="Lay prompts out by the chat template, or not; as the run was trained when not given."
+        ),
+    ] = None,
+    template: writing.ChatTemplate = None,
+    base: Annotated[
+        str | None, typer.Option("--base", help="The base of an adapter's folder, where it names another place.")
+    ] = None,
+    batch: Annotated[int, typer.Option("--batch", min=1, help="Prompts written at a time.")] = 8,
     json: Json = False,
 ) -> None:
-    """Writes text with a run or a model.
+    """Writes text with a run or a model, as it is written.
 
-    Example: `preheat generate runs/demo --prompt "def main("`
+    Example: `preheat generate runs/demo --prompt "def main("`; two models: `preheat generate base runs/mine --file prompts.txt`
     """
-    import torch
-
     from preheat.cli.show import emit
+    from preheat.data.prompts import read_prompts
     from preheat.errors import RecipeError
-    from preheat.models.adapter import generate as write
     from preheat.training.opened import open_model
 
-    opened = open_model(model)
-    start = opened.tokenizer.encode(prompt)
-    if not start:
-        first = opened.tokenizer.bos_token_id if opened.tokenizer.bos_token_id is not None else opened.tokenizer.eos_token_id
-        if first is None:
-            raise RecipeError("--prompt: is needed: the tokenizer has no token to begin with")
-        start = [first]
-    positions = opened.build.model.positions
-    if positions and len(start) >= positions:
-        raise RecipeError(f"--prompt: has {len(start)} tokens, the model only {positions} positions; shorten it")
-    torch.manual_seed(seed)
-    ids = torch.tensor([start], device=opened.build.torch_device)
-    room = min(tokens, positions - len(start)) if positions else tokens
-    out = write(opened.build.trained[0], ids, count=room, temperature=temperature, stop=opened.tokenizer.eos_token_id)
-    text = opened.tokenizer.decode(out[0, len(start) :], skip_special_tokens=True)
+    prompts: list[Any] = list(prompt or []) + (read_prompts(file) if file is not None else [])
+    settings = writing.sampling(
+        tokens=tokens,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        stop=tuple(stop or ()),
+    )
+    if chat is False and template is not None:
+        raise RecipeError(f"--template: {template} lays out chats, and --no-chat asks for none; leave one of them out")
+    prompts = prompts or [""]
+    asked = True if chat is None and any(not isinstance(p, str) for p in prompts) else chat
+    watched, texts = writing.Watched(), []
+    for model in models:
+        opened = open_model(model, step=step, base=base)
+        layout, words = writing.choose_template(opened, model, template, asked)
+        if not json:
+            writing.note(f"{model}{f', step {opened.step:,}' if opened.step is not None else ''}: {words}")
+        hear = None if json or len(models) > 1 else _Screen(prompts, layout is not None).hear
+        watched.kind = opened.build.device.kind
+        with watched:
+            made = opened.write(prompts, settings, template=layout, seed=seed, batch=batch, on_text=hear)
+        watched.tokens += sum(len(text.tokens) for text in made)
+        texts.append(
+            [
+                {"model": model, "step": opened.step, "prompt": p, "text": t.text, "tokens": len(t.tokens), "ended": t.ended}
+                for p, t in zip(prompts, made, strict=True)
+            ]
+        )
+        del opened  # before the next is built
     if json:
-        emit({"prompt": prompt, "text": text, "tokens": out.shape[1] - len(start)})
-    else:
-        print(prompt + text)
+        every = [text for group in texts for text in group]
+        emit({**(every[0] if len(every) == 1 else {}), "texts": every, **watched.figures()})
+        return
+    if len(models) > 1:
+        _beside(models, texts)
+    writing.note(watched.words())
+
+
+class _Screen:
+    """Texts on standard output in their order: one while it is written, those that are written beside it when their turn has come."""
+
+    def __init__(self, prompts: list[Any], chat: bool):
+        self.prompts, self.chat = prompts, chat
+        self.row = -1
+        self.parts: dict[int, list[str | None]] = {}
+
+    def hear(self, row: int, part: str | None) -> None:
+        self.parts.setdefault(row, []).append(part)
+        if self.row < 0:
+            self._next()
+        while parts := self.parts.pop(self.row, []):
+            for text in parts:
+                if text is not None:
+                    print(writing.shown(text), end="", flush=True)
+                else:
+                    print(flush=True)
+                    self._next()
+
+    def _next(self) -> None:
+        self.row += 1
+        if self.row == len(self.prompts):
+            return
+        if self.row:
+            print("─" * 40)
+        prompt = self.prompts[self.row]
+        if not self.chat:
+            print(writing.shown(prompt), end="", flush=True)
+        elif len(self.prompts) > 1:
+            print(writing.shown(_said(prompt)))
+
+
+def _said(prompt: Any) -> str:
+    """A prompt on a page: a text, or a chat's messages."""
+    return prompt if isinstance(prompt, str) else "\n".join(f"{m['role']}: {m['content']}" for m in prompt)
+
+
+def _beside(models: list[str], texts: list[list[dict[str, Any]]]) -> None:
+    """Each prompt with what each model wrote: in columns where the terminal is wide enough, else one after the other."""
+    from rich.table import Column, Table
+    from rich.text import Text
+
+    from preheat.cli.show import console
+
+    screen = console()
+    for number, row in enumerate(zip(*texts, strict=True)):
+        if number:
+            print("─" * 40)
+        print(writing.shown(_said(row[0]["prompt"])))
+        if screen.is_terminal and screen.width >= 40 * len(models):
+            table = Table(*[Column(Text(name, style="bold")) for name in models], box=None, pad_edge=False, expand=True)
+            table.add_row(*[Text(writing.shown(text["text"])) for text in row])
+            screen.print(table)
+        else:
+            for text in row:
+                print(f"[{text['model']}]{writing.shown(text['text'])}")

@@ -89,6 +89,7 @@ def prepare(
     length: int,
     seed: int,
     tokenizer: str | None = None,
+    add_tokens: Sequence[str] = (),
     cache: Path | None = None,
     progress: Progress | None = None,
     embedding: int | None = None,
@@ -102,6 +103,7 @@ def prepare(
         seed: for streamed sources, whose rows are shuffled block by block.
         tokenizer: folder of the model's own tokenizer, used when `data.tokenizer` is not stated. With neither, a byte-level
             BPE of `data.vocabulary` pieces is trained on the training documents.
+        add_tokens: special tokens that the tokenizer is given besides.
         cache: folder for tokens and trained tokenizers; $PREHEAT_CACHE or ~/.cache/preheat when not stated.
         progress: called now and then with what is done, how much of it, and of how much (None: not known).
         embedding: rows of the model's embedding, where known.
@@ -123,7 +125,7 @@ def prepare(
         raise DataError(
             "data.streaming: a tokenizer cannot be trained on data that is read while training; set data.tokenizer to a folder"
         )
-    own = load_tokenizer(name, knob=knob) if name is not None else None
+    own = load_tokenizer(name, knob=knob, add_tokens=add_tokens) if name is not None else None
     sources = _open(data, own)
     held = open_source(data.parts()[0][0], validation=True, tokenizer=own) if isinstance(data.validation, str) else None
     if held is not None:

@@ -37,11 +37,14 @@ class Encoded(NamedTuple):
     label: int | None = None
 
 
-def load_tokenizer(name: str, *, knob: str = "data.tokenizer") -> PreTrainedTokenizerFast:
+def load_tokenizer(name: str, *, knob: str = "data.tokenizer", add_tokens: Sequence[str] = ()) -> PreTrainedTokenizerFast:
     """The tokenizer of a Hugging Face folder, or of a hub name such as `org/model`.
 
+    Args:
+        add_tokens: special tokens to add; they come last, in this order. Those may stand there already.
+
     Raises:
-        DataError: the folder is missing or holds no tokenizer that can be used.
+        DataError: the folder is missing or holds no tokenizer that can be used, or cannot be given `add_tokens`.
     """
     import transformers
 
@@ -69,7 +72,20 @@ def load_tokenizer(name: str, *, knob: str = "data.tokenizer") -> PreTrainedToke
         raise DataError(
             f"{knob} {name}: the tokenizer has no end-of-text token, which ends every document; add eos_token to tokenizer_config.json"
         )
+    if add_tokens:
+        _add(tokenizer, add_tokens)
     return tokenizer
+
+
+def _add(tokenizer: PreTrainedTokenizerFast, tokens: Sequence[str]) -> None:
+    known = tokenizer.get_vocab()
+    tokenizer.add_tokens(list(tokens), special_tokens=True)  # matched whole and before all else, and left out of decoded text
+    got = tokenizer.convert_tokens_to_ids(list(tokens))
+    if got == list(range(len(tokenizer) - len(tokens), len(tokenizer))):  # rows of the embedding are taken by number
+        return
+    if there := [token for token in tokens if token in known]:
+        raise DataError(f"model.add_tokens: the tokenizer has {there[0]!r} already (number {known[there[0]]}); leave it out")
+    raise DataError(f"model.add_tokens: the tokenizer's numbers have gaps (the new tokens got {got}), so it cannot be added to")
 
 
 def _look_at(knob: str, path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -10,9 +11,9 @@ from typing import Any
 from preheat.engine.step import plain_slots
 from preheat.errors import RecipeError
 from preheat.models import adapter, presets, sizes
-from preheat.models.weights import WeightSource, materialize
+from preheat.models.weights import WeightSource, materialize, mean_rows
 from preheat.recipe import Recipe
-from preheat.technique import Batch, Build, Context, Device, Order, Slot, Stage, Tag, conflicts_of
+from preheat.technique import Batch, Build, Change, Context, Device, Order, Slot, Stage, Tag, conflicts_of
 
 __all__ = ["build", "context_of", "peak_learning_rate"]
 
@@ -56,6 +57,11 @@ def build(recipe: Recipe, *, vocabulary: int | None, device: Device, dry: Abstra
     made = Build(recipe=recipe, device=device, model=context.model, tags=context.tags, torch_device=where)
     made.parts["trained"] = [adapter.build_on_meta(config, trust=recipe.model.trust_remote_code)]
     made.weights = WeightSource(_weights_folder(recipe))
+    if made.weights.folder and (stored := getattr(config, "quantization_config", None)):
+        kind = stored.get("quant_method") if isinstance(stored, dict) else stored.quant_method
+        raise RecipeError(
+            f"model.path: {recipe.model.path} is stored quantized ({kind}), which preheat does not read; name the model it was made from, and add techniques.nf4 for a base in 4 bits"
+        )
     plain_slots(made)
     if where.type != "cpu":
         made.transforms.append((Order.MOVE, lambda batch: _move(batch, made.torch_device)))
@@ -68,6 +74,8 @@ def build(recipe: Recipe, *, vocabulary: int | None, device: Device, dry: Abstra
                         made.changes.setdefault(t.name(), []).append(t.apply(made, part))
 
     apply(Stage.STRUCTURE, Stage.SHARD)
+    if recipe.model.add_tokens:
+        _add_rows(made, len(recipe.model.add_tokens), vocabulary or context.model.vocabulary)
     with dry or nullcontext():
         for parts in made.parts.values():
             for part in parts:
@@ -80,6 +88,24 @@ def build(recipe: Recipe, *, vocabulary: int | None, device: Device, dry: Abstra
         made.optimizer = _optimizer(made)
     apply(Stage.LOADER, Stage.LOADER)
     return made
+
+
+def _add_rows(made: Build, count: int, vocabulary: int) -> None:
+    """Rows of embedding and head for tokens that the tokenizer was given: the last `count` of its `vocabulary`."""
+    model: Any = made.trained[0]
+    ends = {"embedding": model.get_input_embeddings().weight, "head": model.get_output_embeddings().weight}
+    frozen = [name for name, weight in ends.items() if not weight.requires_grad]
+    if frozen:
+        raise RecipeError(
+            f"model.add_tokens: the {frozen[0]} is frozen under an adapter, so the new tokens would never be learnt; train all weights, or use a template of tokens that the model knows"
+        )
+    if made.weights.folder is None:
+        return  # drawn like all others
+    names = [re.escape(name) for name, p in model.named_parameters() if any(p is weight for weight in ends.values())]
+    first = vocabulary - count
+    made.weights.map(rf"^({'|'.join(names)})$", lambda name, value: mean_rows(value, made.model.vocabulary, first, vocabulary))
+    words = f"{count} tokens added: rows {first:,} to {vocabulary - 1:,} of {' and '.join(sorted(ends))} begin as the mean of those before, and are trained"
+    made.changes.setdefault("add_tokens", []).append(Change(words, count))
 
 
 def peak_learning_rate(made: Build) -> float:

@@ -194,10 +194,20 @@ def _damage(path: Path) -> str | None:
     return None
 
 
-def find(folder: Path) -> tuple[Path | None, list[tuple[Path, str]]]:
-    """The newest whole checkpoint, and the damaged ones that were passed over with what is wrong with each."""
+def find(folder: Path, step: int | None = None) -> tuple[Path | None, list[tuple[Path, str]]]:
+    """The newest whole checkpoint (or that of `step`), and the damaged ones that were passed over with what is wrong with each.
+
+    Raises:
+        RunError: there is no checkpoint of `step`.
+    """
     damaged: list[tuple[Path, str]] = []
-    for path in _steps(folder):
+    found = _steps(folder)
+    if step is not None and folder / f"step-{step}" not in found:
+        there = ", ".join(path.name.removeprefix("step-") for path in reversed(found))
+        raise RunError(
+            f"{folder}: has no checkpoint of step {step}; " + (f"there are: {there}" if there else "there is none yet")
+        )
+    for path in found if step is None else [folder / f"step-{step}"]:
         problem = _damage(path)
         if problem is None:
             return path, damaged

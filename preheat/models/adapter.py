@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from preheat.errors import RecipeError, RunError, nearest
+from preheat.errors import RecipeError, nearest
 from preheat.models import configs
 from preheat.technique import MaskSpec, ModelFacts
 
@@ -25,7 +25,6 @@ __all__ = [
     "configure",
     "ends",
     "facts",
-    "generate",
     "head",
     "hidden_states",
     "logits",
@@ -77,10 +76,17 @@ def configure(recipe: Recipe, vocabulary: int | None = None) -> PretrainedConfig
         except ValueError as error:
             raise RecipeError(f"techniques.{t.name()}: {error}") from None
     text = config.get_text_config()
+    if model.add_tokens and vocabulary is not None:
+        text.vocab_size = max(text.vocab_size, vocabulary)  # some models have rows to spare
     rows = text.vocab_size
     if vocabulary is not None and vocabulary > rows:
         raise RecipeError(
-            f"data.tokenizer: has {vocabulary:,} pieces but the model's embedding has {rows:,} rows; use the model's own tokenizer"
+            f"data.tokenizer: has {vocabulary:,} pieces but the model's embedding has {rows:,} rows; "
+            + (
+                "use the model's own tokenizer"
+                if recipe.data.tokenizer or not model.path
+                else "name the tokens that it lacks in model.add_tokens"
+            )
             + ("" if model.path else f", or set model.vocabulary: {vocabulary}")
         )
     positions = _positions(text)
@@ -300,45 +306,6 @@ def hidden_states(
         preheat_attention=attention,
         preheat_mask=mask,
     ).last_hidden_state
-
-
-def generate(
-    model: PreTrainedModel, tokens: Tensor, *, count: int, temperature: float = 0.0, stop: int | None = None
-) -> Tensor:
-    """Continues `tokens` [1, n] by up to `count` tokens with transformers' own generation and KV cache.
-
-    Layers with an attention pattern read everything again for each token: patterns are for whole sequences.
-
-    Raises:
-        RunError: the model's head is over classes.
-    """
-    import torch
-    from transformers import GenerationConfig
-
-    rows: int = head(model).weight.shape[0]  # type: ignore[index,assignment]
-    if rows != model.config.get_text_config().vocab_size:
-        raise RunError(f"this model's head is over {rows} classes: it writes no text; measure it with `preheat eval`")
-
-    training, attention = model.training, model.config._attn_implementation
-    model.eval()
-    patterned = any(hasattr(m, PATTERN) for m in model.modules())
-    model.set_attn_implementation(STANDALONE if patterned else "sdpa")
-    settings = GenerationConfig(
-        max_new_tokens=count,
-        do_sample=temperature > 0,
-        temperature=temperature or None,
-        top_k=None,
-        top_p=None,
-        use_cache=not patterned,
-        eos_token_id=stop,
-        pad_token_id=stop if stop is not None else 0,
-    )
-    try:
-        with torch.no_grad():
-            return model.generate(tokens, attention_mask=torch.ones_like(tokens), generation_config=settings)
-    finally:
-        model.set_attn_implementation(attention)
-        model.train(training)
 
 
 def plain_logits(model: PreTrainedModel, tokens: Tensor) -> Tensor:

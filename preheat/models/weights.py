@@ -15,7 +15,7 @@ from preheat.errors import RecipeError
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-__all__ = ["Packed", "WeightSource", "materialize"]
+__all__ = ["Packed", "WeightSource", "materialize", "mean_rows"]
 
 
 class Packed(Protocol):
@@ -41,6 +41,25 @@ def materialize(module: nn.Module, device: Any) -> None:
                     new = torch.empty_like(old, device=device)
                     made[id(old)] = nn.Parameter(new, requires_grad=old.requires_grad) if isinstance(old, nn.Parameter) else new
                 store[name] = made[id(old)]
+
+
+def mean_rows(value: Tensor, rows: int, first: int, last: int) -> Tensor:
+    """An embedding or head with `rows` rows, where those from `first` up to (not with) `last`, and those beyond its own, are the mean of those before.
+
+    Source: https://nlp.stanford.edu/~johnhew/vocab-expansion.html: a row drawn small can outweigh all others in the softmax; the
+    mean cannot.
+
+    Example:
+        >>> import torch
+        >>> mean_rows(torch.tensor([[1.0], [3.0]]), 3, 2, 3).flatten().tolist()
+        [1.0, 3.0, 2.0]
+    """
+    import torch
+
+    mean = value[:first].float().mean(dim=0).to(value.dtype)
+    grown = torch.cat([value, mean.expand(max(rows - value.shape[0], 0), -1)])
+    grown[first:last] = mean
+    return grown
 
 
 class WeightSource:
@@ -72,7 +91,12 @@ class WeightSource:
         files = sorted(folder.glob("*.safetensors"))
         if not files:
             others = sorted(p.name for p in folder.glob("*.bin")) + sorted(p.name for p in folder.glob("*.pt"))
-            hint = f"; {others[0]} is a pickle, which preheat does not open: convert it to safetensors" if others else ""
+            hint = (
+                f"; {others[0]} is a pickle, which preheat does not open: where you trust it, load it with transformers' "
+                "AutoModelForCausalLM.from_pretrained and write it again by save_pretrained, which makes safetensors"
+                if others
+                else ""
+            )
             raise RecipeError(f"model.path: {folder} has no *.safetensors{hint}; or set model.weights: random")
         for file in files:
             try:

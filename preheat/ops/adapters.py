@@ -15,7 +15,7 @@ from torch import nn
 from preheat.ops.class_head import ClassHead
 from preheat.ops.nf4 import PackedMap, unpack_
 
-__all__ = ["base_of", "draw", "inject", "merge", "names_of", "parameters_of", "shares", "without"]
+__all__ = ["base_of", "draw", "inject", "merge", "names_of", "own_of", "parameters_of", "shares", "without"]
 
 
 def inject(model: nn.Module, config: Any) -> list[str]:
@@ -87,11 +87,11 @@ def base_of(model: nn.Module, name: str) -> Any:
 
 def parameters_of(model: nn.Module, names: list[str]) -> str:
     """A regular expression for the names of the adapters' own parameters and buffers."""
-    own = {key for name in names for key, _ in _own(model.get_submodule(name))}
+    own = {key for name in names for key, _ in own_of(model.get_submodule(name))}
     return r"\.(" + "|".join(sorted(re.escape(key.partition(".")[0]) for key in own)) + r")(\.|$)"
 
 
-def _own(layer: nn.Module) -> list[tuple[str, torch.Tensor]]:
+def own_of(layer: nn.Module) -> list[tuple[str, torch.Tensor]]:
     """Parameters and buffers of an adapted module without those of its base."""
     return [(k, t) for k, t in (*layer.named_parameters(), *layer.named_buffers()) if not k.startswith("base_layer.")]
 
@@ -128,8 +128,8 @@ def _draw(model: nn.Module, config: Any, names: list[str], *, in_fp32: bool) -> 
     _inject(alone, config)
     with torch.no_grad():
         for name, (base, full) in bases.items():
-            values = dict(_own(alone.get_submodule(name)))
-            for key, target in _own(model.get_submodule(name)):
+            values = dict(own_of(alone.get_submodule(name)))
+            for key, target in own_of(model.get_submodule(name)):
                 target.copy_(values[key])
             if full is not base:
                 base.weight.copy_(full.weight)

@@ -18,26 +18,21 @@ from typing import Any
 
 from preheat.errors import RecipeError, nearest
 from preheat.recipe.boundary import RecipeReader, json_schema
+from preheat.recipe.bounds import Bound, Count, NonNegative, Positive, Share, Whole
 from preheat.recipe.parts import (
     Batch,
-    Bound,
     Checkpoint,
-    Count,
     Data,
     Evaluate,
     Hardware,
     Model,
-    NonNegative,
     Optimizer,
-    Positive,
     Recipe,
-    Sample,
     Schedule,
-    Share,
     Stop,
-    Whole,
     field_docs,
 )
+from preheat.recipe.sample import Sample
 from preheat.recipe.text import compose, write
 
 __all__ = [

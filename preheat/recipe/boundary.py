@@ -11,7 +11,8 @@ from dataclasses import field
 from typing import Annotated, Any
 
 from preheat.errors import RecipeError, nearest
-from preheat.recipe.parts import Bound, Recipe, Whole, field_docs
+from preheat.recipe.bounds import Bound, Whole
+from preheat.recipe.parts import Recipe, field_docs
 from preheat.technique import Technique, registry
 
 __all__ = ["RecipeReader", "json_schema"]

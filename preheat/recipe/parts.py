@@ -13,32 +13,9 @@ from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal
 
 from preheat.errors import RecipeError, nearest
+from preheat.recipe.bounds import Bound, Count, NonNegative, Positive, Share, Whole
+from preheat.recipe.sample import Sample
 from preheat.technique import Technique
-
-# Bounds, as pydantic metadata: enforced at the YAML boundary only. A plain tuple keeps pydantic out of this import.
-
-
-@dataclass(frozen=True)
-class Bound:
-    """A closed or half-open range that a number must lie in."""
-
-    low: float | None = None
-    high: float | None = None
-    open_low: bool = False
-
-    def problem(self, value: float) -> str | None:
-        if self.low is not None and (value < self.low or (self.open_low and value == self.low)):
-            return f"must be {'above' if self.open_low else 'at least'} {self.low:g}"
-        if self.high is not None and value > self.high:
-            return f"must be at most {self.high:g}"
-        return None
-
-
-Count = Annotated[int, Bound(1)]
-Whole = Annotated[int, Bound(0)]
-Positive = Annotated[float, Bound(0, open_low=True)]
-NonNegative = Annotated[float, Bound(0)]
-Share = Annotated[float, Bound(0, 1)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +51,8 @@ class Model:
     """Rows of the embedding of a new model; the tokenizer's size when not stated."""
     tie_embeddings: bool | None = None
     """Let embedding and head share one matrix; the family's habit when not stated."""
+    add_tokens: tuple[str, ...] = ()
+    """Special tokens that the tokenizer of `path` is given, e.g. those of a chat template; their rows begin as the mean of the others and are trained."""
     config: Mapping[str, Any] = field(default_factory=dict)
     """Further keys of the transformers configuration, e.g. {rope_theta: 500000}."""
     trust_remote_code: bool = False
@@ -239,18 +218,6 @@ class Checkpoint:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sample:
-    """Text that the trained model writes at the end, for the report."""
-
-    prompts: tuple[str, ...] = ()
-    """Beginnings to continue; none: no samples."""
-    tokens: Count = 64
-    """Tokens to write for each."""
-    temperature: NonNegative = 0.0
-    """0: the likeliest token each time."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class Hardware:
     """Where it runs."""
 
@@ -314,6 +281,17 @@ class Recipe:
             found.append(("model.kv_heads", f"{model.kv_heads} does not divide heads {model.heads}"))
         if model.width and model.heads and model.width % model.heads:
             found.append(("model.width", f"{model.width} is not a multiple of heads {model.heads}"))
+        if model.add_tokens and not model.path:
+            found.append(
+                (
+                    "model.add_tokens",
+                    "is for a model from a path; a new model's tokenizer is trained or named by data.tokenizer",
+                )
+            )
+        if len(set(model.add_tokens)) < len(model.add_tokens) or not all(token.strip() for token in model.add_tokens):
+            found.append(
+                ("model.add_tokens", f"{list(model.add_tokens)} has one that is empty or stands twice; write each once")
+            )
         if (data.prompt is None) != (data.completion is None):
             found.append(("data.prompt", "prompt and completion go together; state both or neither"))
         found += data.problems()
@@ -327,6 +305,7 @@ class Recipe:
         if self.stop.hours and not counted and self.schedule.kind != "constant":
             words = f"schedule {self.schedule.kind} needs a length in steps, tokens or epochs; add one (hours still ends the run early) or use schedule.kind: constant"
             found.append(("stop.hours", words))
+        found += [(f"sample.{key}", words) for key, words in self.sample.problems()]
         if not re.fullmatch(r"[\w.-]+", self.name):
             found.append(("name", f"{self.name!r} must be letters, digits, '.', '_' or '-'"))
         return found

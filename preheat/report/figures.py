@@ -34,7 +34,7 @@ def collect(path: str | Path) -> dict[str, Any]:
     run = Reader(path)
     try:
         plan, environment, changes = run.plan, run.environment, run.changes
-        metrics, evaluations, events = run.metrics(), run.evaluations(), run.events()
+        metrics, evaluations, events, samples = run.metrics(), run.evaluations(), run.events(), run.samples()
         recipe = yaml.safe_load(run.recipe_text)
     except (json.JSONDecodeError, UnicodeDecodeError, yaml.YAMLError) as error:
         words = str(error).splitlines()[0]
@@ -91,7 +91,7 @@ def collect(path: str | Path) -> dict[str, Any]:
         "memory": plan.get("memory"),
         "phases": plan.get("phases"),
         "changes": changes,
-        "samples": _samples(events),
+        "samples": samples,
         "events": [e for e in events if e["kind"] not in NOT_IN_TIMELINE],
         "environment": environment,
         "recipe": run.recipe_text,
@@ -115,20 +115,6 @@ def _real(value: Any) -> float:
 
 def _bad(value: Any) -> bool:
     return isinstance(value, float) and not math.isfinite(value)
-
-
-def _samples(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The samples of the last session that wrote any: (prompt, text) as written."""
-    found: list[dict[str, Any]] = []
-    fresh = True
-    for event in events:
-        if event["kind"] in ("started", "resumed"):
-            fresh = True
-        elif event["kind"] == "sample":
-            found = [] if fresh else found
-            fresh = False
-            found.append({"prompt": event.get("prompt"), "text": event.get("text")})
-    return found
 
 
 def _state(events: list[dict[str, Any]], metrics: list[dict[str, Any]], plan: dict[str, Any]) -> dict[str, str]:

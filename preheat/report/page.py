@@ -233,9 +233,24 @@ def _samples(samples: list[dict[str, Any]]) -> str:
         return _absent("No generated text is recorded.")
     shown = []
     for sample in samples:
-        prompt, text = str(sample["prompt"] or ""), str(sample["text"] or "")
-        text = text.removeprefix(prompt)
-        shown.append(f'<pre class="sample"><b>{escape(prompt)}</b>{escape(text)}</pre>')
+        prompt = sample["prompt"] or ""
+        if not isinstance(prompt, str):  # a chat
+            prompt = "".join(f"{message.get('role')}: {message.get('content')}\n" for message in prompt)
+        before, after = (
+            None if text is None else str(text).removeprefix(prompt) for text in (sample["before"], sample["text"])
+        )
+        if before is None:
+            shown.append(f'<pre class="sample"><b>{escape(prompt)}</b>{escape(after or "")}</pre>')
+            continue
+        columns = (("Before training", before), ("After training", after))
+        shown.append(
+            f'<div class="sample"><pre><b>{escape(prompt)}</b></pre><div class="two">'
+            + "".join(
+                f"<div><h3>{title}</h3>" + (f"<pre>{escape(text)}</pre>" if text is not None else _absent(MISSING)) + "</div>"
+                for title, text in columns
+            )
+            + "</div></div>"
+        )
     return '<p class="small">The prompt stands in colour; what follows is generated.</p>' + "".join(shown)
 
 

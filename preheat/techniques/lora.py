@@ -119,18 +119,24 @@ class Lora(Technique):
     singular directions."""
     pissa_iterations: Whole = 0
     """With `pissa`: iterations of a randomized decomposition (4 serve well, and take seconds where the exact one takes minutes); 0: exact."""
+    start: str | None = None
+    """A folder of peft's (adapter_config.json, adapter_model.safetensors) whose adapter training begins from; settings and base must agree."""
 
     def provided(self) -> frozenset[Tag]:
         return self.provides if self.variant == "pissa" else self.provides - {Tag("changed-base")}
 
     def check(self, context: Context) -> list[str]:
+        found = []
         if self.variant == "pissa" and Tag("packed-base") in context.tags:
-            return ["variant: pissa changes the base's weights, which stand packed in few bits; use lora, rslora or dora"]
-        return []
+            found.append("variant: pissa changes the base's weights, which stand packed in few bits; use lora, rslora or dora")
+        if self.variant == "pissa" and self.start:
+            found.append("start: pissa begins from the base's singular directions and not from an adapter; use variant: lora")
+        return found
 
     def apply(self, build: Build, part: Any) -> Change:
         from preheat.errors import RecipeError
-        from preheat.ops.adapters import draw, parameters_of, shares
+        from preheat.ops.adapters import shares
+        from preheat.ops.peft_folder import begin
 
         try:
             names = add_lora(
@@ -140,10 +146,19 @@ class Lora(Technique):
             raise RecipeError(f"techniques.lora.targets: {self.targets!r}: {str(error).splitlines()[0][:160]}") from None
         start = _start(self.variant, self.pissa_iterations)
         config = _config(part, self.rank, self.alpha, self.dropout, self.targets, self.variant, start)
-        build.weights.fresh(parameters_of(part, names), [""], lambda model: draw(model, config, names))
+        begun = begin(
+            build.weights,
+            part,
+            config,
+            names,
+            start=self.start,
+            path=build.recipe.model.path,
+            knob="techniques.lora.start",
+            called={"r": "rank", "lora_alpha": "alpha", "use_dora": "variant", "use_rslora": "variant"},
+        )
         trained, whole = shares(part)
         return Change(
-            f"{self.variant} of rank {self.rank} on {len(names)} linear maps: "
+            f"{self.variant} of rank {self.rank} on {len(names)} linear maps{begun}: "
             f"{trained:,} of {whole:,} parameters trained ({trained / whole:.1%})",
             len(names),
         )

@@ -131,6 +131,8 @@ class PeftAdapter(Technique):
     """The method's own settings in peft, e.g. {r: 8, alpha: 16} for loha."""
     targets: str | tuple[str, ...] = "all-linear"
     """all-linear (all but the head), a regular expression for module names, or a list of their last parts."""
+    start: str | None = None
+    """A folder of peft's (adapter_config.json, adapter_model.safetensors) whose adapter training begins from; settings and base must agree."""
 
     def check(self, context: Context) -> list[str]:
         try:
@@ -141,7 +143,8 @@ class PeftAdapter(Technique):
 
     def apply(self, build: Build, part: Any) -> Change:
         from preheat.errors import RecipeError
-        from preheat.ops.adapters import draw, parameters_of, shares
+        from preheat.ops.adapters import shares
+        from preheat.ops.peft_folder import begin
 
         try:
             names = add_peft_adapter(part, self.method, targets=self.targets, **self.settings)
@@ -150,9 +153,18 @@ class PeftAdapter(Technique):
                 f"techniques.peft_adapter: {self.method} on {self.targets!r}: {str(error).splitlines()[0][:200]}"
             ) from None
         config = configure(self.method, self.settings, self.targets)
-        build.weights.fresh(parameters_of(part, names), [""], lambda model: draw(model, config, names))
+        begun = begin(
+            build.weights,
+            part,
+            config,
+            names,
+            start=self.start,
+            path=build.recipe.model.path,
+            knob="techniques.peft_adapter.start",
+            called={},
+        )
         trained, whole = shares(part)
         return Change(
-            f"{self.method} on {len(names)} linear maps: {trained:,} of {whole:,} parameters trained ({trained / whole:.1%})",
+            f"{self.method} on {len(names)} linear maps{begun}: {trained:,} of {whole:,} parameters trained ({trained / whole:.1%})",
             len(names),
         )

@@ -21,8 +21,7 @@ from preheat.engine import checkpoint
 from preheat.engine.evaluate import Measured, measure
 from preheat.engine.step import gradients, update
 from preheat.errors import RunError
-from preheat.hardware.probe import give_back, peak_bytes, resident_bytes
-from preheat.models import adapter
+from preheat.hardware.probe import give_back, peak_bytes, reset_peak, resident_bytes
 from preheat.recipe import Recipe
 from preheat.technique import Batch, Shape, Slot, Tag
 from preheat.training.schedule import share_of_peak
@@ -83,6 +82,9 @@ class _Loop:
 
     def run(self) -> dict[str, Any]:
         data, watch = self.session.data, self.watch
+        if self.progress.step == 0 and self.session.samples.before:
+            self._samples()
+            reset_peak(self.build.device.kind)  # the peak that is measured is that of training
         watch.stage("training")
         with (
             Signals() as signals,
@@ -266,14 +268,6 @@ class _Loop:
             self.writer.event("baseline", vocabulary=len(self.session.data.tokenizer), **found)
 
     def _samples(self) -> None:
-        settings, tokenizer = self.recipe.sample, self.session.data.tokenizer
-        if settings.prompts:
+        if self.recipe.sample.prompts:
             self.watch.stage("writing samples")
-        for prompt in settings.prompts:
-            ids = torch.tensor([tokenizer.encode(prompt) or [tokenizer.eos_token_id]], device=self.build.torch_device)
-            room = max(1, min(settings.tokens, self.build.model.positions - ids.shape[1]))
-            out = adapter.generate(
-                self.build.trained[0], ids, count=room, temperature=settings.temperature, stop=tokenizer.eos_token_id
-            )
-            text = tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
-            self.writer.event("sample", step=self.progress.step, prompt=prompt, text=text)
+            self.session.samples.write(self.build, self.writer, step=self.progress.step)

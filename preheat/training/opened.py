@@ -1,7 +1,11 @@
-"""A trained model to read from: the newest whole checkpoint of a run, or a Hugging Face folder."""
+"""A trained model to read from: a run's newest whole checkpoint, a Hugging Face folder, or an adapter's folder with its base."""
 
 from __future__ import annotations
 
+import dataclasses
+import json
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -9,10 +13,12 @@ from typing import Any
 from preheat import recipe as recipes
 from preheat.engine import checkpoint
 from preheat.engine.build import build
-from preheat.errors import RunError
-from preheat.recipe import Model, Recipe, Stop
+from preheat.errors import RecipeError, RunError
+from preheat.models.generate import Written
+from preheat.recipe import Model, Recipe, Sample, Stop
 from preheat.technique import Build
 from preheat.training.session import resolve
+from preheat.training.texts import Prompt, write_texts
 
 __all__ = ["Opened", "open_model"]
 
@@ -23,38 +29,120 @@ class Opened:
     build: Build
     tokenizer: Any
     step: int | None
-    """Of the checkpoint; None for a model folder."""
+    """Of the checkpoint; None for a model's or an adapter's folder."""
+    tokenizer_folder: str
+    """Where the tokenizer was read from."""
+    adapter: Any = None
+    """ops.peft_folder.AdapterFolder, where that is what was opened."""
+    template: str | None = None
+    """Name of the chat template that a run was trained with, which its tokenizer has; None: it was trained on texts."""
+
+    def write(self, prompts: Sequence[Prompt], settings: Sample | None = None, **how: Any) -> list[Written]:
+        """Continues texts, and answers chats: `write_texts` with this model; `how` is its template, seed, batch, on_text and kept.
+
+        Example:
+            >>> open_model("runs/demo").write(["import os\\n"])[0].text                                 # doctest: +SKIP
+        """
+        return write_texts(self.build, self.tokenizer, prompts, settings, **how)
 
 
-def open_model(path: str | Path) -> Opened:
-    """Builds a run's model with its newest whole checkpoint, or the model of a Hugging Face folder, for reading.
+def open_model(path: str | Path, *, base: str | None = None, step: int | None = None) -> Opened:
+    """Builds a run's model with a whole checkpoint, the model of a Hugging Face folder, or an adapter of peft's on its base.
+
+    Args:
+        path: a run, one of its checkpoints (`runs/x/checkpoints/step-N`), a model's folder or an adapter's.
+        step: of a run's checkpoint; the newest whole one when not given.
+        base: the model under an adapter, where it no longer stands at the path that the adapter names.
 
     Raises:
-        RunError: neither a run nor a model, or no whole checkpoint.
+        RunError: none of these, no whole checkpoint (of that step), or a base that changed since the run was trained.
+        RecipeError: the base cannot be had, or is another one than the adapter's.
     """
+    path = Path(path)
+    if re.fullmatch(r"step-\d+", path.name) and (path.parent.parent / "recipe.yaml").is_file():
+        own = int(path.name.removeprefix("step-"))
+        if step not in (None, own):
+            raise RunError(f"{path}: is the checkpoint of step {own}, and step {step} was asked for; name the run")
+        path, step = path.parent.parent, own
+    if (path / "recipe.yaml").is_file():
+        if base is not None:
+            raise RecipeError(f"--base: {path} is a run, which says itself what it trained; leave it out")
+        return _run(path, step)
+    if step is not None:
+        raise RunError(f"{path}: is no run, so it has no checkpoint of step {step}; leave --step out")
+    if (path / "adapter_config.json").is_file():
+        return _adapter(path, base)
+    if base is not None:
+        raise RecipeError(f"--base: {path} is no adapter (no adapter_config.json); leave it out")
+    if not (path / "config.json").is_file():
+        raise RunError(
+            f"{path}: is neither a run (no recipe.yaml), nor a Hugging Face model folder (no config.json), nor an adapter (no adapter_config.json)"
+        )
+    return _folder(str(path), str(path))
+
+
+def _run(path: Path, step: int | None) -> Opened:
     from preheat.data.tokenizer import load_tokenizer
 
-    path = Path(path)
-    if (path / "recipe.yaml").is_file():
-        recipe = recipes.load(path / "recipe.yaml")
-        tokenizer = load_tokenizer(str(path / "tokenizer"))
-        found, damaged = checkpoint.find(path / "checkpoints")
-        if found is None:
-            raise RunError(
-                f"{path}: "
-                + (f"no checkpoint is whole ({damaged[0][0].name}: {damaged[0][1]})" if damaged else "has no checkpoint yet")
-            )
-        device, _ = resolve(recipe)
-        made = build(recipe, vocabulary=len(tokenizer), device=device)
-        checkpoint.load_weights(made, found)
-        return Opened(recipe, made, tokenizer, checkpoint.read_progress(found).step)
-    if not (path / "config.json").is_file():
-        raise RunError(f"{path}: is neither a run (no recipe.yaml) nor a Hugging Face model folder (no config.json)")
-    recipe = Recipe(name="opened", model=Model(path=str(path)), stop=Stop(steps=1))
-    tokenizer = load_tokenizer(str(path))
+    recipe = recipes.load(path / "recipe.yaml")
+    tokenizer = load_tokenizer(str(path / "tokenizer"))
+    found, damaged = checkpoint.find(path / "checkpoints", step)
+    if found is None:
+        raise RunError(
+            f"{path}: "
+            + (f"no checkpoint is whole ({damaged[0][0].name}: {damaged[0][1]})" if damaged else "has no checkpoint yet")
+        )
+    device, _ = resolve(recipe)
+    # What an adapter began from is in the checkpoint by now, and its folder may be gone.
+    techniques = {
+        name: replace(t, start=None) if "start" in {f.name for f in dataclasses.fields(t)} else t  # type: ignore[call-arg]
+        for name, t in recipe.techniques.items()
+    }
+    made = build(replace(recipe, techniques=techniques), vocabulary=len(tokenizer), device=device)
+    progress = checkpoint.read_progress(found)
+    if made.weights.folder is not None and progress.fingerprints.get("weights") != made.weights.fingerprint():
+        raise RunError(
+            f"{path}: the weights in {recipe.model.path} changed since the run was trained on them; put back those that were there"
+        )
+    checkpoint.load_weights(made, found)
+    data = path / "data.json"
+    told = json.loads(data.read_text(encoding="utf-8")) if data.is_file() else {}
+    template = told["template"] if told.get("chat") else None
+    return Opened(recipe, made, tokenizer, progress.step, str(path / "tokenizer"), template=template)
+
+
+def _folder(model: str, tokenizer_folder: str) -> Opened:
+    from preheat.data.tokenizer import load_tokenizer
     from preheat.models.adapter import configure, facts
 
+    recipe = Recipe(name="opened", model=Model(path=model), stop=Stop(steps=1))
     positions = facts(configure(replace(recipe, batch=replace(recipe.batch, length=2)))).positions
+    tokenizer = load_tokenizer(tokenizer_folder)
     recipe = replace(recipe, batch=replace(recipe.batch, size=8, length=min(512, positions or 512)))
     device, _ = resolve(recipe)
-    return Opened(recipe, build(recipe, vocabulary=len(tokenizer), device=device), tokenizer, None)
+    return Opened(recipe, build(recipe, vocabulary=len(tokenizer), device=device), tokenizer, None, tokenizer_folder)
+
+
+def _adapter(path: Path, base: str | None) -> Opened:
+    from preheat.ops.nf4 import pack_
+    from preheat.ops.peft_folder import put_in, read_folder
+
+    folder = read_folder(path, "adapter")
+    named = base or folder.base
+    if named is None:
+        raise RecipeError(f"adapter: {path} names no base model; name it with --base")
+    own = any((path / name).exists() for name in ("tokenizer.json", "tokenizer.model"))
+    try:
+        opened = _folder(named, str(path) if own else named)
+    except RecipeError as error:
+        if base is None and not Path(named).exists():
+            raise RecipeError(
+                f"adapter: {path}: its base model is not there ({error}); name the base's folder with --base"
+            ) from None
+        raise
+    model = opened.build.trained[0]
+    folder.on_base(named, opened.build.weights, stated=base is not None)
+    if packed := folder.written.get("nf4"):
+        pack_([model.get_submodule(name) for name in packed["modules"]], double=packed["double_quantization"])
+    put_in(model, folder)
+    return replace(opened, adapter=folder)

@@ -10,19 +10,21 @@ import platform
 import shutil
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from preheat import recipe as recipes
 from preheat.engine import checkpoint
 from preheat.engine.build import build, peak_learning_rate
-from preheat.errors import DoesNotFit, RunError
+from preheat.errors import DoesNotFit, RecipeError, RunError
 from preheat.models import adapter, presets
 from preheat.planning.plan import plan, settled, steps_of
 from preheat.recipe import Recipe
 from preheat.run import Writer
 from preheat.technique import Build, Device, Shape, Slot
+from preheat.training.samples import Samples
+from preheat.training.texts import chat_template
 from preheat.training.watch import Watch
 
 __all__ = ["Session", "open_session", "plan_here", "resolve", "rows_of", "settle", "vocabulary_of"]
@@ -49,6 +51,7 @@ class Session:
     order: Iterator[int]
     """Rows of the data, by number, from where the run stands."""
     peak_lr: float
+    samples: Samples
     imports: int
     """Bytes that the process held before the build."""
 
@@ -71,7 +74,13 @@ def rows_of(recipe: Recipe) -> int | None:
         return None
     from preheat.data import prepare
 
-    data = prepare(recipe.data, length=recipe.batch.length, seed=recipe.seed, tokenizer=adapter.tokenizer_folder(recipe))
+    data = prepare(
+        recipe.data,
+        length=recipe.batch.length,
+        seed=recipe.seed,
+        tokenizer=adapter.tokenizer_folder(recipe),
+        add_tokens=recipe.model.add_tokens,
+    )
     return len(data.train) if hasattr(data.train, "__len__") else None
 
 
@@ -85,7 +94,15 @@ def vocabulary_of(recipe: Recipe) -> int:
         return recipe.data.vocabulary
     from preheat.data.tokenizer import load_tokenizer
 
-    return len(load_tokenizer(folder))
+    if recipe.model.add_tokens:
+        # A token that the tokenizer had may be named only where the embedding ends before it: a trained row is not to be lost.
+        rows = adapter.configure(replace(recipe, model=replace(recipe.model, add_tokens=()))).get_text_config().vocab_size
+        known = load_tokenizer(folder).get_vocab()
+        if there := [token for token in recipe.model.add_tokens if known.get(token, rows) < rows]:
+            raise RecipeError(
+                f"model.add_tokens: the tokenizer has {there[0]!r} already and the model a row for it; leave it out"
+            )
+    return len(load_tokenizer(folder, add_tokens=recipe.model.add_tokens))
 
 
 def plan_here(recipe: Recipe) -> dict[str, Any]:
@@ -131,6 +148,7 @@ def open_session(recipe: Recipe, out: Path, *, resume: bool, watch: Watch, force
         length=recipe.batch.length,
         seed=recipe.seed,
         tokenizer=adapter.tokenizer_folder(recipe),
+        add_tokens=recipe.model.add_tokens,
         progress=watch.progress,
         embedding=adapter.facts(config).vocabulary,
     )
@@ -139,6 +157,7 @@ def open_session(recipe: Recipe, out: Path, *, resume: bool, watch: Watch, force
     for line in data.told:
         watch.notice(line)
     require_examples(recipe, data)
+    samples = Samples(recipe, data.tokenizer, template=chat_template(data.layout), positions=adapter.facts(config).positions)
     watch.stage("measuring this machine (once)")
     measured = rates(device, threads, progress=lambda what, done: watch.progress(what, done, 1.0))
     watch.stage("planning")
@@ -167,7 +186,7 @@ def open_session(recipe: Recipe, out: Path, *, resume: bool, watch: Watch, force
         else:
             data.tokenizer.save_pretrained(out / "tokenizer")
             writer.json("changes.json", {name: [asdict(c) for c in changes] for name, changes in made.changes.items()})
-            writer.json("data.json", data.record())
+            writer.json("data.json", data.record() | {"chat": samples.template is not None})
         total = steps_of(recipe, rows)
         shape = _shape(made, total)
         order = _order(made, data.train, progress.samples, shape, total)
@@ -180,7 +199,9 @@ def open_session(recipe: Recipe, out: Path, *, resume: bool, watch: Watch, force
         if not resume and not (out / "recipe.yaml").exists():
             _remove_empty_run(out)
         raise
-    return Session(recipe, made, data, writer, expected, progress, total, shape, order, peak_learning_rate(made), imports)
+    return Session(
+        recipe, made, data, writer, expected, progress, total, shape, order, peak_learning_rate(made), samples, imports
+    )
 
 
 def _shape(made: Build, total: int | None) -> Callable[[int], Shape]:

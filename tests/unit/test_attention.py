@@ -355,16 +355,3 @@ def test_a_dry_run_sees_flex_and_flash_by_their_tiles() -> None:
         found.append(recorder.kernels)
     assert sum(k.flops for k in found[0]) > 0
     assert found[0] == found[1] == found[2]
-
-
-def test_a_run_writes_text_with_its_window() -> None:
-    """Generation reads everything again for each token, since its layers have a pattern: the likeliest token is that of the build's own pass."""
-    from preheat.models import adapter
-
-    made = build(tiny("{sliding_window: {window: 3}, efficient_attention: {}}"), vocabulary=96, device=DEVICE)
-    model: Any = made.trained[0]
-    tokens = torch.randint(96, (1, 20))
-    out = adapter.generate(model, tokens, count=4)
-    with torch.no_grad():
-        hidden = adapter.hidden_states(model, out, torch.arange(24)[None], MaskSpec(), reference_attention)
-        assert torch.equal(adapter.head(model)(hidden)[0, 19:23].argmax(-1), out[0, 20:])

@@ -11,7 +11,7 @@ import pytest
 
 from preheat.errors import RunError
 from preheat.report import plots, words, write
-from preheat.run import Writer
+from preheat.run import Reader, Writer
 
 SECTIONS = ["verdict", "loss", "over-time", "memory", "techniques", "samples", "timeline", "environment", "recipe"]
 PLAN = {
@@ -172,6 +172,30 @@ def test_what_the_run_wrote_is_shown_not_obeyed(tmp_path):
     assert "<b onclick=x>'\"&amp;" in page.text
     assert "␛[31m␀\ufffdevil \ufffd" in page.text
     assert json.loads((path / "report.json").read_text())["samples"][0]["prompt"] == "</pre><script>"
+
+
+def test_samples_of_a_pretrained_model_stand_before_and_after(tmp_path):
+    path = run_folder(tmp_path / "run", events=False)
+    chat = [{"role": "user", "content": "<Hi>"}]
+    writer = Writer(path, resume=True)
+    writer.event("started")
+    for step, said in ((0, "base"), (60, "tuned")):
+        for prompt in ("once", chat):
+            writer.event("sample", step=step, prompt=prompt, text=f"{said} {len(prompt)}")
+    writer.event("resumed", step=60)
+    writer.event("sample", step=90, prompt="once", text="tuned more")
+    writer.event("sample", step=90, prompt="another", text="new")
+    writer.close()
+    assert Reader(path).samples() == [
+        {"prompt": "once", "before": "base 4", "text": "tuned more"},
+        {"prompt": "another", "before": None, "text": "new"},
+    ]
+    text = Page(write(path)).text
+    assert text.index("Before training") < text.index("base 4") < text.index("After training") < text.index("tuned more")
+    events = (path / "events.jsonl").read_text().splitlines()
+    (path / "events.jsonl").write_text("\n".join(events[: next(n for n, e in enumerate(events) if '"step": 60' in e)]) + "\n")
+    assert [s["text"] for s in Reader(path).samples()] == [None, None], "trained no further yet"
+    assert "user: <Hi>" in Page(write(path)).text
 
 
 def test_a_run_without_an_end_says_so_and_what_is_missing_reads_not_recorded(tmp_path):

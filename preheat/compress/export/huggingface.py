@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import shutil
+import json
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from preheat.compress.export import shared
 from preheat.errors import RunError
-from preheat.models.adapter import head, plain_logits
+from preheat.models.adapter import head
 from preheat.models.surgery import beyond_transformers
-from preheat.ops.adapters import merge
+from preheat.ops.adapters import merge, names_of
 from preheat.ops.class_head import ClassHead, as_sequence_classifier, pad_for
 from preheat.technique import Tag
 from preheat.training.opened import open_model
@@ -21,56 +22,140 @@ __all__ = ["write"]
 _NO_WINDOW = "the run limited its attention by a technique; the folder's configuration has no place for that, so plain transformers attends in full"
 
 
-def write(run: str | Path, out: str | Path) -> dict[str, Any]:
-    """Writes `out` from the newest whole checkpoint of a run.
+def write(
+    run: str | Path,
+    out: str | Path,
+    *,
+    dtype: torch.dtype | None = None,
+    tolerance: float | None = None,
+    base: str | None = None,
+) -> dict[str, Any]:
+    """Writes `out` from the newest whole checkpoint of a run, or from an adapter's folder and its base.
+
+    Adapters are merged in fp32 into the very base that was trained: one in 4 bits is made full first. What is written is read
+    again by plain transformers, and both are compared over rows of real text and the added tokens.
+
+    Args:
+        dtype: of the weights that are written; that of the run's when None.
+        tolerance: largest difference of a logit, as a share of the largest logit (at least of 1); `shared.TOLERANCE` when None.
+        base: as in `open_model`.
 
     Returns:
-        {path, bytes, max_logit_difference, merged, note}: the largest difference between the logits of the trained model and
-        those of the folder read back, over 64 tokens with full attention; what the folder cannot say, or "".
+        {path, bytes, dtype, max_logit_difference, largest_logit, tolerance, tokens, merged, tokens_that_end, note}: what the
+        folder cannot say, or "".
 
     Raises:
         RunError: no run or checkpoint there; `out` stands already or cannot be written; the model's architecture is one that
-            transformers has not.
+            transformers has not; the folder does not hold what was trained, within the tolerance.
     """
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
     out = Path(out)
-    if out.exists():
-        raise RunError(f"{out}: stands there already; name another folder with --out")
-    opened = open_model(run)
-    model = opened.build.trained[0]
+    shared.must_be_new(out)
+    opened = open_model(run, base=base)
+    model: Any = opened.build.trained[0]
     if beyond := beyond_transformers(model):
         raise RunError(
             f"{run}: has {' and '.join(beyond)}, which no class of transformers can load; evaluate and generate from the run itself"
         )
-    rows = min(64, opened.build.model.positions or 64)
-    tokens = torch.arange(rows).remainder(opened.build.model.vocabulary)[None] * 7 % opened.build.model.vocabulary
+    kept = dtype or next(p.dtype for p in model.parameters() if p.is_floating_point())
+    accepted = shared.TOLERANCE[kept] if tolerance is None else tolerance
+    first = len(opened.tokenizer) - len(opened.recipe.model.add_tokens)
+    rows = shared.rows(opened.tokenizer, opened.build.model.positions, list(range(first, len(opened.tokenizer))))
     reader: Any = AutoModelForCausalLM
-    merged = 0
+    classifies = isinstance(head(model), ClassHead)
+    pad = _pad(opened.tokenizer, run) if classifies else None
+    if pad is not None:  # transformers' classifiers read the last token that is no padding
+        opened.tokenizer.pad_token_id = pad
+        rows = [row[row != pad][None] for row in rows]
+    wanted = shared.logits(model, rows)
+    merged = merge(model) if names_of(model) else 0
+    if pad is not None:
+        reader, wanted = AutoModelForSequenceClassification, [row[:, -1] for row in wanted]
+        model = _classifier(model, pad, run)
+    model.to(kept)
+    tied = not classifies and model.get_input_embeddings().weight is model.get_output_embeddings().weight
+    model.set_attn_implementation("eager")  # the folder must not name our own attention
+    model.config.use_cache = True
+    notes = [_NO_WINDOW] if Tag("window") in opened.build.tags else []
+    notes += _name_ends(model, opened.tokenizer, opened.build.weights.folder)
+    ends = model.generation_config.eos_token_id
+    with shared.beside(out) as folder:
+        model.save_pretrained(folder)
+        opened.tokenizer.save_pretrained(folder)
+        opened.build.parts.clear()
+        del model
+        again = reader.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
+        found = shared.compare(wanted, shared.logits(again, rows))
+        hint = (
+            "raise --tolerance only if you know why" if kept == torch.float32 else "use --dtype float32, or raise --tolerance"
+        )
+        shared.refuse_beyond(found, accepted, str(out), hint)
+        if not classifies and tied != (again.get_input_embeddings().weight is again.get_output_embeddings().weight):
+            raise RunError(
+                f"{out}: embedding and head are {'one matrix' if tied else 'two matrices'} in the run, but not in the folder"
+            )
+    return {
+        "path": str(out),
+        "bytes": sum(p.stat().st_size for p in out.iterdir()),
+        "dtype": str(kept).removeprefix("torch."),
+        "max_logit_difference": found.largest,
+        "largest_logit": found.scale,
+        "tolerance": accepted,
+        "tokens": found.tokens,
+        "merged": merged,
+        "tokens_that_end": ends if isinstance(ends, list) else [ends],
+        "note": "; ".join(notes),
+    }
+
+
+def _pad(tokenizer: Any, run: str | Path) -> int:
     try:
-        if classifies := isinstance(head(model), ClassHead):  # type: ignore[arg-type]
-            reader, pad = AutoModelForSequenceClassification, pad_for(opened.tokenizer)
-            opened.tokenizer.pad_token_id = pad
-            tokens[tokens == pad] += 1 if pad == 0 else -1
-        before = plain_logits(model, tokens)  # type: ignore[arg-type]
-        merged = merge(model) if Tag("adapter") in opened.build.tags else 0
-        if classifies:
-            model, before = as_sequence_classifier(model, pad=pad), before[:, -1]
+        return pad_for(tokenizer)
     except ValueError as error:
         raise RunError(f"{run}: cannot be exported: {error}") from None
-    beside = out.with_name(out.name + ".writing")
+
+
+def _classifier(model: Any, pad: int, run: str | Path) -> Any:
+    """transformers' classifier of the family, with the names of the run's classes."""
     try:
-        model.set_attn_implementation("eager")  # type: ignore[operator]  # the folder must not name our own attention
-        model.config.use_cache = True  # type: ignore[union-attr,assignment]
-        model.save_pretrained(beside)  # type: ignore[operator]
-        opened.tokenizer.save_pretrained(beside)
-        again = reader.from_pretrained(beside, dtype=next(model.parameters()).dtype, local_files_only=True)
-        difference = float((plain_logits(again, tokens) - before).abs().max())
-        beside.rename(out)
-    except OSError as error:
-        raise RunError(f"{out}: cannot be written ({error.strerror or error})") from None
-    finally:
-        shutil.rmtree(beside, ignore_errors=True)
-    size = sum(p.stat().st_size for p in out.iterdir())
-    note = _NO_WINDOW if Tag("window") in opened.build.tags else ""
-    return {"path": str(out), "bytes": size, "max_logit_difference": difference, "merged": merged, "note": note}
+        made = as_sequence_classifier(model, pad=pad)
+    except ValueError as error:
+        raise RunError(f"{run}: cannot be exported: {error}") from None
+    file = Path(run) / "data.json"
+    names = json.loads(file.read_text(encoding="utf-8")).get("classes") if file.is_file() else None
+    if names:
+        made.config.id2label = dict(enumerate(map(str, names)))
+        made.config.label2id = {name: n for n, name in made.config.id2label.items()}
+    return made
+
+
+def _name_ends(model: Any, tokenizer: Any, base: Path | None) -> list[str]:
+    """Gives configuration and generation settings the tokens that begin, end and pad, in place. Returns what there is to say.
+
+    What the base's configuration states stays; a new model has the tokenizer's. Generation also ends at the tokenizer's own
+    end, which the run was trained to write.
+    """
+    from transformers import GenerationConfig
+
+    notes = []
+    if base is not None and (base / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(base)
+        try:
+            model.generation_config.validate(strict=True)
+        except ValueError as error:
+            model.generation_config = GenerationConfig.from_model_config(model.config)
+            words = str(error).strip().splitlines()[-1].strip()[:160]
+            notes.append(f"the base's generation_config.json contradicts itself and was left out ({words})")
+    settings = model.generation_config
+    for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        own = getattr(tokenizer, key)
+        for place in (model.config, settings):
+            if getattr(place, key, None) is None and own is not None:
+                setattr(place, key, own)
+    stated = settings.eos_token_id
+    ends = [stated] if isinstance(stated, int) else list(stated or [])
+    if tokenizer.eos_token_id not in ends:
+        ends.append(tokenizer.eos_token_id)
+    settings.eos_token_id = ends if len(ends) > 1 else ends[0]
+    return notes

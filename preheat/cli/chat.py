@@ -1,0 +1,161 @@
+"""preheat chat"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from preheat.cli import writing
+
+if TYPE_CHECKING:
+    from preheat.training.chats import Conversation
+
+__all__ = ["chat"]
+
+HELP = """\
+/system TEXT   what the assistant is told to be; alone: shows it
+/reset         forget the conversation, not the system message
+/save FILE     append the conversation to FILE as a row of training data (JSONL, OpenAI messages)
+/quit          end (Ctrl-D too); Ctrl-C breaks an answer off"""
+
+
+def chat(
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="RUN|CHECKPOINT|MODEL|ADAPTER",
+            help="The folder of a run, of one of its checkpoints, of a Hugging Face model, or of an adapter of peft's.",
+        ),
+    ],
+    system: Annotated[str | None, typer.Option("--system", help="The system message.")] = None,
+    tokens: Annotated[int, typer.Option("--tokens", min=1, help="At most so many tokens for each answer.")] = 256,
+    temperature: writing.Temperature = 0.0,
+    top_p: writing.TopP = 1.0,
+    top_k: writing.TopK = 0,
+    min_p: writing.MinP = 0.0,
+    repetition_penalty: writing.Penalty = 1.0,
+    stop: writing.Stop = None,
+    seed: writing.Seed = 0,
+    step: writing.Step = None,
+    template: writing.ChatTemplate = None,
+    base: Annotated[
+        str | None, typer.Option("--base", help="The base of an adapter's folder, where it names another place.")
+    ] = None,
+) -> None:
+    """Talks with a run or a model: turn by turn on a terminal, or a message a line from a pipe. /help lists what else can be said.
+
+    Example: `preheat chat runs/mine`; from a script: `echo "Who are you?" | preheat chat runs/mine`
+    """
+    from preheat.errors import PreheatError
+    from preheat.training.chats import Conversation
+    from preheat.training.opened import open_model
+
+    settings = writing.sampling(
+        tokens=tokens,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        stop=tuple(stop or ()),
+    )
+    opened = open_model(model, step=step, base=base)
+    layout, words = writing.choose_template(opened, model, template, True)
+    assert layout is not None
+    writing.note(f"{model}{f', step {opened.step:,}' if opened.step is not None else ''}: {words}")
+    talk = Conversation(opened, layout, settings, system=system, seed=seed)
+    live = sys.stdin.isatty()
+    if live:
+        import readline  # noqa: F401  # arrow keys and history at the prompt
+
+        writing.note("/help lists commands; /quit ends")
+    while (line := _next_line(live)) is not None:
+        line = line.strip()
+        try:
+            if line == "/quit":
+                break
+            if line.startswith("/"):
+                _command(talk, line)
+            elif line:
+                _answer(talk, line)
+        except PreheatError as error:
+            if not live:  # nobody is there to say it otherwise
+                raise
+            print(f"error: {error}", file=sys.stderr)
+
+
+def _next_line(live: bool) -> str | None:
+    from preheat.errors import DataError
+
+    if not live:
+        try:
+            return sys.stdin.readline() or None
+        except UnicodeDecodeError as error:
+            raise DataError(f"standard input: byte {error.start} is not text in UTF-8; convert it") from None
+    try:
+        return input("> ")
+    except (EOFError, KeyboardInterrupt):
+        print()
+        return None
+
+
+def _command(talk: Conversation, line: str) -> None:
+    from preheat.errors import RecipeError, nearest
+
+    name, _, rest = line.partition(" ")
+    rest = rest.strip()
+    if name == "/system":
+        if rest:
+            talk.system = rest
+        writing.note(f"system: {talk.system or '(none)'}")
+    elif name == "/reset":
+        talk.reset()
+        writing.note("the conversation begins anew")
+    elif name == "/save":
+        if not rest:
+            raise RecipeError("/save: needs a file, e.g. /save talk.jsonl")
+        _save(talk, Path(rest).expanduser())
+    elif name == "/help":
+        writing.note(HELP)
+    else:
+        raise RecipeError(f"{name}: no such command; {nearest(name, ['/help', '/quit', '/reset', '/save', '/system'])}")
+
+
+def _save(talk: Conversation, file: Path) -> None:
+    from preheat.errors import RecipeError
+
+    if not talk.turns:
+        raise RecipeError(f"/save {file}: nothing was said yet")
+    try:
+        with file.open("a", encoding="utf-8") as out:
+            out.write(json.dumps({"messages": talk.messages}, ensure_ascii=False) + "\n")
+    except OSError as error:
+        raise RecipeError(f"/save {file}: cannot be written ({error.strerror})") from None
+    writing.note(f"{len(talk.messages)} messages appended to {file}")
+
+
+def _answer(talk: Conversation, line: str) -> None:
+    watched = writing.Watched()
+    watched.kind = talk.opened.build.device.kind
+    try:
+        with watched:
+            answer = talk.say(line, lambda part: print(writing.shown(part), end="", flush=True))
+    except KeyboardInterrupt:
+        print(flush=True)
+        writing.note("broken off; what was said stands in the conversation")
+        return
+    print(flush=True)
+    watched.tokens = len(answer.written.tokens)
+    if answer.dropped:
+        writing.note(f"the oldest {answer.dropped} messages were dropped: with them the model's positions would not suffice")
+    positions = talk.opened.build.model.positions
+    if answer.written.ended == "context":
+        writing.note(f"cut off: the model's {positions:,} positions end here; /reset begins anew")
+    elif answer.written.ended == "length":
+        writing.note(f"cut off after {watched.tokens:,} tokens; --tokens allows more")
+    of = f" of {positions:,}" if positions else ""
+    writing.note(f"{watched.words()}; {answer.prompt + watched.tokens:,}{of} positions in use, {answer.read:,} tokens read")

@@ -1,0 +1,127 @@
+"""What `generate` and `chat` share: the options of drawing, the choice of a template, and figures of what was written."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from preheat.recipe import Sample, field_docs
+
+if TYPE_CHECKING:
+    from preheat.data.templates import Template
+    from preheat.training.opened import Opened
+
+__all__ = [
+    "HELP",
+    "ChatTemplate",
+    "MinP",
+    "Penalty",
+    "Seed",
+    "Step",
+    "Stop",
+    "Temperature",
+    "TopK",
+    "TopP",
+    "Watched",
+    "choose_template",
+    "note",
+    "sampling",
+    "shown",
+]
+
+HELP = field_docs(Sample)
+Temperature = Annotated[float, typer.Option("--temperature", min=0.0, help=HELP["temperature"])]
+TopP = Annotated[float, typer.Option("--top-p", min=0.0, max=1.0, help=HELP["top_p"])]
+TopK = Annotated[int, typer.Option("--top-k", min=0, help=HELP["top_k"])]
+MinP = Annotated[float, typer.Option("--min-p", min=0.0, max=1.0, help=HELP["min_p"])]
+Penalty = Annotated[float, typer.Option("--repetition-penalty", min=0.01, help=HELP["repetition_penalty"])]
+Stop = Annotated[list[str] | None, typer.Option("--stop", metavar="TEXT", help=HELP["stop"] + " May stand several times.")]
+Seed = Annotated[int, typer.Option("--seed", min=0, help="Decides the draws at a temperature above 0.")]
+Step = Annotated[
+    int | None, typer.Option("--step", min=0, help="The checkpoint of a run; the newest whole one when not given.")
+]
+ChatTemplate = Annotated[
+    str | None,
+    typer.Option(
+        "--template",
+        metavar="NAME|FILE",
+        help="The chat template: chatml, alpaca … or a .jinja file; else the run's or the tokenizer's.",
+    ),
+]
+
+
+def sampling(**values: Any) -> Sample:
+    """The settings of the command line.
+
+    Raises:
+        RecipeError: they contradict each other.
+    """
+    from preheat.errors import RecipeError
+
+    made = Sample(**values)
+    if problems := made.problems():
+        raise RecipeError("; ".join(f"--{name.replace('_', '-')}: {words}" for name, words in problems))
+    return made
+
+
+def choose_template(opened: Opened, model: str, setting: str | None, asked: bool | None) -> tuple[Template | None, str]:
+    """The template to lay out chats with, and why, in words.
+
+    Args:
+        setting: --template.
+        asked: --chat or --no-chat; None: as the run was trained.
+
+    Raises:
+        RecipeError: a template is needed and there is none.
+    """
+    from preheat.training.texts import find_template
+
+    if asked is False or (asked is None and setting is None and opened.template is None):
+        return None, "plain text"
+    found = find_template(setting, opened.tokenizer, model=model)
+    own = setting is None and opened.template is not None
+    return found, f"chat, {opened.template}, as the run was trained" if own else f"chat, {found.name}"
+
+
+class Watched:
+    """Counts seconds while it is entered; tokens and the kind of device are set by whoever writes."""
+
+    def __init__(self) -> None:
+        self.tokens, self.seconds, self.kind = 0, 0.0, "cpu"
+
+    def __enter__(self) -> Watched:
+        self._begun = time.perf_counter()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.seconds += time.perf_counter() - self._begun
+
+    def figures(self) -> dict[str, float | None]:
+        from preheat.hardware.probe import peak_bytes
+
+        return {
+            "tokens_per_second": self.tokens / self.seconds if self.seconds else None,
+            "peak_gib": peak_bytes(self.kind) / 2**30,
+        }
+
+    def words(self) -> str:
+        from preheat.cli.show import memory, rate
+
+        made: Any = self.figures()
+        return f"{self.tokens:,} tokens in {self.seconds:.2f} s, {rate(made['tokens_per_second'])} tokens/s, peak memory {memory(made['peak_gib'])}"
+
+
+def note(words: str) -> None:
+    """Told beside the text, on standard error."""
+    dim = ("\x1b[2m", "\x1b[0m") if sys.stderr.isatty() else ("", "")
+    print(f"{dim[0]}{words}{dim[1]}", file=sys.stderr, flush=True)
+
+
+def shown(text: str) -> str:
+    """Text for standard output: on a terminal, control characters are shown and not obeyed."""
+    from preheat.report.words import clean
+
+    return clean(text) if sys.stdout.isatty() else text

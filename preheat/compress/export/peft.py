@@ -1,0 +1,177 @@
+"""A run's adapter as peft's folder, loaded again by peft on the plain base and compared."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from preheat.compress.export import shared
+from preheat.errors import RunError
+from preheat.ops.adapters import base_of, names_of, own_of
+from preheat.ops.nf4 import PackedMap, dequantize, quantize, tables
+from preheat.ops.peft_folder import BASE
+from preheat.technique import Stage
+from preheat.training.opened import Opened, open_model
+
+__all__ = ["write"]
+
+_NF4 = (
+    "the adapter was trained on the base in NF4: load the base in 4 bits (bitsandbytes, nf4{}) or write a merged model with --to hf; "
+    "on the base as it stands its logits differ by up to {:.2g}"
+)
+_PISSA = "pissa changed its base: written as a plain LoRA of twice the rank for the base as it stands"
+
+
+def write(run: str | Path, out: str | Path, *, tolerance: float | None = None) -> dict[str, Any]:
+    """Writes the adapter of a run's newest whole checkpoint as peft's own folder, without its base.
+
+    `PeftModel.from_pretrained(base, out)` then gives the run's logits: that is done, and compared. An adapter over NF4 is compared
+    on the base's weights as NF4 rounds them, which are those that it was trained on.
+
+    Args:
+        tolerance: largest difference of a logit, as a share of the largest logit (at least of 1).
+
+    Returns:
+        {path, bytes, base, max_logit_difference, largest_logit, tolerance, tokens, adapted, note}
+
+    Raises:
+        RunError: the run has no adapter, or none that fits a base which others have; `out` stands already; the difference exceeds
+            the tolerance.
+    """
+    import peft
+    from transformers import AutoModelForCausalLM
+
+    out = Path(out)
+    shared.must_be_new(out)
+    opened = open_model(run)
+    model: Any = opened.build.trained[0]
+    names = names_of(model)
+    base = _base(opened, names, run)
+    accepted = shared.TOLERANCE[torch.float32] if tolerance is None else tolerance
+    rows = shared.rows(opened.tokenizer, opened.build.model.positions, [])
+    wanted = shared.logits(model.float(), rows)
+    config = copy.deepcopy(model.peft_config["default"])
+    pissa = getattr(opened.recipe.techniques.get("lora"), "variant", "") == "pissa"
+    values = {name: {key: t.detach().cpu().clone() for key, t in own_of(model.get_submodule(name))} for name in names}
+    if pissa:
+        for name in names:
+            values[name] = _as_lora(
+                values[name], opened.build.weights.read(f"{name}.weight"), base_of(model, name).weight, config
+            )
+        config.init_lora_weights, config.r = True, 2 * config.r
+        config.lora_alpha *= math.sqrt(2) if config.use_rslora else 2
+    config.target_modules = _short(names, model)
+    config.base_model_name_or_path, config.task_type, config.inference_mode = base, "CAUSAL_LM", True
+    packed = {n.replace(".base_layer", ""): m for n, m in model.named_modules() if isinstance(m, PackedMap)}
+    double = any(m.nf4_ranges is not None for m in packed.values())
+    written = {
+        "base": base,
+        "fingerprint": opened.build.weights.fingerprint(),
+        "nf4": {"double_quantization": double, "modules": list(packed)} if packed else None,
+    }
+    read = {"dtype": torch.float32, "trust_remote_code": opened.recipe.model.trust_remote_code}
+    source, notes = str(opened.build.weights.folder), [_PISSA] if pissa else []
+    opened.build.parts.clear()
+    del model, packed
+    with shared.beside(out) as folder, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="fan_in_fan_out is set")
+        warnings.filterwarnings(
+            "ignore", message="`is_gradient_checkpointing` is deprecated"
+        )  # which peft asks, and transformers renamed
+        made: Any = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(source, **read), config)
+        with torch.no_grad():
+            for name, own in values.items():
+                for key, target in own_of(made.get_submodule(f"base_model.model.{name}")):
+                    target.copy_(own[key])
+        made.save_pretrained(folder, save_embedding_layers=False)
+        del made
+        opened.tokenizer.save_pretrained(folder)
+        (folder / BASE).write_text(json.dumps(written, indent=1), encoding="utf-8")
+        again: Any = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(source, **read), folder)
+        if written["nf4"]:
+            unrounded = shared.compare(wanted, shared.logits(again.get_base_model(), rows))
+            notes.append(_NF4.format(", double quantization" if double else "", unrounded.largest))
+            _round(again.get_base_model(), written["nf4"]["modules"], double=double)
+        found = shared.compare(wanted, shared.logits(again.get_base_model(), rows))
+        shared.refuse_beyond(
+            found, accepted, str(out), "a base that the run held in less precision cannot be had by peft: write --to hf"
+        )
+    return {
+        "path": str(out),
+        "bytes": sum(p.stat().st_size for p in out.iterdir()),
+        "base": base,
+        "max_logit_difference": found.largest,
+        "largest_logit": found.scale,
+        "tolerance": accepted,
+        "tokens": found.tokens,
+        "adapted": len(names),
+        "note": "; ".join(notes),
+    }
+
+
+def _base(opened: Opened, names: list[str], run: str | Path) -> str:
+    """What others can load under the adapter: a hub's name, or a folder's whole path."""
+    recipe = opened.recipe
+    if opened.step is None:
+        raise RunError(f"{run}: is no run; only the adapter of a run is written for peft")
+    if not names:
+        raise RunError(f"{run}: trained no adapter; write the whole model with --to hf")
+    if recipe.model.path is None or recipe.model.weights == "random":
+        raise RunError(
+            f"{run}: its base was drawn new and stands in no folder that peft could load; write the merged model with --to hf"
+        )
+    changed = [t.name() for t in recipe.techniques.values() if t.stage == Stage.STRUCTURE]
+    if changed:
+        raise RunError(
+            f"{run}: {changed[0]} changed the base, so the adapter fits no other; write the merged model with --to hf"
+        )
+    return str(Path(recipe.model.path).resolve()) if Path(recipe.model.path).is_dir() else recipe.model.path
+
+
+def _short(names: list[str], model: nn.Module) -> set[str]:
+    """Last parts of the names where these say it all, as peft's users write them; else the names."""
+    last = {name.rpartition(".")[2] for name in names}
+    return last if {name for name, _ in model.named_modules() if name.rpartition(".")[2] in last} == set(names) else set(names)
+
+
+def _as_lora(own: dict[str, Tensor], whole: Tensor, rest: Tensor, config: Any) -> dict[str, Tensor]:
+    """A trained PiSSA as an addition to the whole weight W: B A - B0 A0, where s B0 A0 = W - rest is what was taken out of it.
+
+    W - rest has rank r but for rounding, so that a few more than r random mixtures of its columns span it. In fp64, and factored
+    anew by singular values, since the two products nearly cancel.
+    """
+    scale = config.lora_alpha / (math.sqrt(config.r) if config.use_rslora else config.r)
+    taken = (whole.double().cpu() - rest.detach().double().cpu()) / scale
+    taken = taken.t() if config.fan_in_fan_out else taken
+    mixing = torch.randn(taken.shape[1], config.r + 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    span = torch.linalg.qr(taken @ mixing).Q
+    turn, values, across = torch.linalg.svd(span.t() @ taken, full_matrices=False)
+    b0, a0 = (span @ turn * values)[:, : config.r], across[: config.r]
+    a, b = own["lora_A.default.weight"], own["lora_B.default.weight"]
+    left, first = torch.linalg.qr(torch.cat([b.double(), -b0], dim=1))
+    right, second = torch.linalg.qr(torch.cat([a.double(), a0]).t())
+    u, values, v = torch.linalg.svd(first @ second.t(), full_matrices=False)
+    v = v.t()
+    root = torch.zeros(2 * config.r, dtype=torch.float64)  # a map narrower than 2 r has fewer directions
+    root[: len(values)] = values.sqrt()
+    u, v = (torch.nn.functional.pad(t, (0, 2 * config.r - t.shape[1])) for t in (left @ u, right @ v))
+    return {
+        "lora_A.default.weight": (v * root).t().to(a.dtype).contiguous(),
+        "lora_B.default.weight": (u * root).to(b.dtype).contiguous(),
+    }
+
+
+def _round(model: nn.Module, names: list[str], *, double: bool) -> None:
+    """Gives linear maps the values that NF4 leaves of theirs, in place."""
+    with torch.no_grad():
+        for name in names:
+            module: Any = model.get_submodule(name)
+            weight = getattr(module, "base_layer", module).weight
+            weight.copy_(dequantize(quantize(weight, double=double), tuple(weight.shape), torch.float32, tables()))

@@ -1,0 +1,58 @@
+"""The `sample` part of a recipe, which is also how `preheat generate` and `preheat chat` are told to draw. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from preheat.recipe.bounds import Bound, Count, NonNegative, Positive, Share, Whole
+
+__all__ = ["Sample"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """Text that the model writes, for the report: at the end, and before the first step too where the model is a pretrained one."""
+
+    prompts: tuple[str | tuple[Mapping[str, Any], ...], ...] = ()
+    """Beginnings to continue, or chats (lists of messages) to answer; none: no samples."""
+    tokens: Count = 64
+    """At most so many tokens for each."""
+    temperature: NonNegative = 0.0
+    """0: the likeliest token each time; 1: as the model believes; between, likelier tokens are preferred."""
+    top_p: Annotated[float, Bound(0, 1, open_low=True)] = 1.0
+    """Draw from the likeliest tokens that together have this share of the probability (Holtzman et al. 2020, arXiv:1904.09751); 1: all."""
+    top_k: Whole = 0
+    """Draw from so many of the likeliest tokens; 0: all."""
+    min_p: Share = 0.0
+    """Draw from tokens with at least this share of the likeliest one's probability (Nguyen et al. 2024, arXiv:2407.01082); 0: all."""
+    repetition_penalty: Positive = 1.0
+    """Above 1: what stands in the text already becomes less likely (Keskar et al. 2019, arXiv:1909.05858)."""
+    stop: tuple[str, ...] = ()
+    """Strings that end a text, which stops before them. The model's own end tokens always do."""
+
+    def problems(self) -> list[tuple[str, str]]:
+        """What contradicts itself, as (key, words)."""
+        found = []
+        for name, neutral in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)):
+            if self.temperature == 0 and (value := getattr(self, name)) != neutral:
+                found.append(
+                    (name, f"{value:g} chooses among drawn tokens, and temperature 0 draws none; set a temperature, e.g. 0.8")
+                )
+        if "" in self.stop:
+            found.append(("stop", "an empty string would end every text at once; remove it"))
+        for number, prompt in enumerate(self.prompts, 1):
+            words = None if isinstance(prompt, str) else _chat_problem(prompt)
+            if words:
+                found.append(("prompts", f"prompt {number}: {words}"))
+        return found
+
+
+def _chat_problem(messages: tuple[Mapping[str, Any], ...]) -> str | None:
+    for message in messages:
+        if not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str):
+            return f"{dict(message)!r} is no message; write {{role: user, content: ...}}"
+    if not messages or messages[-1]["role"] == "assistant":
+        return "a chat to answer ends with the user's message"
+    return None

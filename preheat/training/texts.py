@@ -1,0 +1,138 @@
+"""Text from a build: texts continued and chats answered, their beginnings as the model saw them when it was trained."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from preheat.data.formats import SUGGESTIONS
+from preheat.errors import DataError, RecipeError
+from preheat.models.generate import Kept, Written, generate, stop_tokens
+from preheat.recipe import Sample
+
+if TYPE_CHECKING:
+    from preheat.data.layouts import Layout
+    from preheat.data.templates import Template
+    from preheat.technique import Build
+
+__all__ = ["Prompt", "chat_template", "find_template", "prompt_tokens", "turn_ends", "write_texts"]
+
+Prompt = str | Sequence[Mapping[str, Any]]
+"""A text, or the messages of a chat."""
+
+
+def find_template(setting: str | None, tokenizer: Any, *, model: str) -> Template:
+    """The chat template of that name or file, or the tokenizer's own.
+
+    Raises:
+        RecipeError: there is none; the message has the fix.
+    """
+    from preheat.data.templates import load_template
+
+    if setting is None and not tokenizer.chat_template:
+        raise RecipeError(
+            f"{model}: its tokenizer has no chat template; name the one that it was trained with, e.g. --template chatml "
+            f"(known: {SUGGESTIONS}), or a .jinja file"
+        )
+    try:
+        return load_template(setting, tokenizer)
+    except DataError as error:
+        raise RecipeError(str(error).replace("data.template", "--template", 1)) from None
+
+
+def chat_template(layout: Layout) -> Template | None:
+    """The template that the rows of a layout are laid out by; None: they are texts, whatever the tokenizer has."""
+    chats = layout.kind in ("alpaca", "messages", "sharegpt") or (layout.wraps and layout.kind not in ("classes", "text"))
+    return layout.template if chats else None
+
+
+def write_texts(
+    build: Build,
+    tokenizer: Any,
+    prompts: Sequence[Prompt],
+    settings: Sample | None = None,
+    *,
+    template: Template | None = None,
+    seed: int = 0,
+    batch: int = 8,
+    on_text: Callable[[int, str | None], None] | None = None,
+    kept: Kept | None = None,
+) -> list[Written]:
+    """Continues texts, and answers chats.
+
+    Args:
+        settings: how many tokens, and how they are drawn; the likeliest, at most 64, when not given.
+        template: lays out chats; a text is then the user's message of one.
+        seed, batch, on_text, kept: see `preheat.models.generate.generate`.
+
+    Raises:
+        RecipeError, DataError: a prompt that cannot be written after; see `prompt_tokens`.
+    """
+    settings, positions = settings or Sample(), build.model.positions
+    names = ["--prompt"] if len(prompts) == 1 else [f"prompt {n}" for n in range(1, len(prompts) + 1)]
+    ids = [
+        prompt_tokens(tokenizer, p, template, positions=positions, where=name) for p, name in zip(prompts, names, strict=True)
+    ]
+    stop = stop_tokens(tokenizer, build.weights.folder)
+    if template is not None:
+        tokens, strings = turn_ends(template, tokenizer)
+        stop, settings = stop | tokens, replace(settings, stop=(*settings.stop, *strings))
+    model: Any = build.trained[0]
+    return generate(
+        model, tokenizer, ids, settings, stop=stop, positions=positions, batch=batch, seed=seed, on_text=on_text, kept=kept
+    )
+
+
+def prompt_tokens(
+    tokenizer: Any, prompt: Prompt, template: Template | None = None, *, positions: int = 0, where: str = "--prompt"
+) -> list[int]:
+    """A prompt as tokens, at least one.
+
+    Args:
+        prompt: a text to continue, or a chat to answer.
+        template: lays out a chat; with it, a text is the user's first message.
+        positions: tokens that the model can read; 0: not stated.
+        where: what errors call the prompt.
+
+    Raises:
+        RecipeError: a chat without a template, nothing to begin with, or no room for an answer.
+        DataError: the template does not render the chat.
+    """
+    if template is not None:
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+        ids = tokenizer.encode(template.prompt(messages), add_special_tokens=False, verbose=False)
+    elif not isinstance(prompt, str):
+        raise RecipeError(
+            f"{where}: is a chat, and there is no chat template to lay it out; name one, or write the prompt as text"
+        )
+    else:
+        ids = [*_begin(tokenizer), *tokenizer.encode(prompt, add_special_tokens=False, verbose=False)]
+    if not ids:
+        first = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
+        if first is None:
+            raise RecipeError(f"{where}: is empty, and the tokenizer has no token to begin with; write some text")
+        ids = [first]
+    if positions and len(ids) >= positions:
+        raise RecipeError(f"{where}: has {len(ids):,} tokens, the model only {positions:,} positions; shorten it")
+    return ids
+
+
+def _begin(tokenizer: Any) -> list[int]:
+    """The beginning-of-text token where the tokenizer's own rules put one, as documents have it in training."""
+    first, plain = (tokenizer.encode("a", add_special_tokens=own)[:1] for own in (True, False))
+    return first if first == [tokenizer.bos_token_id] != plain else []
+
+
+def turn_ends(template: Template, tokenizer: Any) -> tuple[frozenset[int], tuple[str, ...]]:
+    """What ends an assistant's turn: a token, or a string where the template's mark is none of the tokenizer's special tokens."""
+    if template.end_of_turn is not None:
+        return frozenset({tokenizer.convert_tokens_to_ids(template.end_of_turn)}), ()
+    answer = "zq"
+    try:
+        spoken = template.pieces([{"role": "user", "content": "?"}, {"role": "assistant", "content": answer}])
+    except DataError:  # a template that wants more than a question and an answer ends turns as the tokenizer ends texts
+        return frozenset(), ()
+    said = "".join(piece.text for piece in spoken if piece.trained)
+    mark = said[said.rfind(answer) + len(answer) :].strip()
+    return frozenset(), (mark,) if mark else ()
