@@ -30,7 +30,7 @@ def write(
     """Writes `out` from the newest whole checkpoint of a run, or from an adapter's folder and its base.
 
     Adapters are merged in fp32 into the very base that was trained: one in 4 bits is made full first. What is written is read
-    again by plain transformers, and both are compared with products in fp32, over rows of real text and the added tokens.
+    again by plain transformers, and both are compared over rows of real text and the added tokens.
 
     Args:
         dtype: of the weights that are written; that of the run's when None.
@@ -59,7 +59,7 @@ def write(
     accepted = shared.TOLERANCE[kept] if tolerance is None else tolerance
     first = len(opened.tokenizer) - len(opened.recipe.model.add_tokens)
     rows = shared.rows(opened.tokenizer, opened.build.model.positions, list(range(first, len(opened.tokenizer))))
-    wanted = shared.logits(model.float(), rows)
+    wanted = shared.logits(model, rows)
     merged = merge(model) if names_of(model) else 0
     model.to(kept)
     tied = model.get_input_embeddings().weight is model.get_output_embeddings().weight
