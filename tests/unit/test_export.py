@@ -170,6 +170,19 @@ def test_merged_and_alone_give_the_runs_logits(bases: dict[str, Path], tmp_path:
     assert not [p.name for p in (tmp_path / "alone").iterdir() if p.name.startswith("model")], "the adapter alone"
 
 
+@pytest.mark.parametrize("name", ["lora", "qlora"])
+def test_a_really_pretrained_models_logits_move_by_less_than_a_hundred_thousandth(
+    data_folder: Path, tmp_path: Path, name: str
+) -> None:
+    base = data_folder / "stories260K-hf"
+    b = trained(base, (LORAS | QUANTIZED)[name], vocabulary=512)
+    run = run_of(b, tokenizer_of(base), tmp_path / "run")
+    for made in (huggingface.write(run, tmp_path / "merged"), peft_export.write(run, tmp_path / "alone")):
+        assert made["max_logit_difference"] < 1e-5
+        assert made["largest_logit"] > 5
+        assert made["tokens"] > 300
+
+
 # --- what a folder says ---------------------------------------------------------------------------------------------
 
 
