@@ -309,7 +309,7 @@ def hidden_states(
 
 
 def plain_logits(model: PreTrainedModel, tokens: Tensor) -> Tensor:
-    """Logits [rows, length, vocabulary] in fp32 by transformers' own eager attention, whatever the model is set to."""
+    """Logits [rows, length, vocabulary] by transformers' own eager attention, whatever the model is set to; in fp32, or its fp64."""
     import torch
 
     training, attention = model.training, model.config._attn_implementation
@@ -317,7 +317,8 @@ def plain_logits(model: PreTrainedModel, tokens: Tensor) -> Tensor:
     model.set_attn_implementation("eager")
     try:
         with torch.no_grad():
-            return model(input_ids=tokens.to(model.device), use_cache=False).logits.float()
+            logits = model(input_ids=tokens.to(model.device), use_cache=False).logits
+            return logits if logits.dtype == torch.float64 else logits.float()
     finally:
         model.set_attn_implementation(attention)
         model.train(training)

@@ -135,9 +135,9 @@ def generate(
     """
     import torch
 
-    rows: int = head(model).weight.shape[0]  # type: ignore[index,assignment]
-    if rows != model.config.get_text_config().vocab_size:
-        raise RunError(f"this model's head is over {rows} classes: it writes no text; measure it with `preheat eval`")
+    pieces: int = head(model).weight.shape[0]  # type: ignore[index,assignment]
+    if pieces != model.config.get_text_config().vocab_size:
+        raise RunError(f"this model's head is over {pieces} classes: it writes no text; measure it with `preheat eval`")
     assert all(prompts), "a prompt without a token"
     assert kept is None or (cached and len(prompts) == 1)
     alone = patterned(model)

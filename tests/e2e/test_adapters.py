@@ -41,7 +41,7 @@ def test_qlora_from_training_to_transformers_and_peft(preheat: Command, data_fol
     here, base = preheat.folder, preheat.folder / "stories"
     shutil.copytree(data_folder / "stories260K-hf", base)
     base.chmod(0o755)
-    (here / "q.yaml").write_text(RECIPE.format(base="stories", text=data_folder / "text/tinyshakespeare.txt"))
+    (here / "q.yaml").write_text(RECIPE.format(base=base, text=data_folder / "text/tinyshakespeare.txt"))
     preheat("train", "q.yaml")
     run = here / "runs/tune"
     merged = preheat.json("export", "runs/tune", "--to", "hf", "--out", "merged")

@@ -89,13 +89,15 @@ def text(folder: Path | str, techniques: str, model: str = "") -> str:
     return f"model: {{path: {folder}{model}}}\nbatch: {{size: 4, length: 32}}\noptimizer: {{lr: 0.01}}\nstop: {{steps: 9}}\ntechniques: {techniques}"
 
 
-def trained(folder: Path, techniques: str, steps: int = 3, model: str = "", *, vocabulary: int = VOCABULARY) -> Build:
+def trained(
+    folder: Path, techniques: str, steps: int = 3, model: str = "", *, vocabulary: int = VOCABULARY, lr: float = 0.02
+) -> Build:
     b = build(recipes.parse(text(folder, techniques, model)), vocabulary=vocabulary, device=DEVICE)
     for _ in range(steps):
         batch = uneven(vocabulary=vocabulary)
         batch.tokens[:, ::9], batch.tokens[:, 4::9] = vocabulary - 1, vocabulary - 2  # tokens that were added, where some were
         gradients(b, [batch])
-        update(b, 0.02)
+        update(b, lr)
     return b
 
 
@@ -168,6 +170,19 @@ def test_merged_and_alone_give_the_runs_logits(bases: dict[str, Path], tmp_path:
     assert furthest(plain_logits(model.get_base_model(), TOKENS), wanted) < (1e-4 if name in QUANTIZED else 1e-5) * scale  # type: ignore[arg-type]
     assert ("NF4" in alone["note"]) == (name in QUANTIZED)
     assert not [p.name for p in (tmp_path / "alone").iterdir() if p.name.startswith("model")], "the adapter alone"
+
+
+@pytest.mark.parametrize("name", ["lora", "qlora"])
+def test_a_really_pretrained_models_logits_move_by_less_than_a_hundred_thousandth(
+    data_folder: Path, tmp_path: Path, name: str
+) -> None:
+    base = data_folder / "stories260K-hf"
+    b = trained(base, (LORAS | QUANTIZED)[name], vocabulary=512, lr=0.005)
+    run = run_of(b, tokenizer_of(base), tmp_path / "run")
+    for made in (huggingface.write(run, tmp_path / "merged"), peft_export.write(run, tmp_path / "alone")):
+        assert made["max_logit_difference"] < 1e-5
+        assert made["largest_logit"] > 5
+        assert made["tokens"] > 300
 
 
 # --- what a folder says ---------------------------------------------------------------------------------------------
@@ -386,6 +401,8 @@ def test_an_adapters_folder_is_opened_on_its_base(bases: dict[str, Path], tmp_pa
     base.rename(tmp_path / "moved")
     with pytest.raises(RecipeError, match=r"its base model is not there .*no such folder.*--base"):
         open_model(tmp_path / "alone")
+    with pytest.raises(RecipeError, match=r"^--base: .*no such folder"):
+        open_model(tmp_path / "alone", base=str(base))
     again = open_model(tmp_path / "alone", base=str(tmp_path / "moved"))
     assert furthest(plain_logits(again.build.trained[0], TOKENS), wanted) < 1e-5  # type: ignore[arg-type]
     with pytest.raises(RecipeError, match="whose weights are not those of"):

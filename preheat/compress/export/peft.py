@@ -56,7 +56,7 @@ def write(run: str | Path, out: str | Path, *, tolerance: float | None = None) -
     base = _base(opened, names, run)
     accepted = shared.TOLERANCE[torch.float32] if tolerance is None else tolerance
     rows = shared.rows(opened.tokenizer, opened.build.model.positions, [])
-    wanted = shared.logits(model.float(), rows)
+    wanted = shared.logits(model, rows)
     config = copy.deepcopy(model.peft_config["default"])
     pissa = getattr(opened.recipe.techniques.get("lora"), "variant", "") == "pissa"
     values = {name: {key: t.detach().cpu().clone() for key, t in own_of(model.get_submodule(name))} for name in names}
