@@ -1,29 +1,73 @@
-"""The mean loss of a build on held-out rows, through the very slots that training uses."""
+"""The mean loss of a build on held-out rows, through the very slots that training uses; and scores of single tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 
 import torch
+from torch import Tensor
 
 from preheat.engine.step import forward, transform
-from preheat.technique import Batch, Build
+from preheat.models import adapter
+from preheat.technique import Batch, Build, Slot
 
-__all__ = ["evaluate"]
+__all__ = ["evaluate", "reading", "token_scores"]
+
+LOGITS = 2**24
+"""Logits made at once where single tokens are scored (64 MiB in fp32): what a dry run saw of an evaluation is not exceeded."""
+
+
+@contextmanager
+def reading(build: Build) -> Iterator[None]:
+    """The build's parts as they are when they only read: no dropout, no gradients."""
+    modes = [part.training for part in build.trained]
+    for part in build.trained:
+        part.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for part, mode in zip(build.trained, modes, strict=True):
+            part.train(mode)
 
 
 def evaluate(build: Build, batches: Iterable[Batch]) -> tuple[float, int]:
     """Mean loss a trained token in nats, and the number of tokens it was taken over."""
-    modes = [part.training for part in build.trained]
-    for part in build.trained:
-        part.eval()
     total, weight = torch.zeros((), dtype=torch.float64), 0
-    try:
-        with torch.no_grad():
-            for batch in batches:
-                total += forward(build, transform(build, batch)).total.double().cpu()
-                weight += batch.weight
-    finally:
-        for part, mode in zip(build.trained, modes, strict=True):
-            part.train(mode)
+    with reading(build):
+        for batch in batches:
+            total += forward(build, transform(build, batch)).total.double().cpu()
+            weight += batch.weight
     return (float(total) / weight if weight else float("nan")), weight
+
+
+def token_scores(build: Build, batch: Batch, places: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """How likely a token is to come after each of some places of a batch, whatever the build's objective.
+
+    Args:
+        places: [n] int64, row * length + place, of the token that is read last; one may stand several times.
+        targets: [n] int64, the token that is to come.
+
+    Returns:
+        Log-likelihoods [n] in nats, float32, and whether the target is the likeliest token [n]; both on the CPU.
+    """
+    part = build.trained[0]
+    scores, likeliest = [], []
+    with reading(build), ExitStack() as stack:
+        for context in build.around_forward:
+            stack.enter_context(context())
+        hidden = build.slot(Slot.HIDDEN)(part, transform(build, batch)).flatten(0, 1)
+        hidden = hidden.index_select(0, places.to(hidden.device))
+        head = adapter.head(part)
+        if build.head_dtype is not None:
+            stack.enter_context(torch.autocast(build.device.kind, enabled=False))
+            hidden = hidden.to(build.head_dtype)
+        for some, wanted in zip(*(t.split(max(1, LOGITS // build.model.vocabulary)) for t in (hidden, targets)), strict=True):
+            logits = head(some).float()
+            wanted = wanted.to(logits.device)
+            scores.append((logits.gather(1, wanted[:, None])[:, 0] - logits.logsumexp(dim=1)).cpu())
+            likeliest.append((logits.argmax(dim=1) == wanted).cpu())
+    if not scores:
+        return torch.zeros(0), torch.zeros(0, dtype=torch.bool)
+    return torch.cat(scores), torch.cat(likeliest)

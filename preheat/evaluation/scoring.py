@@ -1,0 +1,141 @@
+"""Likelihoods of continuations and greedy answers, through a build: its attention, its precision, its micro-batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from preheat.data.tokenizer import Encoder
+from preheat.engine.evaluate import token_scores
+from preheat.errors import DataError
+from preheat.models import adapter
+from preheat.technique import Batch, Build, MaskSpec
+
+__all__ = ["Score", "Scorer"]
+
+MULTIPLE = 32
+"""Batches are padded to a multiple: few distinct shapes are few kernels to generate."""
+
+
+class Score(NamedTuple):
+    """Of a continuation.
+
+    Attributes:
+        loglikelihood: the sum over its tokens, nats.
+        greedy: each of its tokens is the likeliest one.
+        tokens: how many it has.
+    """
+
+    loglikelihood: float
+    greedy: bool
+    tokens: int
+
+
+class Scorer:
+    """Reads with a build.
+
+    Args:
+        micro: rows at once, as in training at most, so that a run needs no more memory than was planned.
+        length: tokens of a row; a longer context loses its beginning, which is counted in `truncated`.
+        say: told (what, done, total) now and then.
+    """
+
+    def __init__(
+        self,
+        build: Build,
+        tokenizer: Any,
+        *,
+        micro: int,
+        length: int,
+        say: Callable[[str, float, float | None], None] | None = None,
+    ):
+        self.build, self.tokenizer, self.micro, self.length = build, tokenizer, micro, length
+        self.say = say or (lambda what, done, total: None)
+        self.encoder = Encoder(tokenizer)
+        self.truncated = 0
+
+    def encode(self, text: str, *, complete: bool = False) -> list[int]:
+        """A text's tokens as training has them at a document's beginning; `complete`: its special tokens stand in it."""
+        return [*([] if complete else self.encoder.begin), *self._plain(text)]
+
+    def _plain(self, text: str) -> list[int]:
+        return list(self.encoder.backend.encode(text, add_special_tokens=False).ids)
+
+    def pair(self, context: str, continuation: str, *, complete: bool = False) -> tuple[list[int], list[int]]:
+        """The tokens of a context and of what follows it, cut from those of both together; blanks between belong to what follows."""
+        blanks = len(context) - len(context.rstrip())
+        if blanks:
+            context, continuation = context[:-blanks], context[-blanks:] + continuation
+        head = self.encode(context, complete=complete) if context else []
+        if not head:  # something must be read before the first token can be scored
+            return self.encoder.begin or [self.encoder.end], self._plain(continuation)
+        return head, self.encode(context + continuation, complete=complete)[len(head) :]
+
+    def score(self, pairs: Sequence[tuple[Sequence[int], Sequence[int]]], where: Sequence[str] = ()) -> list[Score]:
+        """The score of each (context, continuation) in tokens. Pairs that read the same tokens share a row.
+
+        Raises:
+            DataError: a continuation without a token, or longer than a row.
+        """
+        rows: dict[tuple[int, ...], list[int]] = {}
+        for n, (context, continuation) in enumerate(pairs):
+            at = f"{where[n]}: " if where else ""
+            if not continuation:
+                raise DataError(f"{at}what is to be scored has no token of its own")
+            if len(continuation) > self.length:
+                raise DataError(
+                    f"{at}what is to be scored has {len(continuation)} tokens, a row only {self.length}; shorten it or raise the length"
+                )
+            whole = (*context, *continuation)[-(self.length + 1) :]
+            self.truncated += len(whole) < len(context) + len(continuation)
+            rows.setdefault(whole[:-1], []).append(n)
+        made: list[Score | None] = [None] * len(pairs)
+        order = sorted(rows, key=len, reverse=True)
+        for first in range(0, len(order), self.micro):
+            some = order[first : first + self.micro]
+            length = min(self.length, -(-len(some[0]) // MULTIPLE) * MULTIPLE)
+            places: list[int] = []
+            targets: list[int] = []
+            owners: list[tuple[int, int]] = []  # (pair, tokens)
+            for row, read in enumerate(some):
+                for n in rows[read]:
+                    continuation = pairs[n][1]
+                    places += range(row * length + len(read) - len(continuation), row * length + len(read))
+                    targets += continuation
+                    owners.append((n, len(continuation)))
+            scores, likeliest = token_scores(
+                self.build, _batch(some, length, self.encoder.pad), torch.tensor(places), torch.tensor(targets)
+            )
+            sizes = [count for _, count in owners]
+            for (n, count), s, g in zip(owners, scores.double().split(sizes), likeliest.split(sizes), strict=True):
+                made[n] = Score(float(s.sum()), bool(g.all()), count)
+            self.say("scoring", min(first + self.micro, len(order)), len(order))
+        return [score for score in made if score is not None]
+
+    def write(self, contexts: Sequence[Sequence[int]], *, tokens: int, stop: Sequence[str]) -> list[str]:
+        """What the model writes after each context, greedily: up to so many tokens, cut before the first of `stop`."""
+        answers = []
+        room = self.build.model.positions or self.length + tokens
+        part = self.build.trained[0]
+        for n, context in enumerate(contexts):
+            kept = list(context)[-max(1, min(self.length, room - tokens)) :]
+            self.truncated += len(kept) < len(context)
+            ids = torch.tensor([kept], device=self.build.torch_device)
+            out = adapter.generate(part, ids, count=min(tokens, max(1, room - len(kept))), stop=self.encoder.end)  # type: ignore[arg-type]
+            text = self.tokenizer.decode(out[0, len(kept) :], skip_special_tokens=True)
+            for words in stop:  # an answer may begin with a line end, which ends nothing yet
+                text = text.lstrip().split(words, 1)[0] if words else text
+            answers.append(text.strip())
+            self.say("writing", n + 1, len(contexts))
+        return answers
+
+
+def _batch(rows: Sequence[Sequence[int]], length: int, pad: int) -> Batch:
+    tokens = torch.full((len(rows), length), pad, dtype=torch.int64)
+    for row, read in enumerate(rows):
+        tokens[row, : len(read)] = torch.tensor(read)
+    positions = torch.arange(length).expand(len(rows), length)
+    # Padding stands after what counts, which never sees it: each row is one document.
+    return Batch(tokens, torch.full_like(tokens, -100), positions, MaskSpec(), 0, tuple(range(len(rows))))
