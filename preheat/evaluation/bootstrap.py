@@ -27,13 +27,17 @@ class Metric:
 
     Attributes:
         rows: [rows, features] float64, what each row adds.
-        of: sums [..., features] -> the metric [...].
+        kind: which function of the sums it is, a key of `KINDS`; a name, so that a metric can be written down.
         higher: whether more is better.
     """
 
     rows: np.ndarray
-    of: Callable[[np.ndarray], np.ndarray]
+    kind: str
     higher: bool = True
+
+    def of(self, sums: np.ndarray) -> np.ndarray:
+        """Sums [..., features] -> the metric [...]."""
+        return KINDS[self.kind](sums)
 
     @property
     def value(self) -> float:
@@ -58,9 +62,12 @@ def _macro(sums: np.ndarray) -> np.ndarray:
     return f1.sum(axis=-1) / np.maximum(seen.sum(axis=-1), 1)
 
 
+KINDS: dict[str, Callable[[np.ndarray], np.ndarray]] = {"ratio": _divided, "perplexity": _exponential, "macro_f1": _macro}
+
+
 def ratio(above: Sequence[float], below: Sequence[float], *, higher: bool = True) -> Metric:
     """A sum over another: the mean loss a token from losses and tokens of rows."""
-    return Metric(np.stack([np.asarray(above, np.float64), np.asarray(below, np.float64)], axis=1), _divided, higher)
+    return Metric(np.stack([np.asarray(above, np.float64), np.asarray(below, np.float64)], axis=1), "ratio", higher)
 
 
 def mean(values: Sequence[float], *, higher: bool = True) -> Metric:
@@ -73,7 +80,7 @@ def mean(values: Sequence[float], *, higher: bool = True) -> Metric:
 
 def perplexity(losses: Sequence[float], weights: Sequence[float]) -> Metric:
     """exp of the mean loss: losses in nats, summed over `weights` tokens each."""
-    return Metric(ratio(losses, weights).rows, _exponential, higher=False)
+    return Metric(ratio(losses, weights).rows, "perplexity", higher=False)
 
 
 def macro_f1(gold: Sequence[int], predicted: Sequence[int], classes: int) -> Metric:
@@ -88,7 +95,7 @@ def macro_f1(gold: Sequence[int], predicted: Sequence[int], classes: int) -> Met
     """
     one = np.eye(classes + 1)[:, :classes]  # the last row, that of -1, is zeros
     g, p = one[np.asarray(gold, np.int64)], one[np.asarray(predicted, np.int64)]
-    return Metric(np.concatenate([g * p, p, g], axis=1), _macro)
+    return Metric(np.concatenate([g * p, p, g], axis=1), "macro_f1")
 
 
 def resampled_sums(rows: np.ndarray, *, resamples: int = RESAMPLES, seed: int = 0) -> Iterator[np.ndarray]:

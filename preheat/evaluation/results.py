@@ -6,9 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from preheat.evaluation.bootstrap import Metric, difference, interval
 
-__all__ = ["Result", "compared", "described"]
+__all__ = ["Result", "compared", "described", "kept", "read_kept"]
 
 
 @dataclass(frozen=True)
@@ -58,3 +60,16 @@ def compared(before: Result, after: Result, *, seed: int = 0) -> dict[str, Any]:
 def _values(value: float, found: tuple[float, float] | None) -> dict[str, float | None]:
     low, high = found or (None, None)
     return {"value": value, "low": low, "high": high}
+
+
+def kept(result: Result) -> dict[str, Any]:
+    """A result with its rows as plain values, to compare with later; `read_kept` reads it back."""
+    metrics = {n: {"kind": m.kind, "higher": m.higher, "rows": m.rows.tolist()} for n, m in result.metrics.items()}
+    same = {"rows": result.rows, "identity": result.identity, "tokens": result.tokens, "truncated": result.truncated}
+    return {**same, "alone": dict(result.alone), "metrics": metrics}
+
+
+def read_kept(values: Mapping[str, Any]) -> Result:
+    """What `kept` made."""
+    metrics = {n: Metric(np.array(m["rows"], np.float64), m["kind"], m["higher"]) for n, m in values["metrics"].items()}
+    return Result(metrics, **{key: values[key] for key in ("rows", "identity", "tokens", "truncated", "alone")})

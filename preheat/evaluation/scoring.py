@@ -114,8 +114,12 @@ class Scorer:
             self.say("scoring", min(first + self.micro, len(order)), len(order))
         return [score for score in made if score is not None]
 
-    def write(self, contexts: Sequence[Sequence[int]], *, tokens: int, stop: Sequence[str]) -> list[str]:
-        """What the model writes after each context, greedily: up to so many tokens, cut before the first of `stop`."""
+    def write(self, contexts: Sequence[Sequence[int]], *, tokens: int, stop: Sequence[str], strip: bool = True) -> list[str]:
+        """What the model writes after each context, greedily: up to so many tokens, cut before the first of `stop`.
+
+        Args:
+            strip: leave out white space at the beginning, before `stop` is looked for, and at the end.
+        """
         answers = []
         room = self.build.model.positions or self.length + tokens
         part = self.build.trained[0]
@@ -125,9 +129,10 @@ class Scorer:
             ids = torch.tensor([kept], device=self.build.torch_device)
             out = adapter.generate(part, ids, count=min(tokens, max(1, room - len(kept))), stop=self.encoder.end)  # type: ignore[arg-type]
             text = self.tokenizer.decode(out[0, len(kept) :], skip_special_tokens=True)
-            for words in stop:  # an answer may begin with a line end, which ends nothing yet
-                text = text.lstrip().split(words, 1)[0] if words else text
-            answers.append(text.strip())
+            text = text.lstrip() if strip else text  # an answer may begin with a line end, which ends nothing yet
+            for words in filter(None, stop):
+                text = text.split(words, 1)[0]
+            answers.append(text.rstrip() if strip else text)
             self.say("writing", n + 1, len(contexts))
         return answers
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -14,7 +15,7 @@ from preheat.recipe.text import compose
 
 __all__ = ["BUILT_IN", "Task", "built_in", "find_tasks", "load_task"]
 
-BUILT_IN = Path(__file__).parents[1] / "tasks"
+BUILT_IN = Path(__file__).parent / "builtin"
 
 Kind = Literal["multiple_choice", "classification", "cloze", "exact_match", "token_f1", "numeric"]
 BY_LIKELIHOOD = ("multiple_choice", "classification", "cloze")
@@ -83,8 +84,11 @@ class Task:
         return found
 
 
-def load_task(path: Path) -> Task:
+def load_task(path: Path, settings: Mapping[str, str] | None = None) -> Task:
     """A task from its YAML file; names of files in it are relative to it.
+
+    Args:
+        settings: further keys, as they would stand in the file; they go before its own.
 
     Raises:
         RecipeError: no such file, an unknown key (the nearest is named), a value out of range.
@@ -94,13 +98,15 @@ def load_task(path: Path) -> Task:
     except (OSError, UnicodeDecodeError) as error:
         raise RecipeError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or 'not text in UTF-8'})") from None
     reader = RecipeReader(str(path), lines)
+    if settings and isinstance(values, dict):
+        values |= {key: compose(value, f"{path.stem}, {key}")[0] for key, value in settings.items()}
     task: Task | None = reader.flat(Task, values, ())
     if task is not None:
         for key, words in task.problems():
             reader.say((key,), f"{key}: {words}")
     if reader.found or task is None:
         raise RecipeError("\n".join(reader.found))
-    beside = {key: str(path.parent / name) for key in ("data", "keys") if (name := getattr(task, key)) and (path.parent / name).is_file()}
+    beside = {key: str(path.parent / name) for key in ("data", "keys") if (name := getattr(task, key)) and key not in (settings or {}) and (path.parent / name).is_file()}
     return replace(task, name=task.name or path.stem, **beside)
 
 
@@ -109,11 +115,12 @@ def built_in() -> dict[str, Path]:
     return {path.stem: path for path in sorted(BUILT_IN.glob("*.yaml"))}
 
 
-def find_tasks(names: Sequence[str]) -> list[Task | str]:
+def find_tasks(names: Sequence[str], *, knob: str = "--tasks") -> list[Task | str]:
     """Each name as a task of ours, or as the name (or file) of one of lm-eval's, which look different: `lm-eval:NAME`.
 
     Args:
-        names: `NAME` (comes with preheat), `FILE.yaml`, either with `=DATA` for rows from elsewhere; `lm-eval:NAME` or `lm-eval:FILE.yaml`.
+        names: `NAME` (comes with preheat) or `FILE.yaml`; either with `=DATA` for rows from elsewhere, and after commas with
+            further keys of `Task`: `cloze=rows.jsonl,limit=100`. `lm-eval:NAME` or `lm-eval:FILE.yaml`.
 
     Raises:
         RecipeError: there is no such task; the nearest is named.
@@ -123,23 +130,26 @@ def find_tasks(names: Sequence[str]) -> list[Task | str]:
         if given.startswith("lm-eval:"):
             found.append(given.removeprefix("lm-eval:"))
             continue
-        name, _, data = given.partition("=")
+        first, *more = given.split(",")
+        name, _, data = first.partition("=")
         path = Path(name).expanduser()
         if path.suffix in (".yaml", ".yml"):
             if not path.is_file():
-                raise RecipeError(f"--tasks {name}: no such file")
+                raise RecipeError(f"{knob} {name}: no such file")
         elif name in built_in():
             path = built_in()[name]
         else:
             words = nearest(name, list(built_in()))
-            raise RecipeError(f"--tasks {name}: no such task; {words} (a file ends in .yaml; a task of lm-eval is written lm-eval:{name})")
-        task = load_task(path)
-        task = replace(task, data=data) if data else task
+            raise RecipeError(f"{knob} {name}: no such task; {words} (a file ends in .yaml; a task of lm-eval is written lm-eval:{name})")
+        if bad := [part for part in more if "=" not in part]:
+            raise RecipeError(f"{knob} {given}: '{bad[0]}' is no KEY=VALUE")
+        settings = dict(part.split("=", 1) for part in more)
+        task = load_task(path, settings | ({"data": json.dumps(data)} if data else {}))
         if task.data is None:
             words = path.read_text(encoding="utf-8").splitlines()[0].lstrip("# ")
-            raise RecipeError(f"--tasks {name}: names no rows; give them: {name}=FILE ({words})")
+            raise RecipeError(f"{knob} {name}: names no rows; give them: {name}=FILE ({words})")
         found.append(task)
     names_of = [t.name if isinstance(t, Task) else t for t in found]
     if twice := next((n for n in names_of if names_of.count(n) > 1), None):
-        raise RecipeError(f"--tasks: {twice} stands twice")
+        raise RecipeError(f"{knob}: {twice} stands twice")
     return found

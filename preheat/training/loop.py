@@ -15,16 +15,15 @@ from typing import Any
 
 import torch
 
-from preheat.data import baselines, batches, evaluation_batches
+from preheat.data import baselines, batches
 from preheat.data.loader import samples_of
 from preheat.engine import checkpoint
-from preheat.engine.evaluate import evaluate
 from preheat.engine.step import gradients, update
 from preheat.errors import RunError
 from preheat.hardware.probe import give_back, peak_bytes, resident_bytes
 from preheat.models import adapter
 from preheat.recipe import Recipe
-from preheat.technique import Batch, Shape, Slot, Tag
+from preheat.technique import Batch, Shape, Tag
 from preheat.training.schedule import share_of_peak
 from preheat.training.session import Session, open_session
 from preheat.training.signals import Signals
@@ -99,6 +98,8 @@ class _Loop:
                 )
             ) as stream,
         ):
+            if self.progress.step == 0 and self.session.probes.at_start:
+                self._evaluate()
             while not self._finished() and signals.received is None:
                 self._step(stream)
                 step = self.progress.step
@@ -209,14 +210,9 @@ class _Loop:
     def _evaluate(self) -> float:
         step = self.progress.step
         if self.evaluated is None or self.evaluated[0] != step:
-            rows = self.session.data.validation
-            if rows is None or not len(rows):
-                return math.nan
-            micro = self.build.slot(Slot.BATCH_SHAPE)(1.0).micro  # validation rows are whole at any time
-            loss, tokens = evaluate(self.build, evaluation_batches(rows, micro=micro, limit=self.recipe.evaluate.rows))
-            self.evaluated = (step, loss)
-            self.writer.metric(step=step, validation_loss=loss, tokens=tokens)
-            self.watch.evaluated(step, loss)
+            self.evaluated = (step, self.session.probes.take(self.build, self.writer, step))
+            if not math.isnan(self.evaluated[1]):
+                self.watch.evaluated(*self.evaluated)
         return self.evaluated[1]
 
     def _finish(self, stopped: str | None) -> dict[str, Any]:

@@ -26,8 +26,11 @@ class Opened:
     """Of the checkpoint; None for a model folder."""
 
 
-def open_model(path: str | Path) -> Opened:
+def open_model(path: str | Path, *, at_start: bool = False) -> Opened:
     """Builds a run's model with its newest whole checkpoint, or the model of a Hugging Face folder, for reading.
+
+    Args:
+        at_start: of a run, the model that it began from: its base with its techniques, before the first step.
 
     Raises:
         RunError: neither a run nor a model, or no whole checkpoint.
@@ -38,6 +41,9 @@ def open_model(path: str | Path) -> Opened:
     if (path / "recipe.yaml").is_file():
         recipe = recipes.load(path / "recipe.yaml")
         tokenizer = load_tokenizer(str(path / "tokenizer"))
+        if at_start:
+            device, _ = resolve(recipe)
+            return Opened(recipe, build(recipe, vocabulary=len(tokenizer), device=device), tokenizer, 0)
         found, damaged = checkpoint.find(path / "checkpoints")
         if found is None:
             raise RunError(
@@ -48,6 +54,8 @@ def open_model(path: str | Path) -> Opened:
         made = build(recipe, vocabulary=len(tokenizer), device=device)
         checkpoint.load_weights(made, found)
         return Opened(recipe, made, tokenizer, checkpoint.read_progress(found).step)
+    if at_start:
+        raise RunError(f"{path}: is no run, so nothing is known of a model before it; name two models to compare them")
     if not (path / "config.json").is_file():
         raise RunError(f"{path}: is neither a run (no recipe.yaml) nor a Hugging Face model folder (no config.json)")
     recipe = Recipe(name="opened", model=Model(path=str(path)), stop=Stop(steps=1))

@@ -18,6 +18,7 @@ from preheat import recipe as recipes
 from preheat.engine import checkpoint
 from preheat.engine.build import build, peak_learning_rate
 from preheat.errors import DoesNotFit, RunError
+from preheat.evaluation.probes import Probes
 from preheat.models import adapter
 from preheat.planning.plan import plan, settled, steps_of
 from preheat.recipe import Recipe
@@ -39,6 +40,8 @@ class Session:
     build: Build
     data: Any
     """preheat.data.Prepared."""
+    probes: Probes
+    """What is measured beside the steps."""
     writer: Writer
     plan: dict[str, Any]
     progress: checkpoint.Progress
@@ -131,6 +134,7 @@ def open_session(recipe: Recipe, out: Path, *, resume: bool, watch: Watch, force
         tokenizer=adapter.tokenizer_folder(recipe),
         progress=watch.progress,
     )
+    probes = Probes(recipe, data, watch.progress)
     watch.stage("measuring this machine (once)")
     measured = rates(device, threads, progress=lambda what, done: watch.progress(what, done, 1.0))
     watch.stage("planning")
@@ -172,7 +176,7 @@ def open_session(recipe: Recipe, out: Path, *, resume: bool, watch: Watch, force
         if not resume and not (out / "recipe.yaml").exists():
             _remove_empty_run(out)
         raise
-    return Session(recipe, made, data, writer, expected, progress, total, shape, order, peak_learning_rate(made), imports)
+    return Session(recipe, made, data, probes, writer, expected, progress, total, shape, order, peak_learning_rate(made), imports)
 
 
 def _shape(made: Build, total: int | None) -> Callable[[int], Shape]:
