@@ -23,11 +23,17 @@ Found = dict[str, dict[str, "Result"]]  # texts, tasks: by name
 def evaluate(
     model: Annotated[
         list[str],
-        typer.Argument(metavar="RUN|MODEL [AFTER]", help="A run's folder, or a Hugging Face model folder. Two are compared, the first as before."),
+        typer.Argument(
+            metavar="RUN|MODEL [AFTER]",
+            help="A run's folder, or a Hugging Face model folder. Two are compared, the first as before.",
+        ),
     ],
     data: Annotated[
         list[str] | None,
-        typer.Option("--data", help="A text: a file, folder or source, or a run's own `validation` (when nothing is named) or `train`. May stand several times."),
+        typer.Option(
+            "--data",
+            help="A text: a file, folder or source, or a run's own `validation` (when nothing is named) or `train`. May stand several times.",
+        ),
     ] = None,
     tasks: Annotated[
         list[str] | None,
@@ -38,13 +44,25 @@ def evaluate(
         ),
     ] = None,
     before: Annotated[bool, typer.Option("--before", help="Of a run: also measure the model that it began from.")] = False,
-    forgetting: Annotated[str | None, typer.Option("--forgetting", help="A text whose loss shows what was forgotten; with --before or two models.")] = None,
-    rows: Annotated[int, typer.Option("--rows", min=1, help="At most so many rows of a text.")] = 1000,
-    limit: Annotated[int | None, typer.Option("--limit", min=1, help="At most so many rows of a task; all when not given.")] = None,
-    length: Annotated[
-        int | None, typer.Option("--length", min=2, help="Tokens a row; for texts the run's, or 512, and for tasks what the model takes (up to 2,048), when not given.")
+    forgetting: Annotated[
+        str | None,
+        typer.Option("--forgetting", help="A text whose loss shows what was forgotten; with --before or two models."),
     ] = None,
-    samples: Annotated[Path | None, typer.Option("--samples", help="A file (.jsonl) for what was asked and answered, row by row.")] = None,
+    rows: Annotated[int, typer.Option("--rows", min=1, help="At most so many rows of a text.")] = 1000,
+    limit: Annotated[
+        int | None, typer.Option("--limit", min=1, help="At most so many rows of a task; all when not given.")
+    ] = None,
+    length: Annotated[
+        int | None,
+        typer.Option(
+            "--length",
+            min=2,
+            help="Tokens a row; for texts the run's, or 512, and for tasks what the model takes (up to 2,048), when not given.",
+        ),
+    ] = None,
+    samples: Annotated[
+        Path | None, typer.Option("--samples", help="A file (.jsonl) for what was asked and answered, row by row.")
+    ] = None,
     json: Json = False,
 ) -> None:
     """Loss and perplexity on texts, and scores of tasks, with 95 % bootstrap intervals; before and after in one table.
@@ -75,7 +93,10 @@ def evaluate(
 
     wanted = [(model[0], True), (model[0], False)] if before else [(path, False) for path in model]
     how: dict[str, Any] = {"texts": texts, "tasks": chosen, "recipe": recipe, "rows": rows, "limit": limit, "length": length}
-    found = [_measured(path, at_start, samples=samples if n == len(wanted) - 1 else None, **how) for n, (path, at_start) in enumerate(wanted)]
+    found = [
+        _measured(path, at_start, samples=samples if n == len(wanted) - 1 else None, **how)
+        for n, (path, at_start) in enumerate(wanted)
+    ]
     made = _told(model[-1], found[-1])
     if len(found) == 2:
         made |= {"before": _told(model[0], found[0]), "difference": differences(found[0], found[1])}
@@ -214,6 +235,8 @@ def _notes(made: Mapping[str, Any]) -> list[str]:
     for part in ("texts", "tasks"):
         for name, off in made.get("difference", {}).get(part, {}).items():
             if not off["paired"]:
-                told.append(f"{name}: the two did not read the same rows (another tokenizer), so each was resampled by itself; only bits a byte compare")
+                told.append(
+                    f"{name}: the two did not read the same rows (another tokenizer), so each was resampled by itself; only bits a byte compare"
+                )
     told.append("In brackets: 95 % of 1,000 bootstrap resamples of the rows. Losses are in nats a token.")
     return told

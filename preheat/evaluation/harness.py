@@ -98,12 +98,17 @@ def model_for_harness(scorer: Scorer) -> Any:
             for request in requests:
                 context, settings = request.args
                 if settings.get("do_sample") and settings.get("temperature", 1.0):
-                    raise RecipeError("lm-eval: a task that draws its answers at a temperature; only greedy answers can be compared")
+                    raise RecipeError(
+                        "lm-eval: a task that draws its answers at a temperature; only greedy answers can be compared"
+                    )
                 until = settings.get("until") or []
                 ids = self.tok_encode(context)
                 tokens = int(settings.get("max_gen_toks") or settings.get("max_new_tokens") or WRITTEN)
                 answers += scorer.write(
-                    [ids], tokens=min(tokens, scorer.length // 2), stop=[until] if isinstance(until, str) else until, strip=False
+                    [ids],
+                    tokens=min(tokens, scorer.length // 2),
+                    stop=[until] if isinstance(until, str) else until,
+                    strip=False,
                 )
             return answers
 
@@ -135,7 +140,9 @@ def measure_by_harness(name: str, scorer: Scorer, *, limit: int | None = None) -
             manager, task = TaskManager(), name
         known = list(manager.all_tasks)
         if task not in known:
-            raise RecipeError(f"--tasks lm-eval:{name}: no such task; {nearest(task, known) if len(known) < 50 else _near(task, known)}")
+            raise RecipeError(
+                f"--tasks lm-eval:{name}: no such task; {nearest(task, known) if len(known) < 50 else _near(task, known)}"
+            )
         try:
             # Seeds: None leaves the process's generators alone, on which a run's exactness rests.
             found = lm_eval.simple_evaluate(
@@ -144,7 +151,9 @@ def measure_by_harness(name: str, scorer: Scorer, *, limit: int | None = None) -
             )  # fmt: skip
         except (OSError, ConnectionError, FileNotFoundError) as error:
             words = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
-            raise DataError(f"--tasks lm-eval:{name}: its rows cannot be had ({words}); download them where there is a network") from None
+            raise DataError(
+                f"--tasks lm-eval:{name}: its rows cannot be had ({words}); download them where there is a network"
+            ) from None
     assert found is not None, "only ranks above 0 get nothing"
     return {key: _result(values, found["samples"].get(key, [])) for key, values in found["results"].items()}
 
@@ -154,7 +163,9 @@ def _task_of(file: Path) -> str:
 
     if not file.is_file():
         raise RecipeError(f"--tasks lm-eval:{file}: no such file")
-    node = yaml.compose(file.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)  # nothing is constructed: !function is lm-eval's own
+    node = yaml.compose(
+        file.read_text(encoding="utf-8"), Loader=yaml.SafeLoader
+    )  # nothing is constructed: !function is lm-eval's own
     pairs = node.value if isinstance(node, yaml.MappingNode) else []
     found = next((str(value.value) for key, value in pairs if key.value in ("task", "group")), None)
     if found is None:

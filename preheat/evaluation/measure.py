@@ -37,20 +37,26 @@ def measure_items(task: Task, items: Sequence[Item], scorer: Scorer, *, samples:
     """The same for questions that were read before."""
     before = scorer.truncated
     made: dict[str, Metric]
-    written: Sequence[Any]
+    written: list[Any]
     if task.kind in BY_LIKELIHOOD:
         scores = _likelihoods(items, scorer)
-        made, written = _by_likelihood(task, items, scores), scores
+        made, written = _by_likelihood(task, items, scores), list(scores)
     else:
         contexts = [scorer.encode(item.context, complete=item.complete) for item in items]
         answers = scorer.write(contexts, tokens=task.tokens, stop=task.stop)
-        made, written = _by_answer(task, items, answers), answers
+        made, written = _by_answer(task, items, answers), list(answers)
     if samples is not None:
         with samples.open("a", encoding="utf-8") as file:
             for item, what in zip(items, written, strict=True):
                 right = item.texts[item.gold] if item.texts else list(item.answers)
-                line = {"task": task.name, "where": item.where, "context": item.context, "choices": list(item.texts), "gold": right}
-                key, value = ("loglikelihoods", [s.loglikelihood for s in what]) if item.texts else ("answer", what)
+                line = {
+                    "task": task.name,
+                    "where": item.where,
+                    "context": item.context,
+                    "choices": list(item.texts),
+                    "gold": right,
+                }
+                key, value = ("answer", what) if item.answers else ("loglikelihoods", [score.loglikelihood for score in what])
                 file.write(json.dumps(line | {key: value}, ensure_ascii=False) + "\n")
     identity = digest([(item.where, item.texts, item.gold, item.answers) for item in items])
     # Several choices of one question may each have cut its context.

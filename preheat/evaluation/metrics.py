@@ -151,9 +151,7 @@ def numeric_f1(answer: str, golds: Sequence[str], scale: str = "") -> float:
     found = spans_of(answer)
     if not found or not golds:
         return float(not found and not golds)
-    pairs = sorted(
-        ((_span_f1(f, g, scale), -i, -j) for i, f in enumerate(found) for j, g in enumerate(golds)), reverse=True
-    )
+    pairs = sorted(((_span_f1(f, g, scale), -i, -j) for i, f in enumerate(found) for j, g in enumerate(golds)), reverse=True)
     total, used_found, used_gold = 0.0, set[int](), set[int]()
     for score, i, j in pairs:
         if i not in used_found and j not in used_gold:

@@ -46,7 +46,7 @@ class Probes:
         if settings.forgetting is not None:
             with tempfile.TemporaryDirectory() as folder:  # the tokenizer may have been trained for this run
                 data.tokenizer.save_pretrained(folder)
-                how = {"length": recipe.batch.length, "seed": recipe.seed, "tokenizer": folder}
+                how: dict[str, Any] = {"length": recipe.batch.length, "seed": recipe.seed, "tokenizer": folder}
                 self.forgetting = rows_of_text(recipe.data, settings.forgetting, knob="evaluate.forgetting", **how)
         pretrained = recipe.model.path is not None and recipe.model.weights == "pretrained"
         self.at_start = pretrained or bool(self.tasks or self.forgetting)

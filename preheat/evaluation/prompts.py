@@ -64,7 +64,9 @@ class _Language:
 
         return self._guarded(key, make, take)
 
-    def _guarded(self, key: str, make: Callable[[str], Any], take: Callable[[Any, Mapping[str, Any]], Any]) -> Callable[[Row], Any]:
+    def _guarded(
+        self, key: str, make: Callable[[str], Any], take: Callable[[Any, Mapping[str, Any]], Any]
+    ) -> Callable[[Row], Any]:
         from jinja2 import TemplateError, TemplateSyntaxError
 
         text, name = getattr(self.task, key), self.task.name

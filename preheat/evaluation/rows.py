@@ -107,7 +107,9 @@ def _json(path: Path) -> Iterator[Row]:
             yield _row(f"{path}: row {number}", {"key": key, **value} if isinstance(value, dict) else value)
         return
     if not isinstance(found, list):
-        raise DataError(f"{path}: holds {type(found).__name__}; a .json file of a task holds a list of objects or an object of them")
+        raise DataError(
+            f"{path}: holds {type(found).__name__}; a .json file of a task holds a list of objects or an object of them"
+        )
     for number, value in enumerate(found, 1):
         yield _row(f"{path}: row {number}", value)
 
@@ -146,7 +148,9 @@ def _named(name: str, subset: str | None, split: str) -> Iterator[Row]:
     from preheat.data.sources import hub_reachable
 
     if not hub_reachable():
-        raise DataError(f"{name}: no such file, and no network to look for a data set of that name; give the task a file: NAME=FILE")
+        raise DataError(
+            f"{name}: no such file, and no network to look for a data set of that name; give the task a file: NAME=FILE"
+        )
     try:
         found = datasets.load_dataset(name, subset, split=split)
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:

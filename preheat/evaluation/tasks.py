@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from preheat.errors import RecipeError, nearest
 from preheat.recipe.boundary import RecipeReader
@@ -106,7 +106,11 @@ def load_task(path: Path, settings: Mapping[str, str] | None = None) -> Task:
             reader.say((key,), f"{key}: {words}")
     if reader.found or task is None:
         raise RecipeError("\n".join(reader.found))
-    beside = {key: str(path.parent / name) for key in ("data", "keys") if (name := getattr(task, key)) and key not in (settings or {}) and (path.parent / name).is_file()}
+    beside: dict[str, Any] = {}
+    for key in ("data", "keys"):
+        name = getattr(task, key)
+        if name and key not in (settings or {}) and (path.parent / name).is_file():
+            beside[key] = str(path.parent / name)
     return replace(task, name=task.name or path.stem, **beside)
 
 
@@ -140,7 +144,9 @@ def find_tasks(names: Sequence[str], *, knob: str = "--tasks") -> list[Task | st
             path = built_in()[name]
         else:
             words = nearest(name, list(built_in()))
-            raise RecipeError(f"{knob} {name}: no such task; {words} (a file ends in .yaml; a task of lm-eval is written lm-eval:{name})")
+            raise RecipeError(
+                f"{knob} {name}: no such task; {words} (a file ends in .yaml; a task of lm-eval is written lm-eval:{name})"
+            )
         if bad := [part for part in more if "=" not in part]:
             raise RecipeError(f"{knob} {given}: '{bad[0]}' is no KEY=VALUE")
         settings = dict(part.split("=", 1) for part in more)

@@ -41,14 +41,18 @@ def rows_of_text(data: Data, source: str, *, knob: str, length: int, seed: int, 
         DataError: no such text, it is empty, or it is shorter than a row.
     """
     plain = Path(source).suffix in TEXT or Path(source).is_dir()
-    fields = {"prompt": None, "completion": None} if plain else {}
+    fields: dict[str, Any] = {"prompt": None, "completion": None} if plain else {}
     settings = replace(
         data, source=source, validation=0.0, limit=None, streaming=False, tokenizer=tokenizer, packing="auto", **fields
     )
     try:
         rows = prepare(settings, length=length, seed=seed).train
     except DataError as error:
-        words = str(error).replace("data.source", knob).replace("add documents or lower batch.length", "name a longer text, or read it in shorter rows")
+        words = (
+            str(error)
+            .replace("data.source", knob)
+            .replace("add documents or lower batch.length", "name a longer text, or read it in shorter rows")
+        )
         raise DataError(words if knob in words else f"{knob} {source}: {words}") from None
     assert isinstance(rows, Rows), "only a stream is not packed beforehand"
     return rows

@@ -176,7 +176,9 @@ def open_session(recipe: Recipe, out: Path, *, resume: bool, watch: Watch, force
         if not resume and not (out / "recipe.yaml").exists():
             _remove_empty_run(out)
         raise
-    return Session(recipe, made, data, probes, writer, expected, progress, total, shape, order, peak_learning_rate(made), imports)
+    return Session(
+        recipe, made, data, probes, writer, expected, progress, total, shape, order, peak_learning_rate(made), imports
+    )
 
 
 def _shape(made: Build, total: int | None) -> Callable[[int], Shape]:

@@ -13,7 +13,18 @@ from preheat.errors import RunError
 from preheat.report import plots, words, write
 from preheat.run import Writer
 
-SECTIONS = ["verdict", "loss", "over-time", "memory", "techniques", "samples", "timeline", "environment", "recipe"]
+SECTIONS = [
+    "verdict",
+    "loss",
+    "evaluation",
+    "over-time",
+    "memory",
+    "techniques",
+    "samples",
+    "timeline",
+    "environment",
+    "recipe",
+]
 PLAN = {
     "fits": True,
     "peak_gib": 1.02,
