@@ -135,7 +135,8 @@ def numeric_match(answer: str, golds: Sequence[str], scale: str = "") -> float:
         >>> numeric_match("1,496.5 million", ["$1,496.5"], "million"), numeric_match("1,496.5", ["$1,496.5"], "million")
         (1.0, 0.0)
     """
-    return float(sorted(map(scaled, spans_of(answer))) == sorted(scaled(gold, scale) for gold in golds))
+    wanted = [span for gold in golds for span in spans_of(gold)]  # published ones hold `;` and line ends too
+    return float(sorted(map(scaled, spans_of(answer))) == sorted(scaled(span, scale) for span in wanted))
 
 
 def numeric_f1(answer: str, golds: Sequence[str], scale: str = "") -> float:
@@ -148,17 +149,17 @@ def numeric_f1(answer: str, golds: Sequence[str], scale: str = "") -> float:
         >>> numeric_f1("-12.6 million", ["-12.6"], "million"), numeric_f1("red hat; 5", ["hat", "6"])
         (1.0, 0.3333333333333333)
     """
-    found = spans_of(answer)
-    if not found or not golds:
-        return float(not found and not golds)
-    pairs = sorted(((_span_f1(f, g, scale), -i, -j) for i, f in enumerate(found) for j, g in enumerate(golds)), reverse=True)
+    found, wanted = spans_of(answer), [span for gold in golds for span in spans_of(gold)]
+    if not found or not wanted:
+        return float(not found and not wanted)
+    pairs = sorted(((_span_f1(f, w, scale), -i, -j) for i, f in enumerate(found) for j, w in enumerate(wanted)), reverse=True)
     total, used_found, used_gold = 0.0, set[int](), set[int]()
     for score, i, j in pairs:
         if i not in used_found and j not in used_gold:
             used_found.add(i)
             used_gold.add(j)
             total += score
-    return total / max(len(found), len(golds))
+    return total / max(len(found), len(wanted))
 
 
 def _span_f1(found: str, gold: str, scale: str) -> float:

@@ -1,0 +1,138 @@
+"""`preheat eval` and evaluation during a run, as a user types them: before, after, the difference, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from .conftest import Command
+
+TASK = """\
+kind: multiple_choice
+data: rows.jsonl
+prompt: "{{start}}"
+choices: ends
+gold: gold
+"""
+
+
+@pytest.fixture
+def asked(preheat: Command) -> Command:
+    """The folder with a task (t.yaml) that the text answers, and a second text."""
+    rows = [{"start": f"the quick brown {n}", "ends": ["fox", "zzqx kkvv", "jackdaws %%%"], "gold": "fox"} for n in range(12)]
+    (preheat.folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (preheat.folder / "t.yaml").write_text(TASK)
+    (preheat.folder / "other.txt").write_text("Something else altogether stands here, line after line.\n" * 60)
+    return preheat
+
+
+def test_a_run_measures_tasks_and_forgetting_before_and_after(asked: Command) -> None:
+    settings = "evaluate={every: 6, rows: 40, tasks: [t.yaml], forgetting: other.txt}"
+    made = asked.json("train", "r.yaml", "--set", settings)
+    run = asked.folder / "runs" / "small"
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    evaluated = [line for line in lines if "loss" not in line]
+    assert [line["step"] for line in evaluated] == [0, 6, 12]
+    assert all(set(line) == {"step", "validation_loss", "forgetting_loss", "tokens", "tasks"} for line in evaluated)
+    assert evaluated[-1]["validation_loss"] == made["validation_loss"] < evaluated[0]["validation_loss"]
+    assert set(evaluated[0]["tasks"]["t"]) == {"accuracy", "accuracy_norm"}
+    found = json.loads((run / "evaluation.json").read_text())
+    assert found["step"] == 12
+    for part, name, metric in (
+        ("texts", "validation", "loss"),
+        ("texts", "forgetting", "bits_per_byte"),
+        ("tasks", "t", "accuracy"),
+    ):
+        before, after, off = (found[k][part][name]["metrics"][metric] for k in ("before", "after", "difference"))
+        assert off["value"] == pytest.approx(after["value"] - before["value"])
+        for values in (before, after, off):
+            assert values["low"] <= values["value"] + 1e-9
+            assert values["value"] <= values["high"] + 1e-9
+    page = (run / "report.html").read_text()
+    assert "Before and after" in page
+    assert "forgetting: loss" in page
+
+    # The command finds the same, from the checkpoint and from what the run began from.
+    again = asked.json(
+        "eval", "runs/small", "--before", "--tasks", "t.yaml", "--forgetting", "other.txt", "--rows", "40", "--length", "32"
+    )
+    assert again["loss"] == pytest.approx(made["validation_loss"], rel=1e-4)
+    assert again["texts"]["validation"]["metrics"]["loss"]["value"] == again["loss"]
+    assert again["before"]["loss"] == pytest.approx(evaluated[0]["validation_loss"], rel=1e-4)
+    assert again["difference"]["texts"]["other.txt"]["paired"] is True
+    ran, typed = (of["difference"]["tasks"]["t"]["metrics"]["accuracy"] for of in (found, again))
+    assert typed == pytest.approx(ran)
+    assert set(again) >= {"model", "loss", "perplexity", "bits_per_byte", "tokens", "texts", "tasks", "before", "difference"}
+
+    # Two models side by side, with a tokenizer of their own each: only bits a byte compare.
+    exported = asked.json("export", "runs/small", "--to", "hf")["path"]
+    two = asked.json("eval", exported, "runs/small", "--tasks", "t.yaml", "--samples", "out.jsonl")
+    assert two["difference"]["tasks"]["t"]["metrics"]["accuracy"]["value"] == 0
+    assert two["difference"]["texts"]["validation"]["metrics"]["loss"]["value"] == pytest.approx(0, abs=1e-3)
+    samples = [json.loads(line) for line in (asked.folder / "out.jsonl").read_text().splitlines()]
+    assert [line["gold"] for line in samples] == ["fox"] * 12
+    asked("train", "r.yaml", "--set", "data.vocabulary=290", "--set", "stop.steps=2", "--set", "name=b")
+    other = asked.json("eval", "runs/b", "runs/small", "--data", "other.txt")["difference"]["texts"]["other.txt"]
+    assert (other["paired"], set(other["metrics"])) == (False, {"bits_per_byte"})
+    table, _ = asked("eval", "runs/small", "--before", "--data", "validation", "--data", "train", "--tasks", "t.yaml")
+    assert "difference" in table
+    assert "bits_per_byte" in table
+    assert "bootstrap" in table
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["m", "--tasks", "claws=rows.jsonl"], 2, "did you mean 'clauses'"),
+        (["m", "--tasks", "cloze"], 2, "give them: cloze=FILE"),
+        (["m", "--tasks", "cloze=rows.jsonl"], 4, "rows.jsonl:1: no field 'continuation'"),
+        (["m", "--tasks", "cloze=empty.jsonl"], 4, "holds no row"),
+        (["m", "--tasks", "multiple_choice=wrong.jsonl"], 4, "wrong.jsonl:2: gold 7 is none of the 2 choices"),
+        (["m", "--tasks", "t.yaml", "--length", "8", "--data", "short.txt"], 4, "do not fill one row of 8"),
+        (["m", "--data", "empty.txt"], 4, "empty"),
+        (["m"], 2, "--data: is needed"),
+        (["m", "--forgetting", "other.txt", "--data", "other.txt"], 2, "add --before"),
+        (["m", "--before", "--data", "other.txt"], 1, "is no run"),
+        (["m", "m", "m", "--data", "other.txt"], 2, "3 models"),
+        (["m", "--tasks", "t.yaml", "--samples", "no/where.jsonl"], 2, "--samples no/where.jsonl"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_what_cannot_be_evaluated_is_one_line(
+    asked: Command, stories: Path, arguments: list[str], code: int, words: str
+) -> None:
+    folder = asked.folder
+    (folder / "m").symlink_to(stories)
+    (folder / "empty.txt").write_text("")
+    (folder / "empty.jsonl").write_text("\n")
+    (folder / "short.txt").write_text("a b")
+    good = {"query": "a", "choices": ["x", "y"], "gold": 1}
+    (folder / "wrong.jsonl").write_text(json.dumps(good) + "\n" + json.dumps({**good, "gold": 7}))
+    _, error = asked("eval", *arguments, code=code)
+    assert words in error
+    assert error.count("\n") == 1
+    assert "Traceback" not in error
+
+
+@pytest.fixture
+def stories(data_folder: Path) -> Path:
+    return data_folder / "stories260K-hf"
+
+
+@pytest.mark.parametrize(
+    ("settings", "code", "words"),
+    [
+        ("evaluate.tasks=[claws]", 2, "evaluate.tasks claws: no such task"),
+        ("evaluate.tasks=[cloze=rows.jsonl]", 4, "no field 'continuation'"),
+        ("evaluate.forgetting=nowhere.txt", 4, "evaluate.forgetting nowhere.txt"),
+        ("evaluate.forgetting=short.txt", 4, "evaluate.forgetting"),
+    ],
+)
+def test_a_run_whose_evaluation_is_wrong_does_not_begin(asked: Command, settings: str, code: int, words: str) -> None:
+    (asked.folder / "short.txt").write_text("a b")
+    _, error = asked("train", "r.yaml", "--set", settings, code=code)
+    assert words in error
+    assert error.count("\n") == 1
+    assert not list(asked.folder.glob("runs/*/*"))
