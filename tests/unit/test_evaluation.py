@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -253,6 +254,8 @@ def test_a_text_is_measured_in_nats_and_in_bits_a_byte(tokenizer: Any, tmp_path:
     scored = sum(len(tokenizer.decode(row.labels[row.labels >= 0])) for row in map(rows.row, range(len(rows))))
     assert found.metrics["bits_per_byte"].value == pytest.approx(loss * tokens / math.log(2) / scored, rel=1e-6)
     assert described(read_kept(json.loads(json.dumps(kept(found))))) == described(found)
+    other = compared(replace(found, identity="other rows"), found)  # another tokenizer: only bits a byte compare
+    assert (other["paired"], set(other["metrics"])) == (False, {"bits_per_byte"})
     same = compared(found, found)
     assert same["paired"] is True
     assert same["metrics"]["loss"] == {"value": 0.0, "low": 0.0, "high": 0.0}
