@@ -10,9 +10,9 @@ from torch import Tensor
 
 from preheat.engine.step import forward, transform
 from preheat.models import adapter
-from preheat.technique import Batch, Build, Slot
+from preheat.technique import Batch, Build, LossSum, Slot
 
-__all__ = ["evaluate", "reading", "token_scores"]
+__all__ = ["evaluate", "likeliest", "parts", "reading", "token_scores"]
 
 LOGITS = 2**24
 """Logits made at once where single tokens are scored (64 MiB in fp32): what a dry run saw of an evaluation is not exceeded."""
@@ -32,14 +32,21 @@ def reading(build: Build) -> Iterator[None]:
             part.train(mode)
 
 
+def parts(build: Build, batches: Iterable[Batch]) -> Iterator[LossSum]:
+    """The loss of each batch by the build's own objective, on the CPU: what `evaluate` adds up."""
+    for batch in batches:
+        with reading(build):
+            loss = forward(build, transform(build, batch))
+        yield LossSum(loss.total.double().cpu(), batch.weight, {name: value.cpu() for name, value in loss.metrics.items()})
+
+
 def evaluate(build: Build, batches: Iterable[Batch]) -> tuple[float, int]:
     """Mean loss a trained token in nats, and the number of tokens it was taken over."""
-    total, weight = torch.zeros((), dtype=torch.float64), 0
-    with reading(build):
-        for batch in batches:
-            total += forward(build, transform(build, batch)).total.double().cpu()
-            weight += batch.weight
-    return (float(total) / weight if weight else float("nan")), weight
+    total, weight = 0.0, 0
+    for part in parts(build, batches):
+        total += float(part.total)
+        weight += int(part.weight)
+    return (total / weight if weight else float("nan")), weight
 
 
 def token_scores(build: Build, batch: Batch, places: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -52,22 +59,33 @@ def token_scores(build: Build, batch: Batch, places: Tensor, targets: Tensor) ->
     Returns:
         Log-likelihoods [n] in nats, float32, and whether the target is the likeliest token [n]; both on the CPU.
     """
+    scores, best = [torch.zeros(0)], [torch.zeros(0, dtype=torch.bool)]
+    first = 0
+    for logits in _logits(build, batch, places):
+        wanted = targets[first : first + len(logits)].to(logits.device)
+        first += len(logits)
+        scores.append((logits.gather(1, wanted[:, None])[:, 0] - logits.logsumexp(dim=1)).cpu())
+        best.append((logits.argmax(dim=1) == wanted).cpu())
+    return torch.cat(scores), torch.cat(best)
+
+
+def likeliest(build: Build, batch: Batch, places: Tensor) -> Tensor:
+    """The row of the head (a token, or a class where the head is over classes) that scores highest after each place, [n] on the CPU."""
+    return torch.cat(
+        [torch.zeros(0, dtype=torch.int64), *(logits.argmax(dim=1).cpu() for logits in _logits(build, batch, places))]
+    )
+
+
+def _logits(build: Build, batch: Batch, places: Tensor) -> Iterator[Tensor]:
+    """Logits [some, rows of the head] in fp32 at the places, some at a time."""
     part = build.trained[0]
-    scores, likeliest = [], []
     with reading(build), ExitStack() as stack:
         for context in build.around_forward:
             stack.enter_context(context())
         hidden = build.slot(Slot.HIDDEN)(part, transform(build, batch)).flatten(0, 1)
         hidden = hidden.index_select(0, places.to(hidden.device))
-        head = adapter.head(part)
         if build.head_dtype is not None:
             stack.enter_context(torch.autocast(build.device.kind, enabled=False))
             hidden = hidden.to(build.head_dtype)
-        for some, wanted in zip(*(t.split(max(1, LOGITS // build.model.vocabulary)) for t in (hidden, targets)), strict=True):
-            logits = head(some).float()
-            wanted = wanted.to(logits.device)
-            scores.append((logits.gather(1, wanted[:, None])[:, 0] - logits.logsumexp(dim=1)).cpu())
-            likeliest.append((logits.argmax(dim=1) == wanted).cpu())
-    if not scores:
-        return torch.zeros(0), torch.zeros(0, dtype=torch.bool)
-    return torch.cat(scores), torch.cat(likeliest)
+        made = (adapter.head(part)(some).float() for some in hidden.split(max(1, LOGITS // build.model.vocabulary)))
+        yield from made

@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 
 from preheat.data.sources import digest
+from preheat.errors import RecipeError
 from preheat.evaluation import bootstrap, metrics
 from preheat.evaluation.bootstrap import Metric
 from preheat.evaluation.prompts import Item, items_of
 from preheat.evaluation.results import Result
-from preheat.evaluation.scoring import Score, Scorer
+from preheat.evaluation.scoring import CLASSES, Score, Scorer
 from preheat.evaluation.tasks import BY_LIKELIHOOD, Task
 
 __all__ = ["measure_items", "measure_task"]
@@ -38,7 +39,12 @@ def measure_items(task: Task, items: Sequence[Item], scorer: Scorer, *, samples:
     before = scorer.truncated
     made: dict[str, Metric]
     written: list[Any]
-    if task.kind in BY_LIKELIHOOD:
+    if CLASSES in scorer.build.tags:
+        written = _classes(task, items, scorer)
+        gold = [item.gold for item in items]
+        accuracy = bootstrap.mean([float(a == b) for a, b in zip(gold, written, strict=True)])
+        made = {"accuracy": accuracy, "macro_f1": bootstrap.macro_f1(gold, written, len(items[0].texts))}
+    elif task.kind in BY_LIKELIHOOD:
         scores = _likelihoods(items, scorer)
         made, written = _by_likelihood(task, items, scores), list(scores)
     else:
@@ -56,11 +62,23 @@ def measure_items(task: Task, items: Sequence[Item], scorer: Scorer, *, samples:
                     "choices": list(item.texts),
                     "gold": right,
                 }
-                key, value = ("answer", what) if item.answers else ("loglikelihoods", [score.loglikelihood for score in what])
+                key, value = ("loglikelihoods", [s.loglikelihood for s in what]) if isinstance(what, list) else ("answer", what)
                 file.write(json.dumps(line | {key: value}, ensure_ascii=False) + "\n")
     identity = digest([(item.where, item.texts, item.gold, item.answers) for item in items])
     # Several choices of one question may each have cut its context.
     return Result(made, len(items), identity, truncated=min(scorer.truncated - before, len(items)))
+
+
+def _classes(task: Task, items: Sequence[Item], scorer: Scorer) -> list[int]:
+    rows = scorer.build.trained[0].get_output_embeddings().out_features  # type: ignore[operator]
+    if task.kind != "classification":
+        raise RecipeError(
+            f"task {task.name}: this run has a head over {rows} classes: it can be asked a classification, no {task.kind}"
+        )
+    if len(items[0].texts) != rows:
+        words = f"the task has {len(items[0].texts)} classes and the run's head {rows}"
+        raise RecipeError(f"task {task.name}: choices: {words}; list those that it was trained on, in their order")
+    return scorer.classify([scorer.encode(item.context, complete=item.complete) for item in items])
 
 
 def _likelihoods(items: Sequence[Item], scorer: Scorer) -> list[list[Score]]:

@@ -8,12 +8,15 @@ from typing import Any, NamedTuple
 import torch
 
 from preheat.data.tokenizer import Encoder
-from preheat.engine.evaluate import token_scores
+from preheat.engine.evaluate import likeliest, token_scores
 from preheat.errors import DataError
 from preheat.models import adapter
-from preheat.technique import Batch, Build, MaskSpec
+from preheat.technique import Batch, Build, MaskSpec, Tag
 
-__all__ = ["Score", "Scorer"]
+__all__ = ["CLASSES", "Score", "Scorer"]
+
+CLASSES = Tag("class-head")
+"""Of a build whose head is over classes in place of the vocabulary."""
 
 MULTIPLE = 32
 """Batches are padded to a multiple: few distinct shapes are few kernels to generate."""
@@ -105,14 +108,30 @@ class Scorer:
                     places += range(row * length + len(read) - len(continuation), row * length + len(read))
                     targets += continuation
                     owners.append((n, len(continuation)))
-            scores, likeliest = token_scores(
+            scores, best = token_scores(
                 self.build, _batch(some, length, self.encoder.pad), torch.tensor(places), torch.tensor(targets)
             )
             sizes = [count for _, count in owners]
-            for (n, count), s, g in zip(owners, scores.double().split(sizes), likeliest.split(sizes), strict=True):
+            for (n, count), s, g in zip(owners, scores.double().split(sizes), best.split(sizes), strict=True):
                 made[n] = Score(float(s.sum()), bool(g.all()), count)
             self.say("scoring", min(first + self.micro, len(order)), len(order))
         return [score for score in made if score is not None]
+
+    def classify(self, contexts: Sequence[Sequence[int]]) -> list[int]:
+        """The class of each text by a head over classes, read at the end of text, as such a head is trained."""
+        made = [0] * len(contexts)
+        rows = [[*context, self.encoder.end][-self.length :] for context in contexts]
+        self.truncated += sum(len(row) < len(context) + 1 for row, context in zip(rows, contexts, strict=True))
+        order = sorted(range(len(rows)), key=lambda n: len(rows[n]), reverse=True)
+        for first in range(0, len(order), self.micro):
+            some = order[first : first + self.micro]
+            length = min(self.length, -(-len(rows[some[0]]) // MULTIPLE) * MULTIPLE)
+            places = torch.tensor([row * length + len(rows[n]) - 1 for row, n in enumerate(some)])
+            batch = _batch([rows[n] for n in some], length, self.encoder.pad)
+            for n, found in zip(some, likeliest(self.build, batch, places).tolist(), strict=True):
+                made[n] = found
+            self.say("classifying", first + len(some), len(order))
+        return made
 
     def write(self, contexts: Sequence[Sequence[int]], *, tokens: int, stop: Sequence[str], strip: bool = True) -> list[str]:
         """What the model writes after each context, greedily: up to so many tokens, cut before the first of `stop`.

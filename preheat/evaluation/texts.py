@@ -16,10 +16,11 @@ import torch
 from preheat.data import Rows, evaluation_batches, prepare
 from preheat.data.files import TEXT
 from preheat.data.sources import digest
-from preheat.engine.evaluate import evaluate, token_scores
-from preheat.errors import DataError
+from preheat.engine.evaluate import parts, token_scores
+from preheat.errors import DataError, RecipeError
 from preheat.evaluation import bootstrap
 from preheat.evaluation.results import Result
+from preheat.evaluation.scoring import CLASSES
 from preheat.recipe import Data
 from preheat.technique import Batch, Build, Slot
 
@@ -94,12 +95,14 @@ def measure_text(build: Build, rows: Rows, *, micro: int, limit: int, sizes: np.
     count = min(limit, len(rows))
     micro = max(1, min(micro, count // UNITS))
     own = objective and build.owner(Slot.OBJECTIVE) != "plain"
+    if CLASSES in build.tags and not own:
+        raise RecipeError("--data: this run has a head over classes in place of the vocabulary's: a text has no loss under it")
     losses, weights, bytes_ = [], [], []
     batches: Iterable[Batch] = evaluation_batches(rows, micro=micro, limit=limit)
     for batch in batches:
         if objective or build.owner(Slot.OBJECTIVE) == "plain":
-            loss, weight = evaluate(build, [batch])
-            total = loss * weight if weight else 0.0
+            (part,) = parts(build, [batch])
+            total, weight = float(part.total), part.weight
         else:
             total, weight = _next_tokens(build, batch)
         losses.append(total)

@@ -23,7 +23,7 @@ from preheat.evaluation.measure import measure_task
 from preheat.evaluation.prompts import items_of
 from preheat.evaluation.results import compared, described, kept, read_kept
 from preheat.evaluation.rows import read_rows
-from preheat.evaluation.scoring import Scorer
+from preheat.evaluation.scoring import CLASSES, Scorer
 from preheat.evaluation.tasks import Task, built_in, find_tasks, load_task
 from preheat.evaluation.texts import bytes_of_tokens, measure_text
 from preheat.models.adapter import plain_logits
@@ -193,6 +193,27 @@ def test_likelihoods_are_those_of_plain_transformers_one_by_one(tokenizer: Any, 
     assert made.trained[0].training  # left as it was found
     with pytest.raises(DataError, match="a row only 40"):
         scorer.score([(head, [1] * 41)], ["f:3"])
+
+
+def test_a_head_over_classes_is_asked_at_the_end_of_the_text(tokenizer: Any, tmp_path: Path) -> None:
+    made = opened()
+    model: Any = made.trained[0]
+    model.set_output_embeddings(torch.nn.Linear(32, 3, bias=False))
+    made.tags = made.tags | {CLASSES}
+    texts = ["the cat", "the dog ran to the red house by the river", "seven wizards", "quiet spells sat"]
+    scorer = Scorer(made, tokenizer, micro=3, length=32)
+    slow = [int(plain_logits(model, torch.tensor([[*scorer.encode(t), scorer.encoder.end]]))[0, -1].argmax()) for t in texts]
+    file = _jsonl(tmp_path / "r.jsonl", [{"t": t, "c": "abc"[n % 3]} for n, t in enumerate(texts)])
+    task = Task(name="t", kind="classification", prompt="{{t}}", gold="c", choices=("a", "b", "c"), data=str(file))
+    found = measure_task(task, scorer)
+    assert found.metrics["accuracy"].value == sum(s == n % 3 for n, s in enumerate(slow)) / 4
+    assert scorer.classify([scorer.encode(t) for t in texts]) == slow
+    for other, words in (
+        (replace(task, choices=("a", "b", "c", "d")), "4 classes and the run's head 3"),
+        (replace(task, kind="cloze", choices=None), "no cloze"),
+    ):
+        with pytest.raises(RecipeError, match=words):
+            measure_task(other, scorer)
 
 
 def test_pairs_are_cut_from_the_tokens_of_both(tokenizer: Any) -> None:
