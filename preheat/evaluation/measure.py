@@ -15,10 +15,10 @@ from preheat.evaluation import bootstrap, metrics
 from preheat.evaluation.bootstrap import Metric
 from preheat.evaluation.prompts import Item, items_of
 from preheat.evaluation.results import Result
-from preheat.evaluation.scoring import CLASSES, Score, Scorer
+from preheat.evaluation.scoring import CLASSES, Reader, Score, Scorer
 from preheat.evaluation.tasks import BY_LIKELIHOOD, Task
 
-__all__ = ["measure_items", "measure_task"]
+__all__ = ["measure_items", "measure_task", "require_room"]
 
 
 def measure_task(task: Task, scorer: Scorer, *, limit: int | None = None, samples: Path | None = None) -> Result:
@@ -32,6 +32,13 @@ def measure_task(task: Task, scorer: Scorer, *, limit: int | None = None, sample
         DataError, RecipeError: as `items_of`.
     """
     return measure_items(task, items_of(task, scorer.tokenizer, limit=limit), scorer, samples=samples)
+
+
+def require_room(items: Sequence[Item], reader: Reader) -> None:
+    """Raises DataError where a choice has no room in a row: told before a run begins."""
+    for item in items:
+        for choice in item.choices:
+            reader.require_room(reader.pair(item.context, choice, complete=item.complete)[1], item.where)
 
 
 def measure_items(task: Task, items: Sequence[Item], scorer: Scorer, *, samples: Path | None = None) -> Result:

@@ -9,10 +9,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from preheat.evaluation.harness import measure_by_harness, require_harness
-from preheat.evaluation.measure import measure_items
+from preheat.evaluation.measure import measure_items, require_room
 from preheat.evaluation.prompts import items_of
 from preheat.evaluation.results import Result, compared, described, kept, read_kept
-from preheat.evaluation.scoring import Scorer
+from preheat.evaluation.scoring import CLASSES, Reader, Scorer
 from preheat.evaluation.tasks import Task, find_tasks
 from preheat.evaluation.texts import bytes_of_tokens, measure_text, rows_of_text
 from preheat.recipe import Recipe
@@ -41,6 +41,9 @@ class Probes:
         if any(isinstance(task, str) for task in self.tasks):
             require_harness()
         self.items = {t.name: items_of(t, data.tokenizer, limit=settings.rows) for t in self.tasks if isinstance(t, Task)}
+        if CLASSES not in {tag for t in recipe.techniques.values() for tag in t.provided()}:
+            for items in self.items.values():
+                require_room(items, Reader(data.tokenizer, recipe.batch.length))
         self.sizes = bytes_of_tokens(data.tokenizer)
         self.forgetting = None
         if settings.forgetting is not None:

@@ -13,7 +13,7 @@ from preheat.errors import DataError
 from preheat.models import adapter
 from preheat.technique import Batch, Build, MaskSpec, Tag
 
-__all__ = ["CLASSES", "Score", "Scorer"]
+__all__ = ["CLASSES", "Reader", "Score", "Scorer"]
 
 CLASSES = Tag("class-head")
 """Of a build whose head is over classes in place of the vocabulary."""
@@ -36,28 +36,16 @@ class Score(NamedTuple):
     tokens: int
 
 
-class Scorer:
-    """Reads with a build.
+class Reader:
+    """Text as tokens, cut into what is read and what is scored.
 
     Args:
-        micro: rows at once, as in training at most, so that a run needs no more memory than was planned.
-        length: tokens of a row; a longer context loses its beginning, which is counted in `truncated`.
-        say: told (what, done, total) now and then.
+        length: tokens of a row.
     """
 
-    def __init__(
-        self,
-        build: Build,
-        tokenizer: Any,
-        *,
-        micro: int,
-        length: int,
-        say: Callable[[str, float, float | None], None] | None = None,
-    ):
-        self.build, self.tokenizer, self.micro, self.length = build, tokenizer, micro, length
-        self.say = say or (lambda what, done, total: None)
+    def __init__(self, tokenizer: Any, length: int):
+        self.tokenizer, self.length = tokenizer, length
         self.encoder = Encoder(tokenizer)
-        self.truncated = 0
 
     def encode(self, text: str, *, complete: bool = False) -> list[int]:
         """A text's tokens as training has them at a document's beginning; `complete`: its special tokens stand in it."""
@@ -76,6 +64,40 @@ class Scorer:
             return self.encoder.begin or [self.encoder.end], self._plain(continuation)
         return head, self.encode(context + continuation, complete=complete)[len(head) :]
 
+    def require_room(self, continuation: Sequence[int], where: str) -> None:
+        """Raises DataError where what is to be scored has no token, or more than a row."""
+        if not continuation:
+            raise DataError(f"{where}: what is to be scored has no token of its own")
+        if len(continuation) > self.length:
+            raise DataError(
+                f"{where}: what is to be scored has {len(continuation)} tokens, a row only {self.length}; shorten it, leave such rows "
+                "out (the task's `where`), or raise batch.length (of a run) or --length"
+            )
+
+
+class Scorer(Reader):
+    """Reads with a build.
+
+    Args:
+        micro: rows at once, as in training at most, so that a run needs no more memory than was planned.
+        length: tokens of a row; a longer context loses its beginning, which is counted in `truncated`.
+        say: told (what, done, total) now and then.
+    """
+
+    def __init__(
+        self,
+        build: Build,
+        tokenizer: Any,
+        *,
+        micro: int,
+        length: int,
+        say: Callable[[str, float, float | None], None] | None = None,
+    ):
+        super().__init__(tokenizer, length)
+        self.build, self.micro = build, micro
+        self.say = say or (lambda what, done, total: None)
+        self.truncated = 0
+
     def score(self, pairs: Sequence[tuple[Sequence[int], Sequence[int]]], where: Sequence[str] = ()) -> list[Score]:
         """The score of each (context, continuation) in tokens. Pairs that read the same tokens share a row.
 
@@ -84,13 +106,7 @@ class Scorer:
         """
         rows: dict[tuple[int, ...], list[int]] = {}
         for n, (context, continuation) in enumerate(pairs):
-            at = f"{where[n]}: " if where else ""
-            if not continuation:
-                raise DataError(f"{at}what is to be scored has no token of its own")
-            if len(continuation) > self.length:
-                raise DataError(
-                    f"{at}what is to be scored has {len(continuation)} tokens, a row only {self.length}; shorten it or raise the length"
-                )
+            self.require_room(continuation, where[n] if where else f"pair {n}")
             whole = (*context, *continuation)[-(self.length + 1) :]
             self.truncated += len(whole) < len(context) + len(continuation)
             rows.setdefault(whole[:-1], []).append(n)

@@ -143,6 +143,7 @@ def test_what_cannot_be_evaluated_is_one_line(
     [
         ("evaluate.tasks=[claws]", 2, "evaluate.tasks claws: no such task"),
         ("evaluate.tasks=[cloze=rows.jsonl]", 4, "no field 'context'"),
+        ("evaluate.tasks=[multiple_choice=long.jsonl]", 4, "long.jsonl:1: what is to be scored has"),
         ("evaluate.forgetting=nowhere.txt", 4, "evaluate.forgetting nowhere.txt"),
         ("evaluate.forgetting=short.txt", 4, "evaluate.forgetting"),
     ],
@@ -158,5 +159,7 @@ def test_a_run_whose_evaluation_is_wrong_does_not_begin(
     monkeypatch.chdir(asked.folder)
     monkeypatch.setenv("PREHEAT_CACHE", asked.environment["PREHEAT_CACHE"])
     (asked.folder / "short.txt").write_text("a b")
+    long = {"query": "a", "choices": ["x", "many words " * 40], "gold": 0}
+    (asked.folder / "long.jsonl").write_text(json.dumps(long))
     assert words in refused(["train", "r.yaml", "--set", settings], code, capsys)
     assert not list(asked.folder.glob("runs/*/*"))

@@ -193,6 +193,8 @@ def test_likelihoods_are_those_of_plain_transformers_one_by_one(tokenizer: Any, 
     assert made.trained[0].training  # left as it was found
     with pytest.raises(DataError, match="a row only 40"):
         scorer.score([(head, [1] * 41)], ["f:3"])
+    with pytest.raises(DataError, match="f:4: what is to be scored has no token"):
+        scorer.score([(head, [])], ["f:4"])
 
 
 def test_a_head_over_classes_is_asked_at_the_end_of_the_text(tokenizer: Any, tmp_path: Path) -> None:
