@@ -30,7 +30,9 @@ def asked(preheat: Command) -> Command:
     return preheat
 
 
-def test_a_run_measures_tasks_and_forgetting_before_and_after(asked: Command) -> None:
+def test_a_run_measures_tasks_and_forgetting_before_and_after(
+    asked: Command, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     settings = "evaluate={every: 6, rows: 40, tasks: [t.yaml], forgetting: other.txt}"
     made = asked.json("train", "r.yaml", "--set", settings)
     run = asked.folder / "runs" / "small"
@@ -57,8 +59,25 @@ def test_a_run_measures_tasks_and_forgetting_before_and_after(asked: Command) ->
     assert "forgetting: loss" in page
 
     # The command finds the same, from the checkpoint and from what the run began from.
-    again = asked.json(
-        "eval", "runs/small", "--before", "--tasks", "t.yaml", "--forgetting", "other.txt", "--rows", "40", "--length", "32"
+    inside(asked, monkeypatch)
+    again = json.loads(
+        printed(
+            [
+                "eval",
+                "runs/small",
+                "--before",
+                "--tasks",
+                "t.yaml",
+                "--forgetting",
+                "other.txt",
+                "--rows",
+                "40",
+                "--length",
+                "32",
+                "--json",
+            ],
+            capsys,
+        )
     )
     assert again["loss"] == pytest.approx(made["validation_loss"], rel=1e-4)
     assert again["texts"]["validation"]["metrics"]["loss"]["value"] == again["loss"]
@@ -69,28 +88,31 @@ def test_a_run_measures_tasks_and_forgetting_before_and_after(asked: Command) ->
     assert set(again) >= {"model", "loss", "perplexity", "bits_per_byte", "tokens", "texts", "tasks", "before", "difference"}
 
     # Two side by side, as a table.
-    table, _ = asked(
-        "eval",
-        "runs/small",
-        "runs/small",
-        "--data",
-        "train",
-        "--data",
-        "other.txt",
-        "--rows",
-        "40",
-        "--tasks",
-        "t.yaml",
-        "--samples",
-        "out.jsonl",
-    )
+    texts = ["--data", "train", "--data", "other.txt", "--rows", "40"]
+    table = printed(["eval", "runs/small", "runs/small", *texts, "--tasks", "t.yaml", "--samples", "out.jsonl"], capsys)
     assert all(word in table for word in ("before", "difference", "bits_per_byte", "accuracy_norm", "bootstrap", "+0 [+0, +0]"))
     samples = [json.loads(line) for line in (asked.folder / "out.jsonl").read_text().splitlines()]
     assert [line["gold"] for line in samples] == ["fox"] * 12
 
 
+def inside(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands run in this process from here on: importing torch for each would take longer than the rest."""
+    monkeypatch.chdir(command.folder)
+    for name in ("PREHEAT_CACHE", "COLUMNS", "HF_HUB_OFFLINE"):
+        monkeypatch.setenv(name, command.environment[name])
+
+
+def printed(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as end:
+        main(arguments)
+    out = capsys.readouterr()
+    assert end.value.code == 0, out.err
+    return out.out
+
+
 def refused(arguments: list[str], code: int, capsys: pytest.CaptureFixture[str]) -> str:
-    """The one line of a command that ends with `code`; in this process, since importing torch for each takes longer than the rest."""
+    """The one line of a command that ends with `code`."""
     with pytest.raises(SystemExit) as end:
         main(arguments)
     error = capsys.readouterr().err
@@ -127,8 +149,7 @@ def test_what_cannot_be_evaluated_is_one_line(
     words: str,
 ) -> None:
     folder = asked.folder
-    monkeypatch.chdir(folder)
-    monkeypatch.setenv("PREHEAT_CACHE", asked.environment["PREHEAT_CACHE"])
+    inside(asked, monkeypatch)
     (folder / "m").symlink_to((data_folder / "stories260K-hf").resolve())
     (folder / "empty.txt").write_text("")
     (folder / "empty.jsonl").write_text("\n")
@@ -156,8 +177,7 @@ def test_a_run_whose_evaluation_is_wrong_does_not_begin(
     code: int,
     words: str,
 ) -> None:
-    monkeypatch.chdir(asked.folder)
-    monkeypatch.setenv("PREHEAT_CACHE", asked.environment["PREHEAT_CACHE"])
+    inside(asked, monkeypatch)
     (asked.folder / "short.txt").write_text("a b")
     long = {"query": "a", "choices": ["x", "many words " * 40], "gold": 0}
     (asked.folder / "long.jsonl").write_text(json.dumps(long))
