@@ -149,9 +149,7 @@ def test_built_in_sources_are_real_and_repeatable(monkeypatch):
     source = open_source(Data(source="docstrings"))
     pairs = list(source.read())
     assert len(pairs) == len(set(pairs)) > 300
-    assert all(
-        d.text.startswith("# ") and "def " in d.sequences[0][0].text and d.trained_text.startswith("    ") for d in pairs
-    )
+    assert all(d.text.startswith("# ") and "def " in d.sequences[0][0].text and d.trained_text.startswith("    ") for d in pairs)
     assert source.key() == open_source(Data(source="docstrings")).key() != open_source(Data()).key()
 
 
