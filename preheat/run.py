@@ -5,7 +5,10 @@ plan.json         what was predicted (see `PLAN_KEYS`)
 environment.json  machine, versions, threads, command
 changes.json      {technique: [{what, count, kernel}]}
 metrics.jsonl     a line a step (see `METRIC_KEYS`, what the objective scores: accuracy, and what techniques count: recompilations) and a
-                  line an evaluation ({step, validation_loss, tokens, validation_<score>}; tokens: what the loss is the mean over)
+                  line an evaluation ({step, validation_loss, tokens, validation_<score>, forgetting_loss, tasks}, as far as measured;
+                  tokens: what the loss is the mean over)
+before.json       what was measured before the first step, row by row: {texts, tasks}
+evaluation.json   the newest evaluation: {step, after, before, difference}, each {texts, tasks: {name: {metrics: {name: {value, low, high}}}}}
 events.jsonl      {time, kind, ...}: started, resumed, checkpoint, damaged, stopping, notice, measured, sample, baseline, finished, failed
 samples.json      [{prompt, before, text}] (see `Reader.samples`)
 checkpoints/      step-N/ (engine/checkpoint.py)
@@ -128,14 +131,19 @@ class Reader:
     def changes(self) -> dict[str, list[dict[str, Any]]]:
         return self._json("changes.json")
 
+    @property
+    def evaluation(self) -> dict[str, Any]:
+        """The newest evaluation with intervals and, after a first step, beside the one before it; empty without any."""
+        return self._json("evaluation.json")
+
     def metrics(self) -> list[dict[str, Any]]:
         """One dict a step. Steps that were taken again after a crash stand once, as last taken."""
         by_step = {line["step"]: line for line in _lines(self.path / "metrics.jsonl") if "loss" in line}
         return [by_step[step] for step in sorted(by_step)]
 
     def evaluations(self) -> list[dict[str, Any]]:
-        """One dict an evaluation: {step, validation_loss, tokens}."""
-        by_step = {line["step"]: line for line in _lines(self.path / "metrics.jsonl") if "validation_loss" in line}
+        """One dict an evaluation: {step, validation_loss, tokens, forgetting_loss, tasks: {name: {metric: value}}}, as far as measured."""
+        by_step = {line["step"]: line for line in _lines(self.path / "metrics.jsonl") if "loss" not in line}
         return [by_step[step] for step in sorted(by_step)]
 
     def events(self, kind: str | None = None) -> list[dict[str, Any]]:

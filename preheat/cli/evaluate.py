@@ -2,64 +2,255 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from preheat.cli.show import Json
 
+if TYPE_CHECKING:
+    from preheat.evaluation.results import Result
+    from preheat.recipe import Recipe
+
 __all__ = ["evaluate"]
+
+SPLITS = ("validation", "train")
+Found = dict[str, dict[str, "Result"]]  # texts, tasks: by name
 
 
 def evaluate(
     model: Annotated[
-        str,
-        typer.Argument(metavar="RUN|MODEL|ADAPTER", help="The folder of a run, a Hugging Face model, or an adapter of peft's."),
+        list[str],
+        typer.Argument(
+            metavar="RUN|MODEL|ADAPTER [AFTER]",
+            help="The folder of a run, a Hugging Face model, or an adapter of peft's. Two are compared, the first as before.",
+        ),
     ],
     data: Annotated[
-        str | None, typer.Option("--data", help="A file, folder or source to read instead of the run's validation rows.")
+        list[str] | None,
+        typer.Option(
+            "--data",
+            help="A text: a file, folder or source, or a run's own `validation` (when nothing is named) or `train`. May stand several times.",
+        ),
     ] = None,
-    rows: Annotated[int, typer.Option("--rows", min=1, help="At most so many rows.")] = 1000,
+    tasks: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--tasks",
+            metavar="NAME|FILE.yaml",
+            help="A task: a built-in name or a YAML file, NAME=ROWS for rows of yours, with ,KEY=VALUE for further keys; lm-eval:NAME for one of lm-eval's. May stand several times.",
+        ),
+    ] = None,
+    before: Annotated[bool, typer.Option("--before", help="Of a run: also measure the model that it began from.")] = False,
+    forgetting: Annotated[
+        str | None,
+        typer.Option("--forgetting", help="A text whose loss shows what was forgotten; with --before or two models."),
+    ] = None,
+    rows: Annotated[int, typer.Option("--rows", min=1, help="At most so many rows of a text.")] = 1000,
+    limit: Annotated[
+        int | None, typer.Option("--limit", min=1, help="At most so many rows of a task; all when not given.")
+    ] = None,
     length: Annotated[
-        int | None, typer.Option("--length", min=2, help="Tokens a row; the run's, or 512, when not given.")
+        int | None,
+        typer.Option(
+            "--length",
+            min=2,
+            help="Tokens a row; for texts the run's, or 512, and for tasks what the model takes (up to 2,048), when not given.",
+        ),
+    ] = None,
+    samples: Annotated[
+        Path | None, typer.Option("--samples", help="A file (.jsonl) for what was asked and answered, row by row.")
     ] = None,
     base: Annotated[
         str | None, typer.Option("--base", help="The base of an adapter's folder, where it names another place.")
     ] = None,
     json: Json = False,
 ) -> None:
-    """Mean loss a token and perplexity of a run or a model on held-out text.
+    """Loss and perplexity on texts, and scores of tasks, with 95 % bootstrap intervals; before and after in one table.
 
-    Example: `preheat eval runs/demo`, `preheat eval my-model --data notes.txt`
+    Example: `preheat eval runs/demo`, `preheat eval my-model --data notes.txt --tasks multiple_choice=rows.jsonl`, `preheat eval runs/demo --before`
     """
-    import math
-    from dataclasses import replace
-
     from preheat.cli.show import console, emit
-    from preheat.data import Rows, evaluation_batches, prepare
-    from preheat.data.kinds import require_examples
-    from preheat.engine.evaluate import evaluate as measure
     from preheat.errors import RecipeError
-    from preheat.training.opened import open_model
+    from preheat.evaluation.harness import require_harness
+    from preheat.evaluation.probes import differences
+    from preheat.evaluation.tasks import Task, find_tasks
 
-    opened = open_model(model, base=base)
-    recipe = opened.recipe
-    if data is None and opened.step is None:
-        raise RecipeError("--data: is needed with a model folder: name the text to evaluate on")
-    settings = (
-        recipe.data
-        if data is None
-        else replace(recipe.data, source=data, validation=0.0, limit=None, prompt=None, completion=None)
-    )
-    prepared = prepare(settings, length=length or recipe.batch.length, seed=recipe.seed, tokenizer=opened.tokenizer_folder)
-    require_examples(recipe, prepared)
-    held_out = prepared.validation if data is None else prepared.train
-    assert isinstance(held_out, Rows), "a stream is read for training only"
-    loss, tokens = measure(opened.build, evaluation_batches(held_out, micro=min(8, recipe.batch.size), limit=rows))
-    made = {"model": model, "loss": loss, "perplexity": math.exp(loss), "tokens": tokens, "tasks": {}}
+    if len(model) > 2 or (before and len(model) > 1):
+        words = "--before is for one run" if len(model) == 2 else f"{len(model)} models were named"
+        raise RecipeError(f"RUN|MODEL: one, or two that are compared; {words}")
+    if forgetting is not None and len(model) == 1 and not before:
+        raise RecipeError("--forgetting: shows a difference: add --before, or name two models")
+    chosen = find_tasks(tasks or [])
+    if any(not isinstance(task, Task) for task in chosen):
+        require_harness()
+    if samples is not None:
+        _begin(samples)
+    recipe = _recipe_of(model)
+    texts = data if data is not None else (["validation"] if recipe is not None else [])
+    texts = [*dict.fromkeys(texts), *([forgetting] if forgetting is not None and forgetting not in texts else [])]
+    if not texts and not chosen:
+        raise RecipeError("--data: is needed with a model folder: name the text to evaluate on, or --tasks")
+
+    wanted = [(model[0], True), (model[0], False)] if before else [(path, False) for path in model]
+    how: dict[str, Any] = {
+        "texts": texts,
+        "tasks": chosen,
+        "recipe": recipe,
+        "rows": rows,
+        "limit": limit,
+        "length": length,
+        "base": base,
+    }
+    found = [
+        _measured(path, at_start, samples=samples if n == len(wanted) - 1 else None, **how)
+        for n, (path, at_start) in enumerate(wanted)
+    ]
+    made = _told(model[-1], found[-1])
+    if len(found) == 2:
+        made |= {"before": _told(model[0], found[0]), "difference": differences(found[0], found[1])}
     if json:
         emit(made)
     else:
-        console().print(
-            f"loss {loss:.4f} nats a token, perplexity {math.exp(loss):.2f}, over {tokens:,} tokens of {data or 'the validation rows'}"
-        )
+        console().print(_table(made))
+        for words in _notes(made):
+            console().print(words, style="dim")
+
+
+def _begin(samples: Path) -> None:
+    from preheat.errors import RecipeError
+
+    try:
+        samples.write_text("", encoding="utf-8")
+    except OSError as error:
+        raise RecipeError(f"--samples {samples}: cannot be written ({error.strerror})") from None
+
+
+def _recipe_of(models: list[str]) -> Recipe | None:
+    """Of the last run that is named: it says what is read, and how."""
+    from preheat import recipe as recipes
+
+    runs = [Path(path) / "recipe.yaml" for path in models if (Path(path) / "recipe.yaml").is_file()]
+    return recipes.load(runs[-1]) if runs else None
+
+
+def _measured(
+    path: str, at_start: bool, *, texts: list[str], tasks: list[Any], recipe: Recipe | None, rows: int, limit: int | None, length: int | None, samples: Path | None, base: str | None
+) -> Found:  # fmt: skip
+    """Everything of one model, which is then let go of."""
+    from rich.console import Console
+
+    from preheat.evaluation.harness import measure_by_harness
+    from preheat.evaluation.measure import measure_task
+    from preheat.evaluation.scoring import Scorer
+    from preheat.evaluation.tasks import Task
+    from preheat.evaluation.texts import bytes_of_tokens, measure_text
+    from preheat.training.opened import open_model
+
+    is_adapter = (Path(path) / "adapter_config.json").is_file()
+    opened = open_model(path, base=base if is_adapter else None, at_start=at_start)
+    settings = recipe or opened.recipe
+    cut = length or settings.batch.length
+    tokenizer = opened.tokenizer_folder
+    micro = min(8, settings.batch.size)
+    positions = opened.build.model.positions
+    with Console(stderr=True).status("reading") as status:
+
+        def say(what: str, done: float, total: float | None) -> None:
+            status.update(f"{path}: {what} {done:,.0f}" + (f" of {total:,.0f}" if total else ""))
+
+        made: Found = {"texts": {}, "tasks": {}}
+        sizes = bytes_of_tokens(opened.tokenizer)
+        for name in texts:
+            held = _rows(settings, name, is_run=recipe is not None, length=cut, tokenizer=tokenizer)
+            own = name in SPLITS and recipe is not None and not Path(name).exists()
+            made["texts"][name] = measure_text(opened.build, held, micro=micro, limit=rows, sizes=sizes, objective=own)
+            say("texts", len(made["texts"]), len(texts))
+        reach = length or max(settings.batch.length, min(positions, 2048))
+        scorer = Scorer(opened.build, opened.tokenizer, micro=micro, length=min(reach, positions or reach), say=say)
+        for task in tasks:
+            if isinstance(task, Task):
+                made["tasks"][task.name] = measure_task(task, scorer, limit=limit, samples=samples)
+            else:
+                made["tasks"] |= measure_by_harness(task, scorer, limit=limit)
+    return made
+
+
+def _rows(settings: Recipe, name: str, *, is_run: bool, length: int, tokenizer: str) -> Any:
+    from dataclasses import replace
+
+    from preheat.data import Rows, prepare
+    from preheat.data.kinds import require_examples
+    from preheat.errors import RecipeError
+    from preheat.evaluation.texts import rows_of_text
+
+    if name in SPLITS and is_run and not Path(name).exists():
+        data = replace(settings.data, tokenizer=tokenizer)
+        prepared = prepare(data, length=length, seed=settings.seed, add_tokens=settings.model.add_tokens)
+        require_examples(settings, prepared)
+        held = prepared.validation if name == "validation" else prepared.train
+        if held is None or not isinstance(held, Rows) or not len(held):
+            words = "is read as a stream" if name == "train" else "has no validation rows"
+            raise RecipeError(f"--data {name}: the run {words}; name a text")
+        return held
+    return rows_of_text(settings.data, name, knob="--data", length=length, seed=settings.seed, tokenizer=tokenizer)
+
+
+def _told(model: str, found: Found) -> dict[str, Any]:
+    """loss, perplexity, bits_per_byte and tokens are those of the first text; None without one."""
+    from preheat.evaluation.results import described
+
+    made = {part: {name: described(result) for name, result in of.items()} for part, of in found.items()}
+    first: Mapping[str, Any] = next(iter(made["texts"].values()), {})
+    values = {key: value["value"] for key, value in first.get("metrics", {}).items()}
+    top = {key: values.get(key) for key in ("loss", "perplexity", "bits_per_byte")}
+    return {"model": model, **top, "tokens": first.get("tokens"), **made}
+
+
+def _table(made: Mapping[str, Any]) -> Any:
+    from rich.table import Table
+
+    compared = "before" in made
+    table = Table("", "metric", *(("before", "after", "difference") if compared else ("value",)), box=None, pad_edge=False)
+    for part in ("texts", "tasks"):
+        for name, result in made[part].items():
+            shown = name
+            for metric, value in result["metrics"].items():
+                cells = [_value(value)]
+                if compared:
+                    old = made["before"][part].get(name, {}).get("metrics", {}).get(metric)
+                    off = made["difference"][part].get(name, {}).get("metrics", {}).get(metric)
+                    cells = [_value(old), *cells, _value(off, signed=True)]
+                table.add_row(shown, metric, *cells)
+                shown = ""
+    return table
+
+
+def _value(value: Mapping[str, Any] | None, *, signed: bool = False) -> str:
+    if value is None or value["value"] is None:
+        return "-"
+
+    def one(v: float) -> str:
+        return f"{v:+.4g}" if signed else f"{v:.4g}" if abs(v) >= 10 else f"{v:.4f}"
+
+    between = f" \\[{one(value['low'])}, {one(value['high'])}]" if value["low"] is not None else ""
+    return one(value["value"]) + between
+
+
+def _notes(made: Mapping[str, Any]) -> list[str]:
+    told = []
+    for name, result in made["texts"].items():
+        told.append(f"{name}: {result['tokens']:,} tokens in {result['rows']:,} rows")
+    for name, result in made["tasks"].items():
+        cut = f"; {result['truncated']:,} had no room for all of their context" if result["truncated"] else ""
+        told.append(f"{name}: {result['rows']:,} rows{cut}")
+    for part in ("texts", "tasks"):
+        for name, off in made.get("difference", {}).get(part, {}).items():
+            if not off["paired"]:
+                told.append(
+                    f"{name}: the two did not read the same rows (another tokenizer), so each was resampled by itself; only bits a byte compare"
+                )
+    told.append("In brackets: 95 % of 1,000 bootstrap resamples of the rows. Losses are in nats a token.")
+    return told

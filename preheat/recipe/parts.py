@@ -197,12 +197,16 @@ class Stop:
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluate:
-    """Loss on the validation rows during the run; it is always taken at the end."""
+    """Loss on the validation rows during the run; it is always taken at the end, and before the first step where the model is a pretrained one."""
 
     every: Whole = 0
     """Steps between evaluations; 0: only at the end."""
     rows: Count = 256
-    """At most so many validation rows."""
+    """At most so many validation rows, and rows of `forgetting` and of each task."""
+    tasks: tuple[str, ...] = ()
+    """Tasks to measure with each evaluation, the one before the first step included: names or files, as `preheat eval --tasks` takes them."""
+    forgetting: str | None = None
+    """A second text, such as what the model was trained on before: its loss before and after shows what is forgotten."""
     baselines: bool = False
     """Also take the loss of a unigram and a bigram model of the same split, to compare with."""
 

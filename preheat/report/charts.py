@@ -10,7 +10,7 @@ from preheat.report import plots
 from preheat.report.plots import Axis, Curve
 from preheat.report.words import MISSING, escape, gib, grouped, loss, number, percent
 
-__all__ = ["CATEGORIES", "categories", "losses", "memory", "over_time"]
+__all__ = ["CATEGORIES", "categories", "evaluations", "losses", "memory", "over_time"]
 
 CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "temporary", "overhead")
 
@@ -100,6 +100,33 @@ def over_time(figures: dict[str, Any]) -> list[str]:
         _one("memory-after-step", "Memory after each step, GiB", curve["step"], memory_in_gib, gib, Axis(lambda v: f"{v:.3g}", from_zero=True),
              level=("predicted peak", number(predicted["peak_gib"])), measured=("peak", number(measured["peak_gib"])), noisy=False),
     ]  # fmt: skip
+
+
+def evaluations(figures: dict[str, Any]) -> list[str]:
+    """Each metric of each task, and the loss of the second text, over the evaluations; none where there was only one."""
+    lines: dict[tuple[str, str], list[tuple[float, float]]] = {}
+    for found in figures["evaluations"]:
+        step = number(found.get("step"))
+        values = {("forgetting", "loss"): found.get("forgetting_loss")}
+        for task, of in (found.get("tasks") or {}).items():
+            values |= {(str(task), str(metric)): value for metric, value in of.items()}
+        for key, value in values.items():
+            if step is not None and (real := number(value)) is not None:
+                lines.setdefault(key, []).append((step, real))
+    made = []
+    for n, ((task, metric), points) in enumerate(lines.items()):
+        if len(points) > 1:
+            x, y = [p[0] for p in points], [p[1] for p in points]
+            words = f"From {y[0]:.3g} at step {x[0]:,.0f} to {y[-1]:.3g} at step {x[-1]:,.0f}."
+            title = f"{task}: {metric.replace('_', ' ')}"
+            drawn = plots.curves(
+                f"evaluation-{n}",
+                [Curve(metric, x, y, "series-2", "points")],
+                f"{title}. {words}",
+                axis=Axis(lambda v: f"{v:.3g}"),
+            )
+            made.append(_figure(title, words, drawn))
+    return made
 
 
 def _one(name: str, title: str, steps: Sequence[Any], values: list[float], words_for: Any, axis: Axis, *, level: tuple[str, float | None] | None = None,

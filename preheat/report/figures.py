@@ -20,7 +20,7 @@ def collect(path: str | Path) -> dict[str, Any]:
     """Reads a run and works out the figures of its report.
 
     Returns:
-        {title, run, state, verdict, summary, predicted, measured, difference, curves, not_finite, evaluations,
+        {title, run, state, verdict, summary, predicted, measured, difference, curves, not_finite, evaluations, evaluation,
         baseline, memory, phases, changes, samples, events, environment, recipe, again}. Values that the run
         does not hold are None; losses that were not finite are NaN here and null in `report.json` (see `strict`).
 
@@ -35,6 +35,7 @@ def collect(path: str | Path) -> dict[str, Any]:
     try:
         plan, environment, changes = run.plan, run.environment, run.changes
         metrics, evaluations, events, samples = run.metrics(), run.evaluations(), run.events(), run.samples()
+        evaluation = run.evaluation
         recipe = yaml.safe_load(run.recipe_text)
     except (json.JSONDecodeError, UnicodeDecodeError, yaml.YAMLError) as error:
         words = str(error).splitlines()[0]
@@ -84,6 +85,7 @@ def collect(path: str | Path) -> dict[str, Any]:
         "curves": {name: [line.get(name) for line in metrics] for name in METRIC_KEYS},
         "not_finite": [m["step"] for m in metrics if not math.isfinite(_real(m["loss"])) or _bad(m.get("gradient_norm"))],
         "evaluations": evaluations,
+        "evaluation": evaluation,
         "baseline": next(
             ({k: v for k, v in e.items() if k not in ("time", "kind")} for e in reversed(events) if e["kind"] == "baseline"),
             None,

@@ -15,6 +15,7 @@ from preheat.report import charts
 from preheat.report.figures import collect
 from preheat.report.words import (
     MISSING,
+    between,
     count,
     duration,
     escape,
@@ -61,6 +62,7 @@ def render(figures: dict[str, Any]) -> str:
     """The page of `figures.collect`'s figures."""
     sections = (
         ("loss", "Loss", charts.losses(figures)),
+        ("evaluation", "Before and after", _evaluation(figures)),
         ("over-time", "Over the run", f'<div class="two">{"".join(charts.over_time(figures))}</div>'),
         ("memory", "Memory, predicted and measured", _memory(figures)),
         ("techniques", "Techniques", _techniques(figures["changes"])),
@@ -212,6 +214,37 @@ def _phases(phases: Any) -> str:
     return _absent(f"Predicted. The peak of a step lies in: {highest}.") + _table(
         rows, (("phase", ""), ("peak", "n"), ("", ""))
     )
+
+
+def _evaluation(figures: dict[str, Any]) -> str:
+    found = figures["evaluation"] if isinstance(figures["evaluation"], dict) else {}
+    after, before, off = ((found.get(k) or {}) for k in ("after", "before", "difference"))
+    rows = []
+    for part in ("texts", "tasks"):
+        for name, result in (after.get(part) or {}).items():
+            measured = result["metrics"]
+            old, apart = (((of.get(part) or {}).get(name) or {}).get("metrics") or {} for of in (before, off))
+            cut = f" ({result['truncated']:,} without room for all of their context)" if result.get("truncated") else ""
+            rows.append(
+                f'<tr><th scope="rowgroup" colspan="4">{escape(name)}: {escape(grouped(result["rows"]))} rows{cut}</th></tr>'
+            )
+            for metric, told in measured.items():
+                cells = [between(old.get(metric)), between(told), between(apart.get(metric), signed=True)]
+                rows.append(
+                    f"<tr><td>{escape(metric.replace('_', ' '))}</td>"
+                    + "".join(f'<td class="n">{tied(cell)}</td>' for cell in cells)
+                    + "</tr>"
+                )
+    if not rows:
+        return _absent("No evaluation with intervals is recorded.")
+    told = (
+        ""
+        if before
+        else " Nothing was measured before the first step: a pretrained model, tasks or a forgetting text make that so."
+    )
+    words = f"At step {value(found.get('step'))}. In brackets: 95 % of 1,000 bootstrap resamples of the rows; of the difference, row by row.{told}"
+    table = _table(rows, (("", ""), ("before", "n"), ("after", "n"), ("difference", "n")))
+    return f'{_absent(words)}{table}<div class="two">{"".join(charts.evaluations(figures))}</div>'
 
 
 def _techniques(changes: Any) -> str:

@@ -107,6 +107,25 @@ def percent(value: Any, digits: int = 0) -> str:
     return MISSING if found is None else _signed(f"{100 * found:.{digits}f} %")
 
 
+def between(found: Any, *, signed: bool = False) -> str:
+    """{value, low, high} -> '1.788 [1.70, 1.88]'; an interval that is not known is left out.
+
+    Example:
+        >>> between({"value": 0.24, "low": 0.16, "high": 0.33}), between({"value": -0.5, "low": None, "high": None}, signed=True)
+        ('0.240 [0.160, 0.330]', '−0.500')
+    """
+    values = [number((found or {}).get(key)) for key in ("value", "low", "high")]
+
+    def one(x: float) -> str:
+        plain = f"{x:,.3f}" if abs(x) < 100 else f"{x:,.4g}" if abs(x) < 1e6 else f"{x:.3g}"
+        return _signed(f"+{plain}" if signed and x > 0 else plain)
+
+    if values[0] is None:
+        return MISSING
+    low, high = values[1:]
+    return one(values[0]) + (f" [{one(low)}, {one(high)}]" if low is not None and high is not None else "")
+
+
 def off_by(predicted: Any, measured: Any) -> float | None:
     """How far a prediction is from what was measured, as a share of the measured; None where either is missing."""
     guess, real = number(predicted), number(measured)

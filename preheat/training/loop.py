@@ -15,15 +15,15 @@ from typing import Any
 
 import torch
 
-from preheat.data import baselines, batches, evaluation_batches
+from preheat.data import baselines, batches
 from preheat.data.loader import samples_of
 from preheat.engine import checkpoint
-from preheat.engine.evaluate import Measured, measure
+from preheat.engine.evaluate import Measured
 from preheat.engine.step import gradients, update
 from preheat.errors import RunError
 from preheat.hardware.probe import give_back, peak_bytes, reset_peak, resident_bytes
 from preheat.recipe import Recipe
-from preheat.technique import Batch, Shape, Slot, Tag
+from preheat.technique import Batch, Shape, Tag
 from preheat.training.schedule import share_of_peak
 from preheat.training.session import Session, open_session
 from preheat.training.signals import Signals
@@ -102,6 +102,8 @@ class _Loop:
                 )
             ) as stream,
         ):
+            if self.progress.step == 0 and self.session.probes.at_start:
+                self._evaluate()
             while not self._finished() and signals.received is None:
                 self._step(stream)
                 step = self.progress.step
@@ -213,15 +215,10 @@ class _Loop:
     def _evaluate(self) -> float:
         step = self.progress.step
         if self.evaluated is None or self.evaluated[0] != step:
-            rows = self.session.data.validation
-            if rows is None or not len(rows):
-                return math.nan
-            micro = self.build.slot(Slot.BATCH_SHAPE)(1.0).micro  # validation rows are whole at any time
-            found = measure(self.build, evaluation_batches(rows, micro=micro, limit=self.recipe.evaluate.rows))
+            found = self.session.probes.take(self.build, self.writer, step)
             self.evaluated = (step, found)
-            scores = {f"validation_{name}": value for name, value in found.scores.items()}
-            self.writer.metric(step=step, validation_loss=found.loss, tokens=found.weight, **scores)
-            self.watch.evaluated(step, found.loss, found.scores)
+            if found.weight:
+                self.watch.evaluated(step, found.loss, found.scores)
         return self.evaluated[1].loss
 
     def _finish(self, stopped: str | None) -> dict[str, Any]:

@@ -46,13 +46,14 @@ class Opened:
         return write_texts(self.build, self.tokenizer, prompts, settings, **how)
 
 
-def open_model(path: str | Path, *, base: str | None = None, step: int | None = None) -> Opened:
+def open_model(path: str | Path, *, base: str | None = None, step: int | None = None, at_start: bool = False) -> Opened:
     """Builds a run's model with a whole checkpoint, the model of a Hugging Face folder, or an adapter of peft's on its base.
 
     Args:
         path: a run, one of its checkpoints (`runs/x/checkpoints/step-N`), a model's folder or an adapter's.
         step: of a run's checkpoint; the newest whole one when not given.
         base: the model under an adapter, where it no longer stands at the path that the adapter names.
+        at_start: of a run, the model that it began from: its base with its techniques, before the first step.
 
     Raises:
         RunError: none of these, no whole checkpoint (of that step), or a base that changed since the run was trained.
@@ -67,7 +68,9 @@ def open_model(path: str | Path, *, base: str | None = None, step: int | None = 
     if (path / "recipe.yaml").is_file():
         if base is not None:
             raise RecipeError(f"--base: {path} is a run, which says itself what it trained; leave it out")
-        return _run(path, step)
+        return _at_start(path) if at_start else _run(path, step)
+    if at_start:
+        raise RunError(f"{path}: is no run, so nothing is known of a model before it; name two models to compare them")
     if step is not None:
         raise RunError(f"{path}: is no run, so it has no checkpoint of step {step}; leave --step out")
     if (path / "adapter_config.json").is_file():
@@ -79,6 +82,15 @@ def open_model(path: str | Path, *, base: str | None = None, step: int | None = 
             f"{path}: is neither a run (no recipe.yaml), nor a Hugging Face model folder (no config.json), nor an adapter (no adapter_config.json)"
         )
     return _folder(str(path), str(path))
+
+
+def _at_start(path: Path) -> Opened:
+    from preheat.data.tokenizer import load_tokenizer
+
+    recipe = recipes.load(path / "recipe.yaml")
+    tokenizer = load_tokenizer(str(path / "tokenizer"))
+    device, _ = resolve(recipe)
+    return Opened(recipe, build(recipe, vocabulary=len(tokenizer), device=device), tokenizer, 0, str(path / "tokenizer"))
 
 
 def _run(path: Path, step: int | None) -> Opened:

@@ -18,6 +18,7 @@ from preheat import recipe as recipes
 from preheat.engine import checkpoint
 from preheat.engine.build import build, peak_learning_rate
 from preheat.errors import DoesNotFit, RecipeError, RunError
+from preheat.evaluation.probes import Probes
 from preheat.models import adapter, presets
 from preheat.planning.plan import plan, settled, steps_of
 from preheat.recipe import Recipe
@@ -41,6 +42,8 @@ class Session:
     build: Build
     data: Any
     """preheat.data.Prepared."""
+    probes: Probes
+    """What is measured beside the steps."""
     writer: Writer
     plan: dict[str, Any]
     progress: checkpoint.Progress
@@ -158,6 +161,7 @@ def open_session(recipe: Recipe, out: Path, *, resume: bool, watch: Watch, force
         watch.notice(line)
     require_examples(recipe, data)
     samples = Samples(recipe, data.tokenizer, template=chat_template(data.layout), positions=adapter.facts(config).positions)
+    probes = Probes(recipe, data, watch.progress)
     watch.stage("measuring this machine (once)")
     measured = rates(device, threads, progress=lambda what, done: watch.progress(what, done, 1.0))
     watch.stage("planning")
@@ -200,7 +204,19 @@ def open_session(recipe: Recipe, out: Path, *, resume: bool, watch: Watch, force
             _remove_empty_run(out)
         raise
     return Session(
-        recipe, made, data, writer, expected, progress, total, shape, order, peak_learning_rate(made), samples, imports
+        recipe,
+        made,
+        data,
+        probes,
+        writer,
+        expected,
+        progress,
+        total,
+        shape,
+        order,
+        peak_learning_rate(made),
+        samples,
+        imports,
     )
 
 

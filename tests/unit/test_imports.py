@@ -19,7 +19,7 @@ LEVELS = [  # each may import what stands below it
     {"cli"},
     {"bench", "compress", "report"},
     {"training"},
-    {"planning"},
+    {"evaluation", "planning"},  # a run evaluates, so training is above; a plan and an evaluation know nothing of each other
     {"engine"},
     {"techniques"},
     {"ops", "models", "data"},

@@ -13,7 +13,18 @@ from preheat.errors import RunError
 from preheat.report import plots, words, write
 from preheat.run import Reader, Writer
 
-SECTIONS = ["verdict", "loss", "over-time", "memory", "techniques", "samples", "timeline", "environment", "recipe"]
+SECTIONS = [
+    "verdict",
+    "loss",
+    "evaluation",
+    "over-time",
+    "memory",
+    "techniques",
+    "samples",
+    "timeline",
+    "environment",
+    "recipe",
+]
 PLAN = {
     "fits": True,
     "peak_gib": 1.02,
@@ -66,6 +77,39 @@ def run_folder(
         writer.event("finished", steps=steps, loss=3.5, validation_loss=3.6, tokens=steps * 100, seconds=steps / 2)
     writer.close()
     return path
+
+
+def test_before_and_after_stand_with_their_intervals(tmp_path: Path) -> None:
+    path = run_folder(tmp_path / "run")
+    both = {"value": 4.5, "low": 4.25, "high": 4.75}
+    one = {
+        "rows": 7,
+        "tokens": 99,
+        "truncated": 2,
+        "metrics": {"bits_per_byte": both, "accuracy": {"value": 0.5, "low": None, "high": None}},
+    }
+    less = {"paired": True, "metrics": {"bits_per_byte": {"value": -1.5, "low": -2.0, "high": -1.0}}}
+    summary = {
+        "step": 60,
+        "before": {"texts": {"<b>own": one}},
+        "after": {"texts": {"<b>own": one}},
+        "difference": {"texts": {"<b>own": less}},
+    }
+    (path / "evaluation.json").write_text(json.dumps(summary))
+    with (path / "metrics.jsonl").open("a") as file:
+        for step, value in ((0, 0.25), (60, 0.5)):
+            file.write(
+                json.dumps(
+                    {"step": step, "validation_loss": 4.0, "forgetting_loss": 2.0, "tasks": {"arc": {"accuracy": value}}}
+                )
+                + "\n"
+            )
+    text = Page(write(path)).text.replace("\u00a0", " ")
+    assert "<b>own: 7 rows (2 without room for all of their context)" in text
+    assert "4.500 [4.250, 4.750]" in text
+    assert "\u22121.500 [\u22122.000, \u22121.000]" in text
+    assert "arc: accuracy" in text
+    assert "From 0.25 at step 0 to 0.5 at step 60." in text
 
 
 class Page(HTMLParser):

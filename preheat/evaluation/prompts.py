@@ -1,0 +1,214 @@
+"""A row as what the model sees, and what is right: templates and expressions over the row's fields, answered rows before it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from preheat.errors import DataError, RecipeError, nearest
+from preheat.evaluation.rows import Row, read_rows
+from preheat.evaluation.tasks import BY_LIKELIHOOD, Task
+
+__all__ = ["Item", "items_of"]
+
+
+class Item(NamedTuple):
+    """One question.
+
+    Attributes:
+        where: file and row.
+        context: all that the model reads before what is scored or written.
+        complete: the context has its special tokens already, as a chat template writes them.
+        choices: what may follow the context, delimiter included; `texts` are the same without it.
+        gold: the right choice, from 0; -1 where the model writes.
+        answers: the right answers where the model writes.
+        scale: of their numbers.
+    """
+
+    where: str
+    context: str
+    complete: bool
+    choices: tuple[str, ...] = ()
+    texts: tuple[str, ...] = ()
+    gold: int = -1
+    answers: tuple[str, ...] = ()
+    scale: str = ""
+
+
+class _Language:
+    """Templates and expressions of a task, compiled once; what a row lacks is an error with the row."""
+
+    def __init__(self, task: Task):
+        from jinja2 import StrictUndefined
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+        self.task = task
+        self.environment = ImmutableSandboxedEnvironment(undefined=StrictUndefined, keep_trailing_newline=True)
+
+    def template(self, key: str) -> Callable[[Row], str]:
+        return self._guarded(key, self.environment.from_string, lambda made, values: made.render(values))
+
+    def expression(self, key: str) -> Callable[[Row], Any]:
+        def make(text: str) -> Any:
+            return self.environment.compile_expression(text, undefined_to_none=False)
+
+        def take(made: Any, values: Mapping[str, Any]) -> Any:
+            from jinja2 import StrictUndefined
+
+            found = made(values)
+            return str(found) if isinstance(found, StrictUndefined) else found  # str() raises: the field is not there
+
+        return self._guarded(key, make, take)
+
+    def _guarded(
+        self, key: str, make: Callable[[str], Any], take: Callable[[Any, Mapping[str, Any]], Any]
+    ) -> Callable[[Row], Any]:
+        from jinja2 import TemplateError, TemplateSyntaxError
+
+        text, name = getattr(self.task, key), self.task.name
+        try:
+            made = make(text)
+        except TemplateSyntaxError as error:
+            raise RecipeError(f"task {name}: {key}: line {error.lineno}: {error.message} in {text!r}") from None
+
+        def run(row: Row) -> Any:
+            try:
+                return take(made, row.values)
+            except (TemplateError, TypeError, ValueError, KeyError, IndexError, ZeroDivisionError) as error:
+                words = str(error).splitlines()[0]
+                lacking = re.fullmatch(r"'(\w+)' is undefined", words)
+                if lacking:
+                    words = f"no field '{lacking[1]}'; {nearest(lacking[1], sorted(row.values))}"
+                raise DataError(f"{row.where}: {words} (task {name}, {key})") from None
+
+        return run
+
+
+def items_of(task: Task, tokenizer: Any, *, limit: int | None = None) -> list[Item]:
+    """The questions of a task, in the order of its rows.
+
+    Args:
+        limit: the first so many; `task.limit` counts too.
+
+    Raises:
+        DataError: a row lacks a field, or its gold is none of its choices; the row is named.
+        RecipeError: a template that is none, or `chat` without the tokenizer's template.
+    """
+    assert task.data is not None, "find_tasks refuses a task without rows"
+    rows = _chosen(task, read_rows(task.data, subset=task.subset, split=task.split, each=task.each))
+    language = _Language(task)
+    prompt, gold = language.template("prompt"), language.expression("gold")
+    shots: list[Row] = []
+    if task.shots:
+        if task.shots >= len(rows):
+            raise DataError(f"task {task.name}: shots: {task.shots} answered rows leave none of {len(rows)} to ask")
+        drawn = np.random.Generator(np.random.PCG64(task.seed)).choice(len(rows), task.shots, replace=False)
+        shots = [rows[n] for n in drawn]
+        rows = [row for n, row in enumerate(rows) if n not in set(drawn.tolist())]
+    classes = _classes(task, rows, gold) if task.kind == "classification" else None
+    choices = language.expression("choices") if isinstance(task.choices, str) else lambda row: classes or task.choices
+    scale = language.expression("scale") if task.scale is not None else lambda row: ""
+
+    def answered(row: Row) -> tuple[str, str]:
+        """What is asked, and the right answer as text."""
+        item = _item(task, row, "", False, gold(row), choices(row) if task.choices or classes else None, scale(row))
+        return prompt(row), item.texts[item.gold] if item.texts else "; ".join(item.answers)
+
+    before = [answered(row) for row in shots]
+    limits = [n for n in (task.limit, limit) if n is not None]
+    made = []
+    for row in rows[: min(limits)] if limits else rows:
+        context = _context(task, before, prompt(row), tokenizer)
+        made.append(
+            _item(task, row, context, task.chat, gold(row), choices(row) if task.choices or classes else None, scale(row))
+        )
+    return made
+
+
+def _chosen(task: Task, rows: list[Row]) -> list[Row]:
+    total = len(rows)
+    if task.keys is not None:
+        import json
+
+        try:
+            wanted = set(map(str, json.loads(Path(task.keys).read_text(encoding="utf-8"))))
+        except (OSError, ValueError, TypeError) as error:
+            words = str(error).splitlines()[0]
+            raise DataError(f"task {task.name}: keys: {task.keys}: not a list or an object in JSON ({words})") from None
+        for row in rows:
+            if "key" not in row.values:
+                raise DataError(f"{row.where}: no field 'key', which the task's `keys` needs")
+        rows = [row for row in rows if str(row.values["key"]) in wanted]
+    if task.where is not None:
+        keep = _Language(task).expression("where")
+        rows = [row for row in rows if keep(row)]
+    if not rows:
+        raise DataError(f"task {task.name}: `keys` and `where` leave none of {total} rows of {task.data}")
+    return rows
+
+
+def _classes(task: Task, rows: Sequence[Row], gold: Callable[[Row], Any]) -> tuple[str, ...]:
+    if isinstance(task.choices, tuple):
+        return task.choices
+    if isinstance(task.choices, str):
+        raise RecipeError(f"task {task.name}: choices: of a classification are a list, the same for all rows")
+    found = tuple(sorted({str(gold(row)) for row in rows}))
+    if len(found) < 2:
+        raise DataError(f"task {task.name}: every row of {task.data} has the class {found[0]!r}; state `choices`")
+    return found
+
+
+def _item(task: Task, row: Row, context: str, complete: bool, gold: Any, choices: Any, scale: Any) -> Item:
+    if gold is None or gold == "" or gold == []:
+        raise DataError(f"{row.where}: has no gold (task {task.name}, gold: {task.gold})")
+    delimiter = "" if task.chat else task.delimiter
+    if task.kind not in BY_LIKELIHOOD:
+        answers = tuple(map(str, gold)) if isinstance(gold, list | tuple) else (str(gold),)
+        return Item(row.where, context, complete, answers=answers, scale=str(scale or ""))
+    if task.kind == "cloze":
+        return Item(row.where, context, complete, (delimiter + str(gold),), (str(gold),), 0)
+    if not isinstance(choices, list | tuple) or len(choices) < 2:
+        raise DataError(f"{row.where}: its choices are {choices!r}, not a list of two or more (task {task.name})")
+    texts = tuple(map(str, choices))
+    if empty := [n for n, text in enumerate(texts) if not text]:
+        raise DataError(f"{row.where}: choice {empty[0]} is empty (task {task.name})")
+    number = _number_of(gold, texts, by_number=task.kind == "multiple_choice")
+    if number is None:
+        shown = ", ".join(repr(text[:30]) for text in texts[:5]) + (" …" if len(texts) > 5 else "")
+        raise DataError(f"{row.where}: gold {gold!r} is none of the {len(texts)} choices: {shown} (task {task.name})")
+    return Item(row.where, context, complete, tuple(delimiter + text for text in texts), texts, number)
+
+
+def _number_of(gold: Any, texts: tuple[str, ...], *, by_number: bool) -> int | None:
+    if isinstance(gold, int) and not isinstance(gold, bool) and by_number:
+        return gold if 0 <= gold < len(texts) else None
+    if str(gold) in texts:
+        return texts.index(str(gold))
+    if by_number and str(gold).isdecimal() and int(gold) < len(texts):  # CSV has text only
+        return int(gold)
+    return None
+
+
+def _context(task: Task, before: Sequence[tuple[str, str]], asked: str, tokenizer: Any) -> str:
+    if not task.chat:
+        return task.separator.join([*(question + task.delimiter + answer for question, answer in before), asked])
+    turns = [{"role": "system", "content": task.system}] if task.system is not None else []
+    for question, answer in before:
+        turns += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    return _templated([*turns, {"role": "user", "content": asked}], tokenizer, task)
+
+
+def _templated(turns: list[dict[str, str]], tokenizer: Any, task: Task) -> str:
+    """The one place where a chat template is asked."""
+    from jinja2 import TemplateError
+
+    if not tokenizer.chat_template:
+        raise RecipeError(f"task {task.name}: chat: the tokenizer has no chat template; remove chat: true")
+    try:
+        return str(tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True))
+    except TemplateError as error:
+        raise RecipeError(f"task {task.name}: chat: the tokenizer's template fails: {str(error).splitlines()[0]}") from None

@@ -1,0 +1,128 @@
+"""The loss of a text: in nats a token, as perplexity, and in bits a byte, which does not depend on the tokenizer."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from preheat.data import Rows, evaluation_batches, prepare
+from preheat.data.files import TEXT
+from preheat.data.sources import digest
+from preheat.engine.evaluate import parts, summed, token_scores
+from preheat.errors import DataError, RecipeError
+from preheat.evaluation import bootstrap
+from preheat.evaluation.results import Result
+from preheat.evaluation.scoring import CLASSES
+from preheat.recipe import Data
+from preheat.technique import Batch, Build, LossSum, Slot
+
+__all__ = ["bytes_of_tokens", "measure_text", "rows_of_text"]
+
+UNITS = 64
+"""Batches that a text is read in at least, where it has the rows: they are what the bootstrap draws."""
+
+
+def rows_of_text(data: Data, source: str, *, knob: str, length: int, seed: int, tokenizer: str) -> Rows:
+    """A second text as rows, cut as the run's own are.
+
+    Args:
+        data: the run's settings: which fields are read, where the source has fields.
+        knob: what names the source, for messages.
+        tokenizer: the folder of the run's tokenizer.
+
+    Raises:
+        DataError: no such text, it is empty, or it is shorter than a row.
+    """
+    plain = Path(source).suffix in TEXT or Path(source).is_dir()
+    fields: dict[str, Any] = (
+        {"layout": "text", "columns": {}, "prompt": None, "completion": None, "classes": ()} if plain else {}
+    )
+    settings = replace(
+        data, source=source, validation=0.0, limit=None, streaming=False, tokenizer=tokenizer, packing="auto", **fields
+    )
+    try:
+        rows = prepare(settings, length=length, seed=seed).train
+    except DataError as error:
+        words = (
+            str(error)
+            .replace("data.source", knob)
+            .replace("add documents or lower batch.length", "name a longer text, or read it in shorter rows")
+        )
+        raise DataError(words if knob in words else f"{knob} {source}: {words}") from None
+    assert isinstance(rows, Rows), "only a stream is not packed beforehand"
+    return rows
+
+
+def bytes_of_tokens(tokenizer: Any) -> np.ndarray:
+    """How many bytes of text each token stands for, [vocabulary]; special tokens stand for none.
+
+    Example:
+        >>> bytes_of_tokens(AutoTokenizer.from_pretrained("gpt2"))[[464, 50256]]  # doctest: +SKIP
+        array([3, 0])
+    """
+    backend = json.loads(tokenizer.backend_tokenizer.to_str())
+    by_byte = '"ByteLevel"' in json.dumps([backend.get("pre_tokenizer"), backend.get("decoder")])
+    added = {token["id"]: (token["content"], token["special"]) for token in backend.get("added_tokens", [])}
+    sizes: np.ndarray = np.zeros(len(tokenizer), np.int64)
+    for token, number in tokenizer.get_vocab().items():
+        if number in added:
+            content, special = added[number]
+            sizes[number] = 0 if special else len(content.encode())
+        elif by_byte:
+            sizes[number] = len(token)  # a character for each byte
+        elif re.fullmatch(r"<0x[0-9A-Fa-f]{2}>", token):
+            sizes[number] = 1
+        else:
+            sizes[number] = len(token.removeprefix("##").replace("▁", " ").encode())
+    return sizes
+
+
+def measure_text(build: Build, rows: Rows, *, micro: int, limit: int, sizes: np.ndarray, objective: bool = False) -> Result:
+    """The loss of rows of text and, where it is that of the next token, perplexity and bits a byte; else what the objective scores.
+
+    Args:
+        micro: rows at once, at most.
+        limit: the first so many rows.
+        sizes: of `bytes_of_tokens`.
+        objective: take the build's own objective, as the run's validation does, whatever it is; else the next token's loss.
+    """
+    count = min(limit, len(rows))
+    micro = max(1, min(micro, count // UNITS))
+    own = objective and build.owner(Slot.OBJECTIVE) != "plain"
+    if CLASSES in build.tags and not own:
+        raise RecipeError("--data: this run has a head over classes in place of the vocabulary's: a text has no loss under it")
+    losses, weights, bytes_ = [], [], []
+    judged: list[LossSum] = []
+    batches: Iterable[Batch] = evaluation_batches(rows, micro=micro, limit=limit)
+    for batch in batches:
+        if objective or build.owner(Slot.OBJECTIVE) == "plain":
+            (part,) = parts(build, [batch])
+            total, weight = float(part.total), part.weight
+            judged.append(part)
+        else:
+            total, weight = _next_tokens(build, batch)
+        losses.append(total)
+        weights.append(float(weight))
+        bytes_.append(0.0 if own else float(sizes[batch.labels[batch.labels != -100].numpy()].sum()))
+    made = {"loss": bootstrap.ratio(losses, weights, higher=False)}
+    if not own:
+        made["perplexity"] = bootstrap.perplexity(losses, weights)
+        if sum(bytes_):
+            made["bits_per_byte"] = bootstrap.ratio([loss / math.log(2) for loss in losses], bytes_, higher=False)
+    scores = summed(build, judged).scores if own else {}
+    return Result(made, count, digest(weights, bytes_, count), tokens=int(sum(weights)), alone=scores)
+
+
+def _next_tokens(build: Build, batch: Batch) -> tuple[float, int]:
+    labels = batch.labels.flatten()
+    places = torch.nonzero(labels != -100)[:, 0]
+    scores, _ = token_scores(build, batch, places, labels[places])
+    return -float(scores.double().sum()), len(places)
