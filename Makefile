@@ -3,6 +3,8 @@
 PYTHON ?= python3
 # What runs the targets. On a machine that brings its own torch: make gpu-check RUN=python3
 RUN ?= .venv/bin/python
+# Processes that share the tests.
+JOBS ?= 2
 INSTALLED := $(if $(filter .venv/%,$(RUN)),.venv/installed)
 
 .PHONY: help .venv demo test test-pairs test-presets check bench gpu-check docs
@@ -31,7 +33,7 @@ demo: .venv/installed
 	@.venv/bin/preheat demo
 
 test: $(INSTALLED)
-	@$(RUN) -m pytest
+	@$(RUN) -m pytest -n $(JOBS) --dist loadfile
 
 test-pairs: $(INSTALLED)
 	@PREHEAT_PAIRS=all $(RUN) -m pytest tests/contract -k pairs

@@ -13,7 +13,7 @@ from preheat.engine.step import add_up, forward, transform
 from preheat.models import adapter
 from preheat.technique import Batch, Build, LossSum, Slot
 
-__all__ = ["Measured", "evaluate", "likeliest", "parts", "reading", "summed", "token_scores"]
+__all__ = ["Measured", "evaluate", "likeliest", "measure", "parts", "reading", "summed", "token_scores"]
 
 LOGITS = 2**24
 """Logits made at once where single tokens are scored (64 MiB in fp32): what a dry run saw of an evaluation is not exceeded."""
@@ -67,9 +67,14 @@ def summed(build: Build, found: Iterable[LossSum]) -> Measured:
     return Measured(total / weight, weight, build.scores(metrics, weight)) if weight else Measured(float("nan"), 0, {})
 
 
+def measure(build: Build, batches: Iterable[Batch]) -> Measured:
+    """Loss and scores over batches."""
+    return summed(build, parts(build, batches))
+
+
 def evaluate(build: Build, batches: Iterable[Batch]) -> tuple[float, int]:
     """Mean loss a trained token in nats, and the number of tokens it was taken over."""
-    return summed(build, parts(build, batches))[:2]
+    return measure(build, batches)[:2]
 
 
 def token_scores(build: Build, batch: Batch, places: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:

@@ -62,7 +62,7 @@ class OptimizerOffload(Technique):
 
     def apply(self, build: Build, part: Any) -> Change:
         count = sum(p.requires_grad for p in part.parameters())
-        if build.device.kind == "cpu":
+        if build.device.kind == "cpu" and self.on_cpu == "stay":
             return Change(f"nothing to move: AdamW of {count} parameters is on the host already, there being no GPU", count)
 
         def make(groups: Any, **settings: Any) -> Any:

@@ -76,7 +76,7 @@ def test_the_operator_keeps_torchs_contract() -> None:
     attend = OpaqueAttention(blocked_attention)
     q, k, v = (torch.randn(2, heads, 8, 4, requires_grad=True) for heads in (4, 2, 2))
     mask = OpaqueMask.of(MaskSpec(documents=((3, 5), (8,))), 2, 8)
-    arguments = (q, k, v, mask.documents, attend.number, True, 0, 0, 0.5)
+    arguments = (q, k, v, mask.documents, attend.number, True, 0, 0, 0.5, 0.0)
     checks = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static")
     torch.library.opcheck(torch.ops.preheat.attention.default, arguments, test_utils=checks)
 

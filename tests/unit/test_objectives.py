@@ -12,6 +12,7 @@ from torch.nn.functional import cross_entropy, logsigmoid
 
 from preheat import recipe as recipes
 from preheat.data.kinds import Examples, require_examples
+from preheat.data.layouts import Layout
 from preheat.data.loader import collate, evaluation_batches
 from preheat.data.packing import Rows, Tokens, cut
 from preheat.data.preparing import Prepared
@@ -19,7 +20,8 @@ from preheat.engine.build import build
 from preheat.engine.evaluate import evaluate, measure
 from preheat.engine.step import gradients, update
 from preheat.errors import DataError, RecipeError, RunError
-from preheat.models.adapter import generate
+from preheat.models.generate import generate
+from preheat.recipe import Sample
 from preheat.run import Reader
 from preheat.technique import Batch
 from preheat.techniques.classification import accuracy_and_f1, classify, confusion
@@ -28,6 +30,7 @@ from preheat.techniques.preference import preference_loss
 
 from ..conftest import DEVICE, difference, split, tiny, uneven
 
+_LAYOUT = Layout("text", {}, "text")
 PAIRS, LIKED, CLASSES = Examples("pairs"), Examples("liked"), Examples("classes", 5)
 TOGETHER = "chunked_loss: {rows: 7}, gradient_accumulation: {steps: 3}, activation_checkpointing: {}"
 
@@ -324,7 +327,7 @@ def test_pairs_through_rows_have_the_loss_of_the_plain_model() -> None:
 )
 def test_data_of_another_kind_is_refused(kind: str, techniques: str, words: str, error: type[Exception]) -> None:
     rows = Rows(KINDS[kind], 32, "whole")
-    data = Prepared(None, rows, rows, "my.jsonl", {}, "")  # type: ignore[arg-type]
+    data = Prepared(None, rows, rows, "my.jsonl", {}, "", _LAYOUT)  # type: ignore[arg-type]
     with pytest.raises(error, match=words) as refused:
         require_examples(tiny(f"{{{techniques}}}"), data)
     assert "\n" not in str(refused.value)
@@ -333,7 +336,7 @@ def test_data_of_another_kind_is_refused(kind: str, techniques: str, words: str,
 def test_data_that_fits_passes_and_a_stream_without_pairs_is_refused_at_its_first_batch() -> None:
     for kind, techniques in [("text", ""), ("pairs", "preference: {}"), ("classes", "classification: {classes: 6}")]:
         rows = Rows(KINDS[kind], 32, "whole")
-        require_examples(tiny(f"{{{techniques}}}"), Prepared(None, rows, rows, "", {}, ""))  # type: ignore[arg-type]
+        require_examples(tiny(f"{{{techniques}}}"), Prepared(None, rows, rows, "", {}, "", _LAYOUT))  # type: ignore[arg-type]
     made = build(tiny("{preference: {}}"), vocabulary=96, device=DEVICE)
     with pytest.raises(DataError, match="loss dpo finds no pairs in the rows"):
         gradients(made, [uneven()])
@@ -377,7 +380,7 @@ def test_a_classifier_becomes_that_of_transformers(family: str) -> None:
 
     made = moved("{classification: {classes: 3}}", family=family)
     with pytest.raises(RunError, match="over 3 classes: it writes no text"):
-        generate(made.trained[0], torch.zeros(1, 1, dtype=torch.int64), count=2)  # type: ignore[arg-type]
+        generate(made.trained[0], None, [[0]], Sample(tokens=2))  # type: ignore[arg-type]
     theirs = as_sequence_classifier(made.trained[0], pad=95)
     assert theirs.config.num_labels == 3
     for found, _ in documents(uneven(examples=CLASSES)):
