@@ -44,10 +44,13 @@ def export(
     import torch
 
     from preheat.cli.show import console, emit
+    from transformers.utils.logging import disable_progress_bar
+
     from preheat.compress.export import huggingface, peft
     from preheat.errors import RecipeError
 
     target = out or run / f"export-{to}"
+    disable_progress_bar()
     if to == "peft":
         if dtype is not None or base is not None:
             raise RecipeError(

@@ -145,7 +145,9 @@ def test_train_with_gradient_accumulation_equals_the_big_batch(weighted: bool, r
 
 
 @pytest.mark.parametrize(
-    "criterion", [torch.nn.MSELoss(), torch.nn.CrossEntropyLoss(), lambda o, t: (o - t).abs().mean()], ids=str
+    "criterion",
+    [torch.nn.MSELoss(), torch.nn.CrossEntropyLoss(), lambda o, t: (o - t).abs().mean()],
+    ids=["squares", "classes", "own"],
 )
 def test_targets_that_are_no_classes_count_by_their_number(criterion: Any) -> None:
     from preheat.techniques.gradient_accumulation import train_with_gradient_accumulation
