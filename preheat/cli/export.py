@@ -42,10 +42,9 @@ def export(
     Example: `preheat export runs/demo --to hf`, `preheat export runs/mine --to peft`
     """
     import torch
-
-    from preheat.cli.show import console, emit
     from transformers.utils.logging import disable_progress_bar
 
+    from preheat.cli.show import console, emit
     from preheat.compress.export import huggingface, peft
     from preheat.errors import RecipeError
 
