@@ -31,7 +31,7 @@ LENGTH, ROWS, BATCH = 128, 128, 8
 
 def recipe_of(model: str, source: Path, techniques: str, *, steps: int, lr: float, tokenizer: Path, seed: int) -> Recipe:
     return parse(
-        f"name: surgery\nseed: {seed}\nmodel: {model}\ndata: {{source: {source}, validation: 0.1, tokenizer: {tokenizer}}}\n"
+        f"name: surgery\nseed: {seed}\nmodel: {model}\ndata: {{source: {source}, validation: 0.1, tokenizer: {tokenizer}, preflight: {{encoding: warn}}}}\n"
         f"batch: {{size: {BATCH}, length: {LENGTH}}}\noptimizer: {{lr: {lr}, weight_decay: 0.0}}\nstop: {{steps: {steps}}}\n"
         f"evaluate: {{rows: {ROWS}}}\ntechniques: {{efficient_attention: {{}}, chunked_loss: {{}}, {techniques}}}"
     )

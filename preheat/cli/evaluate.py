@@ -77,6 +77,7 @@ def evaluate(
     from preheat.evaluation.harness import require_harness
     from preheat.evaluation.probes import differences
     from preheat.evaluation.tasks import Task, find_tasks
+    from preheat.training.opened import require_model
 
     if len(model) > 2 or (before and len(model) > 1):
         words = "--before is for one run" if len(model) == 2 else f"{len(model)} models were named"
@@ -88,6 +89,8 @@ def evaluate(
         require_harness()
     if samples is not None:
         _begin(samples)
+    for path in model:
+        require_model(path)
     recipe = _recipe_of(model)
     texts = data if data is not None else (["validation"] if recipe is not None else [])
     texts = [*dict.fromkeys(texts), *([forgetting] if forgetting is not None and forgetting not in texts else [])]

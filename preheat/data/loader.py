@@ -28,7 +28,16 @@ from preheat.data.streaming import StreamRows
 from preheat.errors import DataError
 from preheat.technique import Batch, MaskSpec, Shape
 
-__all__ = ["batches", "collate", "evaluation_batches", "sample_order", "sample_rows", "samples_of", "weight_of"]
+__all__ = [
+    "batches",
+    "collate",
+    "evaluation_batches",
+    "evaluation_rows",
+    "sample_order",
+    "sample_rows",
+    "samples_of",
+    "weight_of",
+]
 
 
 def batches(
@@ -92,10 +101,22 @@ def batches(
             yield [next(loaded) for _ in range(-(-now.rows // now.micro))]
 
 
+def evaluation_rows(total: int, limit: int) -> list[int]:
+    """At most `limit` of `total` rows, spread evenly over all of them: the first ones are of the source's first files alone.
+
+    Example:
+        >>> evaluation_rows(10, 4), evaluation_rows(3, 4)
+        ([0, 2, 5, 7], [0, 1, 2])
+    """
+    count = min(limit, total)
+    return [n * total // count for n in range(count)]
+
+
 def evaluation_batches(rows: Rows, *, micro: int, limit: int) -> Iterator[Batch]:
-    """The first `limit` rows in their order, `micro` at a time."""
-    for first in range(0, min(limit, len(rows)), micro):
-        yield collate([(n, rows.row(n)) for n in range(first, min(first + micro, limit, len(rows)))])
+    """At most `limit` rows, spread evenly over all, in their order, `micro` at a time."""
+    numbers = evaluation_rows(len(rows), limit)
+    for first in range(0, len(numbers), micro):
+        yield collate([(n, rows.row(n)) for n in numbers[first : first + micro]])
 
 
 def sample_rows(total: int, seed: int, first: int, count: int) -> tuple[int, ...]:

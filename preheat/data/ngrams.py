@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import islice
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -14,7 +14,7 @@ __all__ = ["baselines"]
 STRENGTHS = (4, 16, 64, 256, 1024)
 
 
-def baselines(prepared: Prepared, max_tokens: int = 4_000_000) -> dict[str, float]:
+def baselines(prepared: Prepared, numbers: Sequence[int], max_tokens: int = 4_000_000) -> dict[str, float]:
     """Losses on the trained labels of the validation rows, in nats a token.
 
     `unigram` counts the labels of the training rows, plus one each. `bigram` mixes the counts after the token at hand with the
@@ -23,12 +23,14 @@ def baselines(prepared: Prepared, max_tokens: int = 4_000_000) -> dict[str, floa
 
     Args:
         prepared: data with validation rows, not streamed.
+        numbers: of the validation rows that the model is measured on: both read the same.
         max_tokens: count at most so many training tokens.
     """
     assert isinstance(prepared.train, Rows), "a streamed source cannot be counted before training"
     assert len(prepared.validation), "no validation rows"
-    before, after = _pairs(prepared.train, max_tokens)
-    given, wanted = _pairs(prepared.validation, max_tokens)
+    first = range(min(len(prepared.train), max(1, max_tokens // prepared.train.length)))
+    before, after = _pairs(prepared.train, first)
+    given, wanted = _pairs(prepared.validation, numbers)
     size = int(max(before.max(), after.max(), given.max(), wanted.max())) + 1
     size = max(size, len(prepared.tokenizer))
     unigram = (np.bincount(after, minlength=size) + 1) / (len(after) + size)
@@ -42,9 +44,9 @@ def baselines(prepared: Prepared, max_tokens: int = 4_000_000) -> dict[str, floa
     return {"unigram": float(-np.log(expected).mean()), "bigram": bigram}
 
 
-def _pairs(rows: Rows, max_tokens: int) -> tuple[np.ndarray, np.ndarray]:
-    """(token, its label) over all trained places of the rows."""
-    read = [rows.row(n) for n in islice(range(len(rows)), max(1, max_tokens // rows.length))]
+def _pairs(rows: Rows, numbers: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+    """(token, its label) over all trained places of these rows."""
+    read = [rows.row(n) for n in numbers]
     tokens, labels = np.concatenate([r.tokens for r in read]), np.concatenate([r.labels for r in read])
     trained = labels != IGNORED
     return tokens[trained], labels[trained]

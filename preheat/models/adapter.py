@@ -70,6 +70,9 @@ def configure(recipe: Recipe, vocabulary: int | None = None) -> PretrainedConfig
         if key not in known:
             raise RecipeError(f"model.config.{key}: {config.model_type} has no such setting; {nearest(key, sorted(known))}")
         setattr(config, key, value)
+    kinds = getattr(config, "layer_types", None)  # a list with an entry a layer, which fewer layers leave too long
+    if "layer_types" not in model.config and kinds and len(kinds) > config.num_hidden_layers:
+        config.layer_types = kinds[: config.num_hidden_layers]
     for t in sorted(recipe.techniques.values(), key=lambda t: (t.stage, t.name())):
         try:
             t.configure(config, recipe)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from preheat.data import baselines, batches
-from preheat.data.loader import samples_of
+from preheat.data.loader import evaluation_rows, samples_of
 from preheat.engine import checkpoint
 from preheat.engine.evaluate import Measured
 from preheat.engine.step import gradients, update
@@ -261,7 +261,8 @@ class _Loop:
     def _baselines(self) -> None:
         if self.recipe.evaluate.baselines:
             self.watch.stage("counting a unigram and a bigram model")
-            found = baselines(self.session.data)
+            rows = evaluation_rows(len(self.session.data.validation), self.recipe.evaluate.rows)
+            found = baselines(self.session.data, rows)
             self.writer.event("baseline", vocabulary=len(self.session.data.tokenizer), **found)
 
     def _samples(self) -> None:

@@ -20,7 +20,7 @@ from preheat.technique import Build
 from preheat.training.session import resolve
 from preheat.training.texts import Prompt, write_texts
 
-__all__ = ["Opened", "open_model"]
+__all__ = ["Opened", "open_model", "require_model"]
 
 
 @dataclass
@@ -77,11 +77,18 @@ def open_model(path: str | Path, *, base: str | None = None, step: int | None = 
         return _adapter(path, base)
     if base is not None:
         raise RecipeError(f"--base: {path} is no adapter (no adapter_config.json); leave it out")
-    if not (path / "config.json").is_file():
+    require_model(path)
+    return _folder(str(path), str(path))
+
+
+def require_model(path: str | Path) -> None:
+    """Raises RunError where there is nothing that `open_model` opens."""
+    place = Path(path)
+    run = place.parent.parent if re.fullmatch(r"step-\d+", place.name) else place
+    if not any(file.is_file() for file in (run / "recipe.yaml", place / "config.json", place / "adapter_config.json")):
         raise RunError(
             f"{path}: is neither a run (no recipe.yaml), nor a Hugging Face model folder (no config.json), nor an adapter (no adapter_config.json)"
         )
-    return _folder(str(path), str(path))
 
 
 def _at_start(path: Path) -> Opened:

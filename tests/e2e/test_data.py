@@ -81,6 +81,6 @@ def test_rows_that_no_technique_trains_on_are_refused(preheat: Command) -> None:
     (preheat.folder / "rows.jsonl").write_text(
         "".join(json.dumps({"prompt": f"Say {n}", "chosen": f"yes {n}", "rejected": f"no {n}"}) + "\n" for n in range(60))
     )
-    _, error = preheat("train", "chat.yaml", code=2)
-    assert "data.layout: the rows are pairs of a chosen and a rejected answer" in error
+    _, error = preheat("train", "chat.yaml", code=4)
+    assert "holds pairs of answers, of which one is preferred, but next-token training reads text" in error
     assert not (preheat.folder / "runs").exists()

@@ -37,7 +37,12 @@ def test_its_loss_is_that_of_plain_transformers_and_near_the_published_one(
     (tmp_path / "stories.jsonl").write_text("\n".join(json.dumps({"text": part}) for part in parts))
     opened = open_model(stories)
     # Rows of whole stories, cut at 512 tokens.
-    data = Data(source=str(tmp_path / "stories.jsonl"), packing="whole", validation=0.0)
+    data = Data(
+        source=str(tmp_path / "stories.jsonl"),
+        packing="whole",
+        validation=0.0,
+        preflight={"encoding": "warn", "truncated": "warn"},
+    )
     rows = prepare(data, length=512, seed=0, tokenizer=str(stories), cache=tmp_path / "cache").train
     assert isinstance(rows, Rows)
     ours, tokens = evaluate(opened.build, evaluation_batches(rows, micro=8, limit=len(rows)))

@@ -28,7 +28,7 @@ DEVICE = Device("cpu", "test", 8 << 30)
 
 def _recipe(model: str, source: str, techniques: str, *, steps: int, length: int = 128) -> Recipe:
     return parse(
-        f"name: surgery\nmodel: {model}\ndata: {{source: {source}, validation: 0.1}}\n"
+        f"name: surgery\nmodel: {model}\ndata: {{source: {source}, validation: 0.1, preflight: {{encoding: warn}}}}\n"
         f"batch: {{size: 8, length: {length}}}\noptimizer: {{lr: 4e-3, weight_decay: 0.0}}\nstop: {{steps: {steps}}}\n"
         f"evaluate: {{rows: 32}}\ntechniques: {techniques}"
     )

@@ -179,7 +179,7 @@ def test_a_run_trained_on_chats_is_asked_by_its_template(preheat: Command, stori
         "data={source: chats.jsonl, template: alpaca, validation: 0.1}",
         "batch.length=64",
     ]
-    sample = "sample={prompts: [What is 3?, [{role: user, content: What is 3?}]], tokens: 8}"
+    sample = 'sample={prompts: ["What is 3?", [{role: user, content: "What is 3?"}]], tokens: 8}'
     sets = [
         word for setting in (*settings, "techniques={lora: {rank: 4}}", "stop.steps=3", sample) for word in ("--set", setting)
     ]

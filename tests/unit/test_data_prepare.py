@@ -159,7 +159,7 @@ def test_built_in_sources_are_real_and_repeatable(monkeypatch):
 
 def test_counting_baselines_are_between_nothing_and_the_truth(tmp_path, tokenizer):
     made = run(tmp_path, write(tmp_path / "a.jsonl", [{"text": "ab ba ab ba " * 9 + t} for t in LINES]), tokenizer=tokenizer)
-    losses = baselines(made)
+    losses = baselines(made, range(len(made.validation)))
     assert 0 < losses["bigram"] < losses["unigram"] < 5.71  # ln 300: every piece alike
 
 
