@@ -34,7 +34,7 @@ def test_alone_preference() -> None:
     losses = []
     for _ in range(12):
         loss = preference_loss(_logp(policy, chosen, 4), _logp(policy, rejected, 4), *beside, loss="dpo", beta=0.1).mean()
-        losses.append(float(loss))
+        losses.append(loss.item())
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

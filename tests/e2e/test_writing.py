@@ -188,7 +188,7 @@ def test_a_run_trained_on_chats_is_asked_by_its_template(preheat: Command, stori
     assert (plain["before"], plain["text"]) == (chat["before"], chat["text"]), "a text is the user's message of a chat"
     out, error = preheat("generate", "runs/small", "--prompt", "What is 3?", "--tokens", "8")
     assert out == chat["text"] + "\n"
-    assert "chat, template alpaca, as the run was trained" in error
+    assert "chat, alpaca, as the run was trained" in error
     plain_out, error = preheat("generate", "runs/small", "--prompt", "What is 3?", "--tokens", "8", "--no-chat")
     assert "plain text" in error
     assert plain_out.startswith("What is 3?")
