@@ -29,6 +29,7 @@ __all__ = [
     "hidden_states",
     "logits",
     "plain_logits",
+    "require_plain_head",
     "softcap",
     "tokenizer_folder",
 ]
@@ -289,6 +290,14 @@ def logits(model: PreTrainedModel, hidden: Tensor) -> Tensor:
     """What the model says of hidden states [..., width]: fp32 [..., vocabulary], all of them in memory at once."""
     made, cap = head(model)(hidden).float(), softcap(model)
     return made if cap is None else (made / cap).tanh() * cap
+
+
+def require_plain_head(model: PreTrainedModel, who: str) -> None:
+    """Raises RecipeError where the head carries an adapter, which what reads its weight alone would leave out without a word."""
+    if hasattr(head(model), "get_base_layer"):
+        raise RecipeError(
+            f"techniques.{who}: makes logits from the head's weight alone, and an adapter stands on it; take the head out of the adapter's targets, or leave {who} out"
+        )
 
 
 def ends(model: PreTrainedModel) -> tuple[Tensor, Tensor]:

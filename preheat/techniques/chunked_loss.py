@@ -91,6 +91,9 @@ class ChunkedLoss(Technique):
         return why
 
     def apply(self, build: Build, part: Any) -> Change:
+        from preheat.models.adapter import require_plain_head
+
+        require_plain_head(part, self.name())
         chosen = "ours" if self.kernel == "auto" else self.kernel
         build.own(Slot.OVER_LOGITS, _kernel(chosen, self.rows), self.name())
         many = "as many rows as Liger chooses" if chosen == "liger" else f"{self.rows} rows"

@@ -119,8 +119,10 @@ class Liger(Technique):
     def apply(self, build: Build, part: Any) -> Change:
         counts = use_liger(part, norm=self.norm, rotary=self.rotary, gate=self.gate) if self.provided() else {}
         if self.loss:
+            from preheat.models.adapter import require_plain_head
             from preheat.ops.losses import liger_logits
 
+            require_plain_head(part, self.name())
             build.own(Slot.OVER_LOGITS, liger_logits, self.name())
             counts = {**counts, "head with loss": 1}
         return Change(", ".join(f"{n} {what}" for what, n in counts.items()), sum(counts.values()), kernel="liger")

@@ -182,6 +182,7 @@ def test_each_method_of_peft_starts_as_the_base_learns_and_is_merged_exactly(fol
         ("{nf4: {keep: [nowhere]}, lora: {}}", "keep: .* matches no linear map"),
         ("{nf4: {keep: '.*'}, lora: {}}", "leaves no linear map"),
         ("{nf4: {}, lora: {variant: pissa}}", "changes the base's weights"),
+        ("{lora: {targets: [lm_head]}, chunked_loss: {}}", "an adapter stands on it"),
         ("{lora: {variant: pissa, rank: 40}}", "lower the rank"),
     ],
 )
