@@ -46,7 +46,6 @@ def write(run: str | Path, out: str | Path, *, tolerance: float | None = None) -
             the tolerance.
     """
     import peft
-    from transformers import AutoModelForCausalLM
 
     out = Path(out)
     shared.must_be_new(out)
@@ -85,7 +84,7 @@ def write(run: str | Path, out: str | Path, *, tolerance: float | None = None) -
         warnings.filterwarnings(
             "ignore", message="`is_gradient_checkpointing` is deprecated"
         )  # which peft asks, and transformers renamed
-        made: Any = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(source, **read), config)
+        made: Any = peft.get_peft_model(_loaded(source, base, read), config)
         with torch.no_grad():
             for name, own in values.items():
                 for key, target in own_of(made.get_submodule(f"base_model.model.{name}")):
@@ -94,7 +93,7 @@ def write(run: str | Path, out: str | Path, *, tolerance: float | None = None) -
         del made
         opened.tokenizer.save_pretrained(folder)
         (folder / BASE).write_text(json.dumps(written, indent=1), encoding="utf-8")
-        again: Any = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(source, **read), folder)
+        again: Any = peft.PeftModel.from_pretrained(_loaded(source, base, read), folder)
         if written["nf4"]:
             unrounded = shared.compare(wanted, shared.logits(again.get_base_model(), rows))
             notes.append(_NF4.format(", double quantization" if double else "", unrounded.largest))
@@ -139,6 +138,15 @@ def _short(names: list[str], model: nn.Module) -> set[str]:
     """Last parts of the names where these say it all, as peft's users write them; else the names."""
     last = {name.rpartition(".")[2] for name in names}
     return last if {name for name, _ in model.named_modules() if name.rpartition(".")[2] in last} == set(names) else set(names)
+
+
+def _loaded(source: str, name: str, read: dict[str, Any]) -> Any:
+    """The base, under the name that the adapter gives it: the path it was read from may be another (a link, the hub's cache)."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(source, **read)
+    model.name_or_path = name
+    return model
 
 
 def _as_lora(own: dict[str, Tensor], whole: Tensor, rest: Tensor, config: Any) -> dict[str, Tensor]:
