@@ -105,12 +105,17 @@ def main() -> None:
             (folder / "questions.jsonl").write_text("".join(itertools.islice(file, QUESTIONS)), encoding="utf-8")
         known = preheat("eval", str(model), "--data", str(folder / "stories.txt"), "--rows", "128", "--length", "256")["loss"]
         sources: dict[str, dict[str, Any]] = {
-            "shakespeare": {"source": str(options.data / "text/tinyshakespeare.txt"), "validation": 0.05},
+            "shakespeare": {
+                "source": str(options.data / "text/tinyshakespeare.txt"),
+                "validation": 0.05,
+                "preflight": {"truncated": "warn"},
+            },
             "questions": {
                 "source": str(folder / "questions.jsonl"),
                 "prompt": "question",
                 "completion": "answer",
                 "validation": 0.05,
+                "preflight": {"truncated": "warn"},
             },
         }
         for text in options.texts:

@@ -45,6 +45,8 @@ def rows_of_text(data: Data, source: str, *, knob: str, length: int, seed: int, 
     fields: dict[str, Any] = (
         {"layout": "text", "columns": {}, "prompt": None, "completion": None, "classes": ()} if plain else {}
     )
+    # What is measured and not trained on is read as it is; `preheat data` says what is wrong with it.
+    fields["preflight"] = {**data.preflight, "encoding": "warn", "truncated": "warn"}
     settings = replace(
         data, source=source, validation=0.0, limit=None, streaming=False, tokenizer=tokenizer, packing="auto", **fields
     )
