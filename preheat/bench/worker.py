@@ -32,25 +32,18 @@ def take_steps(job: dict[str, Any]) -> dict[str, Any]:
     import torch
 
     from preheat import recipe as recipes
-    from preheat.data import batches, prepare
+    from preheat.data import batches
     from preheat.data.kinds import require_examples
     from preheat.engine.build import build, peak_learning_rate
     from preheat.engine.step import gradients, update
     from preheat.hardware.probe import peak_bytes
-    from preheat.models import adapter
     from preheat.planning.observe import observe
     from preheat.technique import Slot
-    from preheat.training.session import resolve, settle
+    from preheat.training.session import data_of, resolve, settle
 
     recipe = recipes.parse(job["recipe"])
     device, _ = resolve(recipe)
-    data = prepare(
-        recipe.data,
-        length=recipe.batch.length,
-        seed=recipe.seed,
-        tokenizer=adapter.tokenizer_folder(recipe),
-        add_tokens=recipe.model.add_tokens,
-    )
+    data = data_of(recipe)
     require_examples(recipe, data)
     pause = time.perf_counter()
     observe(

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from preheat.cli import writing
+from preheat.cli.show import Base
 
 if TYPE_CHECKING:
     from preheat.training.chats import Conversation
@@ -42,9 +43,7 @@ def chat(
     seed: writing.Seed = 0,
     step: writing.Step = None,
     template: writing.ChatTemplate = None,
-    base: Annotated[
-        str | None, typer.Option("--base", help="The base of an adapter's folder, where it names another place.")
-    ] = None,
+    base: Base = None,
 ) -> None:
     """Talks with a run or a model: turn by turn on a terminal, or a message a line from a pipe. /help lists what else can be said.
 

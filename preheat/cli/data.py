@@ -26,23 +26,13 @@ def data(
     from preheat import recipe as recipes
     from preheat import report
     from preheat.cli.show import console, emit
-    from preheat.data import prepare
     from preheat.data.kinds import require_examples
     from preheat.data.showing import look
     from preheat.errors import DataError
-    from preheat.models import adapter
-    from preheat.training.session import vocabulary_of
+    from preheat.training.session import data_of
 
     chosen = recipes.load(recipe, set or [])
-    config = adapter.configure(chosen, vocabulary_of(chosen))
-    prepared = prepare(
-        chosen.data,
-        length=chosen.batch.length,
-        seed=chosen.seed,
-        tokenizer=adapter.tokenizer_folder(chosen),
-        embedding=adapter.facts(config).vocabulary,
-        refuse=False,
-    )
+    prepared = data_of(chosen, refuse=False)
     shown = look(prepared, rows=rows, seed=chosen.seed) | {"name": chosen.name}
     page = report.write_data(shown, html) if html else None
     if json:

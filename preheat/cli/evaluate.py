@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from preheat.cli.show import Json
+from preheat.cli.show import Base, Json
 
 if TYPE_CHECKING:
     from preheat.evaluation.results import Result
@@ -63,9 +63,7 @@ def evaluate(
     samples: Annotated[
         Path | None, typer.Option("--samples", help="A file (.jsonl) for what was asked and answered, row by row.")
     ] = None,
-    base: Annotated[
-        str | None, typer.Option("--base", help="The base of an adapter's folder, where it names another place.")
-    ] = None,
+    base: Base = None,
     json: Json = False,
 ) -> None:
     """Loss and perplexity on texts, and scores of tasks, with 95 % bootstrap intervals; before and after in one table.

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from preheat.cli.show import Json
+from preheat.cli.show import Base, Json
 
 __all__ = ["export"]
 
@@ -32,9 +32,7 @@ def export(
             help="Largest accepted difference of a logit, as a share of the largest logit; by precision (1e-5 in float32) when not given.",
         ),
     ] = None,
-    base: Annotated[
-        str | None, typer.Option("--base", help="The base of an adapter's folder, where it names another place.")
-    ] = None,
+    base: Base = None,
     json: Json = False,
 ) -> None:
     """Writes a run's model, or its adapter alone, for other tools; reads it back with them and compares the logits.

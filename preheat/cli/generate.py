@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from preheat.cli import writing
-from preheat.cli.show import Json
+from preheat.cli.show import Base, Json
 
 __all__ = ["generate"]
 
@@ -44,9 +44,7 @@ def generate(
         ),
     ] = None,
     template: writing.ChatTemplate = None,
-    base: Annotated[
-        str | None, typer.Option("--base", help="The base of an adapter's folder, where it names another place.")
-    ] = None,
+    base: Base = None,
     batch: Annotated[int, typer.Option("--batch", min=1, help="Prompts written at a time.")] = 8,
     json: Json = False,
 ) -> None:

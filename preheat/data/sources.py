@@ -6,7 +6,6 @@ import ast
 import functools
 import hashlib
 import itertools
-import socket
 import sys
 import sysconfig
 import textwrap
@@ -21,12 +20,13 @@ from preheat.data.files import columns_of, find_files, missing, read_file
 from preheat.data.layouts import Layout, class_names, layout_of
 from preheat.data.templates import special_tokens, template_for
 from preheat.errors import DataError, nearest
+from preheat.hardware.network import hub_reachable
 from preheat.recipe import Data
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-__all__ = ["Source", "digest", "hub_reachable", "open_source"]
+__all__ = ["Source", "digest", "open_source"]
 
 BUILT_IN = ("stdlib", "docstrings")
 HASHED_WHOLE = 256 * 2**20
@@ -267,25 +267,6 @@ def _pairs(text: str) -> Iterator[Document]:
 
 
 # --- datasets -------------------------------------------------------------------------------------------------------
-
-
-def hub_reachable() -> bool:
-    """Whether the Hugging Face hub can be asked. Without this look its client tries again for half a minute."""
-    import urllib.parse
-    import urllib.request
-
-    from huggingface_hub import constants
-
-    if constants.HF_HUB_OFFLINE or urllib.request.getproxies():
-        return True  # offline mode answers at once from its cache; a proxy resolves names itself
-    address = urllib.parse.urlparse(constants.ENDPOINT)
-    try:
-        with socket.create_connection(
-            (address.hostname or "", address.port or (80 if address.scheme == "http" else 443)), timeout=5
-        ):
-            return True
-    except OSError:
-        return False
 
 
 def _rows(rows: Any, where: str) -> Iterator[tuple[str, Any]]:

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from preheat.data.examples import END, PAD, Document, Piece
 from preheat.data.files import missing
-from preheat.data.sources import digest, hub_reachable
+from preheat.data.sources import digest
 from preheat.errors import DataError, RecipeError
+from preheat.hardware.network import hub_reachable
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

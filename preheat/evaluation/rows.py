@@ -145,7 +145,7 @@ def _parquet(path: Path) -> Iterator[Row]:
 def _named(name: str, subset: str | None, split: str) -> Iterator[Row]:
     import datasets
 
-    from preheat.data.sources import hub_reachable
+    from preheat.hardware.network import hub_reachable
 
     if not hub_reachable():
         raise DataError(

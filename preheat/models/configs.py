@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from preheat.errors import RecipeError
+from preheat.hardware.network import hub_reachable
 from preheat.models import presets, sizes
 
 if TYPE_CHECKING:
@@ -71,7 +72,7 @@ def read(path: str, trust: bool) -> PretrainedConfig:
         return AutoConfig.from_pretrained(
             path,
             trust_remote_code=trust,
-            local_files_only=folder.exists() or os.environ.get("HF_HUB_OFFLINE", "") in ("1", "true", "TRUE"),
+            local_files_only=folder.exists() or _offline() or not hub_reachable(),
         )
     except (OSError, ValueError) as error:
         first = str(error).strip().split("\n")[0]
@@ -82,6 +83,10 @@ def read(path: str, trust: bool) -> PretrainedConfig:
             if not folder.exists()
             else f"model.path: {path}: {first[:300]}"
         ) from None
+
+
+def _offline() -> bool:
+    return os.environ.get("HF_HUB_OFFLINE", "") in ("1", "true", "TRUE")
 
 
 def new(recipe: Recipe, vocabulary: int | None) -> PretrainedConfig:

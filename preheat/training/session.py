@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from preheat import recipe as recipes
 from preheat.engine import checkpoint
@@ -28,7 +28,10 @@ from preheat.training.samples import Samples
 from preheat.training.texts import chat_template
 from preheat.training.watch import Watch
 
-__all__ = ["Session", "open_session", "plan_here", "resolve", "rows_of", "settle", "vocabulary_of"]
+if TYPE_CHECKING:
+    from preheat.data import Prepared
+
+__all__ = ["Session", "data_of", "open_session", "plan_here", "resolve", "rows_of", "settle", "vocabulary_of"]
 
 # What may differ between a run and its resumption; everything else decides the numbers.
 _FREE = ("name", "stop", "evaluate", "checkpoint", "sample", "hardware", "data.workers", "data.prefetch")
@@ -75,16 +78,24 @@ def rows_of(recipe: Recipe) -> int | None:
     """Training rows, where `stop.epochs` makes them matter: then the data is read (and cached); a preset alone has no tokenizer to read by."""
     if not recipe.stop.epochs or presets.only_planned(recipe):
         return None
+    data = data_of(recipe)
+    return len(data.train) if hasattr(data.train, "__len__") else None
+
+
+def data_of(recipe: Recipe, **how: Any) -> Prepared:
+    """The data of a recipe, read with its model's tokenizer and checked against its model's embedding; `how` is `prepare`'s progress and refuse."""
     from preheat.data import prepare
 
-    data = prepare(
+    config = adapter.configure(recipe, vocabulary_of(recipe))  # a model that cannot be had is told before the data is read
+    return prepare(
         recipe.data,
         length=recipe.batch.length,
         seed=recipe.seed,
         tokenizer=adapter.tokenizer_folder(recipe),
         add_tokens=recipe.model.add_tokens,
+        embedding=adapter.facts(config).vocabulary,
+        **how,
     )
-    return len(data.train) if hasattr(data.train, "__len__") else None
 
 
 def vocabulary_of(recipe: Recipe) -> int:
@@ -97,6 +108,8 @@ def vocabulary_of(recipe: Recipe) -> int:
         return recipe.data.vocabulary
     from preheat.data.tokenizer import load_tokenizer
 
+    if recipe.data.tokenizer is None:
+        adapter.configure(recipe)  # a model that is not there is told as that, not as a tokenizer that is missing
     if recipe.model.add_tokens:
         # A token that the tokenizer had may be named only where the embedding ends before it: a trained row is not to be lost.
         rows = adapter.configure(replace(recipe, model=replace(recipe.model, add_tokens=()))).get_text_config().vocab_size
@@ -134,7 +147,6 @@ def open_session(recipe: Recipe, out: Path, *, resume: bool, watch: Watch, force
     """
     import torch
 
-    from preheat.data import prepare
     from preheat.data.kinds import require_examples
     from preheat.hardware.calibrate import rates
 
@@ -144,23 +156,15 @@ def open_session(recipe: Recipe, out: Path, *, resume: bool, watch: Watch, force
     if not resume and (out / "recipe.yaml").exists():
         raise RunError(f"{out}: holds a run already; add --resume to go on with it, or name another folder with --out")
     presets.require_weights(recipe)
-    config = adapter.configure(recipe, vocabulary_of(recipe))  # a model that cannot be had is told before the data is read
     watch.stage("reading data")
-    data = prepare(
-        recipe.data,
-        length=recipe.batch.length,
-        seed=recipe.seed,
-        tokenizer=adapter.tokenizer_folder(recipe),
-        add_tokens=recipe.model.add_tokens,
-        progress=watch.progress,
-        embedding=adapter.facts(config).vocabulary,
-    )
+    data = data_of(recipe, progress=watch.progress)
     if data.layout.kind != "text":
         watch.notice(f"layout: {data.layout.words}")
     for line in data.told:
         watch.notice(line)
     require_examples(recipe, data)
-    samples = Samples(recipe, data.tokenizer, template=chat_template(data.layout), positions=adapter.facts(config).positions)
+    positions = adapter.facts(adapter.configure(recipe, len(data.tokenizer))).positions
+    samples = Samples(recipe, data.tokenizer, template=chat_template(data.layout), positions=positions)
     probes = Probes(recipe, data, watch.progress)
     watch.stage("measuring this machine (once)")
     measured = rates(device, threads, progress=lambda what, done: watch.progress(what, done, 1.0))

@@ -84,3 +84,19 @@ def test_rows_that_no_technique_trains_on_are_refused(preheat: Command) -> None:
     _, error = preheat("train", "chat.yaml", code=4)
     assert "holds pairs of answers, of which one is preferred, but next-token training reads text" in error
     assert not (preheat.folder / "runs").exists()
+
+
+def test_data_shows_tokens_that_the_recipe_adds_and_a_missing_model_is_told_as_one(preheat: Command, data_folder: Path) -> None:
+    row = {"messages": [{"role": "user", "content": "What is it?"}, {"role": "assistant", "content": "It is a cat."}]}
+    (preheat.folder / "rows.jsonl").write_text((json.dumps(row) + "\n") * 40)
+    recipe = (
+        "name: added\nmodel: {path: %s, add_tokens: ['<|im_start|>', '<|im_end|>']}\n"
+        "data: {source: rows.jsonl, template: chatml, validation: 0}\nbatch: {size: 4, length: 64}\nstop: {steps: 1}\n"
+    )
+    (preheat.folder / "added.yaml").write_text(recipe % (data_folder / "stories260K-hf"))
+    out, _ = preheat("data", "added.yaml", "--rows", "1")  # without these tokens chatml ends no turn, and is refused
+    assert "«It is a cat.<|im_end|>»" in out
+    _, error = preheat("train", "added.yaml", "--set", "model.path=nowhere/there", code=2)
+    assert error.strip().splitlines()[-1].startswith("error: model.path: nowhere/there: no such folder")
+    assert "thrown while requesting" not in error
+    assert not (preheat.folder / "runs").exists()
