@@ -13,15 +13,30 @@ from preheat.errors import RecipeError
 from preheat.models import adapter, presets, sizes
 from preheat.models.weights import WeightSource, materialize, mean_rows
 from preheat.recipe import Recipe
-from preheat.technique import Batch, Build, Change, Context, Device, Order, Slot, Stage, Tag, conflicts_of
+from preheat.technique import Batch, Build, Change, Context, Device, Mesh, Order, Slot, Stage, Tag, conflicts_of, sizes_of
 
-__all__ = ["build", "context_of", "peak_learning_rate"]
+__all__ = ["build", "context_of", "peak_learning_rate", "world_of"]
+
+
+def world_of(recipe: Recipe) -> int:
+    """Devices of the run: the processes that stand together already, or those that the recipe names."""
+    import torch.distributed as dist
+
+    return dist.get_world_size() if dist.is_initialized() else recipe.parallel.devices or 1
 
 
 def context_of(recipe: Recipe, config: Any, device: Device) -> Context:
-    """What techniques' checks may look at."""
+    """What techniques' checks may look at.
+
+    Raises:
+        RecipeError: the axes of the mesh do not multiply to the number of devices.
+    """
     tags = frozenset(tag for t in recipe.techniques.values() for tag in t.provided()) | {Tag(device.kind)}
-    return Context(recipe, adapter.facts(config), device, tags)
+    try:
+        sizes = sizes_of(recipe.techniques.values(), world_of(recipe))
+    except ValueError as error:
+        raise RecipeError(f"techniques: {error}") from None
+    return Context(recipe, adapter.facts(config), device, tags, sizes)
 
 
 def build(recipe: Recipe, *, vocabulary: int | None, device: Device, dry: AbstractContextManager[Any] | None = None) -> Build:
@@ -55,6 +70,7 @@ def build(recipe: Recipe, *, vocabulary: int | None, device: Device, dry: Abstra
     # A dry run for a GPU that is not here has its fake tensors on the CPU; kernels are chosen by `device` all the same.
     where = torch.device(device.kind if dry is None or torch.cuda.is_available() else "cpu")
     made = Build(recipe=recipe, device=device, model=context.model, tags=context.tags, torch_device=where)
+    made.mesh = Mesh.form(context.sizes, where.type)
     made.parts["trained"] = [adapter.build_on_meta(config, trust=recipe.model.trust_remote_code)]
     made.weights = WeightSource(_weights_folder(recipe))
     if made.weights.folder and (stored := getattr(config, "quantization_config", None)):

@@ -6,6 +6,7 @@ stats = update(build, lr)            # norm of the gradients, and whether all wa
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -18,7 +19,8 @@ from preheat.models import adapter
 from preheat.ops.attention import reference_attention
 from preheat.ops.losses import CrossEntropy, Softcapped, whole_logits
 from preheat.ops.optimizers import total_norm
-from preheat.technique import Batch, Build, LossSum, RowLoss, Shape, Slot
+from preheat.ops.sharded import local
+from preheat.technique import DATA, Axis, Batch, Build, LossSum, RowLoss, Shape, Slot
 from preheat.techniques.gradient_accumulation import accumulate
 
 __all__ = ["add_up", "forward", "gradients", "plain_slots", "transform", "update"]
@@ -33,7 +35,14 @@ def transform(build: Build, batch: Batch) -> Batch:
 
 def forward(build: Build, batch: Batch) -> LossSum:
     """The loss of one micro-batch, under the build's contexts (autocast for one)."""
-    part = build.trained[0]
+    total, metrics = build.slot(Slot.FORWARD)(build.trained[0], batch)
+    for change in build.on_loss:
+        total = change(total)
+    return LossSum(total, batch.weight, metrics)
+
+
+def _forward(build: Build, part: Any, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+    """The sum of a micro-batch's losses, and its metrics: tensors in a tuple, which torch's sharding looks through."""
     with ExitStack() as stack:
         for context in build.around_forward:
             stack.enter_context(context())
@@ -51,9 +60,7 @@ def forward(build: Build, batch: Batch) -> LossSum:
                 return build.slot(Slot.OVER_LOGITS)(hidden.to(build.head_dtype), adapter.head(of), row_loss, *aligned)
 
         loss: LossSum = build.slot(Slot.OBJECTIVE)(batch, lambda b: build.slot(Slot.HIDDEN)(part, b), over_logits)
-        for change in build.on_loss:
-            loss.total = change(loss.total)
-        return loss
+        return loss.total, loss.metrics
 
 
 def add_up(sums: dict[str, Tensor], metrics: Mapping[str, Tensor]) -> None:
@@ -70,7 +77,9 @@ def gradients(build: Build, batches: Sequence[Batch], lr: float | None = None) -
     """
     if lr is not None:
         _set_rate(build, lr)
-    weight = sum(batch.weight for batch in batches)
+    weight: Any = sum(batch.weight for batch in batches)
+    if build.mesh.size(*DATA) > 1:  # of all devices that share out the rows; it stays on the device
+        weight = build.mesh.add(torch.tensor(float(weight), device=build.torch_device), *DATA).clamp(min=1)
     loss: LossSum = build.slot(Slot.FORWARD_BACKWARD)(build, batches, weight)
     for _, finish in sorted(build.finish_gradients, key=lambda pair: pair[0]):
         finish(build)
@@ -117,7 +126,13 @@ def _next_token(batch: Batch, hidden: Callable[[Batch], Tensor], over_logits: Ca
 def _forward_backward(build: Build, batches: Sequence[Batch], global_weight: float) -> LossSum:
     metrics: dict[str, Tensor] = {}
 
+    left = len(batches)
+
     def loss_sum(batch: Batch) -> Tensor:
+        nonlocal left
+        left -= 1
+        for tell in build.before_backward:
+            tell(left == 0)
         loss = forward(build, batch)
         add_up(metrics, loss.metrics)
         return loss.total
@@ -130,11 +145,13 @@ def _clip(build: Build) -> Tensor:
     """Norm over all gradients in fp32; gradients scaled down in place where it exceeds `optimizer.clip`."""
     grads = [p.grad for _, p in build.parameters() if p.grad is not None]
     norm = total_norm(grads)
+    if build.mesh.size(Axis.PIPELINE) > 1:  # each stage has parameters of its own
+        norm = build.mesh.add(norm.square(), Axis.PIPELINE).sqrt()
     limit = build.recipe.optimizer.clip
     if limit > 0:
         factor = (limit / (norm + 1e-6)).clamp(max=1.0)
         for g in grads:
-            g.mul_(factor)
+            local(g).mul_(factor)
     return norm
 
 
@@ -147,7 +164,8 @@ def _update(build: Build, norm: Tensor) -> Tensor:
 
 def _shape(build: Build) -> Callable[[float], Shape]:
     batch = build.recipe.batch
-    return lambda progress: Shape(batch.size, batch.length, -(-batch.size // build.accumulation))
+    rows = -(-batch.size // build.mesh.size(*DATA))  # of each device that shares out the rows
+    return lambda progress: Shape(batch.size, batch.length, -(-rows // build.accumulation))
 
 
 def _optimizer(build: Build) -> Callable[..., Any]:
@@ -162,6 +180,7 @@ def _optimizer(build: Build) -> Callable[..., Any]:
 def plain_slots(build: Build) -> None:
     """Puts the plain form into every slot."""
     plain: dict[Slot, Callable[..., Any]] = {
+        Slot.FORWARD: functools.partial(_forward, build),
         Slot.HIDDEN: _hidden(build),
         Slot.ROW_LOSS: CrossEntropy(),
         Slot.OVER_LOGITS: whole_logits,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -60,6 +60,37 @@ def mean_rows(value: Tensor, rows: int, first: int, last: int) -> Tensor:
     grown = torch.cat([value, mean.expand(max(rows - value.shape[0], 0), -1)])
     grown[first:last] = mean
     return grown
+
+
+@contextmanager
+def _whole(modules: Iterable[nn.Module], drawn_too: bool = False) -> Iterator[None]:
+    """Within, the modules' own parameters that are spread over devices are whole plain tensors; on leaving, each device keeps its share.
+
+    So every device draws what one device alone would draw. What is not drawn within keeps its value.
+
+    Args:
+        drawn_too: also those that transformers is told to leave alone.
+    """
+    import torch
+    from torch.distributed.tensor import DTensor
+
+    from preheat.ops.sharded import share_of
+
+    spread = [
+        (module, name, p)
+        for module in modules
+        for name, p in module.named_parameters(recurse=False)
+        if isinstance(p, DTensor) and p.is_floating_point() and (drawn_too or not getattr(p, "_is_hf_initialized", False))
+    ]
+    for module, name, p in spread:
+        marked = torch.full(p.shape, float("nan"), dtype=p.dtype, device=p.device)
+        module._parameters[name] = torch.nn.Parameter(marked, requires_grad=p.requires_grad)
+    yield
+    for module, name, p in spread:
+        found: Any = module._parameters[name]
+        module._parameters[name] = p
+        if not bool(found.detach().flatten()[0].isnan()):
+            p.to_local().copy_(share_of(found.detach(), p))
 
 
 class WeightSource:
@@ -146,7 +177,8 @@ class WeightSource:
             torch.manual_seed(seed + 1)  # apart from the base model's draws: an adapter does not change them
             for _, modules, draw in self._fresh:
                 for name in modules:
-                    draw(model.get_submodule(name))
+                    with _whole(model.get_submodule(name).modules(), drawn_too=True):
+                        draw(model.get_submodule(name))
             self._uncovered(model)
 
     def _is_fresh(self, name: str) -> bool:
@@ -168,6 +200,13 @@ class WeightSource:
         def visit(module: nn.Module) -> None:
             for child in module.children():
                 visit(child)
+            with _whole((module, *module.children())):
+                draw(module)
+            for p in module.parameters(recurse=False):
+                if owners[id(p)] > 1:  # a shared parameter is drawn once
+                    p._is_hf_initialized = True  # type: ignore[attr-defined]
+
+        def draw(module: nn.Module) -> None:
             near = [p for m in (module, *module.children()) for p in m.parameters(recurse=False)]
             kept = {id(p): (p, p.data) for p in near if p.dtype in (torch.bfloat16, torch.float16)}
             for p, low in kept.values():
@@ -178,13 +217,14 @@ class WeightSource:
             for p, low in kept.values():
                 low.copy_(p.data)
                 p.data = low
-            for p in module.parameters(recurse=False):
-                if owners[id(p)] > 1:  # a shared parameter is drawn once
-                    p._is_hf_initialized = True  # type: ignore[attr-defined]
 
         visit(model)
 
     def _read(self, model: Any) -> None:
+        from torch.distributed.tensor import DTensor
+
+        from preheat.ops.sharded import share_of
+
         self._prefix = model.base_model_prefix + "."
         seen: set[int] = set()
         missing = []
@@ -202,7 +242,10 @@ class WeightSource:
                 raise RecipeError(
                     f"model.path: {plain} is {tuple(value.shape)} in {self._files[key].name} but {tuple(target.shape)} by config.json; the folder's files do not belong together"
                 )
-            target.copy_(value)
+            if isinstance(target, DTensor):
+                target.to_local().copy_(share_of(value.to(target.device, target.dtype), target))
+            else:
+                target.copy_(value)
 
         for name, parameter in model.named_parameters():
             if id(parameter) in seen or self._is_fresh(name):

@@ -7,9 +7,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
 from preheat.ops.rounding import stochastic_round_
+from preheat.ops.sharded import square_sum
 
 __all__ = [
     "Adafactor",
@@ -41,7 +43,7 @@ def decay_groups(named: Iterable[tuple[str, nn.Parameter]], weight_decay: float)
 
 
 def total_norm(tensors: Iterable[Tensor], chunk: int = 1 << 20) -> Tensor:
-    """Euclidean norm over all tensors, in fp32.
+    """Euclidean norm over all tensors, in fp32; of those that are spread over devices, over all their shares.
 
     Args:
         chunk: elements taken at a time where torch makes an fp32 copy first (a CPU's half precision).
@@ -50,11 +52,20 @@ def total_norm(tensors: Iterable[Tensor], chunk: int = 1 << 20) -> Tensor:
         >>> total_norm([torch.full((3,), 2.0), torch.full((1, 1), 2.0)])
         tensor(4.)
     """
-    norms = []
-    for t in tensors:
-        copied = t.device.type == "cpu" and t.dtype != torch.float32 and t.is_contiguous()
-        norms += [torch.linalg.vector_norm(part, dtype=torch.float32) for part in (t.view(-1).split(chunk) if copied else [t])]
-    return torch.linalg.vector_norm(torch.stack(norms))
+
+    def norms(some: Iterable[Tensor]) -> Tensor:
+        found = []
+        for t in some:
+            copied = t.device.type == "cpu" and t.dtype != torch.float32 and t.is_contiguous()
+            found += [
+                torch.linalg.vector_norm(part, dtype=torch.float32) for part in (t.view(-1).split(chunk) if copied else [t])
+            ]
+        return torch.stack(found)
+
+    tensors = list(tensors)
+    if any(isinstance(t, DTensor) for t in tensors):
+        return square_sum(tensors, lambda some: norms(some).square().sum()).sqrt()
+    return torch.linalg.vector_norm(norms(tensors))
 
 
 def adamw_state(p: Tensor, dtype: torch.dtype | None = None) -> dict[str, Tensor]:

@@ -234,6 +234,16 @@ class Hardware:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Parallel:
+    """Over how many devices, and what runs them. How the work is shared out is said by techniques: data_parallel, fsdp, tensor_parallel and others."""
+
+    devices: Count | None = None
+    """Processes, one a device; a run started with another number is refused, a plan takes it. As many as were started when not stated."""
+    timeout: Positive = 600.0
+    """Seconds that one process waits for the others before it says where each stands and ends."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Recipe:
     """Everything that decides a run. Frozen: `dataclasses.replace` or `override` make another."""
 
@@ -251,6 +261,7 @@ class Recipe:
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     sample: Sample = field(default_factory=Sample)
     hardware: Hardware = field(default_factory=Hardware)
+    parallel: Parallel = field(default_factory=Parallel)
     techniques: Mapping[str, Technique] = field(default_factory=dict)
     """Techniques by name with their settings; the order does not matter (their stages decide)."""
 

@@ -27,13 +27,13 @@ __all__ = ["GradientAccumulation", "accumulate", "train_with_gradient_accumulati
 Micro = TypeVar("Micro")
 
 
-def accumulate(micro_batches: Iterable[Micro], loss_sum: Callable[[Micro], Tensor], global_weight: float) -> Tensor:
+def accumulate(micro_batches: Iterable[Micro], loss_sum: Callable[[Micro], Tensor], global_weight: float | Tensor) -> Tensor:
     """Adds up the gradients of `sum of losses / global_weight` over micro-batches, into `.grad`.
 
     Args:
         micro_batches: parts of one global batch.
         loss_sum: the sum (not the mean) of a part's losses, a scalar.
-        global_weight: what to divide by: the trained tokens of the whole global batch.
+        global_weight: what to divide by: the trained tokens of the whole global batch, on all devices; a tensor is at least 1.
 
     Returns:
         The sum of the losses over all parts, detached.
@@ -47,9 +47,11 @@ def accumulate(micro_batches: Iterable[Micro], loss_sum: Callable[[Micro], Tenso
         tensor([3., 4.])
     """
     total = None
+    if isinstance(global_weight, int | float):
+        global_weight = max(global_weight, 1)
     for batch in micro_batches:
         loss = loss_sum(batch)
-        (loss / max(global_weight, 1)).backward()
+        (loss / global_weight).backward()
         total = loss.detach() if total is None else total + loss.detach()
     assert total is not None, "a global batch has at least one micro-batch"
     return total

@@ -1,0 +1,97 @@
+"""torch's FSDP2 machinery on plain modules: weights shared out or replicated among devices, gradients summed over them."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed._composable.replicate_with_fsdp import replicate
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+
+__all__ = ["forward_through", "replicate_all", "shard_fully"]
+
+
+def _summed(module: nn.Module) -> None:
+    """Gradients are summed, not averaged: the loss is divided by the trained tokens of all devices already."""
+    for m in module.modules():
+        if isinstance(m, FSDPModule):
+            m.set_force_sum_reduction_for_comms(True)
+            m.set_gradient_divide_factor(1.0)
+
+
+def shard_fully(
+    module: nn.Module,
+    layers: Iterable[nn.Module],
+    mesh: Any,
+    *,
+    reshard: bool = True,
+    gather: torch.dtype | None = None,
+    offload: bool = False,
+) -> int:
+    """Shards a module with FSDP2, each of its layers as a group of its own, in place. Gradients are summed over the mesh, not averaged.
+
+    Args:
+        layers: modules inside it, in the order in which they run.
+        mesh: torch's mesh of one dimension; of two for hybrid sharding: (replicate, shard).
+        reshard: let go of a layer's weights after its forward pass, and gather them again for its backward pass.
+        gather: dtype in which weights travel and are used; None: their own. Gradients then travel in fp32.
+        offload: keep the shares on the host, and copy them to the device where they are used.
+
+    Returns:
+        The number of groups.
+
+    Example:
+        >>> shard_fully(model, model.model.layers, init_device_mesh("cuda", (8,)))  # doctest: +SKIP
+    """
+    settings: dict[str, Any] = {
+        "mesh": mesh,
+        "reshard_after_forward": reshard,
+        "mp_policy": MixedPrecisionPolicy(param_dtype=gather, reduce_dtype=torch.float32 if gather else None),
+        "offload_policy": CPUOffloadPolicy() if offload else OffloadPolicy(),
+    }
+    listed = list(layers)
+    for layer in listed:
+        fully_shard(layer, **settings)
+    fully_shard(module, **settings)
+    _summed(module)
+    return len(listed) + 1
+
+
+def replicate_all(module: nn.Module, layers: Iterable[nn.Module], mesh: Any) -> int:
+    """Plain data parallel, each layer's gradients one bucket that is summed over the mesh while backward goes on. In place.
+
+    Args:
+        layers: modules inside it, in the order in which they run.
+        mesh: torch's mesh of one dimension.
+
+    Returns:
+        The number of buckets.
+    """
+    listed = list(layers)
+    for layer in listed:
+        replicate(layer, mesh=mesh)
+    replicate(module, mesh=mesh)
+    _summed(module)
+    return len(listed) + 1
+
+
+def forward_through(plain: Callable[[Any, Any], Any], part: Any) -> Callable[[Any, Any], Any]:
+    """A function of (module, batch) that counts as one call of `part`, for which its weights are gathered, whichever of its modules it uses."""
+    part.preheat_forward = types.MethodType(lambda self, batch: plain(self, batch), part)
+    register_fsdp_forward_method(part, "preheat_forward")
+
+    def forward(module: Any, batch: Any) -> Any:
+        assert module is part
+        return module.preheat_forward(batch)
+
+    return forward

@@ -1,0 +1,175 @@
+"""What a technique is, what it may look at, and the registry. No torch."""
+
+from __future__ import annotations
+
+import functools
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from preheat.technique.mesh import Axis
+from preheat.technique.places import Change, Slot, Stage, Tag
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from preheat.data.kinds import Examples
+    from preheat.recipe import Recipe
+    from preheat.technique.build import Build
+
+__all__ = ["Context", "Device", "ModelFacts", "Technique", "conflicts_of", "registry"]
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What a check may know of the model without building it."""
+
+    family: str
+    layers: int
+    width: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocabulary: int
+    positions: int
+    tied: bool
+    window: int | None = None
+    score_softcap: float | None = None  # attention's scores are cap * tanh(score / cap), as in Gemma 2
+    logit_softcap: float | None = None  # so are the logits
+
+
+@dataclass(frozen=True)
+class Device:
+    """What a check may know of the device."""
+
+    kind: Literal["cpu", "cuda"]
+    name: str
+    memory: int  # bytes that a run may use
+    capability: tuple[int, int] | None = None  # CUDA's
+
+
+@dataclass(frozen=True)
+class Context:
+    """What `check`, `options` and `rungs` may look at."""
+
+    recipe: Recipe
+    model: ModelFacts
+    device: Device
+    tags: frozenset[Tag]
+    sizes: Mapping[Axis, int] = field(default_factory=lambda: dict.fromkeys(Axis, 1))
+    """Devices along each axis of the mesh."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Technique(ABC):
+    """One idea that changes a build. Abstract or final: subclassed once, no method overridden twice.
+
+    A subclass's fields are its settings in the recipe; the text under each field is its help. The module's docstring
+    says what it does, when it helps, when it hurts, and its source.
+    """
+
+    stage: ClassVar[Stage]
+    numerics: ClassVar[Literal["exact", "rounding", "different"]]
+    """exact: same result but for the order of sums; rounding: same up to the number format; different: another model or loss."""
+    owns: ClassVar[frozenset[Slot]] = frozenset()
+    provides: ClassVar[frozenset[Tag]] = frozenset()
+    needs: ClassVar[frozenset[Tag]] = frozenset()
+    conflicts: ClassVar[frozenset[Tag]] = frozenset()
+    roles: ClassVar[frozenset[str]] = frozenset({"trained"})
+
+    def owned(self) -> frozenset[Slot]:
+        """The slots of `owns` that these settings take."""
+        return self.owns
+
+    def provided(self) -> frozenset[Tag]:
+        """The tags of `provides` that these settings bring."""
+        return self.provides
+
+    @classmethod
+    def name(cls) -> str:
+        """The key in the recipe: the module's name."""
+        return cls.__module__.rpartition(".")[2]
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        for base in cls.__mro__[1:]:
+            if base is not Technique and issubclass(base, Technique) and base.name() in _REGISTRY:
+                raise TypeError(f"{cls.__name__} extends the technique {base.name()}: techniques are not subclassed twice")
+        _REGISTRY[cls.name()] = cls
+
+    def configure(self, config: Any, recipe: Recipe) -> None:  # noqa: B027  # most techniques leave the architecture alone
+        """Changes the model's transformers configuration before it is checked and the model made, in place.
+
+        Raises:
+            ValueError: this model cannot have it; the words begin with the knob.
+        """
+
+    def examples(self) -> Examples | None:
+        """What rows must hold for it; None: it does not matter."""
+        return None
+
+    def degrees(self) -> Mapping[Axis, int]:
+        """Devices that it asks for along axes of the mesh; 0: all that the others leave."""
+        return {}
+
+    def check(self, context: Context) -> list[str]:
+        """Why this cannot serve here, in words; empty when it can."""
+        return []
+
+    @abstractmethod
+    def apply(self, build: Build, part: nn.Module) -> Change:
+        """Acts on one part of the build: a few lines that call the plain functions of the module."""
+
+    def options(self, context: Context) -> Iterable[Technique]:
+        """Settings worth searching."""
+        return [self]
+
+    def rungs(self, context: Context) -> Iterable[Technique]:
+        """Settings with the same weights and less memory: what recovery may switch to, mildest first."""
+        return []
+
+    def settle(self, context: Context, share: Callable[[Technique], float]) -> Technique:
+        """Itself with values for what only a dry run can choose; `share(other)` is the predicted peak as a share of the memory."""
+        return self
+
+    def period(self) -> int:
+        """Layers after which the effect repeats."""
+        return 1
+
+
+_REGISTRY: dict[str, type[Technique]] = {}
+
+
+@functools.cache
+def _load() -> None:
+    import importlib
+
+    importlib.import_module("preheat.techniques")  # a name, not an import: this module stands below the techniques
+
+
+def registry() -> Mapping[str, type[Technique]]:
+    """Every technique by name, in alphabetical order."""
+    _load()
+    return {name: _REGISTRY[name] for name in sorted(_REGISTRY)}
+
+
+def conflicts_of(techniques: Iterable[Technique], context: Context) -> list[tuple[str, str]]:
+    """Why these techniques cannot serve together here: (technique, words) each."""
+    found: list[tuple[str, str]] = []
+    owner: dict[Slot, str] = {}
+    chosen = sorted(techniques, key=lambda t: (t.stage, t.name()))
+    brings = {t.name(): t.provided() for t in chosen}
+    for t in chosen:
+        for slot in sorted(t.owned()):
+            if slot in owner:
+                found.append((t.name(), f"owns the slot '{slot}', which {owner[slot]} owns already; leave one out"))
+            owner.setdefault(slot, t.name())
+        found.extend(
+            (t.name(), f"needs {need}, which nothing in this recipe provides") for need in sorted(t.needs - context.tags)
+        )
+        for other, tags in brings.items():
+            if other != t.name() and t.conflicts & tags:
+                found.append((t.name(), f"cannot go with {other} ({', '.join(sorted(t.conflicts & tags))})"))
+        found.extend((t.name(), words) for words in t.check(context))
+    return found

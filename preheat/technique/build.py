@@ -1,0 +1,101 @@
+"""The build: a recipe made concrete, with the slots that techniques own. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from preheat.technique.base import Device, ModelFacts, registry
+from preheat.technique.batch import Batch, Stateful
+from preheat.technique.mesh import Mesh
+from preheat.technique.places import Change, Finish, Order, Slot, Tag
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+    from preheat.recipe import Recipe
+
+__all__ = ["Build"]
+
+
+@dataclass
+class Build:
+    """A recipe made concrete. `preheat.engine.build.build` makes it; techniques change it; steps run it."""
+
+    recipe: Recipe
+    device: Device
+    model: ModelFacts
+    tags: frozenset[Tag]
+    """Complete before the first technique applies."""
+    torch_device: torch.device
+    mesh: Mesh = field(default_factory=Mesh)
+    """Over which devices, and which of them this is."""
+    parts: dict[str, list[nn.Module]] = field(default_factory=dict)
+    """Role -> pipeline parts; on meta until MATERIALIZE."""
+    weights: Any = None
+    """models.weights.WeightSource: where the values of the parameters come from."""
+    optimizer: Any = None
+    schedule: Any = None
+    state: dict[str, Stateful] = field(default_factory=dict)
+    """Whatever must be in a checkpoint besides weights and optimizer."""
+    transforms: list[tuple[Order, Callable[[Batch], Batch]]] = field(default_factory=list)
+    around_forward: list[Callable[[], AbstractContextManager[Any]]] = field(default_factory=list)
+    """Contexts entered around each forward pass, autocast for one."""
+    on_loss: list[Callable[[Tensor], Tensor]] = field(default_factory=list)
+    """What the loss of each micro-batch passes through before its backward pass: loss scaling for one."""
+    head_dtype: torch.dtype | None = None
+    """Precision of output head and loss, where it is not that of the rest."""
+    endures_overflow: Callable[[], Tensor] | None = None
+    """On the device, after an update: 1 where gradients that are not finite may cost one step only, as with a loss scale."""
+    finish_gradients: list[tuple[Finish, Callable[[Build], None]]] = field(default_factory=list)
+    after_update: list[Callable[[Build], None]] = field(default_factory=list)
+    events: list[dict[str, Any]] = field(default_factory=list)
+    """What techniques did during a step, {kind, ...} each: the loop writes it into the run, and says it where there are `words`."""
+    accumulation: int = 1  # micro-batches in a global batch
+    before_backward: list[Callable[[bool], None]] = field(default_factory=list)
+    """Told before each micro-batch whether it is the last of its global batch: whose backward pass must leave gradients complete."""
+    changes: dict[str, list[Change]] = field(default_factory=dict)
+    scores: Callable[[Mapping[str, Tensor], float], dict[str, float]] = lambda metrics, weight: {}
+    """The objective's metrics, as sums, and their weight -> what is written down of them."""
+    counters: dict[str, Callable[[], int]] = field(default_factory=dict)
+    """What techniques count on the host while steps run (recompilations), by name: a key of each step's metrics."""
+    step: int = 0
+    """Optimizer steps committed so far."""
+    _slots: dict[Slot, tuple[str, Callable[..., Any]]] = field(default_factory=dict)
+
+    @property
+    def trained(self) -> list[nn.Module]:
+        """The parts that are trained."""
+        return self.parts["trained"]
+
+    def slot(self, slot: Slot) -> Callable[..., Any]:
+        """What stands in a slot."""
+        return self._slots[slot][1]
+
+    def owner(self, slot: Slot) -> str:
+        return self._slots[slot][0]
+
+    def own(self, slot: Slot, function: Callable[..., Any], owner: str) -> None:
+        """Puts `function` into a slot for `owner`. The engine's plain form ('plain') may be replaced, once."""
+        held = self._slots.get(slot)
+        if held is not None and held[0] not in ("plain", owner):
+            raise ValueError(f"slot '{slot}' is owned by {held[0]} already; {owner} cannot own it too")
+        assert owner == "plain" or slot in registry()[owner].owns, f"{owner} does not declare that it owns {slot}"
+        self._slots[slot] = (owner, function)
+
+    def slots(self) -> dict[str, str]:
+        """Who owns what."""
+        return {str(slot): owner for slot, (owner, _) in sorted(self._slots.items())}
+
+    def parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """Trained parameters by name, over all parts."""
+        many = len(self.trained) > 1
+        return [
+            (f"part{index}.{name}" if many else name, parameter)
+            for index, part in enumerate(self.trained)
+            for name, parameter in part.named_parameters()
+            if parameter.requires_grad
+        ]

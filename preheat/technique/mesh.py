@@ -1,0 +1,157 @@
+"""The mesh of devices: how many stand along each axis, which of them this process is. No torch until a group is asked for.
+
+    pipeline x replicate x shard x context x tensor = devices
+
+The last axis is the innermost: neighbours in it are neighbours on a host, where links are fastest.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["DATA", "Axis", "Mesh", "sizes_of"]
+
+
+class Axis(StrEnum):
+    """What is shared out among the devices of an axis."""
+
+    PIPELINE = "pipeline"  #   layers
+    REPLICATE = "replicate"  # rows of the batch; each device has all weights
+    SHARD = "shard"  #         rows of the batch and weights
+    CONTEXT = "context"  #     places of a row
+    TENSOR = "tensor"  #       rows or columns of matrices
+
+
+DATA = (Axis.REPLICATE, Axis.SHARD)
+"""The axes that share out rows of the batch."""
+
+
+class Spread(Protocol):
+    """What `sizes_of` asks of a technique."""
+
+    @classmethod
+    def name(cls) -> str: ...
+
+    def degrees(self) -> Mapping[Axis, int]: ...
+
+
+def sizes_of(techniques: Iterable[Spread], world: int) -> dict[Axis, int]:
+    """Devices along each axis, as the techniques ask for them; 0 takes what the others leave.
+
+    Args:
+        world: devices in all.
+
+    Raises:
+        ValueError: the axes do not multiply to `world`; the words say what would.
+
+    Example:
+        >>> class Tensor:
+        ...     name = classmethod(lambda cls: "tensor_parallel")
+        ...     degrees = lambda self: {Axis.TENSOR: 2, Axis.SHARD: 0}
+        >>> sizes_of([Tensor()], 8)[Axis.SHARD]
+        4
+    """
+    sizes = dict.fromkeys(Axis, 1)
+    rest: dict[Axis, str] = {}
+    for t in techniques:
+        for axis, size in t.degrees().items():
+            if size == 0:
+                rest[axis] = t.name()
+            else:
+                sizes[axis] = max(sizes[axis], size)
+    fixed = math.prod(sizes.values())
+    words = " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1) or "1 device"
+    if len(rest) > 1:
+        raise ValueError(f"{' and '.join(sorted(rest.values()))} both take the devices that are left; leave one out")
+    if world % fixed or (not rest and world != fixed):
+        left = "" if rest or world % fixed else "; add data_parallel or fsdp for the others"
+        raise ValueError(f"{words} does not multiply to {world} device{'s' if world > 1 else ''}{left}")
+    for axis in rest:
+        sizes[axis] *= world // fixed
+    return sizes
+
+
+@dataclass(frozen=True, eq=False)
+class Mesh:
+    """The devices of a run by axis, and this process's place among them. The default is one device, alone.
+
+    Attributes:
+        sizes: devices along each axis.
+        rank: number of this process, in row-major order of the axes.
+        devices: torch's mesh, with a dimension of each axis's name; None on one device.
+    """
+
+    sizes: Mapping[Axis, int] = field(default_factory=lambda: dict.fromkeys(Axis, 1))
+    rank: int = 0
+    devices: Any = None
+
+    @classmethod
+    def form(cls, sizes: Mapping[Axis, int], kind: str) -> Mesh:
+        """The mesh over torch.distributed's default group (a fake one in a dry run).
+
+        Args:
+            kind: of device: cpu or cuda.
+        """
+        import torch.distributed as dist
+        from torch.distributed.device_mesh import init_device_mesh
+
+        if math.prod(sizes.values()) == 1:
+            return cls()
+        order = list(Axis)
+        devices = init_device_mesh(kind, tuple(sizes[a] for a in order), mesh_dim_names=tuple(map(str, order)))
+        return cls(dict(sizes), dist.get_rank(), devices)
+
+    @property
+    def world(self) -> int:
+        return math.prod(self.sizes.values())
+
+    def size(self, *axes: Axis) -> int:
+        """Devices along some axes together."""
+        return math.prod(self.sizes[axis] for axis in axes)
+
+    def index(self, *axes: Axis) -> int:
+        """This device's number along some axes together, from 0; their order counts."""
+        place, left = {}, self.rank
+        for axis in reversed(Axis):
+            left, place[axis] = divmod(left, self.sizes[axis])
+        found = 0
+        for axis in axes:
+            found = found * self.sizes[axis] + place[axis]
+        return found
+
+    @functools.cache  # noqa: B019  # a mesh lives as long as the process's groups do
+    def sub(self, *axes: Axis) -> Any:
+        """torch's mesh of the devices along some axes that hold this one: one dimension, whatever the number of axes.
+
+        Every process must ask for the same ones in the same order: groups are made by all together.
+        """
+        assert self.devices is not None, "one device has no mesh"
+        names = tuple(map(str, axes))
+        return self.devices[names[0]] if len(names) == 1 else self.devices[names]._flatten("_".join(names))
+
+    @functools.cache  # noqa: B019
+    def plane(self, outer: Axis, inner: tuple[Axis, ...]) -> Any:
+        """torch's mesh of two dimensions: one axis, and some others together."""
+        from torch.distributed.device_mesh import DeviceMesh
+
+        return DeviceMesh._concatenate([self.sub(outer), self.sub(*inner)])
+
+    def group(self, *axes: Axis) -> Any:
+        """The process group of the devices along some axes that hold this one."""
+        return self.sub(*axes).get_group()
+
+    def add(self, value: Tensor, *axes: Axis) -> Tensor:
+        """`value` summed over the devices along some axes (all of the mesh when none is named), in place."""
+        import torch.distributed as dist
+
+        if self.size(*(axes or Axis)) > 1:
+            dist.all_reduce(value, group=self.group(*axes) if axes else None)
+        return value

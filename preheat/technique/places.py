@@ -1,0 +1,82 @@
+"""Tags, stages, slots and orders: the places of a build that techniques name. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum, StrEnum
+from typing import NewType
+
+__all__ = ["Change", "Finish", "Order", "Slot", "Stage", "Tag"]
+
+Tag = NewType("Tag", str)
+"""A capability that a technique brings, needs or cannot bear: `bf16-weights`, `frozen-base`. Never a class's name."""
+
+
+class Stage(IntEnum):
+    """When in the build a technique acts: the one order."""
+
+    STRUCTURE = 0
+    COMPRESS = 1
+    ADAPT = 2
+    FAKE_QUANTIZE = 3
+    KERNEL = 4
+    SPLIT = 5
+    PARALLEL = 6
+    CHECKPOINT = 7
+    COMPILE = 8
+    SHARD = 9
+    MATERIALIZE = 10
+    OPTIMIZER = 11
+    LOADER = 12
+
+
+class Slot(StrEnum):
+    """A place in the build that exactly one technique may own; the engine's plain form stands there until one does."""
+
+    HIDDEN = "hidden"  #            (part, batch) -> Tensor [rows, length, width]
+    ROW_LOSS = "row_loss"  #        RowLoss: (logits [n, vocabulary], *aligned [n]) -> Tensor [n]
+    OVER_LOGITS = "over_logits"  #  (hidden, head, row_loss, *aligned) -> Tensor, the sum of the row losses
+    OBJECTIVE = "objective"  #      (batch, hidden, over_logits) -> LossSum
+    FORWARD = "forward"  #          (part, batch) -> (sum of the losses, metrics): all that touches the weights of a part
+    FORWARD_BACKWARD = "forward_backward"  # (build, batches, global_weight) -> LossSum
+    CLIP = "clip"  #                (build) -> norm, a tensor
+    UPDATE = "update"  #            (build, norm) -> finite, a tensor
+    BATCH_SHAPE = "batch_shape"  #  (progress from 0 to 1) -> Shape; that of 1 needs the most memory
+    SAMPLE_ORDER = "sample_order"  # (rows, seed, committed, samples of the whole run or None) -> Iterator[int], rows by number
+    ATTENTION_KERNEL = "attention_kernel"  #     (q, k, v, mask, scale) -> Tensor
+    ATTENTION_EXCHANGE = "attention_exchange"  # (kernel) -> kernel
+    # Beyond DESIGN.md's list: bf16 weights and a low-bit AdamW each bring an optimizer; the second would replace the first unseen.
+    OPTIMIZER = "optimizer"  #      (groups, settings) -> torch.optim.Optimizer
+
+
+class Order(IntEnum):
+    """The order of transforms on a batch."""
+
+    SHIFT = 0
+    PACK = 1
+    SPLIT = 2
+    MOVE = 3
+
+
+class Finish(IntEnum):
+    """The order in which gradients are finished before clipping."""
+
+    REDUCE = 0
+    TIE = 1
+    UNSCALE = 2
+
+
+@dataclass(frozen=True)
+class Change:
+    """What a technique did to a build: it stands in the run and in the report."""
+
+    what: str
+    """In words: 'attention of 6 layers by SDPA'."""
+    count: int
+    """How many modules, parameters or steps it touched."""
+    kernel: str = ""
+    """The kernel that serves it, where there is a choice."""
+
+    def __post_init__(self) -> None:
+        if self.count < 1 or not self.what:
+            raise ValueError(f"an empty change ({self.what!r}, {self.count}): the technique found nothing to act on")

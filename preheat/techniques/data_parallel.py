@@ -1,0 +1,65 @@
+"""Data parallel: each device has all weights and its share of the rows; gradients are summed over the devices while backward goes on.
+
+What: torch's replicated form of FSDP2 (what DistributedDataParallel does, on plain modules): each layer's gradients are one bucket, summed as soon as
+they are there. With gradient accumulation the buckets travel once, with the last micro-batch.
+Helps: rows a second grow with the devices, and what is sent hides behind backward. Hurts: saves no memory: each device holds weights, gradients and
+optimizer whole (`fsdp` and `zero1` share them out).
+Source: Li et al. 2020, "PyTorch Distributed" (arXiv:2006.15704).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from preheat.technique import Axis, Build, Change, Context, Slot, Stage, Tag, Technique
+
+if TYPE_CHECKING:
+    from torch import nn
+
+__all__ = ["DataParallel", "replicate_all"]
+
+
+def replicate_all(module: nn.Module, layers: Iterable[nn.Module], mesh: Any) -> int:
+    """Replicates a module over a mesh, in place: in backward each layer's gradients are summed over the devices, as one bucket.
+
+    Args:
+        layers: modules inside it, in the order in which they run.
+        mesh: torch's mesh of one dimension.
+
+    Returns:
+        The number of buckets.
+
+    Example:
+        >>> replicate_all(model, model.model.layers, init_device_mesh("cuda", (8,)))  # doctest: +SKIP
+    """
+    from preheat.ops import sharding
+
+    return sharding.replicate_all(module, layers, mesh)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataParallel(Technique):
+    stage: ClassVar[Stage] = Stage.SHARD
+    numerics: ClassVar[Any] = "exact"
+    provides: ClassVar[frozenset[Tag]] = frozenset({Tag("replicated-weights"), Tag("summed-gradients")})
+    owns: ClassVar[frozenset[Slot]] = frozenset({Slot.FORWARD})
+
+    def degrees(self) -> Mapping[Axis, int]:
+        return {Axis.REPLICATE: 0}
+
+    def check(self, context: Context) -> list[str]:
+        if context.sizes[Axis.REPLICATE] * context.sizes[Axis.CONTEXT] < 2:
+            return ["shares out rows among devices, and there is one; start several with --nproc (or plan with --count)"]
+        return []
+
+    def apply(self, build: Build, part: Any) -> Change:
+        from preheat.models.adapter import anatomy
+        from preheat.ops.sharding import forward_through
+
+        across = [axis for axis in (Axis.REPLICATE, Axis.CONTEXT) if build.mesh.size(axis) > 1]
+        buckets = replicate_all(part, anatomy(part).layers, build.mesh.sub(*across))
+        build.own(Slot.FORWARD, forward_through(build.slot(Slot.FORWARD), part), self.name())
+        build.before_backward.append(part.set_requires_gradient_sync)
+        return Change(f"gradients in {buckets} buckets, summed over {build.mesh.size(*across)} devices", buckets)

@@ -1,0 +1,102 @@
+"""Fully sharded data parallel: each device keeps a share of weights, gradients and optimizer state, and its share of the rows.
+
+What: torch's FSDP2. A layer's weights are gathered right before they are used and let go after; its gradients are summed and shared out as
+soon as backward has made them. `reshard: false` keeps what was gathered until backward is through it: less is sent, more is held.
+Helps: memory of weights, gradients and optimizer falls with the number of devices; what is sent overlaps with what is computed.
+Hurts: every layer's weights travel twice a micro-batch (three times the bytes of plain data parallel's gradients), so slow links and small batches suffer.
+Source: Rajbhandari et al. 2020, "ZeRO" (arXiv:1910.02054): `reshard` is its stage 3, without it stage 2; Zhao et al. 2023, "PyTorch FSDP" (arXiv:2304.11277).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from preheat.recipe import Count
+from preheat.technique import Axis, Build, Change, Context, Slot, Stage, Tag, Technique
+
+if TYPE_CHECKING:
+    from torch import nn
+
+__all__ = ["FSDP", "shard_fully"]
+
+
+def shard_fully(module: nn.Module, layers: Iterable[nn.Module], mesh: Any, **how: Any) -> int:
+    """Shards a module with FSDP2, each of its layers as a group of its own, in place; gradients are summed. `preheat.ops.sharding` has the settings.
+
+    Args:
+        layers: modules inside it, in the order in which they run.
+        mesh: torch's mesh: (shard,) or (replicate, shard).
+
+    Returns:
+        The number of groups.
+
+    Example:
+        >>> shard_fully(model, model.model.layers, init_device_mesh("cuda", (8,)))  # doctest: +SKIP
+    """
+    from preheat.ops import sharding
+
+    return sharding.shard_fully(module, layers, mesh, **how)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FSDP(Technique):
+    stage: ClassVar[Stage] = Stage.SHARD
+    numerics: ClassVar[Any] = "exact"
+    provides: ClassVar[frozenset[Tag]] = frozenset({Tag("sharded-weights"), Tag("summed-gradients")})
+    owns: ClassVar[frozenset[Slot]] = frozenset({Slot.FORWARD})
+
+    reshard: bool = True
+    """Let go of a layer's weights after its forward pass and gather them again for backward (ZeRO-3); false keeps them (ZeRO-2)."""
+    replicate: Count = 1
+    """Hybrid sharding: so many groups of devices that each hold a whole copy between them; the number of hosts keeps gathering within one."""
+    gather: Literal["own", "bf16"] = "own"
+    """Precision in which weights travel and are used; gradients are summed in fp32. With bf16 half as much is sent."""
+    reduce: Literal["each", "last"] = "each"
+    """With several micro-batches: share out the gradients of each (least memory), or keep them whole until the last (least sent)."""
+    offload: bool = False
+    """Keep the shares on the host, and take the optimizer's step there (CUDA only)."""
+
+    def degrees(self) -> Mapping[Axis, int]:
+        return {Axis.SHARD: 0, Axis.REPLICATE: self.replicate}
+
+    def check(self, context: Context) -> list[str]:
+        found = []
+        if context.sizes[Axis.SHARD] * context.sizes[Axis.CONTEXT] < 2:
+            found.append(
+                "shares out weights among devices, and there is one; start several with --nproc (or plan with --count)"
+            )
+        if self.offload and context.device.kind == "cpu":
+            found.append("offload: the weights are on the host already; leave it out")
+        return found
+
+    def apply(self, build: Build, part: Any) -> Change:
+        import torch
+
+        from preheat.models.adapter import anatomy
+        from preheat.ops import sharding
+
+        across = (Axis.SHARD,) if build.mesh.size(Axis.CONTEXT) == 1 else (Axis.SHARD, Axis.CONTEXT)
+        mesh = build.mesh.sub(*across) if self.replicate == 1 else build.mesh.plane(Axis.REPLICATE, across)
+        groups = shard_fully(
+            part,
+            anatomy(part).layers,
+            mesh,
+            reshard=self.reshard,
+            gather=torch.bfloat16 if self.gather == "bf16" else None,
+            offload=self.offload,
+        )
+        build.own(Slot.FORWARD, sharding.forward_through(build.slot(Slot.FORWARD), part), self.name())
+        if self.reduce == "last":
+            build.before_backward.append(part.set_requires_gradient_sync)
+        many = build.mesh.size(*across)
+        copies = f", {self.replicate} copies" if self.replicate > 1 else ""
+        return Change(f"weights in {groups} groups, a {many}th of each on a device{copies}", groups)
+
+    def options(self, context: Context) -> Iterable[Technique]:
+        return [replace(self, reshard=reshard, reduce=reduce) for reshard in (True, False) for reduce in ("each", "last")]
+
+    def rungs(self, context: Context) -> Iterable[Technique]:
+        milder = [replace(self, reduce="each")] if self.reduce == "last" else []
+        return milder + ([replace(self, reduce="each", reshard=True)] if not self.reshard else [])
