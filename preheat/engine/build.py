@@ -25,15 +25,18 @@ def world_of(recipe: Recipe) -> int:
     return dist.get_world_size() if dist.is_initialized() else recipe.parallel.devices or 1
 
 
-def context_of(recipe: Recipe, config: Any, device: Device) -> Context:
+def context_of(recipe: Recipe, config: Any, device: Device, world: int | None = None) -> Context:
     """What techniques' checks may look at.
+
+    Args:
+        world: devices; `world_of` the recipe when not given.
 
     Raises:
         RecipeError: the axes of the mesh do not multiply to the number of devices.
     """
     tags = frozenset(tag for t in recipe.techniques.values() for tag in t.provided()) | {Tag(device.kind)}
     try:
-        sizes = sizes_of(recipe.techniques.values(), world_of(recipe))
+        sizes = sizes_of(recipe.techniques.values(), world or world_of(recipe))
     except ValueError as error:
         raise RecipeError(f"techniques: {error}") from None
     return Context(recipe, adapter.facts(config), device, tags, sizes)
