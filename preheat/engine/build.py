@@ -12,10 +12,10 @@ from preheat.engine.step import plain_slots
 from preheat.errors import RecipeError
 from preheat.models import adapter, presets, sizes
 from preheat.models.weights import WeightSource, materialize, mean_rows
-from preheat.recipe import Recipe
+from preheat.recipe import Parallel, Recipe
 from preheat.technique import Batch, Build, Change, Context, Device, Mesh, Order, Slot, Stage, Tag, conflicts_of, sizes_of
 
-__all__ = ["build", "context_of", "peak_learning_rate", "world_of"]
+__all__ = ["alone", "build", "context_of", "peak_learning_rate", "world_of"]
 
 
 def world_of(recipe: Recipe) -> int:
@@ -23,6 +23,18 @@ def world_of(recipe: Recipe) -> int:
     import torch.distributed as dist
 
     return dist.get_world_size() if dist.is_initialized() else recipe.parallel.devices or 1
+
+
+def alone(recipe: Recipe) -> Recipe:
+    """The recipe for one device: without the techniques that spread it over several, which change no number.
+
+    Example:
+        >>> from preheat.recipe import parse
+        >>> dict(alone(parse("stop: {steps: 1}\ntechniques: {fsdp: {}}")).techniques)
+        {}
+    """
+    kept = {name: t for name, t in recipe.techniques.items() if not t.spreads()}
+    return replace(recipe, techniques=kept, parallel=Parallel())
 
 
 def context_of(recipe: Recipe, config: Any, device: Device, world: int | None = None) -> Context:

@@ -10,16 +10,17 @@ from typing import Any
 
 from preheat import recipe as recipes
 from preheat.engine import checkpoint
+from preheat.engine.build import alone
 from preheat.errors import RunError
 from preheat.recipe import Recipe
 from preheat.run import Writer
-from preheat.technique import Build, Technique, registry
+from preheat.technique import Build
 from preheat.training.watch import Watch
 
 __all__ = ["compare", "fingerprints", "resumed"]
 
 # What may differ between a run and its resumption; everything else decides the numbers.
-_FREE = ("name", "stop", "evaluate", "checkpoint", "sample", "hardware", "parallel", "data.workers", "data.prefetch")
+_FREE = ("name", "stop", "evaluate", "checkpoint", "sample", "hardware", "data.workers", "data.prefetch")
 
 
 def fingerprints(made: Build, data: Any) -> dict[str, str]:
@@ -33,10 +34,10 @@ def fingerprints(made: Build, data: Any) -> dict[str, str]:
 
 def compare(recipe: Recipe, before: str) -> None:
     """Refuses a resumption whose recipe would change the numbers, and names the keys."""
-    old, new = recipes.as_values(recipes.parse(before, where="recipe.yaml of the run")), recipes.as_values(recipe)
+    # Another number of devices, and another way to share the work among them, changes no number.
+    old, new = (recipes.as_values(alone(r)) for r in (recipes.parse(before, where="recipe.yaml of the run"), recipe))
     changed = [key for key in _leaves(old).keys() | _leaves(new).keys() if _leaves(old).get(key) != _leaves(new).get(key)]
-    spread = [f"techniques.{name}" for name, cls in registry().items() if cls.degrees is not Technique.degrees]
-    changed = sorted(key for key in changed if not any(key == free or key.startswith(free + ".") for free in (*_FREE, *spread)))
+    changed = sorted(key for key in changed if not any(key == free or key.startswith(free + ".") for free in _FREE))
     if changed:
         was, now = _leaves(old), _leaves(new)
         words = ", ".join(f"{key} (was {was.get(key)!r}, is {now.get(key)!r})" for key in changed)

@@ -170,8 +170,6 @@ def open_session(recipe: Recipe, out: Path, *, resume: bool, watch: Watch, force
     ranks.join(recipe, device.kind)
     writer = Writer(out, resume=resume) if ranks.lead else Silent(out)
     try:
-        if resume and ranks.lead:
-            compare(recipe, (out / "recipe.yaml").read_text(encoding="utf-8"))
         imports = settle(device)
         watch.stage("building")
         made = build(chosen, vocabulary=len(data.tokenizer), device=device)
@@ -252,6 +250,8 @@ def _prepare(
         raise RunError(f"{out}: holds no run to resume; run it without --resume first")
     if not resume and (out / "recipe.yaml").exists():
         raise RunError(f"{out}: holds a run already; add --resume to go on with it, or name another folder with --out")
+    if resume:
+        compare(recipe, (out / "recipe.yaml").read_text(encoding="utf-8"))
     presets.require_weights(recipe)
     watch.stage("reading data")
     data, probes, samples = _read(recipe, watch)
