@@ -65,6 +65,10 @@ def _tensors(build: Build, rank: int | None = None) -> dict[str, Any]:
                 for key, value in build.optimizer.state.get(p, {}).items():
                     if torch.is_tensor(value):
                         found[f"optimizer.{index}.{name}.{key}"] = value
+    known = {id(p) for part in build.trained for p in part.parameters()}
+    assert all(id(p) in known for p in build.optimizer.state), (
+        "the optimizer's state is of parameters that the model does not have now"
+    )
     for role in sorted(build.parts.keys() - {"trained"}) if frozen_too else ():
         for index, part in enumerate(build.parts[role]):
             found |= {f"{role}.{index}.{name}": p.detach() for name, p in part.named_parameters()}

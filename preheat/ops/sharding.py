@@ -88,13 +88,26 @@ def replicate_all(module: nn.Module, layers: Iterable[nn.Module], mesh: Any) -> 
 
 
 def forward_through(part: Any) -> Callable[[Any, Callable[[], T]], T]:
-    """A function of (module, run) that runs as one call of `part`: its weights are there for it, whichever of its modules it uses."""
+    """A function of (module, run) that runs as one call of `part`: its weights are there for it, whichever of its modules it uses.
+
+    After a call without gradients the weights are let go: nothing else would do that where they are kept for a backward pass, and to
+    whoever looks then (a checkpoint) they would not be those that the optimizer knows.
+    """
+
+    def let_go(*_: Any) -> None:
+        if not torch.is_grad_enabled():
+            for m in part.modules():
+                if isinstance(m, FSDPModule):
+                    m.reshard()
+
     part.preheat_forward = types.MethodType(lambda self, run: run(), part)
     register_fsdp_forward_method(part, "preheat_forward")
+    part.register_forward_hook(let_go)
 
     def forward(module: Any, run: Callable[[], T]) -> T:
         assert module is part
         made: T = module.preheat_forward(run)
+        let_go()
         return made
 
     return forward

@@ -16,7 +16,7 @@ from preheat.run import Reader
 from .conftest import Command
 
 STEPS = 12
-FSDP = "techniques.fsdp={reshard: false}"
+FSDP = "techniques.fsdp={reshard: false, reduce: last}"
 
 
 def losses(run: Path) -> list[float]:
