@@ -1,0 +1,111 @@
+"""Which of a model's modules are shared out among devices along the tensor axis, and how: transformers' own plan of each family, made whole."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any
+
+from preheat.models.adapter import anatomy
+
+if TYPE_CHECKING:
+    from torch import nn
+
+__all__ = ["Share", "plan_of", "problems", "shares"]
+
+
+class Share(StrEnum):
+    """What devices along the tensor axis do with a module."""
+
+    BLOCK = "block"  #                        attention or feed-forward: reads its input whole
+    COLUMNS = "columns"  #                    a map whose outputs are shared out
+    COLUMNS_GATHERED = "columns gathered"  #  and then gathered
+    ROWS = "rows"  #                          a map whose inputs are shared out already; the results are summed
+    ROWS_SPLIT = "rows split"  #              a map whose inputs are whole, of which each device takes its share
+    HEADS = "heads"  #                        a norm over each of the heads that a device has: its weight's gradients are partial
+    WHOLE = "whole"  #                        inside a block, and the same on all devices
+    BETWEEN = "between"  #                    between blocks: a norm over the stream that the blocks add to
+    LAST = "last"  #                          the norm behind the last layer
+    EMBEDDING = "embedding"
+    HEAD = "head"
+
+
+_STYLES = {  # of transformers' plans
+    "colwise": Share.COLUMNS,
+    "colwise_gather_output": Share.COLUMNS_GATHERED,
+    "rowwise": Share.ROWS,
+    "rowwise_split_input": Share.ROWS_SPLIT,
+    "replicated_with_grad_allreduce": Share.HEADS,
+}
+
+
+def plan_of(family: str) -> Mapping[str, str]:
+    """transformers' plan for the layers of a family: pattern of module names, `layers.*.mlp.up_proj` -> style. Empty: it has none."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    plan = CONFIG_MAPPING[family].base_model_tp_plan if family in CONFIG_MAPPING else None
+    return {name: style for name, style in (plan or {}).items() if name.startswith("layers.")}
+
+
+def problems(family: str, *, heads: int, kv_heads: int, degree: int) -> list[str]:
+    """Why the layers of a family cannot be shared out among `degree` devices, in words that begin with the knob."""
+    plan = plan_of(family)
+    if not plan:
+        return [f"degree: transformers has no tensor parallel plan for {family}; use fsdp, or a llama or qwen3"]
+    strange = sorted({style for style in plan.values() if style not in _STYLES})
+    if strange:
+        return [f"degree: the plan of {family} shares out experts ({', '.join(strange)}), which is not done here; use fsdp"]
+    if not any(style == "colwise" for name, style in plan.items() if "attn" in name or "attention" in name):
+        return []  # attention stands whole on each device
+    return [
+        f"degree: {count} {what} do not divide among {degree} devices; use a degree that divides {count}"
+        for what, count in (("heads", heads), ("key-value heads", kv_heads))
+        if count % degree
+    ][:1]
+
+
+def shares(model: Any) -> dict[str, Share]:
+    """What is done with each module that has weights, and with each block, by name.
+
+    Raises:
+        ValueError: the plan says nothing of a module in a place where that matters; the words name it.
+
+    Example:
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> sizes = dict(hidden_size=8, num_attention_heads=2, intermediate_size=8, vocab_size=16, num_hidden_layers=1)
+        >>> {name: str(how) for name, how in shares(LlamaForCausalLM(LlamaConfig(**sizes))).items() if "mlp" in name}
+        {'model.layers.0.mlp': 'block', 'model.layers.0.mlp.gate_proj': 'columns', 'model.layers.0.mlp.up_proj': 'columns', 'model.layers.0.mlp.down_proj': 'rows'}
+    """
+    parts, plan = anatomy(model), plan_of(model.config.model_type)
+    names = {id(module): name for name, module in model.named_modules()}
+    start, found = names[id(parts.layers)] + ".", dict[str, Share]()
+
+    def planned(name: str) -> Share | None:
+        style = plan.get("layers." + re.sub(r"^\d+\.", "*.", name.removeprefix(start)))
+        return _STYLES[style] if style is not None else None
+
+    for layer in parts.layers:
+        for child in layer.children():
+            inside = {names[id(m)]: planned(names[id(m)]) for m in child.modules()}
+            if not any(inside.values()):
+                found |= {names[id(m)]: Share.BETWEEN for m in _weighted(child)}
+                continue
+            found[names[id(child)]] = Share.BLOCK
+            split = any(how is Share.COLUMNS for how in inside.values())
+            for module in _weighted(child):
+                name = names[id(module)]
+                how = inside[name]
+                if how is None and split:
+                    raise ValueError(f"transformers' plan of {model.config.model_type} says nothing of {name}")
+                found[name] = how or Share.WHOLE
+    found |= {names[id(parts.embedding)]: Share.EMBEDDING, names[id(parts.head)]: Share.HEAD}
+    rest = [names[id(m)] for m in _weighted(model) if names[id(m)] not in found]
+    if [name for name in rest if not name.endswith("norm")] or len(rest) > 1:
+        raise ValueError(f"{model.config.model_type} has {', '.join(rest)} beside its layers, of which only a last norm is known")
+    return found | dict.fromkeys(rest, Share.LAST)
+
+
+def _weighted(module: nn.Module) -> list[nn.Module]:
+    """The modules in it that have weights of their own."""
+    return [m for m in module.modules() if any(True for _ in m.parameters(recurse=False))]
