@@ -100,10 +100,12 @@ def shares(model: Any) -> dict[str, Share]:
                     raise ValueError(f"transformers' plan of {model.config.model_type} says nothing of {name}")
                 found[name] = how or Share.WHOLE
     found |= {names[id(parts.embedding)]: Share.EMBEDDING, names[id(parts.head)]: Share.HEAD}
-    rest = [names[id(m)] for m in _weighted(model) if names[id(m)] not in found]
-    if [name for name in rest if not name.endswith("norm")] or len(rest) > 1:
-        raise ValueError(f"{model.config.model_type} has {', '.join(rest)} beside its layers, of which only a last norm is known")
-    return found | dict.fromkeys(rest, Share.LAST)
+    last = [name for name in parts.norms if not name.startswith(start)]
+    strange = [names[id(m)] for m in _weighted(model) if names[id(m)] not in found and names[id(m)] not in last]
+    if strange or len(last) != 1:
+        beside = ", ".join([*last, *strange]) or "no norm"
+        raise ValueError(f"{model.config.model_type} has {beside} beside its layers, where one norm alone behind them is known")
+    return found | {last[0]: Share.LAST}
 
 
 def _weighted(module: nn.Module) -> list[nn.Module]:
