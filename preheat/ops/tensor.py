@@ -20,6 +20,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from preheat.errors import RunError
 from preheat.models.tensor_plan import Share
 from preheat.ops.losses import (
     IGNORED,
@@ -122,11 +123,18 @@ def parallelize(model: Any, shares: Mapping[str, Share], mesh: Any, *, sequence:
             count += bool(cut) and key == "weight"
             if any(p.shape[dim] % degree for dim in cut):
                 raise ValueError(f"{name}.{key} {tuple(p.shape)} does not divide among {degree} devices")
+    if sequence:
+        model.get_input_embeddings().register_forward_pre_hook(functools.partial(_refuse_length, degree))
     if tied:
         model.get_output_embeddings().weight = model.get_input_embeddings().weight
     for name, p in model.named_parameters():  # a style makes parameters anew
         p.requires_grad_(name in trained)
     return count - tied
+
+
+def _refuse_length(degree: int, _: nn.Module, args: tuple[Tensor, ...]) -> None:
+    if args[0].shape[1] % degree:  # DTensor would take the first device's share for that of all
+        raise RunError(f"sequence_parallel: rows of {args[0].shape[1]} tokens cannot be cut among {degree} devices")
 
 
 def sum_partial(parameters: Iterable[nn.Parameter]) -> None:

@@ -107,7 +107,9 @@ class Mesh:
             return cls()
         order = list(Axis)
         devices = init_device_mesh(kind, tuple(sizes[a] for a in order), mesh_dim_names=tuple(map(str, order)))
-        return cls(dict(sizes), dist.get_rank(), devices)
+        formed = cls(dict(sizes), dist.get_rank(), devices)
+        formed.sub(*DATA)  # each step sums over it, and a group cannot be made under fake tensors
+        return formed
 
     @property
     def world(self) -> int:

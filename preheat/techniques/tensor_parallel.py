@@ -95,10 +95,15 @@ class TensorParallel(Technique):
         model, recipe = context.model, context.recipe
         found = tensor_plan.problems(model.family, heads=model.heads, kv_heads=model.kv_heads, degree=self.degree)
         if self.sequence_parallel and recipe.batch.length % self.degree:
-            found.append(f"sequence_parallel: batch.length {recipe.batch.length} does not divide by degree {self.degree}")
-        if self.sequence_parallel:
-            shapers = [t.name() for t in recipe.techniques.values() if Slot.BATCH_SHAPE in t.owned()]
-            found += [f"sequence_parallel: {name} changes the length, which must divide by the degree; set it to false" for name in shapers]
+            found.append(
+                f"sequence_parallel: batch.length {recipe.batch.length} does not divide by degree {self.degree}; "
+                f"use {recipe.batch.length // self.degree * self.degree}"
+            )
+        if self.sequence_parallel and Tag("growing-length") in context.tags:
+            found.append("sequence_parallel: the length changes from step to step, and each must divide by the degree; set it to false")
+        beside = [t.name() for t in recipe.techniques.values() if t is not self and Slot.OVER_LOGITS in t.owned()]
+        if self.loss_parallel and beside:
+            found.append(f"loss_parallel: makes logits some rows at a time by itself; leave {beside[0]} out, or set loss_parallel: false")
         if self.loss_parallel and Tag("class-head") in context.tags:
             found.append("loss_parallel: the head is over a few classes, which are not shared out; set it to false")
         elif self.loss_parallel and model.vocabulary % self.degree:

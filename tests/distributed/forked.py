@@ -36,7 +36,7 @@ class Case:
         scale: techniques that only the several processes have, in YAML's flow style without the braces.
         rest: techniques that one process has too; alone: those that it has instead.
         model: the recipe's model in YAML; family: or tiny()'s of that family.
-        look: what else is taken from the finished build, as name of a function of this module's caller.
+        look: what else is taken from the build once the first gradients are there: a function of a module.
     """
 
     scale: str
@@ -60,8 +60,8 @@ class Case:
 def train(recipe: recipes.Recipe, look: Callable[[Build], Any] | None = None) -> dict[str, Any]:
     """Five steps of what this process has to do: losses and norms of the global batch, and the weights at the end."""
     made = build(recipe, vocabulary=96, device=DEVICE)
-    seen = look(made) if look else None
-    losses, norms, first = [], [], {}
+    begun = {name: whole(p) for name, p in made.parameters()}
+    seen, losses, norms, first = None, [], [], {}
     for step in range(STEPS):
         batch = uneven(rows=ROWS, seed=step, examples=next((e for t in recipe.techniques.values() if (e := t.examples())), None))
         devices = made.mesh.size(*DATA)
@@ -71,10 +71,11 @@ def train(recipe: recipes.Recipe, look: Callable[[Build], Any] | None = None) ->
         loss = gradients(made, split(mine, [micro] * (rows // micro)), 1e-2)
         if not step:
             first = {name: whole(p.grad) for name, p in made.parameters()}
+            seen = look(made) if look else None
         losses.append(float(made.mesh.add(loss.total.detach().clone(), *DATA)) / batch.weight)
         norms.append(float(update(made, 1e-2)[0]))
     weights = {name: whole(p) for name, p in made.parameters()}
-    return {"losses": losses, "norms": norms, "weights": weights, "gradients": first, "seen": seen}
+    return {"losses": losses, "norms": norms, "weights": weights, "begun": begun, "gradients": first, "seen": seen}
 
 
 def whole(t: Any) -> torch.Tensor:
@@ -82,9 +83,13 @@ def whole(t: Any) -> torch.Tensor:
 
 
 def kept_bytes(made: Build) -> dict[str, int]:
-    """Of weights and of optimizer state, on this process; gradients are as large as trained weights."""
-    states = [t for p in made.optimizer.state.values() for t in p.values() if torch.is_tensor(t) and t.ndim]
-    return {"weights": sum(local(p).nbytes for _, p in made.parameters()), "states": sum(local(t).nbytes for t in states)}
+    """Of weights, gradients and optimizer state, on this process."""
+    held = {
+        "weights": [p for _, p in made.parameters()],
+        "gradients": [p.grad for _, p in made.parameters()],
+        "states": [t for p in made.optimizer.state.values() for t in p.values() if torch.is_tensor(t) and t.ndim],
+    }
+    return {kind: sum(local(t).nbytes for t in tensors) for kind, tensors in held.items()}  # type: ignore[arg-type]
 
 
 def attempt(case: Case, *, many: bool) -> dict[str, Any]:
@@ -151,6 +156,7 @@ def compare(found: list[dict[str, Any]]) -> dict[str, float]:
     one, *many = found
     for made in found:
         assert "losses" in made, "\n".join(f"{key}: {words}" for key, words in made.items())
+    assert all(torch.equal(made["begun"][name], value) for made in many for name, value in one["begun"].items())
     return {
         "loss": max(abs(a - b) for made in many for a, b in zip(made["losses"], one["losses"], strict=True)),
         "norm": max(abs(a - b) / b for made in many for a, b in zip(made["norms"], one["norms"], strict=True)),
