@@ -21,11 +21,13 @@ class Share(StrEnum):
     BLOCK = "block"  #                        attention or feed-forward: reads its input whole
     COLUMNS = "columns"  #                    a map whose outputs are shared out
     COLUMNS_GATHERED = "columns gathered"  #  and then gathered
-    ROWS = "rows"  #                          a map whose inputs are shared out already; the results are summed
-    ROWS_SPLIT = "rows split"  #              a map whose inputs are whole, of which each device takes its share
-    HEADS = "heads"  #                        a norm over each of the heads that a device has: its weight's gradients are partial
+    ROWS = "rows"  #                          a map whose inputs are shared out already; results are summed and go to the stream
+    ROWS_SPLIT = "rows split"  #              the same of inputs that are whole, of which each device takes its share
+    ROWS_SUMMED = "rows summed"  #            as rows, but results stay whole on each device
+    HEADS = "heads"  #                        a norm over each head that a device has: its weight's gradients are partial
     WHOLE = "whole"  #                        inside a block, and the same on all devices
-    BETWEEN = "between"  #                    between blocks: a norm over the stream that the blocks add to
+    WHOLE_CUT = "whole, then cut"  #          the same, with results that go to the stream
+    BETWEEN = "between"  #                    between blocks: a norm over the stream that they add to
     LAST = "last"  #                          the norm behind the last layer
     EMBEDDING = "embedding"
     HEAD = "head"
@@ -37,6 +39,15 @@ _STYLES = {  # of transformers' plans
     "rowwise": Share.ROWS,
     "rowwise_split_input": Share.ROWS_SPLIT,
     "replicated_with_grad_allreduce": Share.HEADS,
+}
+
+
+# The small matrices of LoRA, a map into the rank and one out of it, by what is done with the map that they add to.
+_LORA = {
+    Share.COLUMNS: (Share.WHOLE, Share.COLUMNS),
+    Share.COLUMNS_GATHERED: (Share.WHOLE, Share.COLUMNS_GATHERED),
+    Share.ROWS: (Share.ROWS_SUMMED, Share.WHOLE_CUT),
+    Share.ROWS_SPLIT: (Share.WHOLE, Share.WHOLE_CUT),
 }
 
 
@@ -88,6 +99,8 @@ def shares(model: Any) -> dict[str, Share]:
     for layer in parts.layers:
         for child in layer.children():
             inside = {names[id(m)]: planned(names[id(m)]) for m in child.modules()}
+            for module in [m for m in child.modules() if hasattr(m, "get_base_layer")]:
+                inside |= _adapted(names[id(module)], module, inside[names[id(module)]])
             if not any(inside.values()):
                 found |= {names[id(m)]: Share.BETWEEN for m in _weighted(child)}
                 continue
@@ -106,6 +119,18 @@ def shares(model: Any) -> dict[str, Share]:
         beside = ", ".join([*last, *strange]) or "no norm"
         raise ValueError(f"{model.config.model_type} has {beside} beside its layers, where one norm alone behind them is known")
     return found | {last[0]: Share.LAST}
+
+
+def _adapted(name: str, module: Any, how: Share | None) -> dict[str, Share | None]:
+    """What is done with the maps that an adapter puts in the place of one."""
+    small = {f"{name}.{key}": m for key, m in module.named_modules() if m in _weighted(module) and key != "base_layer"}
+    if how is None or any(not re.search(r"\.lora_[AB]\.\w+$", key) for key in small):
+        kind = "an adapter" if how is None else type(module).__name__ + " (DoRA?)"
+        raise ValueError(
+            f"{name} has {kind} of which transformers' plan says nothing; use lora with variant lora or rslora, on planned maps"
+        )
+    into, out = _LORA[how]
+    return {f"{name}.base_layer": how} | {key: into if ".lora_A." in key else out for key in small}
 
 
 def _weighted(module: nn.Module) -> list[nn.Module]:

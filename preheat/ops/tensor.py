@@ -45,7 +45,9 @@ class _Whole(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: Any) -> nn.Module:
         def enter(_: Any, inputs: Any, mesh: Any) -> Any:
-            return tuple(DTensor.from_local(x, mesh, [Replicate()], run_check=False) for x in inputs)
+            return tuple(
+                x if isinstance(x, DTensor) else DTensor.from_local(x, mesh, [Replicate()], run_check=False) for x in inputs
+            )
 
         def leave(_: Any, made: Any, mesh: Any) -> Any:
             return made.redistribute(placements=[self.output]).to_local()
@@ -83,6 +85,8 @@ def _styles(stream: Placement, rows_divide: bool) -> dict[Share, tuple[ParallelS
         Share.COLUMNS_GATHERED: (ColwiseParallel(output_layouts=Replicate()),),
         Share.ROWS: (RowwiseParallel(output_layouts=stream),),
         Share.ROWS_SPLIT: (RowwiseParallel(input_layouts=Replicate(), output_layouts=stream),),
+        Share.ROWS_SUMMED: (RowwiseParallel(),),
+        Share.WHOLE_CUT: (_Whole(stream),),
         Share.HEADS: (SequenceParallel(sequence_dim=2, use_local_output=True),),  # [rows, length, heads, head_dim]
         Share.WHOLE: (_Whole(),),
         Share.BETWEEN: (SequenceParallel(use_local_output=True) if cut else _Whole(),),

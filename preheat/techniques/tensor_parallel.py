@@ -64,7 +64,7 @@ class TensorParallel(Technique):
     provides: ClassVar[frozenset[Tag]] = frozenset({Tag("tensor-parallel")})
     conflicts: ClassVar[frozenset[Tag]] = frozenset(
         {
-            Tag("adapter"),  # its small maps are in no plan
+            Tag("changed-base"),  # begins from whole matrices, of which each device has a share
             Tag("packed-base"),  # packed weights cannot be cut
             Tag("fp8-compute"),  # scales of whole matrices
             Tag("fused-layers"),  # kernels that know no DTensor
@@ -100,10 +100,14 @@ class TensorParallel(Technique):
                 f"use {recipe.batch.length // self.degree * self.degree}"
             )
         if self.sequence_parallel and Tag("growing-length") in context.tags:
-            found.append("sequence_parallel: the length changes from step to step, and each must divide by the degree; set it to false")
+            found.append(
+                "sequence_parallel: the length changes from step to step, and each must divide by the degree; set it to false"
+            )
         beside = [t.name() for t in recipe.techniques.values() if t is not self and Slot.OVER_LOGITS in t.owned()]
         if self.loss_parallel and beside:
-            found.append(f"loss_parallel: makes logits some rows at a time by itself; leave {beside[0]} out, or set loss_parallel: false")
+            found.append(
+                f"loss_parallel: makes logits some rows at a time by itself; leave {beside[0]} out, or set loss_parallel: false"
+            )
         if self.loss_parallel and Tag("class-head") in context.tags:
             found.append("loss_parallel: the head is over a few classes, which are not shared out; set it to false")
         elif self.loss_parallel and model.vocabulary % self.degree:
@@ -112,7 +116,9 @@ class TensorParallel(Technique):
                 "embedding and head whole, or state model.vocabulary for a new model"
             )
         makers = [t.name() for t in recipe.techniques.values() if Slot.OPTIMIZER in t.owned()]
-        found += [f"{name} brings an optimizer that is not made for weights that are shared out; use plain AdamW" for name in makers]
+        found += [
+            f"{name} brings an optimizer that is not made for weights that are shared out; use plain AdamW" for name in makers
+        ]
         return found
 
     def apply(self, build: Build, part: Any) -> Change:
@@ -120,13 +126,16 @@ class TensorParallel(Technique):
         from preheat.ops import tensor
 
         embedding, head = adapter.ends(part)
-        vocabulary = not (embedding.shape[0] % self.degree or head.shape[0] % self.degree) and Tag("class-head") not in build.tags
+        vocabulary = (
+            not (embedding.shape[0] % self.degree or head.shape[0] % self.degree) and Tag("class-head") not in build.tags
+        )
         _without_dropout(part)
         try:
             count = parallelize(part, build.mesh.sub(Axis.TENSOR), sequence=self.sequence_parallel, vocabulary=vocabulary)
         except ValueError as error:
             raise RecipeError(f"techniques.{self.name()}: {error}") from None
         if self.loss_parallel:
+            adapter.require_plain_head(part, self.name())
             build.own(Slot.OVER_LOGITS, functools.partial(tensor.shared_logits, rows=self.rows), self.name())
         finish = (Finish.REDUCE, _sum_partial)
         if finish not in build.finish_gradients:

@@ -63,7 +63,9 @@ def train(recipe: recipes.Recipe, look: Callable[[Build], Any] | None = None) ->
     begun = {name: whole(p) for name, p in made.parameters()}
     seen, losses, norms, first = None, [], [], {}
     for step in range(STEPS):
-        batch = uneven(rows=ROWS, seed=step, examples=next((e for t in recipe.techniques.values() if (e := t.examples())), None))
+        batch = uneven(
+            rows=ROWS, seed=step, examples=next((e for t in recipe.techniques.values() if (e := t.examples())), None)
+        )
         devices = made.mesh.size(*DATA)
         rows = ROWS // devices
         mine = split(batch, [rows] * devices)[made.mesh.index(*DATA)]
@@ -94,10 +96,11 @@ def kept_bytes(made: Build) -> dict[str, int]:
 
 def attempt(case: Case, *, many: bool) -> dict[str, Any]:
     try:
-        return train(case.recipe(many=many), case.look)
+        since = time.process_time()
+        return train(case.recipe(many=many), case.look) | {"seconds": time.process_time() - since}
     except PreheatError as error:
         return {"refused": str(error)}
-    except Exception:  # the others go on; the comparison fails with these words
+    except Exception:  # noqa: BLE001  # the others go on; the comparison fails with these words
         return {"failed": traceback.format_exc()[-3500:]}
 
 
@@ -127,7 +130,7 @@ def _main(folder: Path) -> None:
         process.start()
     one: dict[Any, Any] = {}
     for number, case in enumerate(cases):
-        key = (case.rest if case.alone is None else case.alone, case.family, case.model)
+        key = (case.rest if case.alone is None else case.alone, case.family, case.model, case.look)
         if key not in one:
             one[key] = attempt(case, many=False)
         torch.save(one[key], folder / f"{number}-one.pt")
@@ -142,7 +145,12 @@ def run(cases: Sequence[Case], folder: Path, timeout: float = 200) -> list[list[
     code = "import sys, pathlib; from tests.distributed import forked; forked._main(pathlib.Path(sys.argv[1]))"
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
     done = subprocess.run(
-        [sys.executable, "-c", code, str(folder)], env=environment, stderr=subprocess.PIPE, text=True, timeout=timeout, check=False
+        [sys.executable, "-c", code, str(folder)],
+        env=environment,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=timeout,
+        check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return [

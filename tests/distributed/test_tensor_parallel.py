@@ -54,7 +54,7 @@ def write_models(folder: Path) -> None:
         "max_position_embeddings": 64,
     } | dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"), 0)
     capped = {"head_dim": 8, "sliding_window": 8, "query_pre_attn_scalar": 8}
-    kinds: dict[str, dict[str, Any]] = {"mistral": {}, "qwen2": {}, "phi3": {}, "gemma2": capped, "gemma3_text": capped}
+    kinds: dict[str, dict[str, Any]] = {"qwen2": {}, "phi3": {}, "gemma2": capped, "gemma3_text": capped}
     for kind, more in kinds.items():
         transformers.AutoConfig.for_model(kind, **sizes, **more).save_pretrained(folder / kind)
     torch.manual_seed(5)
@@ -71,15 +71,18 @@ CASES = {
     "qwen3": Case(PLAIN, "gradient_accumulation: {steps: 4}", family="qwen3"),
     "qwen3 cut": Case(CUT, "efficient_attention: {}, activation_checkpointing: {mode: selective}", family="qwen3"),
     "tied, read from a folder": Case(CUT, model=family("written", random=False)),
-    "mistral": Case(PLAIN, model=family("mistral")),
     "qwen2": Case(CUT, model=family("qwen2")),
     "phi3": Case(CUT, model=family("phi3")),
     "gemma2": Case(CUT, model=family("gemma2")),
     "gemma3": Case(PLAIN, model=family("gemma3_text")),
-    "classes": Case("tensor_parallel: {degree: 2, loss_parallel: false, sequence_parallel: true}", "classification: {classes: 3}"),
+    "classes": Case(
+        "tensor_parallel: {degree: 2, loss_parallel: false, sequence_parallel: true}", "classification: {classes: 3}"
+    ),
     "pairs": Case(CUT, "preference: {loss: simpo}"),
+    "lora": Case(CUT, "lora: {rank: 4}", family="qwen3"),
     "fsdp": Case(f"{CUT}, fsdp: {{}}", "gradient_accumulation: {steps: 2}", family="qwen3", world=4, look=kept_bytes),
     "fsdp, tied and read": Case(f"{PLAIN}, fsdp: {{reshard: false}}", model=family("written", random=False), world=4),
+    "fsdp and lora": Case(f"{PLAIN}, fsdp: {{}}", "lora: {rank: 4, variant: rslora}", model=family("phi3"), world=4),
     "data_parallel": Case(f"{CUT}, data_parallel: {{}}", family="qwen3", world=4),
     "four": Case(
         "tensor_parallel: {degree: 4, loss_parallel: false}",
@@ -175,7 +178,7 @@ def step_under_fake_tensors(techniques: str, kind: str) -> tuple[Build, Counter[
 def test_bytes_sent_are_those_of_the_formula(fake: Any, sequence: bool) -> None:
     """Two sums a layer forward and two back, one for the embedding and one for the gradient by the last hidden states."""
     fake(2)
-    made, sent = step_under_fake_tensors(f"{{tensor_parallel: {{degree: 2, rows: 64, sequence_parallel: {sequence}}}}}", "qwen3")
+    _, sent = step_under_fake_tensors(f"{{tensor_parallel: {{degree: 2, rows: 64, sequence_parallel: {sequence}}}}}", "qwen3")
     stream, layers, chunks = 4 * 32 * 32 * 4, 3, 2  # rows x length x width x bytes
     small = {size: count for (_, size), count in sent.items() if size < stream}
     assert small[64 * 4] == chunks  # the largest logit of each row
@@ -212,16 +215,33 @@ def test_a_share_of_a_large_mesh_is_built_and_stepped_under_fake_tensors(fake: A
     ("techniques", "more", "words"),
     [
         ("tensor_parallel: {degree: 2}", "gpt2", "degree: transformers has no tensor parallel plan for gpt2"),
-        ("tensor_parallel: {degree: 4}", "llama", "degree: 2 key-value heads do not divide among 4 devices; use a degree that divides 2"),
+        (
+            "tensor_parallel: {degree: 4}",
+            "llama",
+            "degree: 2 key-value heads do not divide among 4 devices; use a degree that divides 2",
+        ),
         ("tensor_parallel: {degree: 3}", "llama", "degree: 4 heads do not divide among 3 devices"),
-        ("tensor_parallel: {degree: 2, sequence_parallel: true}", "batch.length=31", "batch.length 31 does not divide by degree 2; use 30"),
-        ("tensor_parallel: {degree: 2, sequence_parallel: true}, length_curriculum: {}", "", "the length changes from step to step"),
+        (
+            "tensor_parallel: {degree: 2, sequence_parallel: true}",
+            "batch.length=31",
+            "batch.length 31 does not divide by degree 2; use 30",
+        ),
+        (
+            "tensor_parallel: {degree: 2, sequence_parallel: true}, length_curriculum: {}",
+            "",
+            "the length changes from step to step",
+        ),
         ("tensor_parallel: {degree: 2}", "model.vocabulary=97", "a vocabulary of 97 rows does not divide by degree 2"),
         ("tensor_parallel: {degree: 2}, chunked_loss: {}", "", "leave chunked_loss out, or set loss_parallel: false"),
         ("tensor_parallel: {degree: 2}, classification: {classes: 3}", "", "the head is over a few classes"),
         ("tensor_parallel: {degree: 2}, muon: {}", "", "muon brings an optimizer"),
+        ("tensor_parallel: {degree: 2}, lora: {variant: pissa}", "", "cannot go with lora (changed-base)"),
         ("tensor_parallel: {degree: 2}, shifted_groups: {group: 8}", "", "cannot go with shifted_groups"),
-        ("tensor_parallel: {degree: 2}", "parallel.devices=6", "tensor 2 does not multiply to 6 devices; add data_parallel or fsdp"),
+        (
+            "tensor_parallel: {degree: 2}",
+            "parallel.devices=6",
+            "tensor 2 does not multiply to 6 devices; add data_parallel or fsdp",
+        ),
     ],
 )
 def test_what_tensor_parallel_cannot_do_is_refused_by_the_knob(techniques: str, more: str, words: str) -> None:
@@ -234,7 +254,13 @@ def test_what_tensor_parallel_cannot_do_is_refused_by_the_knob(techniques: str, 
     assert words in str(refused.value)
 
 
-def test_an_inner_size_that_does_not_divide_and_dropout_are_refused_by_name(fake: Any) -> None:
+def test_an_inner_size_that_does_not_divide_and_dropout_are_refused_by_name(fake: Any, tmp_path: Path) -> None:
     fake(2)
+    write_models(tmp_path)
+    dropping = recipes.override(
+        tiny(f"{{{PLAIN}}}"), f"model={{path: {tmp_path}/phi3, weights: random, config: {{resid_pdrop: 0.1}}}}"
+    )
+    with pytest.raises(RecipeError, match=r"resid_attn_dropout drops 0\.1 of its input at random"):
+        build(dropping, vocabulary=96, device=DEVICE)
     with pytest.raises(RecipeError, match=r"mlp\.gate_proj\.weight \(47, 32\) does not divide among 2 devices"):
         build(recipes.override(tiny(f"{{{PLAIN}}}"), "model.config.intermediate_size=47"), vocabulary=96, device=DEVICE)
