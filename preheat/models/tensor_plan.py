@@ -124,10 +124,11 @@ def shares(model: Any) -> dict[str, Share]:
 def _adapted(name: str, module: Any, how: Share | None) -> dict[str, Share | None]:
     """What is done with the maps that an adapter puts in the place of one."""
     small = {f"{name}.{key}": m for key, m in module.named_modules() if m in _weighted(module) and key != "base_layer"}
-    if how is None or any(not re.search(r"\.lora_[AB]\.\w+$", key) for key in small):
-        kind = "an adapter" if how is None else type(module).__name__ + " (DoRA?)"
+    if how is None:
+        raise ValueError(f"{name} has an adapter, and transformers' plan says nothing of the map below it")
+    if any(not re.search(r"\.lora_[AB]\.\w+$", key) for key in small):
         raise ValueError(
-            f"{name} has {kind} of which transformers' plan says nothing; use lora with variant lora or rslora, on planned maps"
+            f"{name} has an adapter with more than LoRA's two small matrices; use lora with variant: lora or rslora"
         )
     into, out = _LORA[how]
     return {f"{name}.base_layer": how} | {key: into if ".lora_A." in key else out for key in small}

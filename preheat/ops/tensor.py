@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_module
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -55,6 +55,41 @@ class _Whole(ParallelStyle):
         return distribute_module(module, device_mesh, None, enter, leave)
 
 
+class _Rows(ParallelStyle):
+    """An embedding of whose rows each device has a share and looks up these alone; what is found is summed.
+
+    torch's own rowwise embedding makes the gradient of all rows on each device (torch 2.13), as large as the whole vocabulary.
+    """
+
+    def __init__(self, output: Placement):
+        self.output = output
+
+    def _apply(self, module: nn.Module, device_mesh: Any) -> nn.Module:
+        embedding: Any = module
+        cut = distribute_tensor(embedding.weight, device_mesh, [Shard(0)], src_data_rank=None)
+        embedding.register_parameter("weight", nn.Parameter(cut))
+        look_up, pad = embedding.forward, embedding.padding_idx
+
+        def forward(tokens: Tensor) -> Tensor:
+            weight = embedding.weight
+            share = weight.to_local()
+            place = tokens - device_mesh.get_local_rank() * share.shape[0]
+            mine = (place >= 0) & (place < share.shape[0])
+            here = None if pad is None else pad - device_mesh.get_local_rank() * share.shape[0]
+            try:
+                embedding._parameters["weight"] = share
+                embedding.padding_idx = here if here is not None and 0 <= here < share.shape[0] else None
+                rows = look_up(place.clamp(0, share.shape[0] - 1))
+            finally:
+                embedding._parameters["weight"], embedding.padding_idx = weight, pad
+            rows = torch.where(mine.unsqueeze(-1), rows, 0.0)
+            spread = DTensor.from_local(rows, device_mesh, [Partial()], run_check=False)
+            return spread.redistribute(placements=[self.output]).to_local()
+
+        embedding.forward = forward
+        return module
+
+
 class _Input(ParallelStyle):
     """A block gets its input whole, once for all of its maps: their gradients by it are added before they are summed over the devices."""
 
@@ -75,7 +110,7 @@ def _styles(stream: Placement, rows_divide: bool) -> dict[Share, tuple[ParallelS
     """torch's style of each share; `stream`: how what flows between blocks is held."""
     cut = stream == Shard(1)
     ends: dict[Share, tuple[ParallelStyle, ...]] = {
-        Share.EMBEDDING: (RowwiseParallel(input_layouts=Replicate(), output_layouts=stream),),
+        Share.EMBEDDING: (_Rows(stream),),
         Share.HEAD: (ColwiseParallel(output_layouts=Replicate()),),
     }
     whole: dict[Share, tuple[ParallelStyle, ...]] = {Share.EMBEDDING: (_Whole(stream),), Share.HEAD: (_Whole(),)}

@@ -5,7 +5,8 @@ them by inputs, so that two sums a layer go forward and two go back. `sequence_p
 become a reduce-scatter and a gather of the same bytes, and norms and kept activations are shared out too. `loss_parallel` leaves each device the logits
 of its part of the vocabulary, some rows at a time: two numbers a row are sent, and no logits.
 Helps: weights, gradients, optimizer and most activations fall with the degree, at any batch size. Hurts: what is sent stands in the way of every layer and
-grows with the batch, so it wants the fastest links (within a host) and few devices; small matrices run slower.
+grows with the batch, so it wants the fastest links (within a host) and few devices; small matrices run slower. Whole on each device stay norms, and, where
+the plan of a family gathers fused or normalized projections (Phi-3, OLMo 2), attention. chunked_loss and liger's loss go with `loss_parallel: false` only.
 Source: Shoeybi et al. 2019, Megatron-LM (arXiv:1909.08053); sequence parallel: Korthikanti et al. 2022 (arXiv:2205.05198).
 """
 
@@ -67,6 +68,7 @@ class TensorParallel(Technique):
             Tag("changed-base"),  # begins from whole matrices, of which each device has a share
             Tag("packed-base"),  # packed weights cannot be cut
             Tag("fp8-compute"),  # scales of whole matrices
+            Tag("compiled-layers"),  # torch 2.13 loses the DTensor's layout between compiled layers: backward fails
             Tag("fused-layers"),  # kernels that know no DTensor
             Tag("frees-gradients"),  # an update in backward would come before partial gradients are summed
             Tag("head-pattern"),  # a pattern that differs by head would take each device's heads for all

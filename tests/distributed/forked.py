@@ -25,7 +25,7 @@ from preheat.technique import DATA, Build
 
 from ..conftest import DEVICE, difference, split, tiny, uneven
 
-ROWS, STEPS = 8, 5
+ROWS = 8
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,7 @@ class Case:
     Attributes:
         scale: techniques that only the several processes have, in YAML's flow style without the braces.
         rest: techniques that one process has too; alone: those that it has instead.
+        steps: of the optimizer.
         model: the recipe's model in YAML; family: or tiny()'s of that family.
         look: what else is taken from the build once the first gradients are there: a function of a module.
     """
@@ -44,6 +45,7 @@ class Case:
     family: str = "llama"
     model: str = ""
     world: int = 2
+    steps: int = 5
     alone: str | None = None
     look: Callable[[Build], Any] | None = None
 
@@ -57,12 +59,12 @@ class Case:
         return recipes.override(made, f"model={self.model}") if self.model else made
 
 
-def train(recipe: recipes.Recipe, look: Callable[[Build], Any] | None = None) -> dict[str, Any]:
-    """Five steps of what this process has to do: losses and norms of the global batch, and the weights at the end."""
+def train(recipe: recipes.Recipe, look: Callable[[Build], Any] | None, steps: int) -> dict[str, Any]:
+    """Optimizer steps of what this process has to do: losses and norms of the global batch, and the weights at the end."""
     made = build(recipe, vocabulary=96, device=DEVICE)
     begun = {name: whole(p) for name, p in made.parameters()}
     seen, losses, norms, first = None, [], [], {}
-    for step in range(STEPS):
+    for step in range(steps):
         batch = uneven(
             rows=ROWS, seed=step, examples=next((e for t in recipe.techniques.values() if (e := t.examples())), None)
         )
@@ -96,8 +98,7 @@ def kept_bytes(made: Build) -> dict[str, int]:
 
 def attempt(case: Case, *, many: bool) -> dict[str, Any]:
     try:
-        since = time.process_time()
-        return train(case.recipe(many=many), case.look) | {"seconds": time.process_time() - since}
+        return train(case.recipe(many=many), case.look, case.steps)
     except PreheatError as error:
         return {"refused": str(error)}
     except Exception:  # noqa: BLE001  # the others go on; the comparison fails with these words
@@ -130,7 +131,7 @@ def _main(folder: Path) -> None:
         process.start()
     one: dict[Any, Any] = {}
     for number, case in enumerate(cases):
-        key = (case.rest if case.alone is None else case.alone, case.family, case.model, case.look)
+        key = (case.rest if case.alone is None else case.alone, case.family, case.model, case.look, case.steps)
         if key not in one:
             one[key] = attempt(case, many=False)
         torch.save(one[key], folder / f"{number}-one.pt")

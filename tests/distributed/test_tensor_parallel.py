@@ -66,23 +66,23 @@ CASES = {
     "llama": Case(PLAIN, look=kept_bytes),
     "evaluation": Case("tensor_parallel: {degree: 2, sequence_parallel: true, rows: 50}", look=evaluated),
     "logits gathered": Case(WHOLE, "regularized_loss: {label_smoothing: 0.1}"),
-    "head gathered": Case(WHOLE, "chunked_loss: {rows: 40}, activation_checkpointing: {}"),
-    "smoothing and z": Case(f"{PLAIN[:-1]}, rows: 50}}", "regularized_loss: {label_smoothing: 0.1, z: 0.001}"),
-    "qwen3": Case(PLAIN, "gradient_accumulation: {steps: 4}", family="qwen3"),
+    "head gathered": Case(WHOLE, "chunked_loss: {rows: 40}, activation_checkpointing: {}", steps=2),
+    "smoothing and z": Case(f"{PLAIN[:-1]}, rows: 50}}", "regularized_loss: {label_smoothing: 0.1, z: 0.001}", steps=2),
+    "qwen3": Case(PLAIN, "gradient_accumulation: {steps: 2}", family="qwen3"),
     "qwen3 cut": Case(CUT, "efficient_attention: {}, activation_checkpointing: {mode: selective}", family="qwen3"),
-    "tied, read from a folder": Case(CUT, model=family("written", random=False)),
-    "qwen2": Case(CUT, model=family("qwen2")),
-    "phi3": Case(CUT, model=family("phi3")),
-    "gemma2": Case(CUT, model=family("gemma2")),
-    "gemma3": Case(PLAIN, model=family("gemma3_text")),
+    "tied, read from a folder": Case(CUT, model=family("written", random=False), steps=2),
+    "qwen2": Case(CUT, model=family("qwen2"), steps=2),
+    "phi3": Case(CUT, model=family("phi3"), steps=2),
+    "gemma2": Case(CUT, model=family("gemma2"), steps=2),
+    "gemma3": Case(PLAIN, model=family("gemma3_text"), steps=2),
     "classes": Case(
-        "tensor_parallel: {degree: 2, loss_parallel: false, sequence_parallel: true}", "classification: {classes: 3}"
+        "tensor_parallel: {degree: 2, loss_parallel: false, sequence_parallel: true}", "classification: {classes: 3}", steps=2
     ),
-    "pairs": Case(CUT, "preference: {loss: simpo}"),
-    "lora": Case(CUT, "lora: {rank: 4}", family="qwen3"),
+    "pairs": Case(CUT, "preference: {loss: simpo}", steps=2),
+    "lora": Case(CUT, "lora: {rank: 4}", family="qwen3", steps=2),
     "fsdp": Case(f"{CUT}, fsdp: {{}}", "gradient_accumulation: {steps: 2}", family="qwen3", world=4, look=kept_bytes),
-    "fsdp, tied and read": Case(f"{PLAIN}, fsdp: {{reshard: false}}", model=family("written", random=False), world=4),
-    "fsdp and lora": Case(f"{PLAIN}, fsdp: {{}}", "lora: {rank: 4, variant: rslora}", model=family("phi3"), world=4),
+    "fsdp, tied and read": Case(f"{PLAIN}, fsdp: {{reshard: false}}", model=family("written", random=False), world=4, steps=2),
+    "fsdp and lora": Case(f"{PLAIN}, fsdp: {{}}", "lora: {rank: 4, variant: rslora}", model=family("phi3"), world=4, steps=2),
     "data_parallel": Case(f"{CUT}, data_parallel: {{}}", family="qwen3", world=4),
     "four": Case(
         "tensor_parallel: {degree: 4, loss_parallel: false}",
@@ -122,7 +122,7 @@ def test_memory_falls_with_the_devices(several: dict[str, list[dict[str, Any]]],
     alone = several["llama"][0]["seen"] if name == "llama" else several["fsdp"][0]["seen"]
     for found in several[name][1:]:
         for kind, held in found["seen"].items():
-            assert held / alone[kind] == pytest.approx(1 / devices, rel=0.05 if name == "llama" else 0.1), kind
+            assert held / alone[kind] == pytest.approx(1 / devices, rel=0.05), kind
 
 
 # --- what is sent, under fake tensors -----------------------------------------------------------------------------
@@ -236,6 +236,7 @@ def test_a_share_of_a_large_mesh_is_built_and_stepped_under_fake_tensors(fake: A
         ("tensor_parallel: {degree: 2}, classification: {classes: 3}", "", "the head is over a few classes"),
         ("tensor_parallel: {degree: 2}, muon: {}", "", "muon brings an optimizer"),
         ("tensor_parallel: {degree: 2}, lora: {variant: pissa}", "", "cannot go with lora (changed-base)"),
+        ("tensor_parallel: {degree: 2}, compile: {}", "", "cannot go with compile (compiled-layers)"),
         ("tensor_parallel: {degree: 2}, shifted_groups: {group: 8}", "", "cannot go with shifted_groups"),
         (
             "tensor_parallel: {degree: 2}",
