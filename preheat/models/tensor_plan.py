@@ -4,33 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 from preheat.models.adapter import anatomy
+from preheat.technique.share import Share
 
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["Share", "plan_of", "problems", "shares"]
-
-
-class Share(StrEnum):
-    """What devices along the tensor axis do with a module."""
-
-    BLOCK = "block"  #                        attention or feed-forward: reads its input whole
-    COLUMNS = "columns"  #                    a map whose outputs are shared out
-    COLUMNS_GATHERED = "columns gathered"  #  and then gathered
-    ROWS = "rows"  #                          a map whose inputs are shared out already; results are summed and go to the stream
-    ROWS_SPLIT = "rows split"  #              the same of inputs that are whole, of which each device takes its share
-    ROWS_SUMMED = "rows summed"  #            as rows, but results stay whole on each device
-    HEADS = "heads"  #                        a norm over each head that a device has: its weight's gradients are partial
-    WHOLE = "whole"  #                        inside a block, and the same on all devices
-    WHOLE_CUT = "whole, then cut"  #          the same, with results that go to the stream
-    BETWEEN = "between"  #                    between blocks: a norm over the stream that they add to
-    LAST = "last"  #                          the norm behind the last layer
-    EMBEDDING = "embedding"
-    HEAD = "head"
+__all__ = ["plan_of", "problems", "shares"]
 
 
 _STYLES = {  # of transformers' plans
@@ -131,7 +113,8 @@ def _adapted(name: str, module: Any, how: Share | None) -> dict[str, Share | Non
             f"{name} has an adapter with more than LoRA's two small matrices; use lora with variant: lora or rslora"
         )
     into, out = _LORA[how]
-    return {f"{name}.base_layer": how} | {key: into if ".lora_A." in key else out for key in small}
+    found: dict[str, Share | None] = {key: into if ".lora_A." in key else out for key in small}
+    return found | {f"{name}.base_layer": how}
 
 
 def _weighted(module: nn.Module) -> list[nn.Module]:

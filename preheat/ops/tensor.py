@@ -21,7 +21,6 @@ from torch.distributed.tensor.parallel import (
 )
 
 from preheat.errors import RunError
-from preheat.models.tensor_plan import Share
 from preheat.ops.losses import (
     IGNORED,
     CrossEntropy,
@@ -33,6 +32,7 @@ from preheat.ops.losses import (
 )
 from preheat.ops.sharded import local
 from preheat.technique import RowLoss
+from preheat.technique.share import Share
 
 __all__ = ["SharedCrossEntropy", "parallelize", "shared_logits", "sum_partial"]
 
@@ -301,6 +301,7 @@ def shared_logits(hidden: Tensor, head: nn.Module, row_loss: RowLoss, *aligned: 
     weight: Any = head.weight
     if not isinstance(weight, DTensor):  # a reference model that nobody shared out
         return chunked_logits(hidden, head, row_loss, *aligned, rows=rows)
+    assert weight.placements == (Shard(0),), "a head whose rows are shared out, with nothing else between"
     mesh = weight.device_mesh
     spread = DTensor.from_local(hidden, mesh, [Replicate()], run_check=False).to_local(grad_placements=[Partial()])
     mine: Any = SimpleNamespace(weight=weight.to_local())

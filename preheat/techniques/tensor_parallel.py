@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from preheat.errors import RecipeError
-from preheat.recipe import Bound
+from preheat.recipe import Bound, Whole
 from preheat.technique import Axis, Build, Change, Context, Finish, Slot, Stage, Tag, Technique
 
 if TYPE_CHECKING:
@@ -35,7 +35,8 @@ def parallelize(model: PreTrainedModel, mesh: Any, *, sequence: bool = False, vo
 
     Args:
         mesh: torch's mesh of one dimension.
-        sequence: cut activations between blocks along the sequence, whose length must divide.
+        sequence: cut activations between blocks along the sequence, whose length must divide. transformers would take position
+            ids and masks from the length of one device's piece: give position ids, and attend by kernels that make no mask.
         vocabulary: share out the rows of embedding and head too.
 
     Returns:
@@ -45,7 +46,7 @@ def parallelize(model: PreTrainedModel, mesh: Any, *, sequence: bool = False, vo
         ValueError: the model has no plan, or something that does not divide; the words say what.
 
     Example:
-        >>> parallelize(model, init_device_mesh("cuda", (8,)), sequence=True)  # doctest: +SKIP
+        >>> parallelize(model, init_device_mesh("cuda", (8,)))  # doctest: +SKIP
     """
     from preheat.models import adapter, tensor_plan
     from preheat.ops import tensor
@@ -76,8 +77,8 @@ class TensorParallel(Technique):
     )
     roles: ClassVar[frozenset[str]] = frozenset({"trained", "reference"})
 
-    degree: Annotated[int, Bound(2)] = 2
-    """Devices that share out each matrix; it must divide the heads and the key-value heads, and should not exceed the devices of a host."""
+    degree: Whole = 0
+    """Devices that share out each matrix; 0: all that other techniques leave. It must divide the heads and the key-value heads, and should not exceed the devices of a host."""
     sequence_parallel: bool = False
     """Cut activations between attention and feed-forward along the sequence: as much is sent, and less is kept. The length must divide by the degree."""
     loss_parallel: bool = True
@@ -95,11 +96,14 @@ class TensorParallel(Technique):
         from preheat.models import tensor_plan
 
         model, recipe = context.model, context.recipe
-        found = tensor_plan.problems(model.family, heads=model.heads, kv_heads=model.kv_heads, degree=self.degree)
-        if self.sequence_parallel and recipe.batch.length % self.degree:
+        degree = context.sizes[Axis.TENSOR]
+        if degree < 2:
+            return ["shares out matrices among devices, and there is one; start several with --nproc (or plan with --count)"]
+        found = tensor_plan.problems(model.family, heads=model.heads, kv_heads=model.kv_heads, degree=degree)
+        if self.sequence_parallel and recipe.batch.length % degree:
             found.append(
-                f"sequence_parallel: batch.length {recipe.batch.length} does not divide by degree {self.degree}; "
-                f"use {recipe.batch.length // self.degree * self.degree}"
+                f"sequence_parallel: batch.length {recipe.batch.length} does not divide by degree {degree}; "
+                f"use {recipe.batch.length // degree * degree}"
             )
         if self.sequence_parallel and Tag("growing-length") in context.tags:
             found.append(
@@ -112,9 +116,9 @@ class TensorParallel(Technique):
             )
         if self.loss_parallel and Tag("class-head") in context.tags:
             found.append("loss_parallel: the head is over a few classes, which are not shared out; set it to false")
-        elif self.loss_parallel and model.vocabulary % self.degree:
+        elif self.loss_parallel and model.vocabulary % degree:
             found.append(
-                f"loss_parallel: a vocabulary of {model.vocabulary:,} rows does not divide by degree {self.degree}; set it to false, which keeps "
+                f"loss_parallel: a vocabulary of {model.vocabulary:,} rows does not divide by degree {degree}; set it to false, which keeps "
                 "embedding and head whole, or state model.vocabulary for a new model"
             )
         makers = [t.name() for t in recipe.techniques.values() if Slot.OPTIMIZER in t.owned()]
@@ -127,10 +131,9 @@ class TensorParallel(Technique):
         from preheat.models import adapter
         from preheat.ops import tensor
 
+        degree = build.mesh.size(Axis.TENSOR)
         embedding, head = adapter.ends(part)
-        vocabulary = (
-            not (embedding.shape[0] % self.degree or head.shape[0] % self.degree) and Tag("class-head") not in build.tags
-        )
+        vocabulary = not (embedding.shape[0] % degree or head.shape[0] % degree) and Tag("class-head") not in build.tags
         _without_dropout(part)
         try:
             count = parallelize(part, build.mesh.sub(Axis.TENSOR), sequence=self.sequence_parallel, vocabulary=vocabulary)
@@ -142,9 +145,9 @@ class TensorParallel(Technique):
         finish = (Finish.REDUCE, _sum_partial)
         if finish not in build.finish_gradients:
             build.finish_gradients.append(finish)
-        words = [f"{count} matrices shared out among {self.degree} devices"]
+        words = [f"{count} matrices shared out among {degree} devices"]
         words += ["activations between blocks cut along the sequence"] * self.sequence_parallel
-        words += [f"logits of a {self.degree}th of the vocabulary each, {self.rows} rows at a time"] * self.loss_parallel
+        words += [f"logits of a {degree}th of the vocabulary each, {self.rows} rows at a time"] * self.loss_parallel
         words += ["embedding and head whole"] * (not vocabulary)
         return Change("; ".join(words), count)
 
