@@ -52,7 +52,7 @@ def write_models(folder: Path) -> None:
         "intermediate_size": 48,
         "vocab_size": 96,
         "max_position_embeddings": 64,
-    } | dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"), 0)
+    } | {"pad_token_id": 60, "bos_token_id": 0, "eos_token_id": 0}
     capped = {"head_dim": 8, "sliding_window": 8, "query_pre_attn_scalar": 8}
     kinds: dict[str, dict[str, Any]] = {"qwen2": {}, "phi3": {}, "gemma2": capped, "gemma3_text": capped}
     for kind, more in kinds.items():
@@ -85,7 +85,7 @@ CASES = {
     "fsdp and lora": Case(f"{PLAIN}, fsdp: {{}}", "lora: {rank: 4, variant: rslora}", model=family("phi3"), world=4, steps=2),
     "data_parallel": Case(f"{CUT}, data_parallel: {{}}", family="qwen3", world=4),
     "four": Case(
-        "tensor_parallel: {degree: 4, loss_parallel: false}",
+        "tensor_parallel: {loss_parallel: false}",
         world=4,
         model="{family: qwen3, layers: 3, width: 32, heads: 4, kv_heads: 4, vocabulary: 98}",
     ),
