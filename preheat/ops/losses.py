@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
+from preheat.ops.sharded import whole
 from preheat.technique import RowLoss
 
 __all__ = [
@@ -135,10 +136,13 @@ class Recorded:
         """[n] fp32, of all rows in their order."""
         return torch.cat(self._parts)
 
-    def __call__(self, logits: Tensor, *aligned: Tensor) -> Tensor:
-        losses = CrossEntropy()(logits, *aligned).detach()
-        self._parts.append(losses)
+    def keep(self, losses: Tensor) -> Tensor:
+        """Losses of the next rows, made elsewhere."""
+        self._parts.append(losses.detach())
         return losses
+
+    def __call__(self, logits: Tensor, *aligned: Tensor) -> Tensor:
+        return self.keep(CrossEntropy()(logits, *aligned).detach())
 
     def value_and_grad_(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         losses = self(logits, labels)
@@ -177,10 +181,16 @@ class Softcapped:
 class WeightedCrossEntropy:
     """Cross entropy of each row times a weight of its own, of any sign.
 
+    Args:
+        loss: another form of the cross entropy.
+
     Example:
         >>> WeightedCrossEntropy()(torch.zeros(2, 4), torch.tensor([1, 2]), torch.tensor([1.0, -0.5]))
         tensor([ 1.3863, -0.6931])
     """
+
+    def __init__(self, loss: Any = None):
+        self.loss = loss or CrossEntropy()
 
     @property
     def measured(self) -> RowLoss:
@@ -188,10 +198,10 @@ class WeightedCrossEntropy:
 
     def __call__(self, logits: Tensor, *aligned: Tensor) -> Tensor:
         labels, weights = aligned
-        return CrossEntropy()(logits, labels) * weights
+        return self.loss(logits, labels) * weights
 
     def value_and_grad_(self, logits: Tensor, labels: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-        losses, factor = CrossEntropy().value_and_grad_(logits, labels)
+        losses, factor = self.loss.value_and_grad_(logits, labels)
         return losses * weights, factor * weights
 
 
@@ -287,14 +297,15 @@ def chunked_logits(hidden: Tensor, head: torch.nn.Module, row_loss: RowLoss, *al
     flat = hidden.reshape(-1, hidden.shape[-1])
     with torch.autocast(device, enabled=False):
         return _Chunked.apply(
-            flat, head.weight, row_loss, rows, dtype, torch.is_grad_enabled(), *(a.reshape(-1) for a in aligned)
+            flat, _weight(head), row_loss, rows, dtype, torch.is_grad_enabled(), *(a.reshape(-1) for a in aligned)
         )
 
 
 def _weight(head: torch.nn.Module) -> Tensor:
+    """Of a head whose rows are shared out among devices: gathered, and its gradient shared out again."""
     weight = head.weight
     assert isinstance(weight, Tensor)
-    return weight
+    return whole(weight)
 
 
 def _compute_dtype(hidden: Tensor) -> torch.dtype:

@@ -10,12 +10,17 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, distribute_tensor
 
-__all__ = ["local", "share_of", "square_sum"]
+__all__ = ["local", "share_of", "square_sum", "whole"]
 
 
 def local(t: Tensor) -> Tensor:
     """This device's share of a tensor that is spread over several; another tensor as it is."""
     return t.to_local() if isinstance(t, DTensor) else t
+
+
+def whole(t: Tensor) -> Tensor:
+    """All of a tensor that is spread over several devices, gathered; each device must use it alike. Differentiable; another tensor as it is."""
+    return t.full_tensor() if isinstance(t, DTensor) else t
 
 
 def share_of(whole: Tensor, like: DTensor) -> Tensor:

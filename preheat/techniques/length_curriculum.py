@@ -87,6 +87,7 @@ class LengthCurriculum(Technique):
     stage: ClassVar[Stage] = Stage.LOADER
     numerics: ClassVar[Any] = "exact"  # of a given batch; which batches come is another matter
     owns: ClassVar[frozenset[Slot]] = frozenset({Slot.BATCH_SHAPE})
+    provides: ClassVar[frozenset[Tag]] = frozenset({Tag("growing-length")})
     conflicts: ClassVar[frozenset[Tag]] = frozenset({Tag("whole-examples")})  # shorter rows are cut from whole ones
 
     schedule: Schedule = "steps"

@@ -64,7 +64,7 @@ def _while_training(model: Any, group: int, kernel: Callable[..., Any]) -> Calla
 class ShiftedGroups(Technique):
     stage: ClassVar[Stage] = Stage.KERNEL
     numerics: ClassVar[Any] = "different"
-    provides: ClassVar[frozenset[Tag]] = frozenset({Tag("attention-pattern")})
+    provides: ClassVar[frozenset[Tag]] = frozenset({Tag("attention-pattern"), Tag("head-pattern")})
     conflicts: ClassVar[frozenset[Tag]] = frozenset({Tag("attention-pattern")})
 
     group: Literal["auto"] | Annotated[int, Bound(2)] = "auto"

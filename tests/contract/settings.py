@@ -64,6 +64,7 @@ CANNOT_RUN_HERE: dict[str, str] = {
     "fp8": "a CPU has no fp8 products",
     "liger": "need a CUDA device",
     "optimizer_offload": "needs a CUDA device",
+    "tensor_parallel": "shares out matrices among devices, and there is one",
 }
 
 # What a technique asks of the rest of the recipe.

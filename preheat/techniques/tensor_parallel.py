@@ -1,0 +1,178 @@
+"""Tensor parallel: each device has a share of the rows or columns of every matrix, and with it of the heads; results are summed in each layer.
+
+What: transformers' plan of the model, carried out by torch's DTensor styles: the maps into attention and feed-forward are cut by outputs, the maps out of
+them by inputs, so that two sums a layer go forward and two go back. `sequence_parallel` cuts what flows between them along the sequence: the sums
+become a reduce-scatter and a gather of the same bytes, and norms and kept activations are shared out too. `loss_parallel` leaves each device the logits
+of its part of the vocabulary, some rows at a time: two numbers a row are sent, and no logits.
+Helps: weights, gradients, optimizer and most activations fall with the degree, at any batch size. Hurts: what is sent stands in the way of every layer and
+grows with the batch, so it wants the fastest links (within a host) and few devices; small matrices run slower. Whole on each device stay norms, and, where
+the plan of a family gathers fused or normalized projections (Phi-3, OLMo 2), attention. chunked_loss and liger's loss go with `loss_parallel: false` only.
+Source: Shoeybi et al. 2019, Megatron-LM (arXiv:1909.08053); sequence parallel: Korthikanti et al. 2022 (arXiv:2205.05198).
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+
+from preheat.errors import RecipeError
+from preheat.recipe import Bound, Whole
+from preheat.technique import Axis, Build, Change, Context, Finish, Slot, Stage, Tag, Technique
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+__all__ = ["TensorParallel", "parallelize"]
+
+
+def parallelize(model: PreTrainedModel, mesh: Any, *, sequence: bool = False, vocabulary: bool = True) -> int:
+    """Shares out a transformers model's matrices among the devices of a mesh, in place; on meta too. Its parameters become DTensors.
+
+    Before each update, `preheat.ops.tensor.sum_partial(model.parameters())` sums what gradients are partial.
+
+    Args:
+        mesh: torch's mesh of one dimension.
+        sequence: cut activations between blocks along the sequence, whose length must divide. transformers would take position
+            ids and masks from the length of one device's piece: give position ids, and attend by kernels that make no mask.
+        vocabulary: share out the rows of embedding and head too.
+
+    Returns:
+        How many matrices are shared out.
+
+    Raises:
+        ValueError: the model has no plan, or something that does not divide; the words say what.
+
+    Example:
+        >>> parallelize(model, init_device_mesh("cuda", (8,)))  # doctest: +SKIP
+    """
+    from preheat.models import adapter, tensor_plan
+    from preheat.ops import tensor
+
+    facts = adapter.facts(model.config)
+    why = tensor_plan.problems(facts.family, heads=facts.heads, kv_heads=facts.kv_heads, degree=mesh.size())
+    if why:
+        raise ValueError(why[0])
+    return tensor.parallelize(model, tensor_plan.shares(model), mesh, sequence=sequence, vocabulary=vocabulary)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorParallel(Technique):
+    stage: ClassVar[Stage] = Stage.PARALLEL
+    numerics: ClassVar[Any] = "exact"
+    owns: ClassVar[frozenset[Slot]] = frozenset({Slot.OVER_LOGITS})
+    provides: ClassVar[frozenset[Tag]] = frozenset({Tag("tensor-parallel")})
+    conflicts: ClassVar[frozenset[Tag]] = frozenset(
+        {
+            Tag("changed-base"),  # begins from whole matrices, of which each device has a share
+            Tag("packed-base"),  # packed weights cannot be cut
+            Tag("fp8-compute"),  # scales of whole matrices
+            Tag("compiled-layers"),  # torch 2.13 loses the DTensor's layout between compiled layers: backward fails
+            Tag("fused-layers"),  # kernels that know no DTensor
+            Tag("frees-gradients"),  # an update in backward would come before partial gradients are summed
+            Tag("head-pattern"),  # a pattern that differs by head would take each device's heads for all
+        }
+    )
+    roles: ClassVar[frozenset[str]] = frozenset({"trained", "reference"})
+
+    degree: Whole = 0
+    """Devices that share out each matrix; 0: all that other techniques leave. It must divide the heads and the key-value heads, and should not exceed the devices of a host."""
+    sequence_parallel: bool = False
+    """Cut activations between attention and feed-forward along the sequence: as much is sent, and less is kept. The length must divide by the degree."""
+    loss_parallel: bool = True
+    """Each device makes the logits of its part of the vocabulary only; false gathers logits (or, for chunked_loss and liger, the head) on each device."""
+    rows: Annotated[int, Bound(1)] = 512
+    """With loss_parallel: rows of logits in memory at a time."""
+
+    def owned(self) -> frozenset[Slot]:
+        return self.owns if self.loss_parallel else frozenset()
+
+    def degrees(self) -> Mapping[Axis, int]:
+        return {Axis.TENSOR: self.degree}
+
+    def check(self, context: Context) -> list[str]:
+        from preheat.models import tensor_plan
+
+        model, recipe = context.model, context.recipe
+        degree = context.sizes[Axis.TENSOR]
+        if degree < 2:
+            return ["shares out matrices among devices, and there is one; start several with --nproc (or plan with --count)"]
+        found = tensor_plan.problems(model.family, heads=model.heads, kv_heads=model.kv_heads, degree=degree)
+        if self.sequence_parallel and recipe.batch.length % degree:
+            found.append(
+                f"sequence_parallel: batch.length {recipe.batch.length} does not divide by degree {degree}; "
+                f"use {recipe.batch.length // degree * degree}"
+            )
+        if self.sequence_parallel and Tag("growing-length") in context.tags:
+            found.append(
+                "sequence_parallel: the length changes from step to step, and each must divide by the degree; set it to false"
+            )
+        beside = [t.name() for t in recipe.techniques.values() if t is not self and Slot.OVER_LOGITS in t.owned()]
+        if self.loss_parallel and beside:
+            found.append(
+                f"loss_parallel: makes logits some rows at a time by itself; leave {beside[0]} out, or set loss_parallel: false"
+            )
+        if self.loss_parallel and Tag("class-head") in context.tags:
+            found.append("loss_parallel: the head is over a few classes, which are not shared out; set it to false")
+        elif self.loss_parallel and model.vocabulary % degree:
+            found.append(
+                f"loss_parallel: a vocabulary of {model.vocabulary:,} rows does not divide by degree {degree}; set it to false, which keeps "
+                "embedding and head whole, or state model.vocabulary for a new model"
+            )
+        makers = [t.name() for t in recipe.techniques.values() if Slot.OPTIMIZER in t.owned()]
+        found += [
+            f"{name} brings an optimizer that is not made for weights that are shared out; use plain AdamW" for name in makers
+        ]
+        return found
+
+    def apply(self, build: Build, part: Any) -> Change:
+        from preheat.models import adapter
+        from preheat.ops import tensor
+
+        degree = build.mesh.size(Axis.TENSOR)
+        embedding, head = adapter.ends(part)
+        vocabulary = not (embedding.shape[0] % degree or head.shape[0] % degree) and Tag("class-head") not in build.tags
+        _without_dropout(part)
+        try:
+            count = parallelize(part, build.mesh.sub(Axis.TENSOR), sequence=self.sequence_parallel, vocabulary=vocabulary)
+        except ValueError as error:
+            raise RecipeError(f"techniques.{self.name()}: {error}") from None
+        if self.loss_parallel:
+            adapter.require_plain_head(part, self.name())
+            build.own(Slot.OVER_LOGITS, functools.partial(tensor.shared_logits, rows=self.rows), self.name())
+        finish = (Finish.REDUCE, _sum_partial)
+        if finish not in build.finish_gradients:
+            build.finish_gradients.append(finish)
+        words = [f"{count} matrices shared out among {degree} devices"]
+        words += ["activations between blocks cut along the sequence"] * self.sequence_parallel
+        words += [f"logits of a {degree}th of the vocabulary each, {self.rows} rows at a time"] * self.loss_parallel
+        words += ["embedding and head whole"] * (not vocabulary)
+        return Change("; ".join(words), count)
+
+    def options(self, context: Context) -> Iterable[Technique]:
+        world = math.prod(context.sizes.values())
+        degrees = [n for n in (2, 4, 8) if world % n == 0] or [self.degree]
+        return [replace(self, degree=n, sequence_parallel=cut) for n in degrees for cut in (False, True)]
+
+    def rungs(self, context: Context) -> Iterable[Technique]:
+        milder = replace(self, sequence_parallel=True)
+        return [milder] if not self.sequence_parallel and not milder.check(context) else []
+
+
+def _sum_partial(build: Build) -> None:
+    from preheat.ops.tensor import sum_partial
+
+    sum_partial(p for _, p in build.parameters())
+
+
+def _without_dropout(model: Any) -> None:
+    """Raises where a module drops at random: devices would drop other places than one would."""
+    from torch import nn
+
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Dropout) and module.p:
+            raise RecipeError(
+                f"techniques.tensor_parallel: {name} drops {module.p:g} of its input at random, on each device other places; set dropout to 0 under model.config"
+            )

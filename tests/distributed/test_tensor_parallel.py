@@ -1,0 +1,267 @@
+"""Tensor parallel on 2 and 4 processes against one: losses, gradients, weights; what is held and what is sent; what is refused."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from preheat import recipe as recipes
+from preheat.engine.build import build
+from preheat.engine.evaluate import likeliest, measure, token_scores
+from preheat.engine.step import gradients, update
+from preheat.errors import RecipeError
+from preheat.ops.sharded import local
+from preheat.technique import Batch, Build
+
+from ..conftest import DEVICE, tiny, uneven
+from .forked import Case, compare, kept_bytes, run
+
+PLAIN = "tensor_parallel: {degree: 2}"
+CUT = "tensor_parallel: {degree: 2, sequence_parallel: true}"
+WHOLE = "tensor_parallel: {degree: 2, loss_parallel: false}"
+
+
+def evaluated(made: Build) -> list[float]:
+    """What an evaluation says: the mean loss, scores of single tokens, and the likeliest ones."""
+    batch, places = uneven(seed=7), torch.tensor([3, 40, 100])
+    scores, best = token_scores(made, batch, places, torch.tensor([5, 6, 7]))
+    return [measure(made, [batch]).loss, *scores.tolist(), *best.float().tolist(), *likeliest(made, batch, places).tolist()]
+
+
+def family(kind: str, **more: Any) -> str:
+    """A tiny model of a family as the recipe's model in YAML: a folder with a configuration."""
+    return f"{{path: {{folder}}/{kind}, weights: random}}" if more.pop("random", True) else f"{{path: {{folder}}/{kind}}}"
+
+
+def write_models(folder: Path) -> None:
+    import transformers
+
+    sizes = {
+        "hidden_size": 32,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 48,
+        "vocab_size": 96,
+        "max_position_embeddings": 64,
+    } | {"pad_token_id": 60, "bos_token_id": 0, "eos_token_id": 0}
+    capped = {"head_dim": 8, "sliding_window": 8, "query_pre_attn_scalar": 8}
+    kinds: dict[str, dict[str, Any]] = {"qwen2": {}, "phi3": {}, "gemma2": capped, "gemma3_text": capped}
+    for kind, more in kinds.items():
+        transformers.AutoConfig.for_model(kind, **sizes, **more).save_pretrained(folder / kind)
+    torch.manual_seed(5)
+    config = transformers.AutoConfig.for_model("qwen3", **sizes, head_dim=16, tie_word_embeddings=True)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder / "written")
+
+
+CASES = {
+    "llama": Case(PLAIN, look=kept_bytes),
+    "evaluation": Case("tensor_parallel: {degree: 2, sequence_parallel: true, rows: 50}", look=evaluated),
+    "logits gathered": Case(WHOLE, "regularized_loss: {label_smoothing: 0.1}"),
+    "head gathered": Case(WHOLE, "chunked_loss: {rows: 40}, activation_checkpointing: {}", steps=2),
+    "smoothing and z": Case(f"{PLAIN[:-1]}, rows: 50}}", "regularized_loss: {label_smoothing: 0.1, z: 0.001}", steps=2),
+    "qwen3": Case(PLAIN, "gradient_accumulation: {steps: 2}", family="qwen3"),
+    "qwen3 cut": Case(CUT, "efficient_attention: {}, activation_checkpointing: {mode: selective}", family="qwen3"),
+    "tied, read from a folder": Case(CUT, model=family("written", random=False), steps=2),
+    "qwen2": Case(CUT, model=family("qwen2"), steps=2),
+    "phi3": Case(CUT, model=family("phi3"), steps=2),
+    "gemma2": Case(CUT, model=family("gemma2"), steps=2),
+    "gemma3": Case(PLAIN, model=family("gemma3_text"), steps=2),
+    "classes": Case(
+        "tensor_parallel: {degree: 2, loss_parallel: false, sequence_parallel: true}", "classification: {classes: 3}", steps=2
+    ),
+    "pairs": Case(CUT, "preference: {loss: simpo}", steps=2),
+    "lora": Case(CUT, "lora: {rank: 4}", family="qwen3", steps=2),
+    "fsdp": Case(f"{CUT}, fsdp: {{}}", "gradient_accumulation: {steps: 2}", family="qwen3", world=4, look=kept_bytes),
+    "fsdp, tied and read": Case(f"{PLAIN}, fsdp: {{reshard: false}}", model=family("written", random=False), world=4, steps=2),
+    "fsdp and lora": Case(f"{PLAIN}, fsdp: {{}}", "lora: {rank: 4, variant: rslora}", model=family("phi3"), world=4, steps=2),
+    "data_parallel": Case(f"{CUT}, data_parallel: {{}}", family="qwen3", world=4),
+    "four": Case(
+        "tensor_parallel: {loss_parallel: false}",
+        world=4,
+        model="{family: qwen3, layers: 3, width: 32, heads: 4, kv_heads: 4, vocabulary: 98}",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def several(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+    folder = tmp_path_factory.mktemp("tensor")
+    write_models(folder)
+    from dataclasses import replace
+
+    cases = [replace(case, model=case.model.replace("{folder}", str(folder))) for case in CASES.values()]
+    return dict(zip(CASES, run(cases, folder), strict=True))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_several_processes_compute_what_one_does(several: dict[str, list[dict[str, Any]]], name: str) -> None:
+    off = compare(several[name])
+    assert off["loss"] < 1e-5
+    assert off["norm"] < 1e-4
+    assert off["gradients"] < 1e-5
+    assert off["weights"] < 1e-3  # where a gradient is nearly 0, AdamW divides its rounding by itself
+
+
+def test_an_evaluation_says_the_same(several: dict[str, list[dict[str, Any]]]) -> None:
+    one, *many = (found["seen"] for found in several["evaluation"])
+    assert many[0] == many[1]
+    assert many[0] == pytest.approx(one, abs=1e-5)
+
+
+@pytest.mark.parametrize(("name", "devices"), [("llama", 2), ("fsdp", 4)])
+def test_memory_falls_with_the_devices(several: dict[str, list[dict[str, Any]]], name: str, devices: int) -> None:
+    alone = several["llama"][0]["seen"] if name == "llama" else several["fsdp"][0]["seen"]
+    for found in several[name][1:]:
+        for kind, held in found["seen"].items():
+            assert held / alone[kind] == pytest.approx(1 / devices, rel=0.05), kind
+
+
+# --- what is sent, under fake tensors -----------------------------------------------------------------------------
+
+
+class Sent(TorchDispatchMode):
+    """Counts collectives and the bytes of the whole tensor of each; DTensors are looked through."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: Counter[tuple[str, int]] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        from torch.distributed.tensor import DTensor
+
+        if any(issubclass(t, DTensor) for t in types):
+            return NotImplemented
+        out = func(*args, **(kwargs or {}))
+        space, _, name = func._schema.name.partition("::")
+        if space in ("c10d", "_c10d_functional") and not name.startswith("wait"):
+            first = args[0][0] if isinstance(args[0], list) else args[0]
+            whole = out if "all_gather" in name else first
+            self.found[name.strip("_").replace("allreduce", "all_reduce"), whole.numel() * whole.element_size()] += 1
+        return out
+
+
+@pytest.fixture
+def fake() -> Iterator[Any]:
+    """Starts a fake group of some processes, of which this is the first: build and step run, and nothing is sent."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    yield lambda world: dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
+    dist.destroy_process_group()
+
+
+def step_under_fake_tensors(techniques: str, kind: str) -> tuple[Build, Counter[tuple[str, int]]]:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    made = build(tiny(techniques, family=kind), vocabulary=96, device=DEVICE, dry=mode)
+    real = uneven()
+    with mode:
+        tokens, labels, positions = (torch.empty_like(t) for t in (real.tokens, real.labels, real.positions))
+        batch = Batch(tokens, labels, positions, real.mask, real.weight, real.rows)
+        for _ in range(2):  # the first may do more
+            with Sent() as sent:
+                gradients(made, [batch], 1e-2)
+                assert isinstance(update(made, 1e-2), Tensor)
+    return made, sent.found
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_bytes_sent_are_those_of_the_formula(fake: Any, sequence: bool) -> None:
+    """Two sums a layer forward and two back, one for the embedding and one for the gradient by the last hidden states."""
+    fake(2)
+    _, sent = step_under_fake_tensors(f"{{tensor_parallel: {{degree: 2, rows: 64, sequence_parallel: {sequence}}}}}", "qwen3")
+    stream, layers, chunks = 4 * 32 * 32 * 4, 3, 2  # rows x length x width x bytes
+    small = {size: count for (_, size), count in sent.items() if size < stream}
+    assert small[64 * 4] == chunks  # the largest logit of each row
+    assert small[2 * 64 * 4] == chunks  # a row's sums
+    large = {name: count for (name, size), count in sent.items() if size == stream}
+    if sequence:
+        # Forward 2 a layer gather, and the last norm; backward 2 a layer, and the embedding. As many are scattered, less the last norm's.
+        assert large == {
+            "all_gather_into_tensor": 4 * layers + 2,
+            "reduce_scatter_tensor": 4 * layers + 1,
+            "all_reduce": 1,
+        }
+    else:
+        assert large == {"all_reduce": 4 * layers + 2}
+    # Norms of the q and k of each head; with the sequence cut all norms: two a layer and the last.
+    partial = layers * 2 * 8 + sequence * (2 * layers + 1) * 32
+    assert small[partial * 4] == 1
+    assert sum(sent.values()) == sum(large.values()) + 2 * chunks + 1 + 1  # and the norm of all gradients
+
+
+def test_a_share_of_a_large_mesh_is_built_and_stepped_under_fake_tensors(fake: Any) -> None:
+    fake(64)
+    made, sent = step_under_fake_tensors("{tensor_parallel: {degree: 2, sequence_parallel: true}, fsdp: {}}", "llama")
+    assert made.mesh.world == 64
+    whole = sum(p.numel() for _, p in made.parameters())
+    assert sum(local(p).numel() for _, p in made.parameters()) < whole / 32
+    assert {name for name, _ in sent} >= {"all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce"}
+
+
+# --- what is refused ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("techniques", "more", "words"),
+    [
+        ("tensor_parallel: {degree: 2}", "gpt2", "degree: transformers has no tensor parallel plan for gpt2"),
+        (
+            "tensor_parallel: {degree: 4}",
+            "llama",
+            "degree: 2 key-value heads do not divide among 4 devices; use a degree that divides 2",
+        ),
+        ("tensor_parallel: {degree: 3}", "llama", "degree: 4 heads do not divide among 3 devices"),
+        (
+            "tensor_parallel: {degree: 2, sequence_parallel: true}",
+            "batch.length=31",
+            "batch.length 31 does not divide by degree 2; use 30",
+        ),
+        (
+            "tensor_parallel: {degree: 2, sequence_parallel: true}, length_curriculum: {}",
+            "",
+            "the length changes from step to step",
+        ),
+        ("tensor_parallel: {degree: 2}", "model.vocabulary=97", "a vocabulary of 97 rows does not divide by degree 2"),
+        ("tensor_parallel: {degree: 2}, chunked_loss: {}", "", "leave chunked_loss out, or set loss_parallel: false"),
+        ("tensor_parallel: {degree: 2}, classification: {classes: 3}", "", "the head is over a few classes"),
+        ("tensor_parallel: {degree: 2}, muon: {}", "", "muon brings an optimizer"),
+        ("tensor_parallel: {degree: 2}, lora: {variant: pissa}", "", "cannot go with lora (changed-base)"),
+        ("tensor_parallel: {degree: 2}, compile: {}", "", "cannot go with compile (compiled-layers)"),
+        ("tensor_parallel: {degree: 2}, shifted_groups: {group: 8}", "", "cannot go with shifted_groups"),
+        (
+            "tensor_parallel: {degree: 2}",
+            "parallel.devices=6",
+            "tensor 2 does not multiply to 6 devices; add data_parallel or fsdp",
+        ),
+    ],
+)
+def test_what_tensor_parallel_cannot_do_is_refused_by_the_knob(techniques: str, more: str, words: str) -> None:
+    kind = more if more.isalnum() and more else "llama"
+    degree = techniques.split("degree: ")[1][0]
+    recipe = recipes.override(tiny(f"{{{techniques}}}", family=kind), f"parallel.devices={degree}")
+    recipe = recipes.override(recipe, more) if "=" in more else recipe
+    with pytest.raises(RecipeError) as refused:
+        build(recipe, vocabulary=None, device=DEVICE)
+    assert words in str(refused.value)
+
+
+def test_an_inner_size_that_does_not_divide_and_dropout_are_refused_by_name(fake: Any, tmp_path: Path) -> None:
+    fake(2)
+    write_models(tmp_path)
+    dropping = recipes.override(
+        tiny(f"{{{PLAIN}}}"), f"model={{path: {tmp_path}/phi3, weights: random, config: {{resid_pdrop: 0.1}}}}"
+    )
+    with pytest.raises(RecipeError, match=r"resid_attn_dropout drops 0\.1 of its input at random"):
+        build(dropping, vocabulary=96, device=DEVICE)
+    with pytest.raises(RecipeError, match=r"mlp\.gate_proj\.weight \(47, 32\) does not divide among 2 devices"):
+        build(recipes.override(tiny(f"{{{PLAIN}}}"), "model.config.intermediate_size=47"), vocabulary=96, device=DEVICE)
