@@ -191,7 +191,8 @@ class ProductPieces:
                 yield queries, keys, None
                 continue
             s_q, s_k = start_q[:, queries, None], start_k[:, None, keys]
-            yield queries, keys, sees(self.mask, place_q[queries, None], place_k[None, keys], s_q, s_k)[:, None, None]
+            may = sees(self.mask, place_q[None, queries, None], place_k[None, None, keys], s_q, s_k)
+            yield queries, keys, may[:, None, None]
 
     def _reach(self, queries: numpy.ndarray, starts: numpy.ndarray, keys: numpy.ndarray) -> slice:
         """A device's places rise, and so do the starts of documents: what lies outside the reach of the first and last query is seen by none."""
