@@ -19,8 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from preheat import recipe as recipes
 from preheat.engine.build import build
-from preheat.engine.evaluate import evaluate
-from preheat.engine.step import gradients, update
+from preheat.engine.evaluate import reading
+from preheat.engine.step import forward, gradients, transform, update
 from preheat.errors import RecipeError
 from preheat.ops import ring_pieces
 from preheat.ops.attention import packed, reference_attention, sdpa_attention
@@ -89,9 +89,9 @@ def train(case: str, *, several: bool) -> tuple[dict[str, list[float]], dict[str
         losses.append(float(b.mesh.add(loss.total.clone(), *ALL)) / batch.weight)
         norms.append(float(update(b, 0.01)[0]))
     held_out = uneven(rows=ROWS, length=length, seed=STEPS)
-    mean, weight = evaluate(b, split(held_out, [ROWS // shares] * shares)[place : place + 1])
-    total = b.mesh.add(torch.tensor(mean * weight, dtype=torch.float64), *ALL)
-    losses.append(float(total) / held_out.weight)
+    with reading(b):
+        total = forward(b, transform(b, split(held_out, [ROWS // shares] * shares)[place])).total
+    losses.append(float(b.mesh.add(total.clone(), *ALL)) / held_out.weight)
     weights = {n: p.full_tensor() if hasattr(p, "full_tensor") else p for n, p in b.parameters()}
     return {"losses": losses, "norms": norms}, {n: w.detach().clone() for n, w in weights.items()}
 
