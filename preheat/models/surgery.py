@@ -324,7 +324,9 @@ def scale_rope(config: Any, kind: str, factor: float, original: int | None, **ya
 def rope_of_longest(config: Any) -> str:
     """The kind of rotary positions whose frequencies follow the longest position of a call; "" where they do not."""
     rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
-    kinds = {part.get("rope_type") for part in (rope, *rope.values()) if isinstance(part, dict)}  # a layer type each, or one for all
+    kinds = {
+        part.get("rope_type") for part in (rope, *rope.values()) if isinstance(part, dict)
+    }  # a layer type each, or one for all
     return next(iter(sorted(kinds & {"dynamic", "longrope"})), "")
 
 

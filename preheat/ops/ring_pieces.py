@@ -11,7 +11,7 @@ import functools
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy
 import torch
@@ -117,7 +117,9 @@ class FlashPieces:
 
     def __init__(self, mask: MaskSpec, scale: float, softcap: float | None, degree: int, rank: int):
         if not mask.causal or softcap is not None or (mask.window is not None and mask.window < row_length(mask)):
-            raise ValueError("torch's fused kernels know no window, no capped scores and no mask that is not causal; use blocks")
+            raise ValueError(
+                "torch's fused kernels know no window, no capped scores and no mask that is not causal; use blocks"
+            )
         assert mask.documents is not None
         self.scale, self.where = scale, functools.partial(rectangles, mask.documents, degree, rank)
 
@@ -131,10 +133,9 @@ class FlashPieces:
     ) -> Iterator[Slopes]:
         """`out` and `lse` are of all keys: probabilities made with them are those of the whole row."""
         for rows, queries, keys, causal in self.where(source):
-            of_queries = (t[rows, :, queries] for t in (grad, q))
-            of_keys = (t[rows, :, keys] for t in (k, v))
-            done = (t[rows, :, queries] for t in (out, lse))
-            yield Slopes(rows, queries, keys, *_flash_backward(*of_queries, *of_keys, *done, causal, self.scale))
+            g, q_, out_, lse_ = (t[rows, :, queries] for t in (grad, q, out, lse))
+            slopes = _flash_backward(g, q_, k[rows, :, keys], v[rows, :, keys], out_, lse_, causal, self.scale)
+            yield Slopes(rows, queries, keys, *slopes)
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:

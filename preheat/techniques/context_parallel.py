@@ -133,8 +133,8 @@ class ContextParallel(Technique):
         if heads % self.degree:
             return "ring", f"{heads} heads cannot be shared out among {self.degree} devices"
         places = -(-build.recipe.batch.length // self.degree)
-        size = {"places": places, "shared": shared, "head_dim": build.model.head_dim, "degree": self.degree, "size": 1}
-        one, other = ulysses_bytes(heads=heads, **size), ring_bytes(**size)
+        of_layer: dict[str, Any] = {"places": places, "shared": shared, "head_dim": build.model.head_dim, "degree": self.degree}
+        one, other = ulysses_bytes(heads=heads, size=1, **of_layer), ring_bytes(size=1, **of_layer)
         if places < _LONG:
             return "ulysses", f"{places:,} places on a device are too few to hide a ring's sending"
         if pieces_like(build.slot(Slot.ATTENTION_KERNEL)) is not FlashPieces:

@@ -23,7 +23,7 @@ from preheat.engine.evaluate import reading
 from preheat.engine.step import forward, gradients, transform, update
 from preheat.errors import RecipeError
 from preheat.ops import ring_pieces
-from preheat.ops.attention import packed, reference_attention, sdpa_attention
+from preheat.ops.attention import allowed, packed, reference_attention, sdpa_attention
 from preheat.ops.attention_blocks import blocked_attention
 from preheat.ops.context import cut_rows, places_of, ulysses_bytes
 from preheat.ops.ring import ring_bytes
@@ -41,7 +41,8 @@ FOLDED = "fsdp: {}, gradient_accumulation: {steps: 2}, activation_checkpointing:
 TWO = {
     f"{family} {kind}": (family, 32, also, f"context_parallel: {{kind: {kind}}}, data_parallel: {{}}")
     for (family, also), kind in itertools.product(
-        [("llama", ""), ("qwen3", "efficient_attention: {}"), ("gpt2", "gradient_accumulation: {steps: 3}")], ["ulysses", "ring"]
+        [("llama", ""), ("qwen3", "efficient_attention: {}"), ("gpt2", "gradient_accumulation: {steps: 3}")],
+        ["ulysses", "ring"],
     )
 }
 FOUR = {
@@ -67,7 +68,10 @@ KERNELS: dict[str, tuple[Any, MaskSpec, float | None]] = {
     "window in documents": (blocked_attention, MaskSpec(window=7, documents=_CUTS, global_tokens=2), None),
     "both ways": (reference_attention, MaskSpec(causal=False, window=9), None),
 }
-HEADS = {"ulysses": (8, 2), "ring": (6, 2)}  # of queries, and of keys and values: fewer than four, and in a ring no multiple of it
+HEADS = {
+    "ulysses": (8, 2),
+    "ring": (6, 2),
+}  # of queries, and of keys and values: fewer than four, and in a ring no multiple of it
 
 
 def train(case: str, *, several: bool) -> tuple[dict[str, list[float]], dict[str, torch.Tensor]]:
@@ -85,7 +89,9 @@ def train(case: str, *, several: bool) -> tuple[dict[str, list[float]], dict[str
         batch = uneven(rows=ROWS, length=length, seed=step)
         mine = split(batch, [ROWS // shares] * shares)[place]
         micro = -(-len(mine.rows) // b.accumulation)
-        loss = gradients(b, split(mine, [micro] * (len(mine.rows) // micro) + [len(mine.rows) % micro] * bool(len(mine.rows) % micro)))
+        loss = gradients(
+            b, split(mine, [micro] * (len(mine.rows) // micro) + [len(mine.rows) % micro] * bool(len(mine.rows) % micro))
+        )
         losses.append(float(b.mesh.add(loss.total.clone(), *ALL)) / batch.weight)
         norms.append(float(update(b, 0.01)[0]))
     held_out = uneven(rows=ROWS, length=length, seed=STEPS)
@@ -118,9 +124,9 @@ def attend(name: str, kind: Any, rank: int) -> dict[str, Any]:
     heads, shared = HEADS[kind]
     g = torch.Generator().manual_seed(7)
     whole = [torch.randn(4, n, 64, 16, generator=g, dtype=torch.float64) for n in (heads, shared, shared, heads)]
-    wanted = [t.clone().requires_grad_() for t in whole[:3]]
-    extra = {} if softcap is None else {"softcap": softcap}
-    out = reference_attention(*wanted, mask, 0.3, **extra)
+    wanted_q, wanted_k, wanted_v = wanted = [t.clone().requires_grad_() for t in whole[:3]]
+    extra: dict[str, Any] = {} if softcap is None else {"softcap": softcap}
+    out = reference_attention(wanted_q, wanted_k, wanted_v, mask, 0.3, **extra)
     made = [out.detach(), *torch.autograd.grad(out, wanted, whole[3])]
     places = torch.from_numpy(places_of(64, 4, rank, zigzag=kind == "ring"))
     q, k, v, slope = (t[:, :, places].float() for t in whole)
@@ -202,9 +208,11 @@ def test_several_processes_give_the_losses_norms_and_weights_of_one(processes: P
 
 @pytest.mark.parametrize("kind", HEADS)
 @pytest.mark.parametrize("name", KERNELS)
-def test_attention_over_processes_is_that_of_whole_rows_and_sends_what_theory_says(processes: Path, name: str, kind: str) -> None:
+def test_attention_over_processes_is_that_of_whole_rows_and_sends_what_theory_says(
+    processes: Path, name: str, kind: str
+) -> None:
     heads, shared = HEADS[kind]
-    sizes = {"places": 4 * 64 // 4, "shared": shared, "head_dim": 16, "degree": 4, "size": 4}
+    sizes: dict[str, Any] = {"places": 4 * 64 // 4, "shared": shared, "head_dim": 16, "degree": 4, "size": 4}
     for n in range(4):
         found = json.loads((processes / f"{n}.json").read_text())[f"{name} {kind}"]
         assert found["apart"] < 1.5e-6
@@ -225,17 +233,72 @@ def pretended() -> Iterator[Any]:
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("kind", ["ulysses", "ring"])
-@pytest.mark.parametrize("rest", ["data_parallel: {}", "fsdp: {}, activation_checkpointing: {}"])
+@pytest.mark.parametrize(
+    ("kind", "rest"), [("ulysses", "fsdp: {}, activation_checkpointing: {}"), ("ring", "data_parallel: {}")]
+)
 def test_a_dry_run_sees_activations_fall_with_the_devices(pretended: Any, kind: str, rest: str) -> None:
-    length = 512
     text = f"{{{rest}, efficient_attention: {{}}, chunked_loss: {{rows: 8}}"
     pretended(4)
     kept = {}
     for degree in (2, 4):
         cut = f", context_parallel: {{degree: {degree}, kind: {kind}}}}}"
-        seen = observe(recipes.override(tiny(rows=8, length=length), f"techniques={text}{cut}"), vocabulary=96, device=DEVICE)
-        rows = 8 // (4 // degree)
-        kept[degree] = seen.categories["forward"]["activations"] / rows
-    print(kept)
+        r = recipes.override(tiny(length=512), f"techniques={text}{cut}", "model.kv_heads=4", "batch.size=4")
+        rows = 4 // (4 // degree)
+        kept[degree] = observe(r, vocabulary=96, device=DEVICE).categories["forward"]["activations"] / rows
     assert kept[4] / kept[2] == pytest.approx(0.5, abs=0.03)
+
+
+@pytest.mark.parametrize("documents", [((48,),), ((1, 22, 25), (48,), (12, 12, 24)), (tuple([1] * 48),)])
+def test_the_pieces_of_a_ring_are_the_mask_and_all_devices_have_as_much_to_do(documents: Any) -> None:
+    degree = 3
+    seen = torch.zeros(len(documents), 48, 48, dtype=torch.int64)
+    work = []
+    for rank, source in itertools.product(range(degree), repeat=2):
+        mine, theirs = (torch.from_numpy(places_of(48, degree, n, zigzag=True)) for n in (rank, source))
+        pairs = 0
+        for rows, queries, keys, causal in ring_pieces.rectangles(documents, degree, rank, source):
+            q, k = mine[queries, None], theirs[None, keys]
+            inside = (q >= k) if causal else torch.ones(q.shape[0], k.shape[1], dtype=torch.bool)
+            seen[rows, q, k] += inside.long()
+            pairs += int(inside.sum())
+        work.append(pairs)
+    assert torch.equal(seen.bool(), allowed(MaskSpec(documents=documents), len(documents), 48, torch.device("cpu"))[:, 0])
+    assert seen.max() == 1
+    if documents == ((48,),):
+        assert len({sum(work[n * degree : (n + 1) * degree]) for n in range(degree)}) == 1
+
+
+@pytest.mark.parametrize(
+    ("techniques", "more", "words"),
+    [
+        ("context_parallel: {}", [], "nothing adds them up; add data_parallel or fsdp"),
+        ("context_parallel: {kind: ulysses, degree: 3}, data_parallel: {}", ["parallel.devices=3"], "4 heads among 3 devices"),
+        ("context_parallel: {}, data_parallel: {}, preference: {}", [], "the loss of preference is over whole rows"),
+        ("context_parallel: {}, data_parallel: {}", ["batch.length=3"], "rows of 3 places; use at most 1"),
+        (
+            "context_parallel: {}, data_parallel: {}, rope_scaling: {kind: dynamic, original_length: 16}",
+            [],
+            "dynamic follow the longest",
+        ),
+        ("context_parallel: {}, data_parallel: {}", ["parallel.devices=3"], "context 2 does not multiply to 3 devices"),
+    ],
+)
+def test_what_it_refuses_and_why(techniques: str, more: list[str], words: str) -> None:
+    r = recipes.override(tiny(), f"techniques={{{techniques}}}", "parallel.devices=2", *more)
+    with pytest.raises(RecipeError, match=words):
+        build(r, vocabulary=96, device=DEVICE)
+
+
+def test_a_ring_refuses_a_kernel_without_statistics() -> None:
+    with pytest.raises(ValueError, match="kernel efficient does not give; flash and blocks do"):
+        ring_pieces.pieces_like(functools.partial(sdpa_attention, kernel="efficient"))
+
+
+def test_rows_of_no_such_length_are_made_longer_where_nothing_sees_it() -> None:
+    batch = uneven(rows=2, length=27)
+    shares = [cut_rows(batch, 2, rank, zigzag=True) for rank in range(2)]
+    assert sorted(torch.cat([s.labels for s in shares], dim=1)[0].tolist()) == sorted([*batch.labels[0].tolist(), -100])
+    assert all(sum(cuts) == 28 for cuts in shares[0].mask.documents or ())
+    assert int(shares[0].positions.max()) <= int(batch.positions.max())  # a table of learned positions may end there
+    assert packed(shares[0].mask)
+    assert shares[0].weight == batch.weight
