@@ -324,10 +324,8 @@ def scale_rope(config: Any, kind: str, factor: float, original: int | None, **ya
 def rope_of_longest(config: Any) -> str:
     """The kind of rotary positions whose frequencies follow the longest position of a call; "" where they do not."""
     rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
-    kinds = {
-        part.get("rope_type") for part in (rope, *rope.values()) if isinstance(part, dict)
-    }  # a layer type each, or one for all
-    return next(iter(sorted(kinds & {"dynamic", "longrope"})), "")
+    parts = [part for part in (rope, *rope.values()) if isinstance(part, dict)]  # one for all layers, or one a kind of them
+    return next((kind for kind in ("dynamic", "longrope") if any(part.get("rope_type") == kind for part in parts)), "")
 
 
 def own_rotary(model: Any) -> None:
