@@ -77,7 +77,6 @@ class ContextParallel(Technique):
     stage: ClassVar[Stage] = Stage.PARALLEL
     numerics: ClassVar[Any] = "exact"
     owns: ClassVar[frozenset[Slot]] = frozenset({Slot.ATTENTION_EXCHANGE})
-    provides: ClassVar[frozenset[Tag]] = frozenset({Tag("cut-rows")})
 
     degree: Annotated[int, Bound(2)] = 2
     """Devices among which each row is shared out."""
@@ -137,7 +136,11 @@ class ContextParallel(Technique):
         one, other = ulysses_bytes(heads=heads, size=1, **of_layer), ring_bytes(size=1, **of_layer)
         if places < _LONG:
             return "ulysses", f"{places:,} places on a device are too few to hide a ring's sending"
-        if pieces_like(build.slot(Slot.ATTENTION_KERNEL)) is not FlashPieces:
+        try:
+            fused = pieces_like(build.slot(Slot.ATTENTION_KERNEL)) is FlashPieces
+        except ValueError:
+            fused = False
+        if not fused:
             return "ulysses", "a ring has no fused kernel here"
         return ("ring", "it sends less") if other < one else ("ulysses", "a ring would send more")
 

@@ -28,7 +28,7 @@ from preheat.ops.attention_blocks import blocked_attention
 from preheat.ops.context import cut_rows, places_of, ulysses_bytes
 from preheat.ops.ring import ring_bytes
 from preheat.planning.observe import observe
-from preheat.technique import DATA, Axis, MaskSpec
+from preheat.technique import DATA, Axis, Build, MaskSpec, Mesh, ModelFacts, Slot
 from preheat.techniques.context_parallel import exchanged
 
 from ..conftest import DEVICE, difference, split, tiny, uneven
@@ -47,7 +47,12 @@ TWO = {
 }
 FOUR = {
     "heads copied": ("llama", 32, "", "context_parallel: {degree: 4, kind: ulysses}, data_parallel: {}"),
-    "ring of four": ("qwen3", 32, "efficient_attention: {}", "context_parallel: {degree: 4, kind: ring}, data_parallel: {}"),
+    "ring of four": (
+        "qwen3",
+        32,
+        "efficient_attention: {}, activation_checkpointing: {mode: budget, budget: 0.6}",
+        "context_parallel: {degree: 4, kind: ring}, data_parallel: {}",
+    ),
     "rows of no such length": ("gpt2", 27, "", "context_parallel: {degree: 4}, data_parallel: {}"),
     "replicated": ("llama", 30, "efficient_attention: {}", "context_parallel: {kind: ring}, data_parallel: {}"),
     "window": ("llama", 32, "sliding_window: {window: 9, every: 2}", "context_parallel: {kind: ring}, data_parallel: {}"),
@@ -287,6 +292,22 @@ def test_what_it_refuses_and_why(techniques: str, more: list[str], words: str) -
     r = recipes.override(tiny(), f"techniques={{{techniques}}}", "parallel.devices=2", *more)
     with pytest.raises(RecipeError, match=words):
         build(r, vocabulary=96, device=DEVICE)
+
+
+@pytest.mark.parametrize(
+    ("length", "heads", "kernel", "kind"),
+    [(64, 4, "flash", "ulysses"), (8192, 4, "flash", "ring"), (8192, 4, "efficient", "ulysses"), (64, 5, "flash", "ring")],
+)
+def test_auto_takes_what_heads_and_lengths_suit(length: int, heads: int, kernel: str, kind: str) -> None:
+    r = recipes.override(tiny(length=length), "techniques={context_parallel: {}}", "parallel.devices=2")
+    sizes = dict.fromkeys(Axis, 1) | {Axis.CONTEXT: 2}
+    model = ModelFacts("llama", 3, 32, heads, 1, 8, 96, length, True)
+    b = Build(recipe=r, device=DEVICE, model=model, tags=frozenset(), torch_device=torch.device("cpu"), mesh=Mesh(sizes))
+    b.own(Slot.ATTENTION_KERNEL, functools.partial(sdpa_attention, kernel=kernel), "plain")
+    technique: Any = r.techniques["context_parallel"]
+    chosen, why = technique._chosen(b)
+    assert chosen == kind
+    assert why
 
 
 def test_a_ring_refuses_a_kernel_without_statistics() -> None:
