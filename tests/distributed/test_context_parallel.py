@@ -182,7 +182,8 @@ def processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         with output.open("w") as file:
             started.append(subprocess.Popen([sys.executable, "-c", code, str(n), str(folder)], env=environment, stderr=file))
     try:
-        torch.save({case: train(case, several=False) for case in CASES}, folder / "alone.pt")  # meanwhile
+        first = {settings[:3]: case for case, settings in CASES.items()}  # what one process does is the same for several cases
+        torch.save({key: train(case, several=False) for key, case in first.items()}, folder / "alone.pt")  # meanwhile
         ends = time.monotonic() + 200
         while None in (codes := [process.poll() for process in started]) and not any(codes) and time.monotonic() < ends:
             time.sleep(0.1)
@@ -201,7 +202,7 @@ def alone(folder: Path) -> Any:
 
 @pytest.mark.parametrize("case", CASES)
 def test_several_processes_give_the_losses_norms_and_weights_of_one(processes: Path, case: str) -> None:
-    wanted, weights = alone(processes)[case]
+    wanted, weights = alone(processes)[CASES[case][:3]]
     shown = [json.loads((processes / f"{n}.json").read_text()).get(case) for n in range(4)]
     found = [f for f in shown if f]
     assert len(found) == (2 if case in TWO else 4)
