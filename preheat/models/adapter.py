@@ -163,7 +163,7 @@ def _attention(
     if dropout:
         raise RecipeError(f"model: {name} has attention dropout {dropout}; set it to 0 under model.config")
     mask = preheat_mask
-    if sliding_window is not None and sliding_window < query.shape[2]:
+    if sliding_window is not None:  # kernels see whether it is narrower than the row, of which a device may have a part here
         mask = replace(mask, window=min(sliding_window, mask.window or sliding_window))
     if (pattern := getattr(module, PATTERN, None)) is not None:
         preheat_attention = pattern(preheat_attention)

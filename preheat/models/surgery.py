@@ -30,6 +30,7 @@ __all__ = [
     "pool_heads",
     "pool_key_value_heads",
     "replace_feed_forward",
+    "rope_of_longest",
     "scale_rope",
     "set_feed_forward",
     "set_kv_heads",
@@ -318,6 +319,13 @@ def scale_rope(config: Any, kind: str, factor: float, original: int | None, **ya
     # transformers' dynamic form counts from max_position_embeddings, which therefore stays; adapter.positions knows.
     text.max_position_embeddings = original if kind == "dynamic" else reach
     return original, reach
+
+
+def rope_of_longest(config: Any) -> str:
+    """The kind of rotary positions whose frequencies follow the longest position of a call; "" where they do not."""
+    rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    parts = [part for part in (rope, *rope.values()) if isinstance(part, dict)]  # one for all layers, or one a kind of them
+    return next((kind for kind in ("dynamic", "longrope") if any(part.get("rope_type") == kind for part in parts)), "")
 
 
 def own_rotary(model: Any) -> None:

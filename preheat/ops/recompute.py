@@ -86,7 +86,9 @@ class _Watch(TorchDispatchMode):
         made = {_number(t): t.untyped_storage() for t in outputs if _number(t) not in before}
         self.made |= made.keys()
         self.held += made.values()
-        if made and not written and len(made) == len(outputs) and "empty" not in func._schema.name:
+        # What devices send each other is sent again by all or by none, and each chooses by itself: so by all.
+        local = func.namespace != "_c10d_functional"
+        if made and not written and local and len(made) == len(outputs) and "empty" not in func._schema.name:
             size, cost = sum(storage.nbytes() for storage in made.values()), _cost(func, args, out, inputs + outputs)
             numbers = set(made)
             if _is_attention(func):

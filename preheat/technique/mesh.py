@@ -145,8 +145,11 @@ class Mesh:
     @functools.cache  # noqa: B019  # a mesh lives as long as the process's groups do
     def _sub(self, axes: tuple[Axis, ...]) -> Any:
         assert self.devices is not None, "one device has no mesh"
+        from torch.utils._python_dispatch import _disable_current_modes
+
         names = tuple(map(str, axes))
-        return self.devices[names[0]] if len(names) == 1 else self.devices[names]._flatten("_".join(names))
+        with _disable_current_modes():  # a mesh is real numbers, also where it is first asked for in a dry run
+            return self.devices[names[0]] if len(names) == 1 else self.devices[names]._flatten("_".join(names))
 
     @functools.cache  # noqa: B019
     def plane(self, outer: Axis, inner: tuple[Axis, ...]) -> Any:

@@ -61,6 +61,7 @@ FAMILY: dict[str, str] = {"grouped_queries": "llama", "rms_norm": "gpt2", "rope_
 # What cannot run on a CPU, with words of the reason that `check` gives. Any other skip fails.
 CANNOT_RUN_HERE: dict[str, str] = {
     "activation_offload": "needs a CUDA device",
+    "context_parallel": "context 2 does not multiply to 1 device",
     "fp8": "a CPU has no fp8 products",
     "liger": "need a CUDA device",
     "optimizer_offload": "needs a CUDA device",

@@ -1,0 +1,163 @@
+"""Context parallel: the places of each row are shared out among devices, so that rows may be as much longer, or activations as much smaller.
+
+What: each device has a share of every row, computes everything but attention by itself, and for attention exchanges with the others.
+`ulysses`: an all-to-all gives each device all places of some heads, whichever kernel attends, and another one gives its places back.
+`ring`: each device keeps its queries while keys and values go round, sent while it computes; rows are cut by zigzag, so that under a causal
+mask all have as much to do. Packed documents stay apart in both, and grouped keys and values travel as they are (with fewer of them than
+devices, ulysses repeats them).
+Helps: activations fall as one by the number of devices, where a row too long for one device is what stands in the way. Hurts: more is sent than
+by sharing out rows, in each layer, so as long as there are rows enough, share those out. A ring's kernel works on pieces: many short documents
+make it slow. On CUDA the ring was not run yet.
+Source: Jacobs et al. 2023, DeepSpeed Ulysses (arXiv:2309.14509); Liu et al. 2023, Ring Attention (arXiv:2310.01889); balanced for causal masks:
+Brandon et al. 2023, Striped Attention (arXiv:2311.09431), by zigzag pieces as in Llama 3 (arXiv:2407.21783).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+
+from preheat.errors import RecipeError
+from preheat.recipe import Bound
+from preheat.technique import Axis, Build, Change, Context, Order, Slot, Stage, Tag, Technique
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from preheat.recipe import Recipe
+    from preheat.technique import Batch
+
+__all__ = ["ContextParallel", "cut_rows", "exchanged"]
+
+
+def cut_rows(batch: Batch, degree: int, rank: int, *, zigzag: bool) -> Batch:
+    """A device's share of each row: tokens, labels and positions; the mask stays that of the whole rows, and so does the weight.
+
+    Args:
+        zigzag: two pieces, one from either end, as `ring` has them; one piece, as `ulysses` has them, otherwise.
+
+    Example:
+        >>> import torch
+        >>> from preheat.technique import Batch, MaskSpec
+        >>> places = torch.arange(8)[None]
+        >>> cut_rows(Batch(places, places, places, MaskSpec(), 8), 2, 0, zigzag=True).tokens
+        tensor([[0, 1, 6, 7]])
+    """
+    from preheat.ops import context
+
+    return context.cut_rows(batch, degree, rank, zigzag=zigzag)
+
+
+def exchanged(kernel: Callable[..., Tensor], group: Any, *, kind: Literal["ulysses", "ring"]) -> Callable[..., Tensor]:
+    """Attention over whole rows of which each device of a group has a share (see `cut_rows`): (q, k, v, mask, scale) -> out.
+
+    Args:
+        kernel: attends on one device.
+        group: a torch.distributed process group; its ranks hold the shares in their order.
+
+    Raises:
+        ValueError: a ring of a kernel that gives no partial results.
+
+    Example:
+        >>> attend = exchanged(sdpa_attention, mesh.get_group("context"), kind="ulysses")  # doctest: +SKIP
+    """
+    from preheat.ops.context import ulysses_attention
+    from preheat.ops.ring import ring_attention
+
+    return (ulysses_attention if kind == "ulysses" else ring_attention)(kernel, group)
+
+
+_LONG = 4096  # places on a device from which on a ring's pieces are large enough to hide what is sent behind them
+
+
+@dataclass(frozen=True, kw_only=True)
+class ContextParallel(Technique):
+    stage: ClassVar[Stage] = Stage.PARALLEL
+    numerics: ClassVar[Any] = "exact"
+    owns: ClassVar[frozenset[Slot]] = frozenset({Slot.ATTENTION_EXCHANGE})
+
+    degree: Annotated[int, Bound(2)] = 2
+    """Devices among which each row is shared out."""
+    kind: Literal["auto", "ulysses", "ring"] = "auto"
+    """What is exchanged; auto: ring where heads cannot be shared out, or where it sends less and each device has 4,096 places or more; else ulysses."""
+
+    def degrees(self) -> Mapping[Axis, int]:
+        return {Axis.CONTEXT: self.degree}
+
+    def configure(self, config: Any, recipe: Recipe) -> None:
+        from preheat.models.surgery import rope_of_longest
+
+        if kind := rope_of_longest(config):
+            raise ValueError(
+                f"degree: rotary positions of the kind {kind} follow the longest position of a row, and each device has a part of it; "
+                "use rope_scaling with kind: yarn or linear, or leave this out"
+            )
+
+    def check(self, context: Context) -> list[str]:
+        recipe, why = context.recipe, []
+        if Tag("summed-gradients") not in context.tags:
+            why.append("each device has gradients of its own places, and nothing adds them up; add data_parallel or fsdp")
+        if recipe.batch.length < 2 * self.degree:
+            why.append(
+                f"degree: {self.degree} devices cannot share out rows of {recipe.batch.length} places; use at most {recipe.batch.length // 2}"
+            )
+        judging = [t.name() for t in recipe.techniques.values() if Slot.OBJECTIVE in t.owned()]
+        if judging:
+            why.append(f"the loss of {judging[0]} is over whole rows, of which each device has a part; leave one out")
+        heads = self._heads(context)[0]
+        if self.kind == "ulysses" and heads % self.degree:
+            why.append(
+                f"kind: ulysses cannot share out {heads} heads among {self.degree} devices; use a degree that divides them, or kind: ring"
+            )
+        return why
+
+    def _heads(self, at: Context | Build) -> tuple[int, int]:
+        """Heads of queries, and of keys and values, that stand before the exchange together."""
+        apart = (at.sizes if isinstance(at, Context) else at.mesh.sizes)[Axis.TENSOR]
+        if Tag("attention-pattern") in at.tags and Tag("window") not in at.tags:
+            apart *= 2  # groups, which are shifted for half of the heads: the halves come one by one
+        return at.model.heads // apart, max(1, at.model.kv_heads // apart)
+
+    def _chosen(self, build: Build) -> tuple[Literal["ulysses", "ring"], str]:
+        """The kind, and why."""
+        if self.kind != "auto":
+            return self.kind, ""
+        from preheat.ops.context import ulysses_bytes
+        from preheat.ops.ring import ring_bytes
+        from preheat.ops.ring_pieces import FlashPieces, pieces_like
+
+        heads, shared = self._heads(build)
+        if heads % self.degree:
+            return "ring", f"{heads} heads cannot be shared out among {self.degree} devices"
+        places = -(-build.recipe.batch.length // self.degree)
+        of_layer: dict[str, Any] = {"places": places, "shared": shared, "head_dim": build.model.head_dim, "degree": self.degree}
+        one, other = ulysses_bytes(heads=heads, size=1, **of_layer), ring_bytes(size=1, **of_layer)
+        if places < _LONG:
+            return "ulysses", f"{places:,} places on a device are too few to hide a ring's sending"
+        try:
+            fused = pieces_like(build.slot(Slot.ATTENTION_KERNEL)) is FlashPieces
+        except ValueError:
+            fused = False
+        if not fused:
+            return "ulysses", "a ring has no fused kernel here"
+        return ("ring", "it sends less") if other < one else ("ulysses", "a ring would send more")
+
+    def apply(self, build: Build, part: Any) -> Change:
+        kind, why = self._chosen(build)
+        kernel, group = build.slot(Slot.ATTENTION_KERNEL), build.mesh.group(Axis.CONTEXT)
+        try:
+            exchanged(kernel, group, kind=kind)
+        except ValueError as error:
+            fix = f"; set efficient_attention.kernel, or a degree that divides {self._heads(build)[0]} heads for kind: ulysses"
+            raise RecipeError(f"techniques.context_parallel.kind: {error}{fix}") from None
+        build.own(Slot.ATTENTION_EXCHANGE, functools.partial(exchanged, group=group, kind=kind), self.name())
+        rank, zigzag = build.mesh.index(Axis.CONTEXT), kind == "ring"
+        build.transforms.append((Order.SPLIT, lambda batch: cut_rows(batch, self.degree, rank, zigzag=zigzag)))
+        words = f"each row among {self.degree} devices, attention of {build.model.layers} layers by {kind}"
+        return Change(words + (f" ({why})" if why else ""), build.model.layers, kernel=kind)
+
+    def options(self, context: Context) -> Iterable[Technique]:
+        divides = self._heads(context)[0] % self.degree == 0
+        return [replace(self, kind=kind) for kind in ("ulysses", "ring") if kind == "ring" or divides]
