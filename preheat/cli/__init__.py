@@ -19,6 +19,7 @@ from preheat.cli import (
     evaluate,
     export,
     generate,
+    launch,
     models,
     plan,
     recipes,
@@ -70,6 +71,7 @@ app.add_typer(recipes.app, name="recipes")
 app.command("init")(recipes.init)
 app.add_typer(techniques.app, name="techniques")
 app.command("try")(try_.try_)
+app.command("launch")(launch.launch)
 app.command("calibrate")(calibrate.calibrate)
 
 
