@@ -21,6 +21,7 @@ from preheat.cli import (
     generate,
     launch,
     models,
+    nettest,
     plan,
     recipes,
     report,
@@ -73,6 +74,7 @@ app.add_typer(techniques.app, name="techniques")
 app.command("try")(try_.try_)
 app.command("launch")(launch.launch)
 app.command("calibrate")(calibrate.calibrate)
+app.command("nettest")(nettest.nettest)
 
 
 def main(arguments: list[str] | None = None) -> None:
