@@ -21,7 +21,9 @@ def launch(
     recipe: RecipeArgument,
     to: Annotated[
         Literal["slurm", "kubernetes", "skypilot", "ray"],
-        typer.Option("--to", help="Who runs it: an sbatch script, Kubeflow manifests, a SkyPilot task, or an entry script for Ray."),
+        typer.Option(
+            "--to", help="Who runs it: an sbatch script, Kubeflow manifests, a SkyPilot task, or an entry script for Ray."
+        ),
     ],
     nodes: Annotated[int, typer.Option("--nodes", min=1, help=_HELP["nodes"])] = 1,
     gpus_per_node: Annotated[int, typer.Option("--gpus-per-node", min=0, help=_HELP["gpus_per_node"])] = 0,
@@ -88,7 +90,9 @@ def launch(
         try:
             output.write_text(text, encoding="utf-8")
         except OSError as error:
-            raise RecipeError(f"--output {output}: cannot be written ({error.strerror}); name a file in a folder that exists") from None
+            raise RecipeError(
+                f"--output {output}: cannot be written ({error.strerror}); name a file in a folder that exists"
+            ) from None
     made = {"to": to, **job.described(), "path": str(output) if output else None}
     if json:
         emit(made | ({} if output else {"job": text}) | {"submit": submit(to, str(output)) if output else None})

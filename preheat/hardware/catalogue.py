@@ -136,7 +136,9 @@ def _number(cell: str, unit: float) -> float | None:
 def _rows() -> dict[str, Accelerator]:
     found = {}
     for line in _TABLE.strip().splitlines()[1:]:
-        name, memory, bandwidth, bf16, fp16, fp32, fp8, achieved_bf16, achieved_fp8, link, network = line.partition("#")[0].split()
+        name, memory, bandwidth, bf16, fp16, fp32, fp8, achieved_bf16, achieved_fp8, link, network = line.partition("#")[
+            0
+        ].split()
         found[name] = Accelerator(
             name=name,
             memory=None if memory == "-" else int(memory) * 2**30,

@@ -98,7 +98,9 @@ def measure(task: Task, tell: Told | None = None) -> dict[str, Any]:
                 if tell is not None and place.rank == 0:
                     tell(f"{name.replace('_', ' ')}, {size:,} bytes", len(rows) / total)
                 seconds = runs(_call(name, size, place, device))
-                rows.append(LinkRate(name, task.backend, place.world, len(set(place.hosts)), _real(size, place), *_spread(seconds)))
+                rows.append(
+                    LinkRate(name, task.backend, place.world, len(set(place.hosts)), _real(size, place), *_spread(seconds))
+                )
         pairs = _pairs(task, place, device, tell, len(rows) / total)
         name = probe("cuda" if task.backend == "nccl" else "cpu").name
         if place.rank != 0:
@@ -110,7 +112,10 @@ def measure(task: Task, tell: Told | None = None) -> dict[str, Any]:
             "devices": place.world,
             "hosts": len(set(place.hosts)),
             "names": list(dict.fromkeys(place.names)),
-            "rows": [asdict(row) | {"algorithm_bandwidth": row.algorithm_bandwidth, "bus_bandwidth": row.bus_bandwidth} for row in rows],
+            "rows": [
+                asdict(row) | {"algorithm_bandwidth": row.algorithm_bandwidth, "bus_bandwidth": row.bus_bandwidth}
+                for row in rows
+            ],
             "pairs": pairs,
             "seconds": time.perf_counter() - begun,
         }
@@ -154,7 +159,9 @@ def _join(task: Task, device: torch.device) -> None:
         dist.barrier()
     except (dist.DistNetworkError, dist.DistStoreError) as error:
         if "EADDRINUSE" in str(error) or "address already in use" in str(error).lower():
-            raise RunError(f"--port {port}: is in use on {address}; name another, or leave it out and a free one is taken") from None
+            raise RunError(
+                f"rendezvous {address}:{port}: the port is in use; name another (--port, or MASTER_PORT where you set it)"
+            ) from None
         raise RunError(
             f"rendezvous {address}:{port}: rank {rank} of {world} did not meet the others within {task.timeout:g} s ({_first(error)}); "
             "see that all are started and that the address is reached from every host"
@@ -196,9 +203,9 @@ def _room(task: Task, place: _Place, device: torch.device) -> None:
     needs = _BUFFERS * max(task.sizes) * sharing
     if needs > 0.8 * has:
         most = int(0.8 * has / _BUFFERS / sharing)
+        asked, needed, there = (f"{size / 2**30:,.1f} GiB" for size in (max(task.sizes), needs, has))
         raise RecipeError(
-            f"--sizes: {max(task.sizes) / 2**30:.3g} GiB takes {_BUFFERS} buffers on each of {sharing} processes, {needs / 2**30:.3g} GiB of {has / 2**30:.3g}; "
-            f"use at most {most // 2**20:,} MiB"
+            f"--sizes: {asked} takes {_BUFFERS} buffers on each of {sharing} processes, {needed} of {there}; use at most {most // 2**20:,} MiB"
         )
 
 
@@ -338,7 +345,9 @@ def _there_and_back(task: Task, place: _Place, device: torch.device, pair: tuple
         end = time.perf_counter() + task.budget
         while True:
             if lead:
-                again.fill_(float(len(seconds) < task.warmup + task.repeats and (len(seconds) < 6 or time.perf_counter() < end)))
+                again.fill_(
+                    float(len(seconds) < task.warmup + task.repeats and (len(seconds) < 6 or time.perf_counter() < end))
+                )
                 dist.send(again, other)
             else:
                 dist.recv(again, other)

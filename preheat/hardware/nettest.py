@@ -18,7 +18,7 @@ from preheat.errors import RecipeError, RunError
 from preheat.hardware.catalogue import accelerator
 from preheat.hardware.collectives import Task, Told, measure
 from preheat.hardware.links import COLLECTIVES, LinkRate, store_links
-from preheat.hardware.probe import parse_memory, probe
+from preheat.hardware.probe import parse_memory
 
 __all__ = ["COLLECTIVES", "Task", "expected", "nettest", "sizes_of", "started_by_torchrun"]
 
@@ -50,7 +50,9 @@ def sizes_of(text: str) -> tuple[int, ...]:
     return tuple(made if made[-1] == high else [*made, high])
 
 
-def nettest(task: Task, *, processes: int | None, port: int | None, tell: Told | None = None, store: bool = True) -> dict[str, Any]:
+def nettest(
+    task: Task, *, processes: int | None, port: int | None, tell: Told | None = None, store: bool = True
+) -> dict[str, Any]:
     """Measures collectives among processes.
 
     Args:
@@ -90,7 +92,9 @@ def expected(made: dict[str, Any]) -> dict[str, Any]:
     The bus bandwidth of a collective in one host is held against the link between neighbours there, one over several hosts against a device's share of
     the network. `None` where the catalogue has no figure, as for CPUs.
     """
-    best = {name: max(row["bus_bandwidth"] for row in made["rows"] if row["collective"] == name) for name in _names(made["rows"])}
+    best = {
+        name: max(row["bus_bandwidth"] for row in made["rows"] if row["collective"] == name) for name in _names(made["rows"])
+    }
     link = network = None
     if made["backend"] == "nccl":
         try:
@@ -114,8 +118,6 @@ def _names(rows: Iterable[dict[str, Any]]) -> list[str]:
 
 def _started(task: Task, processes: int, port: int | None, tell: Told | None) -> dict[str, Any]:
     """Starts the processes, listens to the first, and ends all when one fails."""
-    if task.backend == "nccl":
-        probe("cuda")
     port = _port(port)
     with tempfile.TemporaryDirectory(prefix="preheat-nettest-") as folder:
         result = Path(folder) / "result.json"
@@ -125,10 +127,18 @@ def _started(task: Task, processes: int, port: int | None, tell: Told | None) ->
         words = [tempfile.TemporaryFile("w+", encoding="utf-8") for _ in range(processes)]  # noqa: SIM115
         try:
             for rank in range(processes):
-                place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes, "MASTER_PORT": port}
+                place = {
+                    "RANK": rank,
+                    "LOCAL_RANK": rank,
+                    "WORLD_SIZE": processes,
+                    "LOCAL_WORLD_SIZE": processes,
+                    "MASTER_PORT": port,
+                }
                 environment = {**os.environ, **{key: str(value) for key, value in place.items()}, "MASTER_ADDR": "127.0.0.1"}
                 started.append(
-                    subprocess.Popen(command, env=environment, stdout=subprocess.PIPE if rank == 0 else None, stderr=words[rank], text=True)
+                    subprocess.Popen(
+                        command, env=environment, stdout=subprocess.PIPE if rank == 0 else None, stderr=words[rank], text=True
+                    )
                 )
             _listen(started, tell)
             failed = [rank for rank, process in enumerate(started) if process.returncode]
@@ -152,7 +162,9 @@ def _port(port: int | None) -> int:
         try:
             trial.bind(("127.0.0.1", port or 0))
         except OSError as error:
-            raise RunError(f"--port {port}: cannot be used ({error.strerror}); name another, or leave it out and a free one is taken") from None
+            raise RunError(
+                f"--port {port}: cannot be used ({error.strerror}); name another, or leave it out and a free one is taken"
+            ) from None
         return int(trial.getsockname()[1])
 
 

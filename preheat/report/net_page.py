@@ -74,8 +74,18 @@ def _page(made: dict[str, Any]) -> str:
     drawn = "".join(
         _figure(made, names, colours, legend, *which)
         for which in (
-            ("bus_bandwidth", 1e-9, "Bus bandwidth, GB/s", "What a link carries, whatever the number of devices; the best size of each: "),
-            ("seconds", 1e3, "Time, milliseconds", "Flat where latency rules, straight where bandwidth does; the smallest size of each: "),
+            (
+                "bus_bandwidth",
+                1e-9,
+                "Bus bandwidth, GB/s",
+                "What a link carries, whatever the number of devices; the best size of each: ",
+            ),
+            (
+                "seconds",
+                1e3,
+                "Time, milliseconds",
+                "Flat where latency rules, straight where bandwidth does; the smallest size of each: ",
+            ),
         )
     )
     return document(
@@ -105,9 +115,7 @@ def _figure(
         lines.append(Curve("catalogue", [0.0], [held * scale], style="named"))
     words = about + ", ".join(said) + "."
     drawing = plots.by_size(f"net-{key.replace('_', '-')}", lines, f"{title}. {words}", format=size)
-    return (
-        f'<figure><figcaption><h3>{title}</h3><p>{escape(words)}</p></figcaption><ul class="legend">{legend}</ul>{drawing}</figure>'
-    )
+    return f'<figure><figcaption><h3>{title}</h3><p>{escape(words)}</p></figcaption><ul class="legend">{legend}</ul>{drawing}</figure>'
 
 
 def _pairs(made: dict[str, Any]) -> str:

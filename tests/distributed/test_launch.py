@@ -20,7 +20,7 @@ from preheat.training.jobs import Job, written
 from ..conftest import tiny
 
 # A run of three steps: it goes on where its folder says, saves when told (as `train` does), and says in which world it was.
-RUN = '''
+RUN = """
 import json, os, signal, sys, time
 from pathlib import Path
 
@@ -56,7 +56,7 @@ if rank == "0":
     (out / "checkpoints" / f"step-{step}").mkdir()
 if step == 3:
     say("finished")
-'''
+"""
 
 SRUN = """#!/bin/bash
 # Two tasks, one a host; a signal to the step reaches every process of it, torchrun as well.

@@ -102,7 +102,9 @@ class Job:
         """
         for field in fields(self):
             if field.name in _SOME and field.name not in takes and getattr(self, field.name) != field.default:
-                raise RecipeError(f"{option(field.name)}: --to {target} has no such setting; {_INSTEAD.get(field.name, 'leave it out')}")
+                raise RecipeError(
+                    f"{option(field.name)}: --to {target} has no such setting; {_INSTEAD.get(field.name, 'leave it out')}"
+                )
         problem = self._problem()
         if problem:
             raise RecipeError(problem)
@@ -126,7 +128,9 @@ class Job:
         started = f"--nodes {self.nodes} x {per} {self.processes}"
         devices = self.recipe.parallel.devices
         if devices is not None and devices != self.world:
-            return f"parallel.devices: {devices}, but {started} is {self.world}; a mesh that does not multiply: change one of them"
+            return (
+                f"parallel.devices: {devices}, but {started} is {self.world}; a mesh that does not multiply: change one of them"
+            )
         try:
             sizes = self.mesh()
         except ValueError as error:

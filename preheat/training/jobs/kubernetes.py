@@ -35,7 +35,9 @@ def objects(job: Job) -> list[dict[str, Any]]:
     if job.image is None:
         raise RecipeError("--image: pods run one; name an image that has preheat in it")
     if job.storage is None:
-        raise RecipeError("--storage: name the PersistentVolumeClaim that keeps the run's folder; a pod's own disk goes with it")
+        raise RecipeError(
+            "--storage: name the PersistentVolumeClaim that keeps the run's folder; a pod's own disk goes with it"
+        )
     folder = job.folder("/runs")
     if not folder.is_absolute() or len(folder.parts) < 3:
         raise RecipeError(f"--out: {folder} must be a folder in the mounted one, such as /runs/{job.recipe.name}")
@@ -114,9 +116,7 @@ def _metadata(job: Job, name: str) -> dict[str, Any]:
 
 
 def _script(job: Job, is_first: str, endpoint: str) -> str:
-    command = agent(
-        job, endpoint=endpoint, first="$first", identity=job.label, recipe="/preheat/recipe.yaml", out='"$run"'
-    )
+    command = agent(job, endpoint=endpoint, first="$first", identity=job.label, recipe="/preheat/recipe.yaml", out='"$run"')
     return "\n".join([
         "#!/bin/bash",
         f"run={quoted(str(job.folder('/runs')))}",
@@ -140,7 +140,7 @@ def _pod(job: Job, container: str, port: int | None = None) -> dict[str, Any]:
     if job.memory:
         has["memory"] = f"{job.memory}i"
     mounts = {"runs": str(job.folder("/runs").parent), "files": "/preheat", "memory": "/dev/shm"}
-    one = {
+    one: dict[str, Any] = {
         "name": container,
         "image": job.image,
         "command": ["bash", "/preheat/run.sh"],

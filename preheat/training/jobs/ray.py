@@ -22,7 +22,9 @@ def write(job: Job) -> str:
         raise RecipeError("--setup: --to ray runs no shell; give the job its environment with ray's runtime_env")
     folder = job.folder("/runs")
     if job.out is None or not folder.is_absolute():
-        raise RecipeError("--out: name the run's folder by its whole path, on storage that all hosts see; workers have folders of their own")
+        raise RecipeError(
+            "--out: name the run's folder by its whole path, on storage that all hosts see; workers have folders of their own"
+        )
     cores = job.cpus_per_node or job.processes
     needs = {"CPU": cores} | ({"GPU": job.gpus_per_node} if job.gpus_per_node else {})
     values = {

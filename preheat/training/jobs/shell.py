@@ -42,7 +42,13 @@ def exports(job: Job) -> list[str]:
         f'export OMP_NUM_THREADS="${{OMP_NUM_THREADS:-$((cores >= {job.processes} ? cores / {job.processes} : 1))}}"',
     ]
     # Lines such as `module load` and `conda activate` read variables that nobody has set.
-    return ["set -eo pipefail", *job.setup, "set -u", *(f"export {key}={quoted(value)}" for key, value in job.environment().items()), *threads]
+    return [
+        "set -eo pipefail",
+        *job.setup,
+        "set -u",
+        *(f"export {key}={quoted(value)}" for key, value in job.environment().items()),
+        *threads,
+    ]
 
 
 def recipe_lines(text: str, variable: str) -> list[str]:
