@@ -228,12 +228,15 @@ def _call(name: str, size: int, place: _Place, device: torch.device) -> Callable
     if name == "all_reduce":
         whole = buffer(count)
         return lambda: dist.all_reduce(whole)
+    # torch 2.13 gave these two other names, and warns of the old ones.
     if name == "all_gather":
         whole, part = buffer(count), buffer(share)
-        return lambda: dist.all_gather_into_tensor(whole, part)
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        return lambda: gather(whole, part)
     if name == "reduce_scatter":
         whole, part = buffer(count), buffer(share)
-        return lambda: dist.reduce_scatter_tensor(part, whole)
+        scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+        return lambda: scatter(part, whole)
     if name == "all_to_all":
         there, back = buffer(count), buffer(count)
         return lambda: dist.all_to_all_single(back, there)
@@ -325,7 +328,7 @@ def _pairs(task: Task, place: _Place, device: torch.device, tell: Told | None, d
                 "ranks": [a, b],
                 "hosts": list(dict.fromkeys([place.names[a], place.names[b]])),
                 "latency": rows[0]["seconds"],
-                "bandwidth": max(row["bytes"] / row["seconds"] for row in rows),
+                "bandwidth": rows[-1]["bytes"] / rows[-1]["seconds"],
                 "rows": rows,
             })  # fmt: skip
     return found if place.rank == 0 else []

@@ -42,6 +42,7 @@ def test_processes_of_two_hosts_are_measured_told_apart_and_kept_for_plans(tmp_p
     ended = [end(rank) for rank in ranks]
     assert [code for code, _, _ in ended] == [0, 0, 0], ended
     assert [out for _, out, _ in ended[1:]] == ["", ""]
+    assert [error for _, _, error in ended] == ["", "", ""]
     made = json.loads(ended[0][1])
     assert (made["devices"], made["hosts"], made["backend"]) == (3, 2, "gloo")
 
@@ -78,7 +79,11 @@ def test_what_it_refuses_is_one_line(tmp_path: Path) -> None:
             (start("--nproc", "1"), 2, "use --nproc 2 or more"),
             (start("--nproc", "2", "--port", port), 1, f"--port {port}: cannot be used (Address already in use)"),
             (start("--nproc", "2", "--sizes", "1KiB-1TiB"), 2, "--sizes: 1,024.0 GiB takes 2 buffers on each of 2 processes"),
-            (start("--timeout", "2", **nobody, MASTER_PORT=port, RANK="0"), 1, f"rendezvous 127.0.0.1:{port}: the port is in use"),
+            (
+                start("--timeout", "2", **nobody, MASTER_PORT=port, RANK="0"),
+                1,
+                f"rendezvous 127.0.0.1:{port}: the port is in use",
+            ),
             (
                 start("--timeout", "2", **nobody, MASTER_PORT=str(closed.getsockname()[1]), RANK="1"),
                 1,

@@ -31,7 +31,14 @@ MORE: dict[str, dict[str, Any]] = {
 
 
 def job(target: str, techniques: str = "{fsdp: {}}", **how: Any) -> Job:
-    common = {"gpus_per_node": 4, "nodes": 2, "cpus_per_node": 96, "interface": "eth0", "env": ("NOTE=it's on",), "setup": ("module load cuda",)}
+    common = {
+        "gpus_per_node": 4,
+        "nodes": 2,
+        "cpus_per_node": 96,
+        "interface": "eth0",
+        "env": ("NOTE=it's on",),
+        "setup": ("module load cuda",),
+    }
     recipe = replace(tiny(techniques, rows=16), name="My_run.v2")
     return Job(recipe=recipe, **(common | MORE[target] | how))  # type: ignore[arg-type]
 
@@ -55,7 +62,14 @@ def test_every_job_starts_one_rendezvous_and_carries_its_recipe(target: str) -> 
     assert "SOCKET_IFNAME" not in written(replace(made, interface=None), target)
     if target == "ray":
         space: dict[str, Any] = {}
-        exec(compile(text.split("\nfrom ray import")[0] + "\nRECIPE" + text.split("\nRECIPE")[1].split("\n\n\ndef ")[0], "entry", "exec"), space)
+        exec(
+            compile(
+                text.split("\nfrom ray import")[0] + "\nRECIPE" + text.split("\nRECIPE")[1].split("\n\n\ndef ")[0],
+                "entry",
+                "exec",
+            ),
+            space,
+        )
         assert recipes.parse(space["RECIPE"]) == made.recipe
         assert space["ENVIRONMENT"]["NOTE"] == "it's on"
         assert space["NEEDS"] == {"CPU": 96, "GPU": 4}
@@ -93,11 +107,19 @@ def test_slurm_directives() -> None:
 @pytest.mark.parametrize("kind", ["PyTorchJob", "TrainJob"])
 def test_manifests_agree_with_each_other(kind: Any) -> None:
     objects = list(yaml.safe_load_all(written(job("kubernetes", kind=kind), "kubernetes")))
-    assert [one["kind"] for one in objects] == ["ConfigMap", *(["TrainingRuntime", "TrainJob"] if kind == "TrainJob" else ["PyTorchJob"])]
+    assert [one["kind"] for one in objects] == [
+        "ConfigMap",
+        *(["TrainingRuntime", "TrainJob"] if kind == "TrainJob" else ["PyTorchJob"]),
+    ]
     assert {one["metadata"]["namespace"] for one in objects} == {"ml"}
     if kind == "PyTorchJob":
         spec = objects[1]["spec"]
-        assert spec["elasticPolicy"]["minReplicas"] == spec["elasticPolicy"]["maxReplicas"] == spec["pytorchReplicaSpecs"]["Worker"]["replicas"] == 2
+        assert (
+            spec["elasticPolicy"]["minReplicas"]
+            == spec["elasticPolicy"]["maxReplicas"]
+            == spec["pytorchReplicaSpecs"]["Worker"]["replicas"]
+            == 2
+        )
         assert spec["runPolicy"]["activeDeadlineSeconds"] == 4 * 3600
         pod = spec["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]
         assert pod["containers"][0]["name"] == "pytorch", "the operator looks for that name"
