@@ -7,12 +7,15 @@ import os
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from preheat.errors import RunError
 from preheat.hardware.links import LinkRate, bus_factor, load_links, seconds_of, store_links
 from preheat.hardware.nettest import expected, sizes_of
+from preheat.hardware.rates import Rates, load
 
 SIZES = ["--sizes", "1KiB,256KiB,4MiB", "--budget", "0.1", "--repeats", "5"]
 
@@ -98,7 +101,6 @@ def test_what_it_refuses_is_one_line(tmp_path: Path) -> None:
 
 
 def test_a_process_that_fails_ends_the_others_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    from preheat.errors import RunError
     from preheat.hardware import nettest
 
     monkeypatch.setattr(nettest.sys, "executable", "/bin/false")
@@ -128,6 +130,16 @@ def test_seconds_of_a_collective_follow_from_what_was_measured(tmp_path: Path, m
     assert seconds_of(links, "all_reduce", "gloo", 1 << 30, 8) == pytest.approx((1 << 30) * 1.75 / 1e9, rel=0.03)
     assert seconds_of(links, "all_reduce", "gloo", 1 << 30, 16, 4) == pytest.approx((1 << 30) * 10 * 1.875 / 1e9, rel=0.03)
     assert seconds_of(links, "all_reduce", "nccl", 1 << 20, 2) is None
+
+    # They are the calibration's too, which may be taken anew without them.
+    plain = Rates("cpu", "2", 1, {}, 1.0, 1.0, 1.0, {}, (), (), (), False, 1.0)
+    plain.store()
+    rates = load("cpu", "2", 1)
+    assert rates is not None
+    assert rates == replace(plain, links=links)
+    assert rates.collective_seconds("all_reduce", "gloo", 4, 2) == pytest.approx(1e-4, rel=0.02)
+    with pytest.raises(RunError, match="run: preheat nettest"):
+        rates.collective_seconds("all_gather", "gloo", 4, 2)
 
 
 def test_what_is_measured_is_held_against_the_catalogue() -> None:
