@@ -19,7 +19,9 @@ from preheat.cli import (
     evaluate,
     export,
     generate,
+    launch,
     models,
+    nettest,
     plan,
     recipes,
     report,
@@ -70,7 +72,9 @@ app.add_typer(recipes.app, name="recipes")
 app.command("init")(recipes.init)
 app.add_typer(techniques.app, name="techniques")
 app.command("try")(try_.try_)
+app.command("launch")(launch.launch)
 app.command("calibrate")(calibrate.calibrate)
+app.command("nettest")(nettest.nettest)
 
 
 def main(arguments: list[str] | None = None) -> None:

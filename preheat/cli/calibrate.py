@@ -9,6 +9,7 @@ import typer
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from preheat.hardware.links import LinkRate
     from preheat.hardware.rates import Rates
 
 __all__ = ["calibrate"]
@@ -34,6 +35,7 @@ def calibrate(
     from rich.console import Console
 
     from preheat.hardware.calibrate import calibrate as measure
+    from preheat.hardware.links import load_links
     from preheat.hardware.probe import probe
 
     here = probe(device)
@@ -43,6 +45,7 @@ def calibrate(
             here, threads or torch.get_num_threads(), lambda what, done: status.update(f"measuring {what} ({done:.0%})")
         )
     stored = rates.store()
+    rates = dataclasses.replace(rates, links=load_links(rates.hardware, rates.torch))  # nettest's
     if as_json:
         print(json.dumps({**dataclasses.asdict(rates), "stored": str(stored)}))
         return
@@ -73,4 +76,11 @@ def _table(rates: Rates) -> Table:
     for dtype, seconds in rates.adamw.items():
         table.add_row(f"AdamW, {dtype} parameters", f"{1 / seconds / 1e6:,.0f} M parameters/s")
     table.add_row("launch of an operator", f"{rates.launch * 1e6:,.1f} µs")
+    best: dict[str, LinkRate] = {}
+    for link in rates.links:
+        key = f"{link.collective.replace('_', '-')}, {link.backend}, {link.devices} devices on {link.hosts} host{'s' if link.hosts > 1 else ''}"
+        if key not in best or link.bus_bandwidth > best[key].bus_bandwidth:
+            best[key] = link
+    for key, link in best.items():
+        table.add_row(f"{key} (nettest)", f"{link.bus_bandwidth / 1e9:,.3g} GB/s")
     return table

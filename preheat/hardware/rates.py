@@ -10,16 +10,15 @@ import dataclasses
 import hashlib
 import json
 import math
-import os
-import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from preheat.errors import RunError
+from preheat.hardware.links import LinkRate, cache_folder, load_links, seconds_of, store_json
 
-__all__ = ["LAYOUTS", "MOVERS", "AttentionRate", "Layout", "MatrixRate", "MovedRate", "Rates", "load", "stored_at"]
+__all__ = ["LAYOUTS", "MOVERS", "AttentionRate", "Layout", "LinkRate", "MatrixRate", "MovedRate", "Rates", "load", "stored_at"]
 
 Layout = Literal["forward", "grad_input", "grad_weight"]
 
@@ -140,6 +139,8 @@ class Rates:
     """Other processes wanted the same cores meanwhile: the rates are too low; measure again on a quiet machine."""
     seconds: float
     """How long measuring took."""
+    links: tuple[LinkRate, ...] = ()
+    """What collectives were measured to take between devices of this kind, by `nettest`; stored in a file of their own."""
 
     def matrix_rate(self, dtype: str, layout: Layout, n: int, k: int, m: int) -> float:
         """FLOP/s of a product, interpolated between the measured shapes.
@@ -175,6 +176,17 @@ class Rates:
         points = [((r.length,), r.flops) for r in self.attention if (r.dtype, r.direction) == (dtype, direction)]
         return _near(self._some(points, f"attention in {dtype}"), (length,), count=2)
 
+    def collective_seconds(self, collective: str, backend: str, bytes: int, devices: int, hosts: int = 1) -> float:
+        """Seconds of a collective of `bytes` (as nccl-tests count them) among `devices` on `hosts`, from those that `nettest` measured.
+
+        Raises:
+            RunError: it was not measured over that backend.
+        """
+        found = seconds_of(self.links, collective, backend, bytes, devices, hosts)
+        if found is None:
+            raise RunError(f"no {collective} over {backend} was measured on {self.hardware}; run: preheat nettest")
+        return found
+
     def _some(self, points: list[Any], what: str) -> list[Any]:
         if not points:
             raise RunError(f"no rate of {what} was measured on {self.hardware}; plan with another dtype")
@@ -187,16 +199,8 @@ class Rates:
             RunError: the folder cannot be written.
         """
         path = stored_at(self.hardware, self.torch, self.threads)
-        text = json.dumps({"format": _FORMAT, **dataclasses.asdict(self)}, indent=1) + "\n"
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=path.stem, delete=False, encoding="utf-8") as beside:
-                beside.write(text)
-            os.replace(beside.name, path)  # beside has a name of its own, since two processes may measure at once
-        except OSError as error:
-            raise RunError(
-                f"{path.parent}: cannot store the calibration there ({error.strerror}); set PREHEAT_CACHE to a folder that can be written"
-            ) from None
+        values = {key: value for key, value in dataclasses.asdict(self).items() if key != "links"}
+        store_json(path, {"format": _FORMAT, **values})
         return path
 
 
@@ -206,9 +210,8 @@ _FORMAT = 4
 
 def stored_at(hardware: str, torch: str, threads: int) -> Path:
     """Where the calibration of this hardware, torch and number of threads stands: in $PREHEAT_CACHE, or ~/.cache/preheat."""
-    folder = os.environ.get("PREHEAT_CACHE")
     key = hashlib.sha256(json.dumps([hardware, torch, threads]).encode()).hexdigest()[:12]
-    return (Path(folder) if folder else Path.home() / ".cache" / "preheat") / f"calibration-{key}.json"
+    return cache_folder() / f"calibration-{key}.json"
 
 
 def load(hardware: str, torch: str, threads: int) -> Rates | None:
@@ -230,4 +233,4 @@ def load(hardware: str, torch: str, threads: int) -> Rates | None:
         return tuple(cls(**row) for row in values.pop(key))
 
     matrix, moved, attention = rows(MatrixRate, "matrix"), rows(MovedRate, "moved"), rows(AttentionRate, "attention")
-    return Rates(**values, matrix=matrix, moved=moved, attention=attention)
+    return Rates(**values, matrix=matrix, moved=moved, attention=attention, links=load_links(hardware, torch))

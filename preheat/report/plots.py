@@ -25,6 +25,7 @@ __all__ = [
     "Axis",
     "Curve",
     "Span",
+    "by_size",
     "curves",
     "numbers",
     "smooth",
@@ -156,6 +157,35 @@ def curves(
         axes.grid(axis="y", color=_SENTINEL["grid"], linewidth=0.8)
         axes.margins(x=0.01)
         axes.set_xlabel("step", loc="right", labelpad=2)
+
+    return _svg(name, size, words, draw)
+
+
+def by_size(
+    name: str, lines: Sequence[Curve], words: str, *, format: Callable[[float], str], size: tuple[float, float] = NARROW
+) -> str:
+    """Points over sizes that grow by factors, both axes logarithmic, as an SVG element; `format` writes a size."""
+
+    def draw(axes: Axes) -> None:
+        from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+        for line in lines:
+            if line.style == "named":
+                axes.axhline(line.y[0], color=_SENTINEL["muted"], linewidth=1, dashes=(4, 3), zorder=1.5)
+                axes.annotate(line.name, (1, line.y[0]), xycoords=("axes fraction", "data"), xytext=(-2, 3), textcoords="offset points",
+                              ha="right", va="bottom", color=_SENTINEL["muted"], fontsize=10.5, parse_math=False)  # fmt: skip
+            else:
+                axes.plot(line.x, line.y, color=_SENTINEL[line.colour], linewidth=1.6, marker="o", markersize=4.5)
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.xaxis.set_major_locator(LogLocator(base=2, numticks=6))
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda v, _: format(v)))
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:g}"))
+        for one in (axes.xaxis, axes.yaxis):
+            one.set_minor_formatter(NullFormatter())
+        axes.tick_params(which="minor", length=0)
+        axes.grid(axis="y", color=_SENTINEL["grid"], linewidth=0.8)
+        axes.set_xlabel("size", loc="right", labelpad=2)
 
     return _svg(name, size, words, draw)
 

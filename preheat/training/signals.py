@@ -1,13 +1,19 @@
-"""SIGTERM and Ctrl-C: once means save and end after this step, the same again means now."""
+"""SIGTERM, Ctrl-C and SIGUSR1: once means save and end after this step, the same again means now.
+
+SIGUSR1 is how a job tells its processes alone: torchrun, told to end, waits for them no longer than it was set to.
+"""
 
 from __future__ import annotations
 
 import signal
+import sys
 import threading
 from types import FrameType
 from typing import Any
 
 __all__ = ["Signals"]
+
+_NUMBERS = (signal.SIGTERM, signal.SIGINT, *([] if sys.platform == "win32" else [signal.SIGUSR1]))
 
 
 class Signals:
@@ -21,7 +27,7 @@ class Signals:
 
     def __enter__(self) -> Signals:
         if threading.current_thread() is threading.main_thread():  # elsewhere Python cannot set handlers
-            for number in (signal.SIGTERM, signal.SIGINT):
+            for number in _NUMBERS:
                 self._before[number] = signal.signal(number, self._handle)
         return self
 

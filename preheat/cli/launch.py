@@ -1,0 +1,105 @@
+"""preheat launch"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from preheat.cli.show import Json, RecipeArgument, Set
+from preheat.recipe import field_docs
+from preheat.training.jobs import Job
+from preheat.training.jobs.job import Kind
+
+__all__ = ["launch"]
+
+_HELP = field_docs(Job)
+
+
+def launch(
+    recipe: RecipeArgument,
+    to: Annotated[
+        Literal["slurm", "kubernetes", "skypilot", "ray"],
+        typer.Option(
+            "--to", help="Who runs it: an sbatch script, Kubeflow manifests, a SkyPilot task, or an entry script for Ray."
+        ),
+    ],
+    nodes: Annotated[int, typer.Option("--nodes", min=1, help=_HELP["nodes"])] = 1,
+    gpus_per_node: Annotated[int, typer.Option("--gpus-per-node", min=0, help=_HELP["gpus_per_node"])] = 0,
+    processes_per_node: Annotated[
+        int | None, typer.Option("--processes-per-node", min=1, help=_HELP["processes_per_node"])
+    ] = None,
+    cpus_per_node: Annotated[int | None, typer.Option("--cpus-per-node", min=1, help=_HELP["cpus_per_node"])] = None,
+    memory: Annotated[str | None, typer.Option("--memory", help=_HELP["memory"])] = None,
+    out: Annotated[str | None, typer.Option("--out", help=_HELP["out"])] = None,
+    storage: Annotated[str | None, typer.Option("--storage", help=_HELP["storage"])] = None,
+    time: Annotated[str | None, typer.Option("--time", help=_HELP["time"])] = None,
+    save_within: Annotated[int, typer.Option("--save-within", min=10, help=_HELP["save_within"])] = 300,
+    restarts: Annotated[int, typer.Option("--restarts", min=0, help=_HELP["restarts"])] = 3,
+    port: Annotated[int | None, typer.Option("--port", help=_HELP["port"])] = None,
+    interface: Annotated[str | None, typer.Option("--interface", help=_HELP["interface"])] = None,
+    env: Annotated[list[str] | None, typer.Option("--env", metavar="KEY=VALUE", help=_HELP["env"])] = None,
+    setup: Annotated[list[str] | None, typer.Option("--setup", metavar="LINE", help=_HELP["setup"])] = None,
+    image: Annotated[str | None, typer.Option("--image", help=_HELP["image"])] = None,
+    accelerator: Annotated[str | None, typer.Option("--accelerator", help=_HELP["accelerator"])] = None,
+    partition: Annotated[str | None, typer.Option("--partition", help=_HELP["partition"])] = None,
+    account: Annotated[str | None, typer.Option("--account", help=_HELP["account"])] = None,
+    namespace: Annotated[str | None, typer.Option("--namespace", help=_HELP["namespace"])] = None,
+    kind: Annotated[Kind | None, typer.Option("--kind", help=_HELP["kind"])] = None,
+    set: Set = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="The file to write; standard output when not given.")
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Writes a recipe as a job for a cluster: rendezvous, restarts, environment, and a folder by which every start knows where to go on.
+
+    Example: `preheat launch demo --to slurm --nodes 2 --gpus-per-node 4 --time 4:00:00 --set techniques.fsdp={} -o demo.sbatch`
+    """
+    from preheat import recipe as recipes
+    from preheat.cli.show import console, emit
+    from preheat.errors import RecipeError
+    from preheat.training.jobs import submit, written
+
+    job = Job(
+        recipe=recipes.load(recipe, set or []),
+        nodes=nodes,
+        gpus_per_node=gpus_per_node,
+        processes_per_node=processes_per_node,
+        cpus_per_node=cpus_per_node,
+        memory=memory,
+        out=out,
+        storage=storage,
+        time=time,
+        save_within=save_within,
+        restarts=restarts,
+        port=port,
+        interface=interface,
+        env=tuple(env or ()),
+        setup=tuple(setup or ()),
+        image=image,
+        accelerator=accelerator,
+        partition=partition,
+        account=account,
+        namespace=namespace,
+        kind=kind,
+    )
+    text = written(job, to)
+    if output is not None:
+        try:
+            output.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise RecipeError(
+                f"--output {output}: cannot be written ({error.strerror}); name a file in a folder that exists"
+            ) from None
+    made = {"to": to, **job.described(), "path": str(output) if output else None}
+    if json:
+        emit(made | ({} if output else {"job": text}) | {"submit": submit(to, str(output)) if output else None})
+    elif output is None:
+        print(text, end="")
+    else:
+        mesh = " x ".join(f"{axis} {size}" for axis, size in made["mesh"].items()) or "1 device"
+        screen = console()
+        screen.print(f"{output}: {made['devices']} devices on {nodes} host{'s' if nodes > 1 else ''}, {mesh}", soft_wrap=True)
+        screen.print(f"submit it with: {submit(to, str(output))}", soft_wrap=True)

@@ -1,0 +1,159 @@
+"""preheat nettest"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from preheat.cli.show import Json
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+__all__ = ["nettest"]
+
+
+def nettest(
+    nproc: Annotated[
+        int | None, typer.Option("--nproc", help="Processes to start on this host. Under torchrun its processes are taken.")
+    ] = None,
+    backend: Annotated[
+        Literal["auto", "gloo", "nccl"], typer.Option("--backend", help="auto: nccl where every process has a GPU, else gloo.")
+    ] = "auto",
+    collectives: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--collective",
+            help="all_reduce, all_gather, reduce_scatter, all_to_all or send_recv; all of them when not stated. May stand several times.",
+        ),
+    ] = None,
+    sizes: Annotated[str, typer.Option("--sizes", help="A range by fours, or a list: 1KiB,1MiB.")] = "1KiB-64MiB",
+    repeats: Annotated[int, typer.Option("--repeats", min=5, help="Samples of each size, at most.")] = 20,
+    warmup: Annotated[int, typer.Option("--warmup", min=1, help="Calls before the first sample.")] = 5,
+    budget: Annotated[
+        float, typer.Option("--budget", min=0.01, help="Seconds of samples of one size; five are always taken.")
+    ] = 1.0,
+    timeout: Annotated[float, typer.Option("--timeout", min=1, help="Seconds to wait for the other processes.")] = 60.0,
+    port: Annotated[
+        int | None,
+        typer.Option("--port", min=1, max=65535, help="Port of the rendezvous with --nproc; a free one when not stated."),
+    ] = None,
+    html: Annotated[Path | None, typer.Option("--html", help="Also write the figures as a page with plots.")] = None,
+    store: Annotated[
+        bool, typer.Option("--store/--no-store", help="Keep the figures beside the calibration, for plans.")
+    ] = True,
+    json: Json = False,
+) -> None:
+    """Latency and bus bandwidth of collectives between processes, as nccl-tests count them, and from host to host.
+
+    Example: `preheat nettest --nproc 2 --html net.html`, and on every host `torchrun --nnodes 2 --nproc-per-node 8 --rdzv-endpoint HOST:29400 --rdzv-backend c10d -m preheat nettest`
+    """
+    import os
+
+    from rich.console import Console
+
+    from preheat.cli.show import console, emit
+    from preheat.errors import RecipeError, nearest
+    from preheat.hardware import nettest as net
+
+    unknown = [name for name in collectives or () if name not in net.COLLECTIVES]
+    if unknown:
+        raise RecipeError(f"--collective: no '{unknown[0]}'; {nearest(unknown[0], list(net.COLLECTIVES))}")
+    under = net.started_by_torchrun()
+    if under and nproc is not None:
+        raise RecipeError(f"--nproc: {nproc}, and torchrun has started processes already; leave --nproc out")
+    if not under and nproc is None:
+        raise RecipeError(
+            "--nproc: one process has nobody to send to; use --nproc 2 or more, or start it with torchrun on each host"
+        )
+    if html is not None and not (html.parent.is_dir() and os.access(html.parent, os.W_OK)):
+        raise RecipeError(f"--html {html}: cannot be written; name a file in a folder that exists")
+    # torch's own words on a rendezvous that fails are a page of frames; what is wrong is told in one line.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
+    task = net.Task(
+        collectives=tuple(collectives or net.COLLECTIVES),
+        sizes=net.sizes_of(sizes),
+        backend=_backend(nproc) if backend == "auto" else backend,
+        repeats=repeats,
+        warmup=warmup,
+        budget=budget,
+        timeout=timeout,
+    )
+    with Console(stderr=True, quiet=json).status("starting") as status:
+        made = net.nettest(
+            task,
+            processes=nproc,
+            port=port,
+            store=store,
+            tell=lambda what, done: status.update(f"measuring {what} ({done:.0%})"),
+        )
+    if not made:
+        return  # another rank tells
+    if html is not None:
+        from preheat.report.net_page import write_net
+
+        made["html"] = str(write_net(made, html))
+    if json:
+        emit(made)
+        return
+    screen = console()
+    for part in _shown(made):
+        screen.print(part)
+    for path in (made["stored"], made.get("html")):
+        if path:
+            screen.print(f"{'stored in' if path == made['stored'] else 'page:'} {path}", soft_wrap=True, style="dim")
+
+
+def _backend(nproc: int | None) -> str:
+    import os
+
+    import torch
+
+    wanted = nproc or int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    return "nccl" if torch.cuda.device_count() >= wanted else "gloo"
+
+
+def _shown(made: dict[str, Any]) -> list[RenderableType]:
+    from rich.table import Table
+
+    from preheat.report.net_page import against_words, seconds, size
+
+    hosts = f"{made['hosts']} hosts" if made["hosts"] > 1 else "one host"
+    table = Table(title=f"{made['devices']} processes on {hosts}, {made['backend']}, {made['hardware']}", title_justify="left")
+    for name, side in (
+        ("collective", "left"),
+        ("size", "right"),
+        ("time", "right"),
+        ("10 to 90 %", "right"),
+        ("GB/s", "right"),
+        ("bus GB/s", "right"),
+    ):
+        table.add_column(name, justify=side)  # type: ignore[arg-type]
+    shown = ""
+    for row in made["rows"]:
+        name = "" if row["collective"] == shown else row["collective"].replace("_", "-")
+        if name and shown:
+            table.add_section()
+        shown = row["collective"]
+        between = f"{seconds(row['low'])} to {seconds(row['high'])}"
+        rates = [f"{row[key] / 1e9:.3g}" for key in ("algorithm_bandwidth", "bus_bandwidth")]
+        table.add_row(name, size(row["bytes"]), seconds(row["seconds"]), between, *rates)
+    parts: list[RenderableType] = [table]
+    if made["pairs"]:
+        pairs = Table(title="point to point, half of there and back", title_justify="left")
+        for name, side in (("pair", "left"), ("ranks", "left"), ("hosts", "left"), ("latency", "right"), ("GB/s", "right")):
+            pairs.add_column(name, justify=side)  # type: ignore[arg-type]
+        for pair in made["pairs"]:
+            ranks = " and ".join(map(str, pair["ranks"]))
+            pairs.add_row(
+                pair["kind"], ranks, ", ".join(pair["hosts"]), seconds(pair["latency"]), f"{pair['bandwidth'] / 1e9:.3g}"
+            )
+        parts.append(pairs)
+    busy = sum(row["high"] > 2 * row["seconds"] for row in made["rows"])
+    if busy:
+        parts.append(
+            f"[yellow]note:[/yellow] {busy} of {len(made['rows'])} rows have times beyond twice their median: something else wanted the cores or the network; measure again when they are quiet"
+        )
+    return [*parts, against_words(made)]

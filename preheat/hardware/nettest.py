@@ -1,0 +1,220 @@
+"""`nettest` from one process: starts the others on this host, or is one of those that torchrun started; holds what was measured against the catalogue."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from preheat.errors import RecipeError, RunError
+from preheat.hardware.catalogue import accelerator
+from preheat.hardware.collectives import Task, Told, measure
+from preheat.hardware.links import COLLECTIVES, LinkRate, store_links
+from preheat.hardware.probe import parse_memory
+
+__all__ = ["COLLECTIVES", "Task", "expected", "nettest", "sizes_of", "started_by_torchrun"]
+
+
+def started_by_torchrun() -> bool:
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def sizes_of(text: str) -> tuple[int, ...]:
+    """Sizes from a list, or from a range by fours.
+
+    >>> sizes_of("1KiB-64KiB"), sizes_of("1MiB,4KiB")
+    ((1024, 4096, 16384, 65536), (4096, 1048576))
+
+    Raises:
+        RecipeError: one is no size, or the range falls.
+    """
+    try:
+        if "-" not in text:
+            return tuple(sorted({parse_memory(part) for part in text.split(",")}))
+        low, high = (parse_memory(part) for part in text.split("-", 1))
+    except RecipeError:
+        raise RecipeError(f"--sizes: '{text}' is no list of sizes; write it like 1KiB-64MiB or 4KiB,1MiB") from None
+    if low > high:
+        raise RecipeError(f"--sizes: '{text}' falls; write the smaller size first")
+    made = [low]
+    while made[-1] * 4 < high:
+        made.append(made[-1] * 4)
+    return tuple(made if made[-1] == high else [*made, high])
+
+
+def nettest(
+    task: Task, *, processes: int | None, port: int | None, tell: Told | None = None, store: bool = True
+) -> dict[str, Any]:
+    """Measures collectives among processes.
+
+    Args:
+        processes: to start on this host; None: this is one of those that torchrun started.
+        port: of the rendezvous; a free one when None.
+        tell: told what comes next.
+        store: keep the figures beside the calibration, for planning.
+
+    Returns:
+        As `collectives.measure`, with `expected` and `stored`; {} on other ranks than 0.
+
+    Raises:
+        RecipeError, RunError: one process only, sizes beyond memory, a port in use, a rendezvous that is not reached.
+    """
+    if processes is None:
+        if int(os.environ["WORLD_SIZE"]) < 2:
+            raise RecipeError("WORLD_SIZE: torchrun started 1 process, which has nobody to send to; start 2 or more")
+        made = measure(task, tell)
+    else:
+        if processes < 2:
+            raise RecipeError(
+                f"--nproc: {processes} process has nobody to send to; use --nproc 2 or more, or start it with torchrun on each host"
+            )
+        made = _started(task, processes, port, tell)
+    if not made:
+        return made
+    made["expected"] = expected(made)
+    fields = {field.name for field in dataclasses.fields(LinkRate)}
+    rows = [LinkRate(**{key: value for key, value in row.items() if key in fields}) for row in made["rows"]]
+    made["stored"] = str(store_links(made["hardware"], made["torch"], rows)) if store else None
+    return made
+
+
+def expected(made: dict[str, Any]) -> dict[str, Any]:
+    """What the catalogue says of the hardware's links, bytes a second in one direction, and the share of it that was reached.
+
+    The bus bandwidth of a collective in one host is held against the link between neighbours there, one over several hosts against a device's share of
+    the network. `None` where the catalogue has no figure, as for CPUs.
+    """
+    best = {
+        name: max(row["bus_bandwidth"] for row in made["rows"] if row["collective"] == name) for name in _names(made["rows"])
+    }
+    link = network = None
+    if made["backend"] == "nccl":
+        try:
+            known = accelerator(made["hardware"])
+            link, network = known.link, known.network
+            if link is not None and known.name.startswith("MI"):
+                link *= made["devices"] - 1  # each has a link to every other
+        except RecipeError:
+            pass  # a GPU that the catalogue lacks is measured all the same
+    held = link if made["hosts"] == 1 else network
+    return {
+        "in_host": link,
+        "between_hosts": network,
+        "share": {name: value / held if held else None for name, value in best.items()},
+    }
+
+
+def _names(rows: Iterable[dict[str, Any]]) -> list[str]:
+    return list(dict.fromkeys(row["collective"] for row in rows))
+
+
+def _started(task: Task, processes: int, port: int | None, tell: Told | None) -> dict[str, Any]:
+    """Starts the processes, listens to the first, and ends all when one fails."""
+    port = _port(port)
+    with tempfile.TemporaryDirectory(prefix="preheat-nettest-") as folder:
+        result = Path(folder) / "result.json"
+        command = [sys.executable, "-c", "from preheat.hardware.nettest import _child; _child()"]
+        command += [json.dumps(dataclasses.asdict(task)), str(result)]
+        started: list[subprocess.Popen[str]] = []
+        words = [tempfile.TemporaryFile("w+", encoding="utf-8") for _ in range(processes)]  # noqa: SIM115
+        try:
+            for rank in range(processes):
+                place = {
+                    "RANK": rank,
+                    "LOCAL_RANK": rank,
+                    "WORLD_SIZE": processes,
+                    "LOCAL_WORLD_SIZE": processes,
+                    "MASTER_PORT": port,
+                }
+                environment = {**os.environ, **{key: str(value) for key, value in place.items()}, "MASTER_ADDR": "127.0.0.1"}
+                started.append(
+                    subprocess.Popen(
+                        command, env=environment, stdout=subprocess.PIPE if rank == 0 else None, stderr=words[rank], text=True
+                    )
+                )
+            _listen(started, tell)
+            failed = [rank for rank, process in enumerate(started) if process.returncode]
+            if failed:
+                _raise(failed[0], started[failed[0]].returncode, words[failed[0]])
+            return dict(json.loads(result.read_text(encoding="utf-8")))
+        finally:
+            for process in started:
+                if process.poll() is None:
+                    process.kill()
+                process.wait()
+                if process.stdout is not None:
+                    process.stdout.close()
+            for file in words:
+                file.close()
+
+
+def _port(port: int | None) -> int:
+    with socket.socket() as trial:
+        trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            trial.bind(("127.0.0.1", port or 0))
+        except OSError as error:
+            raise RunError(
+                f"--port {port}: cannot be used ({error.strerror}); name another, or leave it out and a free one is taken"
+            ) from None
+        return int(trial.getsockname()[1])
+
+
+def _listen(started: list[subprocess.Popen[str]], tell: Told | None) -> None:
+    """Until all have ended, or one has failed."""
+    import threading
+
+    first = started[0].stdout
+    assert first is not None
+
+    def hear() -> None:
+        for line in first:
+            if tell is not None:
+                what, done = json.loads(line)
+                tell(what, done)
+
+    hearing = threading.Thread(target=hear, daemon=True)
+    hearing.start()
+    while any(process.poll() is None for process in started) and not any(process.returncode for process in started):
+        time.sleep(0.05)
+    if any(process.returncode for process in started):
+        time.sleep(0.5)  # whoever failed for the same reason may still say so
+        for process in started:
+            if process.poll() is None:
+                process.kill()
+    hearing.join(timeout=5)
+
+
+def _raise(rank: int, code: int, words: Any) -> None:
+    words.seek(0)
+    lines = [line for line in words.read().splitlines() if line.strip()]
+    last = lines[-1] if lines else f"exit {code}"
+    for kind in (RecipeError, RunError):
+        if last.startswith(f"{kind.__name__}: "):
+            raise kind(last.partition(": ")[2])
+    raise RunError(f"rank {rank} failed ({'signal' if code < 0 else 'exit'} {abs(code)}): {last}")
+
+
+def _child() -> None:
+    values: dict[str, Any] = json.loads(sys.argv[1])
+    task = Task(**(values | {"collectives": tuple(values["collectives"]), "sizes": tuple(values["sizes"])}))
+
+    def tell(what: str, done: float) -> None:
+        sys.stdout.write(json.dumps([what, done]) + "\n")
+        sys.stdout.flush()
+
+    try:
+        made = measure(task, tell)
+    except (RecipeError, RunError) as error:
+        sys.stderr.write(f"{type(error).__name__}: {error}\n")
+        sys.exit(1)
+    if made:
+        Path(sys.argv[2]).write_text(json.dumps(made), encoding="utf-8")

@@ -1,0 +1,30 @@
+"""Values as the YAML that clusters read: version 1.1, where `on` must be quoted, with text of several lines left readable."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import yaml
+
+__all__ = ["manifest"]
+
+
+class _Dumper(yaml.SafeDumper):
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+_Dumper.add_representer(
+    str, lambda dumper, text: dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
+)
+
+
+def manifest(value: Any) -> str:
+    """
+    >>> print(manifest({"name": "on", "run": "a\\nb\\n"}), end="")
+    name: 'on'
+    run: |
+      a
+      b
+    """
+    return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=4096)

@@ -1,0 +1,27 @@
+"""`launch` and `nettest` as a user types them."""
+
+from __future__ import annotations
+
+from .conftest import Command
+
+
+def test_a_job_is_written_and_what_does_not_multiply_is_refused(preheat: Command) -> None:
+    wide = ["launch", "r.yaml", "--to", "slurm", "--gpus-per-node", "2", "--set", "techniques={fsdp: {}}"]
+    out, _ = preheat(*wide, "--nodes", "2", "-o", "job.sbatch")
+    assert "4 devices on 2 hosts, shard 4" in out
+    assert "sbatch job.sbatch" in out
+    text = (preheat.folder / "job.sbatch").read_text()
+    assert preheat(*wide, "--nodes", "2")[0] == text  # to standard output
+    made = preheat.json(*wide, "--nodes", "2")
+    assert made["job"] == text
+    assert (made["devices"], made["mesh"], made["submit"]) == (4, {"shard": 4}, None)
+
+    out, error = preheat("launch", "r.yaml", "--to", "slurm", "--nodes", "2", "--gpus-per-node", "2", code=2)
+    assert (out, error.count("\n")) == ("", 1)
+    assert "--nodes 2 x --gpus-per-node 2: a mesh that does not multiply: 1 device does not multiply to 4 devices" in error
+    assert "cannot be written" in preheat(*wide, "-o", "no/such/folder", code=2)[1]
+
+
+def test_help_has_an_example(preheat: Command) -> None:
+    for command in ("launch", "nettest"):
+        assert "Example" in preheat(command, "--help")[0]
