@@ -69,7 +69,7 @@ def _whole(modules: Iterable[nn.Module], drawn_too: bool = False) -> Iterator[No
     So every device draws what one device alone would draw. What is not drawn within keeps its value.
 
     Args:
-        drawn_too: also those that transformers is told to leave alone.
+        drawn_too: also those that transformers is told to leave alone, and with the values that they have: an adapter may begin from its base's.
     """
     import torch
     from torch.distributed.tensor import DTensor
@@ -83,13 +83,13 @@ def _whole(modules: Iterable[nn.Module], drawn_too: bool = False) -> Iterator[No
         if isinstance(p, DTensor) and p.is_floating_point() and (drawn_too or not getattr(p, "_is_hf_initialized", False))
     ]
     for module, name, p in spread:
-        marked = torch.full(p.shape, float("nan"), dtype=p.dtype, device=p.device)
-        module._parameters[name] = torch.nn.Parameter(marked, requires_grad=p.requires_grad)
+        value = p.full_tensor().clone() if drawn_too else torch.full(p.shape, float("nan"), dtype=p.dtype, device=p.device)
+        module._parameters[name] = torch.nn.Parameter(value, requires_grad=p.requires_grad)
     yield
     for module, name, p in spread:
         found: Any = module._parameters[name]
         module._parameters[name] = p
-        if not bool(found.detach().flatten()[0].isnan()):
+        if drawn_too or not bool(found.detach().flatten()[0].isnan()):
             p.to_local().copy_(share_of(found.detach(), p))
 
 
