@@ -138,7 +138,10 @@ def _optimizer(made: Build) -> Any:
 
     settings = made.recipe.optimizer
     groups = decay_groups(made.parameters(), settings.weight_decay)
-    return made.slot(Slot.OPTIMIZER)(groups, lr=peak_learning_rate(made), betas=settings.betas, eps=settings.eps)
+    make = made.slot(Slot.OPTIMIZER)
+    for around in made.around_optimizer:
+        make = around(make)
+    return make(groups, lr=peak_learning_rate(made), betas=settings.betas, eps=settings.eps)
 
 
 def _weights_folder(recipe: Recipe) -> Path | None:

@@ -38,6 +38,8 @@ class Build:
     weights: Any = None
     """models.weights.WeightSource: where the values of the parameters come from."""
     optimizer: Any = None
+    around_optimizer: list[Callable[[Callable[..., Any]], Callable[..., Any]]] = field(default_factory=list)
+    """Each takes what makes the optimizer and gives what makes it otherwise: over shares of the parameters, for one."""
     schedule: Any = None
     state: dict[str, Stateful] = field(default_factory=dict)
     """Whatever must be in a checkpoint besides weights and optimizer."""
