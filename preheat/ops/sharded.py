@@ -28,9 +28,7 @@ def share_of(value: Tensor, like: Tensor) -> Tensor:
 
 def spread_as(share: Tensor, like: DTensor) -> DTensor:
     """This device's share as part of a tensor that is spread as `like` is."""
-    return DTensor.from_local(
-        share, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
-    )
+    return DTensor.from_local(share, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride())
 
 
 def whole(t: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from preheat import recipe as recipes
+from preheat.data.kinds import examples_of
 from preheat.engine.build import build
 from preheat.engine.step import gradients, update
 from preheat.errors import PreheatError
@@ -32,6 +33,7 @@ class Case:
         scale: techniques that only the several processes have, in YAML's flow style without the braces.
         rest: techniques that one process has too.
         more: further recipe settings, as --set takes them, with spaces between.
+        instead: techniques that one process has in place of those of `rest`, where the several compute what these do.
         together: one process takes all rows at once, and not those of each device one after another.
         loss, norm, weights: bounds: absolute, relative, and relative norm of a tensor's difference.
     """
@@ -41,6 +43,7 @@ class Case:
     rest: str = ""
     more: str = ""
     together: bool = False
+    instead: str | None = None
     loss: float = 1e-5
     norm: float = 1e-4
     weights: float = 1e-4
@@ -50,7 +53,8 @@ class Case:
         return " | ".join(part for part in (self.family, self.scale, self.rest, self.more) if part)
 
     def recipe(self, *, alone: bool) -> recipes.Recipe:
-        parts = [part for part in ("" if alone else self.scale, self.rest) if part]
+        rest = self.rest if self.instead is None or not alone else self.instead
+        parts = [part for part in ("" if alone else self.scale, rest) if part]
         recipe = tiny(f"{{{', '.join(parts)}}}", family=self.family, rows=ROWS)
         return recipes.override(recipe, *self.more.split()) if self.more else recipe
 
@@ -67,15 +71,13 @@ def train(recipe: recipes.Recipe, *, devices: int) -> dict[str, Any]:
     made = build(recipe, vocabulary=96, device=DEVICE)
     losses, norms = [], []
     for step in range(STEPS):
-        batch = uneven(rows=ROWS, seed=step)
+        batch = uneven(rows=ROWS, seed=step, examples=examples_of(recipe))
         shares = _shares(batch, made.mesh.size(*DATA) if made.mesh.world > 1 else devices, made.accumulation)
         mine = shares[made.mesh.index(*DATA)] if made.mesh.world > 1 else [b for share in shares for b in share]
         loss = gradients(made, mine, 1e-2)
         losses.append(float(made.mesh.add(loss.total.detach().clone(), *DATA)) / batch.weight)
         norms.append(float(update(made, 1e-2)[0]))
-    weights = {
-        name: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().clone() for name, p in made.parameters()
-    }
+    weights = {name: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().clone() for name, p in made.parameters()}
     return {"losses": losses, "norms": norms, "weights": weights, "states": state_bytes(made)}
 
 
@@ -128,15 +130,13 @@ def run(cases: list[Case], world: int, folder: Path, timeout: float = 240) -> li
         )
         for rank in range(world)
     ]
-    alone = {(case.family, case.rest, case.more): case for case in cases}
+    key_of = lambda case: (case.family, case.rest, case.more, case.instead, case.together)  # noqa: E731
+    alone = {key_of(case): case for case in cases}
     one = {key: attempt(case, alone=True, devices=world) for key, case in alone.items()}  # while the others import
     for process in started:
         _, error = process.communicate(timeout=timeout)
         assert process.returncode == 0, error
-    return [
-        [one[(case.family, case.rest, case.more)], *(torch.load(folder / f"{n}-{r}.pt") for r in range(world))]
-        for n, case in enumerate(cases)
-    ]
+    return [[one[key_of(case)], *(torch.load(folder / f"{n}-{r}.pt") for r in range(world))] for n, case in enumerate(cases)]
 
 
 def verdict(case: Case, found: list[dict[str, Any]]) -> str:
