@@ -152,7 +152,7 @@ class LowBitAdamW(StochasticAdamW):
             if p.shape[0] % devices == 0 and share % self.block == 0:
                 return share
         raise ValueError(
-            f"block_size: a matrix of {tuple(p.shape)} cannot be cut into shares of whole blocks of {self.block} elements; use a smaller block_size, or least: {count + 1}"
+            f"block_size: a parameter of {tuple(p.shape)} cannot be cut into shares of whole blocks of {self.block} elements; use a smaller block_size, or least: {count + 1}"
         )
 
     def _slices(self, part: slice) -> tuple[slice, slice]:
