@@ -18,6 +18,7 @@ from preheat.data.kinds import examples_of
 from preheat.engine.build import build
 from preheat.engine.step import gradients, update
 from preheat.errors import PreheatError
+from preheat.ops.sharded import local, whole
 from preheat.technique import DATA, Batch
 
 from ..conftest import DEVICE, difference, split, tiny, uneven
@@ -30,7 +31,7 @@ class Case:
     """A recipe on several processes, and what it is compared with.
 
     Attributes:
-        scale: techniques that only the several processes have, in YAML's flow style without the braces.
+        scale: techniques that only the several processes have, in YAML's flow style without the braces; or settings, as --set takes them.
         rest: techniques that one process has too.
         more: further recipe settings, as --set takes them, with spaces between.
         instead: techniques that one process has in place of those of `rest`, where the several compute what these do.
@@ -54,9 +55,11 @@ class Case:
 
     def recipe(self, *, alone: bool) -> recipes.Recipe:
         rest = self.rest if self.instead is None or not alone else self.instead
-        parts = [part for part in ("" if alone else self.scale, rest) if part]
+        settings = "=" in self.scale
+        parts = [part for part in ("" if alone or settings else self.scale, rest) if part]
         recipe = tiny(f"{{{', '.join(parts)}}}", family=self.family, rows=ROWS)
-        return recipes.override(recipe, *self.more.split()) if self.more else recipe
+        more = self.more.split() + (self.scale.split() if settings and not alone else [])
+        return recipes.override(recipe, *more) if more else recipe
 
 
 def _shares(batch: Batch, devices: int, accumulation: int) -> list[list[Batch]]:
@@ -77,13 +80,11 @@ def train(recipe: recipes.Recipe, *, devices: int) -> dict[str, Any]:
         loss = gradients(made, mine, 1e-2)
         losses.append(float(made.mesh.add(loss.total.detach().clone(), *DATA)) / batch.weight)
         norms.append(float(update(made, 1e-2)[0]))
-    weights = {name: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().clone() for name, p in made.parameters()}
+    weights = {name: whole(made.read(p)).clone() for name, p in made.parameters()}
     return {"losses": losses, "norms": norms, "weights": weights, "states": state_bytes(made)}
 
 
 def state_bytes(made: Any) -> int:
-    from preheat.ops.sharded import local
-
     kept = [local(t) for _, p in made.parameters() for t in made.optimizer.state.get(p, {}).values() if torch.is_tensor(t)]
     return sum(t.nbytes for t in kept)
 
@@ -103,14 +104,16 @@ def work(rank: int, world: int, folder: Path, cases: list[Case]) -> None:
 
     torch.set_num_threads(1)
     for number, case in enumerate(cases):
-        dist.init_process_group(
-            "gloo", init_method=f"file://{folder}/store{number}", rank=rank, world_size=world, timeout=timedelta(seconds=60)
-        )
+        if dist.is_initialized() and "deepspeed" not in case.scale:  # which keeps groups of its first start
+            dist.destroy_process_group()
+        if not dist.is_initialized():
+            store = f"file://{folder}/store{number}"
+            dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world, timeout=timedelta(seconds=60))
         found = attempt(case, alone=False, devices=world)
-        dist.destroy_process_group()
         torch._dynamo.reset()
         torch.save(found, folder / f"{number}-{rank}.part")
         os.replace(folder / f"{number}-{rank}.part", folder / f"{number}-{rank}.pt")
+    dist.destroy_process_group()
 
 
 def run(cases: list[Case], world: int, folder: Path, timeout: float = 240) -> list[list[dict[str, Any]]]:
@@ -120,11 +123,12 @@ def run(cases: list[Case], world: int, folder: Path, timeout: float = 240) -> li
         "import sys, pathlib, torch; from tests.distributed.exactness import work; folder = pathlib.Path(sys.argv[3]); "
         "work(int(sys.argv[1]), int(sys.argv[2]), folder, torch.load(folder / 'cases.pt', weights_only=False))"
     )
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
+    path = [str(Path(__file__).parents[2]), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(path)}
     started = [
         subprocess.Popen(
             [sys.executable, "-c", code, str(rank), str(world), str(folder)],
-            env=environment,
+            env={**environment, "LOCAL_RANK": str(rank)},
             stderr=subprocess.PIPE,
             text=True,
         )
