@@ -13,7 +13,21 @@ from preheat.errors import RecipeError
 from preheat.models import adapter, presets, sizes
 from preheat.models.weights import WeightSource, materialize, mean_rows
 from preheat.recipe import Recipe
-from preheat.technique import Batch, Build, Change, Context, Device, Mesh, Order, Slot, Stage, Tag, Technique, conflicts_of, sizes_of
+from preheat.technique import (
+    Batch,
+    Build,
+    Change,
+    Context,
+    Device,
+    Mesh,
+    Order,
+    Slot,
+    Stage,
+    Tag,
+    Technique,
+    conflicts_of,
+    sizes_of,
+)
 
 __all__ = ["build", "context_of", "peak_learning_rate", "techniques_of", "world_of"]
 

@@ -91,9 +91,7 @@ class DeepSpeed(Technique):
 
     stage: ClassVar[Stage] = Stage.OPTIMIZER
     numerics: ClassVar[Any] = "exact"
-    owns: ClassVar[frozenset[Slot]] = frozenset(
-        {Slot.FORWARD, Slot.FORWARD_BACKWARD, Slot.CLIP, Slot.UPDATE, Slot.OPTIMIZER}
-    )
+    owns: ClassVar[frozenset[Slot]] = frozenset({Slot.FORWARD, Slot.FORWARD_BACKWARD, Slot.CLIP, Slot.UPDATE, Slot.OPTIMIZER})
     provides: ClassVar[frozenset[Tag]] = frozenset({Tag("summed-gradients")})
     conflicts: ClassVar[frozenset[Tag]] = frozenset({Tag("summed-gradients"), Tag("loss-scaling")})
 

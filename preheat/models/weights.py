@@ -187,8 +187,8 @@ class WeightSource:
     def _draw(self, model: Any) -> None:
         """transformers' own initialisation, children first as there, in fp32 and then cast.
 
-        A module may draw its children's parameters anew, as GPT-2's blocks do with the projections back to the residual stream
-        (by name, so not where an adapter has moved them into a `base_layer`).
+        A module may draw its children's parameters anew, as GPT-2's blocks do with the projections back to the residual stream, which
+        an adapter has moved into a `base_layer` of the child.
         """
         import torch
 
@@ -197,18 +197,22 @@ class WeightSource:
             if self._is_fresh(name):  # transformers skips what is marked, and draws nothing for it
                 p._is_hf_initialized = True
 
+        def near(module: nn.Module) -> list[nn.Module]:
+            children = list(module.children())
+            return [module, *children, *(m for child in children for name, m in child.named_children() if name == "base_layer")]
+
         def visit(module: nn.Module) -> None:
             for child in module.children():
                 visit(child)
-            with _whole((module, *module.children())):
+            with _whole(near(module)):
                 draw(module)
             for p in module.parameters(recurse=False):
                 if owners[id(p)] > 1:  # a shared parameter is drawn once
                     p._is_hf_initialized = True  # type: ignore[attr-defined]
 
         def draw(module: nn.Module) -> None:
-            near = [p for m in (module, *module.children()) for p in m.parameters(recurse=False)]
-            kept = {id(p): (p, p.data) for p in near if p.dtype in (torch.bfloat16, torch.float16)}
+            own = [p for m in near(module) for p in m.parameters(recurse=False)]
+            kept = {id(p): (p, p.data) for p in own if p.dtype in (torch.bfloat16, torch.float16)}
             for p, low in kept.values():
                 p.data = low.float()
             packed = self._packed.get(id(module))

@@ -61,9 +61,12 @@ FAMILY: dict[str, str] = {"grouped_queries": "llama", "rms_norm": "gpt2", "rope_
 # What cannot run on a CPU, with words of the reason that `check` gives. Any other skip fails.
 CANNOT_RUN_HERE: dict[str, str] = {
     "activation_offload": "needs a CUDA device",
+    "data_parallel": "there is one",
     "fp8": "a CPU has no fp8 products",
+    "fsdp": "there is one",
     "liger": "need a CUDA device",
     "optimizer_offload": "needs a CUDA device",
+    "zero1": "there is one",
 }
 
 # What a technique asks of the rest of the recipe.
@@ -80,4 +83,4 @@ NOT_OBSERVED: dict[str, str] = {
 FIRST = {"activation_checkpointing", "chunked_loss", "efficient_attention", "gradient_accumulation", "lora", "mixed_precision"}
 
 # What brings a tag that some technique needs: a technique that is tried alone is tried with this.
-BRINGS = {"bf16-compute": "mixed_precision", "frozen-base": "lora"}
+BRINGS = {"bf16-compute": "mixed_precision", "frozen-base": "lora", "replicated-weights": "data_parallel"}
