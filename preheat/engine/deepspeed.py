@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
@@ -143,7 +143,7 @@ class DeepSpeed(Technique):
         def update(build: Build, norm: Tensor) -> Tensor:
             return torch.isfinite(norm).to(torch.float32)  # it is done, or was left out
 
-        owned = {
+        owned: dict[Slot, Callable[..., Any]] = {
             Slot.OPTIMIZER: make,
             Slot.FORWARD: through,
             Slot.FORWARD_BACKWARD: forward_backward,

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, distribute_tensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.utils._python_dispatch import _disable_current_modes
 
 __all__ = ["first_element", "local", "share_of", "spread_as", "square_sum", "whole"]
 
@@ -40,7 +41,8 @@ def first_element(t: Tensor) -> int:
     """Where this device's share begins in the whole tensor, both laid out flat."""
     if not isinstance(t, DTensor):
         return 0
-    _, start = compute_local_shape_and_global_offset(t.shape, t.device_mesh, t.placements)
+    with _disable_current_modes():  # the mesh's own numbers are no fake tensors
+        _, start = compute_local_shape_and_global_offset(t.shape, t.device_mesh, t.placements)
     return sum(offset * stride for offset, stride in zip(start, t.stride(), strict=True))
 
 

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from preheat.ops.sharded import local
 
@@ -19,8 +18,9 @@ __all__ = ["SharedOut", "share_out"]
 def _cut(t: Tensor, mesh: Any) -> DTensor:
     """The share of this device of a tensor that every device has whole: rows of it, in the same memory."""
     t = local(t.detach())
-    shape, start = compute_local_shape_and_global_offset(t.shape, mesh, [Shard(0)])
-    rows = t.narrow(0, min(start[0], t.shape[0]), shape[0])
+    many = -(-t.shape[0] // mesh.size())  # rows of a share, the last ones perhaps fewer or none, as DTensor cuts them
+    start = min(torch.distributed.get_rank(mesh.get_group()) * many, t.shape[0])
+    rows = t[start : start + many]
     return DTensor.from_local(rows, mesh, [Shard(0)], run_check=False, shape=t.shape, stride=t.stride())
 
 
