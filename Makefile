@@ -7,13 +7,14 @@ RUN ?= .venv/bin/python
 JOBS ?= 2
 INSTALLED := $(if $(filter .venv/%,$(RUN)),.venv/installed)
 
-.PHONY: help .venv demo test test-pairs test-presets check bench gpu-check docs
+.PHONY: help .venv demo test test-pairs test-presets test-scale check bench gpu-check docs
 
 help:
 	@echo "make demo       plan, train, evaluate and report a small model on this machine"
 	@echo "make test       the tests"
 	@echo "make test-pairs every pair of techniques that may go together"
 	@echo "make test-presets every public model of 'preheat models' dry-run with all its layers"
+	@echo "make test-scale every technique on several processes against one"
 	@echo "make check      ruff and mypy"
 	@echo "make bench      training speed and memory against other trainers, on this CPU"
 	@echo "make gpu-check  the tests and benchmarks that need a CUDA device"
@@ -40,6 +41,9 @@ test-pairs: $(INSTALLED)
 
 test-presets: $(INSTALLED)
 	@PREHEAT_PRESETS=all $(RUN) -m pytest tests/unit/test_presets.py
+
+test-scale: $(INSTALLED)
+	@PREHEAT_SCALE=all $(RUN) -m pytest tests/distributed/test_exactness.py
 
 check: $(INSTALLED)
 	@$(RUN) -m ruff check

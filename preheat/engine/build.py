@@ -13,9 +13,23 @@ from preheat.errors import RecipeError
 from preheat.models import adapter, presets, sizes
 from preheat.models.weights import WeightSource, materialize, mean_rows
 from preheat.recipe import Parallel, Recipe
-from preheat.technique import Batch, Build, Change, Context, Device, Mesh, Order, Slot, Stage, Tag, conflicts_of, sizes_of
+from preheat.technique import (
+    Batch,
+    Build,
+    Change,
+    Context,
+    Device,
+    Mesh,
+    Order,
+    Slot,
+    Stage,
+    Tag,
+    Technique,
+    conflicts_of,
+    sizes_of,
+)
 
-__all__ = ["alone", "build", "context_of", "peak_learning_rate", "world_of"]
+__all__ = ["alone", "build", "context_of", "peak_learning_rate", "techniques_of", "world_of"]
 
 
 def world_of(recipe: Recipe) -> int:
@@ -37,6 +51,16 @@ def alone(recipe: Recipe) -> Recipe:
     return replace(recipe, techniques=kept, parallel=Parallel())
 
 
+def techniques_of(recipe: Recipe) -> list[Technique]:
+    """The recipe's techniques, and the engine that it asks for, in the order in which they apply."""
+    chosen = list(recipe.techniques.values())
+    if recipe.parallel.engine == "deepspeed":
+        from preheat.engine.deepspeed import DeepSpeed
+
+        chosen.append(DeepSpeed(zero=recipe.parallel.zero))
+    return sorted(chosen, key=lambda t: (t.stage, t.name()))
+
+
 def context_of(recipe: Recipe, config: Any, device: Device, world: int | None = None) -> Context:
     """What techniques' checks may look at.
 
@@ -46,9 +70,10 @@ def context_of(recipe: Recipe, config: Any, device: Device, world: int | None = 
     Raises:
         RecipeError: the axes of the mesh do not multiply to the number of devices.
     """
-    tags = frozenset(tag for t in recipe.techniques.values() for tag in t.provided()) | {Tag(device.kind)}
+    techniques = techniques_of(recipe)
+    tags = frozenset(tag for t in techniques for tag in t.provided()) | {Tag(device.kind)}
     try:
-        sizes = sizes_of(recipe.techniques.values(), world or world_of(recipe))
+        sizes = sizes_of(techniques, world or world_of(recipe))
     except ValueError as error:
         raise RecipeError(f"techniques: {error}") from None
     return Context(recipe, adapter.facts(config), device, tags, sizes)
@@ -78,10 +103,14 @@ def build(recipe: Recipe, *, vocabulary: int | None, device: Device, dry: Abstra
         presets.require_weights(recipe)
     config = adapter.configure(recipe, vocabulary)
     context = context_of(recipe, config, device)
-    techniques = sorted(recipe.techniques.values(), key=lambda t: (t.stage, t.name()))
+    techniques = techniques_of(recipe)
     problems = conflicts_of(techniques, context)
     if problems:
         raise RecipeError("\n".join(f"techniques.{name}: {words}" for name, words in problems))
+    if dry is not None and recipe.parallel.engine == "deepspeed":
+        from preheat.engine.deepspeed import native
+
+        return build(native(recipe), vocabulary=vocabulary, device=device, dry=dry)
     # A dry run for a GPU that is not here has its fake tensors on the CPU; kernels are chosen by `device` all the same.
     where = torch.device(device.kind if dry is None or torch.cuda.is_available() else "cpu")
     made = Build(recipe=recipe, device=device, model=context.model, tags=context.tags, torch_device=where)
@@ -153,7 +182,10 @@ def _optimizer(made: Build) -> Any:
 
     settings = made.recipe.optimizer
     groups = decay_groups(made.parameters(), settings.weight_decay)
-    return made.slot(Slot.OPTIMIZER)(groups, lr=peak_learning_rate(made), betas=settings.betas, eps=settings.eps)
+    make = made.slot(Slot.OPTIMIZER)
+    for around in made.around_optimizer:
+        make = around(make)
+    return make(groups, lr=peak_learning_rate(made), betas=settings.betas, eps=settings.eps)
 
 
 def _weights_folder(recipe: Recipe) -> Path | None:

@@ -61,7 +61,7 @@ def _tensors(build: Build, rank: int | None = None) -> dict[str, Any]:
     for index, part in enumerate(build.trained):
         for name, p in part.named_parameters():
             if p.requires_grad or frozen_too:
-                found[f"model.{index}.{name}"] = p.detach()
+                found[f"model.{index}.{name}"] = build.read(p)
                 for key, value in build.optimizer.state.get(p, {}).items():
                     if torch.is_tensor(value):
                         found[f"optimizer.{index}.{name}.{key}"] = value

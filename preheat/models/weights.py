@@ -69,7 +69,7 @@ def _whole(modules: Iterable[nn.Module], drawn_too: bool = False) -> Iterator[No
     So every device draws what one device alone would draw. What is not drawn within keeps its value.
 
     Args:
-        drawn_too: also those that transformers is told to leave alone.
+        drawn_too: also those that transformers is told to leave alone, and with the values that they have: an adapter may begin from its base's.
     """
     import torch
     from torch.distributed.tensor import DTensor
@@ -83,13 +83,13 @@ def _whole(modules: Iterable[nn.Module], drawn_too: bool = False) -> Iterator[No
         if isinstance(p, DTensor) and p.is_floating_point() and (drawn_too or not getattr(p, "_is_hf_initialized", False))
     ]
     for module, name, p in spread:
-        marked = torch.full(p.shape, float("nan"), dtype=p.dtype, device=p.device)
-        module._parameters[name] = torch.nn.Parameter(marked, requires_grad=p.requires_grad)
+        value = p.full_tensor().clone() if drawn_too else torch.full(p.shape, float("nan"), dtype=p.dtype, device=p.device)
+        module._parameters[name] = torch.nn.Parameter(value, requires_grad=p.requires_grad)
     yield
     for module, name, p in spread:
         found: Any = module._parameters[name]
         module._parameters[name] = p
-        if not bool(found.detach().flatten()[0].isnan()):
+        if drawn_too or not bool(found.detach().flatten()[0].isnan()):
             p.to_local().copy_(share_of(found.detach(), p))
 
 
@@ -187,8 +187,8 @@ class WeightSource:
     def _draw(self, model: Any) -> None:
         """transformers' own initialisation, children first as there, in fp32 and then cast.
 
-        A module may draw its children's parameters anew, as GPT-2's blocks do with the projections back to the residual stream
-        (by name, so not where an adapter has moved them into a `base_layer`).
+        A module may draw its children's parameters anew, as GPT-2's blocks do with the projections back to the residual stream, which
+        an adapter has moved into a `base_layer` of the child.
         """
         import torch
 
@@ -197,18 +197,22 @@ class WeightSource:
             if self._is_fresh(name):  # transformers skips what is marked, and draws nothing for it
                 p._is_hf_initialized = True
 
+        def near(module: nn.Module) -> list[nn.Module]:
+            children = list(module.children())
+            return [module, *children, *(m for child in children for name, m in child.named_children() if name == "base_layer")]
+
         def visit(module: nn.Module) -> None:
             for child in module.children():
                 visit(child)
-            with _whole((module, *module.children())):
+            with _whole(near(module)):
                 draw(module)
             for p in module.parameters(recurse=False):
                 if owners[id(p)] > 1:  # a shared parameter is drawn once
                     p._is_hf_initialized = True  # type: ignore[attr-defined]
 
         def draw(module: nn.Module) -> None:
-            near = [p for m in (module, *module.children()) for p in m.parameters(recurse=False)]
-            kept = {id(p): (p, p.data) for p in near if p.dtype in (torch.bfloat16, torch.float16)}
+            own = [p for m in near(module) for p in m.parameters(recurse=False)]
+            kept = {id(p): (p, p.data) for p in own if p.dtype in (torch.bfloat16, torch.float16)}
             for p, low in kept.values():
                 p.data = low.float()
             packed = self._packed.get(id(module))

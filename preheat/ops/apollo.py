@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from preheat.ops.optimizers import Numbered, adamw_, adamw_state, keep_
+from preheat.ops.optimizers import Numbered, adamw_, adamw_state, keep_, locally
+from preheat.ops.sharded import local, share_of, whole
 
 __all__ = ["Apollo", "projected_rank"]
 
@@ -24,7 +25,8 @@ class Apollo(Numbered):
 
     The gradient's smaller side is projected to a few rows by a Gaussian matrix; AdamW runs on those; each column of the
     gradient itself is then scaled by the ratio of the norms of AdamW's update and of the projected gradient. The moments are corrected for
-    their bias as AdamW's are. Projections are not kept but drawn again in each step from (seed, step // every, parameter).
+    their bias as AdamW's are. Of matrices that are spread over devices every device has the whole (small) state and takes the whole
+    gradient, one after another. Projections are not kept but drawn again in each step from (seed, step // every, parameter).
 
     Args:
         rank: rows of the projection as a share of the smaller side. 0: APOLLO-Mini, one row, and one scale for the whole matrix.
@@ -59,7 +61,7 @@ class Apollo(Numbered):
     def _state(self, p: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
         if not group["apollo"]:
             return adamw_state(p, torch.float32)
-        rows = p.new_zeros(projected_rank(p.shape, group["rank"]), max(p.shape), dtype=torch.float32)
+        rows = torch.zeros(projected_rank(p.shape, group["rank"]), max(p.shape), dtype=torch.float32, device=p.device)
         return adamw_state(rows) | {"norm": torch.zeros((), device=p.device)}
 
     def projection(self, p: Tensor, group: dict[str, Any], number: int) -> Tensor:
@@ -70,8 +72,10 @@ class Apollo(Numbered):
 
     def _update(self, p: Tensor, grad: Tensor, state: dict[str, Tensor], group: dict[str, Any]) -> None:
         if not group["apollo"]:
-            adamw_(p, grad, state["exp_avg"], state["exp_avg_sq"], state["step"], group, self.found_inf)
+            here, grad, state = locally(p, grad, state)
+            adamw_(here, grad, state["exp_avg"], state["exp_avg_sq"], state["step"], group, self.found_inf)
             return
+        grad = whole(grad)
         wide = (grad if p.shape[0] <= p.shape[1] else grad.t()).float()
         projected = self.projection(p, group, self._number()) @ wide
         step = state["step"] + 1
@@ -86,7 +90,9 @@ class Apollo(Numbered):
         most = torch.where(state["norm"] > 0, _GROWTH * state["norm"], norm)
         shrink = (most / norm.clamp(min=1e-30)).clamp(max=1.0)
         update.mul_(shrink)
-        value = p.float() * (1 - group["lr"] * group["weight_decay"])
-        keep_(p, value.sub_(update if p.shape[0] <= p.shape[1] else update.t(), alpha=group["lr"]), self.found_inf)
+        here = local(p)
+        value = here.float() * (1 - group["lr"] * group["weight_decay"])
+        update = update if p.shape[0] <= p.shape[1] else update.t()
+        keep_(here, value.sub_(share_of(update, p), alpha=group["lr"]), self.found_inf)
         for key, new in {"step": step, "exp_avg": mean, "exp_avg_sq": square, "norm": norm * shrink}.items():
             keep_(state[key], new, self.found_inf)

@@ -7,8 +7,10 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard
 
 from preheat.ops.optimizers import StochasticAdamW, adamw_state, keep_
+from preheat.ops.sharded import local
 
 __all__ = ["LowBitAdamW", "code_book", "dequantize", "quantize"]
 
@@ -87,6 +89,12 @@ def dequantize(codes: Tensor, scales: Tensor, tables: _Tables, block: int) -> Te
     return values
 
 
+def _joined(share: Tensor, devices: int, like: DTensor) -> Tensor:
+    """This device's share of what the devices that share `like` out keep for it: a vector, cut as `like` is."""
+    shape = torch.Size([share.numel() * devices])
+    return DTensor.from_local(share, like.device_mesh, like.placements, run_check=False, shape=shape, stride=(1,))
+
+
 class LowBitAdamW(StochasticAdamW):
     """AdamW with moments in 8 or 4 bits, of parameters of at least `least` elements (an even number of them).
 
@@ -98,6 +106,9 @@ class LowBitAdamW(StochasticAdamW):
         block: elements that share a scale; `chunk` is a multiple of it.
         least: elements below which a parameter keeps fp32 moments: norms and biases are sensitive, and weigh nothing.
         settings: lr, betas, eps, weight_decay, seed, number, chunk.
+
+    Raises:
+        ValueError: a parameter that is spread over devices in shares that are no whole blocks: its moments would not be those of one device.
     """
 
     def __init__(
@@ -118,14 +129,31 @@ class LowBitAdamW(StochasticAdamW):
         count = p.numel()
         if count < self.least or count % 2:
             return adamw_state(p, torch.float32)
+        share = self._share(p)
         state = {"step": torch.zeros((), dtype=torch.float32, device=p.device)}
         for name, signed in (("exp_avg", True), ("exp_avg_sq", False)):
             zero = code_book(self.bits, signed=signed).index(0.0) if signed or self.bits == 8 else 0
             codes = torch.full(
-                (count * self.bits // 8,), zero * (1 if self.bits == 8 else 17), dtype=torch.uint8, device=p.device
+                (share * self.bits // 8,), zero * (1 if self.bits == 8 else 17), dtype=torch.uint8, device=p.device
             )
-            state |= {name: codes, f"{name}_scale": torch.zeros(-(-count // self.block), device=p.device)}
-        return state
+            state |= {name: codes, f"{name}_scale": torch.zeros(-(-share // self.block), device=p.device)}
+        if share == count or not isinstance(p, DTensor):
+            return state
+        return {key: t if key == "step" else _joined(t, count // share, p) for key, t in state.items()}
+
+    def _share(self, p: Tensor) -> int:
+        """Elements of a parameter on this device."""
+        share, count = local(p).numel(), p.numel()
+        if not isinstance(p, DTensor) or share == count:
+            return share
+        cut = [place for place in p.placements if not place.is_replicate()]
+        if all(type(place) is Shard and place.dim == 0 for place in cut) and len(cut) == 1 and share:
+            devices = -(-count // share)
+            if p.shape[0] % devices == 0 and share % self.block == 0:
+                return share
+        raise ValueError(
+            f"block_size: a parameter of {tuple(p.shape)} cannot be cut into shares of whole blocks of {self.block} elements; use a smaller block_size, or least: {count + 1}"
+        )
 
     def _slices(self, part: slice) -> tuple[slice, slice]:
         """Where the codes and the scales of some elements are."""

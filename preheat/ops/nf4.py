@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
+from preheat.ops.sharded import local, share_of, whole
+
 __all__ = [
     "LEVELS",
     "PackedConv1D",
@@ -168,7 +170,8 @@ class PackedMap(nn.Module):
     def weight(self) -> Tensor:
         if self.nf4_draft is not None:
             return self.nf4_draft
-        weight = dequantize(self._packed(), self.nf4_shape, torch.float32, self._tables())
+        packed = Packed(*(None if t is None else whole(t) for t in self._packed()))  # type: ignore[arg-type]
+        weight = dequantize(packed, self.nf4_shape, torch.float32, self._tables())
         if not torch.compiler.is_compiling():
             weight._is_hf_initialized = True  # type: ignore[attr-defined]  # transformers is not to draw new values for a copy
         return weight
@@ -191,7 +194,7 @@ class PackedMap(nn.Module):
         with torch.no_grad():
             for old, value in zip((*self._packed(), *self._tables()), (*new, *tables(self.nf4_codes.device)), strict=True):
                 if old is not None and value is not None:
-                    old.copy_(value)
+                    local(old).copy_(share_of(value, old))
 
     def forward(self, x: Tensor) -> Tensor:
         kind = x.device.type

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
 from preheat.ops.rounding import stochastic_round_
-from preheat.ops.sharded import square_sum
+from preheat.ops.sharded import first_element, local, share_of, spread_as, square_sum, whole
 
 __all__ = [
     "Adafactor",
@@ -25,6 +25,7 @@ __all__ = [
     "decay_groups",
     "fused_adamw",
     "keep_",
+    "locally",
     "orthogonalize",
     "prepare_state",
     "split_matrices",
@@ -116,8 +117,18 @@ def keep_(old: Tensor, new: Tensor, found_inf: Tensor | None) -> None:
     old.copy_(new if found_inf is None else torch.where(found_inf == 0, new, old.to(new.dtype)))
 
 
+def locally(p: Tensor, grad: Tensor, state: dict[str, Tensor]) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """A parameter, its gradient and its state, of each this device's share where they are spread over several."""
+    here = local(p)
+    assert here.is_contiguous(), "parameters are contiguous"
+    return here, local(grad), {key: local(value) for key, value in state.items()}
+
+
 class Guarded(torch.optim.Optimizer):
-    """An optimizer whose state is created with it and whose step does nothing where `found_inf` is 1, without reading that back."""
+    """An optimizer whose state is created with it and whose step does nothing where `found_inf` is 1, without reading that back.
+
+    Parameters may be spread over devices (DTensor): `_update` then works on this device's shares (`locally`), and asks for the `whole` of what it needs whole.
+    """
 
     found_inf: Tensor | None = None
 
@@ -171,9 +182,10 @@ class Numbered(Guarded):
         super().step(closure)
         self._taken += 1
 
-    def draws(self, p: Tensor, number: int) -> torch.Generator:
-        """The generator, set to where parameter `p` draws from in step `number`."""
-        return self._generator.manual_seed(((self.seed << 44) + (number << 20) + self._order[p]) % (1 << 63))
+    def draws(self, p: Tensor, number: int, part: int = 0) -> torch.Generator:
+        """The generator, set to where part `part` of parameter `p` draws from in step `number`."""
+        place = (self.seed << 44) + (number << 20) + self._order[p]
+        return self._generator.manual_seed((place + part * 0x9E3779B97F4A7C15) % (1 << 63))
 
 
 class StochasticAdamW(Numbered):
@@ -184,7 +196,8 @@ class StochasticAdamW(Numbered):
 
     Args:
         seed, number: see `Numbered`.
-        chunk: elements of a parameter that are updated at a time, so that fp32 scratch stays small.
+        chunk: elements of a parameter that are updated at a time, so that fp32 scratch stays small. Each has random bits of its own,
+            so that a device that holds a share of them rounds it as one device alone would.
     """
 
     def __init__(
@@ -212,19 +225,25 @@ class StochasticAdamW(Numbered):
         """Puts updated moments back, where they are not kept as they are."""
 
     def _update(self, p: Tensor, grad: Tensor, state: dict[str, Tensor], group: dict[str, Any]) -> None:
-        assert p.is_contiguous(), "parameters are contiguous"
-        weights, slopes, step = p.view(-1), grad.reshape(-1), state["step"]
+        first, count = first_element(p), p.numel()
+        here, grad, state = locally(p, grad, state)
+        weights, slopes, step = here.view(-1), grad.reshape(-1), state["step"]
         low = p.dtype != torch.float32
-        generator = self.draws(p, self._number()) if low else None
-        for start in range(0, p.numel(), self.chunk):
-            part = slice(start, min(start + self.chunk, p.numel()))
+        start, end = 0, here.numel()
+        while True:  # once at least: a device whose share is empty counts steps too
+            number, skip = divmod(first + start, self.chunk)
+            part = slice(start, min(start + self.chunk - skip, end))
             mean, square = self._moments(state, part)
             value = weights[part].float()
             step = state["step"].clone()  # torch counts it up in every call
             adamw_(value, slopes[part].float(), mean, square, step, group, self.found_inf)
             self._remember(state, part, mean, square)
-            if low:
-                stochastic_round_(weights[part], value, generator)
+            if low and end:
+                drawn = min(self.chunk, count - number * self.chunk)
+                stochastic_round_(weights[part], value, self.draws(p, self._number(), number), skip=skip, of=drawn)
+            start = part.stop
+            if start >= end:
+                break
         state["step"].copy_(step)
 
 
@@ -253,7 +272,7 @@ class Lion(Guarded):
         return {"exp_avg": torch.zeros_like(p, dtype=torch.float32, memory_format=torch.contiguous_format)}
 
     def _update(self, p: Tensor, grad: Tensor, state: dict[str, Tensor], group: dict[str, Any]) -> None:
-        assert p.is_contiguous(), "parameters are contiguous"
+        p, grad, state = locally(p, grad, state)
         (first, second), lr = group["betas"], group["lr"] * group["scale"]
         flat = (p.view(-1), grad.reshape(-1), state["exp_avg"].view(-1))
         for weight, slope, mean in zip(*(t.split(self.chunk) for t in flat), strict=True):
@@ -325,20 +344,27 @@ class Muon(Guarded):
         return {"momentum": torch.zeros_like(p)} if group["muon"] else adamw_state(p)
 
     def _update(self, p: Tensor, grad: Tensor, state: dict[str, Tensor], group: dict[str, Any]) -> None:
+        like, side = p, max(p.shape)
+        p, grad, state = locally(p, grad, state)
         if not group["muon"]:
             adamw_(p, grad, state["exp_avg"], state["exp_avg_sq"], state["step"], group, self.found_inf)
             return
         decayed = p * (1 - group["lr"] * group["weight_decay"])
         momentum = state["momentum"] * group["momentum"] + grad
-        update = orthogonalize(torch.add(grad, momentum, alpha=group["momentum"]), group["steps"])
-        keep_(p, decayed.add_(update, alpha=-group["lr"] * 0.2 * max(p.shape) ** 0.5), self.found_inf)
+        update = torch.add(grad, momentum, alpha=group["momentum"])
+        if isinstance(like, DTensor):  # whole on every device, in the precision that is computed in
+            update = share_of(orthogonalize(whole(spread_as(update.bfloat16(), like)), group["steps"]), like)
+        else:
+            update = orthogonalize(update, group["steps"])
+        keep_(p, decayed.add_(update, alpha=-group["lr"] * 0.2 * side**0.5), self.found_inf)
         keep_(state["momentum"], momentum, self.found_inf)
 
 
 class Adafactor(Guarded):
     """Adafactor: second moments of a matrix as one row and one column, no first moment (Shazeer and Stern 2018, arXiv:1804.04235, algorithm 4).
 
-    With a learning rate from outside: updates are clipped to a root mean square of `clip` and scaled by the rate.
+    With a learning rate from outside: updates are clipped to a root mean square of `clip` and scaled by the rate. Of parameters
+    that are spread over devices every device has the whole (small) state and takes the whole gradient, matrix by matrix.
     """
 
     def __init__(self, groups: Any, *, lr: float, weight_decay: float = 0.0, decay: float = 0.8, clip: float = 1.0):
@@ -346,16 +372,14 @@ class Adafactor(Guarded):
 
     def _state(self, p: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
         step = torch.zeros((), device=p.device)
-        if p.ndim < 2:
-            return {"step": step, "square": torch.zeros_like(p, dtype=torch.float32)}
-        row, column = p.new_zeros(p.shape[:-1], dtype=torch.float32), p.new_zeros(p.shape[-1:], dtype=torch.float32)
-        return {"step": step, "row": row, "column": column}
+        shapes = {"square": p.shape} if p.ndim < 2 else {"row": p.shape[:-1], "column": p.shape[-1:]}
+        return {"step": step} | {k: torch.zeros(s, dtype=torch.float32, device=p.device) for k, s in shapes.items()}
 
     def _update(self, p: Tensor, grad: Tensor, state: dict[str, Tensor], group: dict[str, Any]) -> None:
         assert p.ndim <= 2, "weights are matrices and vectors"
         step = state["step"] + 1
         weight = step ** -group["decay"]  # 1 - beta2 of this step
-        update = grad.float()
+        update = whole(grad).float()
         squares = update.square().add_(1e-30)
         new = {"step": step}
         if p.ndim < 2:
@@ -366,7 +390,8 @@ class Adafactor(Guarded):
             new["column"] = torch.lerp(state["column"], squares.mean(dim=0), weight)
             update = update * (new["row"] / new["row"].mean()).rsqrt_().unsqueeze(1) * new["column"].rsqrt()
         update /= (update.norm() / update.numel() ** 0.5 / group["clip"]).clamp_(min=1.0)
-        value = p * (1 - group["lr"] * group["weight_decay"])
-        keep_(p, value.float().sub_(update, alpha=group["lr"]), self.found_inf)
+        here = local(p)
+        value = here * (1 - group["lr"] * group["weight_decay"])
+        keep_(here, value.float().sub_(share_of(update, p), alpha=group["lr"]), self.found_inf)
         for key, tensor in new.items():
             keep_(state[key], tensor, self.found_inf)

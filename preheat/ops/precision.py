@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from preheat.ops.optimizers import Guarded, adamw_, adamw_state
+from preheat.ops.optimizers import Guarded, adamw_, adamw_state, locally
 
 __all__ = ["LossScale", "MasterAdamW", "compute_in_fp32"]
 
@@ -142,7 +142,7 @@ class MasterAdamW(Guarded):
         return state if p.dtype == torch.float32 else state | {"master": p.detach().float()}
 
     def _update(self, p: Tensor, grad: Tensor, state: dict[str, Tensor], group: dict[str, Any]) -> None:
-        assert p.is_contiguous(), "parameters are contiguous"
+        p, grad, state = locally(p, grad, state)
         value = state.get("master", p)
         flat = (value.view(-1), grad.reshape(-1), state["exp_avg"].view(-1), state["exp_avg_sq"].view(-1))
         step = state["step"]

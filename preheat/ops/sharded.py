@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, distribute_tensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.utils._python_dispatch import _disable_current_modes
 
-__all__ = ["local", "share_of", "square_sum", "whole"]
+__all__ = ["first_element", "local", "share_of", "spread_as", "square_sum", "whole"]
 
 
 def local(t: Tensor) -> Tensor:
@@ -18,14 +20,30 @@ def local(t: Tensor) -> Tensor:
     return t.to_local() if isinstance(t, DTensor) else t
 
 
+def share_of(value: Tensor, like: Tensor) -> Tensor:
+    """What this device would hold of a whole tensor that every device has, were it spread as `like` is. Nothing is sent."""
+    if not isinstance(like, DTensor):
+        return value
+    return distribute_tensor(value, like.device_mesh, like.placements, src_data_rank=None).to_local()
+
+
+def spread_as(share: Tensor, like: DTensor) -> DTensor:
+    """This device's share as part of a tensor that is spread as `like` is."""
+    return DTensor.from_local(share, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride())
+
+
 def whole(t: Tensor) -> Tensor:
     """All of a tensor that is spread over several devices, gathered; each device must use it alike. Differentiable; another tensor as it is."""
     return t.full_tensor() if isinstance(t, DTensor) else t
 
 
-def share_of(whole: Tensor, like: DTensor) -> Tensor:
-    """What this device would hold of a whole tensor that every device has, were it spread as `like` is. Nothing is sent."""
-    return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None).to_local()
+def first_element(t: Tensor) -> int:
+    """Where this device's share begins in the whole tensor, both laid out flat."""
+    if not isinstance(t, DTensor):
+        return 0
+    with _disable_current_modes():  # the mesh's own numbers are no fake tensors
+        _, start = compute_local_shape_and_global_offset(t.shape, t.device_mesh, t.placements)
+    return sum(offset * stride for offset, stride in zip(start, t.stride(), strict=True))
 
 
 def square_sum(tensors: Iterable[Tensor], squares: Any) -> Tensor:

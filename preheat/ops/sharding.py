@@ -46,7 +46,7 @@ def shard_fully(
         layers: modules inside it, in the order in which they run.
         mesh: torch's mesh of one dimension; of two for hybrid sharding: (replicate, shard).
         reshard: let go of a layer's weights after its forward pass, and gather them again for its backward pass.
-        gather: dtype in which weights travel and are used; None: their own. Gradients then travel in fp32.
+        gather: dtype in which weights travel and are used; None: their own. Gradients travel in fp32.
         offload: keep the shares on the host, and copy them to the device where they are used.
 
     Returns:
@@ -58,7 +58,7 @@ def shard_fully(
     settings: dict[str, Any] = {
         "mesh": mesh,
         "reshard_after_forward": reshard,
-        "mp_policy": MixedPrecisionPolicy(param_dtype=gather, reduce_dtype=torch.float32 if gather else None),
+        "mp_policy": MixedPrecisionPolicy(param_dtype=gather, reduce_dtype=torch.float32),
         "offload_policy": CPUOffloadPolicy() if offload else OffloadPolicy(),
     }
     listed = list(layers)
@@ -80,9 +80,10 @@ def replicate_all(module: nn.Module, layers: Iterable[nn.Module], mesh: Any) -> 
         The number of buckets.
     """
     listed = list(layers)
+    policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
     for layer in listed:
-        replicate(layer, mesh=mesh)
-    replicate(module, mesh=mesh)
+        replicate(layer, mesh=mesh, mp_policy=policy)
+    replicate(module, mesh=mesh, mp_policy=policy)
     _summed(module)
     return len(listed) + 1
 

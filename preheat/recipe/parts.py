@@ -239,6 +239,10 @@ class Parallel:
 
     devices: Count | None = None
     """Processes, one a device; a run started with another number is refused, a plan takes it. As many as were started when not stated."""
+    engine: Literal["native", "deepspeed"] = "native"
+    """native: PyTorch's own, as techniques say; deepspeed: DeepSpeed's ZeRO in place of data_parallel, fsdp and zero1 (needs `pip install preheat[deepspeed]`)."""
+    zero: Literal[1, 2, 3] = 1
+    """Of engine deepspeed: share out optimizer states (1), gradients too (2), weights too (3)."""
     timeout: Positive = 600.0
     """Seconds that one process waits for the others before it says where each stands and ends."""
 

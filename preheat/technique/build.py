@@ -38,6 +38,8 @@ class Build:
     weights: Any = None
     """models.weights.WeightSource: where the values of the parameters come from."""
     optimizer: Any = None
+    around_optimizer: list[Callable[[Callable[..., Any]], Callable[..., Any]]] = field(default_factory=list)
+    """Each takes what makes the optimizer and gives what makes it otherwise: over shares of the parameters, for one."""
     schedule: Any = None
     state: dict[str, Stateful] = field(default_factory=dict)
     """Whatever must be in a checkpoint besides weights and optimizer."""
@@ -60,6 +62,8 @@ class Build:
     changes: dict[str, list[Change]] = field(default_factory=dict)
     scores: Callable[[Mapping[str, Tensor], float], dict[str, float]] = lambda metrics, weight: {}
     """The objective's metrics, as sums, and their weight -> what is written down of them."""
+    read: Callable[[Tensor], Tensor] = lambda p: p.detach()
+    """A parameter's value, to be saved: gathered where an engine has taken it apart in a way of its own."""
     counters: dict[str, Callable[[], int]] = field(default_factory=dict)
     """What techniques count on the host while steps run (recompilations), by name: a key of each step's metrics."""
     step: int = 0

@@ -169,3 +169,14 @@ class Mesh:
         if self.size(*(axes or Axis)) > 1:
             dist.all_reduce(value, group=self.group(*axes) if axes else None)
         return value
+
+    def most(self, value: int, device: Any) -> int:
+        """The largest of what all devices say; read back from the device, so not for every step."""
+        import torch
+        import torch.distributed as dist
+
+        if self.world == 1:
+            return value
+        found = torch.tensor(value, dtype=torch.int64, device=device)
+        dist.all_reduce(found, op=dist.ReduceOp.MAX)
+        return int(found)

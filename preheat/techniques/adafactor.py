@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from preheat.recipe import Positive
-from preheat.technique import Build, Change, Slot, Stage, Technique
+from preheat.technique import Build, Change, Slot, Stage, Tag, Technique
 
 if TYPE_CHECKING:
     import torch
@@ -39,6 +39,7 @@ class Adafactor(Technique):
     stage: ClassVar[Stage] = Stage.OPTIMIZER
     numerics: ClassVar[Any] = "exact"  # of the gradients; the weights go another way
     owns: ClassVar[frozenset[Slot]] = frozenset({Slot.OPTIMIZER})
+    provides: ClassVar[frozenset[Tag]] = frozenset({Tag("whole-states")})
 
     decay: Positive = 0.8
     """Step t forgets the second moments by t ** -decay."""

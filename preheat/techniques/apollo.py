@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from preheat.recipe import Bound, Positive, Share
-from preheat.technique import Build, Change, Context, Slot, Stage, Technique
+from preheat.technique import Build, Change, Context, Slot, Stage, Tag, Technique
 
 if TYPE_CHECKING:
     import torch
@@ -50,6 +50,7 @@ class Apollo(Technique):
     stage: ClassVar[Stage] = Stage.OPTIMIZER
     numerics: ClassVar[Any] = "exact"  # of the gradients; the weights go another way
     owns: ClassVar[frozenset[Slot]] = frozenset({Slot.OPTIMIZER})
+    provides: ClassVar[frozenset[Tag]] = frozenset({Tag("whole-states")})
 
     rank: Share = 0.25
     """Rows of the projection, as a share of a matrix's smaller side; 0: APOLLO-Mini, one row and one scale for a whole matrix."""

@@ -13,12 +13,13 @@ Source: normalised sums, Ott et al. 2018 (arXiv:1806.00187), section 3; batch si
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, ClassVar, Literal
 
 from preheat.recipe import Bound, Count
-from preheat.technique import Batch, Build, Change, Context, MaskSpec, Slot, Stage, Tag, Technique
+from preheat.technique import DATA, Batch, Build, Change, Context, MaskSpec, Slot, Stage, Tag, Technique
 
 __all__ = ["DynamicBatch", "MicroBatch", "foreseen", "regrouped", "sizes"]
 
@@ -161,9 +162,13 @@ class DynamicBatch(Technique):
     def check(self, context: Context) -> list[str]:
         from preheat.hardware.probe import can_begin_peak
 
-        rows, why = context.recipe.batch.size, []
+        devices = math.prod(context.sizes[axis] for axis in DATA)
+        rows, why = context.recipe.batch.size // devices, []
         if self.start != "auto" and self.start > rows:
-            why.append(f"start: {self.start} rows are more than batch.size {rows}; use at most {rows}, or auto")
+            shared = f" over {devices} devices" if devices > 1 else ""
+            why.append(
+                f"start: {self.start} rows are more than batch.size {rows * devices}{shared}; use at most {rows}, or auto"
+            )
         if not can_begin_peak(context.device.kind):
             why.append("target: this system does not let the memory of one step be measured; use gradient_accumulation")
         return why
@@ -171,14 +176,14 @@ class DynamicBatch(Technique):
     def settle(self, context: Context, share: Callable[[Technique], float]) -> Technique:
         if self.start != "auto":
             return self
-        every = sizes(context.recipe.batch.size)
+        every = sizes(context.recipe.batch.size // math.prod(context.sizes[axis] for axis in DATA))
         fits = (size for size in every if share(replace(self, start=size)) <= self.target)
         return replace(self, start=next(fits, every[-1]))
 
     def apply(self, build: Build, part: Any) -> Change:
         from preheat.hardware.probe import begin_peak, give_back, peak_bytes, resident_bytes
 
-        rows, kind = build.recipe.batch.size, build.device.kind
+        rows, kind = build.recipe.batch.size // build.mesh.size(*DATA), build.device.kind
         first = rows if self.start == "auto" else int(self.start)
         build.accumulation = -(-rows // first)
         state = MicroBatch(
@@ -200,12 +205,14 @@ class DynamicBatch(Technique):
             looking = build.step > 0 and build.step % self.every == 0 and length == full
             if looking:
                 begin_peak(kind)
-            return plain(build, regrouped(batches, max(1, state.rows * full // length)), global_weight)
+            return plain(build, list(regrouped(batches, max(1, state.rows * full // length))), global_weight)
 
         def after_update(build: Build) -> None:
             if not looking:
                 return
-            peak, before = peak_bytes(kind, since_begun=True), state.rows
+            # Of several devices that which needs most decides for all, as they must take equally many micro-batches.
+            peak, before = build.mesh.most(peak_bytes(kind, since_begun=True), build.torch_device), state.rows
+            state.floor = build.mesh.most(state.floor, build.torch_device)
             why = state.decide(peak)
             if why:
                 give_back(kind)

@@ -16,6 +16,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from preheat.errors import RecipeError
 from preheat.recipe import Whole
 from preheat.technique import Build, Change, Context, Slot, Stage, Technique
 
@@ -60,7 +61,10 @@ class LowBitAdamW(Technique):
 
         def make(groups: Any, **settings: Any) -> Any:
             more: dict[str, Any] = {"seed": build.recipe.seed, "number": lambda: build.step, "chunk": chunk}
-            return low_bit_adamw(groups, bits=self.bits, block=self.block_size, least=self.least, **more, **settings)
+            try:
+                return low_bit_adamw(groups, bits=self.bits, block=self.block_size, least=self.least, **more, **settings)
+            except ValueError as error:
+                raise RecipeError(f"techniques.low_bit_adamw.{error}") from None
 
         build.own(Slot.OPTIMIZER, make, self.name())
         count = sum(p.requires_grad for p in part.parameters())

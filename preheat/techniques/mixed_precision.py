@@ -220,6 +220,10 @@ class MixedPrecision(Technique):
                 why.append(f"keep_fp32: {pattern!r} is no regular expression ({error})")
         if self.keep_fp32 and self.mode == "fp32":
             why.append("keep_fp32: with mode: fp32 everything is; leave it out")
+        if self.keep_fp32 and self.owned() and Tag("summed-gradients") in context.tags:
+            why.append(
+                f"keep_fp32: with mode: {self.mode} on several devices a layer's weights travel together and need one precision; use mode: {self.mode[:4]}, or leave keep_fp32 out"
+            )
         if self.mode.endswith("_master") and Tag("frozen-base") in context.tags:
             half = self.mode.removesuffix("_master")
             other = "bf16_weights, which keeps the frozen ones in bf16" if half == "bf16" else half

@@ -54,6 +54,8 @@ class OptimizerOffload(Technique):
         return self.provides if self.weights == "bf16" else frozenset()
 
     def check(self, context: Context) -> list[str]:
+        if context.device.kind == "cuda" and Tag("summed-gradients") in context.tags:
+            return ["is for one device; of several each keeps its share on the host with fsdp: {offload: true}"]
         if context.device.kind == "cuda" or (self.on_cpu == "stay" and self.weights == "fp32"):
             return []
         if self.on_cpu == "stay":

@@ -62,10 +62,13 @@ FAMILY: dict[str, str] = {"grouped_queries": "llama", "rms_norm": "gpt2", "rope_
 CANNOT_RUN_HERE: dict[str, str] = {
     "activation_offload": "needs a CUDA device",
     "context_parallel": "context 2 does not multiply to 1 device",
+    "data_parallel": "there is one",
     "fp8": "a CPU has no fp8 products",
+    "fsdp": "there is one",
     "liger": "need a CUDA device",
     "optimizer_offload": "needs a CUDA device",
     "tensor_parallel": "shares out matrices among devices, and there is one",
+    "zero1": "there is one",
 }
 
 # What a technique asks of the rest of the recipe.
@@ -82,4 +85,4 @@ NOT_OBSERVED: dict[str, str] = {
 FIRST = {"activation_checkpointing", "chunked_loss", "efficient_attention", "gradient_accumulation", "lora", "mixed_precision"}
 
 # What brings a tag that some technique needs: a technique that is tried alone is tried with this.
-BRINGS = {"bf16-compute": "mixed_precision", "frozen-base": "lora"}
+BRINGS = {"bf16-compute": "mixed_precision", "frozen-base": "lora", "replicated-weights": "data_parallel"}

@@ -1,0 +1,65 @@
+"""ZeRO-1: the optimizer's states shared out among data-parallel devices.
+
+What: goes with `data_parallel`. Each device keeps the states of its rows of every parameter, updates those rows, and the new weights
+are gathered. Whatever optimizer the recipe has works on its share: AdamW and its kind as they are, Muon on the whole matrix.
+Parameters are cut by rows (torch's DTensor), where torch's ZeroRedundancyOptimizer gives each to one owner: an embedding that is more than half of a
+small model would then be more than half of one device's states, and a checkpoint could not be read by another number of devices.
+Helps: AdamW's 8 bytes a parameter become 8 / n on n devices, with the gradients' buckets as they are. Hurts: the new weights travel
+once a step, besides the gradients (half as much again as data parallel sends). `fsdp` shares out gradients and weights too.
+Source: Rajbhandari et al. 2020, "ZeRO" (arXiv:1910.02054), stage 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from preheat.technique import Axis, Build, Change, Stage, Tag, Technique
+
+if TYPE_CHECKING:
+    from preheat.ops.zero1 import SharedOut
+
+__all__ = ["Zero1", "share_out_optimizer"]
+
+
+def share_out_optimizer(make: Callable[..., Any], groups: Iterable[dict[str, Any]], mesh: Any, **settings: Any) -> SharedOut:
+    """An optimizer over this device's shares of parameters that all devices have whole (`preheat.ops.zero1`).
+
+    Gradients must be whole and the same on every device when `step` is called, as DistributedDataParallel and `data_parallel` leave them.
+
+    Args:
+        make: makes the optimizer: `make(groups, **settings)`. One of torch's, or any of preheat's.
+        groups: of parameters.
+        mesh: torch's mesh of one dimension.
+
+    Example:
+        >>> mesh = init_device_mesh("cuda", (8,))  # doctest: +SKIP
+        >>> optimizer = share_out_optimizer(torch.optim.AdamW, [{"params": model.parameters()}], mesh, fused=True)  # doctest: +SKIP
+    """
+    from preheat.ops.zero1 import share_out
+
+    return share_out(make, groups, mesh, **settings)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Zero1(Technique):
+    stage: ClassVar[Stage] = Stage.OPTIMIZER
+    numerics: ClassVar[Any] = "exact"
+    needs: ClassVar[frozenset[Tag]] = frozenset({Tag("replicated-weights")})
+    # Updates in backward know no shares; states that every device needs whole are not shared out.
+    conflicts: ClassVar[frozenset[Tag]] = frozenset({Tag("frees-gradients"), Tag("whole-states")})
+
+    def apply(self, build: Build, part: Any) -> Change:
+        across = [axis for axis in (Axis.REPLICATE, Axis.CONTEXT) if build.mesh.size(axis) > 1]
+        mesh = build.mesh.sub(*across)
+
+        def shared(make: Callable[..., Any]) -> Callable[..., Any]:
+            def made(groups: Any, **settings: Any) -> Any:
+                return share_out_optimizer(make, groups, mesh, modules=build.trained, **settings)
+
+            return made
+
+        build.around_optimizer.append(shared)
+        count = sum(p.requires_grad for p in part.parameters())
+        return Change(f"optimizer states of {count} parameters, a {build.mesh.size(*across)}th of each on a device", count)

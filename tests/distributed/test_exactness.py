@@ -1,0 +1,191 @@
+"""Losses, gradient norms and every final parameter of several processes against one: a selection, and on demand the whole matrix.
+
+PREHEAT_SCALE=all (`make test-scale`) tries every technique of the registry under each way of sharing out, on all families.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from preheat.errors import RecipeError
+from preheat.technique import registry
+
+from ..conftest import DEVICE
+from ..contract.settings import BRINGS, CANNOT_RUN_HERE, FAMILY, FURTHER, RECIPE
+from .exactness import Case, run, verdict
+
+SCALES = ("fsdp: {}", "data_parallel: {}", "data_parallel: {}, zero1: {}")
+SCALING = {name for scale in SCALES for name in (part.split(":")[0] for part in scale.split(", "))}
+
+# GPT-2 has biases of keys, whose gradient is zero but for rounding, which AdamW makes as large as any other.
+GPT2 = {"weights": 5e-4}
+# A value that lies at the edge of two half numbers falls to the other side for a difference in the last bit of fp32.
+HALF = {"loss": 2e-3, "norm": 2e-2, "weights": 0.1}
+
+# What is refused: a part of the scale's and of the technique's settings, and words of the reason.
+REFUSED: list[tuple[str, str, str]] = [
+    ("zero1: {}", "adafactor: {}", "whole-states"),
+    ("zero1: {}", "apollo: {", "whole-states"),
+    ("zero1: {}", "optimizer_in_backward: {}", "frees-gradients"),
+    ("{}", "mode: 'bf16_weights', keep_fp32", "need one precision"),
+    *(
+        (scale, f"{{{bits}least: 0}}", "whole blocks")
+        for scale in ("fsdp", "zero1")
+        for bits in ("", "bits: 4, block_size: 64, ")
+    ),
+]
+
+
+def flow(settings: dict[str, Any]) -> str:
+    """Settings in YAML's flow style."""
+    words = {True: "true", False: "false"}
+    return "{" + ", ".join(f"{k}: {words.get(v, v) if isinstance(v, bool) else repr(v)}" for k, v in settings.items()) + "}"
+
+
+def of(scale: str, name: str, settings: dict[str, Any]) -> Case:
+    """One technique with what it needs, under one way of sharing out."""
+    cls = registry()[name]
+    t = cls(**settings)
+    parts = [f"{name}: {flow(settings)}", *(f"{BRINGS[tag]}: {{}}" for tag in sorted(cls.needs - t.provided()))]
+    family = FAMILY.get(name, "llama")
+    bounds: dict[str, float] = GPT2 if family == "gpt2" else {}
+    if "mixed_precision" in parts[-1] or cls.numerics == "rounding":
+        bounds = HALF
+    together = name == "optimizer_in_backward"
+    return Case(family, scale, ", ".join(parts), " ".join(RECIPE.get(name, [])), together, **bounds)
+
+
+def everything() -> list[Case]:
+    """The whole matrix for two processes."""
+    names = sorted(registry().keys() - CANNOT_RUN_HERE.keys() - SCALING)
+    settings: list[tuple[str, dict[str, Any]]] = [*((name, {}) for name in names), *FURTHER]
+    cases = [of(scale, name, how) for scale in SCALES for name, how in settings]
+    for scale in (*SCALES, "fsdp: {reshard: false}", "fsdp: {reduce: last}", "fsdp: {reshard: false, reduce: last}"):
+        for family in ("llama", "qwen3", "gpt2"):
+            bounds: dict[str, float] = GPT2 if family == "gpt2" else {}
+            cases += [
+                Case(family, scale, rest, **bounds)
+                for rest in (
+                    "",
+                    "gradient_accumulation: {steps: 2}",
+                    "gradient_accumulation: {steps: 2}, chunked_loss: {rows: 7}, activation_checkpointing: {}",
+                    "lora: {rank: 4}",
+                    "nf4: {}, lora: {rank: 4}, gradient_accumulation: {steps: 4}",
+                )
+            ]
+            # Newton-Schulz in bf16 makes directions that are hardly there, and all but noise, as long as the others.
+            cases.append(Case(family, scale, "muon: {}, efficient_attention: {}", weights=5e-2))
+    return cases
+
+
+QUICK = [
+    Case("llama", "fsdp: {}", "gradient_accumulation: {steps: 2}"),
+    Case("qwen3", "fsdp: {reshard: false, reduce: last}", "gradient_accumulation: {steps: 2}"),
+    Case("gpt2", "fsdp: {}", "chunked_loss: {rows: 7}, activation_checkpointing: {}", **GPT2),
+    Case("llama", "fsdp: {gather: bf16}", instead="mixed_precision: {mode: bf16_master}", **HALF),
+    Case("llama", "data_parallel: {}", "gradient_accumulation: {steps: 2}, efficient_attention: {}"),
+    Case("qwen3", "data_parallel: {}, zero1: {}", "gradient_accumulation: {steps: 2}"),
+    Case("gpt2", "data_parallel: {}, zero1: {}", **GPT2),
+    Case("llama", "fsdp: {}", "nf4: {}, lora: {rank: 4}, gradient_accumulation: {steps: 2}"),
+    Case("llama", "data_parallel: {}", "nf4: {}, lora: {rank: 4, variant: dora}"),
+    Case("gpt2", "fsdp: {}", "lora: {rank: 4}"),  # whose blocks draw weights of theirs through an adapter
+    Case("llama", "fsdp: {}", "lora: {rank: 4, variant: pissa}"),
+    Case("llama", "fsdp: {}", "mixed_precision: {mode: bf16_weights}"),  # rounded at random as one process would
+    Case("llama", "fsdp: {}", "mixed_precision: {mode: bf16_master}"),
+    Case("llama", "fsdp: {}", "mixed_precision: {mode: fp16_master}", **HALF),
+    Case("llama", "data_parallel: {}, zero1: {}", "muon: {}"),
+    Case("qwen3", "fsdp: {}", "muon: {}"),
+    Case("llama", "fsdp: {}", "lion: {}"),
+    Case("llama", "fsdp: {}", "adafactor: {}"),
+    Case("llama", "fsdp: {}", "apollo: {}"),
+    Case("llama", "fsdp: {}", "low_bit_adamw: {least: 512, block_size: 64}"),
+    Case("llama", "data_parallel: {}, zero1: {}", "low_bit_adamw: {least: 512, block_size: 64}"),
+    Case("llama", "fsdp: {}", "optimizer_in_backward: {}", "optimizer.clip=0", together=True),
+    Case("llama", "fsdp: {}", "dynamic_batch: {start: 2, every: 2}"),
+    Case("llama", "fsdp: {}", "preference: {}"),
+]
+FOUR = [
+    Case("llama", "fsdp: {replicate: 2}", "gradient_accumulation: {steps: 2}"),
+    Case("qwen3", "data_parallel: {}, zero1: {}"),
+    Case("llama", "fsdp: {replicate: 2}", "nf4: {}, lora: {rank: 4}", norm=5e-4),
+]
+# DeepSpeed keeps groups of its first start, so one start of processes serves all of these.
+DEEPSPEED = [
+    *(Case("llama", f"parallel.engine=deepspeed parallel.zero={z}", "gradient_accumulation: {steps: 2}") for z in (1, 2, 3)),
+    *(Case("gpt2", f"parallel.engine=deepspeed parallel.zero={z}", "chunked_loss: {rows: 7}", **GPT2) for z in (1, 2, 3)),
+    *(Case("qwen3", f"parallel.engine=deepspeed parallel.zero={z}", "nf4: {}, lora: {rank: 4}") for z in (1, 2, 3)),
+]
+
+
+def check(cases: list[Case], world: int, folder: Path, timeout: float = 600) -> list[list[dict[str, Any]]]:
+    found = run(cases, world, folder, timeout)
+    wrong = {case.name: words for case, of in zip(cases, found, strict=True) if (words := verdict(case, of))}
+    assert not wrong, "\n".join(f"{name}: {words}" for name, words in wrong.items())
+    return found
+
+
+def test_two_processes_are_one(tmp_path: Path) -> None:
+    found = check(QUICK, 2, tmp_path)
+    for case, (one, *many) in zip(QUICK, found, strict=True):
+        if case.instead is None and ("muon" in case.rest or not case.rest):  # what each process keeps of the optimizer's states
+            for made in many:
+                assert made["states"] == pytest.approx(one["states"] / 2, rel=0.05), case.name
+
+
+def test_four_processes_are_one(tmp_path: Path) -> None:
+    found = check(FOUR, 4, tmp_path)
+    assert [made["states"] / found[1][0]["states"] for made in found[1][1:]] == pytest.approx([0.25] * 4, rel=0.05)
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed: pip install 'preheat[deepspeed]'"
+)
+def test_deepspeed_is_the_native_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    check(DEEPSPEED, 2, tmp_path)
+
+
+@pytest.mark.skipif(os.environ.get("PREHEAT_SCALE") != "all", reason="the whole matrix takes minutes: make test-scale")
+def test_the_whole_matrix(tmp_path: Path) -> None:
+    cases = everything()
+    found = run(cases, 2, tmp_path, timeout=3000)
+    wrong = []
+    for case, of in zip(cases, found, strict=True):
+        words = verdict(case, of)
+        refused = [why for scale, how, why in REFUSED if scale in case.scale and how in case.rest]
+        if bool(words) != bool(refused) or any(why not in words for why in refused):
+            wrong.append(f"{case.name}: {words or 'was not refused'}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_what_does_not_go_together_is_refused() -> None:
+    from preheat.engine.build import context_of, techniques_of
+    from preheat.models.adapter import configure
+    from preheat.technique import conflicts_of
+
+    from ..conftest import tiny
+
+    def words(techniques: str, more: str = "") -> str:
+        recipe = tiny(techniques, rows=8, more=f"parallel: {{devices: 2{more}}}")
+        context = context_of(recipe, configure(recipe, 96), DEVICE)
+        return "; ".join(f"{name}: {why}" for name, why in conflicts_of(techniques_of(recipe), context))
+
+    for name, why in (("adafactor", "whole-states"), ("apollo", "whole-states"), ("optimizer_in_backward", "frees-gradients")):
+        assert why in words(f"{{data_parallel: {{}}, zero1: {{}}, {name}: {{}}}}")
+    for scale in ("fsdp", "data_parallel"):
+        assert "need one precision" in words(f"{{{scale}: {{}}, mixed_precision: {{mode: bf16_master, keep_fp32: norm}}}}")
+    assert "replicated-weights" in words("{fsdp: {}, zero1: {}}")
+    engine = ", engine: deepspeed"
+    assert "muon: owns the slot 'optimizer', which deepspeed owns already" in words("{muon: {}}", engine)
+    with pytest.raises(RecipeError, match="deepspeed and fsdp both take the devices that are left"):
+        words("{fsdp: {}}", engine)
+    assert "loss-scaling" in words("{mixed_precision: {mode: fp16}}", engine)
+    assert "checkpoint.every" in words("{}", engine + "}\ncheckpoint: {every: 5")
+    assert "dynamic_batch: start: 5 rows are more than batch.size 8 over 2 devices; use at most 4" in words(
+        "{fsdp: {}, dynamic_batch: {start: 5}}"
+    )
