@@ -86,12 +86,14 @@ def replicate_all(module: nn.Module, layers: Iterable[nn.Module], mesh: Any) -> 
 
 
 def forward_through(plain: Callable[[Any, Any], Any], part: Any) -> Callable[[Any, Any], Any]:
-    """A function of (module, batch) that counts as one call of `part`, for which its weights are gathered, whichever of its modules it uses."""
+    """A function of (module, batch) that counts as one call of `part`, for which its weights are gathered, whichever of its modules it uses.
+
+    Another module than `part` is left to `plain`, which may be such a function of that module.
+    """
     part.preheat_forward = types.MethodType(lambda self, batch: plain(self, batch), part)
     register_fsdp_forward_method(part, "preheat_forward")
 
     def forward(module: Any, batch: Any) -> Any:
-        assert module is part
-        return module.preheat_forward(batch)
+        return module.preheat_forward(batch) if module is part else plain(module, batch)
 
     return forward
