@@ -49,7 +49,8 @@ def _forward(build: Build, part: Any, batch: Batch) -> tuple[Tensor, dict[str, T
         for context in build.around_forward:
             stack.enter_context(context())
         if adapter.head(part) is None:  # a stage of a pipeline that is not the last
-            return build.slot(Slot.HIDDEN)(part, batch), {}
+            hidden = build.slot(Slot.HIDDEN)(part, batch)
+            return hidden.clone() if hidden._is_view() else hidden, {}  # torch's pipelines and sharding work on it in place
 
         # An objective that takes several passes states the loss of each, and the model whose head it is over.
         def over_logits(hidden: Tensor, *aligned: Tensor, row_loss: RowLoss | None = None, of: Any = part) -> Tensor:

@@ -80,11 +80,11 @@ def alike(batches: Sequence[Batch], count: int) -> list[Batch]:
     return found + [empty] * (count - len(found))
 
 
-def add_copies(grads: Sequence[Tensor], mine: int, other: int, group: Any) -> None:
+def add_copies(grads: Sequence[Tensor], other: int, group: Any) -> None:
     """Adds the gradients that another device has of the same parameters, in place; both then have the same sums.
 
     Args:
-        mine: this device's place in the group; `other` that of the one with the copies, which calls this too.
+        other: the place in the group of the device with the copies, which calls this too.
     """
     theirs = [torch.empty_like(grad) for grad in grads]
     ops = [dist.P2POp(dist.isend, grad, group=group, group_peer=other) for grad in grads]
@@ -197,7 +197,7 @@ class Pipeline:
             assert made.dtype == self.dtype, f"stage {number} gives {made.dtype} where {self.dtype} was stated"
             return made
         self._total = made.detach() if self._total is None else self._total + made.detach()
-        return (made / self._weight)[None]
+        return torch.stack([made / self._weight])
 
     def step(self, batches: Sequence[Batch], weight: float | Tensor, *, cut: int = 1) -> Tensor:
         """Gradients of `sum of losses / weight` over micro-batches of equal shape, into `.grad`.
