@@ -108,7 +108,9 @@ def build(recipe: Recipe, *, vocabulary: int | None, device: Device, dry: Abstra
 
 def _add_rows(made: Build, count: int, vocabulary: int) -> None:
     """Rows of embedding and head for tokens that the tokenizer was given: the last `count` of its `vocabulary`."""
-    held = [(name, m) for part in made.trained for name, m in (("embedding", adapter.embedding(part)), ("head", adapter.head(part)))]
+    held = [
+        (name, m) for part in made.trained for name, m in (("embedding", adapter.embedding(part)), ("head", adapter.head(part)))
+    ]
     ends: dict[str, Any] = {name: m.weight for name, m in held if m is not None}  # a stage of a pipeline may have neither
     frozen = [name for name, weight in ends.items() if not weight.requires_grad]
     if frozen:

@@ -39,7 +39,9 @@ __all__ = [
 ATTENTION = "preheat"  # the name under which our attention function stands in transformers' own registry
 STANDALONE = "preheat-standalone"  # and that of models/attention.py, for models called by their own forward
 SOFTCAP = "preheat_softcap"  # attribute of a head whose logits are capped
-WHOLE = "preheat_whole"  # attribute of a pipeline's stage: the model that it was cut from, in a tuple (models/stages.py sets it)
+WHOLE = (
+    "preheat_whole"  # attribute of a pipeline's stage: the model that it was cut from, in a tuple (models/stages.py sets it)
+)
 PATTERN = "preheat_pattern"  # attribute of a layer's attention: kernel -> kernel that sees less (models/attention.py sets it)
 
 

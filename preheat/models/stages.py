@@ -6,6 +6,7 @@ Names stay those of the whole model, layer numbers too, so that a stage reads, d
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -103,7 +104,9 @@ def observe(config: Any, length: int, *, trust: bool = False) -> Course:
             if acts or module is adapter.head(model):
                 (course.entry if where == "entry" else course.exit).append(name)
             elif any(True for _ in module.parameters()):
-                raise ValueError(f"{type(model).__name__}: {name} gives something else than hidden states, which its stages would all need")
+                raise ValueError(
+                    f"{type(model).__name__}: {name} gives something else than hidden states, which its stages would all need"
+                )
 
         module.register_forward_hook(done)
 
@@ -124,7 +127,9 @@ def observe(config: Any, length: int, *, trust: bool = False) -> Course:
 
     def leave(layer: Any, _: Any, made: Any) -> None:
         if not (torch.is_tensor(made) and tuple(made.shape) == stream):
-            raise ValueError(f"{type(layer).__name__} gives more than hidden states to the next layer, which may stand on another device")
+            raise ValueError(
+                f"{type(layer).__name__} gives more than hidden states to the next layer, which may stand on another device"
+            )
         course.each.append(counter.get_total_flops() - started)
 
     for layer in adapter.anatomy(model).layers:
@@ -151,7 +156,9 @@ def _require_nothing_between(model: Any, course: Course, stream: tuple[int, ...]
                 setattr(parent, key, _Nothing())
     hidden = torch.randn(1, 2, stream[2], generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        out = adapter.hidden_states(bare, torch.zeros(1, 2, dtype=torch.int64), torch.arange(2)[None], MaskSpec(), _meta_attention, hidden)
+        out = adapter.hidden_states(
+            bare, torch.zeros(1, 2, dtype=torch.int64), torch.arange(2)[None], MaskSpec(), _meta_attention, hidden
+        )
     if not torch.equal(out, hidden):
         raise ValueError(f"{type(model).__name__} changes hidden states outside its modules, which each stage would do again")
 
@@ -197,7 +204,7 @@ def balance(costs: Sequence[float], stages: int, *, before: float = 0, after: fl
             )
         best = found
     starts = (*best[count][2], count)
-    return [range(first, end) for first, end in zip(starts, starts[1:], strict=False)]
+    return [range(first, end) for first, end in itertools.pairwise(starts)]
 
 
 def _shell(module: Any) -> Any:

@@ -110,7 +110,9 @@ class PipelineParallel(Technique):
     numerics: ClassVar[Any] = "exact"
     owns: ClassVar[frozenset[Slot]] = frozenset({Slot.FORWARD_BACKWARD, Slot.WHOLE_FORWARD})
     provides: ClassVar[frozenset[Tag]] = frozenset({Tag("stages")})
-    conflicts: ClassVar[frozenset[Tag]] = frozenset({Tag("whole-examples")})  # their scores would be known to the last stage's device alone
+    conflicts: ClassVar[frozenset[Tag]] = frozenset(
+        {Tag("whole-examples")}
+    )  # their scores would be known to the last stage's device alone
 
     degree: Annotated[int, Bound(2)] = 2
     """Devices of the pipeline, each with a share of the layers."""
@@ -132,8 +134,14 @@ class PipelineParallel(Technique):
         recipe, tags = context.recipe, context.tags
         count, found = self.degree * self._each, []
         allowed = {"interleaved": "2 or more", "zero_bubble": "any", "zbv": "2"}.get(self.schedule, "1")
-        if (allowed == "1" and self._each > 1) or (allowed == "2" and self._each != 2) or (self.schedule == "interleaved" and self._each < 2):
-            found.append(f"stages: {self._each} a device with schedule: {self.schedule}, which takes {allowed}; leave it out, or use interleaved")
+        if (
+            (allowed == "1" and self._each > 1)
+            or (allowed == "2" and self._each != 2)
+            or (self.schedule == "interleaved" and self._each < 2)
+        ):
+            found.append(
+                f"stages: {self._each} a device with schedule: {self.schedule}, which takes {allowed}; leave it out, or use interleaved"
+            )
         if count > context.model.layers:
             found.append(
                 f"degree: {self.degree} devices with {self._each} stages each are {count} stages, and the model has {context.model.layers} layers; use fewer"
@@ -145,22 +153,49 @@ class PipelineParallel(Technique):
                 "model.config.tie_word_embeddings: false for a new model"
             )
         if Tag("reduces-each") in tags:
-            found.append("fsdp shares out gradients once a step here, behind the last micro-batch of the pipeline; set fsdp.reduce: last")
-        if self.schedule in SPLIT_BACKWARD and Tag("gathers-again") in tags:
-            found.append(f"schedule: {self.schedule} takes the gradients of weights by themselves, when fsdp has let go of them; set fsdp.reshard: false")
+            found.append(
+                "fsdp shares out gradients once a step here, behind the last micro-batch of the pipeline; set fsdp.reduce: last"
+            )
+        if self.schedule in SPLIT_BACKWARD:
+            found += self._of_split_backward(context)
         if recipe.evaluate.tasks:
-            found.append("evaluate.tasks: reads logits of single tokens, which only the last device makes; run `preheat eval` on the checkpoint")
+            found.append(
+                "evaluate.tasks: reads logits of single tokens, which only the last device makes; run `preheat eval` on the checkpoint"
+            )
         if recipe.sample.prompts:
             found.append("sample.prompts: no device has the whole model; run `preheat generate` on the checkpoint")
+        return found
+
+    def _of_split_backward(self, context: Context) -> list[str]:
+        """What does not bear that the gradients of weights are taken by themselves, in a second pass through what made them."""
+        found = []
+        if Tag("gathers-again") in context.tags:
+            found.append(
+                f"schedule: {self.schedule} takes the gradients of weights later, when fsdp has let go of these; set fsdp.reshard: false"
+            )
+        if Tag("recomputes") in context.tags:
+            found.append(
+                f"schedule: {self.schedule} passes backward twice through layers that are computed again; use 1f1b or interleaved"
+            )
+        losses = [t.name() for t in context.recipe.techniques.values() if Slot.OVER_LOGITS in t.owned()]
+        found += [
+            f"schedule: {self.schedule} passes backward twice through the loss, and that of {name} allows one; use 1f1b or interleaved"
+            for name in losses
+        ]
         return found
 
     def _of_batch(self, context: Context) -> list[str]:
         """What does not fit about the micro-batches."""
         accumulation: Any = context.recipe.techniques.get("gradient_accumulation")
         if accumulation is not None and self.micro_batches is not None:
-            return [f"micro_batches: {self.micro_batches}, and gradient_accumulation.steps says {accumulation.steps}; leave one out"]
+            return [
+                f"micro_batches: {self.micro_batches}, and gradient_accumulation.steps says {accumulation.steps}; leave one out"
+            ]
         micro = self.micro_batches or (accumulation.steps if accumulation is not None else 1)
-        count, rows = self.degree * self._each, -(-context.recipe.batch.size // (context.sizes[DATA[0]] * context.sizes[DATA[1]]))
+        count, rows = (
+            self.degree * self._each,
+            -(-context.recipe.batch.size // (context.sizes[DATA[0]] * context.sizes[DATA[1]])),
+        )
         least = count if self.schedule in ("gpipe", "1f1b", "zero_bubble") else self.degree
         if micro < least:
             return [
@@ -169,9 +204,13 @@ class PipelineParallel(Technique):
             ]
         rounds = max(1, micro // self.degree)
         if self.schedule in ("interleaved", "zero_bubble") and micro % rounds:
-            return [f"micro_batches: {micro} does not go into {rounds} rounds over {self.degree} devices; use {micro // self.degree * self.degree}"]
+            return [
+                f"micro_batches: {micro} does not go into {rounds} rounds over {self.degree} devices; use {micro // self.degree * self.degree}"
+            ]
         if rows < micro:
-            return [f"micro_batches: {micro} cannot be cut from {rows} rows a device (batch.size {context.recipe.batch.size}); use a larger batch.size"]
+            return [
+                f"micro_batches: {micro} cannot be cut from {rows} rows a device (batch.size {context.recipe.batch.size}); use a larger batch.size"
+            ]
         return []
 
     def apply(self, build: Build, part: Any) -> Change:
@@ -203,7 +242,9 @@ class PipelineParallel(Technique):
         costs[-1] += after
         share = max(costs) * count / sum(costs) - 1
         words = ", ".join(str(len(cut)) for cut in cuts)
-        return Change(f"{len(course.each)} layers in {count} stages of {words}; the dearest costs {share:.0%} more than the mean", count)
+        return Change(
+            f"{len(course.each)} layers in {count} stages of {words}; the dearest costs {share:.0%} more than the mean", count
+        )
 
     def _tie(self, build: Build, me: int) -> None:
         """First and last stage have the one matrix each, and add their gradients; the first counts it in the norm."""

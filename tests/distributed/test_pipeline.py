@@ -39,10 +39,16 @@ DEEP = ("model.layers=5",)
 CASES = {
     "1f1b": Case(2, "{pipeline_parallel: {micro_batches: 4}}"),
     "gpipe, uneven rows, tied, learned positions": Case(
-        2, "{pipeline_parallel: {schedule: gpipe, micro_batches: 4}}", "gpt2", sets=("model.config={resid_pdrop: 0, embd_pdrop: 0}",), rows=10
+        2,
+        "{pipeline_parallel: {schedule: gpipe, micro_batches: 4}}",
+        "gpt2",
+        sets=("model.config={resid_pdrop: 0, embd_pdrop: 0}",),
+        rows=10,
     ),
     "1f1b, 4 devices, tied": Case(4, "{pipeline_parallel: {degree: 4, micro_batches: 4}}", "qwen3", sets=(*DEEP, *TIED)),
-    "interleaved": Case(2, "{pipeline_parallel: {schedule: interleaved}, gradient_accumulation: {steps: 4}}", "qwen3", sets=(*DEEP, *TIED)),
+    "interleaved": Case(
+        2, "{pipeline_parallel: {schedule: interleaved}, gradient_accumulation: {steps: 4}}", "qwen3", sets=(*DEEP, *TIED)
+    ),
     "zero_bubble": Case(4, "{pipeline_parallel: {degree: 4, schedule: zero_bubble, micro_batches: 4}}", sets=DEEP),
     "zero_bubble, learned positions": Case(2, "{pipeline_parallel: {schedule: zero_bubble, micro_batches: 4}}", "gpt2"),
     "zbv": Case(2, "{pipeline_parallel: {schedule: zbv, micro_batches: 4}}", sets=(*DEEP, *UNTIED)),
@@ -90,8 +96,10 @@ def work(rank: int, folder: Path, names: list[str]) -> None:
     for number, name in enumerate(names):
         world = CASES[name].world
         if rank < world:
-            patience = datetime.timedelta(seconds=60)
-            dist.init_process_group("gloo", init_method=f"file://{folder}/{number}", rank=rank, world_size=world, timeout=patience)
+            patience = datetime.timedelta(seconds=200)
+            dist.init_process_group(
+                "gloo", init_method=f"file://{folder}/{number}", rank=rank, world_size=world, timeout=patience
+            )
             run(CASES[name], folder, name, rank=rank, world=world)
             dist.destroy_process_group()
 
@@ -137,7 +145,12 @@ def compare(name: str, folder: Path) -> tuple[dict[str, float], set[str]]:
     twice: set[str] = set()
     for m in many:
         twice |= union.keys() & m["weights"].keys()
-        found["copies"] = max([found.get("copies", 0.0), *(float((union[k] - m["weights"][k]).abs().max()) for k in union.keys() & m["weights"].keys())])
+        found["copies"] = max(
+            [
+                found.get("copies", 0.0),
+                *(float((union[k] - m["weights"][k]).abs().max()) for k in union.keys() & m["weights"].keys()),
+            ]
+        )
         union |= m["weights"]
     found["weights"] = difference(union, one["weights"])
     return found, twice
