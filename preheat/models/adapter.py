@@ -321,7 +321,8 @@ def require_plain_head(model: PreTrainedModel, who: str) -> None:
 
 def ends(model: PreTrainedModel) -> tuple[Tensor, ...]:
     """The weights of embedding and head, which optimizers made for matrices leave to AdamW; of a pipeline's stage what it has of them."""
-    return tuple(module.weight for module in (embedding(model), head(model)) if module is not None)
+    held: list[Any] = [module for module in (embedding(model), head(model)) if module is not None]
+    return tuple(module.weight for module in held)
 
 
 def hidden_states(

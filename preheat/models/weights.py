@@ -78,7 +78,7 @@ def _whole(modules: Iterable[nn.Module], held: dict[int, Any], drawn_too: bool =
 
     from preheat.ops.sharded import share_of
 
-    spread = [
+    spread: list[tuple[nn.Module, str, Any]] = [
         (module, name, p)
         for module in modules
         for name, p in module.named_parameters(recurse=False)

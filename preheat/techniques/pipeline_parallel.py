@@ -260,7 +260,8 @@ class PipelineParallel(Technique):
             build.copies |= {name for name, p in part.named_parameters() if p is weight}
 
         def add(build: Build) -> None:
-            grad = adapter.embedding(part).weight.grad
+            embedding: Any = adapter.embedding(part)
+            grad = embedding.weight.grad
             if grad is not None:
                 add_copies([local(grad)], self.degree - 1 - me, build.mesh.group(Axis.PIPELINE))
 

@@ -68,12 +68,11 @@ def test_the_dry_run_counts_what_a_layer_and_the_head_cost() -> None:
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2"])
 def test_stages_one_behind_the_other_are_the_model(family: str, tied: str) -> None:
     model = adapter.build_on_meta(config(family, tie_word_embeddings=tied)).eval()
+    course = stages.observe(model.config, 32)
+    cuts = stages.balance(course.each, 3)
     parts = [
-        stages.cut(model, course, cuts, n)
-        for course in [stages.observe(model.config, 32)]
-        for cuts in [stages.balance(course.each, 3)]
-        for n in range(3)
-    ]
+        stages.cut(adapter.build_on_meta(model.config).eval(), course, cuts, n) for n in range(3)
+    ]  # a model for each device
     names = [set(dict(part.named_parameters())) for part in parts]
     assert set.union(*names) == set(dict(model.named_parameters()))
     shared = set.union(*(a & b for a, b in itertools.combinations(names, 2)))
@@ -102,13 +101,12 @@ def test_a_model_that_works_between_its_modules_is_not_cut() -> None:
         "hidden_size": 32,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
-        "head_dim": 8,
         "intermediate_size": 48,
         "vocab_size": 96,
         "num_hidden_layers": 4,
     }
     with pytest.raises(ValueError, match="outside its modules"):  # its forward multiplies the embeddings
-        stages.observe(transformers.GemmaConfig(**sizes), 32)
+        stages.observe(transformers.GraniteConfig(**sizes, embedding_multiplier=12.0), 32)
 
 
 def test_micro_batches_are_made_alike_with_rows_that_train_nothing() -> None:
