@@ -91,6 +91,10 @@ def observe(config: Any, length: int, *, trust: bool = False) -> Course:
     """
     from torch.utils.flop_counter import FlopCounterMode
 
+    if any(getattr(config.get_text_config(), key, None) for key in ("num_experts", "num_local_experts", "n_routed_experts")):
+        raise ValueError(
+            f"{config.model_type} has experts, whose cost a dry run cannot see and whose balancing loss stages do not hand on"
+        )
     model = adapter.build_on_meta(copy.deepcopy(config), trust=trust)
     course = Course(_list_of_layers(model))
     counter = FlopCounterMode(display=False)

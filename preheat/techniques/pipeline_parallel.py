@@ -12,6 +12,7 @@ Source: Huang et al. 2019, GPipe (arXiv:1811.06965); Narayanan et al. 2021 (arXi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -30,6 +31,12 @@ if TYPE_CHECKING:
 __all__ = ["PipelineParallel", "record_timeline", "split_into_stages"]
 
 SPLIT_BACKWARD = ("zero_bubble", "zbv")
+_ONE_PASS = {  # what has backward passes of its own, that change in place or let go of what they read
+    Tag("recomputes"): "layers that are computed again",
+    Tag("compiled-layers"): "compiled layers",
+    Tag("fused-layers"): "fused layers",
+    Tag("fp8-compute"): "fp8 products",
+}
 
 
 def split_into_stages(model: PreTrainedModel, count: int, *, length: int, recompute: bool = False) -> list[PreTrainedModel]:
@@ -110,9 +117,7 @@ class PipelineParallel(Technique):
     numerics: ClassVar[Any] = "exact"
     owns: ClassVar[frozenset[Slot]] = frozenset({Slot.FORWARD_BACKWARD, Slot.WHOLE_FORWARD})
     provides: ClassVar[frozenset[Tag]] = frozenset({Tag("stages")})
-    conflicts: ClassVar[frozenset[Tag]] = frozenset(
-        {Tag("whole-examples")}
-    )  # their scores would be known to the last stage's device alone
+    conflicts: ClassVar[frozenset[Tag]] = frozenset({Tag("whole-examples")})  # whose scores only the last stage would know
 
     degree: Annotated[int, Bound(2)] = 2
     """Devices of the pipeline, each with a share of the layers."""
@@ -134,11 +139,8 @@ class PipelineParallel(Technique):
         recipe, tags = context.recipe, context.tags
         count, found = self.degree * self._each, []
         allowed = {"interleaved": "2 or more", "zero_bubble": "any", "zbv": "2"}.get(self.schedule, "1")
-        if (
-            (allowed == "1" and self._each > 1)
-            or (allowed == "2" and self._each != 2)
-            or (self.schedule == "interleaved" and self._each < 2)
-        ):
+        fits = {"1": self._each == 1, "2": self._each == 2, "2 or more": self._each > 1, "any": True}
+        if not fits[allowed]:
             found.append(
                 f"stages: {self._each} a device with schedule: {self.schedule}, which takes {allowed}; leave it out, or use interleaved"
             )
@@ -173,10 +175,11 @@ class PipelineParallel(Technique):
             found.append(
                 f"schedule: {self.schedule} takes the gradients of weights later, when fsdp has let go of these; set fsdp.reshard: false"
             )
-        if Tag("recomputes") in context.tags:
-            found.append(
-                f"schedule: {self.schedule} passes backward twice through layers that are computed again; use 1f1b or interleaved"
-            )
+        found += [
+            f"schedule: {self.schedule} passes backward twice through {what}, which allow one pass; use 1f1b or interleaved"
+            for tag, what in _ONE_PASS.items()
+            if tag in context.tags
+        ]
         losses = [t.name() for t in context.recipe.techniques.values() if Slot.OVER_LOGITS in t.owned()]
         found += [
             f"schedule: {self.schedule} passes backward twice through the loss, and that of {name} allows one; use 1f1b or interleaved"
@@ -192,10 +195,8 @@ class PipelineParallel(Technique):
                 f"micro_batches: {self.micro_batches}, and gradient_accumulation.steps says {accumulation.steps}; leave one out"
             ]
         micro = self.micro_batches or (accumulation.steps if accumulation is not None else 1)
-        count, rows = (
-            self.degree * self._each,
-            -(-context.recipe.batch.size // (context.sizes[DATA[0]] * context.sizes[DATA[1]])),
-        )
+        count = self.degree * self._each
+        rows = -(-context.recipe.batch.size // math.prod(context.sizes[axis] for axis in DATA))
         least = count if self.schedule in ("gpipe", "1f1b", "zero_bubble") else self.degree
         if micro < least:
             return [
@@ -266,6 +267,9 @@ class PipelineParallel(Technique):
                 add_copies([local(grad)], self.degree - 1 - me, build.mesh.group(Axis.PIPELINE))
 
         build.finish_gradients.append((Finish.TIE, add))
+
+    def period(self) -> int:
+        return self.degree * self._each
 
     def options(self, context: Context) -> Iterable[Technique]:
         made = [replace(self, schedule=schedule, stages=None) for schedule in ("1f1b", "interleaved", "zero_bubble", "zbv")]  # type: ignore[arg-type]

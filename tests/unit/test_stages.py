@@ -144,6 +144,7 @@ def test_a_v_comes_back_to_the_first_device() -> None:
             "that of chunked_loss allows one",
         ),
         ("{pipeline_parallel: {micro_batches: 4, schedule: zero_bubble}, activation_checkpointing: {}}", [], "computed again"),
+        ("{pipeline_parallel: {micro_batches: 4, schedule: zbv}}", ["model.layers=3"], "are 4 stages"),
         ("{pipeline_parallel: {micro_batches: 4}, classification: {}}", [], "whole-examples"),
         (
             "{pipeline_parallel: {micro_batches: 4}, optimizer_in_backward: {}}",
