@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -66,7 +67,7 @@ def test_the_dry_run_counts_what_a_layer_and_the_head_cost() -> None:
 
 @pytest.mark.parametrize("tied", ["true", "false"])
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2"])
-def test_stages_one_behind_the_other_are_the_model(family: str, tied: str) -> None:
+def test_stages_one_behind_the_other_are_the_model(family: str, tied: str, tmp_path: Path) -> None:
     model = adapter.build_on_meta(config(family, tie_word_embeddings=tied)).eval()
     course = stages.observe(model.config, 32)
     cuts = stages.balance(course.each, 3)
@@ -83,10 +84,15 @@ def test_stages_one_behind_the_other_are_the_model(family: str, tied: str) -> No
     materialize(twin, torch.device("cpu"))
     WeightSource().fill(twin, seed=3)
     values = dict(twin.named_parameters())
+    twin.save_pretrained(tmp_path)
     batch, hidden = uneven(), None
     for part in parts:  # each draws for itself what the whole would have there
         materialize(part, torch.device("cpu"))
         WeightSource().fill(part, seed=3)
+        assert all(torch.equal(p, values[name]) for name, p in part.named_parameters())
+        for p in part.parameters():
+            p.data.zero_()
+        WeightSource(tmp_path).fill(part, seed=4)  # and reads it
         assert all(torch.equal(p, values[name]) for name, p in part.named_parameters())
         with torch.no_grad():
             hidden = adapter.hidden_states(part, batch.tokens, batch.positions, batch.mask, reference_attention, hidden)
