@@ -29,7 +29,7 @@ from typing import Any, TextIO
 
 from preheat.errors import RunError
 
-__all__ = ["METRIC_KEYS", "PLAN_KEYS", "Reader", "Writer", "strict", "write_atomic"]
+__all__ = ["METRIC_KEYS", "PLAN_KEYS", "Reader", "Silent", "Writer", "strict", "write_atomic"]
 
 METRIC_KEYS = {
     "step": "optimizer steps committed, from 1",
@@ -250,3 +250,19 @@ class Writer:
             with contextlib.suppress(OSError):
                 file.close()
         self._lock.close()
+
+
+class Silent(Writer):
+    """The writer of a process whose run another one writes down."""
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+
+    def text(self, name: str, text: str) -> None:
+        pass
+
+    def _append(self, name: str, value: Mapping[str, Any]) -> None:
+        pass
+
+    def close(self) -> None:
+        pass

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any
@@ -16,7 +17,7 @@ from preheat.training.watch import Watch
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["Json", "Live", "RecipeArgument", "Set", "console", "duration", "emit", "picture", "rate"]
+__all__ = ["Alarms", "Json", "Live", "RecipeArgument", "Set", "console", "duration", "emit", "picture", "rate"]
 
 RecipeArgument = Annotated[
     str, typer.Argument(metavar="RECIPE", help="A recipe file, or the name of a built-in recipe (see: preheat recipes).")
@@ -117,7 +118,14 @@ def picture(plan: Mapping[str, Any], name: str) -> Any:
     return Group(*parts)
 
 
-class Live(Watch):
+class Alarms(Watch):
+    """Only what must be seen."""
+
+    def alarm(self, words: str) -> None:
+        print(words, file=sys.stderr, flush=True)
+
+
+class Live(Alarms):
     """A run on the terminal: stages, a progress bar with loss, speed, MFU, memory and time left, and what is noteworthy."""
 
     def __init__(self, screen: Console, name: str):

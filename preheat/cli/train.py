@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -20,14 +21,16 @@ def run(recipe: Recipe, *, out: Path | None, resume: bool, force: bool, json: bo
     from contextlib import nullcontext
 
     from preheat import report as reports
-    from preheat.cli.show import Live, console, emit
+    from preheat.cli.show import Alarms, Live, console, emit
     from preheat.training.loop import train as start
-    from preheat.training.watch import Watch
 
     screen = console()
-    live = nullcontext(Watch()) if json else Live(screen, recipe.name)
+    lead = int(os.environ.get("RANK", "0")) == 0  # of several processes the first shows and reports
+    live = Live(screen, recipe.name) if lead and not json else nullcontext(Alarms())
     with live as watch:
         made = start(recipe, out=out, resume=resume, force=force, watch=watch)
+    if not lead:
+        return made
     page = reports.write(made["run"])
     made["report"] = str(page)
     if json:
@@ -65,13 +68,40 @@ def train(
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on with the run in that folder from its last whole checkpoint, bit for bit.")
     ] = False,
+    auto_resume: Annotated[
+        bool, typer.Option("--auto-resume", help="Go on with the run where that folder holds one, and begin it where not.")
+    ] = False,
     force: Annotated[bool, typer.Option("--force", help="Train even where the plan says that it does not fit.")] = False,
+    nproc: Annotated[
+        int,
+        typer.Option(
+            "--nproc", min=1, help="Processes on this host, one a device; the recipe's techniques say how they share the work."
+        ),
+    ] = 1,
+    restarts: Annotated[
+        int,
+        typer.Option(
+            "--restarts", min=0, help="With --nproc: start all again so often after one of them died, from the last checkpoint."
+        ),
+    ] = 0,
     json: Json = False,
 ) -> None:
     """Trains a recipe, and ends with predicted beside measured and a report.
 
-    Example: `preheat train demo --set stop.steps=50 --out runs/first`, and after a crash the same with `--resume`.
+    Example: `preheat train demo --set stop.steps=50 --out runs/first`, and after a crash the same with `--resume`. On several devices:
+    `preheat train demo --set techniques.fsdp={} --nproc 2`; on several hosts under torchrun, whose jobs `preheat launch` writes.
     """
     from preheat import recipe as recipes
 
-    run(recipes.load(recipe, set or []), out=out, resume=resume, force=force, json=json)
+    read = recipes.load(recipe, set or [])
+    if nproc > 1 and "RANK" not in os.environ:
+        from preheat.training.launch import start
+
+        command = ["train", recipe, *(part for item in set or [] for part in ("--set", item))]
+        command += ["--out", str(out)] if out else []
+        command += ["--auto-resume"] if auto_resume or restarts else ["--resume"] if resume else []
+        command += [flag for flag, on in (("--force", force), ("--json", json)) if on]
+        raise typer.Exit(start(command, processes=nproc, restarts=restarts))
+    folder = out or Path("runs") / read.name
+    resume = resume or (auto_resume and (folder / "recipe.yaml").exists())
+    run(read, out=out, resume=resume, force=force, json=json)

@@ -17,7 +17,7 @@ import signal
 import threading
 import warnings
 from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -51,6 +51,7 @@ def batches(
     workers: int = 0,
     prefetch: int = 2,
     pin: bool = False,
+    share: tuple[int, int] = (0, 1),
 ) -> Generator[list[Batch], None, None]:
     """Global batches without end, each as its micro-batches.
 
@@ -68,9 +69,11 @@ def batches(
         workers: loader processes; 0: batches are made here, when asked for.
         prefetch: micro-batches that each worker makes ahead.
         pin: put tensors into page-locked memory, for faster copies to a GPU.
+        share: (number, devices): only the rows of this one of the devices that share out each global batch.
 
     Yields:
-        ceil(shape.rows / shape.micro) micro-batches, the last perhaps smaller.
+        ceil(rows / shape.micro) micro-batches, the last perhaps smaller, where a device has that many of `shape.rows`. All devices
+        get as many; one that has fewer rows may get a micro-batch of padding.
 
     Example:
         >>> step = next(batches(rows, seed=0, committed=0, shape=lambda step: Shape(32, 256, 8)))  # doctest: +SKIP
@@ -86,7 +89,7 @@ def batches(
             for now in shapes():
                 read = [_unless_error(next(stream)) for _ in range(samples_of(now, rows.length))]
                 whole = dict(read)
-                parts = _parts(list(whole), now, rows.length)
+                parts = _parts(list(whole), now, rows.length, share)
                 made = [_read_part(part, whole.__getitem__, rows.length, rows.encoder.pad) for part in parts]
                 yield [b.pin_memory() for b in made] if pin else list(made)
         return
@@ -94,11 +97,11 @@ def batches(
     keys = (
         part
         for now in shapes()
-        for part in _parts(list(itertools.islice(order, samples_of(now, rows.length))), now, rows.length)
+        for part in _parts(list(itertools.islice(order, samples_of(now, rows.length))), now, rows.length, share)
     )
     with _Loader(_Keyed(rows), keys, workers, prefetch, pin) as loaded:
         for now in shapes():
-            yield [next(loaded) for _ in range(-(-now.rows // now.micro))]
+            yield [next(loaded) for _ in range(_micro_batches(now, share[1]))]
 
 
 def evaluation_rows(total: int, limit: int) -> list[int]:
@@ -160,16 +163,27 @@ class _Part(NamedTuple):
     pieces: int
 
 
-def _parts(numbers: Sequence[int], shape: Shape, length: int) -> Iterator[_Part]:
-    """The micro-batches of a global batch that is cut from these rows of `length` tokens."""
-    for piece in range(0, shape.rows, shape.micro):
-        pieces = min(shape.micro, shape.rows - piece)
-        start = piece * shape.length
-        first, end = start // length, -(-(start + pieces * shape.length) // length)
+def _micro_batches(shape: Shape, devices: int) -> int:
+    most = -(-shape.rows // devices)
+    return -(-most // shape.micro)
+
+
+def _parts(numbers: Sequence[int], shape: Shape, length: int, share: tuple[int, int] = (0, 1)) -> Iterator[_Part]:
+    """The micro-batches of a device's share of a global batch that is cut from these rows of `length` tokens."""
+    number, devices = share
+    low, high = (shape.rows * n // devices for n in (number, number + 1))
+    for n in range(_micro_batches(shape, devices)):
+        piece = low + n * shape.micro
+        pieces = max(min(shape.micro, high - piece), 0)
+        start = min(piece, shape.rows - 1) * shape.length
+        first, end = start // length, -(-(start + max(pieces, 1) * shape.length) // length)
         yield _Part(tuple(numbers[first:end]), shape.length, start - first * length, pieces)
 
 
 def _read_part(part: _Part, row: Callable[[int], RowData], length: int, pad: int) -> _Pinnable:
+    if not part.pieces:  # a row of which nothing is trained
+        blank = _read_part(part._replace(pieces=1), row, length, pad)
+        return replace(blank, labels=torch.full_like(blank.labels, IGNORED), weight=0)
     rows = [row(n) for n in part.rows]
     if part.length == length:
         return collate(list(zip(part.rows, rows, strict=True)))

@@ -12,10 +12,10 @@ from preheat.engine.step import plain_slots
 from preheat.errors import RecipeError
 from preheat.models import adapter, presets, sizes
 from preheat.models.weights import WeightSource, materialize, mean_rows
-from preheat.recipe import Recipe
+from preheat.recipe import Parallel, Recipe
 from preheat.technique import Batch, Build, Change, Context, Device, Mesh, Order, Slot, Stage, Tag, conflicts_of, sizes_of
 
-__all__ = ["build", "context_of", "peak_learning_rate", "world_of"]
+__all__ = ["alone", "build", "context_of", "peak_learning_rate", "world_of"]
 
 
 def world_of(recipe: Recipe) -> int:
@@ -25,15 +25,30 @@ def world_of(recipe: Recipe) -> int:
     return dist.get_world_size() if dist.is_initialized() else recipe.parallel.devices or 1
 
 
-def context_of(recipe: Recipe, config: Any, device: Device) -> Context:
+def alone(recipe: Recipe) -> Recipe:
+    """The recipe for one device: without the techniques that spread it over several, which change no number.
+
+    Example:
+        >>> from preheat.recipe import parse
+        >>> dict(alone(parse("stop: {steps: 1}\ntechniques: {fsdp: {}}")).techniques)
+        {}
+    """
+    kept = {name: t for name, t in recipe.techniques.items() if not t.spreads()}
+    return replace(recipe, techniques=kept, parallel=Parallel())
+
+
+def context_of(recipe: Recipe, config: Any, device: Device, world: int | None = None) -> Context:
     """What techniques' checks may look at.
+
+    Args:
+        world: devices; `world_of` the recipe when not given.
 
     Raises:
         RecipeError: the axes of the mesh do not multiply to the number of devices.
     """
     tags = frozenset(tag for t in recipe.techniques.values() for tag in t.provided()) | {Tag(device.kind)}
     try:
-        sizes = sizes_of(recipe.techniques.values(), world_of(recipe))
+        sizes = sizes_of(recipe.techniques.values(), world or world_of(recipe))
     except ValueError as error:
         raise RecipeError(f"techniques: {error}") from None
     return Context(recipe, adapter.facts(config), device, tags, sizes)

@@ -1,8 +1,9 @@
 """Checkpoints: everything that the next step depends on, written beside, synced, renamed; read only when whole.
 
     checkpoints/step-N/
-        *.safetensors     parameters, optimizer state and generators (torch distributed checkpoint, safetensors storage)
-        model.safetensors.index.json
+        *.safetensors     parameters, optimizer state and generators (torch distributed checkpoint, safetensors storage);
+                          of several processes each writes its share, and any number of processes reads them in any layout
+        model.safetensors.index.json (of one process)
         state.json        step, samples, tokens, elapsed, effective recipe, fingerprints, host generators, `Build.state`
         manifest.json     size and SHA-256 of each file: written last
 
@@ -26,7 +27,10 @@ from typing import Any
 from preheat.errors import RunError
 from preheat.technique import Build
 
-__all__ = ["Progress", "find", "load", "load_weights", "read_progress", "save"]
+FORMAT = 2
+"""Of state.json: raised when what stands in a checkpoint changes."""
+
+__all__ = ["Progress", "everywhere", "find", "load", "load_weights", "read_progress", "save"]
 
 
 @dataclass
@@ -43,8 +47,12 @@ class Progress:
     """Of data, model and its weights: a resumed run must find the same."""
 
 
-def _tensors(build: Build) -> dict[str, Any]:
-    """Name -> tensor of everything on the device that a resumed run needs. Loading copies into these very tensors."""
+def _tensors(build: Build, rank: int | None = None) -> dict[str, Any]:
+    """Name -> tensor of everything on the device that a resumed run needs. Loading copies into these very tensors.
+
+    Args:
+        rank: whose generators; this process's when not given.
+    """
     import torch
 
     found: dict[str, Any] = {}
@@ -60,26 +68,42 @@ def _tensors(build: Build) -> dict[str, Any]:
     for role in sorted(build.parts.keys() - {"trained"}) if frozen_too else ():
         for index, part in enumerate(build.parts[role]):
             found |= {f"{role}.{index}.{name}": p.detach() for name, p in part.named_parameters()}
-    found["generator.cpu"] = torch.get_rng_state()
+    rank = build.mesh.rank if rank is None else rank
+    found[f"generator.cpu.{rank}"] = torch.get_rng_state()
     if build.torch_device.type == "cuda":
-        found["generator.cuda"] = torch.cuda.get_rng_state()
+        found[f"generator.cuda.{rank}"] = torch.cuda.get_rng_state()
     return found
 
 
 _FILE_BYTES = 64 << 20
 
 
-def _files(tensors: dict[str, Any]) -> dict[str, int]:
+def _files(sizes: dict[str, int]) -> dict[str, int]:
     """Name -> number of the file, from 1. A file is put together in memory before it is written, so files are small, and smaller yet
-    where all is little: a checkpoint shall not be what a run needs most memory for."""
-    limit = min(_FILE_BYTES, max(8 << 20, sum(t.nbytes for t in tensors.values()) // 32))
+    where all is little: a checkpoint shall not be what a run needs most memory for.
+
+    Args:
+        sizes: name -> bytes.
+    """
+    limit = min(_FILE_BYTES, max(8 << 20, sum(sizes.values()) // 32))
     numbers, number, size = {}, 1, 0
-    for name, t in tensors.items():
-        if size and size + t.nbytes > limit:
+    for name, bytes in sizes.items():
+        if size and size + bytes > limit:
             number, size = number + 1, 0
         numbers[name] = number
-        size += t.nbytes
+        size += bytes
     return numbers
+
+
+def everywhere(build: Build, value: Any) -> list[Any]:
+    """What every process of the run gives here, by rank. All must call it."""
+    if build.mesh.world == 1:
+        return [value]
+    import torch.distributed as dist
+
+    found: list[Any] = [None] * build.mesh.world
+    dist.all_gather_object(found, value)
+    return found
 
 
 def _host_generators() -> dict[str, Any]:
@@ -131,33 +155,48 @@ def save(build: Build, progress: Progress, folder: Path, *, keep: int) -> Path:
 
     final = folder / f"step-{progress.step}"
     beside = folder / f"step-{progress.step}.writing"
+    lead, many = build.mesh.rank == 0, build.mesh.world > 1
     try:
-        shutil.rmtree(beside, ignore_errors=True)
-        beside.mkdir(parents=True)
+        if lead:
+            shutil.rmtree(beside, ignore_errors=True)
+            beside.mkdir(parents=True)
         tensors = _tensors(build)
-        writer = dcp.HuggingFaceStorageWriter(str(beside), fqn_to_index_mapping=_files(tensors))
-        with _one_process():
-            dcp.save(tensors, storage_writer=writer, no_dist=True)
-        state = {
-            "format": 1,
-            **{key: getattr(progress, key) for key in Progress.__dataclass_fields__},
-            "build": {name: thing.state_dict() for name, thing in build.state.items()},
-            "generators": _host_generators(),
-            "threads": torch.get_num_threads(),
-            "torch": torch.__version__,
-            "slots": build.slots(),
-            "kernels": {name: [c.kernel for c in changes] for name, changes in build.changes.items()},
+        # Every process knows of all tensors, also of those that stand on others alone (and waits here for the folder).
+        sizes = {
+            name: bytes for part in everywhere(build, {n: t.nbytes for n, t in tensors.items()}) for name, bytes in part.items()
         }
-        (beside / "state.json").write_text(json.dumps(state))
-        files = sorted(p for p in beside.iterdir() if p.is_file())
-        manifest = {p.name: {"bytes": p.stat().st_size, "sha256": _sha256(p)} for p in files}
-        (beside / "manifest.json").write_text(json.dumps(manifest, indent=1))
-        for p in (*files, beside / "manifest.json", beside):
-            _sync(p)
-        if final.exists():  # the same step saved again, by a run that was resumed there
-            shutil.rmtree(final)
-        beside.rename(final)
-        _sync(folder)
+        writer = dcp.HuggingFaceStorageWriter(str(beside), fqn_to_index_mapping=_files(sizes), save_distributed=many)
+        with _one_process():
+            dcp.save(tensors, storage_writer=writer, no_dist=not many)
+        generators = everywhere(build, _host_generators())
+        mine = beside.glob(f"shard-{build.mesh.rank + 1:05d}-*" if many else "*")
+        files = {p.name: {"bytes": p.stat().st_size, "sha256": _sha256(p)} for p in sorted(mine) if p.is_file()}
+        for name in files:
+            _sync(beside / name)
+        manifest = {name: entry for part in everywhere(build, files) for name, entry in part.items()}
+        if lead:
+            state = {
+                "format": FORMAT,
+                **{key: getattr(progress, key) for key in Progress.__dataclass_fields__},
+                "build": {name: thing.state_dict() for name, thing in build.state.items()},
+                "generators": generators,
+                "threads": torch.get_num_threads(),
+                "torch": torch.__version__,
+                "world": build.mesh.world,
+                "slots": build.slots(),
+                "kernels": {name: [c.kernel for c in changes] for name, changes in build.changes.items()},
+            }
+            file = beside / "state.json"
+            file.write_text(json.dumps(state))
+            manifest[file.name] = {"bytes": file.stat().st_size, "sha256": _sha256(file)}
+            (beside / "manifest.json").write_text(json.dumps(manifest, indent=1))
+            for p in (file, beside / "manifest.json", beside):
+                _sync(p)
+            if final.exists():  # the same step saved again, by a run that was resumed there
+                shutil.rmtree(final)
+            beside.rename(final)
+            _sync(folder)
+        everywhere(build, None)  # nobody goes on before it stands
     except (OSError, RuntimeError, dcp.CheckpointException) as error:  # type: ignore[attr-defined]
         shutil.rmtree(beside, ignore_errors=True)
         if not isinstance(error, OSError) and "No space left" not in str(error) and "write" not in str(error).lower():
@@ -166,6 +205,8 @@ def save(build: Build, progress: Progress, folder: Path, *, keep: int) -> Path:
         raise RunError(
             f"{final}: cannot be written ({reason}); earlier checkpoints are whole: free some room and go on with --resume"
         ) from None
+    if not lead:
+        return final
     for old in _steps(folder)[keep:]:
         shutil.rmtree(old, ignore_errors=True)
     return final
@@ -215,9 +256,22 @@ def find(folder: Path, step: int | None = None) -> tuple[Path | None, list[tuple
     return None, damaged
 
 
+def _state(path: Path) -> dict[str, Any]:
+    state: dict[str, Any] = json.loads((path / "state.json").read_text())
+    if state["format"] != FORMAT:
+        raise RunError(
+            f"{path}: was written in format {state['format']} by another version of preheat, and this one reads {FORMAT}; go on with the version that began the run"
+        )
+    return state
+
+
 def read_progress(path: Path) -> Progress:
-    """Where a checkpoint stands, without its tensors."""
-    state = json.loads((path / "state.json").read_text())
+    """Where a checkpoint stands, without its tensors.
+
+    Raises:
+        RunError: it is of another format.
+    """
+    state = _state(path)
     return Progress(**{key: state[key] for key in Progress.__dataclass_fields__})
 
 
@@ -226,14 +280,16 @@ def load(build: Build, path: Path) -> Progress:
     import torch
     import torch.distributed.checkpoint as dcp
 
-    state = json.loads((path / "state.json").read_text())
-    tensors = _tensors(build)
+    state = _state(path)
+    # A process beyond those that the run had begins with the generators of the first.
+    rank = build.mesh.rank if build.mesh.rank < state["world"] else 0
+    tensors = _tensors(build, rank)
     with _one_process():
-        dcp.load(tensors, storage_reader=dcp.HuggingFaceStorageReader(str(path)), no_dist=True)
-    torch.set_rng_state(tensors["generator.cpu"])
-    if "generator.cuda" in tensors:
-        torch.cuda.set_rng_state(tensors["generator.cuda"])
-    _restore_host_generators(state["generators"])
+        dcp.load(tensors, storage_reader=dcp.HuggingFaceStorageReader(str(path)), no_dist=build.mesh.world == 1)
+    torch.set_rng_state(tensors[f"generator.cpu.{rank}"])
+    if f"generator.cuda.{rank}" in tensors:
+        torch.cuda.set_rng_state(tensors[f"generator.cuda.{rank}"])
+    _restore_host_generators(state["generators"][rank])
     for name, kept in state["build"].items():
         build.state[name].load_state_dict(kept)
     build.step = state["step"]
@@ -246,4 +302,4 @@ def load_weights(build: Build, path: Path) -> None:
 
     tensors = {name: t for name, t in _tensors(build).items() if name.startswith("model.")}
     with _one_process():
-        dcp.load(tensors, storage_reader=dcp.HuggingFaceStorageReader(str(path)), no_dist=True)
+        dcp.load(tensors, storage_reader=dcp.HuggingFaceStorageReader(str(path)), no_dist=build.mesh.world == 1)

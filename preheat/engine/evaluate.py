@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import itertools
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from preheat.engine.step import add_up, forward, transform
 from preheat.models import adapter
-from preheat.technique import Batch, Build, LossSum, Slot
+from preheat.technique import DATA, Axis, Batch, Build, LossSum, Slot
 
 __all__ = ["Measured", "evaluate", "likeliest", "measure", "parts", "reading", "summed", "token_scores"]
 
+T = TypeVar("T")
 LOGITS = 2**24
 """Logits made at once where single tokens are scored (64 MiB in fp32): what a dry run saw of an evaluation is not exceeded."""
 
@@ -34,13 +36,28 @@ def reading(build: Build) -> Iterator[None]:
 
 
 def parts(build: Build, batches: Iterable[Batch]) -> Iterator[LossSum]:
-    """The loss of each batch by the build's own objective, on the CPU: what `evaluate` adds up."""
-    for batch in batches:
+    """The loss of each batch by the build's own objective, on the CPU: what `evaluate` adds up.
+
+    Devices that share out rows take the batches in turns and tell each other: every process is given the losses of all.
+    """
+    many, mine = build.mesh.size(*DATA), build.mesh.index(*DATA)
+    for group in _groups(batches, many):
+        batch = group[min(mine, len(group) - 1)]  # at the end some go over a batch again: all must take part in what is sent
         with reading(build):
             loss = forward(build, transform(build, batch))
-        yield LossSum(
-            loss.total.double().cpu(), batch.weight, {name: value.double().cpu() for name, value in loss.metrics.items()}
-        )
+        found = torch.stack([loss.total.double(), *(value.double() for value in loss.metrics.values())])
+        if build.mesh.world > 1:
+            table = found.new_zeros(many, len(found))
+            table[mine] = found
+            found = build.mesh.add(table, *DATA, Axis.CONTEXT)
+        for batch, row in zip(group, found.view(many, -1).cpu(), strict=False):
+            yield LossSum(row[0], batch.weight, dict(zip(loss.metrics, row[1:], strict=True)))
+
+
+def _groups(batches: Iterable[Batch], many: int) -> Iterator[list[Batch]]:
+    left = iter(batches)
+    while group := list(itertools.islice(left, many)):
+        yield group
 
 
 class Measured(NamedTuple):
@@ -87,33 +104,39 @@ def token_scores(build: Build, batch: Batch, places: Tensor, targets: Tensor) ->
     Returns:
         Log-likelihoods [n] in nats, float32, and whether the target is the likeliest token [n]; both on the CPU.
     """
-    scores, best = [torch.zeros(0)], [torch.zeros(0, dtype=torch.bool)]
-    first = 0
-    for logits in _logits(build, batch, places):
+
+    def judge(first: int, logits: Tensor) -> tuple[Tensor, Tensor]:
         wanted = targets[first : first + len(logits)].to(logits.device)
-        first += len(logits)
-        scores.append((logits.gather(1, wanted[:, None])[:, 0] - logits.logsumexp(dim=1)).cpu())
-        best.append((logits.argmax(dim=1) == wanted).cpu())
+        scores = logits.gather(1, wanted[:, None])[:, 0] - logits.logsumexp(dim=1)
+        return scores.cpu(), (logits.argmax(dim=1) == wanted).cpu()
+
+    found = _of_logits(build, batch, places, judge) or [(torch.zeros(0), torch.zeros(0, dtype=torch.bool))]
+    scores, best = zip(*found, strict=True)
     return torch.cat(scores), torch.cat(best)
 
 
 def likeliest(build: Build, batch: Batch, places: Tensor) -> Tensor:
     """The row of the head (a token, or a class where the head is over classes) that scores highest after each place, [n] on the CPU."""
-    return torch.cat(
-        [torch.zeros(0, dtype=torch.int64), *(logits.argmax(dim=1).cpu() for logits in _logits(build, batch, places))]
-    )
+    found = _of_logits(build, batch, places, lambda first, logits: logits.argmax(dim=1).cpu())
+    return torch.cat([torch.zeros(0, dtype=torch.int64), *found])
 
 
-def _logits(build: Build, batch: Batch, places: Tensor) -> Iterator[Tensor]:
-    """Logits [some, rows of the head] in fp32 at the places, some at a time."""
+def _of_logits(build: Build, batch: Batch, places: Tensor, use: Callable[[int, Tensor], T]) -> list[T]:
+    """What `use` makes of the logits [some, rows of the head] in fp32 at the places, some at a time; it is told the first's number."""
     part = build.trained[0]
-    with reading(build), ExitStack() as stack:
-        for context in build.around_forward:
-            stack.enter_context(context())
-        hidden = build.slot(Slot.HIDDEN)(part, transform(build, batch)).flatten(0, 1)
-        hidden = hidden.index_select(0, places.to(hidden.device))
-        if build.head_dtype is not None:
-            stack.enter_context(torch.autocast(build.device.kind, enabled=False))
-            hidden = hidden.to(build.head_dtype)
-        made = (adapter.logits(part, some) for some in hidden.split(max(1, LOGITS // build.model.vocabulary)))
-        yield from made
+
+    def run() -> list[T]:
+        with ExitStack() as stack:
+            for context in build.around_forward:
+                stack.enter_context(context())
+            hidden = build.slot(Slot.HIDDEN)(part, transform(build, batch)).flatten(0, 1)
+            hidden = hidden.index_select(0, places.to(hidden.device))
+            if build.head_dtype is not None:
+                stack.enter_context(torch.autocast(build.device.kind, enabled=False))
+                hidden = hidden.to(build.head_dtype)
+            size = max(1, LOGITS // build.model.vocabulary)
+            return [use(n * size, adapter.logits(part, some)) for n, some in enumerate(hidden.split(size)) if len(some)]
+
+    with reading(build):
+        found: list[T] = build.slot(Slot.FORWARD)(part, run)
+    return found

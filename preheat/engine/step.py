@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from preheat.ops.sharded import local
 from preheat.technique import DATA, Axis, Batch, Build, LossSum, RowLoss, Shape, Slot
 from preheat.techniques.gradient_accumulation import accumulate
 
-__all__ = ["add_up", "forward", "gradients", "plain_slots", "transform", "update"]
+__all__ = ["add_up", "forward", "gradients", "numbers", "plain_slots", "transform", "update"]
 
 
 def transform(build: Build, batch: Batch) -> Batch:
@@ -37,7 +37,8 @@ def forward(build: Build, batch: Batch) -> LossSum:
 
 
 def _whole_forward(build: Build, batch: Batch) -> LossSum:
-    total, metrics = build.slot(Slot.FORWARD)(build.trained[0], batch)
+    part = build.trained[0]
+    total, metrics = build.slot(Slot.FORWARD)(part, lambda: build.slot(Slot.PART_FORWARD)(part, batch))
     for change in build.on_loss:
         total = change(total)
     return LossSum(total, batch.weight, metrics)
@@ -105,6 +106,41 @@ def update(build: Build, lr: float) -> Tensor:
     build.optimizer.zero_grad(set_to_none=True)
     build.step += 1
     return torch.stack([norm, finite])
+
+
+class Numbers(NamedTuple):
+    """What the host is told of a step: sums over all devices, and flags that any of them raised."""
+
+    total: float
+    metrics: dict[str, Tensor]
+    weight: float
+    more: list[float]
+    flags: tuple[bool, ...]
+
+
+def numbers(build: Build, loss: LossSum, more: Tensor, flags: Sequence[bool]) -> Numbers:
+    """Reads a step's numbers back from the device: the one read of a step, and over several devices the one collective for them.
+
+    Args:
+        loss: of `gradients`, this device's share.
+        more: numbers that are the same on all devices, [n].
+        flags: of this process; each is raised for all where one raises it.
+    """
+    sums = torch.stack([loss.total.double(), *(value.double() for value in loss.metrics.values())])
+    raised = tuple(flags)
+    if build.mesh.world > 1:
+        sums = build.mesh.add(torch.cat([sums, torch.tensor(flags, dtype=sums.dtype).to(sums.device)]))
+        sums, ends = sums.split([len(sums) - len(flags), len(flags)])
+        sums = sums / build.mesh.size(Axis.TENSOR)  # the devices of this axis have the same rows, and the same losses
+        more = torch.cat([more.double(), ends])
+    weight = torch.as_tensor(loss.weight).to(sums).view(1)
+    total, *read = torch.cat([sums, weight, more.double()]).tolist()
+    values, divisor, rest = read[: len(loss.metrics)], read[len(loss.metrics)], read[len(loss.metrics) + 1 :]
+    if build.mesh.world > 1:
+        rest, raised = rest[: -len(flags)], tuple(flag > 0 for flag in rest[-len(flags) :])
+    return Numbers(
+        total, dict(zip(loss.metrics, torch.tensor(values, dtype=torch.float64), strict=True)), divisor, rest, raised
+    )
 
 
 def _set_rate(build: Build, lr: float) -> None:
@@ -186,7 +222,8 @@ def _optimizer(build: Build) -> Callable[..., Any]:
 def plain_slots(build: Build) -> None:
     """Puts the plain form into every slot."""
     plain: dict[Slot, Callable[..., Any]] = {
-        Slot.FORWARD: functools.partial(_forward, build),
+        Slot.FORWARD: lambda part, run: run(),
+        Slot.PART_FORWARD: functools.partial(_forward, build),
         Slot.WHOLE_FORWARD: _whole_forward,
         Slot.HIDDEN: _hidden(build),
         Slot.ROW_LOSS: CrossEntropy(),

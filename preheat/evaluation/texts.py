@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -103,14 +102,11 @@ def measure_text(build: Build, rows: Rows, *, micro: int, limit: int, sizes: np.
         raise RecipeError("--data: this run has a head over classes in place of the vocabulary's: a text has no loss under it")
     losses, weights, bytes_ = [], [], []
     judged: list[LossSum] = []
-    batches: Iterable[Batch] = evaluation_batches(rows, micro=micro, limit=limit)
-    for batch in batches:
-        if objective or build.owner(Slot.OBJECTIVE) == "plain":
-            (part,) = parts(build, [batch])
-            total, weight = float(part.total), part.weight
-            judged.append(part)
-        else:
-            total, weight = _next_tokens(build, batch)
+    batches = list(evaluation_batches(rows, micro=micro, limit=limit))
+    if objective or build.owner(Slot.OBJECTIVE) == "plain":
+        judged = list(parts(build, batches))
+    for number, batch in enumerate(batches):
+        total, weight = (float(judged[number].total), judged[number].weight) if judged else _next_tokens(build, batch)
         losses.append(total)
         weights.append(float(weight))
         bytes_.append(0.0 if own else float(sizes[batch.labels[batch.labels != -100].numpy()].sum()))

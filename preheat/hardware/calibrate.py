@@ -8,21 +8,20 @@ that is not running, which no choice of sample repairs.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
-import math
 import os
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from preheat.errors import RunError
 from preheat.hardware.rates import AttentionRate, Layout, MatrixRate, MovedRate, Rates, load
+from preheat.hardware.stopwatch import OtherProcesses, Random, Stopwatch, threads_of
 from preheat.technique import Device
 
 if TYPE_CHECKING:
@@ -39,9 +38,10 @@ Progress = Callable[[str, float], None]
 class Grid:
     """The sizes to measure at. The defaults are those of training models of 5 M to 1 B parameters."""
 
-    rows: tuple[int, ...] = (256, 1024, 4096)
+    rows: tuple[int, ...] = (64, 256, 1024, 4096)
     """Rows of a matrix product: the tokens of a micro-batch, or of a chunk of the loss."""
     layers: tuple[tuple[int, int], ...] = (
+        (128, 128),
         (256, 256),
         (288, 768),
         (768, 768),
@@ -67,73 +67,11 @@ class Grid:
 
 
 FULL = Grid()
-_TOO_LONG = 0.15
+_TOO_LONG = 0.06
 """Seconds: a product that is expected to take longer is left out, and the same layer with fewer rows stands for it."""
-
-
-class _Stopwatch:
-    """Times calls on one device."""
-
-    def __init__(self, cuda: bool):
-        self.cuda = cuda
-
-    def _wait(self) -> None:
-        if self.cuda:
-            import torch
-
-            torch.cuda.synchronize()
-
-    def _once(self, call: Callable[[], object], times: int = 1) -> float:
-        self._wait()
-        start = time.perf_counter()
-        for _ in range(times):
-            call()
-        self._wait()
-        return (time.perf_counter() - start) / times
-
-    def __call__(self, call: Callable[[], object], budget: float = 0.01) -> float:
-        """Seconds of one call: the least of some samples."""
-        first, second = self._once(call), self._once(call)
-        if second > 0.03:
-            return min(first, second)
-        # Several calls to a sample where one is too short for the clock or, on a GPU, for its launch not to count.
-        times = max(1, math.ceil((2e-3 if self.cuda else 2e-4) / second))
-        samples = [second] if times == 1 else []
-        end = time.perf_counter() + budget
-        while len(samples) < 2 or (len(samples) < 9 and time.perf_counter() < end):
-            samples.append(self._once(call, times))
-        return min(samples)
-
-
-class _OtherProcesses:
-    """How many cores the other processes of the machine keep busy from now on. Linux counts that; elsewhere it is taken as none."""
-
-    def __init__(self) -> None:
-        self.start = self._read()
-
-    def _read(self) -> tuple[float, float]:
-        """Seconds of CPU that all processes but this one have used, and the time now."""
-        if not Path("/proc/stat").exists():
-            return 0.0, time.perf_counter()
-        user, nice, system = Path("/proc/stat").read_text(encoding="ascii").split(maxsplit=4)[1:4]
-        total = (int(user) + int(nice) + int(system)) / os.sysconf("SC_CLK_TCK")
-        return total - time.process_time(), time.perf_counter()
-
-    def cores(self) -> float:
-        (used, now), (used_then, then) = self._read(), self.start
-        return (used - used_then) / (now - then)
-
-
-@contextmanager
-def _threads(count: int) -> Iterator[None]:
-    import torch
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
+_COLD = 8 << 20
+"""Bytes of operands that a product is measured over, in turns: a step finds its weights and saved activations further away than
+a product that is repeated with the same ones."""
 
 
 def calibrate(device: Device, threads: int, progress: Progress | None = None, *, grid: Grid = FULL) -> Rates:
@@ -148,18 +86,18 @@ def calibrate(device: Device, threads: int, progress: Progress | None = None, *,
     import torch
 
     tell = progress or (lambda what, done: None)
-    start, others = time.perf_counter(), _OtherProcesses()
+    start, others = time.perf_counter(), OtherProcesses()
     cuda = device.kind == "cuda"
     dtypes = {"bf16": torch.bfloat16, "fp32": torch.float32} | ({"fp16": torch.float16} if cuda else {})
-    seconds = _Stopwatch(cuda)
-    random = _Random(device.kind)
+    seconds = Stopwatch(cuda)
+    random = Random(device.kind)
     matrix: list[MatrixRate] = []
     moved: list[MovedRate] = []
     attention: list[AttentionRate] = []
     peak: dict[str, float] = {}
     adamw: dict[str, float] = {}
     share = 0.95 / len(dtypes)
-    with _threads(threads):
+    with threads_of(threads):
         tell("memory", 0.0)
         source = random((grid.large // 4,), torch.float32)
         target = torch.empty_like(source)
@@ -170,7 +108,7 @@ def calibrate(device: Device, threads: int, progress: Progress | None = None, *,
         for index, (name, dtype) in enumerate(dtypes.items()):
             done = 0.05 + share * index
             tell(f"matrix products in {name}", done)
-            peak[name] = max(_square(seconds, random, dtype, size) for size in grid.products)
+            peak[name] = _peak(seconds, random, dtype, grid)
             matrix += _matrix(seconds, random, name, dtype, grid)
             tell(f"operators in {name}", done + share / 2)
             moved += _moved(seconds, random, name, dtype, grid)
@@ -194,58 +132,53 @@ def calibrate(device: Device, threads: int, progress: Progress | None = None, *,
     )
 
 
-class _Random:
-    """Tensors of normal numbers, from a generator of its own: a caller's draws stay what they were.
-
-    Drawing takes longer than most of what is measured, so a million numbers are drawn and repeated, from another place each time.
-    """
-
-    def __init__(self, device: str):
-        import torch
-
-        self.device = device
-        self.generator = torch.Generator(device).manual_seed(0)
-        self.numbers = torch.randn(2**20, device=device, generator=self.generator)
-        self.place = 0
-
-    def __call__(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        count = math.prod(shape)
-        self.place = (self.place + 64 * 1009) % len(self.numbers)  # a multiple of 64, so that memory stays aligned
-        whole = self.numbers.to(dtype).repeat(-(-(self.place + count) // len(self.numbers)))
-        return whole[self.place : self.place + count].view(shape)
-
-    def rows(self, count: int, below: int) -> Tensor:
-        """`count` row numbers in random order, each once where there are enough."""
-        import torch
-
-        return torch.randperm(max(count, below), device=self.device, generator=self.generator)[:count] % below
-
-
-def _square(seconds: _Stopwatch, random: _Random, dtype: torch.dtype, size: int) -> float:
+def _square(seconds: Stopwatch, random: Random, dtype: torch.dtype, size: int) -> float:
     a, b = random((size, size), dtype), random((size, size), dtype)
     return 2 * size**3 / seconds(lambda: a @ b, budget=0.5)
 
 
-def _matrix(seconds: _Stopwatch, random: _Random, name: str, dtype: torch.dtype, grid: Grid) -> list[MatrixRate]:
-    return [rate for k, m in grid.layers for rate in _layer(seconds, random((m, k), dtype), random, name, grid)]
+def _peak(seconds: Stopwatch, random: Random, dtype: torch.dtype, grid: Grid) -> float:
+    best = 0.0
+    for size in sorted(grid.products):
+        if not best or 2 * size**3 / best < 0.5:
+            best = max(best, _square(seconds, random, dtype, size))
+    return best
 
 
-def _layer(seconds: _Stopwatch, w: Tensor, random: _Random, name: str, grid: Grid) -> list[MatrixRate]:
-    m, k = w.shape
+def _matrix(seconds: Stopwatch, random: Random, name: str, dtype: torch.dtype, grid: Grid) -> list[MatrixRate]:
+    return [rate for k, m in grid.layers for rate in _layer(seconds, random, name, dtype, (k, m), grid)]
+
+
+def _layer(
+    seconds: Stopwatch, random: Random, name: str, dtype: torch.dtype, sizes: tuple[int, int], grid: Grid
+) -> list[MatrixRate]:
+    k, m = sizes
     found = []
     last: dict[Layout, float] = {}
     for n in sorted(grid.rows):
-        flops = 2 * n * k * m
-        x, g = random((n, k), w.dtype), random((n, m), w.dtype)
-        factors: dict[Layout, tuple[Tensor, Tensor]] = {"forward": (x, w.t()), "grad_input": (g, w), "grad_weight": (g.t(), x)}
-        for layout, (a, b) in factors.items():
+        flops, bytes = 2 * n * k * m, (n * k + n * m + k * m) * dtype.itemsize
+        if last and all(flops / rate >= _TOO_LONG for rate in last.values()):
+            continue
+        sets = [(random((n, k), dtype), random((n, m), dtype), random((m, k), dtype)) for _ in range(max(1, _COLD // bytes))]
+        factors: dict[Layout, list[tuple[Tensor, Tensor]]] = {
+            "forward": [(x, w.t()) for x, _, w in sets],
+            "grad_input": [(g, w) for _, g, w in sets],
+            "grad_weight": [(g.t(), x) for x, g, _ in sets],
+        }
+        for layout, pairs in factors.items():
             if layout not in last or flops / last[layout] < _TOO_LONG:
-                last[layout] = flops / seconds(partial(a.matmul, b))
+                turns = itertools.cycle(pairs)
+                last[layout] = flops / seconds(partial(_product, turns))
                 found.append(MatrixRate(name, layout, n, k, m, last[layout]))
     return found
 
 
-def _moved(seconds: _Stopwatch, random: _Random, name: str, dtype: torch.dtype, grid: Grid) -> list[MovedRate]:
+def _product(turns: Iterator[tuple[Tensor, Tensor]]) -> Tensor:
+    a, b = next(turns)
+    return a @ b
+
+
+def _moved(seconds: Stopwatch, random: Random, name: str, dtype: torch.dtype, grid: Grid) -> list[MovedRate]:
     found = []
     for elements in grid.elements:
         for operator, (call, moved) in _movers(random, dtype, elements, grid).items():
@@ -253,7 +186,7 @@ def _moved(seconds: _Stopwatch, random: _Random, name: str, dtype: torch.dtype, 
     return found
 
 
-def _movers(random: _Random, dtype: torch.dtype, elements: int, grid: Grid) -> dict[str, tuple[Callable[[], object], int]]:
+def _movers(random: Random, dtype: torch.dtype, elements: int, grid: Grid) -> dict[str, tuple[Callable[[], object], int]]:
     """The calls of `MOVERS` on tensors of so many elements, with the bytes that each moves."""
     import torch
     from torch.nn import functional as F
@@ -318,7 +251,7 @@ def _movers(random: _Random, dtype: torch.dtype, elements: int, grid: Grid) -> d
     return calls
 
 
-def _attention(seconds: _Stopwatch, random: _Random, name: str, dtype: torch.dtype, grid: Grid) -> list[AttentionRate]:
+def _attention(seconds: Stopwatch, random: Random, name: str, dtype: torch.dtype, grid: Grid) -> list[AttentionRate]:
     import torch
     from torch.nn.functional import scaled_dot_product_attention
 
@@ -335,7 +268,7 @@ def _attention(seconds: _Stopwatch, random: _Random, name: str, dtype: torch.dty
     return found
 
 
-def _adamw(seconds: _Stopwatch, random: _Random, dtype: torch.dtype, grid: Grid) -> float:
+def _adamw(seconds: Stopwatch, random: Random, dtype: torch.dtype, grid: Grid) -> float:
     """Seconds a parameter of one step, gradients and both moments in the parameters' dtype."""
     import torch
 

@@ -200,7 +200,7 @@ class Rates:
         return path
 
 
-_FORMAT = 3
+_FORMAT = 4
 """Raised when what is measured changes, so that an older file is measured again."""
 
 

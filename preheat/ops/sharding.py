@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -19,6 +19,8 @@ from torch.distributed.fsdp import (
 )
 
 __all__ = ["forward_through", "replicate_all", "shard_fully"]
+
+T = TypeVar("T")
 
 
 def _summed(module: nn.Module) -> None:
@@ -85,15 +87,14 @@ def replicate_all(module: nn.Module, layers: Iterable[nn.Module], mesh: Any) -> 
     return len(listed) + 1
 
 
-def forward_through(plain: Callable[[Any, Any], Any], part: Any) -> Callable[[Any, Any], Any]:
-    """A function of (module, batch) that counts as one call of `part`, for which its weights are gathered, whichever of its modules it uses.
-
-    Another module than `part` is left to `plain`, which may be such a function of that module.
-    """
-    part.preheat_forward = types.MethodType(lambda self, batch: plain(self, batch), part)
+def forward_through(part: Any) -> Callable[[Any, Callable[[], T]], T]:
+    """A function of (module, run) that runs as one call of the module, be it `part` or another of which this was asked: its weights are there
+    for it, whichever of its modules it uses."""
+    part.preheat_forward = types.MethodType(lambda self, run: run(), part)
     register_fsdp_forward_method(part, "preheat_forward")
 
-    def forward(module: Any, batch: Any) -> Any:
-        return module.preheat_forward(batch) if module is part else plain(module, batch)
+    def forward(module: Any, run: Callable[[], T]) -> T:
+        made: T = module.preheat_forward(run)
+        return made
 
     return forward

@@ -9,6 +9,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -18,10 +19,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from preheat.data.kinds import examples_of
-from preheat.engine.build import build
+from preheat.engine.build import build, world_of
 from preheat.engine.step import forward, gradients, transform, update
 from preheat.recipe import Recipe
-from preheat.technique import Batch, Build, Device, MaskSpec, Shape, Slot
+from preheat.technique import DATA, Batch, Build, Device, MaskSpec, Shape, Slot
 
 __all__ = ["CATEGORIES", "Kernel", "Observation", "Recorder", "observe"]
 
@@ -230,16 +231,40 @@ def _fake_batch(recipe: Recipe, rows: int) -> Batch:
     return Batch(tokens, labels, positions, MaskSpec(), rows * length, tuple(range(rows)))
 
 
-def observe(recipe: Recipe, *, vocabulary: int | None, device: Device) -> Observation:
-    """Dry-runs the recipe's build and one optimizer step, and an evaluation.
+@contextmanager
+def _devices(world: int) -> Iterator[None]:
+    """A fake process group of so many, in which collectives send nothing; this process is its first."""
+    import torch.distributed as dist
+
+    if world == 1:
+        yield
+        return
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    assert not dist.is_initialized(), "a dry run of several devices is made before the real ones meet"
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def observe(recipe: Recipe, *, vocabulary: int | None, device: Device, world: int | None = None) -> Observation:
+    """Dry-runs the recipe's build and one optimizer step, and an evaluation, as the first of its devices does them.
 
     Args:
         vocabulary: pieces of the tokenizer.
         device: what to observe for. Fake tensors live on the CPU whatever it is; only kernels' choices follow it.
+        world: devices; as many as the recipe names when not given.
 
     Raises:
         RecipeError: the recipe cannot be built.
     """
+    with _devices(world or world_of(recipe)):
+        return _observe(recipe, vocabulary, device)
+
+
+def _observe(recipe: Recipe, vocabulary: int | None, device: Device) -> Observation:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -249,7 +274,8 @@ def observe(recipe: Recipe, *, vocabulary: int | None, device: Device) -> Observ
     with mode, recorder:
         known = _known(made, recorder)
         shape: Shape = made.slot(Slot.BATCH_SHAPE)(1.0)  # of the end of the run: the one that needs the most memory
-        micros = [shape.micro] * (shape.rows // shape.micro) + ([shape.rows % shape.micro] if shape.rows % shape.micro else [])
+        rows = -(-shape.rows // made.mesh.size(*DATA))
+        micros = [shape.micro] * (rows // shape.micro) + ([rows % shape.micro] if rows % shape.micro else [])
         # The first micro-batch makes the gradients, the second adds to them, and every later one is like the third.
         recorder.kernels.clear()
         recorder.phase = "forward"

@@ -45,15 +45,23 @@ def steps_of(recipe: Recipe, rows: int | None) -> int | None:
 
 
 def plan(
-    recipe: Recipe, *, vocabulary: int | None, device: Device, rates: Rates, rows: int | None = None, in_use: int = 0
+    recipe: Recipe,
+    *,
+    vocabulary: int | None,
+    device: Device,
+    rates: Rates,
+    rows: int | None = None,
+    in_use: int = 0,
+    world: int | None = None,
 ) -> dict[str, Any]:
-    """Predicts memory and time of a recipe on one device.
+    """Predicts memory and time of a recipe, for each device.
 
     Args:
         vocabulary: pieces of the tokenizer.
         rates: measured on `device` (`preheat.hardware.calibrate.rates`).
         rows: training rows, where known; `stop.epochs` needs it.
         in_use: bytes of the device that are taken before the run (on a CPU by the imports).
+        world: devices; as many as the recipe names when not given.
 
     Returns:
         The keys of `preheat.run.PLAN_KEYS`.
@@ -61,18 +69,20 @@ def plan(
     Raises:
         RecipeError: the recipe cannot be built.
     """
-    seen = observe(recipe, vocabulary=vocabulary, device=device)
+    seen = observe(recipe, vocabulary=vocabulary, device=device, world=world)
     return describe(recipe, seen, device=device, rates=rates, rows=rows, in_use=in_use)
 
 
-def settled(recipe: Recipe, *, vocabulary: int | None, device: Device, rates: Rates, in_use: int = 0) -> Recipe:
+def settled(
+    recipe: Recipe, *, vocabulary: int | None, device: Device, rates: Rates, in_use: int = 0, world: int | None = None
+) -> Recipe:
     """The recipe with values for what its techniques leave to a dry run (`Technique.settle`); arguments as of `plan`."""
     for name in recipe.techniques:
-        context = context_of(recipe, adapter.configure(recipe, vocabulary), device)
+        context = context_of(recipe, adapter.configure(recipe, vocabulary), device, world)
 
         def share(other: Technique, name: str = name, recipe: Recipe = recipe) -> float:
             changed = replace(recipe, techniques={**recipe.techniques, name: other})
-            made = plan(changed, vocabulary=vocabulary, device=device, rates=rates, in_use=in_use)
+            made = plan(changed, vocabulary=vocabulary, device=device, rates=rates, in_use=in_use, world=world)
             return float(made["peak_gib"] / made["available_gib"])
 
         recipe = replace(recipe, techniques={**recipe.techniques, name: recipe.techniques[name].settle(context, share)})

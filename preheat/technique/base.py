@@ -113,6 +113,11 @@ class Technique(ABC):
         """Devices that it asks for along axes of the mesh; 0: all that the others leave."""
         return {}
 
+    @classmethod
+    def spreads(cls) -> bool:
+        """Whether it shares out the work of one device among several; numbers stay what they were."""
+        return cls.degrees is not Technique.degrees
+
     def check(self, context: Context) -> list[str]:
         """Why this cannot serve here, in words; empty when it can."""
         return []

@@ -32,6 +32,8 @@ class Axis(StrEnum):
 
 DATA = (Axis.REPLICATE, Axis.SHARD)
 """The axes that share out rows of the batch."""
+_TOGETHER = (DATA, (Axis.SHARD, Axis.CONTEXT), (Axis.REPLICATE, Axis.CONTEXT), (*DATA, Axis.CONTEXT))
+"""Axes over which numbers are added in a step."""
 
 
 class Spread(Protocol):
@@ -107,7 +109,13 @@ class Mesh:
             return cls()
         order = list(Axis)
         devices = init_device_mesh(kind, tuple(sizes[a] for a in order), mesh_dim_names=tuple(map(str, order)))
-        return cls(dict(sizes), dist.get_rank(), devices)
+        made = cls(dict(sizes), dist.get_rank(), devices)
+        for (
+            axes
+        ) in _TOGETHER:  # now, and not in the middle of a step: all processes make groups together, and a dry run makes none
+            if made.size(*axes) > 1:
+                made.sub(*axes)
+        return made
 
     @property
     def world(self) -> int:
@@ -127,12 +135,15 @@ class Mesh:
             found = found * self.sizes[axis] + place[axis]
         return found
 
-    @functools.cache  # noqa: B019  # a mesh lives as long as the process's groups do
     def sub(self, *axes: Axis) -> Any:
         """torch's mesh of the devices along some axes that hold this one: one dimension, whatever the number of axes.
 
         Every process must ask for the same ones in the same order: groups are made by all together.
         """
+        return self._sub(tuple(axis for axis in axes if self.sizes[axis] > 1) or axes[:1])
+
+    @functools.cache  # noqa: B019  # a mesh lives as long as the process's groups do
+    def _sub(self, axes: tuple[Axis, ...]) -> Any:
         assert self.devices is not None, "one device has no mesh"
         names = tuple(map(str, axes))
         return self.devices[names[0]] if len(names) == 1 else self.devices[names]._flatten("_".join(names))

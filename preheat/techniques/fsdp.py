@@ -94,7 +94,7 @@ class FSDP(Technique):
             gather=torch.bfloat16 if self.gather == "bf16" else None,
             offload=self.offload,
         )
-        build.own(Slot.FORWARD, sharding.forward_through(build.slot(Slot.FORWARD), part), self.name())
+        build.own(Slot.FORWARD, sharding.forward_through(part), self.name())
         if self.reduce == "last":
             build.before_backward.append(part.set_requires_gradient_sync)
         many = build.mesh.size(*across)

@@ -86,7 +86,7 @@ class _Runner:
         from preheat.ops.pipelining import Pipeline
 
         def forward(part: Any, batch: Batch) -> Tensor:
-            made, metrics = build.slot(Slot.FORWARD)(part, batch)
+            made, metrics = build.slot(Slot.FORWARD)(part, lambda: build.slot(Slot.PART_FORWARD)(part, batch))
             assert not metrics, "check refuses objectives with metrics: only the last stage's device would have them"
             for change in build.on_loss if part is stages.get(count - 1) else ():
                 made = change(made)

@@ -19,14 +19,15 @@ from preheat.data import baselines, batches
 from preheat.data.loader import evaluation_rows, samples_of
 from preheat.engine import checkpoint
 from preheat.engine.evaluate import Measured
-from preheat.engine.step import gradients, update
+from preheat.engine.step import gradients, numbers, update
 from preheat.errors import RunError
 from preheat.hardware.probe import give_back, peak_bytes, reset_peak, resident_bytes
 from preheat.recipe import Recipe
-from preheat.technique import Batch, Shape, Tag
+from preheat.technique import DATA, Batch, Shape, Tag
 from preheat.training.schedule import share_of_peak
 from preheat.training.session import Session, open_session
 from preheat.training.signals import Signals
+from preheat.training.standing import Standing
 from preheat.training.watch import Watch
 
 __all__ = ["train"]
@@ -58,20 +59,26 @@ def train(
     """
     watch = watch or Watch()
     session = open_session(recipe, Path(out or Path("runs") / recipe.name), resume=resume, watch=watch, force=force)
-    loop = _Loop(session, watch)
+    standing = Standing(session.ranks, 0.8 * recipe.parallel.timeout, watch.alarm)
+    loop = _Loop(session, watch, standing)
     try:
-        return loop.run()
+        made = loop.run()
     except BaseException as error:
         if not isinstance(error, SystemExit):
             session.writer.event("failed", reason=str(error) or type(error).__name__)
+        if (lost := session.ranks.explained(error, loop.progress.step)) is not error:
+            raise lost from None
         raise
     finally:
+        standing.close()
         session.writer.close()
+    session.ranks.leave()
+    return made
 
 
 class _Loop:
-    def __init__(self, session: Session, watch: Watch):
-        self.session, self.watch = session, watch
+    def __init__(self, session: Session, watch: Watch, standing: Standing):
+        self.session, self.watch, self.standing = session, watch, standing
         self.recipe, self.build, self.progress = session.recipe, session.build, session.progress
         self.writer = session.writer
         self.speeds: list[float] = []
@@ -79,6 +86,8 @@ class _Loop:
         self.saved_at = -1 if self.progress.step == 0 else self.progress.step
         self.evaluated: tuple[int, Measured] | None = None
         self.shape: Shape | None = None
+        self.stopped: str | None = None  # the signal that ends the run
+        self.late = False  # some process says that the hours are over
 
     def run(self) -> dict[str, Any]:
         data, watch = self.session.data, self.watch
@@ -99,63 +108,71 @@ class _Loop:
                     workers=self.recipe.data.workers,
                     prefetch=self.recipe.data.prefetch,
                     pin=self.build.torch_device.type == "cuda",
+                    share=(self.build.mesh.index(*DATA), self.build.mesh.size(*DATA)),
                 )
             ) as stream,
         ):
             if self.progress.step == 0 and self.session.probes.at_start:
                 self._evaluate()
-            while not self._finished() and signals.received is None:
-                self._step(stream)
+            while not self._finished() and self.stopped is None:
+                self._step(stream, signals)
                 step = self.progress.step
                 last = self._finished()
                 if self.recipe.evaluate.every and step % self.recipe.evaluate.every == 0 and not last:
                     self._evaluate()
                 if self.recipe.checkpoint.every and step % self.recipe.checkpoint.every == 0 and not last:
                     self._save()
-            if signals.received is not None:
-                self.writer.event("stopping", signal=signals.received, step=self.progress.step)
-                watch.notice(f"{signals.received}: saving step {self.progress.step} and ending")
+            if self.stopped is not None:
+                self.writer.event("stopping", signal=self.stopped, step=self.progress.step)
+                watch.notice(f"{self.stopped}: saving step {self.progress.step} and ending")
             if self.progress.step > self.saved_at:
                 self._save()
-        return self._finish(signals.received)
+        return self._finish(self.stopped)
 
     def _finished(self) -> bool:
-        stop, total = self.recipe.stop, self.session.total
+        total = self.session.total
         if total is not None and self.progress.step >= total:
             return True
-        return stop.hours is not None and self.progress.elapsed >= stop.hours * 3600
+        return self.late or (self.build.mesh.world == 1 and self._is_late())
 
-    def _step(self, stream: Any) -> None:
-        begun = time.perf_counter()
+    def _step(self, stream: Any, signals: Signals) -> None:
+        begun, step = time.perf_counter(), self.progress.step + 1
+        self.standing.at(step, "reading rows")
         batch: list[Batch] = next(stream)
         shape = self.session.shape(self.progress.step)
         if self.shape not in (None, shape):
             give_back(self.build.device.kind)
         self.shape = shape
         lr = self.session.peak_lr * share_of_peak(self.recipe.schedule, self.progress.step, self.session.total)
+        self.standing.at(step, "making gradients")
         loss = gradients(self.build, batch, lr)
+        self.standing.at(step, "updating weights")
         stats = update(self.build, lr)
         endures = self.build.endures_overflow() if self.build.endures_overflow else torch.zeros_like(stats[0])
         # The one read of the step. Where the gradients were not finite the update left the weights as they were.
-        mean = (loss.total / max(loss.weight, 1)).float()
-        mean, norm, finite, forgiven = torch.stack([mean, *stats, endures]).tolist()
+        self.standing.at(step, "sharing its numbers")
+        late = self._is_late(time.perf_counter() - begun)
+        total, metrics, weight, (norm, finite, forgiven), (some_stopped, some_late) = numbers(
+            self.build, loss, torch.stack([*stats, endures]), (signals.received is not None, late)
+        )
+        self.stopped = signals.received or ("a signal to another process" if some_stopped else None)
+        self.late = some_late and self.build.mesh.world > 1
+        mean = total / max(weight, 1)
         if not finite and forgiven and math.isfinite(mean):
-            self.writer.event("overflow", step=self.progress.step + 1)
-            self.watch.notice(
-                f"step {self.progress.step + 1}: the scaled gradients overflowed: left out, and the scale lowered"
-            )
+            self.writer.event("overflow", step=step)
+            self.watch.notice(f"step {step}: the scaled gradients overflowed: left out, and the scale lowered")
         elif not (finite and math.isfinite(mean)):
             self._refuse(mean, norm, batch, lr)
         seconds = time.perf_counter() - begun
         p = self.progress
         p.samples += samples_of(shape, self.recipe.batch.length)
         p.step += 1
-        tokens = sum(b.tokens.numel() for b in batch)
+        tokens = shape.rows * shape.length  # of all devices
         p.tokens += tokens
         p.elapsed += seconds
         self.loss = mean
         self.speeds.append(tokens / seconds)
-        metrics = {
+        line = {
             "step": p.step,
             "tokens": p.tokens,
             "loss": mean,
@@ -165,12 +182,16 @@ class _Loop:
             "tokens_per_second": tokens / seconds,
             "memory": self._memory(),
             "elapsed": p.elapsed,
-            "length": batch[0].tokens.shape[1],
-            **self.build.scores({name: value.cpu() for name, value in loss.metrics.items()}, loss.weight),
+            "length": shape.length,
+            **self.build.scores(metrics, weight),
             **self._counted(),
         }
-        self.writer.metric(**metrics)
-        self.watch.step({**metrics, "mfu": self._mfu(tokens / seconds)}, self.session.total)
+        self.writer.metric(**line)
+        self.watch.step({**line, "mfu": self._mfu(tokens / seconds)}, self.session.total)
+
+    def _is_late(self, seconds: float = 0.0) -> bool:
+        hours = self.recipe.stop.hours
+        return hours is not None and self.progress.elapsed + seconds >= hours * 3600
 
     def _counted(self) -> dict[str, int]:
         """What the build's techniques counted so far; what they did is written down, and said where there are words."""
@@ -208,12 +229,14 @@ class _Loop:
         return plan["model_flops_per_step"] / plan["tokens_per_step"] * speed / plan["matrix_rate"]
 
     def _save(self) -> None:
+        self.standing.at(self.progress.step, "saving")
         path = checkpoint.save(self.build, self.progress, self.writer.path / "checkpoints", keep=self.recipe.checkpoint.keep)
         self.saved_at = self.progress.step
         self.writer.event("checkpoint", step=self.progress.step, path=str(path.relative_to(self.writer.path)))
 
     def _evaluate(self) -> float:
         step = self.progress.step
+        self.standing.at(step, "evaluating")
         if self.evaluated is None or self.evaluated[0] != step:
             found = self.session.probes.take(self.build, self.writer, step)
             self.evaluated = (step, found)

@@ -12,7 +12,7 @@ from typing import Any
 
 from preheat import recipe as recipes
 from preheat.engine import checkpoint
-from preheat.engine.build import build
+from preheat.engine.build import alone, build
 from preheat.errors import RecipeError, RunError
 from preheat.models.generate import Written
 from preheat.recipe import Model, Recipe, Sample, Stop
@@ -94,7 +94,7 @@ def require_model(path: str | Path) -> None:
 def _at_start(path: Path) -> Opened:
     from preheat.data.tokenizer import load_tokenizer
 
-    recipe = recipes.load(path / "recipe.yaml")
+    recipe = alone(recipes.load(path / "recipe.yaml"))
     tokenizer = load_tokenizer(str(path / "tokenizer"))
     device, _ = resolve(recipe)
     return Opened(recipe, build(recipe, vocabulary=len(tokenizer), device=device), tokenizer, 0, str(path / "tokenizer"))
@@ -103,7 +103,7 @@ def _at_start(path: Path) -> Opened:
 def _run(path: Path, step: int | None) -> Opened:
     from preheat.data.tokenizer import load_tokenizer
 
-    recipe = recipes.load(path / "recipe.yaml")
+    recipe = alone(recipes.load(path / "recipe.yaml"))
     tokenizer = load_tokenizer(str(path / "tokenizer"))
     found, damaged = checkpoint.find(path / "checkpoints", step)
     if found is None:

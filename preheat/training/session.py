@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import hashlib
-import json
 import os
 import platform
 import shutil
@@ -22,8 +21,10 @@ from preheat.evaluation.probes import Probes
 from preheat.models import adapter, presets
 from preheat.planning.plan import plan, settled, steps_of
 from preheat.recipe import Recipe
-from preheat.run import Writer
+from preheat.run import Silent, Writer
 from preheat.technique import Build, Device, Shape, Slot
+from preheat.training.ranks import Ranks, meet
+from preheat.training.resuming import compare, fingerprints, resumed
 from preheat.training.samples import Samples
 from preheat.training.texts import chat_template
 from preheat.training.watch import Watch
@@ -32,9 +33,6 @@ if TYPE_CHECKING:
     from preheat.data import Prepared
 
 __all__ = ["Session", "data_of", "open_session", "plan_here", "resolve", "rows_of", "settle", "vocabulary_of"]
-
-# What may differ between a run and its resumption; everything else decides the numbers.
-_FREE = ("name", "stop", "evaluate", "checkpoint", "sample", "hardware", "data.workers", "data.prefetch")
 
 
 @dataclass
@@ -60,17 +58,27 @@ class Session:
     samples: Samples
     imports: int
     """Bytes that the process held before the build."""
+    ranks: Ranks
+    """Which process of the run this is."""
 
 
-def resolve(recipe: Recipe) -> tuple[Device, int]:
-    """The device and the number of CPU threads of a recipe; sets the threads."""
+def resolve(recipe: Recipe, on_host: int = 1) -> tuple[Device, int]:
+    """The device and the number of CPU threads of a recipe; sets the threads.
+
+    Args:
+        on_host: processes that share this host: each has its share of the cores and, on CPUs, of the memory.
+    """
     import torch
 
     from preheat.hardware.probe import probe
 
     device = probe(recipe.hardware.device, recipe.hardware.memory)
+    if device.kind == "cpu" and on_host > 1:
+        device = replace(device, memory=device.memory // on_host)
     if recipe.hardware.threads:
         torch.set_num_threads(recipe.hardware.threads)
+    elif on_host > 1:
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // on_host))
     return device, torch.get_num_threads()
 
 
@@ -145,66 +153,43 @@ def open_session(recipe: Recipe, out: Path, *, resume: bool, watch: Watch, force
     Raises:
         RecipeError, DataError, DoesNotFit, RunError: before anything is written, but for a folder that cannot be.
     """
-    import torch
-
-    from preheat.data.kinds import require_examples
-    from preheat.hardware.calibrate import rates
-
-    device, threads = resolve(recipe)
-    if resume and not (out / "recipe.yaml").exists():
-        raise RunError(f"{out}: holds no run to resume; run it without --resume first")
-    if not resume and (out / "recipe.yaml").exists():
-        raise RunError(f"{out}: holds a run already; add --resume to go on with it, or name another folder with --out")
-    presets.require_weights(recipe)
-    watch.stage("reading data")
-    data = data_of(recipe, progress=watch.progress)
-    if data.layout.kind != "text":
-        watch.notice(f"layout: {data.layout.words}")
-    for line in data.told:
-        watch.notice(line)
-    require_examples(recipe, data)
-    positions = adapter.facts(adapter.configure(recipe, len(data.tokenizer))).positions
-    samples = Samples(recipe, data.tokenizer, template=chat_template(data.layout), positions=positions)
-    probes = Probes(recipe, data, watch.progress)
-    watch.stage("measuring this machine (once)")
-    measured = rates(device, threads, progress=lambda what, done: watch.progress(what, done, 1.0))
-    watch.stage("planning")
+    ranks = meet(recipe)
+    device, threads = resolve(recipe, ranks.on_host)
+    if ranks.lead:
+        ready = _prepare(recipe, out, ranks, device, threads, resume=resume, watch=watch, force=force)
+        chosen, expected = ready.chosen, ready.expected
+        ranks.tell("prepared", {"recipe": recipes.dump(chosen), "plan": expected})
+        data, probes, samples = ready.data, ready.probes, ready.samples
+    else:
+        heard = ranks.hear("prepared")
+        chosen, expected = recipes.parse(heard["recipe"], where="the recipe of rank 0"), heard["plan"]
+        data, probes, samples = _read(recipe, watch)
+    ranks.agree({"recipe": _digest(recipes.dump(recipe)), "data": data.fingerprint, **_versions()})
     import torch.distributed.checkpoint  # noqa: F401  # so that the imports' memory is known before the build
 
-    rows = len(data.train) if hasattr(data.train, "__len__") else None
-    how: dict[str, Any] = {"vocabulary": len(data.tokenizer), "device": device, "rates": measured, "in_use": _in_use(device)}
-    # The run keeps the recipe as it was written: what a dry run chooses may differ where the run is resumed.
-    chosen = settled(recipe, **how)
-    expected = plan(chosen, rows=rows, **how)
-    watch.planned(expected)
-    if not expected["fits"] and not force:
-        raise DoesNotFit(
-            f"does not fit: needs {expected['peak_gib']:.2f} GiB, has {expected['available_gib']:.2f} GiB; use smaller micro-batches or techniques that save memory (preheat techniques lists them), or train all the same with --force"
-        )
-    writer = Writer(out, resume=resume)
+    ranks.join(recipe, device.kind)
+    writer = Writer(out, resume=resume) if ranks.lead else Silent(out)
     try:
-        if resume:
-            _compare(recipe, (out / "recipe.yaml").read_text(encoding="utf-8"))
         imports = settle(device)
         watch.stage("building")
         made = build(chosen, vocabulary=len(data.tokenizer), device=device)
-        progress = checkpoint.Progress(recipe=recipes.dump(chosen), fingerprints=_fingerprints(made, data))
+        progress = checkpoint.Progress(recipe=recipes.dump(chosen), fingerprints=fingerprints(made, data))
         if resume:
-            progress = _resume(made, out, progress, writer, watch, threads)
-        else:
+            progress = resumed(made, out, progress, writer, watch, threads)
+        elif ranks.lead:
             data.tokenizer.save_pretrained(out / "tokenizer")
             writer.json("changes.json", {name: [asdict(c) for c in changes] for name, changes in made.changes.items()})
             writer.json("data.json", data.record() | {"chat": samples.template is not None})
-        total = steps_of(recipe, rows)
+        total = steps_of(recipe, _length(data))
         shape = _shape(made, total)
         order = _order(made, data.train, progress.samples, shape, total)
         writer.json("plan.json", expected)
-        writer.json("environment.json", _environment(device, threads))
+        writer.json("environment.json", _environment(device, threads) | {"processes": ranks.world})
         writer.text("recipe.yaml", recipes.dump(recipe))  # last: a folder with a recipe is a run
         writer.event("resumed" if resume else "started", step=progress.step)
     except BaseException:
         writer.close()
-        if not resume and not (out / "recipe.yaml").exists():
+        if ranks.lead and not resume and not (out / "recipe.yaml").exists():
             _remove_empty_run(out)
         raise
     return Session(
@@ -221,7 +206,81 @@ def open_session(recipe: Recipe, out: Path, *, resume: bool, watch: Watch, force
         peak_learning_rate(made),
         samples,
         imports,
+        ranks,
     )
+
+
+@dataclass
+class _Ready:
+    """What the first process found out before the others join it."""
+
+    data: Any
+    probes: Probes
+    samples: Samples
+    chosen: Recipe
+    expected: dict[str, Any]
+
+
+def _read(recipe: Recipe, watch: Watch) -> tuple[Any, Probes, Samples]:
+    """The data, and what is measured and written beside the steps."""
+    from preheat.data.kinds import require_examples
+
+    data = data_of(recipe, progress=watch.progress)
+    if data.layout.kind != "text":
+        watch.notice(f"layout: {data.layout.words}")
+    for line in data.told:
+        watch.notice(line)
+    require_examples(recipe, data)
+    positions = adapter.facts(adapter.configure(recipe, len(data.tokenizer))).positions
+    samples = Samples(recipe, data.tokenizer, template=chat_template(data.layout), positions=positions)
+    return data, Probes(recipe, data, watch.progress), samples
+
+
+def _length(data: Any) -> int | None:
+    """Training rows, where they are counted."""
+    return len(data.train) if hasattr(data.train, "__len__") else None
+
+
+def _prepare(
+    recipe: Recipe, out: Path, ranks: Ranks, device: Device, threads: int, *, resume: bool, watch: Watch, force: bool
+) -> _Ready:
+    from preheat.hardware.calibrate import rates
+
+    if resume and not (out / "recipe.yaml").exists():
+        raise RunError(f"{out}: holds no run to resume; run it without --resume first")
+    if not resume and (out / "recipe.yaml").exists():
+        raise RunError(f"{out}: holds a run already; add --resume to go on with it, or name another folder with --out")
+    if resume:
+        compare(recipe, (out / "recipe.yaml").read_text(encoding="utf-8"))
+    presets.require_weights(recipe)
+    watch.stage("reading data")
+    data, probes, samples = _read(recipe, watch)
+    watch.stage("measuring this machine (once)")
+    measured = rates(device, threads, progress=lambda what, done: watch.progress(what, done, 1.0))
+    watch.stage("planning")
+    how: dict[str, Any] = {"vocabulary": len(data.tokenizer), "device": device, "rates": measured, "in_use": _in_use(device)}
+    # The run keeps the recipe as it was written: what a dry run chooses may differ where the run is resumed.
+    chosen = settled(recipe, world=ranks.world, **how)
+    expected = plan(chosen, rows=_length(data), world=ranks.world, **how)
+    watch.planned(expected)
+    if not expected["fits"] and not force:
+        raise DoesNotFit(
+            f"does not fit: needs {expected['peak_gib']:.2f} GiB, has {expected['available_gib']:.2f} GiB; use smaller micro-batches or techniques that save memory (preheat techniques lists them), or train all the same with --force"
+        )
+    return _Ready(data, probes, samples, chosen, expected)
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _versions() -> dict[str, str]:
+    """What must be equal on all hosts: the versions that decide the numbers, and preheat's own source."""
+    import importlib.metadata as metadata
+
+    house = Path(__file__).parents[1]
+    source = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(house.rglob("*.py")))).hexdigest()[:16]
+    return {"preheat's source": source, **{f"version of {name}": metadata.version(name) for name in ("torch", "transformers")}}
 
 
 def _shape(made: Build, total: int | None) -> Callable[[int], Shape]:
@@ -268,70 +327,6 @@ def settle(device: Device) -> int:
     keep_heap()
     reset_peak()
     return resident_bytes()
-
-
-def _fingerprints(made: Build, data: Any) -> dict[str, str]:
-    config = json.dumps(made.trained[0].config.to_dict(), sort_keys=True, default=str)  # type: ignore[operator,union-attr]
-    return {
-        "data": data.fingerprint,
-        "model": hashlib.sha256(config.encode()).hexdigest()[:16],
-        "weights": made.weights.fingerprint(),
-    }
-
-
-def _compare(recipe: Recipe, before: str) -> None:
-    """Refuses a resumption whose recipe would change the numbers, and names the keys."""
-    old, new = recipes.as_values(recipes.parse(before, where="recipe.yaml of the run")), recipes.as_values(recipe)
-    changed = [key for key in _leaves(old).keys() | _leaves(new).keys() if _leaves(old).get(key) != _leaves(new).get(key)]
-    changed = sorted(key for key in changed if not any(key == free or key.startswith(free + ".") for free in _FREE))
-    if changed:
-        was, now = _leaves(old), _leaves(new)
-        words = ", ".join(f"{key} (was {was.get(key)!r}, is {now.get(key)!r})" for key in changed)
-        raise RunError(
-            f"--resume: the recipe is not that of the run: {words}; put back what was, or start another run with --out"
-        )
-
-
-def _leaves(values: Any, at: str = "") -> dict[str, Any]:
-    if isinstance(values, dict) and values:
-        return {k: v for key, value in values.items() for k, v in _leaves(value, f"{at}.{key}" if at else str(key)).items()}
-    return {at: values}
-
-
-def _resume(
-    made: Build, out: Path, fresh: checkpoint.Progress, writer: Writer, watch: Watch, threads: int
-) -> checkpoint.Progress:
-    folder = out / "checkpoints"
-    for left in folder.glob("*.writing"):  # of a session that was killed while it saved
-        shutil.rmtree(left, ignore_errors=True)
-    found, damaged = checkpoint.find(folder)
-    for path, problem in damaged:
-        writer.event("damaged", checkpoint=path.name, problem=problem)
-        watch.notice(f"{path}: damaged ({problem}); it is passed over")
-    if found is None:
-        if damaged:
-            raise RunError(f"{folder}: no checkpoint is whole; start another run with --out")
-        watch.notice("no checkpoint was saved yet: starting from step 0")
-        return fresh
-    kept = checkpoint.read_progress(found)
-    differs = [name for name, value in fresh.fingerprints.items() if kept.fingerprints.get(name) != value]
-    if differs:
-        words = {
-            "data": "data (the source, tokenizer or packing)",
-            "model": "model's configuration",
-            "weights": "model's weights",
-        }
-        raise RunError(
-            f"--resume: the {', the '.join(words[d] for d in differs)} changed since {found.name} was saved; put back what was, or start another run with --out"
-        )
-    state = json.loads((found / "state.json").read_text())
-    if state["threads"] != threads:
-        watch.notice(
-            f"resumed with {threads} threads where the run had {state['threads']}: losses will agree up to rounding, not bit for bit"
-        )
-    progress = checkpoint.load(made, found)
-    progress.recipe = fresh.recipe
-    return progress
 
 
 def _environment(device: Device, threads: int) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""SIGTERM and Ctrl-C: once means save and end after this step, twice means now."""
+"""SIGTERM and Ctrl-C: once means save and end after this step, the same again means now."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ __all__ = ["Signals"]
 
 
 class Signals:
-    """While entered, remembers the first signal in `received`; the second ends the process at once."""
+    """While entered, remembers the first signal in `received`; the same one again ends the process at once.
+
+    A launcher may pass on as SIGTERM the Ctrl-C that the terminal sent to all."""
 
     def __init__(self) -> None:
         self.received: str | None = None
@@ -28,7 +30,7 @@ class Signals:
             signal.signal(number, handler)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self.received is not None:
+        if self.received == signal.Signals(number).name:
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
-        self.received = signal.Signals(number).name
+        self.received = self.received or signal.Signals(number).name

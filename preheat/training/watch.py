@@ -28,3 +28,6 @@ class Watch:
 
     def notice(self, words: str) -> None:
         """Something that the user should know."""
+
+    def alarm(self, words: str) -> None:
+        """Something that must be seen, whichever process says it."""

@@ -1,0 +1,142 @@
+"""The processes of a run: who this one is, what the first finds out for all, and that all are of one mind before they begin.
+
+torchrun (and `preheat train --nproc`) starts each with RANK, WORLD_SIZE and where to meet. The first process reads the data and plans
+before the others join it, so that what takes long or goes wrong does so once, outside any collective.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+from preheat.errors import RecipeError, RunError
+from preheat.recipe import Recipe
+
+__all__ = ["Ranks", "meet"]
+
+_LOST = re.compile(r"[Cc]onnection (closed|reset|refused)|[Tt]imed out|timeout|NCCL", re.ASCII)
+"""In what a collective says when a process is gone or does not answer."""
+_PATIENCE = timedelta(days=7)
+"""How long the others wait while the first reads data and plans; if it fails, the launcher ends them."""
+
+
+@dataclass
+class Ranks:
+    """The default is one process, alone.
+
+    Attributes:
+        rank, world: this process's number, and how many there are.
+        local, on_host: its number on this host, and how many there are.
+        store: where they leave each other words.
+    """
+
+    rank: int = 0
+    world: int = 1
+    local: int = 0
+    on_host: int = 1
+    store: Any = None
+
+    @property
+    def lead(self) -> bool:
+        return self.rank == 0
+
+    def tell(self, key: str, value: Any) -> None:
+        """Leaves something for the others, as JSON."""
+        if self.store is not None:
+            self.store.set(key, json.dumps(value))
+
+    def hear(self, key: str) -> Any:
+        """What another has left, or will leave."""
+        self.store.wait([key], _PATIENCE)
+        return json.loads(self.store.get(key))
+
+    def agree(self, facts: dict[str, str]) -> None:
+        """Compares what must be equal everywhere.
+
+        Raises:
+            RunError: this process differs from the first; the words say in what.
+        """
+        if self.world == 1:
+            return
+        if self.lead:
+            self.tell("facts", facts)
+            return
+        first = self.hear("facts")
+        for key, value in facts.items():
+            if value != first[key]:
+                raise RunError(
+                    f"rank {self.rank} on {os.uname().nodename}: its {key} is {value}, and that of rank 0 is {first[key]}; make them the same on all hosts"
+                )
+
+    def join(self, recipe: Recipe, kind: str) -> None:
+        """Forms torch.distributed's default group.
+
+        Args:
+            kind: of device: cpu or cuda.
+        """
+        if self.world == 1:
+            return
+        import torch
+        import torch.distributed as dist
+
+        if kind == "cuda":
+            torch.cuda.set_device(self.local)
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo",
+            store=dist.PrefixStore("group", self.store),
+            rank=self.rank,
+            world_size=self.world,
+            timeout=timedelta(seconds=recipe.parallel.timeout),
+        )
+
+    def explained(self, error: BaseException, step: int) -> BaseException:
+        """An error of a collective in words; any other error as it is."""
+        words = str(error).splitlines()[0] if str(error) else ""
+        if self.world == 1 or not isinstance(error, RuntimeError) or not _LOST.search(words):
+            return error
+        return RunError(
+            f"rank {self.rank}: lost the other processes in step {step + 1} ({words[-160:]}); start again with --resume, which goes on from the last checkpoint"
+        )
+
+    def leave(self) -> None:
+        """Ends the group."""
+        if self.world > 1:
+            import torch.distributed as dist
+
+            if dist.is_initialized():
+                dist.destroy_process_group()
+
+
+def meet(recipe: Recipe) -> Ranks:
+    """This process among those that a launcher started; alone where none did.
+
+    Raises:
+        RecipeError: the recipe wants another number of processes.
+        RunError: the others' meeting point cannot be reached.
+    """
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    if recipe.parallel.devices not in (None, world):
+        wanted = recipe.parallel.devices
+        how = f"start it with --nproc {wanted}, or under torchrun" if world == 1 else f"start {wanted}, or leave the key out"
+        raise RecipeError(
+            f"parallel.devices: {wanted} processes are wanted, and {world} {'was' if world == 1 else 'were'} started; {how}"
+        )
+    if world == 1:
+        return Ranks()
+    import torch.distributed as dist
+
+    at = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+    try:
+        store, rank, _ = next(iter(dist.rendezvous("env://", timeout=timedelta(seconds=recipe.parallel.timeout))))
+    except (dist.DistNetworkError, dist.DistStoreError, ValueError) as error:
+        raise RunError(
+            f"rank {os.environ.get('RANK')}: cannot meet the others at {at} within {recipe.parallel.timeout:g} s ({str(error).splitlines()[0][:120]}); "
+            "is the first host up, and the port open?"
+        ) from None
+    store.set_timeout(timedelta(seconds=recipe.parallel.timeout))
+    local, on_host = (int(os.environ.get(key, "0") or 0) for key in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
+    return Ranks(rank, world, local, on_host or 1, store)

@@ -1,0 +1,91 @@
+"""Going on with a run: what must be as it was, and the checkpoint that it goes on from."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from preheat import recipe as recipes
+from preheat.engine import checkpoint
+from preheat.engine.build import alone
+from preheat.errors import RunError
+from preheat.recipe import Recipe
+from preheat.run import Writer
+from preheat.technique import Build
+from preheat.training.watch import Watch
+
+__all__ = ["compare", "fingerprints", "resumed"]
+
+# What may differ between a run and its resumption; everything else decides the numbers.
+_FREE = ("name", "stop", "evaluate", "checkpoint", "sample", "hardware", "data.workers", "data.prefetch")
+
+
+def fingerprints(made: Build, data: Any) -> dict[str, str]:
+    config = json.dumps(made.trained[0].config.to_dict(), sort_keys=True, default=str)  # type: ignore[operator,union-attr]
+    return {
+        "data": data.fingerprint,
+        "model": hashlib.sha256(config.encode()).hexdigest()[:16],
+        "weights": made.weights.fingerprint(),
+    }
+
+
+def compare(recipe: Recipe, before: str) -> None:
+    """Refuses a resumption whose recipe would change the numbers, and names the keys."""
+    # Another number of devices, and another way to share the work among them, changes no number.
+    old, new = (recipes.as_values(alone(r)) for r in (recipes.parse(before, where="recipe.yaml of the run"), recipe))
+    changed = [key for key in _leaves(old).keys() | _leaves(new).keys() if _leaves(old).get(key) != _leaves(new).get(key)]
+    changed = sorted(key for key in changed if not any(key == free or key.startswith(free + ".") for free in _FREE))
+    if changed:
+        was, now = _leaves(old), _leaves(new)
+        words = ", ".join(f"{key} (was {was.get(key)!r}, is {now.get(key)!r})" for key in changed)
+        raise RunError(
+            f"--resume: the recipe is not that of the run: {words}; put back what was, or start another run with --out"
+        )
+
+
+def _leaves(values: Any, at: str = "") -> dict[str, Any]:
+    if isinstance(values, dict) and values:
+        return {k: v for key, value in values.items() for k, v in _leaves(value, f"{at}.{key}" if at else str(key)).items()}
+    return {at: values}
+
+
+def resumed(
+    made: Build, out: Path, fresh: checkpoint.Progress, writer: Writer, watch: Watch, threads: int
+) -> checkpoint.Progress:
+    folder = out / "checkpoints"
+    looked: tuple[Path | None, list[tuple[Path, str]]] | None = None
+    if made.mesh.rank == 0:  # checksums are of all files: once is enough
+        for left in folder.glob("*.writing"):  # of a session that was killed while it saved
+            shutil.rmtree(left, ignore_errors=True)
+        looked = checkpoint.find(folder)
+    found, damaged = checkpoint.everywhere(made, looked)[0]
+    for path, problem in damaged:
+        writer.event("damaged", checkpoint=path.name, problem=problem)
+        watch.notice(f"{path}: damaged ({problem}); it is passed over")
+    if found is None:
+        if damaged:
+            raise RunError(f"{folder}: no checkpoint is whole; start another run with --out")
+        watch.notice("no checkpoint was saved yet: starting from step 0")
+        return fresh
+    kept = checkpoint.read_progress(found)
+    differs = [name for name, value in fresh.fingerprints.items() if kept.fingerprints.get(name) != value]
+    if differs:
+        words = {
+            "data": "data (the source, tokenizer or packing)",
+            "model": "model's configuration",
+            "weights": "model's weights",
+        }
+        raise RunError(
+            f"--resume: the {', the '.join(words[d] for d in differs)} changed since {found.name} was saved; put back what was, or start another run with --out"
+        )
+    state = json.loads((found / "state.json").read_text())
+    if state["threads"] != threads:
+        watch.notice(
+            f"resumed with {threads} threads where the run had {state['threads']}: losses will agree up to rounding, not bit for bit"
+        )
+    progress = checkpoint.load(made, found)
+    progress.recipe = fresh.recipe
+    return progress

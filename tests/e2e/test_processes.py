@@ -1,0 +1,94 @@
+"""`preheat train --nproc`: several processes give the losses of one, any layout goes on from any checkpoint, and what dies is started again."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from preheat.run import Reader
+
+from .conftest import Command
+
+STEPS = 12
+FSDP = "techniques.fsdp={reshard: false}"
+
+
+def losses(run: Path) -> list[float]:
+    return [line["loss"] for line in Reader(run).metrics()]
+
+
+def cut(run: Path, to: Path) -> Path:
+    """The run as it stood after step 10."""
+    shutil.copytree(run, to)
+    shutil.rmtree(to / "checkpoints" / f"step-{STEPS}")
+    return to
+
+
+def test_two_processes_give_the_losses_of_one_and_any_layout_goes_on(preheat: Command) -> None:
+    folder = preheat.folder
+    settings = ("--set", "evaluate={every: 5, rows: 9}", "--set", "sample={prompts: [the], tokens: 4}")
+    settings += ("--set", "techniques={chunked_loss: {rows: 64}, gradient_accumulation: {steps: 2}}")
+    preheat("train", "r.yaml", *settings, "--out", "one")
+    preheat("train", "r.yaml", *settings, "--set", FSDP, "--nproc", "2", "--out", "two")
+    one, two = (Reader(folder / name) for name in ("one", "two"))
+    assert losses(two.path) == pytest.approx(losses(one.path), rel=1e-5)
+    assert [e["tokens"] for e in two.evaluations()] == [e["tokens"] for e in one.evaluations()]
+    measured = [[e["validation_loss"] for e in run.evaluations()] for run in (two, one)]
+    assert measured[0] == pytest.approx(measured[1], rel=1e-5)
+    assert two.samples() == one.samples()
+    assert len(list((two.path / "checkpoints" / f"step-{STEPS}").glob("shard-*"))) == 2
+    # two -> one, one -> two in another layout; and one process reads what two wrote
+    preheat("train", "r.yaml", *settings, "--resume", "--out", str(cut(two.path, folder / "a")))
+    layout = ("--set", "techniques.data_parallel={}", "--nproc", "2")
+    preheat("train", "r.yaml", *settings, *layout, "--resume", "--out", str(cut(one.path, folder / "b")))
+    for name in ("a", "b"):
+        assert losses(folder / name) == pytest.approx(losses(one.path), rel=1e-5), name
+    evaluated = preheat.json("eval", "two", "--rows", "9")
+    assert evaluated["loss"] == pytest.approx(measured[0][-1], rel=1e-5)
+
+
+def test_what_dies_is_started_again(preheat: Command) -> None:
+    settings = ("--set", "stop.steps=60", "--set", "techniques={fsdp: {}}")
+    agent = preheat.start("train", "r.yaml", *settings, "--nproc", "2", "--restarts", "1", "--out", "killed")
+    run = preheat.folder / "killed"
+    end = time.time() + 120
+    while not (run / "checkpoints" / "step-5").is_dir() and time.time() < end and agent.poll() is None:
+        time.sleep(0.05)
+    workers = subprocess.run(["pgrep", "-P", str(agent.pid)], capture_output=True, text=True, check=True).stdout.split()
+    os.kill(int(workers[-1]), signal.SIGKILL)
+    _, error = agent.communicate(timeout=200)
+    assert agent.returncode == 0, error
+    assert [e["kind"] for e in Reader(run).events() if e["kind"] in ("started", "resumed")] == ["started", "resumed"]
+    preheat("train", "r.yaml", "--set", "stop.steps=60", "--set", "techniques={}", "--out", "whole")
+    assert losses(run) == pytest.approx(losses(preheat.folder / "whole"), rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (
+            ("--set", "techniques={fsdp: {}}"),
+            "techniques.fsdp: shares out weights among devices, and there is one; start several with --nproc",
+        ),
+        (
+            ("--set", "parallel.devices=3"),
+            "parallel.devices: 3 processes are wanted, and 1 was started; start it with --nproc 3",
+        ),
+        (
+            ("--set", "techniques={}", "--nproc", "2"),
+            "does not multiply to 2 devices; add data_parallel or fsdp for the others",
+        ),
+        (("--set", "techniques={fsdp: {replicate: 4}}", "--nproc", "2"), "replicate 4 does not multiply to 2 devices"),
+    ],
+)
+def test_what_cannot_be_shared_out_is_told_in_one_line(preheat: Command, arguments: tuple[str, ...], words: str) -> None:
+    _, error = preheat("train", "r.yaml", *arguments, code=2)
+    assert [line for line in error.splitlines() if line.startswith("error: ")] == [line for line in error.splitlines() if line]
+    assert words in error
+    assert not (preheat.folder / "runs").exists()
