@@ -152,8 +152,10 @@ def build(recipe: Recipe, *, vocabulary: int | None, device: Device, dry: Abstra
 
 def _add_rows(made: Build, count: int, vocabulary: int) -> None:
     """Rows of embedding and head for tokens that the tokenizer was given: the last `count` of its `vocabulary`."""
-    model: Any = made.trained[0]
-    ends = {"embedding": model.get_input_embeddings().weight, "head": model.get_output_embeddings().weight}
+    held = [
+        (name, m) for part in made.trained for name, m in (("embedding", adapter.embedding(part)), ("head", adapter.head(part)))
+    ]
+    ends: dict[str, Any] = {name: m.weight for name, m in held if m is not None}  # a stage of a pipeline may have neither
     frozen = [name for name, weight in ends.items() if not weight.requires_grad]
     if frozen:
         raise RecipeError(
@@ -161,7 +163,14 @@ def _add_rows(made: Build, count: int, vocabulary: int) -> None:
         )
     if made.weights.folder is None:
         return  # drawn like all others
-    names = [re.escape(name) for name, p in model.named_parameters() if any(p is weight for weight in ends.values())]
+    names = [
+        re.escape(name)
+        for part in made.trained
+        for name, p in part.named_parameters()
+        if any(p is weight for weight in ends.values())
+    ]
+    if not names:
+        return
     first = vocabulary - count
     made.weights.map(rf"^({'|'.join(names)})$", lambda name, value: mean_rows(value, made.model.vocabulary, first, vocabulary))
     words = f"{count} tokens added: rows {first:,} to {vocabulary - 1:,} of {' and '.join(sorted(ends))} begin as the mean of those before, and are trained"
@@ -173,8 +182,9 @@ def peak_learning_rate(made: Build) -> float:
     lr = made.recipe.optimizer.lr
     if lr != "auto":
         return float(lr)
-    ends = {id(p) for m in made.trained for p in (m.get_input_embeddings().weight, m.get_output_embeddings().weight)}  # type: ignore[operator,union-attr]
-    return sizes.learning_rate(sum(p.numel() for m in made.trained for p in m.parameters() if id(p) not in ends))
+    model = adapter.whole(made.trained[0])  # type: ignore[arg-type]
+    ends = {id(p) for p in adapter.ends(model)}
+    return sizes.learning_rate(sum(p.numel() for p in model.parameters() if id(p) not in ends))
 
 
 def _optimizer(made: Build) -> Any:

@@ -6,6 +6,7 @@ stats = update(build, lr)            # norm of the gradients, and whether all wa
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple
@@ -27,15 +28,17 @@ __all__ = ["add_up", "forward", "gradients", "numbers", "plain_slots", "transfor
 
 def transform(build: Build, batch: Batch) -> Batch:
     """The batch as the model takes it: the build's transforms in their order."""
-    for _, change in sorted(build.transforms, key=lambda pair: pair[0]):
-        batch = change(batch)
-    return batch
+    return build.transformed(batch)
 
 
 def forward(build: Build, batch: Batch) -> LossSum:
     """The loss of one micro-batch, under the build's contexts (autocast for one)."""
+    return build.slot(Slot.WHOLE_FORWARD)(build, batch)
+
+
+def _whole_forward(build: Build, batch: Batch) -> LossSum:
     part = build.trained[0]
-    total, metrics = build.slot(Slot.FORWARD)(part, lambda: _forward(build, part, batch))
+    total, metrics = build.slot(Slot.FORWARD)(part, lambda: build.slot(Slot.PART_FORWARD)(part, batch))
     for change in build.on_loss:
         total = change(total)
     return LossSum(total, batch.weight, metrics)
@@ -46,6 +49,9 @@ def _forward(build: Build, part: Any, batch: Batch) -> tuple[Tensor, dict[str, T
     with ExitStack() as stack:
         for context in build.around_forward:
             stack.enter_context(context())
+        if adapter.head(part) is None:  # a stage of a pipeline that is not the last
+            hidden = build.slot(Slot.HIDDEN)(part, batch)
+            return hidden.clone() if hidden._is_view() else hidden, {}  # torch's pipelines and sharding work on it in place
 
         # An objective that takes several passes states the loss of each, and the model whose head it is over.
         def over_logits(hidden: Tensor, *aligned: Tensor, row_loss: RowLoss | None = None, of: Any = part) -> Tensor:
@@ -148,7 +154,7 @@ def _set_rate(build: Build, lr: float) -> None:
 def _hidden(build: Build) -> Callable[[Any, Batch], Tensor]:
     def hidden(part: Any, batch: Batch) -> Tensor:
         attention = build.slot(Slot.ATTENTION_EXCHANGE)(build.slot(Slot.ATTENTION_KERNEL))
-        return adapter.hidden_states(part, batch.tokens, batch.positions, batch.mask, attention)
+        return adapter.hidden_states(part, batch.tokens, batch.positions, batch.mask, attention, batch.hidden)
 
     return hidden
 
@@ -178,8 +184,9 @@ def _forward_backward(build: Build, batches: Sequence[Batch], global_weight: flo
 
 def _clip(build: Build) -> Tensor:
     """Norm over all gradients in fp32; gradients scaled down in place where it exceeds `optimizer.clip`."""
-    grads = [p.grad for _, p in build.parameters() if p.grad is not None]
-    norm = total_norm(grads)
+    named = [(name, p.grad) for name, p in build.parameters() if p.grad is not None]
+    grads = [grad for _, grad in named]
+    norm = total_norm(grad for name, grad in named if name not in build.copies)
     if build.mesh.size(Axis.PIPELINE) > 1:  # each stage has parameters of its own
         norm = build.mesh.add(norm.square(), Axis.PIPELINE).sqrt()
     limit = build.recipe.optimizer.clip
@@ -216,6 +223,8 @@ def plain_slots(build: Build) -> None:
     """Puts the plain form into every slot."""
     plain: dict[Slot, Callable[..., Any]] = {
         Slot.FORWARD: lambda part, run: run(),
+        Slot.PART_FORWARD: functools.partial(_forward, build),
+        Slot.WHOLE_FORWARD: _whole_forward,
         Slot.HIDDEN: _hidden(build),
         Slot.ROW_LOSS: CrossEntropy(),
         Slot.OVER_LOGITS: whole_logits,

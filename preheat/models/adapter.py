@@ -23,6 +23,7 @@ __all__ = [
     "anatomy",
     "build_on_meta",
     "configure",
+    "embedding",
     "ends",
     "facts",
     "head",
@@ -32,11 +33,15 @@ __all__ = [
     "require_plain_head",
     "softcap",
     "tokenizer_folder",
+    "whole",
 ]
 
 ATTENTION = "preheat"  # the name under which our attention function stands in transformers' own registry
 STANDALONE = "preheat-standalone"  # and that of models/attention.py, for models called by their own forward
 SOFTCAP = "preheat_softcap"  # attribute of a head whose logits are capped
+WHOLE = (
+    "preheat_whole"  # attribute of a pipeline's stage: the model that it was cut from, in a tuple (models/stages.py sets it)
+)
 PATTERN = "preheat_pattern"  # attribute of a layer's attention: kernel -> kernel that sees less (models/attention.py sets it)
 
 
@@ -227,7 +232,7 @@ class Anatomy:
     Attributes:
         base: the module that gives hidden states.
         embedding: token embedding.
-        layers: the transformer layers, in order.
+        layers: the transformer layers, in order; of a pipeline's stage its own.
         head: the output projection, [width -> vocabulary].
         norms: every normalisation, by name.
         attentions: one per layer.
@@ -258,7 +263,11 @@ def anatomy(model: PreTrainedModel) -> Anatomy:
         raise RecipeError(f"model: found no list of {count} layers in {kind}")
     layers = max(stacks, key=lambda stack: sum(p.numel() for p in stack.parameters()))
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-    if head is None or embedding is None:
+    if whole(model) is not model:
+        from preheat.models.stages import Elsewhere
+
+        layers = nn.ModuleList(layer for layer in layers if not isinstance(layer, Elsewhere))
+    elif head is None or embedding is None:
         raise RecipeError(
             f"model: {kind} has no {'output head' if head is None else 'token embedding'} that transformers can name"
         )
@@ -275,8 +284,18 @@ def anatomy(model: PreTrainedModel) -> Anatomy:
 
 
 def head(model: PreTrainedModel) -> nn.Module:
-    """The output projection, [width -> vocabulary]."""
+    """The output projection, [width -> vocabulary]; None in a stage of a pipeline that is not the last."""
     return model.get_output_embeddings()
+
+
+def embedding(model: PreTrainedModel) -> nn.Module:
+    """The token embedding; None in a stage of a pipeline that has none."""
+    return model.get_input_embeddings()
+
+
+def whole(model: PreTrainedModel) -> PreTrainedModel:
+    """The model that a stage of a pipeline was cut from, of which other stages' modules stay on meta; any other model itself."""
+    return getattr(model, WHOLE, (model,))[0]
 
 
 def softcap(model: PreTrainedModel) -> float | None:
@@ -300,19 +319,29 @@ def require_plain_head(model: PreTrainedModel, who: str) -> None:
         )
 
 
-def ends(model: PreTrainedModel) -> tuple[Tensor, Tensor]:
-    """The weights of embedding and head, which optimizers made for matrices leave to AdamW."""
-    return model.get_input_embeddings().weight, model.get_output_embeddings().weight
+def ends(model: PreTrainedModel) -> tuple[Tensor, ...]:
+    """The weights of embedding and head, which optimizers made for matrices leave to AdamW; of a pipeline's stage what it has of them."""
+    held: list[Any] = [module for module in (embedding(model), head(model)) if module is not None]
+    return tuple(module.weight for module in held)
 
 
 def hidden_states(
-    model: PreTrainedModel, tokens: Tensor, positions: Tensor, mask: MaskSpec, attention: Callable[..., Tensor]
+    model: PreTrainedModel,
+    tokens: Tensor,
+    positions: Tensor,
+    mask: MaskSpec,
+    attention: Callable[..., Tensor],
+    hidden: Tensor | None = None,
 ) -> Tensor:
-    """Last hidden states [rows, length, width], the attention done by `attention(q, k, v, mask, scale)`."""
+    """Last hidden states [rows, length, width], the attention done by `attention(q, k, v, mask, scale)`.
+
+    Args:
+        hidden: of the stage of a pipeline before this one, in place of the tokens' embeddings.
+    """
     if mask.documents is None or all(len(row) == 1 for row in mask.documents):
         positions = positions[:1]  # every row counts alike: the rotary tables are made and read once, not once a row
     return model.base_model(
-        input_ids=tokens,
+        **({"input_ids": tokens} if hidden is None else {"inputs_embeds": hidden}),
         position_ids=positions,
         use_cache=False,
         preheat_attention=attention,

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from preheat.errors import RecipeError
+from preheat.models.adapter import whole
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -63,12 +64,13 @@ def mean_rows(value: Tensor, rows: int, first: int, last: int) -> Tensor:
 
 
 @contextmanager
-def _whole(modules: Iterable[nn.Module], drawn_too: bool = False) -> Iterator[None]:
+def _whole(modules: Iterable[nn.Module], held: dict[int, Any], drawn_too: bool = False) -> Iterator[None]:
     """Within, the modules' own parameters that are spread over devices are whole plain tensors; on leaving, each device keeps its share.
 
     So every device draws what one device alone would draw. What is not drawn within keeps its value.
 
     Args:
+        held: the parameters that this device has, by id: of the others, which are those of a pipeline's other stages, it keeps nothing.
         drawn_too: also those that transformers is told to leave alone, and with the values that they have: an adapter may begin from its base's.
     """
     import torch
@@ -76,20 +78,24 @@ def _whole(modules: Iterable[nn.Module], drawn_too: bool = False) -> Iterator[No
 
     from preheat.ops.sharded import share_of
 
-    spread = [
+    spread: list[tuple[nn.Module, str, Any]] = [
         (module, name, p)
         for module in modules
         for name, p in module.named_parameters(recurse=False)
-        if isinstance(p, DTensor) and p.is_floating_point() and (drawn_too or not getattr(p, "_is_hf_initialized", False))
+        if (isinstance(p, DTensor) or id(p) not in held)
+        and p.is_floating_point()
+        and (drawn_too or not getattr(p, "_is_hf_initialized", False))
     ]
+    device = next(iter(held.values())).device
     for module, name, p in spread:
-        value = p.full_tensor().clone() if drawn_too else torch.full(p.shape, float("nan"), dtype=p.dtype, device=p.device)
+        begun = drawn_too and isinstance(p, DTensor)
+        value = p.full_tensor().clone() if begun else torch.full(p.shape, float("nan"), dtype=p.dtype, device=device)  # type: ignore[attr-defined]
         module._parameters[name] = torch.nn.Parameter(value, requires_grad=p.requires_grad)
     yield
     for module, name, p in spread:
         found: Any = module._parameters[name]
         module._parameters[name] = p
-        if drawn_too or not bool(found.detach().flatten()[0].isnan()):
+        if id(p) in held and (drawn_too or not bool(found.detach().flatten()[0].isnan())):
             p.to_local().copy_(share_of(found.detach(), p))
 
 
@@ -175,10 +181,11 @@ class WeightSource:
             else:
                 self._read(model)
             torch.manual_seed(seed + 1)  # apart from the base model's draws: an adapter does not change them
+            everything, held = whole(model), {id(p): p for p in model.parameters()}
             for _, modules, draw in self._fresh:
                 for name in modules:
-                    with _whole(model.get_submodule(name).modules(), drawn_too=True):
-                        draw(model.get_submodule(name))
+                    with _whole(everything.get_submodule(name).modules(), held, drawn_too=True):
+                        draw(everything.get_submodule(name))
             self._uncovered(model)
 
     def _is_fresh(self, name: str) -> bool:
@@ -188,14 +195,16 @@ class WeightSource:
         """transformers' own initialisation, children first as there, in fp32 and then cast.
 
         A module may draw its children's parameters anew, as GPT-2's blocks do with the projections back to the residual stream, which
-        an adapter has moved into a `base_layer` of the child.
+        an adapter has moved into a `base_layer` of the child. Of a pipeline's stage the whole model is drawn, and what other stages
+        have is let go of, so that each draws what one device would.
         """
         import torch
 
+        held = {id(p): p for p in model.parameters()}
+        model = whole(model)
         owners = Counter(id(p) for module in model.modules() for p in module.parameters(recurse=False))
-        for name, p in model.named_parameters():
-            if self._is_fresh(name):  # transformers skips what is marked, and draws nothing for it
-                p._is_hf_initialized = True
+        for name, p in model.named_parameters():  # transformers skips what is marked, and draws nothing for it
+            p._is_hf_initialized = self._is_fresh(name)
 
         def near(module: nn.Module) -> list[nn.Module]:
             children = list(module.children())
@@ -204,7 +213,7 @@ class WeightSource:
         def visit(module: nn.Module) -> None:
             for child in module.children():
                 visit(child)
-            with _whole(near(module)):
+            with _whole(near(module), held):
                 draw(module)
             for p in module.parameters(recurse=False):
                 if owners[id(p)] > 1:  # a shared parameter is drawn once

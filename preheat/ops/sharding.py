@@ -89,15 +89,16 @@ def replicate_all(module: nn.Module, layers: Iterable[nn.Module], mesh: Any) -> 
 
 
 def forward_through(part: Any) -> Callable[[Any, Callable[[], T]], T]:
-    """A function of (module, run) that runs as one call of `part`: its weights are there for it, whichever of its modules it uses.
+    """A function of (module, run) that runs as one call of the module, be it `part` or another of which this was asked: its weights are there
+    for it, whichever of its modules it uses.
 
     After a call without gradients the weights are let go: nothing else would do that where they are kept for a backward pass, and to
     whoever looks then (a checkpoint) they would not be those that the optimizer knows.
     """
 
-    def let_go(*_: Any) -> None:
+    def let_go(module: Any, *_: Any) -> None:
         if not torch.is_grad_enabled():
-            for m in part.modules():
+            for m in module.modules():
                 if isinstance(m, FSDPModule):
                     m.reshard()
 
@@ -106,9 +107,8 @@ def forward_through(part: Any) -> Callable[[Any, Callable[[], T]], T]:
     part.register_forward_hook(let_go)
 
     def forward(module: Any, run: Callable[[], T]) -> T:
-        assert module is part
         made: T = module.preheat_forward(run)
-        let_go()
+        let_go(module)
         return made
 
     return forward

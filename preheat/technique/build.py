@@ -57,6 +57,8 @@ class Build:
     events: list[dict[str, Any]] = field(default_factory=list)
     """What techniques did during a step, {kind, ...} each: the loop writes it into the run, and says it where there are `words`."""
     accumulation: int = 1  # micro-batches in a global batch
+    copies: set[str] = field(default_factory=set)
+    """Names of parameters that another device of the pipeline has too, and counts in the norm."""
     before_backward: list[Callable[[bool], None]] = field(default_factory=list)
     """Told before each micro-batch whether it is the last of its global batch: whose backward pass must leave gradients complete."""
     changes: dict[str, list[Change]] = field(default_factory=dict)
@@ -74,6 +76,12 @@ class Build:
     def trained(self) -> list[nn.Module]:
         """The parts that are trained."""
         return self.parts["trained"]
+
+    def transformed(self, batch: Batch) -> Batch:
+        """The batch as the model takes it: the transforms in their order."""
+        for _, change in sorted(self.transforms, key=lambda pair: pair[0]):
+            batch = change(batch)
+        return batch
 
     def slot(self, slot: Slot) -> Callable[..., Any]:
         """What stands in a slot."""
@@ -95,11 +103,5 @@ class Build:
         return {str(slot): owner for slot, (owner, _) in sorted(self._slots.items())}
 
     def parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """Trained parameters by name, over all parts."""
-        many = len(self.trained) > 1
-        return [
-            (f"part{index}.{name}" if many else name, parameter)
-            for index, part in enumerate(self.trained)
-            for name, parameter in part.named_parameters()
-            if parameter.requires_grad
-        ]
+        """Trained parameters by name, over all parts. Names are those of the whole model, which parts share out."""
+        return [(name, p) for part in self.trained for name, p in part.named_parameters() if p.requires_grad]

@@ -38,6 +38,8 @@ class Slot(StrEnum):
     OVER_LOGITS = "over_logits"  #  (hidden, head, row_loss, *aligned) -> Tensor, the sum of the row losses
     OBJECTIVE = "objective"  #      (batch, hidden, over_logits) -> LossSum
     FORWARD = "forward"  #          (part, run) -> run(): all that touches the weights of a part goes through here
+    PART_FORWARD = "part_forward"  # (part, batch) -> (sum of the losses, or hidden states where a part has no head; metrics)
+    WHOLE_FORWARD = "whole_forward"  # (build, batch) -> LossSum, through all parts; for reading only where there are several
     FORWARD_BACKWARD = "forward_backward"  # (build, batches, global_weight) -> LossSum
     CLIP = "clip"  #                (build) -> norm, a tensor
     UPDATE = "update"  #            (build, norm) -> finite, a tensor

@@ -44,7 +44,9 @@ def shard_fully(module: nn.Module, layers: Iterable[nn.Module], mesh: Any, **how
 class FSDP(Technique):
     stage: ClassVar[Stage] = Stage.SHARD
     numerics: ClassVar[Any] = "exact"
-    provides: ClassVar[frozenset[Tag]] = frozenset({Tag("sharded-weights"), Tag("summed-gradients")})
+    provides: ClassVar[frozenset[Tag]] = frozenset(
+        {Tag("sharded-weights"), Tag("summed-gradients"), Tag("gathers-again"), Tag("reduces-each"), Tag("bf16-gather")}
+    )
     owns: ClassVar[frozenset[Slot]] = frozenset({Slot.FORWARD})
 
     reshard: bool = True
@@ -57,6 +59,11 @@ class FSDP(Technique):
     """With several micro-batches: share out the gradients of each (least memory), or keep them whole until the last (least sent)."""
     offload: bool = False
     """Keep the shares on the host, and take the optimizer's step there (CUDA only)."""
+
+    def provided(self) -> frozenset[Tag]:
+        without = {Tag("gathers-again")} if not self.reshard else set()
+        without |= {Tag("reduces-each")} if self.reduce != "each" else set()
+        return self.provides - without - ({Tag("bf16-gather")} if self.gather != "bf16" else set())
 
     def degrees(self) -> Mapping[Axis, int]:
         return {Axis.SHARD: 0, Axis.REPLICATE: self.replicate}

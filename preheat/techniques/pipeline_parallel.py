@@ -1,0 +1,276 @@
+"""Pipeline parallel: each device has some of the layers; micro-batches pass through the devices one behind the other.
+
+What: the model is cut into stages that cost the same by the FLOPs that a dry run sees (the head counts too, which a cut by number of layers
+forgets), and torch's schedules run them. `gpipe`: all forward, then all backward. `1f1b`: one forward, one backward, so that at most as many
+micro-batches as stages are kept. `interleaved`: several stages a device, a shorter bubble, more messages. `zero_bubble` and `zbv`: the
+gradients of the weights are taken apart from those of the inputs, and fill the bubble; `zbv` folds the pipeline into a V.
+Helps: weights, gradients, optimizer and activations fall with the devices, and hidden states are all that travels, between neighbours:
+what stands slow links best. Hurts: devices wait while the pipeline fills and drains, (devices - 1) / micro-batches of the time with `1f1b`; wants many
+micro-batches.
+Source: Huang et al. 2019, GPipe (arXiv:1811.06965); Narayanan et al. 2021 (arXiv:2104.04473); Qi et al. 2024, zero bubble (arXiv:2401.10241).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+
+from preheat.errors import RecipeError
+from preheat.recipe import Bound, Count
+from preheat.technique import DATA, Axis, Batch, Build, Change, Context, Finish, LossSum, Slot, Stage, Tag, Technique
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from transformers import PreTrainedModel
+
+    from preheat.ops.pipelining import Span
+
+__all__ = ["PipelineParallel", "record_timeline", "split_into_stages"]
+
+SPLIT_BACKWARD = ("zero_bubble", "zbv")
+_ONE_PASS = {  # what has backward passes of its own, that change in place or let go of what they read
+    Tag("recomputes"): "layers that are computed again",
+    Tag("compiled-layers"): "compiled layers",
+    Tag("fused-layers"): "fused layers",
+    Tag("fp8-compute"): "fp8 products",
+}
+
+
+def split_into_stages(model: PreTrainedModel, count: int, *, length: int, recompute: bool = False) -> list[PreTrainedModel]:
+    """Cuts a transformers model into stages of equal cost, each an ordinary model without what the others have. The model stays as it is.
+
+    The stages share their modules with it. All but the first take `inputs_embeds`, the hidden states of the stage before.
+
+    Args:
+        length: tokens of a row, which decide how dear attention is.
+        recompute: layers run forward twice, under activation checkpointing.
+
+    Raises:
+        ValueError: fewer layers than stages, or a model that cannot be cut between layers.
+
+    Example:
+        >>> stages = split_into_stages(model, 4, length=4096)  # doctest: +SKIP
+        >>> hidden = stages[1].model(inputs_embeds=stages[0].model(input_ids=tokens).last_hidden_state)  # doctest: +SKIP
+    """
+    from preheat.models import stages
+
+    course = stages.observe(model.config, length)
+    cuts = stages.balance(course.each, count, before=course.before, after=course.after * (0.75 if recompute else 1))
+    return [stages.cut(model, course, cuts, number) for number in range(count)]
+
+
+@contextmanager
+def record_timeline(build: Build) -> Iterator[list[Span]]:
+    """Records when each device of a build's pipeline computes what; on leaving, the list has it of all devices of the pipeline, by start.
+
+    While it records, a GPU's queue is emptied before and after each piece of work, which costs some speed. All processes enter it.
+
+    Example:
+        >>> with record_timeline(build) as spans:  # doctest: +SKIP
+        ...     gradients(build, batches)
+        >>> spans[0]  # doctest: +SKIP
+        Span(device=0, stage=0, micro=0, what='forward', start=0.0003, end=0.0121)
+    """
+    pipeline = build.slot(Slot.FORWARD_BACKWARD).__self__.pipeline  # type: ignore[attr-defined]
+    with pipeline.recorded() as spans:
+        yield spans
+
+
+class _Runner:
+    """A build's stages, its slots and torch's schedule together."""
+
+    def __init__(self, build: Build, schedule: str, stages: Mapping[int, nn.Module], count: int, dtype: Any):
+        from preheat.ops.pipelining import Pipeline
+
+        def forward(part: Any, batch: Batch) -> Tensor:
+            made, metrics = build.slot(Slot.FORWARD)(part, lambda: build.slot(Slot.PART_FORWARD)(part, batch))
+            assert not metrics, "check refuses objectives with metrics: only the last stage's device would have them"
+            for change in build.on_loss if part is stages.get(count - 1) else ():
+                made = change(made)
+            return made
+
+        # Where tensor parallel cuts what flows between blocks along the sequence, each device sends its part to its like.
+        self.cut = build.mesh.size(Axis.TENSOR) if Tag("sequence-parallel") in build.tags else 1
+        group = build.mesh.group(Axis.PIPELINE)
+        self.pipeline = Pipeline(
+            stages, count, group, schedule, forward, width=build.model.width, dtype=dtype, device=build.torch_device
+        )
+
+    def forward_backward(self, build: Build, batches: Sequence[Batch], global_weight: Any) -> LossSum:
+        from preheat.ops.pipelining import alike
+
+        moved = [build.transformed(batch) for batch in batches]
+        weight = max(global_weight, 1) if isinstance(global_weight, int | float) else global_weight
+        return LossSum(self.pipeline.step(alike(moved, build.accumulation), weight, cut=self.cut), global_weight)
+
+    def forward(self, build: Build, batch: Batch) -> LossSum:
+        """A batch that was transformed already, for reading only. Its loss is the same on all devices of the pipeline."""
+        return LossSum(self.pipeline.read(batch, cut=self.cut), batch.weight)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineParallel(Technique):
+    stage: ClassVar[Stage] = Stage.SPLIT
+    numerics: ClassVar[Any] = "exact"
+    owns: ClassVar[frozenset[Slot]] = frozenset({Slot.FORWARD_BACKWARD, Slot.WHOLE_FORWARD})
+    provides: ClassVar[frozenset[Tag]] = frozenset({Tag("stages")})
+    conflicts: ClassVar[frozenset[Tag]] = frozenset({Tag("whole-examples")})  # whose scores only the last stage would know
+
+    degree: Annotated[int, Bound(2)] = 2
+    """Devices of the pipeline, each with a share of the layers."""
+    schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble", "zbv"] = "1f1b"
+    """Which device computes what when: 1f1b keeps the least activations, interleaved idles less, zero_bubble and zbv least."""
+    stages: Count | None = None
+    """Stages a device; when not stated 2 with interleaved and zbv, 1 with the others. Only interleaved and zero_bubble take a choice."""
+    micro_batches: Annotated[int, Bound(2)] | None = None
+    """Micro-batches that a global batch is cut into; when not stated those of gradient_accumulation. 4 for each device idle a fifth of the time (1f1b)."""
+
+    @property
+    def _each(self) -> int:
+        return self.stages or (2 if self.schedule in ("interleaved", "zbv") else 1)
+
+    def degrees(self) -> Mapping[Axis, int]:
+        return {Axis.PIPELINE: self.degree}
+
+    def check(self, context: Context) -> list[str]:
+        recipe, tags = context.recipe, context.tags
+        count, found = self.degree * self._each, []
+        allowed = {"interleaved": "2 or more", "zero_bubble": "any", "zbv": "2"}.get(self.schedule, "1")
+        fits = {"1": self._each == 1, "2": self._each == 2, "2 or more": self._each > 1, "any": True}
+        if not fits[allowed]:
+            found.append(
+                f"stages: {self._each} a device with schedule: {self.schedule}, which takes {allowed}; leave it out, or use interleaved"
+            )
+        if count > context.model.layers:
+            found.append(
+                f"degree: {self.degree} devices with {self._each} stages each are {count} stages, and the model has {context.model.layers} layers; use fewer"
+            )
+        found += self._of_batch(context)
+        if self.schedule == "zbv" and context.model.tied:
+            found.append(
+                "schedule: zbv puts first and last stage on one device, where a tied embedding would stand twice; use another schedule, or set "
+                "model.config.tie_word_embeddings: false for a new model"
+            )
+        if Tag("reduces-each") in tags:
+            found.append(
+                "fsdp shares out gradients once a step here, behind the last micro-batch of the pipeline; set fsdp.reduce: last"
+            )
+        if self.schedule in SPLIT_BACKWARD:
+            found += self._of_split_backward(context)
+        if recipe.evaluate.tasks:
+            found.append(
+                "evaluate.tasks: reads logits of single tokens, which only the last device makes; run `preheat eval` on the checkpoint"
+            )
+        if recipe.sample.prompts:
+            found.append("sample.prompts: no device has the whole model; run `preheat generate` on the checkpoint")
+        return found
+
+    def _of_split_backward(self, context: Context) -> list[str]:
+        """What does not bear that the gradients of weights are taken by themselves, in a second pass through what made them."""
+        found = []
+        if Tag("gathers-again") in context.tags:
+            found.append(
+                f"schedule: {self.schedule} takes the gradients of weights later, when fsdp has let go of these; set fsdp.reshard: false"
+            )
+        found += [
+            f"schedule: {self.schedule} passes backward twice through {what}, which allow one pass; use 1f1b or interleaved"
+            for tag, what in _ONE_PASS.items()
+            if tag in context.tags
+        ]
+        losses = [t.name() for t in context.recipe.techniques.values() if Slot.OVER_LOGITS in t.owned()]
+        found += [
+            f"schedule: {self.schedule} passes backward twice through the loss, and that of {name} allows one; use 1f1b or interleaved"
+            for name in losses
+        ]
+        return found
+
+    def _of_batch(self, context: Context) -> list[str]:
+        """What does not fit about the micro-batches."""
+        accumulation: Any = context.recipe.techniques.get("gradient_accumulation")
+        if accumulation is not None and self.micro_batches is not None:
+            return [
+                f"micro_batches: {self.micro_batches}, and gradient_accumulation.steps says {accumulation.steps}; leave one out"
+            ]
+        micro = self.micro_batches or (accumulation.steps if accumulation is not None else 1)
+        count = self.degree * self._each
+        rows = -(-context.recipe.batch.size // math.prod(context.sizes[axis] for axis in DATA))
+        least = count if self.schedule in ("gpipe", "1f1b", "zero_bubble") else self.degree
+        if micro < least:
+            return [
+                f"micro_batches: {micro} for {count} stages would leave devices without work; use at least {least}, better {4 * self.degree} (micro_batches, or "
+                "gradient_accumulation.steps)"
+            ]
+        rounds = max(1, micro // self.degree)
+        if self.schedule in ("interleaved", "zero_bubble") and micro % rounds:
+            return [
+                f"micro_batches: {micro} does not go into {rounds} rounds over {self.degree} devices; use {micro // self.degree * self.degree}"
+            ]
+        if rows < micro:
+            return [
+                f"micro_batches: {micro} cannot be cut from {rows} rows a device (batch.size {context.recipe.batch.size}); use a larger batch.size"
+            ]
+        return []
+
+    def apply(self, build: Build, part: Any) -> Change:
+        import torch
+
+        from preheat.models import adapter, stages
+        from preheat.ops.pipelining import ranks_of
+
+        count, me = self.degree * self._each, build.mesh.index(Axis.PIPELINE)
+        try:
+            course = stages.observe(part.config, build.recipe.batch.length, trust=build.recipe.model.trust_remote_code)
+            # A backward pass costs two forward passes, and one more of the layers where they are computed again.
+            after = course.after * (0.75 if Tag("recomputes") in build.tags else 1)
+            cuts = stages.balance(course.each, count, before=course.before, after=after)
+        except ValueError as error:
+            raise RecipeError(f"techniques.{self.name()}: {error}") from None
+        numbers = [number for number, device in enumerate(ranks_of(count, self.degree, self.schedule)) if device == me]
+        build.parts["trained"] = [stages.cut(part, course, cuts, number) for number in numbers]
+        if self.micro_batches is not None:
+            build.accumulation = self.micro_batches
+        if adapter.embedding(part).weight is adapter.head(part).weight:
+            self._tie(build, me)
+        # Hidden states have the embedding's precision, which residual connections keep, or that in which fsdp gathers it.
+        dtype = torch.bfloat16 if Tag("bf16-gather") in build.tags else adapter.embedding(part).weight.dtype
+        runner = _Runner(build, self.schedule, dict(zip(numbers, build.trained, strict=True)), count, dtype)
+        build.own(Slot.FORWARD_BACKWARD, runner.forward_backward, self.name())
+        build.own(Slot.WHOLE_FORWARD, runner.forward, self.name())
+        costs = [sum(course.each[layer] for layer in cut) + (course.before if cut.start == 0 else 0) for cut in cuts]
+        costs[-1] += after
+        share = max(costs) * count / sum(costs) - 1
+        words = ", ".join(str(len(cut)) for cut in cuts)
+        return Change(
+            f"{len(course.each)} layers in {count} stages of {words}; the dearest costs {share:.0%} more than the mean", count
+        )
+
+    def _tie(self, build: Build, me: int) -> None:
+        """First and last stage have the one matrix each, and add their gradients; the first counts it in the norm."""
+        from preheat.models import adapter
+        from preheat.ops.pipelining import add_copies
+        from preheat.ops.sharded import local
+
+        if me not in (0, self.degree - 1):
+            return
+        part: Any = build.trained[0 if me == 0 else -1]
+        if me != 0:
+            weight = adapter.embedding(part).weight
+            build.copies |= {name for name, p in part.named_parameters() if p is weight}
+
+        def add(build: Build) -> None:
+            embedding: Any = adapter.embedding(part)
+            grad = embedding.weight.grad
+            if grad is not None:
+                add_copies([local(grad)], self.degree - 1 - me, build.mesh.group(Axis.PIPELINE))
+
+        build.finish_gradients.append((Finish.TIE, add))
+
+    def period(self) -> int:
+        return self.degree * self._each
+
+    def options(self, context: Context) -> Iterable[Technique]:
+        made = [replace(self, schedule=schedule, stages=None) for schedule in ("1f1b", "interleaved", "zero_bubble", "zbv")]  # type: ignore[arg-type]
+        return [t for t in made if not t.check(context)]
