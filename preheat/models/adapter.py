@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from preheat.errors import RecipeError, nearest
-from preheat.models import configs
+from preheat.models import configs, experts
 from preheat.technique import MaskSpec, ModelFacts
 
 if TYPE_CHECKING:
@@ -112,6 +112,7 @@ def facts(config: PretrainedConfig) -> ModelFacts:
     """What a technique's `check` may know of the model."""
     text = config.get_text_config()
     heads = text.num_attention_heads
+    count, chosen, width = experts.sizes_of(text)
     return ModelFacts(
         family=config.model_type,
         layers=text.num_hidden_layers,
@@ -125,6 +126,9 @@ def facts(config: PretrainedConfig) -> ModelFacts:
         window=getattr(text, "sliding_window", None),
         score_softcap=getattr(text, "attn_logit_softcapping", None),
         logit_softcap=getattr(text, "final_logit_softcapping", None),
+        experts=count,
+        experts_per_token=chosen,
+        expert_width=width,
     )
 
 
@@ -174,7 +178,8 @@ def _attention(
 _UNSUPPORTED = {  # configuration keys that change logits, loss or masks beyond what preheat computes, with their neutral values
     "logit_scale": (None, 1.0),
     "logits_scaling": (None, 1.0),
-    "router_aux_loss_coef": (None, 0.0),
+    "router_aux_loss_coef": (None, 0.0),  # but for the families of models/experts.py
+    "router_jitter_noise": (None, 0.0),
     "use_bidirectional_attention": (None, False),
 }
 
@@ -188,6 +193,8 @@ def _refuse(config: PretrainedConfig) -> None:
             "text-only checkpoint of the family, or save the text part as a folder of its own"
         )
     for key, neutral in _UNSUPPORTED.items():
+        if key == "router_aux_loss_coef" and text.model_type in experts.FAMILIES:
+            continue
         if (value := getattr(text, key, None)) not in neutral:
             raise RecipeError(f"model: {config.model_type} has {key} = {value}, which preheat does not handle yet")
 
@@ -205,9 +212,10 @@ def build_on_meta(config: PretrainedConfig, *, trust: bool = False) -> PreTraine
 
     _refuse(config)
     _register_attention()
+    ours = {"experts_implementation": experts.register()} if experts.sizes_of(config)[0] else {}
     try:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION, trust_remote_code=trust)
+            model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION, trust_remote_code=trust, **ours)
     except ValueError as error:
         raise RecipeError(
             f"model: {config.model_type} is no decoder-only model that transformers can build ({str(error).splitlines()[0][:200]})"
