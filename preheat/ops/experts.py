@@ -26,8 +26,7 @@ def _bounds(ends: Tensor) -> list[tuple[int, int]]:
     return list(zip([0, *last[:-1]], last, strict=True))
 
 
-@torch.library.custom_op("preheat::grouped_products", mutates_args=())
-def _products(rows: Tensor, weight: Tensor, ends: Tensor, flip: bool) -> Tensor:
+def _multiply(rows: Tensor, weight: Tensor, ends: Tensor, flip: bool) -> Tensor:
     """Rows [n, in], those of an expert together up to `ends`, times its matrix: of weight [experts, in, out], or [experts, out, in] with `flip`."""
     matrices = weight.transpose(1, 2) if flip else weight
     if _native(rows, weight):
@@ -38,9 +37,24 @@ def _products(rows: Tensor, weight: Tensor, ends: Tensor, flip: bool) -> Tensor:
     return out
 
 
+@torch.library.custom_op("preheat::grouped_linear", mutates_args=())
+def _products(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    return _multiply(rows, weight, ends, True)
+
+
 @_products.register_fake
-def _(rows: Tensor, weight: Tensor, ends: Tensor, flip: bool) -> Tensor:
-    return rows.new_empty(rows.shape[0], weight.shape[1 if flip else 2])
+def _(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    return rows.new_empty(rows.shape[0], weight.shape[1])
+
+
+@torch.library.custom_op("preheat::grouped_back", mutates_args=())
+def _rows_back(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    return _multiply(rows, weight, ends, False)
+
+
+@_rows_back.register_fake
+def _(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    return rows.new_empty(rows.shape[0], weight.shape[2])
 
 
 @torch.library.custom_op("preheat::grouped_outer", mutates_args=())
@@ -60,23 +74,20 @@ def _(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
 
 
 def _keep(ctx: Any, inputs: Any, output: Any) -> None:
-    rows, weight, ends, ctx.flip = inputs
-    ctx.save_for_backward(rows, weight, ends)
+    ctx.save_for_backward(*inputs)
 
 
 def _back(ctx: Any, grad: Tensor) -> Any:
     rows, weight, ends = ctx.saved_tensors
-    of_rows = _products(grad, weight, ends, not ctx.flip) if ctx.needs_input_grad[0] else None
-    of_weight = None
-    if ctx.needs_input_grad[1]:
-        of_weight = _outer(grad, rows, ends) if ctx.flip else _outer(rows, grad, ends)
-    return of_rows, of_weight, None, None
+    of_rows = _rows_back(grad, weight, ends) if ctx.needs_input_grad[0] else None
+    of_weight = _outer(grad, rows, ends) if ctx.needs_input_grad[1] else None
+    return of_rows, of_weight, None
 
 
 _products.register_autograd(_back, setup_context=_keep)
 
 
-@register_flop_formula(torch.ops.preheat.grouped_products)
+@register_flop_formula([torch.ops.preheat.grouped_linear, torch.ops.preheat.grouped_back])
 def _products_flops(rows: Any, weight: Any, *_: Any, **__: Any) -> int:
     return int(2 * rows[0] * weight[1] * weight[2])
 
@@ -102,7 +113,7 @@ def grouped_linear(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
         >>> grouped_linear(rows, weight, torch.tensor([1, 2], dtype=torch.int32)).flatten().tolist()
         [2.0, 3.0]
     """
-    return cast(Tensor, _products(rows, weight, ends, True))
+    return cast(Tensor, _products(rows, weight, ends))
 
 
 def group_rows(expert: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:

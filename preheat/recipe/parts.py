@@ -298,8 +298,8 @@ class Recipe:
             )
         if model.size is not None and not re.fullmatch(r"\d+(\.\d+)?[KMB]", model.size):
             found.append(("model.size", f"{model.size!r} is not a size; write it like 15M or 1.1B"))
-        if model.family not in ("qwen3_moe", "mixtral") and (named := model.experts or model.experts_per_token):
-            found.append(("model.experts", f"{named}: {model.family} has no experts; use family: qwen3_moe or mixtral"))
+        if model.family not in ("qwen3_moe", "mixtral") and (given_experts := model.experts or model.experts_per_token):
+            found.append(("model.experts", f"{given_experts}: {model.family} has no experts; use family: qwen3_moe or mixtral"))
         elif (model.experts_per_token or 2) > (model.experts or 8):
             found.append(
                 (
