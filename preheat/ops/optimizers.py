@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -33,13 +34,14 @@ __all__ = [
 
 
 def decay_groups(named: Iterable[tuple[str, nn.Parameter]], weight_decay: float) -> list[dict[str, Any]]:
-    """Two groups: matrices with weight decay; norms, biases and other vectors without."""
+    """Two groups: matrices with weight decay; norms, biases and other vectors without. Of parameters on several meshes, two for each mesh."""
     named = list(named)
-    groups = [
-        {"params": [p for _, p in named if p.ndim >= 2], "weight_decay": weight_decay},
-        {"params": [p for _, p in named if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    return [g for g in groups if g["params"]]
+    groups: dict[Any, list[nn.Parameter]] = defaultdict(list)  # torch's fused update takes tensors of one mesh
+    for matrix in (True, False):
+        for _, p in named:
+            if (p.ndim >= 2) == matrix:
+                groups[(matrix, p.device_mesh if isinstance(p, DTensor) else None)].append(p)
+    return [{"params": params, "weight_decay": weight_decay if matrix else 0.0} for (matrix, _), params in groups.items()]
 
 
 def total_norm(tensors: Iterable[Tensor], chunk: int = 1 << 20) -> Tensor:
