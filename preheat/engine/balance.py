@@ -128,6 +128,8 @@ def balance(build: Build, config: Any) -> None:
     if not count:
         return
     found = _Balance(build, config)
+    if build.mesh.size(*DATA, Axis.CONTEXT) > 1:
+        build.mesh.group(*DATA, Axis.CONTEXT)  # groups are formed at the build, by all together
     for slot, around in ((Slot.FORWARD, found.forward), (Slot.FORWARD_BACKWARD, found.forward_backward)):
         build.own(slot, _around(around, build.slot(slot)), "plain")
     layers = len(experts.routers(build.trained[0]))
