@@ -340,7 +340,8 @@ class Muon(Guarded):
 class Adafactor(Guarded):
     """Adafactor: second moments of a matrix as one row and one column, no first moment (Shazeer and Stern 2018, arXiv:1804.04235, algorithm 4).
 
-    With a learning rate from outside: updates are clipped to a root mean square of `clip` and scaled by the rate.
+    With a learning rate from outside: updates are clipped to a root mean square of `clip` and scaled by the rate. A tensor of three dimensions is
+    a stack of matrices (experts), each treated by itself.
     """
 
     def __init__(self, groups: Any, *, lr: float, weight_decay: float = 0.0, decay: float = 0.8, clip: float = 1.0):
@@ -350,11 +351,11 @@ class Adafactor(Guarded):
         step = torch.zeros((), device=p.device)
         if p.ndim < 2:
             return {"step": step, "square": torch.zeros_like(p, dtype=torch.float32)}
-        row, column = p.new_zeros(p.shape[:-1], dtype=torch.float32), p.new_zeros(p.shape[-1:], dtype=torch.float32)
+        columns = (*p.shape[:-2], p.shape[-1])
+        row, column = p.new_zeros(p.shape[:-1], dtype=torch.float32), p.new_zeros(columns, dtype=torch.float32)
         return {"step": step, "row": row, "column": column}
 
     def _update(self, p: Tensor, grad: Tensor, state: dict[str, Tensor], group: dict[str, Any]) -> None:
-        assert p.ndim <= 2, "weights are matrices and vectors"
         step = state["step"] + 1
         weight = step ** -group["decay"]  # 1 - beta2 of this step
         update = grad.float()
@@ -364,10 +365,12 @@ class Adafactor(Guarded):
             new["square"] = torch.lerp(state["square"], squares, weight)
             update = update * new["square"].rsqrt()
         else:
-            new["row"] = torch.lerp(state["row"], squares.mean(dim=1), weight)
-            new["column"] = torch.lerp(state["column"], squares.mean(dim=0), weight)
-            update = update * (new["row"] / new["row"].mean()).rsqrt_().unsqueeze(1) * new["column"].rsqrt()
-        update /= (update.norm() / update.numel() ** 0.5 / group["clip"]).clamp_(min=1.0)
+            new["row"] = torch.lerp(state["row"], squares.mean(dim=-1), weight)
+            new["column"] = torch.lerp(state["column"], squares.mean(dim=-2), weight)
+            row = (new["row"] / new["row"].mean(dim=-1, keepdim=True)).rsqrt_()
+            update = update * row.unsqueeze(-1) * new["column"].rsqrt().unsqueeze(-2)
+        size = update.square().mean(dim=(-2, -1) if p.ndim >= 2 else -1, keepdim=True).sqrt()
+        update /= (size / group["clip"]).clamp_(min=1.0)
         value = p * (1 - group["lr"] * group["weight_decay"])
         keep_(p, value.float().sub_(update, alpha=group["lr"]), self.found_inf)
         for key, tensor in new.items():

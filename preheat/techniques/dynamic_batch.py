@@ -200,7 +200,7 @@ class DynamicBatch(Technique):
             looking = build.step > 0 and build.step % self.every == 0 and length == full
             if looking:
                 begin_peak(kind)
-            return plain(build, regrouped(batches, max(1, state.rows * full // length)), global_weight)
+            return plain(build, list(regrouped(batches, max(1, state.rows * full // length))), global_weight)
 
         def after_update(build: Build) -> None:
             if not looking:
