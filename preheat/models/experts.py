@@ -120,11 +120,15 @@ def routed(model: nn.Module) -> tuple[Tensor, Tensor]:
 
 def _experts(experts: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
     """transformers' interface of experts: hidden [tokens, width], chosen and weights [tokens, k] in, [tokens, width] out."""
+    import torch
+
     from preheat.ops.experts import group_rows
 
     exchange = getattr(experts, EXCHANGE, None)
     order, place, counts = group_rows(chosen.flatten(), experts.config.num_experts)
-    rows = hidden[order // chosen.shape[1]]
+    kind = hidden.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else experts.down_proj.dtype
+    rows = hidden.to(dtype)[order // chosen.shape[1]]
     if exchange is None:
         out = _compute(experts, rows, counts)
     else:
@@ -154,10 +158,8 @@ def _compute(experts: Any, rows: Tensor, counts: Tensor) -> Tensor:
 
     ends = counts.cumsum(0).to(torch.int32)
     up, down = _local(experts.gate_up_proj), _local(experts.down_proj)
-    kind = rows.device.type
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else up.dtype
-    inner = experts._apply_gate(grouped_linear(rows.to(dtype), up.to(dtype), ends))
-    return grouped_linear(inner, down.to(dtype), ends)
+    inner = experts._apply_gate(grouped_linear(rows, up.to(rows.dtype), ends))
+    return grouped_linear(inner, down.to(rows.dtype), ends)
 
 
 def _local(weight: Any) -> Tensor:

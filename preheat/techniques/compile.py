@@ -144,6 +144,7 @@ class Compile(Technique):
     stage: ClassVar[Stage] = Stage.COMPILE
     numerics: ClassVar[Any] = "exact"
     # Both would fuse the same operators, and the compiler cannot look into kernels of others.
+    provides: ClassVar[frozenset[Tag]] = frozenset({Tag("compiled-layers")})
     conflicts: ClassVar[frozenset[Tag]] = frozenset({Tag("fused-layers")})
 
     # torch's modes with CUDA graphs are left out: they reuse a layer's outputs while backward still needs them.

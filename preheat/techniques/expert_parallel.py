@@ -65,6 +65,9 @@ class ExpertParallel(Technique):
     numerics: ClassVar[Any] = "exact"
     provides: ClassVar[frozenset[Tag]] = frozenset({Tag("sharded-weights"), Tag("shared-experts")})
     needs: ClassVar[frozenset[Tag]] = frozenset({Tag("summed-gradients")})
+    conflicts: ClassVar[frozenset[Tag]] = frozenset(
+        {Tag("compiled-layers")}
+    )  # the host reads numbers back in the middle of a layer
 
     degree: Whole = 0
     """Devices that share out the experts of a layer, neighbours of those that share out rows. 0: all of them, or all within a copy of `fsdp`'s hybrid sharding."""
