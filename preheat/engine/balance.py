@@ -26,6 +26,7 @@ from torch import Tensor
 
 from preheat.engine.step import transform
 from preheat.models import experts
+from preheat.ops.experts import compute_experts
 from preheat.technique import DATA, Axis, Batch, Build, Change, LossSum, Slot
 
 __all__ = ["balance", "balance_part", "scores"]
@@ -58,6 +59,7 @@ class _Balance:
         self.build = build
         self.coefficient = experts.coefficient(config)
         self.chosen = experts.sizes_of(config)[1]
+        experts.compute_by(build.trained[0], compute_experts)
         self.ledger = experts.own_routers(build.trained[0])
         self.weight: Any = None  # of the global batch; None between batches
         self.counts: Tensor | None = None  # of the global batch, where there was a first pass

@@ -63,6 +63,8 @@ def configure(recipe: Recipe, vocabulary: int | None = None) -> PretrainedConfig
         RecipeError: no such model; a key that its configuration does not know; a tokenizer larger than the embedding;
             sequences longer than the model's positions.
     """
+    from huggingface_hub.errors import StrictDataclassError
+
     model = recipe.model
     config = configs.of(recipe, vocabulary)
     _refuse(config)
@@ -70,7 +72,10 @@ def configure(recipe: Recipe, vocabulary: int | None = None) -> PretrainedConfig
     for key, value in model.config.items():
         if key not in known:
             raise RecipeError(f"model.config.{key}: {config.model_type} has no such setting; {nearest(key, sorted(known))}")
-        setattr(config, key, value)
+        try:
+            setattr(config, key, float(value) if type(value) is int and type(getattr(config, key, None)) is float else value)
+        except StrictDataclassError as error:
+            raise RecipeError(f"model.config.{key}: {str(error.__cause__ or error).splitlines()[0]}") from None
     kinds = getattr(config, "layer_types", None)  # a list with an entry a layer, which fewer layers leave too long
     if "layer_types" not in model.config and kinds and len(kinds) > config.num_hidden_layers:
         config.layer_types = kinds[: config.num_hidden_layers]

@@ -1,14 +1,15 @@
 """Mixture-of-experts models of transformers: where the experts are, how their rows are computed, what their routers chose.
 
 The router works in fp32, whatever the rest does: which experts a token goes to hangs on differences that bf16 does not have. The experts of a layer
-are one grouped product for all (`ops/experts.py`), under the name `preheat` in transformers' own registry; transformers' eager loop gives the same.
+are computed by the function that is hung onto them (`ops/experts.py` has one: a grouped product for all), by the name `preheat` in transformers' own
+registry; transformers' eager loop gives the same.
 """
 
 from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,10 +17,10 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 __all__ = [
-    "EXCHANGE",
     "FAMILIES",
     "Ledger",
     "coefficient",
+    "compute_by",
     "experts_of",
     "own_routers",
     "register",
@@ -33,7 +34,7 @@ __all__ = [
 FAMILIES = ("mixtral", "qwen3_moe")
 """What is known to be a router by softmax and top-k over gated experts, and nothing else: no shared experts, no bias on the choice."""
 NAME = "preheat"  # of our function in transformers' registry of experts
-EXCHANGE = "preheat_exchange"  # attribute of a layer's experts that are shared out over devices: an ops.experts.Exchange
+COMPUTE = "preheat_compute"  # attribute of a layer's experts: the function that computes them
 ROUTED = "preheat_routed"  # attribute of a router: what it chose since it was last asked
 
 
@@ -120,52 +121,18 @@ def routed(model: nn.Module) -> tuple[Tensor, Tensor]:
 
 def _experts(experts: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
     """transformers' interface of experts: hidden [tokens, width], chosen and weights [tokens, k] in, [tokens, width] out."""
-    import torch
+    from transformers.integrations.moe import grouped_mm_experts_forward
 
-    from preheat.ops.experts import group_rows
-
-    exchange = getattr(experts, EXCHANGE, None)
-    order, place, counts = group_rows(chosen.flatten(), experts.config.num_experts)
-    kind = hidden.device.type
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else experts.down_proj.dtype
-    rows = hidden.to(dtype)[order // chosen.shape[1]]
-    if exchange is None:
-        out = _compute(experts, rows, counts)
-    else:
-        came, numbers, split = exchange.send(rows, counts)
-        out = exchange.back(_compute_unsorted(experts, came, numbers), split)
-    out = out[place].view(*chosen.shape, -1)
-    return (out * weights[..., None].to(out.dtype)).sum(dim=1).to(hidden.dtype)
+    compute = getattr(
+        experts, COMPUTE, grouped_mm_experts_forward
+    )  # transformers' own in a model that was not built to be trained
+    return compute(experts, hidden, chosen, weights)  # type: ignore[no-any-return]
 
 
-def _compute_unsorted(experts: Any, rows: Tensor, numbers: Tensor) -> Tensor:
-    """What experts make of rows [n, width] in any order, `numbers` [n] saying which expert's each is."""
-    import torch
-
-    from preheat.ops.experts import group_rows
-
-    some = rows.shape[0]
-    if not some:  # a row of zeros, which adds nothing to any gradient: products of no rows have no backward pass
-        rows, numbers = torch.cat([rows, rows.new_zeros(1, rows.shape[1])]), numbers.new_zeros(1)
-    order, place, counts = group_rows(numbers, _local(experts.down_proj).shape[0])
-    return _compute(experts, rows[order], counts)[place][:some]
-
-
-def _compute(experts: Any, rows: Tensor, counts: Tensor) -> Tensor:
-    import torch
-
-    from preheat.ops.experts import grouped_linear
-
-    ends = counts.cumsum(0).to(torch.int32)
-    up, down = _local(experts.gate_up_proj), _local(experts.down_proj)
-    inner = experts._apply_gate(grouped_linear(rows, up.to(rows.dtype), ends))
-    return grouped_linear(inner, down.to(rows.dtype), ends)
-
-
-def _local(weight: Any) -> Tensor:
-    from preheat.ops.sharded import local
-
-    return local(weight)
+def compute_by(model: nn.Module, function: Callable[..., Tensor]) -> None:
+    """Has the experts of a model computed by `function(experts, hidden, chosen, weights)`, in place."""
+    for experts in experts_of(model):
+        setattr(experts, COMPUTE, function)
 
 
 # --- how checkpoints hold experts -----------------------------------------------------------------------------------

@@ -8,7 +8,12 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-__all__ = ["Exchange", "group_rows", "grouped_linear"]
+from preheat.ops.sharded import local
+
+__all__ = ["EXCHANGE", "Exchange", "compute_experts", "group_rows", "grouped_linear"]
+
+EXCHANGE = "preheat_exchange"
+"""Attribute of a layer's experts that are shared out over devices: the `Exchange`."""
 
 # Operators of their own: torch's `_grouped_mm` cannot be dry-run in fp32, nor for widths that are no multiple of 16 bytes, and the
 # flop counter does not know it.
@@ -129,6 +134,47 @@ def group_rows(expert: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
     place = torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0], device=order.device))
     counts = torch.zeros(experts, dtype=torch.int64, device=expert.device).scatter_add_(0, expert, torch.ones_like(expert))
     return order, place, counts
+
+
+def compute_experts(experts: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    """What the experts of a layer make of tokens, by one grouped product for all, under autocast in its dtype.
+
+    Args:
+        experts: a module with gate_up_proj [experts, 2 inner, width] and down_proj [experts, width, inner], or this device's part of them.
+        hidden: [tokens, width].
+        chosen, weights: [tokens, k], the experts of each token and how much each counts.
+
+    Returns:
+        [tokens, width], in the dtype of `hidden`.
+    """
+    exchange = getattr(experts, EXCHANGE, None)
+    order, place, counts = group_rows(chosen.flatten(), experts.config.num_experts)
+    kind = hidden.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else experts.down_proj.dtype
+    rows = hidden.to(dtype)[order // chosen.shape[1]]
+    if exchange is None:
+        out = _compute(experts, rows, counts)
+    else:
+        came, numbers, split = exchange.send(rows, counts)
+        out = exchange.back(_compute_unsorted(experts, came, numbers), split)
+    out = out[place].view(*chosen.shape, -1)
+    return (out * weights[..., None].to(out.dtype)).sum(dim=1).to(hidden.dtype)
+
+
+def _compute_unsorted(experts: Any, rows: Tensor, numbers: Tensor) -> Tensor:
+    """What experts make of rows [n, width] in any order, `numbers` [n] saying which expert's each is."""
+    some = rows.shape[0]
+    if not some:  # a row of zeros, which adds nothing to any gradient: products of no rows have no backward pass
+        rows, numbers = torch.cat([rows, rows.new_zeros(1, rows.shape[1])]), numbers.new_zeros(1)
+    order, place, counts = group_rows(numbers, local(experts.down_proj).shape[0])
+    return _compute(experts, rows[order], counts)[place][:some]
+
+
+def _compute(experts: Any, rows: Tensor, counts: Tensor) -> Tensor:
+    ends = counts.cumsum(0).to(torch.int32)
+    up, down = local(experts.gate_up_proj), local(experts.down_proj)
+    inner = experts._apply_gate(grouped_linear(rows, up.to(rows.dtype), ends))
+    return grouped_linear(inner, down.to(rows.dtype), ends)
 
 
 class Exchange:

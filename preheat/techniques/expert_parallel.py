@@ -43,8 +43,8 @@ def share_experts(module: nn.Module, among: Any, alike: Any) -> int:
     from torch import nn
     from torch.distributed.tensor import DTensor, Shard
 
-    from preheat.models.experts import EXCHANGE, experts_of
-    from preheat.ops.experts import Exchange
+    from preheat.models.experts import experts_of
+    from preheat.ops.experts import EXCHANGE, Exchange
     from preheat.ops.sharding import OWN_MESH
 
     found = experts_of(module)

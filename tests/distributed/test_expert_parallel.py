@@ -20,12 +20,12 @@ from preheat.technique import DATA, conflicts_of
 from ..conftest import DEVICE, difference, split, tiny, uneven
 
 ROWS, STEPS = 8, 5
-STRONG = "model.config={router_aux_loss_coef: 0.5}"
+# The balance loss made strong; few experts and an update that is smooth in the gradient, so that no rounding error tips a token to another expert.
+SETTINGS = ("model.config={router_aux_loss_coef: 0.5}", "model.experts=4", "optimizer.eps=0.001")
 # processes, family, techniques, micro-batches; one process always takes its rows in 4
 CASES = [
     (4, "qwen3_moe", "{data_parallel: {}, expert_parallel: {degree: 2}}", 2),
     (4, "qwen3_moe", "{fsdp: {}}", 2),
-    (4, "qwen3_moe", "{fsdp: {}, expert_parallel: {}}", 1),
     (4, "qwen3_moe", "{fsdp: {replicate: 2}, expert_parallel: {}, activation_checkpointing: {}}", 2),
     (4, "mixtral", "{fsdp: {reduce: last}, expert_parallel: {degree: 2}}", 2),
     (2, "mixtral", "{data_parallel: {}, expert_parallel: {}}", 2),
@@ -35,9 +35,9 @@ CASES = [
 
 def train(family: str, techniques: str, micro: int) -> dict[str, Any]:
     """Losses, norms, final parameters and the share of them that this process holds."""
-    recipe = recipes.override(tiny(family=family, rows=ROWS), STRONG, f"techniques={techniques}")
+    recipe = recipes.override(tiny(family=family, rows=ROWS), *SETTINGS, f"techniques={techniques}")
     b = build(recipe, vocabulary=96, device=DEVICE)
-    b.accumulation = micro
+    b.accumulation = micro  # of this process: the rows of a rank may be cut otherwise than those of one process
     devices, index = b.mesh.size(*DATA), b.mesh.index(*DATA)
     losses, norms, tokens = [], [], 0.0
     for step in range(STEPS):
@@ -98,13 +98,10 @@ def test_several_processes_train_as_one(several: Path, alone: dict[str, dict[str
         found = torch.load(several / f"{case}-{rank}.pt")
         assert found["losses"] == pytest.approx(one["losses"], abs=1e-5)
         assert found["norms"] == pytest.approx(one["norms"], rel=1e-4)
-        assert difference(found["parameters"], one["parameters"]) < 1e-3
+        assert difference(found["parameters"], one["parameters"]) < 1e-5
         assert found["tokens"] == one["tokens"] == STEPS * ROWS * 32 * 2 * 3  # none is dropped
-        parts = {"degree: 2}}": processes, "expert_parallel: {}": processes, "{fsdp: {}}": processes}
-        share = next(n for key, n in parts.items() if key in techniques)
-        if "data_parallel" in techniques or "replicate: 2" in techniques:
-            share = 2
-        assert found["held"] == one["held"] // share
+        copies = processes // 2 if "data_parallel" in techniques or "replicate: 2" in techniques else 1  # of each expert
+        assert found["held"] == one["held"] * copies // processes
 
 
 def problems(techniques: str, devices: int, family: str = "qwen3_moe") -> str:
