@@ -77,7 +77,7 @@ def several(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ]
     try:
         for process in started:
-            _, error = process.communicate(timeout=240)
+            _, error = process.communicate(timeout=400)
             assert process.returncode == 0, error[-3000:]
     finally:
         for process in started:
