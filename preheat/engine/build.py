@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from preheat.engine.balance import balance, scores
 from preheat.engine.step import plain_slots
 from preheat.errors import RecipeError
 from preheat.models import adapter, presets, sizes
@@ -123,6 +124,7 @@ def build(recipe: Recipe, *, vocabulary: int | None, device: Device, dry: Abstra
             f"model.path: {recipe.model.path} is stored quantized ({kind}), which preheat does not read; name the model it was made from, and add techniques.nf4 for a base in 4 bits"
         )
     plain_slots(made)
+    balance(made, config)
     if where.type != "cpu":
         made.transforms.append((Order.MOVE, lambda batch: _move(batch, made.torch_device)))
 
@@ -147,6 +149,8 @@ def build(recipe: Recipe, *, vocabulary: int | None, device: Device, dry: Abstra
             raise RecipeError("techniques: nothing is left to train: every parameter is frozen")
         made.optimizer = _optimizer(made)
     apply(Stage.LOADER, Stage.LOADER)
+    if context.model.experts:
+        made.scores = scores(made.scores)
     return made
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from preheat.errors import RecipeError, nearest
-from preheat.models import configs
+from preheat.models import configs, experts
 from preheat.technique import MaskSpec, ModelFacts
 
 if TYPE_CHECKING:
@@ -68,6 +68,8 @@ def configure(recipe: Recipe, vocabulary: int | None = None) -> PretrainedConfig
         RecipeError: no such model; a key that its configuration does not know; a tokenizer larger than the embedding;
             sequences longer than the model's positions.
     """
+    from huggingface_hub.errors import StrictDataclassError
+
     model = recipe.model
     config = configs.of(recipe, vocabulary)
     _refuse(config)
@@ -75,7 +77,10 @@ def configure(recipe: Recipe, vocabulary: int | None = None) -> PretrainedConfig
     for key, value in model.config.items():
         if key not in known:
             raise RecipeError(f"model.config.{key}: {config.model_type} has no such setting; {nearest(key, sorted(known))}")
-        setattr(config, key, value)
+        try:
+            setattr(config, key, float(value) if type(value) is int and type(getattr(config, key, None)) is float else value)
+        except StrictDataclassError as error:
+            raise RecipeError(f"model.config.{key}: {str(error.__cause__ or error).splitlines()[0]}") from None
     kinds = getattr(config, "layer_types", None)  # a list with an entry a layer, which fewer layers leave too long
     if "layer_types" not in model.config and kinds and len(kinds) > config.num_hidden_layers:
         config.layer_types = kinds[: config.num_hidden_layers]
@@ -117,6 +122,7 @@ def facts(config: PretrainedConfig) -> ModelFacts:
     """What a technique's `check` may know of the model."""
     text = config.get_text_config()
     heads = text.num_attention_heads
+    count, chosen, width = experts.sizes_of(text)
     return ModelFacts(
         family=config.model_type,
         layers=text.num_hidden_layers,
@@ -130,6 +136,9 @@ def facts(config: PretrainedConfig) -> ModelFacts:
         window=getattr(text, "sliding_window", None),
         score_softcap=getattr(text, "attn_logit_softcapping", None),
         logit_softcap=getattr(text, "final_logit_softcapping", None),
+        experts=count,
+        experts_per_token=chosen,
+        expert_width=width,
     )
 
 
@@ -179,7 +188,8 @@ def _attention(
 _UNSUPPORTED = {  # configuration keys that change logits, loss or masks beyond what preheat computes, with their neutral values
     "logit_scale": (None, 1.0),
     "logits_scaling": (None, 1.0),
-    "router_aux_loss_coef": (None, 0.0),
+    "router_aux_loss_coef": (None, 0.0),  # but for the families of models/experts.py
+    "router_jitter_noise": (None, 0.0),
     "use_bidirectional_attention": (None, False),
 }
 
@@ -193,6 +203,8 @@ def _refuse(config: PretrainedConfig) -> None:
             "text-only checkpoint of the family, or save the text part as a folder of its own"
         )
     for key, neutral in _UNSUPPORTED.items():
+        if key == "router_aux_loss_coef" and text.model_type in experts.FAMILIES:
+            continue
         if (value := getattr(text, key, None)) not in neutral:
             raise RecipeError(f"model: {config.model_type} has {key} = {value}, which preheat does not handle yet")
 
@@ -210,9 +222,10 @@ def build_on_meta(config: PretrainedConfig, *, trust: bool = False) -> PreTraine
 
     _refuse(config)
     _register_attention()
+    ours = {"experts_implementation": experts.register()} if experts.sizes_of(config)[0] else {}
     try:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION, trust_remote_code=trust)
+            model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION, trust_remote_code=trust, **ours)
     except ValueError as error:
         raise RecipeError(
             f"model: {config.model_type} is no decoder-only model that transformers can build ({str(error).splitlines()[0][:200]})"

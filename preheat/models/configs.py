@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from preheat.errors import RecipeError
 from preheat.hardware.network import hub_reachable
-from preheat.models import presets, sizes
+from preheat.models import experts, presets, sizes
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -91,7 +91,7 @@ def _offline() -> bool:
 
 def new(recipe: Recipe, vocabulary: int | None) -> PretrainedConfig:
     """The configuration of a new model, by family and sizes or by the dial."""
-    from transformers import GPT2Config, LlamaConfig, Qwen3Config
+    from transformers import GPT2Config, LlamaConfig, MixtralConfig, Qwen3Config, Qwen3MoeConfig
 
     model = recipe.model
     gated = model.family != "gpt2"
@@ -132,4 +132,13 @@ def new(recipe: Recipe, vocabulary: int | None) -> PretrainedConfig:
         # Dropout 0: pretraining sees each token about once (GPT-2's 0.1 is for many epochs).
         return GPT2Config(**common, n_inner=feed_forward, embd_pdrop=0.0, attn_pdrop=0.0, resid_pdrop=0.0)
     common |= {"num_key_value_heads": model.kv_heads or heads, "intermediate_size": feed_forward, "head_dim": width // heads}
+    if model.family in experts.FAMILIES:
+        chosen = model.experts_per_token or 2
+        if not model.feed_forward:  # so that a token uses as many parameters as without experts
+            common["intermediate_size"] = round(feed_forward / chosen / 64) * 64 or 64
+        common |= {"num_experts": model.experts or 8, "num_experts_per_tok": chosen}
+        if model.family == "mixtral":
+            return MixtralConfig(**common)
+        # Chosen experts' weights sum to 1, as in the published Qwen3 models and in Mixtral.
+        return Qwen3MoeConfig(**common, moe_intermediate_size=common["intermediate_size"], norm_topk_prob=True)
     return LlamaConfig(**common) if model.family == "llama" else Qwen3Config(**common)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from preheat.errors import RecipeError
+from preheat.models import experts
 from preheat.models.adapter import whole
 
 if TYPE_CHECKING:
@@ -244,16 +245,17 @@ class WeightSource:
 
         def read(name: str, target: Tensor) -> None:
             plain = name.replace(".base_layer.", ".")
-            if (key := self._key(plain)) is None:
+            keys = [[key]] if (key := self._key(plain)) else experts.stored(plain, self._files, target.shape[0])
+            if not keys:
                 missing.append(plain)
                 return
-            value = self._tensor(key)
+            value = self._tensor(keys[0][0]) if key else self._stacked(keys)
             for pattern, change in self._maps:
                 if pattern.search(plain):
                     value = change(plain, value)
             if value.shape != target.shape:
                 raise RecipeError(
-                    f"model.path: {plain} is {tuple(value.shape)} in {self._files[key].name} but {tuple(target.shape)} by config.json; the folder's files do not belong together"
+                    f"model.path: {plain} is {tuple(value.shape)} in {self._files[keys[0][0]].name} but {tuple(target.shape)} by config.json; the folder's files do not belong together"
                 )
             if isinstance(target, DTensor):
                 target.to_local().copy_(share_of(value.to(target.device, target.dtype), target))
@@ -280,7 +282,7 @@ class WeightSource:
 
     def _key(self, name: str) -> str | None:
         """What a parameter is called in the files: some leave the base model's prefix out, others add it."""
-        names = (name, name.removeprefix(self._prefix), self._prefix + name)
+        names = (name, name.removeprefix(self._prefix), self._prefix + name, experts.renamed(name))
         return next((k for k in names if k in self._files), None)
 
     def read(self, name: str) -> Tensor:
@@ -299,6 +301,12 @@ class WeightSource:
 
         with safe_open(str(self._files[key]), framework="pt") as opened:
             return opened.get_tensor(key)
+
+    def _stacked(self, keys: list[list[str]]) -> Tensor:
+        """A matrix for each expert, each joined of some that the files hold by themselves."""
+        import torch
+
+        return torch.stack([torch.cat([self._tensor(key) for key in parts]) for parts in keys])
 
     def _poison(self, model: Any) -> None:
         """Marks every buffer, so that one that nobody fills is found and not trained with as it lies in memory."""

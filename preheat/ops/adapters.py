@@ -45,6 +45,10 @@ def inject(model: nn.Module, config: Any) -> list[str]:
             uses[id(p)] = uses.get(id(p), 0) + 1
     names = names_of(model)
     for name in names:
+        if "weight" not in base_of(model, name)._parameters and not isinstance(base_of(model, name), PackedMap):
+            raise ValueError(
+                f"{name} holds all its experts' matrices in one, which adapters do not reach; name maps, as [q_proj, k_proj, v_proj, o_proj]"
+            )
         if any(uses[id(p)] > 1 for p in base_of(model, name).parameters()):
             raise ValueError(f"{name} shares its weight with another module, which merging would change too")
     return names

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -34,13 +35,14 @@ __all__ = [
 
 
 def decay_groups(named: Iterable[tuple[str, nn.Parameter]], weight_decay: float) -> list[dict[str, Any]]:
-    """Two groups: matrices with weight decay; norms, biases and other vectors without."""
+    """Two groups: matrices with weight decay; norms, biases and other vectors without. Of parameters on several meshes, two for each mesh."""
     named = list(named)
-    groups = [
-        {"params": [p for _, p in named if p.ndim >= 2], "weight_decay": weight_decay},
-        {"params": [p for _, p in named if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    return [g for g in groups if g["params"]]
+    groups: dict[Any, list[nn.Parameter]] = defaultdict(list)  # torch's fused update takes tensors of one mesh
+    for matrix in (True, False):
+        for _, p in named:
+            if (p.ndim >= 2) == matrix:
+                groups[(matrix, p.device_mesh if isinstance(p, DTensor) else None)].append(p)
+    return [{"params": params, "weight_decay": weight_decay if matrix else 0.0} for (matrix, _), params in groups.items()]
 
 
 def total_norm(tensors: Iterable[Tensor], chunk: int = 1 << 20) -> Tensor:
@@ -363,8 +365,9 @@ class Muon(Guarded):
 class Adafactor(Guarded):
     """Adafactor: second moments of a matrix as one row and one column, no first moment (Shazeer and Stern 2018, arXiv:1804.04235, algorithm 4).
 
-    With a learning rate from outside: updates are clipped to a root mean square of `clip` and scaled by the rate. Of parameters
-    that are spread over devices every device has the whole (small) state and takes the whole gradient, matrix by matrix.
+    With a learning rate from outside: updates are clipped to a root mean square of `clip` and scaled by the rate. A tensor of three dimensions is
+    a stack of matrices (experts), each treated by itself. Of parameters that are spread over devices every device has the whole (small)
+    state and takes the whole gradient, matrix by matrix.
     """
 
     def __init__(self, groups: Any, *, lr: float, weight_decay: float = 0.0, decay: float = 0.8, clip: float = 1.0):
@@ -372,11 +375,10 @@ class Adafactor(Guarded):
 
     def _state(self, p: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
         step = torch.zeros((), device=p.device)
-        shapes = {"square": p.shape} if p.ndim < 2 else {"row": p.shape[:-1], "column": p.shape[-1:]}
+        shapes = {"square": p.shape} if p.ndim < 2 else {"row": p.shape[:-1], "column": (*p.shape[:-2], p.shape[-1])}
         return {"step": step} | {k: torch.zeros(s, dtype=torch.float32, device=p.device) for k, s in shapes.items()}
 
     def _update(self, p: Tensor, grad: Tensor, state: dict[str, Tensor], group: dict[str, Any]) -> None:
-        assert p.ndim <= 2, "weights are matrices and vectors"
         step = state["step"] + 1
         weight = step ** -group["decay"]  # 1 - beta2 of this step
         update = whole(grad).float()
@@ -386,10 +388,12 @@ class Adafactor(Guarded):
             new["square"] = torch.lerp(state["square"], squares, weight)
             update = update * new["square"].rsqrt()
         else:
-            new["row"] = torch.lerp(state["row"], squares.mean(dim=1), weight)
-            new["column"] = torch.lerp(state["column"], squares.mean(dim=0), weight)
-            update = update * (new["row"] / new["row"].mean()).rsqrt_().unsqueeze(1) * new["column"].rsqrt()
-        update /= (update.norm() / update.numel() ** 0.5 / group["clip"]).clamp_(min=1.0)
+            new["row"] = torch.lerp(state["row"], squares.mean(dim=-1), weight)
+            new["column"] = torch.lerp(state["column"], squares.mean(dim=-2), weight)
+            row = (new["row"] / new["row"].mean(dim=-1, keepdim=True)).rsqrt_()
+            update = update * row.unsqueeze(-1) * new["column"].rsqrt().unsqueeze(-2)
+        size = update.square().mean(dim=(-2, -1) if p.ndim >= 2 else -1, keepdim=True).sqrt()
+        update /= (size / group["clip"]).clamp_(min=1.0)
         here = local(p)
         value = here * (1 - group["lr"] * group["weight_decay"])
         keep_(here, value.float().sub_(share_of(update, p), alpha=group["lr"]), self.found_inf)

@@ -17,8 +17,18 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
+from torch.distributed.tensor import Shard
 
-__all__ = ["forward_through", "replicate_all", "shard_fully"]
+__all__ = ["OWN_MESH", "forward_through", "replicate_all", "shard_fully"]
+
+
+OWN_MESH = "preheat_mesh"
+"""Attribute of a module whose weights stand on another mesh than the rest, such as experts that are shared out over devices."""
+
+
+def _with_own_mesh(layer: nn.Module) -> list[tuple[nn.Module, Any]]:
+    return [(module, mesh) for module in layer.modules() if (mesh := getattr(module, OWN_MESH, None)) is not None]
+
 
 T = TypeVar("T")
 
@@ -42,6 +52,8 @@ def shard_fully(
 ) -> int:
     """Shards a module with FSDP2, each of its layers as a group of its own, in place. Gradients are summed over the mesh, not averaged.
 
+    Modules with the attribute OWN_MESH are groups of their own on that mesh.
+
     Args:
         layers: modules inside it, in the order in which they run.
         mesh: torch's mesh of one dimension; of two for hybrid sharding: (replicate, shard).
@@ -63,6 +75,8 @@ def shard_fully(
     }
     listed = list(layers)
     for layer in listed:
+        for inner, own in _with_own_mesh(layer):  # by rows of each matrix: over its first dimension it is shared out already
+            fully_shard(inner, **{**settings, "mesh": own}, shard_placement_fn=lambda _: Shard(1))
         fully_shard(layer, **settings)
     fully_shard(module, **settings)
     _summed(module)
@@ -82,6 +96,8 @@ def replicate_all(module: nn.Module, layers: Iterable[nn.Module], mesh: Any) -> 
     listed = list(layers)
     policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
     for layer in listed:
+        for inner, own in _with_own_mesh(layer):
+            replicate(inner, mesh=own, mp_policy=policy)
         replicate(layer, mesh=mesh, mp_policy=policy)
     replicate(module, mesh=mesh, mp_policy=policy)
     _summed(module)

@@ -196,12 +196,14 @@ class Recorder(TorchDispatchMode):
             transposed=tuple(t.ndim >= 2 and t.stride(-1) != 1 for t in inputs[:3]) if flops else (),
         )
         self.kernels[kernel] += 1
-        if flops and torch._C._current_autograd_node() is not None and torch.is_grad_enabled():
+        again = torch.is_grad_enabled() or func._schema.name in _FORWARD
+        if flops and torch._C._current_autograd_node() is not None and again:
             self.recomputed += flops  # backward itself runs without grad mode: this is checkpointing's second forward
         return out
 
 
 _FREE = {"aten::_unsafe_view", "aten::detach", "aten::alias", "aten::_local_scalar_dense", "prim::device", "aten::set_data"}
+_FORWARD = {"preheat::grouped_linear"}  # operators of a forward pass alone, which torch runs without grad mode always
 _TO_HOST = {"preheat::to_host", "preheat::host_zeros"}
 _EMPTY = {
     "aten::empty",
@@ -282,17 +284,22 @@ def _observe(recipe: Recipe, vocabulary: int | None, device: Device) -> Observat
         held = [_fake_batch(recipe, rows) for rows in micros]  # the host holds the whole global batch
         batches = held[:3]
         marks: list[tuple[Counter[Kernel], int]] = []
+        looks: list[Counter[Kernel]] = []  # a first pass over all micro-batches takes them by number
 
         def marked(batches: list[Batch]) -> Iterator[Batch]:
             for batch in batches:
                 marks.append((Counter(recorder.kernels), recorder.recomputed))
                 yield batch
 
-        gradients(made, _Sequence(marked, batches))
+        gradients(made, _Sequence(marked, batches, looks, recorder.kernels))
         per_micro = recorder.kernels - marks[-1][0]
         per_recomputed = recorder.recomputed - marks[-1][1]
         recorder.kernels.update({k: n * (len(micros) - len(batches)) for k, n in per_micro.items()})
         recorder.recomputed += per_recomputed * (len(micros) - len(batches))
+        if looks:  # what a first pass computes is computed again
+            more = Counter({k: n * (len(micros) - len(batches)) for k, n in (looks[-1] - looks[-2]).items()})
+            recorder.kernels.update(more)
+            recorder.recomputed += sum(k.flops * n for k, n in (marks[0][0] - looks[0] + more).items())
         grads = {recorder.number(p.grad) for _, p in made.parameters() if p.grad is not None}
         recorder.phase = "update"
         update(made, 1e-3)
@@ -340,11 +347,18 @@ class _Both:
 class _Sequence(Sequence[Batch]):
     """Batches that tell when each is taken."""
 
-    def __init__(self, taken: Callable[[list[Batch]], Iterator[Batch]], batches: list[Batch]):
-        self._taken, self._batches = taken, batches
+    def __init__(
+        self,
+        taken: Callable[[list[Batch]], Iterator[Batch]],
+        batches: list[Batch],
+        looks: list[Counter[Kernel]],
+        kernels: Counter[Kernel],
+    ):
+        self._taken, self._batches, self._looks, self._kernels = taken, batches, looks, kernels
         self._counted = False
 
     def __getitem__(self, index: Any) -> Any:
+        self._looks.append(Counter(self._kernels))
         return self._batches[index]
 
     def __len__(self) -> int:

@@ -29,7 +29,7 @@ class Model:
     """A Hugging Face folder (or hub name) with config.json; its weights too, unless `weights` is random."""
     weights: Literal["pretrained", "random"] = "pretrained"
     """With `path`: load the weights that stand there, or draw new ones for its configuration (or a preset's)."""
-    family: Literal["llama", "qwen3", "gpt2"] = "llama"
+    family: Literal["llama", "qwen3", "gpt2", "qwen3_moe", "mixtral"] = "llama"
     """The architecture of a new model."""
     size: str | None = None
     """One dial for a new model, e.g. 15M or 1.1B: the parameters outside the embeddings and head; depth, width, heads and learning rate follow."""
@@ -44,7 +44,11 @@ class Model:
     kv_heads: Count | None = None
     """Key-value heads of a new model (grouped queries); as many as `heads` when not stated."""
     feed_forward: Count | None = None
-    """Inner width of the feed-forward block of a new model."""
+    """Inner width of the feed-forward block of a new model; of each expert where it has experts."""
+    experts: Count | None = None
+    """Experts of each layer of a new qwen3_moe or mixtral; 8 when not stated."""
+    experts_per_token: Count | None = None
+    """Experts that a token goes to; 2 when not stated."""
     positions: Count | None = None
     """Longest sequence of a new model; the batch's length when not stated."""
     vocabulary: Count | None = None
@@ -278,7 +282,9 @@ class Recipe:
         """What contradicts itself in this recipe, as (key, words)."""
         found: list[tuple[str, str]] = []
         model, data = self.model, self.data
-        given = [k for k in ("layers", "width", "heads", "kv_heads", "feed_forward") if getattr(model, k) is not None]
+        given = [
+            k for k in ("layers", "width", "heads", "kv_heads", "feed_forward", "experts") if getattr(model, k) is not None
+        ]
         if (where := "path" if model.path else "preset" if model.preset else None) and (model.size or given):
             named = (model.size and "size") or given[0]
             found.append(
@@ -296,6 +302,15 @@ class Recipe:
             )
         if model.size is not None and not re.fullmatch(r"\d+(\.\d+)?[KMB]", model.size):
             found.append(("model.size", f"{model.size!r} is not a size; write it like 15M or 1.1B"))
+        if model.family not in ("qwen3_moe", "mixtral") and (given_experts := model.experts or model.experts_per_token):
+            found.append(("model.experts", f"{given_experts}: {model.family} has no experts; use family: qwen3_moe or mixtral"))
+        elif (model.experts_per_token or 2) > (model.experts or 8):
+            found.append(
+                (
+                    "model.experts_per_token",
+                    f"{model.experts_per_token or 2} is more than the {model.experts or 8} experts; lower it",
+                )
+            )
         if model.heads and model.kv_heads and model.heads % model.kv_heads:
             found.append(("model.kv_heads", f"{model.kv_heads} does not divide heads {model.heads}"))
         if model.width and model.heads and model.width % model.heads:

@@ -37,6 +37,9 @@ class ModelFacts:
     window: int | None = None
     score_softcap: float | None = None  # attention's scores are cap * tanh(score / cap), as in Gemma 2
     logit_softcap: float | None = None  # so are the logits
+    experts: int = 0  # of a layer; 0: one feed-forward block for all tokens
+    experts_per_token: int = 0
+    expert_width: int = 0  # inner width of one expert
 
 
 @dataclass(frozen=True)

@@ -154,9 +154,21 @@ class Mesh:
     @functools.cache  # noqa: B019
     def plane(self, outer: Axis, inner: tuple[Axis, ...]) -> Any:
         """torch's mesh of two dimensions: one axis, and some others together."""
+        return self.together(self.sub(outer), self.sub(*inner))
+
+    @functools.cache  # noqa: B019
+    def cut(self, axis: Axis, inner: int) -> tuple[Any, Any]:
+        """torch's meshes of the two parts of an axis: devices that stand at the same place of groups of `inner` neighbours, and those neighbours."""
+        names = (f"{axis}_outer_{inner}", f"{axis}_inner_{inner}")
+        both = self.sub(axis)._unflatten(0, (self.size(axis) // inner, inner), names)
+        return both[names[0]], both[names[1]]
+
+    @staticmethod
+    def together(outer: Any, inner: Any) -> Any:
+        """torch's mesh of two dimensions, from two meshes of one."""
         from torch.distributed.device_mesh import DeviceMesh
 
-        return DeviceMesh._concatenate([self.sub(outer), self.sub(*inner)])
+        return DeviceMesh._concatenate([outer, inner])
 
     def group(self, *axes: Axis) -> Any:
         """The process group of the devices along some axes that hold this one."""

@@ -1,0 +1,229 @@
+"""Rows that go to different experts: products with a matrix for each expert, and the rows sent to the devices that hold the experts."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from preheat.ops.sharded import local
+
+__all__ = ["EXCHANGE", "Exchange", "compute_experts", "group_rows", "grouped_linear"]
+
+EXCHANGE = "preheat_exchange"
+"""Attribute of a layer's experts that are shared out over devices: the `Exchange`."""
+
+# Operators of their own: torch's `_grouped_mm` cannot be dry-run in fp32, nor for widths that are no multiple of 16 bytes, and the
+# flop counter does not know it.
+
+
+def _native(*tensors: Tensor) -> bool:
+    """Whether torch's grouped product takes these: 16-byte rows, and on CUDA bf16 (for others it reads the bounds back as we do)."""
+    aligned = all(size * t.element_size() % 16 == 0 for t in tensors for size in t.shape[-2:] if t.ndim == 3)
+    aligned = aligned and all(t.shape[-1] * t.element_size() % 16 == 0 for t in tensors)
+    return aligned and (tensors[0].device.type == "cpu" or tensors[0].dtype == torch.bfloat16)
+
+
+def _bounds(ends: Tensor) -> list[tuple[int, int]]:
+    last = [int(n) for n in ends.tolist()]
+    return list(zip([0, *last[:-1]], last, strict=True))
+
+
+def _multiply(rows: Tensor, weight: Tensor, ends: Tensor, flip: bool) -> Tensor:
+    """Rows [n, in], those of an expert together up to `ends`, times its matrix: of weight [experts, in, out], or [experts, out, in] with `flip`."""
+    matrices = weight.transpose(1, 2) if flip else weight
+    if _native(rows, weight):
+        return cast(Tensor, torch.nn.functional.grouped_mm(rows.contiguous(), matrices, offs=ends))
+    out = rows.new_empty(rows.shape[0], matrices.shape[2])
+    for matrix, (first, last) in zip(matrices, _bounds(ends), strict=True):
+        torch.mm(rows[first:last], matrix, out=out[first:last])
+    return out
+
+
+@torch.library.custom_op("preheat::grouped_linear", mutates_args=())
+def _products(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    return _multiply(rows, weight, ends, True)
+
+
+@_products.register_fake
+def _(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    return rows.new_empty(rows.shape[0], weight.shape[1])
+
+
+@torch.library.custom_op("preheat::grouped_back", mutates_args=())
+def _rows_back(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    return _multiply(rows, weight, ends, False)
+
+
+@_rows_back.register_fake
+def _(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    return rows.new_empty(rows.shape[0], weight.shape[2])
+
+
+@torch.library.custom_op("preheat::grouped_outer", mutates_args=())
+def _outer(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
+    """For each expert the sum over its rows of left [n, a] by right [n, b]: [experts, a, b]."""
+    if _native(left, right):
+        return cast(Tensor, torch.nn.functional.grouped_mm(left.contiguous().t(), right.contiguous(), offs=ends))
+    out = left.new_empty(ends.shape[0], left.shape[1], right.shape[1])
+    for matrix, (first, last) in zip(out, _bounds(ends), strict=True):
+        torch.mm(left[first:last].t(), right[first:last], out=matrix)
+    return out
+
+
+@_outer.register_fake
+def _(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
+    return left.new_empty(ends.shape[0], left.shape[1], right.shape[1])
+
+
+def _keep(ctx: Any, inputs: Any, output: Any) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _back(ctx: Any, grad: Tensor) -> Any:
+    rows, weight, ends = ctx.saved_tensors
+    of_rows = _rows_back(grad, weight, ends) if ctx.needs_input_grad[0] else None
+    of_weight = _outer(grad, rows, ends) if ctx.needs_input_grad[1] else None
+    return of_rows, of_weight, None
+
+
+_products.register_autograd(_back, setup_context=_keep)
+
+
+@register_flop_formula([torch.ops.preheat.grouped_linear, torch.ops.preheat.grouped_back])
+def _products_flops(rows: Any, weight: Any, *_: Any, **__: Any) -> int:
+    return int(2 * rows[0] * weight[1] * weight[2])
+
+
+@register_flop_formula(torch.ops.preheat.grouped_outer)
+def _outer_flops(left: Any, right: Any, *_: Any, **__: Any) -> int:
+    return int(2 * left[0] * left[1] * right[1])
+
+
+def grouped_linear(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """Each row by the matrix of its expert; differentiable.
+
+    Args:
+        rows: [n, in], sorted by expert, n > 0.
+        weight: [experts, out, in].
+        ends: [experts] int32, where each expert's rows end.
+
+    Returns:
+        [n, out].
+
+    Example:
+        >>> rows, weight = torch.tensor([[1.0], [1.0]]), torch.tensor([[[2.0]], [[3.0]]])
+        >>> grouped_linear(rows, weight, torch.tensor([1, 2], dtype=torch.int32)).flatten().tolist()
+        [2.0, 3.0]
+    """
+    return cast(Tensor, _products(rows, weight, ends))
+
+
+def group_rows(expert: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Sorts rows by expert.
+
+    Args:
+        expert: [n] int64, the expert of each row.
+
+    Returns:
+        order [n] (row of each sorted place), place [n] (sorted place of each row), counts [experts] int64.
+    """
+    order = expert.argsort(stable=True)
+    place = torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0], device=order.device))
+    counts = torch.zeros(experts, dtype=torch.int64, device=expert.device).scatter_add_(0, expert, torch.ones_like(expert))
+    return order, place, counts
+
+
+def compute_experts(experts: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    """What the experts of a layer make of tokens, by one grouped product for all, under autocast in its dtype.
+
+    Args:
+        experts: a module with gate_up_proj [experts, 2 inner, width] and down_proj [experts, width, inner], or this device's part of them.
+        hidden: [tokens, width].
+        chosen, weights: [tokens, k], the experts of each token and how much each counts.
+
+    Returns:
+        [tokens, width], in the dtype of `hidden`.
+    """
+    exchange = getattr(experts, EXCHANGE, None)
+    order, place, counts = group_rows(chosen.flatten(), experts.config.num_experts)
+    kind = hidden.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else experts.down_proj.dtype
+    rows = hidden.to(dtype)[order // chosen.shape[1]]
+    if exchange is None:
+        out = _compute(experts, rows, counts)
+    else:
+        came, numbers, split = exchange.send(rows, counts)
+        out = exchange.back(_compute_unsorted(experts, came, numbers), split)
+    out = out[place].view(*chosen.shape, -1)
+    return (out * weights[..., None].to(out.dtype)).sum(dim=1).to(hidden.dtype)
+
+
+def _compute_unsorted(experts: Any, rows: Tensor, numbers: Tensor) -> Tensor:
+    """What experts make of rows [n, width] in any order, `numbers` [n] saying which expert's each is."""
+    some = rows.shape[0]
+    if not some:  # a row of zeros, which adds nothing to any gradient: products of no rows have no backward pass
+        rows, numbers = torch.cat([rows, rows.new_zeros(1, rows.shape[1])]), numbers.new_zeros(1)
+    order, place, counts = group_rows(numbers, local(experts.down_proj).shape[0])
+    return _compute(experts, rows[order], counts)[place][:some]
+
+
+def _compute(experts: Any, rows: Tensor, counts: Tensor) -> Tensor:
+    ends = counts.cumsum(0).to(torch.int32)
+    up, down = local(experts.gate_up_proj), local(experts.down_proj)
+    inner = experts._apply_gate(grouped_linear(rows, up.to(rows.dtype), ends))
+    return grouped_linear(inner, down.to(rows.dtype), ends)
+
+
+class Exchange:
+    """Rows sent to the devices that hold their experts, and results sent back, by all-to-all; differentiable. No row is dropped.
+
+    How many rows go where is known when they have been routed: it is read back to the host once a layer, as torch's all-to-all needs it
+    there. A dry run, whose tensors have no values, takes each expert to have as many rows as any other.
+
+    Args:
+        group: torch's mesh of one dimension; its n-th device holds the n-th part of the experts.
+    """
+
+    def __init__(self, group: Any):
+        self.group = group
+
+    def send(self, rows: Tensor, counts: Tensor) -> tuple[Tensor, Tensor, tuple[list[int], list[int]]]:
+        """Sends rows [n, width], sorted by expert, `counts` [experts] of each.
+
+        Returns:
+            what arrived, by sender and then by expert; the expert (of this device's, from 0) of each row; how many rows were sent and came.
+        """
+        from torch.distributed._functional_collectives import all_to_all_single, all_to_all_single_autograd
+
+        devices = self.group.size()
+        arriving = all_to_all_single(counts, None, None, self.group).view(devices, -1)
+        own = arriving.shape[1]
+        split = self._splits(rows.shape[0], counts.view(devices, -1).sum(1), arriving.sum(1))
+        came = all_to_all_single_autograd(rows, split[1], split[0], self.group)
+        numbers = torch.arange(own, device=rows.device).repeat(devices)
+        if _is_fake(counts):
+            return came, numbers.new_empty(came.shape[0]), split
+        return came, numbers.repeat_interleave(arriving.flatten(), output_size=came.shape[0]), split
+
+    def back(self, rows: Tensor, split: tuple[list[int], list[int]]) -> Tensor:
+        """Sends each row back to where it came from."""
+        from torch.distributed._functional_collectives import all_to_all_single_autograd
+
+        return cast(Tensor, all_to_all_single_autograd(rows, split[0], split[1], self.group))
+
+    def _splits(self, rows: int, out: Tensor, into: Tensor) -> tuple[list[int], list[int]]:
+        if _is_fake(out):
+            devices = self.group.size()
+            even = [rows // devices + (n < rows % devices) for n in range(devices)]
+            return even, even
+        both = torch.stack([out, into]).tolist()
+        return both[0], both[1]
+
+
+def _is_fake(t: Tensor) -> bool:
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return isinstance(t, FakeTensor)

@@ -1,0 +1,115 @@
+"""Expert parallel: the experts of each layer are shared out over devices that otherwise share out rows, and tokens travel to their experts.
+
+What: of E experts each of `degree` devices holds E / degree, whole. A layer sends each token's row to the devices of its experts by all-to-all, they
+compute, and the results come back the same way; no token is dropped. The devices are neighbours within those of `fsdp` (or of `data_parallel`), which does the
+rest: attention and all else is shared out and summed over all of them, an expert's weights and gradients over the devices that hold the same expert.
+Helps: experts are most of such a model; with FSDP alone all of them travel to every device for every micro-batch, here only the tokens do, and
+each expert's product is over more rows. Hurts: where experts are unevenly loaded, the device with the busiest makes all others wait; the all-to-all hides
+behind nothing; once a layer the host reads back how many rows go where. A dry run, which has no tokens, takes all experts to be loaded alike.
+Source: Lepikhin et al. 2020, "GShard" (arXiv:2006.16668); without dropping, Gale et al. 2022, "MegaBlocks" (arXiv:2211.15841).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from preheat.recipe import Whole
+from preheat.technique import Axis, Build, Change, Context, Stage, Tag, Technique
+
+if TYPE_CHECKING:
+    from torch import nn
+
+__all__ = ["ExpertParallel", "share_experts"]
+
+
+def share_experts(module: nn.Module, among: Any, alike: Any) -> int:
+    """Shares out the experts of each layer over devices, in place: each keeps its part, and rows are sent to where their experts are.
+
+    Args:
+        module: a model of `preheat.models.experts.FAMILIES`, its experts on meta or with the same values on every device.
+        among: torch's mesh of one dimension: the devices that share out the experts; their number divides that of the experts.
+        alike: torch's mesh of the devices that hold the same experts as this one, over which their gradients are to be summed; `shard_fully` and
+            `replicate_all` of `preheat.ops.sharding` read it off the module.
+
+    Returns:
+        The number of layers.
+
+    Example:
+        >>> mesh = init_device_mesh("cuda", (2, 4), mesh_dim_names=("alike", "among"))  # doctest: +SKIP
+        >>> share_experts(model, mesh["among"], mesh["alike"])  # doctest: +SKIP
+    """
+    from torch import nn
+    from torch.distributed.tensor import DTensor, Shard
+
+    from preheat.models.experts import experts_of
+    from preheat.ops.experts import EXCHANGE, Exchange
+    from preheat.ops.sharding import OWN_MESH
+
+    found = experts_of(module)
+    for experts in found:
+        for name, whole in list(experts._parameters.items()):
+            assert whole is not None
+            part = whole.detach().chunk(among.size())[among.get_local_rank()].clone()
+            spread = DTensor.from_local(part, among, [Shard(0)], run_check=False)
+            experts._parameters[name] = nn.Parameter(spread, requires_grad=whole.requires_grad)
+        setattr(experts, EXCHANGE, Exchange(among))
+        setattr(experts, OWN_MESH, alike)
+    return len(found)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertParallel(Technique):
+    stage: ClassVar[Stage] = Stage.PARALLEL
+    numerics: ClassVar[Any] = "exact"
+    provides: ClassVar[frozenset[Tag]] = frozenset({Tag("sharded-weights"), Tag("shared-experts")})
+    needs: ClassVar[frozenset[Tag]] = frozenset({Tag("summed-gradients")})
+    conflicts: ClassVar[frozenset[Tag]] = frozenset(
+        {Tag("compiled-layers")}
+    )  # the host reads numbers back in the middle of a layer
+
+    degree: Whole = 0
+    """Devices that share out the experts of a layer, neighbours of those that share out rows. 0: all of them, or all within a copy of `fsdp`'s hybrid sharding."""
+
+    def check(self, context: Context) -> list[str]:
+        model, sizes = context.model, context.sizes
+        if not model.experts:
+            return [f"shares out experts, and {model.family} has none; leave it out"]
+        if others := [axis for axis in (Axis.PIPELINE, Axis.CONTEXT, Axis.TENSOR) if sizes[axis] > 1]:
+            return [f"goes with data_parallel and fsdp alone so far, not with the axis {others[0]}; leave one out"]
+        devices, degree = sizes[_axis(sizes)], self.degree or sizes[_axis(sizes)]
+        if devices < 2 or degree < 2:
+            return [
+                "shares out experts among devices, and there is one; start several with --nproc (or plan with --count) and degree: 2 or more"
+            ]
+        if devices % degree:
+            return [f"degree: {degree} does not divide the {devices} devices that share out rows; use a divisor of it"]
+        if model.experts % degree:
+            return [f"degree: {degree} does not divide the {model.experts} experts of a layer; use a divisor of both"]
+        rest = devices // degree
+        if sizes[Axis.SHARD] > 1 and (model.width % rest or 2 * model.expert_width % rest):
+            return [
+                f"degree: leaves {rest} devices to share out each expert's matrices, and they divide not both its width {2 * model.expert_width} and the model's {model.width}; "
+                "use a larger degree"
+            ]
+        return []
+
+    def apply(self, build: Build, part: Any) -> Change:
+        axis = _axis(build.mesh.sizes)
+        degree = self.degree or build.mesh.size(axis)
+        alike, among = build.mesh.cut(axis, degree)
+        if axis is Axis.SHARD and build.mesh.size(Axis.REPLICATE) > 1:
+            alike = build.mesh.together(build.mesh.sub(Axis.REPLICATE), alike)
+        layers = share_experts(part, among, alike)
+        words = f"{build.model.experts} experts of {layers} layers over {degree} devices, {build.model.experts // degree} on each; tokens by all-to-all"
+        return Change(words, layers)
+
+    def options(self, context: Context) -> Iterable[Technique]:
+        devices = context.sizes[_axis(context.sizes)]
+        return [replace(self, degree=d) for d in range(2, devices + 1) if devices % d == 0 and context.model.experts % d == 0]
+
+
+def _axis(sizes: Any) -> Axis:
+    """The axis within which experts are shared out: that which shares out weights, where there is one."""
+    return Axis.SHARD if sizes[Axis.SHARD] > 1 else Axis.REPLICATE

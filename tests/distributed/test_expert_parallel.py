@@ -1,0 +1,147 @@
+"""Mixture-of-experts models over 2 and 4 processes on gloo against one: experts shared out, and the balance loss of all ranks."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from preheat import recipe as recipes
+from preheat.engine.build import build, context_of
+from preheat.engine.step import gradients, update
+from preheat.models import adapter
+from preheat.technique import DATA, conflicts_of
+
+from ..conftest import DEVICE, difference, split, tiny, uneven
+
+ROWS, STEPS = 8, 5
+# The balance loss made strong; few experts and an update that is smooth in the gradient, so that no rounding error tips a token to another expert.
+SETTINGS = ("model.config={router_aux_loss_coef: 0.5}", "model.experts=4", "optimizer.eps=0.001")
+# processes, family, techniques, micro-batches; one process always takes its rows in 4
+CASES = [
+    (4, "qwen3_moe", "{data_parallel: {}, expert_parallel: {degree: 2}}", 2),
+    (4, "qwen3_moe", "{fsdp: {}}", 2),
+    (4, "qwen3_moe", "{fsdp: {replicate: 2}, expert_parallel: {}, activation_checkpointing: {}}", 2),
+    (4, "mixtral", "{fsdp: {reduce: last}, expert_parallel: {degree: 2}}", 2),
+    (2, "mixtral", "{data_parallel: {}, expert_parallel: {}}", 2),
+    (2, "qwen3_moe", "{fsdp: {}, expert_parallel: {}}", 4),
+]
+
+
+def train(family: str, techniques: str, micro: int) -> dict[str, Any]:
+    """Losses, norms, final parameters and the share of them that this process holds."""
+    recipe = recipes.override(tiny(family=family, rows=ROWS), *SETTINGS, f"techniques={techniques}")
+    b = build(recipe, vocabulary=96, device=DEVICE)
+    b.accumulation = micro  # of this process: the rows of a rank may be cut otherwise than those of one process
+    devices, index = b.mesh.size(*DATA), b.mesh.index(*DATA)
+    losses, norms, tokens = [], [], 0.0
+    for step in range(STEPS):
+        batch = uneven(rows=ROWS, seed=step)
+        mine = split(batch, [ROWS // devices] * devices)[index]
+        loss = gradients(b, split(mine, [ROWS // devices // micro] * micro), 0.01)
+        losses.append(float(b.mesh.add(loss.total.clone(), *DATA)) / batch.weight)
+        norms.append(float(update(b, 0.01)[0]))
+        tokens += float(b.mesh.add(loss.metrics["expert_tokens"].sum(), *DATA))
+    whole = {n: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().clone() for n, p in b.parameters()}
+    held = sum((p.to_local() if hasattr(p, "to_local") else p).numel() for n, p in b.parameters() if ".experts." in n)
+    return {"losses": losses, "norms": norms, "parameters": whole, "held": held, "tokens": tokens}
+
+
+def work(rank: int, folder: Path) -> None:
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    for world in (4, 2):
+        if rank >= world:
+            break
+        dist.init_process_group("gloo", init_method=f"file://{folder}/store{world}", rank=rank, world_size=world)
+        for n, (processes, family, techniques, micro) in enumerate(CASES):
+            if processes == world:
+                torch.save(train(family, techniques, micro), folder / f"{n}-{rank}.pt")
+        dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def several(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("experts")
+    code = f"import sys, pathlib; from {__name__} import work; work(int(sys.argv[1]), pathlib.Path(sys.argv[2]))"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
+    started = [
+        subprocess.Popen([sys.executable, "-c", code, str(r), str(folder)], env=environment, stderr=subprocess.PIPE, text=True)
+        for r in range(4)
+    ]
+    try:
+        for process in started:
+            _, error = process.communicate(timeout=400)
+            assert process.returncode == 0, error[-3000:]
+    finally:
+        for process in started:
+            process.kill()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[str, dict[str, Any]]:
+    return {family: train(family, "{}", 4) for family in ("qwen3_moe", "mixtral")}
+
+
+@pytest.mark.parametrize("case", range(len(CASES)), ids=[f"{c[0]}-{c[1]}-{c[2]}" for c in CASES])
+def test_several_processes_train_as_one(several: Path, alone: dict[str, dict[str, Any]], case: int) -> None:
+    processes, family, techniques, _ = CASES[case]
+    one = alone[family]
+    for rank in range(processes):
+        found = torch.load(several / f"{case}-{rank}.pt")
+        assert found["losses"] == pytest.approx(one["losses"], abs=1e-5)
+        assert found["norms"] == pytest.approx(one["norms"], rel=1e-4)
+        assert difference(found["parameters"], one["parameters"]) < 1e-5
+        assert found["tokens"] == one["tokens"] == STEPS * ROWS * 32 * 2 * 3  # none is dropped
+        copies = processes // 2 if "data_parallel" in techniques or "replicate: 2" in techniques else 1  # of each expert
+        assert found["held"] == one["held"] * copies // processes
+
+
+def problems(techniques: str, devices: int, family: str = "qwen3_moe") -> str:
+    recipe = recipes.override(tiny(family=family), f"techniques={techniques}", f"parallel.devices={devices}")
+    context = context_of(recipe, adapter.configure(recipe, 96), DEVICE)
+    return "; ".join(f"{name}: {words}" for name, words in conflicts_of(recipe.techniques.values(), context))
+
+
+def test_what_is_refused() -> None:
+    assert problems("{fsdp: {}, expert_parallel: {degree: 2}}", 4) == ""
+    assert "llama has none" in problems("{fsdp: {}, expert_parallel: {}}", 2, "llama")
+    assert "needs summed-gradients" in problems("{expert_parallel: {}}", 1)
+    assert "degree: 3 does not divide the 4 devices" in problems("{fsdp: {}, expert_parallel: {degree: 3}}", 4)
+    assert "degree: 16 does not divide the 8 experts" in problems("{fsdp: {}, expert_parallel: {}}", 16)
+    assert "divide not both" in problems("{fsdp: {}, expert_parallel: {degree: 2}}", 6)
+    assert "compiled-layers" in problems("{fsdp: {}, expert_parallel: {}, compile: {}}", 2)
+
+
+def test_it_is_dry_run_with_all_experts_loaded_alike() -> None:
+    import torch.distributed as dist
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+    from torch.utils.flop_counter import FlopCounterMode
+
+    from preheat.planning.observe import _fake_batch
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
+    try:
+        counted = []
+        for techniques in ("{fsdp: {}}", "{fsdp: {}, expert_parallel: {degree: 4}}"):
+            recipe = tiny(techniques, family="qwen3_moe", rows=8)
+            mode = FakeTensorMode(allow_non_fake_inputs=True)
+            b = build(recipe, vocabulary=96, device=DEVICE, dry=mode)
+            b.mesh.group(*DATA)
+            with mode, FlopCounterMode(display=False) as counter:
+                gradients(b, [_fake_batch(recipe, 1)], 0.01)
+                update(b, 0.01)
+            counted.append(counter.get_total_flops())
+            held = [p.to_local().numel() for n, p in b.parameters() if ".experts." in n]  # type: ignore[attr-defined]
+            assert sum(held) == 3 * 8 * 3 * 32 * 64 // 8
+        assert counted[0] == counted[1] > 0
+    finally:
+        dist.destroy_process_group()

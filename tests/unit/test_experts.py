@@ -1,0 +1,212 @@
+"""Mixture-of-experts models on one device: against transformers' own forward pass, over micro-batches, from folders, in a dry run."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from preheat import recipe as recipes
+from preheat.engine.balance import balance_part
+from preheat.engine.build import build
+from preheat.engine.step import gradients
+from preheat.errors import RecipeError
+from preheat.models.experts import routers
+from preheat.ops.experts import grouped_linear
+from preheat.ops.optimizers import Adafactor
+from preheat.planning.observe import observe
+from preheat.technique import Batch, Build, MaskSpec
+
+from ..conftest import DEVICE, difference, split, tiny, uneven
+
+FAMILIES = ["qwen3_moe", "mixtral"]
+STRONG = "model.config={router_aux_loss_coef: 0.5}"  # so that the balance loss is no rounding error of the whole
+
+
+def made(family: str, techniques: str = "{}", *, strong: bool = True) -> Build:
+    recipe = tiny(techniques, family=family)
+    return build(recipes.override(recipe, STRONG) if strong else recipe, vocabulary=96, device=DEVICE)
+
+
+def grads(b: Build, batches: list[Batch]) -> tuple[float, dict[str, Any], dict[str, float]]:
+    b.optimizer.zero_grad()
+    loss = gradients(b, batches, 0.01)
+    return (
+        float(loss.total) / float(loss.weight),
+        {n: p.grad.clone() for n, p in b.parameters() if p.grad is not None},
+        b.scores(loss.metrics, float(loss.weight)),
+    )
+
+
+def plain_rows() -> Batch:
+    """Rows of one document each; the last label, which transformers has not, is left out."""
+    batch = uneven()
+    rows, length = batch.tokens.shape
+    labels = batch.labels.clone()
+    labels[:, -1] = -100
+    positions = torch.arange(length).expand(rows, length).contiguous()
+    return replace(batch, labels=labels, positions=positions, mask=MaskSpec(), weight=int((labels != -100).sum()))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_loss_and_gradients_are_those_of_transformers(family: str, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    b, batch = made(family), plain_rows()
+    b.trained[0].save_pretrained(tmp_path)  # type: ignore[operator]
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager", experts_implementation="eager").train()
+    labels = torch.cat([torch.full((4, 1), -100), batch.labels[:, :-1]], dim=1)  # theirs are shifted in the model
+    out = theirs(input_ids=batch.tokens, labels=labels, output_router_logits=True, use_cache=False)
+    out.loss.backward()
+    loss, ours, scores = grads(b, [batch])
+    assert loss == pytest.approx(float(out.loss.detach()), abs=2e-6)
+    assert scores["balance_loss"] == pytest.approx(float(out.aux_loss.detach()), rel=1e-6)
+    assert difference(ours, {n: p.grad for n, p in theirs.named_parameters()}) < 1e-5
+    assert 1 < scores["expert_load"] <= 4  # 8 experts, 2 a token: 1 is even, 4 is all tokens to the same two
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_micro_batches_give_the_loss_and_gradients_of_the_whole(family: str) -> None:
+    b, batch = made(family), uneven()
+    loss, whole, scores = grads(b, [batch])
+    for sizes in ([2, 2], [1, 2, 1]):
+        again, parts, same = grads(b, split(batch, sizes))
+        assert again == pytest.approx(loss, abs=2e-6)
+        assert difference(parts, whole) < 1e-5
+        assert same == pytest.approx(scores, rel=1e-6)
+
+
+def test_the_pass_that_counts_routes_as_the_one_that_trains() -> None:
+    """With dropout in adapters: the same draws, so the balance loss is that of the choices that were trained on."""
+    b = made("qwen3_moe", "{lora: {targets: [v_proj, o_proj], dropout: 0.5}}")
+    with torch.no_grad():
+        for n, p in b.parameters():
+            p.normal_(generator=torch.Generator().manual_seed(len(n)))  # so that what is dropped matters
+    torch.manual_seed(0)
+    b.optimizer.zero_grad()
+    metrics = gradients(b, split(uneven(), [2, 2]), 0.01).metrics
+    counts, weight = metrics["expert_tokens"].sum(0), uneven().weight
+    assert int(counts.sum()) == 3 * 4 * 32 * 2
+    sums = None
+    torch.manual_seed(0)
+    with pytest.MonkeyPatch.context() as patch:  # the same step with the probabilities written down, by what was trained on
+        held = []
+        patch.setattr("preheat.engine.balance.balance_part", lambda c, s, k: held.append((c, s)) or balance_part(c, s, k))
+        gradients(b, split(uneven(), [2, 2]), 0.01)
+        sums = sum(s.detach() for _, s in held)
+        assert all(torch.equal(c, counts) for c, _ in held)
+    assert float(metrics["balance"]) == pytest.approx(float(balance_part(counts, sums, 2)) * weight, rel=1e-5)
+
+
+def test_a_coefficient_of_zero_leaves_the_loss_out_and_the_evaluation_always_does() -> None:
+    from preheat.engine.evaluate import evaluate
+
+    batch = uneven()
+    strong, none = (
+        made("mixtral"),
+        build(recipes.override(tiny(family="mixtral"), "model.config={router_aux_loss_coef: 0}"), vocabulary=96, device=DEVICE),
+    )
+    (a, _, scores), (c, _, bare) = grads(strong, [batch]), grads(none, [batch])
+    assert a == pytest.approx(c + 0.5 * scores["balance_loss"], abs=2e-6)
+    assert "balance_loss" not in bare
+    assert bare["expert_load"] == scores["expert_load"]
+    assert evaluate(strong, [batch])[0] == pytest.approx(c, abs=2e-6)
+
+
+def test_an_even_load_costs_the_number_of_chosen_experts() -> None:
+    assert float(balance_part(torch.full((4,), 6.0), torch.full((4,), 3.0), 2)) == pytest.approx(
+        2.0
+    )  # 12 tokens, 2 of 4 experts
+
+
+@pytest.mark.parametrize(("width", "inner"), [(16, 8), (6, 5)])  # whole 16-byte rows, and others
+@pytest.mark.parametrize("counts", [(3, 0, 4), (0, 0, 2)])
+def test_grouped_products_against_one_product_an_expert(width: int, inner: int, counts: tuple[int, ...]) -> None:
+    g = torch.Generator().manual_seed(0)
+    rows = torch.randn(sum(counts), width, generator=g, requires_grad=True)
+    weight = torch.randn(3, inner, width, generator=g, requires_grad=True)
+    ends = torch.tensor(counts).cumsum(0).to(torch.int32)
+    out = grouped_linear(rows, weight, ends)
+    wanted = torch.cat([part @ matrix.t() for part, matrix in zip(rows.split(counts), weight, strict=True)])
+    seed = torch.randn(out.shape, generator=g)
+    ours, theirs = torch.autograd.grad(out, (rows, weight), seed), torch.autograd.grad(wanted, (rows, weight), seed)
+    for a, c in zip((out, *ours), (wanted, *theirs), strict=True):
+        torch.testing.assert_close(a, c)
+    torch.library.opcheck(torch.ops.preheat.grouped_linear.default, (rows, weight, ends))
+
+
+def test_the_router_is_in_fp32_under_autocast() -> None:
+    b = made("qwen3_moe", "{mixed_precision: {}}")
+    router: Any = routers(b.trained[0])[0]
+    hidden = torch.randn(5, 32, generator=torch.Generator().manual_seed(0)).bfloat16()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        scores, weights, _ = router(hidden)
+    assert scores.dtype == weights.dtype == torch.float32
+    assert torch.equal(scores, torch.nn.functional.linear(hidden.float(), router.weight))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_folder_with_a_matrix_for_each_expert_is_read(family: str, tmp_path: Path) -> None:
+    from safetensors import safe_open
+
+    b = made(family)
+    b.trained[0].save_pretrained(tmp_path)  # type: ignore[operator]
+    with safe_open(str(tmp_path / "model.safetensors"), framework="pt") as opened:
+        keys = list(opened.keys())
+    assert any(".experts.7." in key for key in keys)
+    recipe = recipes.override(recipes.parse("stop: {steps: 1}\nbatch: {length: 32}"), f"model={{path: {tmp_path}}}")
+    again = build(recipe, vocabulary=96, device=DEVICE)
+    assert difference(dict(again.trained[0].state_dict()), dict(b.trained[0].state_dict())) == 0
+
+
+def test_a_dry_run_counts_the_products_of_experts_and_the_pass_that_counts_tokens() -> None:
+    base = observe(tiny(family="qwen3"), vocabulary=96, device=DEVICE)
+    whole = observe(tiny(family="qwen3_moe"), vocabulary=96, device=DEVICE)
+    tokens, layers = 4 * 32, 3
+    block, router = 6 * tokens * 3 * 32 * 64, 6 * tokens * 32 * 8  # forward and twice that in backward
+    assert whole.model_flops - base.model_flops == layers * (2 * block + router - block)
+    parts = observe(tiny("{gradient_accumulation: {steps: 4}}", family="qwen3_moe"), vocabulary=96, device=DEVICE)
+    assert parts.model_flops == whole.model_flops
+    head = 2 * tokens * 32 * 96
+    assert sum(parts.flops.values()) - parts.model_flops == whole.model_flops // 3 - head  # a forward pass without the head
+
+
+def test_adafactor_takes_a_stack_as_matrices() -> None:
+    g = torch.Generator().manual_seed(0)
+    stack = torch.nn.Parameter(torch.randn(3, 4, 5, generator=g))
+    parts = [torch.nn.Parameter(m.clone()) for m in stack.detach()]
+    together, apart = Adafactor([stack], lr=0.1), Adafactor(parts, lr=0.1)
+    for _ in range(3):
+        stack.grad = torch.randn(stack.shape, generator=g)
+        for p, grad in zip(parts, stack.grad, strict=True):
+            p.grad = grad.clone()
+        together.step()
+        apart.step()
+    torch.testing.assert_close(stack.detach(), torch.stack([p.detach() for p in parts]))
+
+
+def test_what_is_refused() -> None:
+    with pytest.raises(RecipeError, match=r"model.experts: 4: llama has no experts"):
+        recipes.override(tiny(), "model.experts=4")
+    with pytest.raises(RecipeError, match=r"model.experts_per_token: 9 is more than the 8 experts"):
+        recipes.override(tiny(family="mixtral"), "model.experts_per_token=9")
+    with pytest.raises(RecipeError, match=r"router_jitter_noise = 0\.1, which preheat does not handle"):
+        build(recipes.override(tiny(family="mixtral"), "model.config={router_jitter_noise: 0.1}"), vocabulary=96, device=DEVICE)
+    with (
+        pytest.warns(RuntimeWarning),
+        pytest.raises(RecipeError, match="experts' matrices in one, which adapters do not reach"),
+    ):
+        made("qwen3_moe", "{lora: {}}")
+
+
+def test_a_copy_of_a_model_routes_by_its_own_weights() -> None:
+    model: Any = made("qwen3_moe").trained[0]
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        routers(twin)[0].weight.zero_()
+    scores = [routers(m)[0](torch.ones(1, 32))[0].detach().abs().max() for m in (twin, model)]
+    assert scores[0] == 0 < scores[1]
