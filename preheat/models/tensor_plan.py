@@ -72,7 +72,7 @@ def shares(model: Any) -> dict[str, Share]:
     """
     parts, plan = anatomy(model), plan_of(model.config.model_type)
     names = {id(module): name for name, module in model.named_modules()}
-    start, found = names[id(parts.layers)] + ".", dict[str, Share]()
+    start, found = names[id(parts.layers[0])].rpartition(".")[0] + ".", dict[str, Share]()
 
     def planned(name: str) -> Share | None:
         style = plan.get("layers." + re.sub(r"^\d+\.", "*.", name.removeprefix(start)))
@@ -94,13 +94,14 @@ def shares(model: Any) -> dict[str, Share]:
                 if how is None and split:
                     raise ValueError(f"transformers' plan of {model.config.model_type} says nothing of {name}")
                 found[name] = how or Share.WHOLE
-    found |= {names[id(parts.embedding)]: Share.EMBEDDING, names[id(parts.head)]: Share.HEAD}
+    ends = ((parts.embedding, Share.EMBEDDING), (parts.head, Share.HEAD))  # of which a pipeline's stage may have none
+    found |= {names[id(module)]: how for module, how in ends if module is not None}
     last = [name for name in parts.norms if not name.startswith(start)]
     strange = [names[id(m)] for m in _weighted(model) if names[id(m)] not in found and names[id(m)] not in last]
-    if strange or len(last) != 1:
+    if strange or len(last) != (parts.head is not None):
         beside = ", ".join([*last, *strange]) or "no norm"
         raise ValueError(f"{model.config.model_type} has {beside} beside its layers, where one norm alone behind them is known")
-    return found | {last[0]: Share.LAST}
+    return found | dict.fromkeys(last, Share.LAST)
 
 
 def _adapted(name: str, module: Any, how: Share | None) -> dict[str, Share | None]:

@@ -150,7 +150,8 @@ def parallelize(model: Any, shares: Mapping[str, Share], mesh: Any, *, sequence:
     """
     degree, count = mesh.size(), 0
     styles = _styles(Shard(1) if sequence else Replicate(), vocabulary)
-    tied = model.get_input_embeddings().weight is model.get_output_embeddings().weight
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()  # a pipeline's stage may lack either
+    tied = embedding is not None and head is not None and embedding.weight is head.weight
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
     for name, how in shares.items():
         module = model.get_submodule(name)
@@ -162,10 +163,10 @@ def parallelize(model: Any, shares: Mapping[str, Share], mesh: Any, *, sequence:
             count += bool(cut) and key == "weight"
             if any(p.shape[dim] % degree for dim in cut):
                 raise ValueError(f"{name}.{key} {tuple(p.shape)} does not divide among {degree} devices")
-    if sequence:
-        model.get_input_embeddings().register_forward_pre_hook(functools.partial(_refuse_length, degree))
+    if sequence and embedding is not None:
+        embedding.register_forward_pre_hook(functools.partial(_refuse_length, degree))
     if tied:
-        model.get_output_embeddings().weight = model.get_input_embeddings().weight
+        head.weight = embedding.weight
     for name, p in model.named_parameters():  # a style makes parameters anew
         p.requires_grad_(name in trained)
     return count - tied

@@ -63,7 +63,7 @@ class TensorParallel(Technique):
     stage: ClassVar[Stage] = Stage.PARALLEL
     numerics: ClassVar[Any] = "exact"
     owns: ClassVar[frozenset[Slot]] = frozenset({Slot.OVER_LOGITS})
-    provides: ClassVar[frozenset[Tag]] = frozenset({Tag("tensor-parallel")})
+    provides: ClassVar[frozenset[Tag]] = frozenset({Tag("tensor-parallel"), Tag("sequence-parallel")})
     conflicts: ClassVar[frozenset[Tag]] = frozenset(
         {
             Tag("changed-base"),  # begins from whole matrices, of which each device has a share
@@ -88,6 +88,9 @@ class TensorParallel(Technique):
 
     def owned(self) -> frozenset[Slot]:
         return self.owns if self.loss_parallel else frozenset()
+
+    def provided(self) -> frozenset[Tag]:
+        return self.provides if self.sequence_parallel else self.provides - {Tag("sequence-parallel")}
 
     def degrees(self) -> Mapping[Axis, int]:
         return {Axis.TENSOR: self.degree}
@@ -132,8 +135,8 @@ class TensorParallel(Technique):
         from preheat.ops import tensor
 
         degree = build.mesh.size(Axis.TENSOR)
-        embedding, head = adapter.ends(part)
-        vocabulary = not (embedding.shape[0] % degree or head.shape[0] % degree) and Tag("class-head") not in build.tags
+        divides = all(weight.shape[0] % degree == 0 for weight in adapter.ends(part))
+        vocabulary = divides and Tag("class-head") not in build.tags
         _without_dropout(part)
         try:
             count = parallelize(part, build.mesh.sub(Axis.TENSOR), sequence=self.sequence_parallel, vocabulary=vocabulary)
