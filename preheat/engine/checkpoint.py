@@ -58,13 +58,13 @@ def _tensors(build: Build, rank: int | None = None) -> dict[str, Any]:
     found: dict[str, Any] = {}
     # Frozen weights that stand in a checkpoint on disk already are not written again.
     frozen_too = build.weights.folder is None
-    for index, part in enumerate(build.trained):
+    for part in build.trained:  # of a pipeline's stages: names are those of the whole model
         for name, p in part.named_parameters():
             if p.requires_grad or frozen_too:
-                found[f"model.{index}.{name}"] = build.read(p)
+                found[f"model.{name}"] = build.read(p)
                 for key, value in build.optimizer.state.get(p, {}).items():
                     if torch.is_tensor(value):
-                        found[f"optimizer.{index}.{name}.{key}"] = value
+                        found[f"optimizer.{name}.{key}"] = value
     known = {id(p) for part in build.trained for p in part.parameters()}
     assert all(id(p) in known for p in build.optimizer.state), (
         "the optimizer's state is of parameters that the model does not have now"

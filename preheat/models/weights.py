@@ -64,6 +64,13 @@ def mean_rows(value: Tensor, rows: int, first: int, last: int) -> Tensor:
     return grown
 
 
+def _share(value: Tensor, like: Any) -> Tensor:
+    """What this device keeps of a value that every device has, where the parameter `like` is spread over devices."""
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(value, like.device_mesh, like.placements, src_data_rank=None).to_local()
+
+
 @contextmanager
 def _whole(modules: Iterable[nn.Module], held: dict[int, Any], drawn_too: bool = False) -> Iterator[None]:
     """Within, the modules' own parameters that are spread over devices are whole plain tensors; on leaving, each device keeps its share.
@@ -76,8 +83,6 @@ def _whole(modules: Iterable[nn.Module], held: dict[int, Any], drawn_too: bool =
     """
     import torch
     from torch.distributed.tensor import DTensor
-
-    from preheat.ops.sharded import share_of
 
     spread: list[tuple[nn.Module, str, Any]] = [
         (module, name, p)
@@ -97,7 +102,7 @@ def _whole(modules: Iterable[nn.Module], held: dict[int, Any], drawn_too: bool =
         found: Any = module._parameters[name]
         module._parameters[name] = p
         if id(p) in held and (drawn_too or not bool(found.detach().flatten()[0].isnan())):
-            p.to_local().copy_(share_of(found.detach(), p))
+            p.to_local().copy_(_share(found.detach(), p))
 
 
 class WeightSource:
@@ -237,8 +242,6 @@ class WeightSource:
     def _read(self, model: Any) -> None:
         from torch.distributed.tensor import DTensor
 
-        from preheat.ops.sharded import share_of
-
         self._prefix = model.base_model_prefix + "."
         seen: set[int] = set()
         missing = []
@@ -258,7 +261,7 @@ class WeightSource:
                     f"model.path: {plain} is {tuple(value.shape)} in {self._files[keys[0][0]].name} but {tuple(target.shape)} by config.json; the folder's files do not belong together"
                 )
             if isinstance(target, DTensor):
-                target.to_local().copy_(share_of(value.to(target.device, target.dtype), target))
+                target.to_local().copy_(_share(value.to(target.device, target.dtype), target))
             else:
                 target.copy_(value)
 

@@ -48,7 +48,7 @@ class Zero1(Technique):
     numerics: ClassVar[Any] = "exact"
     needs: ClassVar[frozenset[Tag]] = frozenset({Tag("replicated-weights")})
     # Updates in backward know no shares; states that every device needs whole are not shared out.
-    conflicts: ClassVar[frozenset[Tag]] = frozenset({Tag("frees-gradients"), Tag("whole-states")})
+    conflicts: ClassVar[frozenset[Tag]] = frozenset({Tag("frees-gradients"), Tag("shared-experts"), Tag("whole-states")})
 
     def apply(self, build: Build, part: Any) -> Change:
         across = [axis for axis in (Axis.REPLICATE, Axis.CONTEXT) if build.mesh.size(axis) > 1]
