@@ -17,6 +17,7 @@ of a packed row, the padding at a row's end. An evaluation leaves the term out: 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -53,7 +54,7 @@ def balance_part(counts: Tensor, sums: Tensor, chosen: int) -> Tensor:
 
 
 class _Balance:
-    """Around the slots FORWARD and FORWARD_BACKWARD of a build."""
+    """Around the slots PART_FORWARD and FORWARD_BACKWARD of a build."""
 
     def __init__(self, build: Build, config: Any):
         self.build = build
@@ -63,7 +64,6 @@ class _Balance:
         self.ledger = experts.own_routers(build.trained[0])
         self.weight: Any = None  # of the global batch; None between batches
         self.counts: Tensor | None = None  # of the global batch, where there was a first pass
-        self.looking = False
 
     def forward_backward(self, plain: Callable[..., Any], build: Build, batches: Sequence[Batch], weight: Any) -> LossSum:
         self.weight, self.counts = weight, None
@@ -74,8 +74,6 @@ class _Balance:
         return found
 
     def forward(self, plain: Callable[..., Any], part: Any, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-        if self.looking:
-            return self._layers(part, batch), {}
         if not torch.is_grad_enabled():
             return plain(part, batch)  # type: ignore[no-any-return]
         self.ledger.open = True
@@ -109,14 +107,15 @@ class _Balance:
         devices = [self.build.torch_device] if self.build.torch_device.type == "cuda" else []
         # The same draws again in the pass that counts (dropout in adapters), so that routers choose alike.
         with torch.no_grad(), torch.random.fork_rng(devices=devices):
-            self.looking = self.ledger.open = True
+            self.ledger.open = True
             try:
                 for n in range(len(batches)):
-                    self.build.slot(Slot.FORWARD)(part, transform(self.build, batches[n]))
+                    batch = transform(self.build, batches[n])
+                    self.build.slot(Slot.FORWARD)(part, functools.partial(self._layers, part, batch))
                     tokens = experts.routed(part)[0].sum(0)
                     total = tokens if total is None else total + tokens
             finally:
-                self.looking = self.ledger.open = False
+                self.ledger.open = False
         assert total is not None
         return self._everywhere(total)
 
@@ -132,7 +131,7 @@ def balance(build: Build, config: Any) -> None:
     found = _Balance(build, config)
     if build.mesh.size(*DATA, Axis.CONTEXT) > 1:
         build.mesh.group(*DATA, Axis.CONTEXT)  # groups are formed at the build, by all together
-    for slot, around in ((Slot.FORWARD, found.forward), (Slot.FORWARD_BACKWARD, found.forward_backward)):
+    for slot, around in ((Slot.PART_FORWARD, found.forward), (Slot.FORWARD_BACKWARD, found.forward_backward)):
         build.own(slot, _around(around, build.slot(slot)), "plain")
     layers = len(experts.routers(build.trained[0]))
     words = f"{count} experts of width {width} in {layers} layers as one grouped product, {chosen} for a token; router in fp32; balance loss x {found.coefficient:g}"

@@ -10,7 +10,7 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from preheat.engine.step import add_up, forward, transform
+from preheat.engine.step import add_up, flattened, forward, transform, unflattened
 from preheat.models import adapter
 from preheat.technique import DATA, Axis, Batch, Build, LossSum, Slot
 
@@ -45,13 +45,14 @@ def parts(build: Build, batches: Iterable[Batch]) -> Iterator[LossSum]:
         batch = group[min(mine, len(group) - 1)]  # at the end some go over a batch again: all must take part in what is sent
         with reading(build):
             loss = forward(build, transform(build, batch))
-        found = torch.stack([loss.total.double(), *(value.double() for value in loss.metrics.values())])
+        found = flattened(loss.total, loss.metrics)
         if build.mesh.world > 1:
             table = found.new_zeros(many, len(found))
             table[mine] = found
             found = build.mesh.add(table, *DATA, Axis.CONTEXT)
         for batch, row in zip(group, found.view(many, -1).cpu(), strict=False):
-            yield LossSum(row[0], batch.weight, dict(zip(loss.metrics, row[1:], strict=True)))
+            total, metrics = unflattened(row, loss.metrics)
+            yield LossSum(total, batch.weight, metrics)
 
 
 def _groups(batches: Iterable[Batch], many: int) -> Iterator[list[Batch]]:

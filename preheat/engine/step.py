@@ -18,12 +18,11 @@ from preheat.data.loader import sample_order
 from preheat.models import adapter
 from preheat.ops.attention import reference_attention
 from preheat.ops.losses import CrossEntropy, Softcapped, whole_logits
-from preheat.ops.optimizers import total_norm
-from preheat.ops.sharded import local
+from preheat.ops.sharded import local, total_norm
 from preheat.technique import DATA, Axis, Batch, Build, LossSum, RowLoss, Shape, Slot
 from preheat.techniques.gradient_accumulation import accumulate
 
-__all__ = ["add_up", "forward", "gradients", "numbers", "plain_slots", "transform", "update"]
+__all__ = ["add_up", "forward", "flattened", "gradients", "numbers", "plain_slots", "transform", "unflattened", "update"]
 
 
 def transform(build: Build, batch: Batch) -> Batch:
@@ -126,21 +125,30 @@ def numbers(build: Build, loss: LossSum, more: Tensor, flags: Sequence[bool]) ->
         more: numbers that are the same on all devices, [n].
         flags: of this process; each is raised for all where one raises it.
     """
-    sums = torch.stack([loss.total.double(), *(value.double() for value in loss.metrics.values())])
-    raised = tuple(flags)
+    flat, raised = flattened(loss.total, loss.metrics), tuple(flags)
     if build.mesh.world > 1:
-        sums = build.mesh.add(torch.cat([sums, torch.tensor(flags, dtype=sums.dtype).to(sums.device)]))
-        sums, ends = sums.split([len(sums) - len(flags), len(flags)])
-        sums = sums / build.mesh.size(Axis.TENSOR)  # the devices of this axis have the same rows, and the same losses
+        flat = build.mesh.add(torch.cat([flat, torch.tensor(flags, dtype=flat.dtype).to(flat.device)]))
+        flat, ends = flat.split([len(flat) - len(flags), len(flags)])
+        flat = flat / build.mesh.size(Axis.TENSOR)  # the devices of this axis have the same rows, and the same losses
         more = torch.cat([more.double(), ends])
-    weight = torch.as_tensor(loss.weight).to(sums).view(1)
-    total, *read = torch.cat([sums, weight, more.double()]).tolist()
-    values, divisor, rest = read[: len(loss.metrics)], read[len(loss.metrics)], read[len(loss.metrics) + 1 :]
+    weight = torch.as_tensor(loss.weight).to(flat).view(1)
+    read = torch.cat([flat, weight, more.double()]).cpu()
+    total, metrics = unflattened(read[: len(flat)], loss.metrics)
+    divisor, *rest = read[len(flat) :].tolist()
     if build.mesh.world > 1:
         rest, raised = rest[: -len(flags)], tuple(flag > 0 for flag in rest[-len(flags) :])
-    return Numbers(
-        total, dict(zip(loss.metrics, torch.tensor(values, dtype=torch.float64), strict=True)), divisor, rest, raised
-    )
+    return Numbers(float(total), metrics, divisor, rest, raised)
+
+
+def flattened(total: Tensor, metrics: Mapping[str, Tensor]) -> Tensor:
+    """A loss and its metrics as one vector in fp64, to be sent or read at once."""
+    return torch.cat([total.double().view(1), *(value.double().flatten() for value in metrics.values())])
+
+
+def unflattened(vector: Tensor, like: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss and metrics of `flattened`, the metrics of names and shapes of `like`."""
+    total, *values = vector.split([1, *(value.numel() for value in like.values())])
+    return total[0], {name: value.view(like[name].shape) for name, value in zip(like, values, strict=True)}
 
 
 def _set_rate(build: Build, lr: float) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from preheat.ops.optimizers import total_norm
+from preheat.ops.sharded import total_norm
 
 __all__ = ["UpdateInBackward"]
 

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
 from preheat.ops.rounding import stochastic_round_
-from preheat.ops.sharded import first_element, local, share_of, spread_as, square_sum, whole
+from preheat.ops.sharded import first_element, local, share_of, spread_as, whole
 
 __all__ = [
     "Adafactor",
@@ -30,7 +30,6 @@ __all__ = [
     "orthogonalize",
     "prepare_state",
     "split_matrices",
-    "total_norm",
 ]
 
 
@@ -43,32 +42,6 @@ def decay_groups(named: Iterable[tuple[str, nn.Parameter]], weight_decay: float)
             if (p.ndim >= 2) == matrix:
                 groups[(matrix, p.device_mesh if isinstance(p, DTensor) else None)].append(p)
     return [{"params": params, "weight_decay": weight_decay if matrix else 0.0} for (matrix, _), params in groups.items()]
-
-
-def total_norm(tensors: Iterable[Tensor], chunk: int = 1 << 20) -> Tensor:
-    """Euclidean norm over all tensors, in fp32; of those that are spread over devices, over all their shares.
-
-    Args:
-        chunk: elements taken at a time where torch makes an fp32 copy first (a CPU's half precision).
-
-    Example:
-        >>> total_norm([torch.full((3,), 2.0), torch.full((1, 1), 2.0)])
-        tensor(4.)
-    """
-
-    def norms(some: Iterable[Tensor]) -> Tensor:
-        found = []
-        for t in some:
-            copied = t.device.type == "cpu" and t.dtype != torch.float32 and t.is_contiguous()
-            found += [
-                torch.linalg.vector_norm(part, dtype=torch.float32) for part in (t.view(-1).split(chunk) if copied else [t])
-            ]
-        return torch.stack(found)
-
-    tensors = list(tensors)
-    if any(isinstance(t, DTensor) for t in tensors):
-        return square_sum(tensors, lambda some: norms(some).square().sum()).sqrt()
-    return torch.linalg.vector_norm(norms(tensors))
 
 
 def adamw_state(p: Tensor, dtype: torch.dtype | None = None) -> dict[str, Tensor]:

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Partial, distribute_tensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.utils._python_dispatch import _disable_current_modes
 
-__all__ = ["first_element", "local", "share_of", "spread_as", "square_sum", "whole"]
+__all__ = ["first_element", "local", "share_of", "spread_as", "square_sum", "total_norm", "whole"]
 
 
 def local(t: Tensor) -> Tensor:
@@ -68,3 +68,29 @@ def square_sum(tensors: Iterable[Tensor], squares: Any) -> Tensor:
         total = found if total is None else total + found
     assert total is not None, "no tensors"
     return total
+
+
+def total_norm(tensors: Iterable[Tensor], chunk: int = 1 << 20) -> Tensor:
+    """Euclidean norm over all tensors, in fp32; of those that are spread over devices, over all their shares.
+
+    Args:
+        chunk: elements taken at a time where torch makes an fp32 copy first (a CPU's half precision).
+
+    Example:
+        >>> total_norm([torch.full((3,), 2.0), torch.full((1, 1), 2.0)])
+        tensor(4.)
+    """
+
+    def norms(some: Iterable[Tensor]) -> Tensor:
+        found = []
+        for t in some:
+            copied = t.device.type == "cpu" and t.dtype != torch.float32 and t.is_contiguous()
+            found += [
+                torch.linalg.vector_norm(part, dtype=torch.float32) for part in (t.view(-1).split(chunk) if copied else [t])
+            ]
+        return torch.stack(found)
+
+    tensors = list(tensors)
+    if any(isinstance(t, DTensor) for t in tensors):
+        return square_sum(tensors, lambda some: norms(some).square().sum()).sqrt()
+    return torch.linalg.vector_norm(norms(tensors))

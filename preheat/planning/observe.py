@@ -9,7 +9,6 @@ from __future__ import annotations
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -23,6 +22,7 @@ from preheat.engine.build import build, world_of
 from preheat.engine.step import forward, gradients, transform, update
 from preheat.recipe import Recipe
 from preheat.technique import DATA, Batch, Build, Device, MaskSpec, Shape, Slot
+from preheat.technique.mesh import pretended
 
 __all__ = ["CATEGORIES", "Kernel", "Observation", "Recorder", "observe"]
 
@@ -233,24 +233,6 @@ def _fake_batch(recipe: Recipe, rows: int) -> Batch:
     return Batch(tokens, labels, positions, MaskSpec(), rows * length, tuple(range(rows)))
 
 
-@contextmanager
-def _devices(world: int) -> Iterator[None]:
-    """A fake process group of so many, in which collectives send nothing; this process is its first."""
-    import torch.distributed as dist
-
-    if world == 1:
-        yield
-        return
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    assert not dist.is_initialized(), "a dry run of several devices is made before the real ones meet"
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-
-
 def observe(recipe: Recipe, *, vocabulary: int | None, device: Device, world: int | None = None) -> Observation:
     """Dry-runs the recipe's build and one optimizer step, and an evaluation, as the first of its devices does them.
 
@@ -262,7 +244,7 @@ def observe(recipe: Recipe, *, vocabulary: int | None, device: Device, world: in
     Raises:
         RecipeError: the recipe cannot be built.
     """
-    with _devices(world or world_of(recipe)):
+    with pretended(world or world_of(recipe)):
         return _observe(recipe, vocabulary, device)
 
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Protocol
@@ -192,3 +193,21 @@ class Mesh:
         found = torch.tensor(value, dtype=torch.int64, device=device)
         dist.all_reduce(found, op=dist.ReduceOp.MAX)
         return int(found)
+
+
+@contextmanager
+def pretended(world: int) -> Iterator[None]:
+    """Within, a process group of so many devices of which this process is the first and the others are not there: collectives send nothing."""
+    import torch.distributed as dist
+
+    if world == 1:
+        yield
+        return
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    assert not dist.is_initialized(), "a dry run of several devices is made before the real ones meet"
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()

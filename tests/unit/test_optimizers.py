@@ -10,7 +10,8 @@ import torch
 
 from preheat.ops.host_optimizer import HostAdamW
 from preheat.ops.low_bit import LowBitAdamW
-from preheat.ops.optimizers import Adafactor, Lion, Muon, StochasticAdamW, orthogonalize, total_norm
+from preheat.ops.optimizers import Adafactor, Lion, Muon, StochasticAdamW, orthogonalize
+from preheat.ops.sharded import total_norm
 from preheat.techniques.apollo import apollo_optimizer
 from preheat.techniques.muon import muon_optimizer
 
