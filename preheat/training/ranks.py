@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 import os
 import re
+import time
+import uuid
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -138,5 +140,39 @@ def meet(recipe: Recipe) -> Ranks:
             "is the first host up, and the port open?"
         ) from None
     store.set_timeout(timedelta(seconds=recipe.parallel.timeout))
+    store = dist.PrefixStore(_roll_call(store, rank, world, recipe.parallel.timeout), store)
     local, on_host = (int(os.environ.get(key, "0") or 0) for key in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
     return Ranks(rank, world, local, on_host or 1, store)
+
+
+def _roll_call(store: Any, rank: int, world: int, patience: float) -> str:
+    """A word that only these very processes share: after a restart the launcher's store still holds what those before left there.
+
+    Each says hello by a number of its own. The first calls the roll and waits until all have answered it; a number that a dead process
+    left is never answered for, and the one who takes its place is called anew.
+    """
+    mine, answered, roll = uuid.uuid4().hex, "", {"word": "", "numbers": []}
+    store.set(f"hello/{rank}", mine)
+    hellos = [f"hello/{n}" for n in range(world)]
+    end = time.monotonic() + patience
+    while time.monotonic() < end:
+        if rank == 0 and store.check(hellos):
+            numbers = [store.get(key).decode() for key in hellos]
+            if numbers != roll["numbers"]:
+                roll = {"word": uuid.uuid4().hex, "numbers": numbers}
+                store.set("roll", json.dumps(roll))
+            if store.check([f"{roll['word']}/{n}" for n in range(1, world)]):
+                store.set(f"{roll['word']}/begin", "")
+                return str(roll["word"])
+        elif rank and store.check(["roll"]):
+            roll = json.loads(store.get("roll"))
+            if roll["numbers"][rank] == mine and roll["word"] != answered:
+                answered = str(roll["word"])
+                store.set(f"{answered}/{rank}", "")
+            if answered and store.check([f"{answered}/begin"]):
+                return answered
+        time.sleep(0.02)
+    missing = [
+        str(n) for n in range(world) if not (store.check([f"hello/{n}"]) and (n == 0 or store.check([f"{roll['word']}/{n}"])))
+    ]
+    raise RunError(f"rank {rank}: waited {patience:g} s for the other processes; not there: rank {', '.join(missing[:8]) or 0}")

@@ -64,9 +64,11 @@ CANNOT_RUN_HERE: dict[str, str] = {
     "context_parallel": "context 2 does not multiply to 1 device",
     "data_parallel": "there is one",
     "fp8": "a CPU has no fp8 products",
+    "expert_parallel": "shares out experts, and llama has none",
     "fsdp": "there is one",
     "liger": "need a CUDA device",
     "optimizer_offload": "needs a CUDA device",
+    "pipeline_parallel": "pipeline 2 does not multiply to 1 device",
     "tensor_parallel": "shares out matrices among devices, and there is one",
     "zero1": "there is one",
 }
@@ -85,4 +87,9 @@ NOT_OBSERVED: dict[str, str] = {
 FIRST = {"activation_checkpointing", "chunked_loss", "efficient_attention", "gradient_accumulation", "lora", "mixed_precision"}
 
 # What brings a tag that some technique needs: a technique that is tried alone is tried with this.
-BRINGS = {"bf16-compute": "mixed_precision", "frozen-base": "lora", "replicated-weights": "data_parallel"}
+BRINGS = {
+    "bf16-compute": "mixed_precision",
+    "frozen-base": "lora",
+    "replicated-weights": "data_parallel",
+    "summed-gradients": "data_parallel",
+}
