@@ -6,45 +6,25 @@ model of any size is observed on any machine in seconds.
 
 from __future__ import annotations
 
-import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from preheat.data.kinds import examples_of
 from preheat.engine.build import build, world_of
 from preheat.engine.step import forward, gradients, transform, update
+from preheat.planning.recorder import Kernel, Phase, Recorder
 from preheat.recipe import Recipe
 from preheat.technique import DATA, Batch, Build, Device, MaskSpec, Shape, Slot
 from preheat.technique.mesh import pretended
 
 __all__ = ["CATEGORIES", "Kernel", "Observation", "Recorder", "observe"]
 
-Phase = Literal["load", "forward", "backward", "update", "evaluation"]
 CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "temporary")
-
-
-@dataclass(frozen=True)
-class Kernel:
-    """One kind of operator call: what it computes and moves. Equal calls are counted, not listed."""
-
-    operator: str
-    dtype: str
-    flops: int
-    bytes_read: int
-    bytes_written: int
-    shapes: tuple[tuple[int, ...], ...]
-    """Shapes of the tensor arguments."""
-    fresh: int
-    """Bytes of newly allocated results."""
-    transposed: tuple[bool, ...] = ()
-    """For matrix products: which operands are read across their rows."""
 
 
 @dataclass
@@ -80,146 +60,6 @@ class Observation:
         return max(self.peak, key=lambda phase: self.peak[phase])
 
 
-_DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
-
-
-def _attention_flops(q: Any, k: Any, v: Any) -> int:
-    """Of one forward pass as if every token saw all others (as torch's own formulas count): 4 rows heads n m head_dim."""
-    rows, heads, n, width = q
-    return int(2 * rows * heads * n * k[2] * (width + v[3]))
-
-
-def _flops(operator: Any, args: Any, out: Any) -> int:
-    from torch.utils.flop_counter import flop_registry
-
-    packet = operator._overloadpacket
-    if packet is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu:  # torch has no formula for it
-        return _attention_flops(args[0].shape, args[1].shape, args[2].shape)
-    if packet is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward:
-        return _attention_flops(args[1].shape, args[2].shape, args[3].shape) * 5 // 2
-    # torch lists no in-place products
-    packet = {torch.ops.aten.addmm_: torch.ops.aten.addmm, torch.ops.aten.baddbmm_: torch.ops.aten.baddbmm}.get(packet, packet)
-    formula = flop_registry.get(packet)
-    return int(formula(*args, out_val=out)) if formula is not None else 0
-
-
-def _storage(t: Tensor) -> Any:
-    return t.untyped_storage()
-
-
-class Recorder(TorchDispatchMode):
-    """Writes down allocations, frees and kernels of everything that runs under it.
-
-    Storages are followed by weak reference and sizes are rounded up to what the device's allocator hands out.
-    """
-
-    def __init__(self, rounding: int):
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.rounding = rounding
-        self.phase: Phase = "load"
-        self.log: list[tuple[int, int, Phase]] = []  # (storage's number, bytes: positive when made, negative when freed, phase)
-        self.kernels: Counter[Kernel] = Counter()
-        self.recomputed = 0
-        self._numbers: dict[int, int] = {}  # id of a living storage -> its number in the log
-        self._made = 0
-        self._host: set[int] = set()  # ids of living storages in the host's memory, of which the device knows nothing
-
-    def number(self, t: Tensor) -> int | None:
-        """The log's number of a tensor's storage, if it was made under this recorder and lives."""
-        return self._numbers.get(id(_storage(t)))
-
-    def follow(self, t: Tensor) -> int:
-        """Enters a tensor's storage into the log; returns the bytes that are new."""
-        storage = _storage(t)
-        if id(storage) in self._numbers or id(storage) in self._host or t.device.type == "meta":
-            return 0
-        size = -(-storage.nbytes() // self.rounding) * self.rounding
-        number = self._made
-        self._made += 1
-        self._numbers[id(storage)] = number
-        self.log.append((number, size, self._phase()))
-
-        def freed(key: int = id(storage), number: int = number, size: int = size) -> None:
-            self._numbers.pop(key, None)
-            self.log.append((number, -size, self._phase()))
-
-        weakref.finalize(storage, freed)
-        return int(size)
-
-    def _on_host(self, made: list[Tensor]) -> None:
-        """What operators made on the host, or of tensors that all lie there."""
-        for storage in {id(s): s for s in map(_storage, made) if id(s) not in self._numbers}.values():
-            if id(storage) not in self._host:
-                self._host.add(id(storage))
-                weakref.finalize(storage, self._host.discard, id(storage))
-
-    def _phase(self) -> Phase:
-        if self.phase == "forward" and torch._C._current_autograd_node() is not None:
-            return "backward"
-        return self.phase
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        out = func(*args, **kwargs)
-        if func.is_view or func._schema.name in _FREE:
-            return out
-        inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-        outputs = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
-        if func._schema.name in _TO_HOST or (inputs and all(id(_storage(t)) in self._host for t in inputs)):
-            self._on_host(outputs)
-        fresh = sum(self.follow(t) for t in outputs)
-        if func._schema.name in _EMPTY:
-            return out
-        written = outputs or [
-            a
-            for a, arg in zip(args, func._schema.arguments, strict=False)
-            if isinstance(a, Tensor) and arg.alias_info and arg.alias_info.is_write
-        ]
-        if not outputs:  # foreach and fused operators write into lists
-            written = [
-                t
-                for a, arg in zip(args, func._schema.arguments, strict=False)
-                if arg.alias_info and arg.alias_info.is_write
-                for t in tree_leaves(a)
-                if isinstance(t, Tensor)
-            ]
-        flops = _flops(func, args, out)
-        floats = [t.dtype for t in inputs if t.dtype in _DTYPES] or [t.dtype for t in outputs if t.dtype in _DTYPES]
-        kernel = Kernel(
-            operator=func._schema.name.removeprefix("aten::"),
-            dtype=_DTYPES.get(floats[0], "int") if floats else "int",
-            flops=flops,
-            bytes_read=sum(_moved(t) for t in inputs),
-            bytes_written=sum(_moved(t) for t in written),
-            shapes=tuple(tuple(t.shape) for t in inputs[:4]),
-            fresh=fresh,
-            transposed=tuple(t.ndim >= 2 and t.stride(-1) != 1 for t in inputs[:3]) if flops else (),
-        )
-        self.kernels[kernel] += 1
-        again = torch.is_grad_enabled() or func._schema.name in _FORWARD
-        if flops and torch._C._current_autograd_node() is not None and again:
-            self.recomputed += flops  # backward itself runs without grad mode: this is checkpointing's second forward
-        return out
-
-
-_FREE = {"aten::_unsafe_view", "aten::detach", "aten::alias", "aten::_local_scalar_dense", "prim::device", "aten::set_data"}
-_FORWARD = {"preheat::grouped_linear"}  # operators of a forward pass alone, which torch runs without grad mode always
-_TO_HOST = {"preheat::to_host", "preheat::host_zeros"}
-_EMPTY = {
-    "aten::empty",
-    "aten::empty_like",
-    "aten::new_empty",
-    "aten::empty_strided",
-    "aten::new_empty_strided",
-    "aten::empty.memory_format",
-}
-
-
-def _moved(t: Tensor) -> int:
-    """Bytes that reading or writing a tensor moves; a broadcast operand counts its own storage only."""
-    return min(t.numel() * t.element_size(), int(_storage(t).nbytes()))
-
-
 def _fake_batch(recipe: Recipe, rows: int) -> Batch:
     """A micro-batch of the recipe's shape, each row one example; contents do not matter to a dry run."""
     length, kind = recipe.batch.length, examples_of(recipe).kind
@@ -252,7 +92,7 @@ def _observe(recipe: Recipe, vocabulary: int | None, device: Device) -> Observat
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    recorder = Recorder(rounding=512 if device.kind == "cuda" else 64)
+    recorder = Recorder(rounding=512 if device.kind == "cuda" else 64, spread=torch.distributed.is_initialized())
     # bodies of `with dry:` in build: allocations of parameters and optimizer state are seen too
     made = build(recipe, vocabulary=vocabulary, device=device, dry=_Both(mode, recorder))
     with mode, recorder:

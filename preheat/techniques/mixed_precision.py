@@ -40,11 +40,15 @@ __all__ = [
 ]
 
 
-def autocast(device: str = "cpu", dtype: torch.dtype | None = None) -> torch.autocast:
-    """torch's autocast to bf16 (or `dtype`) on a device, for a forward pass."""
+def autocast(device: str = "cpu", dtype: torch.dtype | None = None, cached: bool = True) -> torch.autocast:
+    """torch's autocast to bf16 (or `dtype`) on a device, for a forward pass.
+
+    Args:
+        cached: keep the half-precision copies of weights to its end. Not under FSDP, where they would be of all layers at once.
+    """
     import torch
 
-    return torch.autocast(device, dtype=dtype or torch.bfloat16)
+    return torch.autocast(device, dtype=dtype or torch.bfloat16, cache_enabled=cached)
 
 
 def to_half(model: nn.Module, dtype: torch.dtype, *, keep: Iterable[nn.Module] = ()) -> int:
@@ -247,14 +251,14 @@ class MixedPrecision(Technique):
         if half == torch.float16:
             self._scale(build)
         beside = f"; {len(kept)} modules in fp32" if kept else ""
-        name = self.mode[:4]
+        name, cached = self.mode[:4], Tag("sharded-weights") not in build.tags
         if not of_weights:
-            build.around_forward.append(functools.partial(autocast, build.torch_device.type, half))
+            build.around_forward.append(functools.partial(autocast, build.torch_device.type, half, cached))
             scaled = ", loss scaled" if half == torch.float16 else ""
             return Change(f"matrix products in {name} under autocast, weights in fp32{scaled}{beside}", whole)
         count = to_half(part, half, keep=kept)
         if not full:
-            build.around_forward.append(functools.partial(autocast, build.torch_device.type, half))
+            build.around_forward.append(functools.partial(autocast, build.torch_device.type, half, cached))
             return Change(f"frozen weights in {name}; trained ones in fp32 under autocast{beside}", count)
         build.own(Slot.OPTIMIZER, functools.partial(self._optimizer, build), self.name())
         if self.mode == "bf16_weights":
