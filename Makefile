@@ -34,7 +34,7 @@ demo: .venv/installed
 	@.venv/bin/preheat demo
 
 test: $(INSTALLED)
-	@$(RUN) -m pytest -n $(JOBS) --dist loadfile
+	@$(RUN) -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 test-pairs: $(INSTALLED)
 	@PREHEAT_PAIRS=all $(RUN) -m pytest tests/contract -k pairs

@@ -15,6 +15,26 @@ from preheat.technique import Batch, Device, MaskSpec
 DEVICE = Device("cpu", "test", 8 << 30)
 
 
+SLOW = [
+    "contract/test_techniques",
+    "e2e/test_commands",
+    "e2e/test_stories",
+    "e2e/test_processes",
+    "e2e/test_crash",
+    "e2e/test_writing",
+]
+SLOW += ["e2e/test_adapters", "e2e/test_bench", "e2e/test_try", "e2e/test_data", "e2e/test_notebooks", "distributed/", "e2e/"]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files that take long come first: at the end all processes that share the tests still have something to do."""
+
+    def rank(item: pytest.Item) -> int:
+        return next((n for n, part in enumerate(SLOW) if part in item.nodeid), len(SLOW))
+
+    items.sort(key=rank)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _one_thread() -> None:
     """Threads that wait for each other cost tiny models more than they save, above all where cores are shared."""

@@ -175,7 +175,7 @@ def _next_token(batch: Batch, hidden: Callable[[Batch], Tensor], over_logits: Ca
 def _forward_backward(build: Build, batches: Sequence[Batch], global_weight: float) -> LossSum:
     metrics: dict[str, Tensor] = {}
 
-    left = len(batches)
+    left = len(batches) if build.before_backward else 0
 
     def loss_sum(batch: Batch) -> Tensor:
         nonlocal left

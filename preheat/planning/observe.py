@@ -118,7 +118,7 @@ def _observe(recipe: Recipe, vocabulary: int | None, device: Device) -> Observat
         per_recomputed = recorder.recomputed - marks[-1][1]
         recorder.kernels.update({k: n * (len(micros) - len(batches)) for k, n in per_micro.items()})
         recorder.recomputed += per_recomputed * (len(micros) - len(batches))
-        if looks:  # what a first pass computes is computed again
+        if made.model.experts and len(looks) == len(batches) > 1:  # what a first pass computes is computed again
             more = Counter({k: n * (len(micros) - len(batches)) for k, n in (looks[-1] - looks[-2]).items()})
             recorder.kernels.update(more)
             recorder.recomputed += sum(k.flops * n for k, n in (marks[0][0] - looks[0] + more).items())

@@ -205,7 +205,9 @@ class DynamicBatch(Technique):
             looking = build.step > 0 and build.step % self.every == 0 and length == full
             if looking:
                 begin_peak(kind)
-            return plain(build, list(regrouped(batches, max(1, state.rows * full // length))), global_weight)
+            parts = regrouped(batches, max(1, state.rows * full // length))
+            # Of several devices the engine tells which is the last, so they are counted first.
+            return plain(build, list(parts) if build.before_backward else parts, global_weight)
 
         def after_update(build: Build) -> None:
             if not looking:

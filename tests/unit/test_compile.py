@@ -138,7 +138,8 @@ def test_the_run_is_told_of_recompilations_and_of_the_limit() -> None:
         progress=SimpleNamespace(step=0),
         writer=SimpleNamespace(event=lambda kind, **values: events.append({"kind": kind, **values})),
     )
-    loop = _Loop(session, Told())
+    standing: Any = SimpleNamespace()
+    loop = _Loop(session, Told(), standing)
     assert loop._counted() == {"recompilations": 0}
     with torch.compiler.set_stance("default", force_backend="aot_eager"):
         for rows in (4, 3, 2):
