@@ -179,7 +179,7 @@ class Recorder(TorchDispatchMode):
             for t in tree_leaves(args[n] if n < len(args) else kwargs.get(declared.name))  # foreach operators write into lists
             if isinstance(t, Tensor)
         ]
-        if func._schema.name == "fsdp::split_with_sizes_copy":
+        if func._schema.name.endswith("::split_with_sizes_copy"):
             self._look_at_gathered(written)
         flops = _flops(func, args, out)
         floats = [t.dtype for t in inputs if t.dtype in _DTYPES] or [t.dtype for t in outputs if t.dtype in _DTYPES]

@@ -133,30 +133,6 @@ def test_slurm_does_not_meet_the_same_fault_for_ever(stage: Path) -> None:
     assert not (stage / "queue").exists()
 
 
-def test_a_pod_that_is_told_to_go_saves_and_is_started_again_until_the_run_is_finished(stage: Path) -> None:
-    """The script of the pods (that of SkyPilot ends alike), two of them with a signal each, as a node's drain gives it."""
-    import yaml
-
-    made = written(replace(job(stage / "runs" / "r", image="i", storage="s"), kind="TrainJob"), "kubernetes")
-    files = next(yaml.safe_load_all(made))["data"]
-    (stage / "recipe.yaml").write_text(files["recipe.yaml"])
-    (stage / "run.sh").write_text(files["run.sh"].replace("/preheat/recipe.yaml", str(stage / "recipe.yaml")))
-
-    given = {**os.environ, "PET_MASTER_ADDR": "localhost", "PET_MASTER_PORT": "29433"}
-    started = [Started(["bash", str(stage / "run.sh")], given | {"PET_NODE_RANK": str(n)}) for n in range(2)]
-    until(lambda: all((stage / "runs" / f"rank-{n}").exists() for n in range(2)), *started)
-    for pod in started:
-        pod.process.terminate()
-    for pod in started:
-        code, said = pod.end()
-        assert code != 0, said  # so that it is started again
-    assert (stage / "runs" / "r" / "checkpoints" / "step-1").exists()
-    with open(stage / "runs" / "r" / "events.jsonl", "a") as file:
-        file.write('{"time": 0, "kind": "finished"}\n')
-    (stage / "bin" / "python").write_text("#!/bin/bash\nexit 0\n")
-    assert Started(["bash", str(stage / "run.sh")], {**os.environ, "PET_NODE_RANK": "0"}).end()[0] == 0
-
-
 def test_ray_runs_the_entry_on_two_workers(stage: Path) -> None:
     pytest.importorskip("ray", reason="Ray is not installed here (pip install 'ray[train]')")
     (stage / "runs" / "r" / "checkpoints" / "step-1").mkdir(parents=True)  # goes on, and finishes
