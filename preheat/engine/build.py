@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -15,6 +16,7 @@ from preheat.models import adapter, presets, sizes
 from preheat.models.weights import WeightSource, materialize, mean_rows
 from preheat.recipe import Parallel, Recipe
 from preheat.technique import (
+    DATA,
     Batch,
     Build,
     Change,
@@ -77,6 +79,10 @@ def context_of(recipe: Recipe, config: Any, device: Device, world: int | None = 
         sizes = sizes_of(techniques, world or world_of(recipe))
     except ValueError as error:
         raise RecipeError(f"techniques: {error}") from None
+    if (devices := math.prod(sizes[axis] for axis in DATA)) > recipe.batch.size:
+        raise RecipeError(
+            f"batch.size: {recipe.batch.size} rows cannot be shared out among {devices} devices; use {devices} or more, or fewer devices"
+        )
     return Context(recipe, adapter.facts(config), device, tags, sizes)
 
 

@@ -86,8 +86,7 @@ def rows_of(recipe: Recipe) -> int | None:
     """Training rows, where `stop.epochs` makes them matter: then the data is read (and cached); a preset alone has no tokenizer to read by."""
     if not recipe.stop.epochs or presets.only_planned(recipe):
         return None
-    data = data_of(recipe)
-    return len(data.train) if hasattr(data.train, "__len__") else None
+    return _length(data_of(recipe))
 
 
 def data_of(recipe: Recipe, **how: Any) -> Prepared:
