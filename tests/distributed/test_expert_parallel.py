@@ -104,8 +104,8 @@ def test_several_processes_train_as_one(several: Path, alone: dict[str, dict[str
         assert found["held"] == one["held"] * copies // processes
 
 
-def problems(techniques: str, devices: int, family: str = "qwen3_moe") -> str:
-    recipe = recipes.override(tiny(family=family), f"techniques={techniques}", f"parallel.devices={devices}")
+def problems(techniques: str, devices: int, family: str = "qwen3_moe", rows: int = ROWS) -> str:
+    recipe = recipes.override(tiny(family=family), f"techniques={techniques}", f"parallel.devices={devices}", f"batch.size={rows}")
     context = context_of(recipe, adapter.configure(recipe, 96), DEVICE)
     return "; ".join(f"{name}: {words}" for name, words in conflicts_of(recipe.techniques.values(), context))
 
@@ -115,7 +115,7 @@ def test_what_is_refused() -> None:
     assert "llama has none" in problems("{fsdp: {}, expert_parallel: {}}", 2, "llama")
     assert "needs summed-gradients" in problems("{expert_parallel: {}}", 1)
     assert "degree: 3 does not divide the 4 devices" in problems("{fsdp: {}, expert_parallel: {degree: 3}}", 4)
-    assert "degree: 16 does not divide the 8 experts" in problems("{fsdp: {}, expert_parallel: {}}", 16)
+    assert "degree: 16 does not divide the 8 experts" in problems("{fsdp: {}, expert_parallel: {}}", 16, rows=16)
     assert "divide not both" in problems("{fsdp: {}, expert_parallel: {degree: 2}}", 6)
     assert "compiled-layers" in problems("{fsdp: {}, expert_parallel: {}, compile: {}}", 2)
 

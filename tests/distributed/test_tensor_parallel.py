@@ -158,11 +158,11 @@ def fake() -> Iterator[Any]:
     dist.destroy_process_group()
 
 
-def step_under_fake_tensors(techniques: str, kind: str) -> tuple[Build, Counter[tuple[str, int]]]:
+def step_under_fake_tensors(techniques: str, kind: str, rows: int = 4) -> tuple[Build, Counter[tuple[str, int]]]:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    made = build(tiny(techniques, family=kind), vocabulary=96, device=DEVICE, dry=mode)
+    made = build(tiny(techniques, family=kind, rows=rows), vocabulary=96, device=DEVICE, dry=mode)
     real = uneven()
     with mode:
         tokens, labels, positions = (torch.empty_like(t) for t in (real.tokens, real.labels, real.positions))
@@ -201,7 +201,7 @@ def test_bytes_sent_are_those_of_the_formula(fake: Any, sequence: bool) -> None:
 
 def test_a_share_of_a_large_mesh_is_built_and_stepped_under_fake_tensors(fake: Any) -> None:
     fake(64)
-    made, sent = step_under_fake_tensors("{tensor_parallel: {degree: 2, sequence_parallel: true}, fsdp: {}}", "llama")
+    made, sent = step_under_fake_tensors("{tensor_parallel: {degree: 2, sequence_parallel: true}, fsdp: {}}", "llama", rows=32)
     assert made.mesh.world == 64
     whole = sum(p.numel() for _, p in made.parameters())
     assert sum(local(p).numel() for _, p in made.parameters()) < whole / 32
