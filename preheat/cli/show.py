@@ -111,7 +111,7 @@ def picture(plan: Mapping[str, Any], name: str) -> Any:
     if plan.get("contended"):
         parts.append(
             Text(
-                "the machine was busy when it was calibrated, so speeds are too low: run `preheat calibrate` when it is quiet",
+                "the machine was busy when it was calibrated and still is, so speeds are too low: plan again when it is quiet",
                 style="yellow",
             )
         )

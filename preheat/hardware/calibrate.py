@@ -127,9 +127,15 @@ def calibrate(device: Device, threads: int, progress: Progress | None = None, *,
         matrix=tuple(matrix),
         moved=tuple(moved),
         attention=tuple(attention),
-        contended=others.cores() > (os.cpu_count() or 1) - threads + 0.25,
+        contended=_contended(others, threads),
         seconds=time.perf_counter() - start,
     )
+
+
+def _contended(others: OtherProcesses, threads: int, watch: float = 0.0) -> bool:
+    """Whether other processes have kept more cores busy than these threads leave to them; looked at for `watch` more seconds."""
+    time.sleep(watch)
+    return others.cores() > (os.cpu_count() or 1) - threads + 0.25
 
 
 def _square(seconds: Stopwatch, random: Random, dtype: torch.dtype, size: int) -> float:
@@ -280,7 +286,8 @@ def _adamw(seconds: Stopwatch, random: Random, dtype: torch.dtype, grid: Grid) -
 
 
 def rates(device: Device, threads: int, measure: bool = True, progress: Progress | None = None, *, grid: Grid = FULL) -> Rates:
-    """The stored rates of this machine; measured and stored first where there are none.
+    """The stored rates of this machine; measured and stored first where there are none, and again where others kept the cores
+    busy meanwhile (such rates may be 50 x too low) and do so no longer.
 
     Measuring is done by a child process: it leaves this one's memory, high-water mark and allocator as they are.
 
@@ -290,7 +297,7 @@ def rates(device: Device, threads: int, measure: bool = True, progress: Progress
     import torch
 
     found = load(device.name, torch.__version__, threads)
-    if found is None and measure:
+    if measure and (found is None or (found.contended and not _contended(OtherProcesses(), threads, watch=0.5))):
         _measure_apart(device, threads, progress, grid)
         found = load(device.name, torch.__version__, threads)
         assert found is not None, "the child stored rates for another machine"

@@ -105,7 +105,9 @@ def test_several_processes_train_as_one(several: Path, alone: dict[str, dict[str
 
 
 def problems(techniques: str, devices: int, family: str = "qwen3_moe", rows: int = ROWS) -> str:
-    recipe = recipes.override(tiny(family=family), f"techniques={techniques}", f"parallel.devices={devices}", f"batch.size={rows}")
+    recipe = recipes.override(
+        tiny(family=family), f"techniques={techniques}", f"parallel.devices={devices}", f"batch.size={rows}"
+    )
     context = context_of(recipe, adapter.configure(recipe, 96), DEVICE)
     return "; ".join(f"{name}: {words}" for name, words in conflicts_of(recipe.techniques.values(), context))
 

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from preheat.errors import RecipeError, RunError
 from preheat.hardware import probe as probing
@@ -104,8 +105,6 @@ def test_probe_of_this_cpu() -> None:
 
 
 def test_cuda_without_cuda_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch
-
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert probing.probe("auto").kind == "cpu"
     with pytest.raises(RecipeError, match=r"hardware\.device: cuda is asked for"):
@@ -190,9 +189,21 @@ def test_rates_are_measured_once_and_apart(monkeypatch: pytest.MonkeyPatch, tmp_
         rates(device, 2, grid=SMALL)
 
 
-def test_calibration_measures_every_operator_and_leaves_the_process_as_it_was() -> None:
-    import torch
+def test_rates_of_a_busy_machine_are_measured_again_once_it_is_quiet(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PREHEAT_CACHE", str(tmp_path))
+    device, others = Device("cpu", "made up", 2**30), 9.0
+    monkeypatch.setattr("preheat.hardware.stopwatch.OtherProcesses.cores", lambda self: others)
+    busy = dataclasses.replace(made_up(), torch=torch.__version__, threads=1, contended=True)
+    busy.store()
+    assert rates(device, 1, grid=SMALL) == busy  # it still is
+    others = 0.0
+    assert rates(device, 1, measure=False) == busy
+    again = rates(device, 1, grid=SMALL)
+    assert again.matrix != busy.matrix
+    assert load("made up", torch.__version__, 1) == again
 
+
+def test_calibration_measures_every_operator_and_leaves_the_process_as_it_was() -> None:
     draws, threads = torch.random.get_rng_state(), torch.get_num_threads()
     told: list[float] = []
     found = calibrate(Device("cpu", "here", 2**30), 1, lambda what, done: told.append(done), grid=SMALL)
@@ -211,8 +222,6 @@ def test_calibration_measures_every_operator_and_leaves_the_process_as_it_was() 
 
 
 def test_matrix_rate_is_that_of_a_direct_timing() -> None:
-    import torch
-
     found = calibrate(Device("cpu", "here", 2**30), 1, grid=SMALL)
     x, w = torch.randn(256, 256), torch.randn(256, 256)
     threads = torch.get_num_threads()
