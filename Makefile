@@ -43,7 +43,7 @@ test-presets: $(INSTALLED)
 	@PREHEAT_PRESETS=all $(RUN) -m pytest tests/unit/test_presets.py
 
 test-scale: $(INSTALLED)
-	@PREHEAT_SCALE=all $(RUN) -m pytest tests/distributed/test_exactness.py
+	@PREHEAT_SCALE=all $(RUN) -m pytest tests/distributed
 
 check: $(INSTALLED)
 	@$(RUN) -m ruff check

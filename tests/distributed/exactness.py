@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import traceback
 from dataclasses import dataclass
 from datetime import timedelta
@@ -22,6 +19,7 @@ from preheat.ops.sharded import local, whole
 from preheat.technique import DATA, Batch
 
 from ..conftest import DEVICE, difference, split, tiny, uneven
+from .processes import processes
 
 ROWS, STEPS = 8, 5
 
@@ -98,11 +96,11 @@ def attempt(case: Case, *, alone: bool, devices: int) -> dict[str, Any]:
         return {"failed": traceback.format_exc()[-3000:]}
 
 
-def work(rank: int, world: int, folder: Path, cases: list[Case]) -> None:
+def work(rank: int, folder: Path) -> None:
     """One process: every case in a group of its own, so that nothing of one is left in the next."""
     import torch.distributed as dist
 
-    torch.set_num_threads(1)
+    world, cases = torch.load(folder / "cases.pt", weights_only=False)
     for number, case in enumerate(cases):
         if dist.is_initialized() and "deepspeed" not in case.scale:  # which keeps groups of its first start
             dist.destroy_process_group()
@@ -111,35 +109,17 @@ def work(rank: int, world: int, folder: Path, cases: list[Case]) -> None:
             dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world, timeout=timedelta(seconds=60))
         found = attempt(case, alone=False, devices=world)
         torch._dynamo.reset()
-        torch.save(found, folder / f"{number}-{rank}.part")
-        os.replace(folder / f"{number}-{rank}.part", folder / f"{number}-{rank}.pt")
+        torch.save(found, folder / f"{number}-{rank}.pt")
     dist.destroy_process_group()
 
 
 def run(cases: list[Case], world: int, folder: Path, timeout: float = 240) -> list[list[dict[str, Any]]]:
     """For each case what one process alone found, and then what each of `world` processes did."""
-    torch.save(cases, folder / "cases.pt")
-    code = (
-        "import sys, pathlib, torch; from tests.distributed.exactness import work; folder = pathlib.Path(sys.argv[3]); "
-        "work(int(sys.argv[1]), int(sys.argv[2]), folder, torch.load(folder / 'cases.pt', weights_only=False))"
-    )
-    path = [str(Path(__file__).parents[2]), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(path)}
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-c", code, str(rank), str(world), str(folder)],
-            env={**environment, "LOCAL_RANK": str(rank)},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(world)
-    ]
+    torch.save((world, cases), folder / "cases.pt")
     key_of = lambda case: (case.family, case.rest, case.more, case.instead, case.together)  # noqa: E731
     alone = {key_of(case): case for case in cases}
-    one = {key: attempt(case, alone=True, devices=world) for key, case in alone.items()}  # while the others import
-    for process in started:
-        _, error = process.communicate(timeout=timeout)
-        assert process.returncode == 0, error
+    with processes(work, world, folder, timeout):
+        one = {key: attempt(case, alone=True, devices=world) for key, case in alone.items()}
     return [[one[key_of(case)], *(torch.load(folder / f"{n}-{r}.pt") for r in range(world))] for n, case in enumerate(cases)]
 
 

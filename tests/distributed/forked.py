@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
-import subprocess
-import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -24,6 +20,7 @@ from preheat.ops.sharded import local
 from preheat.technique import DATA, Build
 
 from ..conftest import DEVICE, difference, split, tiny, uneven
+from .processes import processes
 
 ROWS = 8
 
@@ -105,11 +102,11 @@ def attempt(case: Case, *, many: bool) -> dict[str, Any]:
         return {"failed": traceback.format_exc()[-3500:]}
 
 
-def _work(rank: int, folder: Path, cases: Sequence[Case]) -> None:
+def work(rank: int, folder: Path) -> None:
     """One process: every case in a group of its own, so that nothing of one is left in the next."""
     import torch.distributed as dist
 
-    for number, case in enumerate(cases):
+    for number, case in enumerate(torch.load(folder / "cases.pt", weights_only=False)):
         if rank >= case.world:  # wait here: the next group forms under a time-out
             until = time.monotonic() + 120
             while not (folder / f"{number}-0.pt").exists() and time.monotonic() < until:
@@ -122,41 +119,18 @@ def _work(rank: int, folder: Path, cases: Sequence[Case]) -> None:
         torch.save(found, folder / f"{number}-{rank}.pt")
 
 
-def _main(folder: Path) -> None:
-    torch.set_num_threads(1)
-    cases = torch.load(folder / "cases.pt", weights_only=False)
-    fork = multiprocessing.get_context("fork")
-    started = [fork.Process(target=_work, args=(rank, folder, cases)) for rank in range(max(case.world for case in cases))]
-    for process in started:
-        process.start()
-    one: dict[Any, Any] = {}
-    for number, case in enumerate(cases):
-        key = (case.rest if case.alone is None else case.alone, case.family, case.model, case.look, case.steps)
-        if key not in one:
-            one[key] = attempt(case, many=False)
-        torch.save(one[key], folder / f"{number}-one.pt")
-    for process in started:
-        process.join()
-    sys.exit(max(abs(process.exitcode or 0) for process in started))
-
-
-def run(cases: Sequence[Case], folder: Path, timeout: float = 200) -> list[list[dict[str, Any]]]:
+def run(cases: Sequence[Case], folder: Path, timeout: float = 240) -> list[list[dict[str, Any]]]:
     """For each case what one process alone found, and then what each of several did."""
     torch.save(list(cases), folder / "cases.pt")
-    code = "import sys, pathlib; from tests.distributed import forked; forked._main(pathlib.Path(sys.argv[1]))"
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(folder)],
-        env=environment,
-        stderr=subprocess.PIPE,
-        text=True,
-        timeout=timeout,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    one: dict[Any, Any] = {}
+    keys = [(case.rest if case.alone is None else case.alone, case.family, case.model, case.look, case.steps) for case in cases]
+    with processes(work, max(case.world for case in cases), folder, timeout):
+        for key, case in zip(keys, cases, strict=True):
+            if key not in one:
+                one[key] = attempt(case, many=False)
     return [
-        [torch.load(folder / f"{n}-{who}.pt", weights_only=False) for who in ("one", *range(case.world))]
-        for n, case in enumerate(cases)
+        [one[key], *(torch.load(folder / f"{n}-{rank}.pt", weights_only=False) for rank in range(case.world))]
+        for n, (key, case) in enumerate(zip(keys, cases, strict=True))
     ]
 
 

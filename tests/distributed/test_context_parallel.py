@@ -5,11 +5,6 @@ from __future__ import annotations
 import functools
 import itertools
 import json
-import os
-import subprocess
-import sys
-import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +27,9 @@ from preheat.technique import DATA, Axis, Build, MaskSpec, Mesh, ModelFacts, Slo
 from preheat.techniques.context_parallel import exchanged
 
 from ..conftest import DEVICE, difference, split, tiny, uneven
+from .processes import ALL, processes
 
-ALL = (*DATA, Axis.CONTEXT)
+SPREAD = (*DATA, Axis.CONTEXT)
 ROWS, STEPS = 4, 5
 FOLDED = "fsdp: {}, gradient_accumulation: {steps: 2}, activation_checkpointing: {}, chunked_loss: {rows: 7}, efficient_attention: {}"
 
@@ -44,6 +40,7 @@ TWO = {
         [("llama", ""), ("qwen3", "efficient_attention: {}"), ("gpt2", "gradient_accumulation: {steps: 3}")],
         ["ulysses", "ring"],
     )
+    if ALL or (family, kind) in {("llama", "ulysses"), ("qwen3", "ring"), ("gpt2", "ring")}
 }
 FOUR = {
     "heads copied": ("llama", 32, "", "context_parallel: {degree: 4, kind: ulysses}, data_parallel: {}"),
@@ -54,12 +51,15 @@ FOUR = {
         "context_parallel: {degree: 4, kind: ring}, data_parallel: {}",
     ),
     "rows of no such length": ("gpt2", 27, "", "context_parallel: {degree: 4}, data_parallel: {}"),
-    "replicated": ("llama", 30, "efficient_attention: {}", "context_parallel: {kind: ring}, data_parallel: {}"),
     "window": ("llama", 32, "sliding_window: {window: 9, every: 2}", "context_parallel: {kind: ring}, data_parallel: {}"),
     "groups": ("llama", 32, "shifted_groups: {group: 10}", "context_parallel: {kind: ulysses}, fsdp: {}"),
     "sharded ulysses": ("llama", 32, FOLDED, "context_parallel: {kind: ulysses}"),
-    "sharded ring": ("qwen3", 32, FOLDED, "context_parallel: {kind: ring}"),
 }
+if ALL:
+    FOUR |= {
+        "replicated": ("llama", 30, "efficient_attention: {}", "context_parallel: {kind: ring}, data_parallel: {}"),
+        "sharded ring": ("qwen3", 32, FOLDED, "context_parallel: {kind: ring}"),
+    }
 CASES = TWO | FOUR
 
 # name -> (kernel, mask, softcap): of whole rows of 64 places, in fp32, against the reference in fp64
@@ -97,12 +97,12 @@ def train(case: str, *, several: bool) -> tuple[dict[str, list[float]], dict[str
         loss = gradients(
             b, split(mine, [micro] * (len(mine.rows) // micro) + [len(mine.rows) % micro] * bool(len(mine.rows) % micro))
         )
-        losses.append(float(b.mesh.add(loss.total.clone(), *ALL)) / batch.weight)
+        losses.append(float(b.mesh.add(loss.total.clone(), *SPREAD)) / batch.weight)
         norms.append(float(update(b, 0.01)[0]))
     held_out = uneven(rows=ROWS, length=length, seed=STEPS)
     with reading(b):
         total = forward(b, transform(b, split(held_out, [ROWS // shares] * shares)[place])).total
-    losses.append(float(b.mesh.add(total.clone(), *ALL)) / held_out.weight)
+    losses.append(float(b.mesh.add(total.clone(), *SPREAD)) / held_out.weight)
     weights = {n: p.full_tensor() if hasattr(p, "full_tensor") else p for n, p in b.parameters()}
     return {"losses": losses, "norms": norms}, {n: w.detach().clone() for n, w in weights.items()}
 
@@ -149,7 +149,6 @@ def work(process: int, folder: Path) -> None:
     """One process of four: first two pairs of them, then all together."""
     import torch.distributed as dist
 
-    torch.set_num_threads(1)
     found: dict[str, Any] = {}
 
     def train_all(cases: list[str], rank: int) -> None:
@@ -171,28 +170,13 @@ def work(process: int, folder: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Four processes at work; what they found once they are awaited."""
+def several(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of what four processes found, and one."""
     folder = tmp_path_factory.mktemp("context")
-    code = "import sys, pathlib; from tests.distributed import test_context_parallel as t; t.work(int(sys.argv[1]), pathlib.Path(sys.argv[2]))"
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
-    outputs = [folder / f"{n}.txt" for n in range(4)]
-    started = []
-    for n, output in enumerate(outputs):
-        with output.open("w") as file:
-            started.append(subprocess.Popen([sys.executable, "-c", code, str(n), str(folder)], env=environment, stderr=file))
-    try:
+    with processes(work, 4, folder):
         first = {settings[:3]: case for case, settings in CASES.items()}  # what one process does is the same for several cases
-        torch.save({key: train(case, several=False) for key, case in first.items()}, folder / "alone.pt")  # meanwhile
-        ends = time.monotonic() + 200
-        while None in (codes := [process.poll() for process in started]) and not any(codes) and time.monotonic() < ends:
-            time.sleep(0.1)
-        assert codes == [0] * 4, "\n".join(output.read_text()[-3000:] for output in outputs)
-        yield folder
-    finally:
-        for process in started:
-            process.kill()
-            process.wait()
+        torch.save({key: train(case, several=False) for key, case in first.items()}, folder / "alone.pt")
+    return folder
 
 
 @functools.cache
@@ -201,26 +185,24 @@ def alone(folder: Path) -> Any:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_several_processes_give_the_losses_norms_and_weights_of_one(processes: Path, case: str) -> None:
-    wanted, weights = alone(processes)[CASES[case][:3]]
-    shown = [json.loads((processes / f"{n}.json").read_text()).get(case) for n in range(4)]
+def test_several_processes_give_the_losses_norms_and_weights_of_one(several: Path, case: str) -> None:
+    wanted, weights = alone(several)[CASES[case][:3]]
+    shown = [json.loads((several / f"{n}.json").read_text()).get(case) for n in range(4)]
     found = [f for f in shown if f]
     assert len(found) == (2 if case in TWO else 4)
     for f in found:
         assert f["losses"] == pytest.approx(wanted["losses"], abs=1e-5)
         assert f["norms"] == pytest.approx(wanted["norms"], rel=1e-4)
-    assert difference(torch.load(processes / f"{case}.pt"), weights) < 1e-5
+    assert difference(torch.load(several / f"{case}.pt"), weights) < 1e-5
 
 
 @pytest.mark.parametrize("kind", HEADS)
 @pytest.mark.parametrize("name", KERNELS)
-def test_attention_over_processes_is_that_of_whole_rows_and_sends_what_theory_says(
-    processes: Path, name: str, kind: str
-) -> None:
+def test_attention_over_processes_is_that_of_whole_rows_and_sends_what_theory_says(several: Path, name: str, kind: str) -> None:
     heads, shared = HEADS[kind]
     sizes: dict[str, Any] = {"places": 4 * 64 // 4, "shared": shared, "head_dim": 16, "degree": 4, "size": 4}
     for n in range(4):
-        found = json.loads((processes / f"{n}.json").read_text())[f"{name} {kind}"]
+        found = json.loads((several / f"{n}.json").read_text())[f"{name} {kind}"]
         assert found["apart"] < 1.5e-6
         if kind == "ulysses":
             assert found["forward"] == found["backward"] == ulysses_bytes(heads=heads, **sizes)

@@ -6,7 +6,6 @@ PREHEAT_SCALE=all (`make test-scale`) tries every technique of the registry unde
 from __future__ import annotations
 
 import importlib.util
-import os
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from preheat.technique import registry
 from ..conftest import DEVICE
 from ..contract.settings import BRINGS, CANNOT_RUN_HERE, FAMILY, FURTHER, RECIPE
 from .exactness import Case, run, verdict
+from .processes import ALL
 
 SCALES = ("fsdp: {}", "data_parallel: {}", "data_parallel: {}, zero1: {}")
 SCALING = {name for scale in SCALES for name in (part.split(":")[0] for part in scale.split(", "))}
@@ -150,7 +150,7 @@ def test_deepspeed_is_the_native_engine(tmp_path: Path, monkeypatch: pytest.Monk
     check(DEEPSPEED, 2, tmp_path)
 
 
-@pytest.mark.skipif(os.environ.get("PREHEAT_SCALE") != "all", reason="the whole matrix takes minutes: make test-scale")
+@pytest.mark.skipif(not ALL, reason="the whole matrix takes minutes: make test-scale")
 def test_the_whole_matrix(tmp_path: Path) -> None:
     cases = everything()
     found = run(cases, 2, tmp_path, timeout=3000)

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import datetime
 import itertools
-import os
-import subprocess
+import json
 import sys
-import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +21,7 @@ from preheat.technique import DATA, Axis, Build
 from preheat.techniques.pipeline_parallel import record_timeline
 
 from ..conftest import DEVICE, difference, split, tiny, uneven
+from .processes import processes
 
 PROCESSES, STEPS = 4, 5
 
@@ -92,11 +91,11 @@ def weights(made: Build) -> dict[str, torch.Tensor]:
     return {name: (p.full_tensor() if local(p) is not p else p).detach() for name, p in made.parameters()}  # type: ignore[operator]
 
 
-def work(rank: int, folder: Path, names: list[str]) -> None:
+def work(rank: int, folder: Path) -> None:
     """One process: its part of the references, then every case that has a place for it."""
     import torch.distributed as dist
 
-    torch.set_num_threads(1)
+    names = json.loads((folder / "names.json").read_text())
     for number, name in enumerate(names):
         if number % PROCESSES == rank:
             run(CASES[name], folder, name)
@@ -119,23 +118,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run_all(place: Path, names: list[str]) -> None:
-    code = "import sys, pathlib; from tests.distributed.test_pipeline import work; work(int(sys.argv[1]), pathlib.Path(sys.argv[2]), sys.argv[3:])"
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
-    errors = [(place / f"error.{rank}").open("w") for rank in range(PROCESSES)]
-    started = [
-        subprocess.Popen([sys.executable, "-c", code, str(rank), str(place), *names], env=environment, stderr=errors[rank])
-        for rank in range(PROCESSES)
-    ]
-    try:
-        while any(process.poll() is None for process in started) and not any(process.poll() for process in started):
-            time.sleep(0.1)  # the first that fails ends the others, which would wait for it
-        for rank, process in enumerate(started):
-            assert not process.poll(), (place / f"error.{rank}").read_text()
-    finally:
-        for process, error in zip(started, errors, strict=True):
-            process.kill()
-            process.wait()
-            error.close()
+    (place / "names.json").write_text(json.dumps(names))
+    with processes(work, PROCESSES, place):
+        pass
 
 
 def compare(name: str, folder: Path) -> tuple[dict[str, float], set[str]]:

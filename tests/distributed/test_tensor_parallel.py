@@ -23,6 +23,7 @@ from preheat.technique import Batch, Build
 
 from ..conftest import DEVICE, tiny, uneven
 from .forked import Case, compare, kept_bytes, run
+from .processes import ALL
 
 PLAIN = "tensor_parallel: {degree: 2}"
 CUT = "tensor_parallel: {degree: 2, sequence_parallel: true}"
@@ -66,22 +67,14 @@ CASES = {
     "llama": Case(PLAIN, look=kept_bytes),
     "evaluation": Case("tensor_parallel: {degree: 2, sequence_parallel: true, rows: 50}", look=evaluated),
     "logits gathered": Case(WHOLE, "regularized_loss: {label_smoothing: 0.1}"),
-    "head gathered": Case(WHOLE, "chunked_loss: {rows: 40}, activation_checkpointing: {}", steps=2),
-    "smoothing and z": Case(f"{PLAIN[:-1]}, rows: 50}}", "regularized_loss: {label_smoothing: 0.1, z: 0.001}", steps=2),
     "qwen3": Case(PLAIN, "gradient_accumulation: {steps: 2}", family="qwen3"),
     "qwen3 cut": Case(CUT, "efficient_attention: {}, activation_checkpointing: {mode: selective}", family="qwen3"),
     "tied, read from a folder": Case(CUT, model=family("written", random=False), steps=2),
-    "qwen2": Case(CUT, model=family("qwen2"), steps=2),
     "phi3": Case(CUT, model=family("phi3"), steps=2),
     "gemma2": Case(CUT, model=family("gemma2"), steps=2),
-    "gemma3": Case(PLAIN, model=family("gemma3_text"), steps=2),
-    "classes": Case(
-        "tensor_parallel: {degree: 2, loss_parallel: false, sequence_parallel: true}", "classification: {classes: 3}", steps=2
-    ),
     "pairs": Case(CUT, "preference: {loss: simpo}", steps=2),
     "lora": Case(CUT, "lora: {rank: 4}", family="qwen3", steps=2),
     "fsdp": Case(f"{CUT}, fsdp: {{}}", "gradient_accumulation: {steps: 2}", family="qwen3", world=4, look=kept_bytes),
-    "fsdp, tied and read": Case(f"{PLAIN}, fsdp: {{reshard: false}}", model=family("written", random=False), world=4, steps=2),
     "fsdp and lora": Case(f"{PLAIN}, fsdp: {{}}", "lora: {rank: 4, variant: rslora}", model=family("phi3"), world=4, steps=2),
     "data_parallel": Case(f"{CUT}, data_parallel: {{}}", family="qwen3", world=4),
     "four": Case(
@@ -90,6 +83,21 @@ CASES = {
         model="{family: qwen3, layers: 3, width: 32, heads: 4, kv_heads: 4, vocabulary: 98}",
     ),
 }
+if ALL:
+    CASES |= {
+        "head gathered": Case(WHOLE, "chunked_loss: {rows: 40}, activation_checkpointing: {}", steps=2),
+        "smoothing and z": Case(f"{PLAIN[:-1]}, rows: 50}}", "regularized_loss: {label_smoothing: 0.1, z: 0.001}", steps=2),
+        "qwen2": Case(CUT, model=family("qwen2"), steps=2),
+        "gemma3": Case(PLAIN, model=family("gemma3_text"), steps=2),
+        "classes": Case(
+            "tensor_parallel: {degree: 2, loss_parallel: false, sequence_parallel: true}",
+            "classification: {classes: 3}",
+            steps=2,
+        ),
+        "fsdp, tied and read": Case(
+            f"{PLAIN}, fsdp: {{reshard: false}}", model=family("written", random=False), world=4, steps=2
+        ),
+    }
 
 
 @pytest.fixture(scope="module")

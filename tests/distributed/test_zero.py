@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +14,7 @@ from preheat.ops.decoder import Decoder, PlainAttention
 from preheat.ops.zero import ZeROAdamW
 
 from ..conftest import difference
+from .processes import processes
 
 WORLD, STEPS, LENGTH = 2, 4, 16
 
@@ -49,7 +47,6 @@ def work(rank: int, folder: Path) -> None:
     """One process: every stage, plain and with accumulation."""
     import torch.distributed as dist
 
-    torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD)
     found = {}
     for stage, parts in ((1, 1), (1, 2), (2, 1), (2, 2), (3, 1), (3, 2)):
@@ -71,19 +68,8 @@ def work(rank: int, folder: Path) -> None:
 @pytest.fixture(scope="module")
 def several(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("zero")
-    code = (
-        "import sys, pathlib; from tests.distributed.test_zero import work; work(int(sys.argv[1]), pathlib.Path(sys.argv[2]))"
-    )
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-c", code, str(rank), str(folder)], env=environment, stderr=subprocess.PIPE, text=True
-        )
-        for rank in range(WORLD)
-    ]
-    for process in started:
-        _, error = process.communicate(timeout=240)
-        assert process.returncode == 0, error
+    with processes(work, WORLD, folder):
+        pass
     return folder
 
 
