@@ -37,7 +37,7 @@ test: $(INSTALLED)
 	@$(RUN) -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 test-pairs: $(INSTALLED)
-	@PREHEAT_PAIRS=all $(RUN) -m pytest tests/contract -k pairs
+	@PREHEAT_PAIRS=all $(RUN) -m pytest tests/contract -k "pairs or together"
 
 test-presets: $(INSTALLED)
 	@PREHEAT_PRESETS=all $(RUN) -m pytest tests/unit/test_presets.py

@@ -145,8 +145,31 @@ def cheat_sheet() -> str:
             "",
             "Measured on: " + ("; ".join(machines) or "nothing yet") + ". On yours: `preheat bench RECIPE --ablate`.",
             "",
+            *conflicts(),
         ]
     )
+
+
+def conflicts() -> list[str]:
+    """A table of what is declared not to go together; what depends on a setting or a model is said by `check` when it is planned."""
+    known = {name: cls() for name, cls in registry().items()}
+    lines = [
+        "## What cannot go together",
+        "",
+        "As declared, at default settings: two that own one slot, or one that cannot go with what the other brings. All other pairs that a CPU can run are built and stepped by `make test-pairs`.",
+        "",
+        "| technique | cannot go with |",
+        "|---|---|",
+    ]
+    for name, a in known.items():
+        why: dict[str, list[str]] = {}
+        for other, b in known.items():
+            shared = {f"slot {slot}" for slot in a.owned() & b.owned()}
+            if other != name and (found := shared | a.conflicts & b.provided() | b.conflicts & a.provided()):
+                why.setdefault(", ".join(sorted(map(str, found))), []).append(other)
+        if why:
+            lines.append(f"| {name} | " + "; ".join(f"{', '.join(others)} ({reason})" for reason, others in why.items()) + " |")
+    return [*lines, ""]
 
 
 def recipe_page() -> str:

@@ -258,7 +258,9 @@ OBJECTIVES = {name for name in NAMES if Slot.OBJECTIVE in registry()[name].owns}
 @pytest.mark.parametrize("objective", [None, *sorted(OBJECTIVES)])
 def test_all_together(objective: str | None) -> None:
     chosen: list[str] = [objective] if objective else []
-    others = set(RUNS_HERE) - OBJECTIVES - ({"compile"} if objective else set())  # half a minute each; the pairs have it
+    others = set(RUNS_HERE) - OBJECTIVES
+    if objective or os.environ.get("PREHEAT_PAIRS") != "all":
+        others -= {"compile"}  # minutes
     for name in sorted(others, key=lambda n: (n not in FIRST, n)):
         fits = all(_compatible(registry()[name](), registry()[other]()) for other in chosen)
         if fits and len(families((*chosen, name))) < 2:

@@ -10,7 +10,7 @@ import pytest
 
 from .conftest import Command, losses
 
-KILLS = int(os.environ.get("PREHEAT_KILLS", "5"))  # 10 by hand: a start takes seconds
+KILLS = int(os.environ.get("PREHEAT_KILLS", "3"))  # 10 by hand: a start takes seconds
 
 
 @pytest.mark.parametrize("workers", [1, 4])

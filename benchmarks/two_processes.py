@@ -1,0 +1,180 @@
+"""Two processes against one on this machine, one thread each, and preheat's step against bare FSDP2 code; gloo; in turns.
+
+    python benchmarks/two_processes.py [--rounds 3] [--steps 10] [--turns 11] [--out benchmarks/results/two_processes.md]
+
+Scaling   `preheat train` of a 15M-like Llama on one process, and with `data_parallel` and `fsdp` on two: each a run of its own.
+Overhead  two processes hold two copies of that model, both sharded by FSDP2, and take turns: three steps as preheat's loop takes
+          them (gradients, update, the numbers read once), three as one would write them by hand on the same rows: forward, cross entropy, backward,
+          clip, AdamW, the loss read once. Both in fp32 with torch's own attention and loss.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+MODEL = "{family: llama, layers: 6, width: 288, heads: 6, feed_forward: 768, tie_embeddings: true}"
+FAST = "{mixed_precision: {mode: bf16}, chunked_loss: {rows: 512}, efficient_attention: {}}"
+RECIPE = """name: m15
+model: {model}
+data: {{source: stdlib, vocabulary: 4096}}
+batch: {{size: 16, length: 256}}
+stop: {{steps: {steps}}}
+evaluate: {{}}
+techniques: {techniques}
+hardware: {{device: cpu, threads: 1}}
+"""
+MANY = {"one process": None, "data_parallel": "data_parallel", "fsdp": "fsdp"}
+
+
+def scaling(folder: Path, rounds: int, steps: int) -> dict[str, list[dict[str, Any]]]:
+    recipe = folder / "m15.yaml"
+    recipe.write_text(RECIPE.format(model=MODEL, steps=steps, techniques=FAST), encoding="utf-8")
+    found: dict[str, list[dict[str, Any]]] = {name: [] for name in MANY}
+    for n in range(rounds):
+        for name in [*list(MANY)[n % 3 :], *list(MANY)[: n % 3]]:
+            out = folder / f"{name}-{n}".replace(" ", "-")
+            more = ["--set", f"techniques.{MANY[name]}={{}}", "--nproc", "2"] if MANY[name] else []
+            command = [sys.executable, "-m", "preheat", "train", str(recipe), "--out", str(out), "--json", *more]
+            done = subprocess.run(
+                command, capture_output=True, text=True, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"}
+            )
+            if done.returncode:
+                raise SystemExit(done.stderr)
+            lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+            made = [line for line in lines if "loss" in line][2:]  # the first ones warm up
+            speed = statistics.median(line["tokens_per_second"] for line in made)
+            found[name].append({"speed": speed, "peak": json.loads(done.stdout)["peak_gib"], "loss": made[-1]["loss"]})
+            print(name, found[name][-1], flush=True)
+    return found
+
+
+def overhead(folder: Path, turns: int) -> list[dict[str, float]]:
+    """Seconds of three steps of both, of each turn."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", __file__]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*command, "--work", str(folder), "--turns", str(turns)], env=environment, check=False, capture_output=True, text=True
+    )
+    if done.returncode:
+        raise SystemExit(done.stderr[-3000:])
+    return json.loads((folder / "overhead.json").read_text(encoding="utf-8"))
+
+
+def work(folder: Path, turns: int) -> None:
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.fsdp import fully_shard
+    from torch.nn.functional import cross_entropy
+    from transformers import LlamaForCausalLM
+
+    from preheat import recipe as recipes
+    from preheat.engine.build import build
+    from preheat.engine.step import gradients, update
+    from preheat.hardware.probe import keep_heap, probe
+    from preheat.models.adapter import configure
+    from preheat.technique import Batch, MaskSpec
+
+    torch.set_num_threads(1)
+    keep_heap()
+    dist.init_process_group("gloo")
+    rank, rows, length = dist.get_rank(), 8, 256
+    text = RECIPE.format(model=MODEL, steps=100, techniques="{fsdp: {}}")
+    recipe = recipes.override(recipes.parse(text), "parallel.devices=2", "optimizer.clip=1.0")
+    ours = build(recipe, vocabulary=4096, device=probe("cpu"))
+    bare = LlamaForCausalLM(configure(recipe, 4096))
+    for layer in bare.model.layers:
+        fully_shard(layer)
+    fully_shard(bare)
+    o = recipe.optimizer
+    optimizer = torch.optim.AdamW(
+        bare.parameters(), lr=1e-3, betas=tuple(o.betas), eps=o.eps, weight_decay=o.weight_decay, fused=True
+    )
+    tokens = torch.randint(4096, (rows, length), generator=torch.Generator().manual_seed(rank))
+    labels = torch.cat([tokens[:, 1:], torch.full((rows, 1), -100)], dim=1)
+    positions = torch.arange(length).expand(rows, -1)
+
+    def by_preheat() -> float:
+        batch = Batch(tokens, labels, positions, MaskSpec(), 2 * rows * (length - 1), tuple(range(rows)))
+        loss = gradients(ours, [batch])
+        stats = update(ours, 1e-3)
+        mean, *_ = torch.cat([(loss.total / loss.weight).float().reshape(1), stats]).tolist()
+        return mean
+
+    def by_hand() -> float:
+        logits = bare(tokens, use_cache=False).logits
+        loss = cross_entropy(logits.flatten(0, 1), labels.flatten())
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(bare.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        return float(loss.detach())
+
+    found = []
+    for turn in range(-1, turns):  # the first warms up
+        seconds = {}
+        for name, step in (("preheat", by_preheat), ("hand", by_hand))[:: 1 if turn % 2 else -1]:
+            dist.barrier()
+            start = time.perf_counter()
+            for _ in range(3):
+                step()
+            dist.barrier()
+            seconds[name] = time.perf_counter() - start
+        found.append(seconds)
+    if rank == 0:
+        (folder / "overhead.json").write_text(json.dumps(found[1:]), encoding="utf-8")
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--turns", type=int, default=11)
+    parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/two_processes.md"))
+    options = parser.parse_args()
+    if options.work:
+        work(options.work, options.turns)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        both = overhead(Path(folder), options.turns)
+        found = scaling(Path(folder), options.rounds, options.steps)
+    import torch
+
+    ratios = sorted(one["preheat"] / one["hand"] for one in both)
+    lines = [
+        "# Two processes against one, one thread each, and preheat's step against bare FSDP2",
+        "",
+        f"`python benchmarks/two_processes.py --rounds {options.rounds} --steps {options.steps} --turns {options.turns}`: Llama, 6 layers, width 288, 4,096 pieces, tied; 16 x 256",
+        f"tokens a step; gloo, two cores, torch {torch.__version__}. Scaling: bf16 autocast, chunked loss, efficient attention; median of the steps after the second; median (least to",
+        f"most) over {options.rounds} rounds; ratios within a round.",
+        "",
+        "| | tokens/s | times one | peak memory a process | loss of the last step |",
+        "|---|---|---|---|---|",
+    ]
+    for name, runs in found.items():
+        times = [a["speed"] / b["speed"] for a, b in zip(runs, found["one process"], strict=True)]
+        speed, peak = (statistics.median(one[key] for one in runs) for key in ("speed", "peak"))
+        lines.append(
+            f"| {name} | {speed:,.0f} | {statistics.median(times):.2f} ({min(times):.2f} to {max(times):.2f}) | {peak:.3f} GiB | {runs[0]['loss']:.5f} |"
+        )
+    lines += [
+        "",
+        f"Overhead, {options.turns} turns of three steps each, fp32, torch's attention and whole logits: preheat's step takes {statistics.median(ratios):.3f} x the time of FSDP2 by hand "
+        f"(quarters {ratios[len(ratios) // 4]:.3f} and {ratios[-1 - len(ratios) // 4]:.3f}, all {ratios[0]:.3f} to {ratios[-1]:.3f}).",
+    ]
+    options.out.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    print("\n".join(lines))
+
+
+if __name__ == "__main__":
+    main()
