@@ -1,9 +1,10 @@
 """What cookbooks claim of techniques beside what is measured here, and what the dry run says for an A100 and an RTX 4090.
 
-    python benchmarks/claims.py [--part memory quality rope] [--out benchmarks/results]
+    python benchmarks/claims.py [--part memory states quality rope] [--out benchmarks/results]
 
 memory   speed and peak memory of each technique alone and of all together on a 15M Llama at 512 tokens (preheat/bench), and the a
          1B Llama's as predicted for the two GPUs
+states   GiB a device of a 1B Llama under each way of sharing out weights, gradients and optimizer states, by the dry run
 quality  validation loss on the demo's corpus at equal tokens, three seeds: feed-forward kinds at equal parameters, deep and thin,
          tied embeddings, grouped queries
 rope     trained at 128 tokens, perplexity at 256, 512 and 1,024 by each rotary scaling
@@ -116,6 +117,31 @@ def _data_sheet(gpu: str) -> Rates:
     )
 
 
+SHARED = {
+    "data_parallel: all have all": "{data_parallel: {}}",
+    "zero1: states shared out": "{data_parallel: {}, zero1: {}}",
+    "fsdp, reshard: false: gradients too": "{fsdp: {reshard: false}}",
+    "fsdp: weights too": "{fsdp: {}}",
+}
+
+
+def states() -> dict[str, Any]:
+    """Peak bytes of a device, and of them what is there before the first step and in the update: weights, gradients, states."""
+    found: dict[str, Any] = {}
+    for name, techniques in SHARED.items():
+        for world in (2, 4, 8):
+            made = recipe("claims", LLAMA_1B, world, 2048, techniques)
+            made = recipes.override(made, "techniques.chunked_loss={}", "techniques.activation_checkpointing={}")
+            seen = observe(made, vocabulary=None, device=Device("cpu", "any", 999 * GIB), world=world)
+            kept = max(
+                sum(phase.get(what, 0.0) for what in ("parameters", "gradients", "optimizer"))
+                for phase in seen.categories.values()
+            )
+            found.setdefault(name, {})[str(world)] = {"peak": max(seen.peak.values()) / GIB, "kept": kept / GIB}
+            print(name, world, found[name][str(world)], flush=True)
+    return found
+
+
 # At equal tokens. `model` keys over the demo's.
 QUALITY: dict[str, list[str]] = {
     "the demo": [],
@@ -198,7 +224,7 @@ def rope(steps: int = 430) -> dict[str, Any]:
     return {"steps": steps, "rows": rows}
 
 
-PARTS: dict[str, Callable[[], dict[str, Any]]] = {"memory": memory, "quality": quality, "rope": rope}
+PARTS: dict[str, Callable[[], dict[str, Any]]] = {"memory": memory, "states": states, "quality": quality, "rope": rope}
 
 
 def main() -> None:
@@ -227,6 +253,8 @@ def table(folder: Path) -> str:
     ]
     if "memory" in found:
         lines += _memory_table(found["memory"])
+    if "states" in found:
+        lines += _states_table(found["states"])
     if "quality" in found:
         lines += _quality_table(found["quality"])
     if "rope" in found:
@@ -288,6 +316,25 @@ def _against(one: dict[str, float], plain: dict[str, float]) -> str:
 
 def _less(saved: float) -> str:
     return f"{abs(saved):.0%} {'less' if saved >= 0 else 'more'}"
+
+
+def _states_table(found: dict[str, Any]) -> list[str]:
+    base = found[next(iter(found))]
+    lines = [
+        "## Sharded states: a 1B Llama in fp32, one row of 2,048 tokens a device, by the dry run",
+        "",
+        "Claimed: 2 to 4 x less memory. Weights, gradients and optimizer states of one device, and its peak, which has activations too.",
+        "",
+        "| | " + " | ".join(f"{n} devices: kept, peak" for n in base) + " |",
+        "|---|" + "---|" * len(base),
+    ]
+    for name, by in found.items():
+        cells = [
+            f"{one['kept']:.1f} GiB ({base[n]['kept'] / one['kept']:.1f} x less), {one['peak']:.1f} GiB ({base[n]['peak'] / one['peak']:.1f} x less)"
+            for n, one in by.items()
+        ]
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return [*lines, "", "Measured on two processes: two_processes.md, and tests/distributed for the shares.", ""]
 
 
 def _quality_table(found: dict[str, Any]) -> list[str]:

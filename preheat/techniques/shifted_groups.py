@@ -65,7 +65,12 @@ class ShiftedGroups(Technique):
     stage: ClassVar[Stage] = Stage.KERNEL
     numerics: ClassVar[Any] = "different"
     provides: ClassVar[frozenset[Tag]] = frozenset({Tag("attention-pattern"), Tag("head-pattern")})
-    conflicts: ClassVar[frozenset[Tag]] = frozenset({Tag("attention-pattern")})
+    conflicts: ClassVar[frozenset[Tag]] = frozenset(
+        {
+            Tag("attention-pattern"),
+            Tag("compiled-layers"),
+        }  # groups are made of documents, which compiled layers have as data only
+    )
 
     group: Literal["auto"] | Annotated[int, Bound(2)] = "auto"
     """Tokens of a group; auto: a quarter of batch.length."""

@@ -56,7 +56,13 @@ BEGINS: dict[tuple[str, Any], float] = {
 }
 
 # The family of the tiny model, for techniques that do not serve both; llama where none of them says otherwise.
-FAMILY: dict[str, str] = {"grouped_queries": "llama", "rms_norm": "gpt2", "rope_scaling": "llama", "tied_embeddings": "llama"}
+FAMILY: dict[str, str] = {
+    "grouped_queries": "llama",
+    "peft_adapter": "llama",  # peft's OFT knows no Conv1D
+    "rms_norm": "gpt2",
+    "rope_scaling": "llama",
+    "tied_embeddings": "llama",
+}
 
 # What cannot run on a CPU, with words of the reason that `check` gives. Any other skip fails.
 CANNOT_RUN_HERE: dict[str, str] = {
