@@ -38,7 +38,7 @@ CHECKS = {
     "template": Check("rows that the chat template does not render, or whose assistant it leaves out", "use another data.template", drops=True),
     "template_end": Check(
         "a chat template without a special token at the end of the assistant's turn, so that the model never learns to stop",
-        "use data.template: alpaca, which ends turns with the tokenizer's end of text, or give the tokenizer the template's tokens by model.add_tokens",
+        "use data.template: alpaca, which ends turns with the tokenizer's end of text, or (without an adapter) give it the template's tokens by model.add_tokens",
     ),
     "untrained": Check("rows without a single token to train on", "take them out, or change data.train_on", drops=True),
     "masked": Check("no token of all rows is trained on", "change data.train_on or data.template"),

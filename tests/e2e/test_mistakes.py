@@ -10,7 +10,12 @@ import pytest
 from preheat.cli import main
 
 ROWS = [
-    {"messages": [{"role": "user", "content": f"How long is order {n} on its way?"}, {"role": "assistant", "content": f"{n} days."}]}
+    {
+        "messages": [
+            {"role": "user", "content": f"How long is order {n} on its way?"},
+            {"role": "assistant", "content": f"{n} days."},
+        ]
+    }
     for n in range(40)
 ]
 FAILS = "{% for m in messages %}\n{{ m.role }}: {{ m.content }}\n{{ m.content.nothing.more }}{{ eos_token }}\n{% endfor %}"
@@ -23,7 +28,11 @@ def shop(tmp_path_factory: pytest.TempPathFactory, data_folder: Path) -> Path:
     (folder / "model").symlink_to((data_folder / "stories260K-hf").resolve())
     write(folder, "rows", ROWS)
     write(folder, "pairs", [{"asked": row["messages"][0]["content"], "reply": "yes"} for row in ROWS])
-    write(folder, "equal", [{"prompt": f"Say {n}", "chosen": f"yes {n}", "rejected": "yes 7" if n == 7 else f"no {n}"} for n in range(40)])
+    write(
+        folder,
+        "equal",
+        [{"prompt": f"Say {n}", "chosen": f"yes {n}", "rejected": "yes 7" if n == 7 else f"no {n}"} for n in range(40)],
+    )
     write(folder, "kinds", [{"text": f"order {n}", "label": "abcde"[n % 5]} for n in range(40)])
     (folder / "fails.jinja").write_text(FAILS)
     recipe = Path(__file__).parents[2].joinpath("preheat/recipes/fine-tune.yaml").read_text()
