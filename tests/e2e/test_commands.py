@@ -16,7 +16,7 @@ from .conftest import Command, losses
 
 
 def test_plan_train_report_eval_generate_export(preheat: Command) -> None:
-    plan = preheat.json("plan", "r.yaml")
+    plan = preheat.here.json("plan", "r.yaml")
     assert plan["fits"] is True
     assert sum(plan["memory"].values()) == pytest.approx(plan["peak_gib"], rel=1e-6)
     made = preheat.json("train", "r.yaml")
@@ -35,12 +35,12 @@ def test_plan_train_report_eval_generate_export(preheat: Command) -> None:
     ):
         assert (run / name).stat().st_size > 0, name
     assert sorted(p.name for p in (run / "checkpoints").iterdir()) == ["step-10", "step-12"]
-    assert preheat.json("eval", "runs/small")["loss"] == pytest.approx(made["validation_loss"], rel=1e-4)
-    text = preheat.json("generate", "runs/small", "--prompt", "the quick", "--tokens", "8")
+    assert preheat.here.json("eval", "runs/small")["loss"] == pytest.approx(made["validation_loss"], rel=1e-4)
+    text = preheat.here.json("generate", "runs/small", "--prompt", "the quick", "--tokens", "8")
     assert text["tokens"] >= 1
-    exported = preheat.json("export", "runs/small", "--to", "hf")
+    exported = preheat.here.json("export", "runs/small", "--to", "hf")
     assert exported["max_logit_difference"] < 1e-5
-    assert preheat.json("eval", exported["path"], "--data", "text", "--length", "32")["loss"] < 6
+    assert preheat.here.json("eval", exported["path"], "--data", "text", "--length", "32")["loss"] < 6
     # The resolved recipe reruns the run, loss for loss.
     again = preheat.json("train", "runs/small/recipe.yaml", "--out", "again")
     assert (again["loss"], again["validation_loss"]) == (made["loss"], made["validation_loss"])
@@ -48,8 +48,8 @@ def test_plan_train_report_eval_generate_export(preheat: Command) -> None:
 
 
 def test_lora_run_exports_merged(preheat: Command) -> None:
-    preheat.json("train", "r.yaml", "--set", "techniques={lora: {rank: 4}}", "--set", "stop.steps=4")
-    exported = preheat.json("export", "runs/small")
+    preheat.here.json("train", "r.yaml", "--set", "techniques={lora: {rank: 4}}", "--set", "stop.steps=4")
+    exported = preheat.here.json("export", "runs/small")
     assert exported["merged"] == 14
     assert exported["max_logit_difference"] < 1e-5
     config = json.loads((preheat.folder / exported["path"] / "config.json").read_text())
@@ -66,14 +66,14 @@ def test_help_is_fast_and_every_command_has_an_example(preheat: Command) -> None
 
 
 def test_recipes_techniques_and_init(preheat: Command) -> None:
-    assert "demo" in preheat("recipes")[0]
-    assert "techniques:" in preheat("recipes", "show", "demo")[0]
-    assert json.loads(preheat("recipes", "schema")[0])["title"] == "preheat recipe"
-    assert "Helps:" in preheat("techniques", "show", "lora")[0]
-    preheat("init", "demo")
+    assert "demo" in preheat.here("recipes")[0]
+    assert "techniques:" in preheat.here("recipes", "show", "demo")[0]
+    assert json.loads(preheat.here("recipes", "schema")[0])["title"] == "preheat recipe"
+    assert "Helps:" in preheat.here("techniques", "show", "lora")[0]
+    preheat.here("init", "demo")
     assert (preheat.folder / "demo.yaml").exists()
-    assert "stands there already" in preheat("init", "demo", code=2)[1]
-    assert "did you mean 'demo'" in preheat("recipes", "show", "dmeo", code=2)[1]
+    assert "stands there already" in preheat.here("init", "demo", code=2)[1]
+    assert "did you mean 'demo'" in preheat.here("recipes", "show", "dmeo", code=2)[1]
 
 
 @pytest.mark.parametrize(
@@ -110,7 +110,7 @@ def test_bad_input_gets_one_clear_line_and_leaves_nothing(
     (preheat.folder / "binary.txt").write_bytes(bytes(range(256)) * 8)
     (preheat.folder / "broken.jsonl").write_text('{"text": "a"}\n{"text": "b"}\n{"text": \n')
     (preheat.folder / "fields.jsonl").write_text('{"text": "a"}\n{"txet": "b"}\n')
-    _, error = preheat(*arguments, code=code)
+    _, error = preheat.here(*arguments, code=code)
     assert words in error
     assert "Traceback" not in error
     if error.startswith("error:"):
@@ -120,8 +120,8 @@ def test_bad_input_gets_one_clear_line_and_leaves_nothing(
 
 
 def test_a_run_is_not_overwritten_and_not_resumed_otherwise(preheat: Command) -> None:
-    preheat("train", "r.yaml", "--set", "stop.steps=6")
-    assert "--resume" in preheat("train", "r.yaml", code=1)[1]
+    preheat.here("train", "r.yaml", "--set", "stop.steps=6")
+    assert "--resume" in preheat.here("train", "r.yaml", code=1)[1]
     for changed in (
         "batch.size=8",
         "optimizer.lr=0.02",
@@ -129,31 +129,31 @@ def test_a_run_is_not_overwritten_and_not_resumed_otherwise(preheat: Command) ->
         "data.validation=0.3",
         "techniques.chunked_loss.rows=32",
     ):
-        error = preheat("train", "r.yaml", "--resume", "--set", changed, code=1)[1]
+        error = preheat.here("train", "r.yaml", "--resume", "--set", changed, code=1)[1]
         assert changed.partition("=")[0] in error, error
     (preheat.folder / "text" / "00.txt").write_text("another text\n" * 50)
-    assert "the data (the source, tokenizer or packing) changed" in preheat("train", "r.yaml", "--resume", code=1)[1]
+    assert "the data (the source, tokenizer or packing) changed" in preheat.here("train", "r.yaml", "--resume", code=1)[1]
 
 
 def test_a_run_can_be_lengthened(preheat: Command) -> None:
-    preheat("train", "r.yaml", "--set", "schedule.kind=constant", "--set", "stop.steps=6")
-    made = preheat.json("train", "r.yaml", "--set", "schedule.kind=constant", "--resume")
+    preheat.here("train", "r.yaml", "--set", "schedule.kind=constant", "--set", "stop.steps=6")
+    made = preheat.here.json("train", "r.yaml", "--set", "schedule.kind=constant", "--resume")
     assert made["steps"] == 12
-    preheat("train", "r.yaml", "--set", "schedule.kind=constant", "--out", "whole")
+    preheat.here("train", "r.yaml", "--set", "schedule.kind=constant", "--out", "whole")
     assert losses(preheat.folder / "runs" / "small") == losses(preheat.folder / "whole")
 
 
 def test_damaged_checkpoints(preheat: Command) -> None:
-    preheat("train", "r.yaml", "--set", "schedule.kind=constant")
+    preheat.here("train", "r.yaml", "--set", "schedule.kind=constant")
     whole = losses(preheat.folder / "runs" / "small")
     (last,) = (preheat.folder / "runs/small/checkpoints/step-12").glob("*.safetensors")
     last.write_bytes(last.read_bytes()[:-100])
-    out, _ = preheat("train", "r.yaml", "--set", "schedule.kind=constant", "--resume")
+    out, _ = preheat.here("train", "r.yaml", "--set", "schedule.kind=constant", "--resume")
     assert "step-12: damaged" in out.replace("\n", "")
     assert losses(preheat.folder / "runs" / "small") == whole
     for file in (preheat.folder / "runs/small/checkpoints").glob("*/*.safetensors"):
         file.write_bytes(b"")
-    assert "no checkpoint is whole" in preheat("train", "r.yaml", "--resume", "--set", "schedule.kind=constant", code=1)[1]
+    assert "no checkpoint is whole" in preheat.here("train", "r.yaml", "--resume", "--set", "schedule.kind=constant", code=1)[1]
 
 
 def test_non_finite_loss_stops_with_step_and_rows(preheat: Command) -> None:
@@ -167,7 +167,7 @@ def test_non_finite_loss_stops_with_step_and_rows(preheat: Command) -> None:
         "--set",
         "schedule.kind=constant",
     ]
-    error = preheat("train", "r.yaml", *more, code=1)[1]
+    error = preheat.here("train", "r.yaml", *more, code=1)[1]
     assert "step " in error
     assert "rows " in error
     assert "optimizer.lr" in error
@@ -177,7 +177,7 @@ def test_two_runs_in_one_folder_at_once(preheat: Command) -> None:
     first = preheat.start("train", "r.yaml", "--set", "stop.steps=100000", "--set", "checkpoint.every=50")
     try:
         _wait_for(preheat.folder / "runs/small/metrics.jsonl", first)
-        assert "another process is writing" in preheat("train", "r.yaml", "--resume", "--set", "stop.steps=100000", code=1)[1]
+        assert "another process is writing" in preheat.here("train", "r.yaml", "--resume", "--set", "stop.steps=100000", code=1)[1]
     finally:
         first.kill()
         first.communicate()
