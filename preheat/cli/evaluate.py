@@ -170,7 +170,8 @@ def _measured(
             made["texts"][name] = measure_text(opened.build, held, micro=micro, limit=rows, sizes=sizes, objective=own)
             say("texts", len(made["texts"]), len(texts))
         reach = length or max(settings.batch.length, min(positions, 2048))
-        scorer = Scorer(opened.build, opened.tokenizer, micro=micro, length=min(reach, positions or reach), say=say)
+        held_to: dict[str, Any] = {"length": min(reach, positions or reach), "classes": opened.classes}
+        scorer = Scorer(opened.build, opened.tokenizer, micro=micro, say=say, **held_to)
         for task in tasks:
             if isinstance(task, Task):
                 made["tasks"][task.name] = measure_task(task, scorer, limit=limit, samples=samples)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -34,6 +35,7 @@ class Layout:
         train_on: which turns of a conversation.
         classes: names of the classes, in order.
         special: special tokens of the tokenizer, looked for in the text of rows.
+        strange: the first row's fields are of no layout.
     """
 
     kind: str
@@ -45,6 +47,7 @@ class Layout:
     train_on: TrainOn = "assistant"
     classes: tuple[str, ...] = ()
     special: tuple[str, ...] = ()
+    strange: bool = False
     _firsts: frozenset[str] = field(default=frozenset(), repr=False)
 
     def names(self) -> list[str]:
@@ -111,11 +114,11 @@ class Layout:
         return row[self.columns[role]]
 
     def _absent(self, role: str, known: Sequence[str]) -> str:
-        name = self.columns[role]
+        name, only = self.columns[role], ", ".join(map(repr, known)) or "none"
+        if self.strange and known:
+            return f"no field 'text', only {only}, which no layout has; {_said_by_columns(known)}"
         knob = f"data.{role}" if role in ("text", "prompt", "completion") else f"data.columns.{role}"
-        other = "" if self.kind != "text" else " (or say by data.layout and data.columns what the fields are)"
-        only = ", ".join(map(repr, known)) or "none"
-        return f"no field '{name}', only {only}; set {knob}: {nearest(name, list(known)) if known else name}{other}"
+        return f"no field '{name}', only {only}; set {knob}: {nearest(name, list(known)) if known else name}"
 
     def _text(self, row: Mapping[str, Any], role: str, notes: list[tuple[str, str]], *, empty: bool) -> str:
         value, name = self._value(row, role), self.columns[role]
@@ -272,6 +275,23 @@ def _class_name(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
+def _said_by_columns(known: Sequence[str]) -> str:
+    """How to say what fields are that no layout has: by the one that is nearly a layout's, else by an example.
+
+    Example:
+        >>> _said_by_columns(["mesages"])
+        'set data.columns={messages: mesages}'
+    """
+    roles = sorted({role for needs, _ in LAYOUTS.values() for role in needs})
+    for name in known:
+        if near := difflib.get_close_matches(name.lower(), roles, n=1, cutoff=0.8):
+            return f"set data.text: {name}" if near[0] == "text" else f"set data.columns={{{near[0]}: {name}}}"
+    if len(known) == 1:
+        return f"set data.text: {known[0]}"
+    pair = f"data.columns={{prompt: {known[0]}, completion: {known[1]}}}"
+    return f"say what they are: {pair} where the one is asked and the other answers, or data.text: {known[0]} for plain text"
+
+
 def class_names(values: Iterable[Any], where: str) -> tuple[str, ...]:
     """The distinct values of a label's field as names of classes: numbers by size, else by alphabet.
 
@@ -325,7 +345,8 @@ def layout_of(data: Data, names: Sequence[str], first: Any, where: str, **more: 
     columns |= {role: stated.get(role, role) for role in reads if role in stated or role in names}
     special = tuple(more.pop("special", ()))
     words = f"{kind}, {why}"
-    return Layout(kind, columns, words, special=special, _firsts=frozenset(t[0] for t in special), **more)
+    strange = kind == "text" and data.layout == "auto" and isinstance(first, Mapping) and columns["text"] not in names
+    return Layout(kind, columns, words, special=special, strange=strange, _firsts=frozenset(t[0] for t in special), **more)
 
 
 def _recognised(stated: Mapping[str, str], names: Sequence[str], first: Any) -> tuple[str, str]:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from preheat.data.sources import digest
-from preheat.errors import RecipeError
+from preheat.errors import RecipeError, nearest
 from preheat.evaluation import bootstrap, metrics
 from preheat.evaluation.bootstrap import Metric
 from preheat.evaluation.prompts import Item, items_of
@@ -31,7 +31,8 @@ def measure_task(task: Task, scorer: Scorer, *, limit: int | None = None, sample
     Raises:
         DataError, RecipeError: as `items_of`.
     """
-    return measure_items(task, items_of(task, scorer.tokenizer, limit=limit), scorer, samples=samples)
+    items = items_of(task, scorer.tokenizer, limit=limit, head=CLASSES in scorer.build.tags)
+    return measure_items(task, items, scorer, samples=samples)
 
 
 def require_room(items: Sequence[Item], reader: Reader) -> None:
@@ -82,10 +83,17 @@ def _classes(task: Task, items: Sequence[Item], scorer: Scorer) -> list[int]:
         raise RecipeError(
             f"task {task.name}: this run has a head over {rows} classes: it can be asked a classification, no {task.kind}"
         )
-    if len(items[0].texts) != rows:
-        words = f"the task has {len(items[0].texts)} classes and the run's head {rows}"
+    texts = items[0].texts
+    if scorer.classes and (strange := [name for name in scorer.classes if name not in texts]):
+        words = f"the run was trained on the class {strange[0]!r}, which the task has not"
+        raise RecipeError(f"task {task.name}: choices: {words}; {nearest(strange[0], list(texts))}")
+    if not scorer.classes and len(texts) != rows:
+        words = f"the task has {len(texts)} classes and the run's head {rows}"
         raise RecipeError(f"task {task.name}: choices: {words}; list those that it was trained on, in their order")
-    return scorer.classify([scorer.encode(item.context, complete=item.complete) for item in items])
+    # By name where the names are known: data may lack a class of the task's, or state them in another order.
+    place = [texts.index(name) for name in scorer.classes] or list(range(rows))
+    place += [-1] * (rows - len(place))  # of the head's rows, those that no class of the data stands for
+    return [place[n] for n in scorer.classify([scorer.encode(item.context, complete=item.complete) for item in items])]
 
 
 def _likelihoods(items: Sequence[Item], scorer: Scorer) -> list[list[Score]]:

@@ -41,8 +41,10 @@ class Probes:
         self.tasks = find_tasks(settings.tasks, knob="evaluate.tasks")
         if any(isinstance(task, str) for task in self.tasks):
             require_harness()
-        self.items = {t.name: items_of(t, data.tokenizer, limit=settings.rows) for t in self.tasks if isinstance(t, Task)}
-        if CLASSES not in {tag for t in recipe.techniques.values() for tag in t.provided()}:
+        head = CLASSES in {tag for t in recipe.techniques.values() for tag in t.provided()}
+        asked: dict[str, Any] = {"limit": settings.rows, "head": head}
+        self.items = {t.name: items_of(t, data.tokenizer, **asked) for t in self.tasks if isinstance(t, Task)}
+        if not head:
             for items in self.items.values():
                 require_room(items, Reader(data.tokenizer, recipe.batch.length))
         self.sizes = bytes_of_tokens(data.tokenizer)
@@ -100,7 +102,8 @@ class Probes:
         if self.forgetting is not None:
             texts["forgetting"] = measure_text(build, self.forgetting, **how)
         tasks: dict[str, Result] = {}
-        scorer = Scorer(build, self.data.tokenizer, micro=micro, length=self.recipe.batch.length, say=self.say)
+        length, classes = self.recipe.batch.length, self.data.classes
+        scorer = Scorer(build, self.data.tokenizer, micro=micro, length=length, classes=classes, say=self.say)
         for task in self.tasks:
             if isinstance(task, Task):
                 tasks[task.name] = measure_items(task, self.items[task.name], scorer)

@@ -88,11 +88,12 @@ class _Language:
         return run
 
 
-def items_of(task: Task, tokenizer: Any, *, limit: int | None = None) -> list[Item]:
+def items_of(task: Task, tokenizer: Any, *, limit: int | None = None, head: bool = False) -> list[Item]:
     """The questions of a task, in the order of its rows.
 
     Args:
         limit: the first so many; `task.limit` counts too.
+        head: for a head over classes, which reads the text alone where the task states it (`task.text`).
 
     Raises:
         DataError: a row lacks a field, or its gold is none of its choices; the row is named.
@@ -119,12 +120,14 @@ def items_of(task: Task, tokenizer: Any, *, limit: int | None = None) -> list[It
         return prompt(row), item.texts[item.gold] if item.texts else "; ".join(item.answers)
 
     before = [answered(row) for row in shots]
+    bare = language.template("text") if head and task.text is not None else None
     limits = [n for n in (task.limit, limit) if n is not None]
     made = []
     for row in rows[: min(limits)] if limits else rows:
-        context = _context(task, before, prompt(row), tokenizer)
+        context = bare(row) if bare else _context(task, before, prompt(row), tokenizer)
+        complete = task.chat and bare is None
         made.append(
-            _item(task, row, context, task.chat, gold(row), choices(row) if task.choices or classes else None, scale(row))
+            _item(task, row, context, complete, gold(row), choices(row) if task.choices or classes else None, scale(row))
         )
     return made
 

@@ -82,6 +82,7 @@ class Scorer(Reader):
     Args:
         micro: rows at once, as in training at most, so that a run needs no more memory than was planned.
         length: tokens of a row; a longer context loses its beginning, which is counted in `truncated`.
+        classes: names of a head's classes, in the order of its rows, where they are known.
         say: told (what, done, total) now and then.
     """
 
@@ -92,10 +93,11 @@ class Scorer(Reader):
         *,
         micro: int,
         length: int,
+        classes: Sequence[str] = (),
         say: Callable[[str, float, float | None], None] | None = None,
     ):
         super().__init__(tokenizer, length)
-        self.build, self.micro = build, micro
+        self.build, self.micro, self.classes = build, micro, tuple(classes)
         self.say = say or (lambda what, done, total: None)
         self.truncated = 0
 

@@ -29,6 +29,8 @@ class Task:
     """multiple_choice, classification, cloze: by likelihood. exact_match, token_f1, numeric: the model writes, greedily, and its answer is compared."""
     prompt: str
     """Template of what the model is asked: "Question: {{question}}\\nAnswer:"."""
+    text: str | None = None
+    """classification of a run that has a head over classes: template of what it reads, as it did in training; the prompt when not stated."""
     gold: str
     """Expression of what is right: the choice (its text, or its number from 0), the class, the last words (cloze), or the answer, a list where several are (numeric: the spans of one answer)."""
     name: str = ""
@@ -77,6 +79,8 @@ class Task:
             found.append(("choices", f"means nothing for {self.kind}; remove it"))
         if isinstance(self.choices, tuple) and len(set(self.choices)) < max(2, len(self.choices)):
             found.append(("choices", "needs two or more, each once"))
+        if self.text is not None and self.kind != "classification":
+            found.append(("text", f"means nothing for {self.kind}; remove it"))
         if self.scale is not None and self.kind != "numeric":
             found.append(("scale", f"means nothing for {self.kind}; remove it"))
         if self.system is not None and not self.chat:

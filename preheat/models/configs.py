@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from preheat.errors import RecipeError
+from preheat.errors import RecipeError, nearest
 from preheat.hardware.network import hub_reachable
 from preheat.models import experts, presets, sizes
 
@@ -77,12 +77,19 @@ def read(path: str, trust: bool) -> PretrainedConfig:
     except (OSError, ValueError) as error:
         first = str(error).strip().split("\n")[0]
         if not folder.exists() and (path.startswith((".", "/", "~")) or path.count("/") > 1):
-            raise RecipeError(f"model.path: {path}: no such folder") from None
+            raise RecipeError(f"model.path: {path}: no such folder; {_models_near(folder)}") from None
         raise RecipeError(
             f"model.path: {path}: no such folder, and not to be had from the Hugging Face hub ({first[:160]}); download it where there is a network and name the folder"
             if not folder.exists()
             else f"model.path: {path}: {first[:300]}"
         ) from None
+
+
+def _models_near(folder: Path) -> str:
+    """The nearest name of a model's folder that stands where one was looked for."""
+    parent = folder.expanduser().parent
+    names = sorted(file.parent.name for file in parent.glob("*/config.json")) if parent.is_dir() else []
+    return nearest(folder.name, names[:20]) if names else f"in {parent} is no model's folder (one that holds config.json)"
 
 
 def _offline() -> bool:

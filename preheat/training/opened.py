@@ -36,6 +36,8 @@ class Opened:
     """ops.peft_folder.AdapterFolder, where that is what was opened."""
     template: str | None = None
     """Name of the chat template that a run was trained with, which its tokenizer has; None: it was trained on texts."""
+    classes: tuple[str, ...] = ()
+    """Names of the classes that a run was trained on, in the order of its head's rows."""
 
     def write(self, prompts: Sequence[Prompt], settings: Sample | None = None, **how: Any) -> list[Written]:
         """Continues texts, and answers chats: `write_texts` with this model; `how` is its template, seed, batch, on_text and kept.
@@ -97,7 +99,8 @@ def _at_start(path: Path) -> Opened:
     recipe = alone(recipes.load(path / "recipe.yaml"))
     tokenizer = load_tokenizer(str(path / "tokenizer"))
     device, _ = resolve(recipe)
-    return Opened(recipe, build(recipe, vocabulary=len(tokenizer), device=device), tokenizer, 0, str(path / "tokenizer"))
+    made = build(recipe, vocabulary=len(tokenizer), device=device)
+    return Opened(recipe, made, tokenizer, 0, str(path / "tokenizer"), classes=tuple(_told(path).get("classes", ())))
 
 
 def _run(path: Path, step: int | None) -> Opened:
@@ -124,10 +127,16 @@ def _run(path: Path, step: int | None) -> Opened:
             f"{path}: the weights in {recipe.model.path} changed since the run was trained on them; put back those that were there"
         )
     checkpoint.load_weights(made, found)
-    data = path / "data.json"
-    told = json.loads(data.read_text(encoding="utf-8")) if data.is_file() else {}
+    told = _told(path)
     template = told["template"] if told.get("chat") else None
-    return Opened(recipe, made, tokenizer, progress.step, str(path / "tokenizer"), template=template)
+    classes = tuple(told.get("classes", ()))
+    return Opened(recipe, made, tokenizer, progress.step, str(path / "tokenizer"), template=template, classes=classes)
+
+
+def _told(path: Path) -> dict[str, Any]:
+    """What a run says of its data."""
+    file = path / "data.json"
+    return dict(json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else {}
 
 
 def _folder(model: str, tokenizer_folder: str) -> Opened:

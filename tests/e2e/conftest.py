@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import subprocess
@@ -9,6 +11,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -48,6 +51,38 @@ class Command:
         out, error = process.communicate(timeout=300)
         assert process.returncode == code, f"exit {process.returncode}, expected {code}\n{out}\n{error}"
         return out, error
+
+    def json(self, *arguments: str, code: int = 0) -> dict[str, Any]:
+        return json.loads(self(*arguments, "--json", code=code)[0])
+
+    @property
+    def here(self) -> InThisProcess:
+        """The same commands in this process: importing torch for each takes longer than most of them."""
+        return InThisProcess(self.folder, self.environment)
+
+
+class InThisProcess:
+    """Runs `preheat` as its entry point does, but without a process of its own."""
+
+    def __init__(self, folder: Path, environment: dict[str, str]):
+        self.folder, self.environment = folder, environment
+
+    def __call__(self, *arguments: str, code: int = 0, said: str = "") -> tuple[str, str]:
+        from preheat.cli import main
+
+        out, error = io.StringIO(), io.StringIO()
+        with (
+            contextlib.chdir(self.folder),
+            mock.patch.dict(os.environ, self.environment),
+            mock.patch.object(sys, "stdin", io.StringIO(said)),
+            contextlib.redirect_stdout(out),
+            contextlib.redirect_stderr(error),
+            pytest.raises(SystemExit) as ended,
+        ):
+            main(list(arguments))
+        ended_with = ended.value.code or 0
+        assert ended_with == code, f"exit {ended_with}, expected {code}\n{out.getvalue()}\n{error.getvalue()}"
+        return out.getvalue(), error.getvalue()
 
     def json(self, *arguments: str, code: int = 0) -> dict[str, Any]:
         return json.loads(self(*arguments, "--json", code=code)[0])

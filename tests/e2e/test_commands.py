@@ -66,14 +66,14 @@ def test_help_is_fast_and_every_command_has_an_example(preheat: Command) -> None
 
 
 def test_recipes_techniques_and_init(preheat: Command) -> None:
-    assert "demo" in preheat("recipes")[0]
-    assert "techniques:" in preheat("recipes", "show", "demo")[0]
-    assert json.loads(preheat("recipes", "schema")[0])["title"] == "preheat recipe"
-    assert "Helps:" in preheat("techniques", "show", "lora")[0]
-    preheat("init", "demo")
+    assert "demo" in preheat.here("recipes")[0]
+    assert "techniques:" in preheat.here("recipes", "show", "demo")[0]
+    assert json.loads(preheat.here("recipes", "schema")[0])["title"] == "preheat recipe"
+    assert "Helps:" in preheat.here("techniques", "show", "lora")[0]
+    preheat.here("init", "demo")
     assert (preheat.folder / "demo.yaml").exists()
-    assert "stands there already" in preheat("init", "demo", code=2)[1]
-    assert "did you mean 'demo'" in preheat("recipes", "show", "dmeo", code=2)[1]
+    assert "stands there already" in preheat.here("init", "demo", code=2)[1]
+    assert "did you mean 'demo'" in preheat.here("recipes", "show", "dmeo", code=2)[1]
 
 
 @pytest.mark.parametrize(
@@ -110,7 +110,7 @@ def test_bad_input_gets_one_clear_line_and_leaves_nothing(
     (preheat.folder / "binary.txt").write_bytes(bytes(range(256)) * 8)
     (preheat.folder / "broken.jsonl").write_text('{"text": "a"}\n{"text": "b"}\n{"text": \n')
     (preheat.folder / "fields.jsonl").write_text('{"text": "a"}\n{"txet": "b"}\n')
-    _, error = preheat(*arguments, code=code)
+    _, error = preheat.here(*arguments, code=code)
     assert words in error
     assert "Traceback" not in error
     if error.startswith("error:"):
@@ -120,8 +120,8 @@ def test_bad_input_gets_one_clear_line_and_leaves_nothing(
 
 
 def test_a_run_is_not_overwritten_and_not_resumed_otherwise(preheat: Command) -> None:
-    preheat("train", "r.yaml", "--set", "stop.steps=6")
-    assert "--resume" in preheat("train", "r.yaml", code=1)[1]
+    preheat.here("train", "r.yaml", "--set", "stop.steps=6")
+    assert "--resume" in preheat.here("train", "r.yaml", code=1)[1]
     for changed in (
         "batch.size=8",
         "optimizer.lr=0.02",
@@ -129,17 +129,17 @@ def test_a_run_is_not_overwritten_and_not_resumed_otherwise(preheat: Command) ->
         "data.validation=0.3",
         "techniques.chunked_loss.rows=32",
     ):
-        error = preheat("train", "r.yaml", "--resume", "--set", changed, code=1)[1]
+        error = preheat.here("train", "r.yaml", "--resume", "--set", changed, code=1)[1]
         assert changed.partition("=")[0] in error, error
     (preheat.folder / "text" / "00.txt").write_text("another text\n" * 50)
-    assert "the data (the source, tokenizer or packing) changed" in preheat("train", "r.yaml", "--resume", code=1)[1]
+    assert "the data (the source, tokenizer or packing) changed" in preheat.here("train", "r.yaml", "--resume", code=1)[1]
 
 
 def test_a_run_can_be_lengthened(preheat: Command) -> None:
-    preheat("train", "r.yaml", "--set", "schedule.kind=constant", "--set", "stop.steps=6")
-    made = preheat.json("train", "r.yaml", "--set", "schedule.kind=constant", "--resume")
+    preheat.here("train", "r.yaml", "--set", "schedule.kind=constant", "--set", "stop.steps=6")
+    made = preheat.here.json("train", "r.yaml", "--set", "schedule.kind=constant", "--resume")
     assert made["steps"] == 12
-    preheat("train", "r.yaml", "--set", "schedule.kind=constant", "--out", "whole")
+    preheat.here("train", "r.yaml", "--set", "schedule.kind=constant", "--out", "whole")
     assert losses(preheat.folder / "runs" / "small") == losses(preheat.folder / "whole")
 
 

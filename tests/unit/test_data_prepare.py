@@ -238,6 +238,13 @@ BAD = {
         {},
         r"corpus\.jsonl:2: no field 'text', only 'txt', 'id'; set data\.text: did you mean 'txt'\?",
     ),
+    "no layout": (
+        b'{"question": "a", "reply": "b"}\n' * 9,
+        {},
+        r"corpus\.jsonl:1: no field 'text', only 'question', 'reply', which no layout has; say what they are: data\.columns="
+        r"\{prompt: question, completion: reply\} where .*data\.text: question for plain text",
+    ),
+    "a layout misspelt": (b'{"mesages": [], "id": 1}\n' * 9, {}, r"set data\.columns=\{messages: mesages\} \(check"),
     "no prompt": (GOOD, {"prompt": "q", "completion": "text"}, r"corpus\.jsonl:1: no field 'q', only 'text'; set data\.prompt"),
     "a number": (GOOD + b'{"text": 7}\n', {}, r"corpus\.jsonl:2: field 'text' is a number, not text"),
     "null": (b'{"text": null}\n', {}, r"corpus\.jsonl:1: field 'text' is null"),

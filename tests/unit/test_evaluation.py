@@ -210,6 +210,17 @@ def test_a_head_over_classes_is_asked_at_the_end_of_the_text(tokenizer: Any, tmp
     found = measure_task(task, scorer)
     assert found.metrics["accuracy"].value == sum(s == n % 3 for n, s in enumerate(slow)) / 4
     assert scorer.classify([scorer.encode(t) for t in texts]) == slow
+    # By the names that it was trained on, in whatever order the task has them; and by the text that it was trained on.
+    named = Scorer(made, tokenizer, micro=3, length=32, classes=("c", "a"))
+    asked = replace(task, prompt="What is {{t}}?", text="{{t}}")
+    by_name = {0: "c", 1: "a", 2: "none"}  # the head's last row stands for no class of the data
+    wanted = sum(by_name[s] == "abc"[n % 3] for n, s in enumerate(slow)) / 4
+    assert measure_task(asked, named).metrics["accuracy"].value == wanted
+    assert [item.context for item in items_of(asked, tokenizer, head=True)] == texts
+    assert items_of(asked, tokenizer)[0].context == "What is the cat?"
+    named.classes = ("c", "aa")
+    with pytest.raises(RecipeError, match="trained on the class 'aa', which the task has not"):
+        measure_task(asked, named)
     for other, words in (
         (replace(task, choices=("a", "b", "c", "d")), "4 classes and the run's head 3"),
         (replace(task, kind="cloze", choices=None), "no cloze"),
@@ -390,6 +401,7 @@ ROW = {"q": "a", "c": ["x", "y"], "g": 0}
         ({"shots": 1}, [ROW], DataError, "leave none of 1 to ask"),
         ({"data": "nowhere.jsonl"}, [ROW], DataError, "nowhere.jsonl: no such file"),
         ({"kind": "classification", "choices": ["x", "x"]}, [ROW], RecipeError, "each once"),
+        ({"text": "{{query}}"}, [ROW], RecipeError, "text: means nothing for multiple_choice"),
     ],
     ids=lambda value: str(value)[:40],
 )
