@@ -157,8 +157,12 @@ def test_a_built_in_recipe_is_dry_run_with_its_preset(name: str, device: Device)
     recipe = recipes.load(name, few)
     assert recipe.name == name
     assert recipe.model.preset in PRESETS
-    seen = observe(recipe, vocabulary=None, device=device)
+    seen = observe(recipe, vocabulary=None, device=device, world=2 if name == "multi-gpu" else 1)
     assert seen.trained < seen.parameters / 10
+    if name == "multi-gpu":  # the bits of the base are shared out, and so are the adapters
+        layer = 4096 * (4096 * 2 + 1024 * 2 + 14336 * 3)
+        ends = 2 * 2 * 128256 * 4096
+        assert seen.categories["update"]["parameters"] == pytest.approx((0.516 * layer + ends) / 2 + seen.trained * 2, rel=0.05)
     if name == "limited-hardware":  # one recipe for both kinds of device, and the run says which it was
         said = seen.changes["optimizer_offload"][0].what
         assert said.startswith("nothing to move" if device is DEVICE else "AdamW of")
