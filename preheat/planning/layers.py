@@ -37,9 +37,7 @@ def observe_few(recipe: Recipe, *, vocabulary: int | None, device: Device, world
     if few is None or devices == 1 or layers < MANY:
         return observe(recipe, vocabulary=vocabulary, device=device, world=world)
     fewer, more = few
-    one, two = (
-        observe(_of(recipe, count), vocabulary=vocabulary, device=device, world=world) for count in (fewer, more)
-    )
+    one, two = (observe(_of(recipe, count), vocabulary=vocabulary, device=device, world=world) for count in (fewer, more))
     return _carried_on(one, two, (layers - fewer) / (more - fewer), device)
 
 

@@ -163,7 +163,9 @@ class GradientAccumulation(Technique):
         rows, devices = _rows(build.recipe, build.mesh.sizes)
         micro = -(-rows // self.steps)
         among = f", {rows} on each of {devices} devices," if devices > 1 else ""
-        return Change(f"{build.recipe.batch.size} rows a step{among} in {-(-rows // micro)} micro-batches of {micro}", self.steps)
+        return Change(
+            f"{build.recipe.batch.size} rows a step{among} in {-(-rows // micro)} micro-batches of {micro}", self.steps
+        )
 
     def options(self, context: Context) -> Iterable[Technique]:
         rows, _ = _rows(context.recipe, context.sizes)

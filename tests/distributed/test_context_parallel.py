@@ -103,7 +103,9 @@ def train(case: str, *, several: bool) -> tuple[dict[str, list[Any]], dict[str, 
     with reading(b):
         total = forward(b, transform(b, split(held_out, [ROWS // shares] * shares)[place])).total
     losses.append(float(b.mesh.add(total.clone(), *ALL)) / held_out.weight)
-    places = torch.tensor([0, length - 1, length + length // 2, ROWS * length - 2, 0])  # the first twice; some devices have few of them
+    places = torch.tensor(
+        [0, length - 1, length + length // 2, ROWS * length - 2, 0]
+    )  # the first twice; some devices have few of them
     scores, best = token_scores(b, held_out, places, torch.tensor([3, 7, 5, 11, 4]))
     judged = {"scores": scores.tolist(), "best": best.tolist(), "likeliest": likeliest(b, held_out, places).tolist()}
     weights = {n: p.full_tensor() if hasattr(p, "full_tensor") else p for n, p in b.parameters()}

@@ -60,7 +60,10 @@ def test_half_precision_copies_do_not_outlive_their_layer(one: Any) -> None:
 
 @pytest.mark.parametrize(
     "techniques",
-    ["{fsdp: {}, chunked_loss: {rows: 64}}", "{fsdp: {gather: bf16}, activation_checkpointing: {}, mixed_precision: {mode: bf16}}"],
+    [
+        "{fsdp: {}, chunked_loss: {rows: 64}}",
+        "{fsdp: {gather: bf16}, activation_checkpointing: {}, mixed_precision: {mode: bf16}}",
+    ],
 )
 def test_many_layers_are_planned_by_few(techniques: str) -> None:
     recipe = recipes.override(tiny(rows=WORLD, more=""), "model.layers=13", f"techniques={techniques}", "batch.length=64")
@@ -84,5 +87,7 @@ def test_layers_that_are_told_apart_are_all_observed() -> None:
         "{pipeline_parallel: {micro_batches: 2}}",
         "{fsdp: {}, activation_checkpointing: {every: 3}}",
     ):
-        assert _few(recipes.override(tiny(), "model.layers=13", f"techniques={techniques}"), configure(tiny(), 96)) is None, techniques
+        assert _few(recipes.override(tiny(), "model.layers=13", f"techniques={techniques}"), configure(tiny(), 96)) is None, (
+            techniques
+        )
     assert _few(tiny("{fsdp: {}}"), configure(tiny(), 96)) == (4, 5)

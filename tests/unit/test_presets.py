@@ -160,9 +160,9 @@ def test_a_built_in_recipe_is_dry_run_with_its_preset(name: str, device: Device)
     seen = observe(recipe, vocabulary=None, device=device, world=2 if name == "multi-gpu" else 1)
     assert seen.trained < seen.parameters / 10
     if name == "multi-gpu":  # the bits of the base are shared out, and so are the adapters
-        layer = 4096 * (4096 * 2 + 1024 * 2 + 14336 * 3)
-        ends = 2 * 2 * 128256 * 4096
-        assert seen.categories["update"]["parameters"] == pytest.approx((0.516 * layer + ends) / 2 + seen.trained * 2, rel=0.05)
+        layer, embedding = 1536 * (1536 * 2 + 256 * 2 + 8960 * 3), 151936 * 1536
+        wanted = (0.516 * layer + 2 * embedding + 4 * seen.trained) / 2
+        assert seen.categories["update"]["parameters"] == pytest.approx(wanted, rel=0.02)
     if name == "limited-hardware":  # one recipe for both kinds of device, and the run says which it was
         said = seen.changes["optimizer_offload"][0].what
         assert said.startswith("nothing to move" if device is DEVICE else "AdamW of")
