@@ -18,7 +18,7 @@ from preheat.planning.allocator import HeapUse, replay
 from preheat.planning.observe import Observation, observe, peaks
 from preheat.planning.recorder import Kernel
 from preheat.recipe import Recipe
-from preheat.technique import Axis, Device, Technique
+from preheat.technique import Axis, Device, Tag, Technique
 
 __all__ = ["observe_few"]
 
@@ -37,7 +37,8 @@ def observe_few(recipe: Recipe, *, vocabulary: int | None, device: Device, world
     if few is None or devices == 1 or layers < MANY:
         return observe(recipe, vocabulary=vocabulary, device=device, world=world)
     fewer, more = few
-    one, two = (observe(_of(recipe, count), vocabulary=vocabulary, device=device, world=world) for count in (fewer, more))
+    how: dict[str, Any] = {"vocabulary": vocabulary, "device": device, "world": world, "by_layer": True}
+    one, two = (observe(_of(recipe, count), **how) for count in (fewer, more))
     return _carried_on(one, two, (layers - fewer) / (more - fewer), device)
 
 
@@ -52,7 +53,7 @@ def _few(recipe: Recipe, config: Any) -> tuple[int, int] | None:
     kinds = set(getattr(config.get_text_config(), "layer_types", None) or ())
     if period > 2 or len(kinds) > 1 or "layer_types" in recipe.model.config:
         return None
-    if any(Axis.PIPELINE in t.degrees() or _by_number(t) for t in techniques):
+    if any(Axis.PIPELINE in t.degrees() or Tag("compiled-layers") in t.provided() or _by_number(t) for t in techniques):
         return None
     layers = config.get_text_config().num_hidden_layers
     fewer = FEWEST + (layers - FEWEST) % period

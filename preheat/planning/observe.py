@@ -80,22 +80,25 @@ def _fake_batch(recipe: Recipe, rows: int) -> Batch:
     return Batch(tokens, labels, positions, MaskSpec(), rows * length, tuple(range(rows)))
 
 
-def observe(recipe: Recipe, *, vocabulary: int | None, device: Device, world: int | None = None) -> Observation:
+def observe(
+    recipe: Recipe, *, vocabulary: int | None, device: Device, world: int | None = None, by_layer: bool = False
+) -> Observation:
     """Dry-runs the recipe's build and one optimizer step, and an evaluation, as the first of its devices does them.
 
     Args:
         vocabulary: pieces of the tokenizer.
         device: what to observe for. Fake tensors live on the CPU whatever it is; only kernels' choices follow it.
         world: devices; as many as the recipe names when not given.
+        by_layer: tell apart in `at` which layer runs; not for compiled layers.
 
     Raises:
         RecipeError: the recipe cannot be built.
     """
     with pretended(world or world_of(recipe)):
-        return _observe(recipe, vocabulary, device)
+        return _observe(recipe, vocabulary, device, by_layer)
 
 
-def _observe(recipe: Recipe, vocabulary: int | None, device: Device) -> Observation:
+def _observe(recipe: Recipe, vocabulary: int | None, device: Device, by_layer: bool) -> Observation:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -104,7 +107,8 @@ def _observe(recipe: Recipe, vocabulary: int | None, device: Device) -> Observat
     made = build(recipe, vocabulary=vocabulary, device=device, dry=_Both(mode, recorder))
     with mode, recorder:
         known = _known(made, recorder)
-        _mark(made, recorder)
+        if by_layer:
+            _mark(made, recorder)
         shape: Shape = made.slot(Slot.BATCH_SHAPE)(1.0)  # of the end of the run: the one that needs the most memory
         rows = -(-shape.rows // made.mesh.size(*DATA))
         micros = [shape.micro] * (rows // shape.micro) + ([rows % shape.micro] if rows % shape.micro else [])
