@@ -153,7 +153,8 @@ BUILT_IN = sorted(p.stem for p in (Path(recipes.__file__).parents[1] / "recipes"
     ids=lambda value: value.kind if isinstance(value, Device) else value,
 )
 def test_a_built_in_recipe_is_dry_run_with_its_preset(name: str, device: Device) -> None:
-    few = ["model.config={num_hidden_layers: 1}", "batch.size=2", "techniques.gradient_accumulation.steps=2"]
+    rows = 4 if name == "multi-gpu" else 2  # which two devices share out
+    few = ["model.config={num_hidden_layers: 1}", f"batch.size={rows}", "techniques.gradient_accumulation.steps=2"]
     recipe = recipes.load(name, few)
     assert recipe.name == name
     assert recipe.model.preset in PRESETS
