@@ -29,12 +29,13 @@ MANY = 12  # layers below which two observations cost as much as one of them all
 def observe_few(recipe: Recipe, *, vocabulary: int | None, device: Device, world: int | None = None) -> Observation:
     """`observe`, by two models of few layers where that says the same: several devices, many layers, all of them alike.
 
-    The log is empty then, and `held` says what it would; `changes` are left out, since they would be those of the few layers.
+    There is no log then, and what a CPU's heap keeps of freed tensors, which is not affine, is not in `held`: processes that are about to
+    run on CPUs (`world` is given) have all their layers observed. `changes` are left out, since they would be those of the few layers.
     """
     config = adapter.configure(recipe, vocabulary)
     layers, few = config.get_text_config().num_hidden_layers, _few(recipe, config)
     devices = world or recipe.parallel.devices or 1
-    if few is None or devices == 1 or layers < MANY:
+    if few is None or devices == 1 or layers < MANY or (device.kind == "cpu" and world is not None):
         return observe(recipe, vocabulary=vocabulary, device=device, world=world)
     fewer, more = few
     how: dict[str, Any] = {"vocabulary": vocabulary, "device": device, "world": world, "by_layer": True}
@@ -78,12 +79,12 @@ def _carried_on(one: Observation, two: Observation, times: float, device: Device
         for key, found in one.at.items()
     }
     categories = peaks(at)
+    peak = {phase: sum(found.values()) for phase, found in categories.items()}
     held = None
     if device.kind == "cpu":
-        heaps = replay(one.log), replay(two.log)
-        held = HeapUse(on(heaps[0].peak, heaps[1].peak), on(heaps[0].fresh, heaps[1].fresh))
+        held = HeapUse(max(peak.values()), on(replay(one.log).fresh, replay(two.log).fresh))
     return Observation(
-        peak={phase: sum(found.values()) for phase, found in categories.items()},
+        peak=peak,
         categories=categories,
         kernels=_kernels(one.kernels, two.kernels, on),
         flops={dtype: on(one.flops.get(dtype, 0), count) for dtype, count in two.flops.items()},

@@ -58,16 +58,11 @@ def test_half_precision_copies_do_not_outlive_their_layer(one: Any) -> None:
     assert cast.peak["forward"] < plain.peak["forward"] + 0.25 * one.categories["forward"]["parameters"]
 
 
-@pytest.mark.parametrize(
-    "techniques",
-    [
-        "{fsdp: {}, chunked_loss: {rows: 64}}",
-        "{fsdp: {gather: bf16}, activation_checkpointing: {}, mixed_precision: {mode: bf16}}",
-    ],
-)
-def test_many_layers_are_planned_by_few(techniques: str) -> None:
+def test_many_layers_are_planned_by_few() -> None:
+    techniques = "{fsdp: {gather: bf16}, activation_checkpointing: {}, mixed_precision: {mode: bf16}}"
     recipe = recipes.override(tiny(rows=WORLD, more=""), "model.layers=13", f"techniques={techniques}", "batch.length=64")
-    how: dict[str, Any] = {"vocabulary": 96, "device": DEVICE, "world": WORLD}
+    recipe = recipes.override(recipe, f"parallel.devices={WORLD}")
+    how: dict[str, Any] = {"vocabulary": 96, "device": DEVICE}
     few, whole = observe_few(recipe, **how), observe(recipe, **how)
     assert not few.log
     assert whole.log
