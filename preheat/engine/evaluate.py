@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import NamedTuple, TypeVar
+from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,7 +17,6 @@ from preheat.technique import DATA, Axis, Batch, Build, LossSum, Slot
 
 __all__ = ["Measured", "evaluate", "likeliest", "measure", "parts", "reading", "summed", "token_scores"]
 
-T = TypeVar("T")
 LOGITS = 2**24
 """Logits made at once where single tokens are scored (64 MiB in fp32): what a dry run saw of an evaluation is not exceeded."""
 
@@ -106,38 +106,55 @@ def token_scores(build: Build, batch: Batch, places: Tensor, targets: Tensor) ->
         Log-likelihoods [n] in nats, float32, and whether the target is the likeliest token [n]; both on the CPU.
     """
 
-    def judge(first: int, logits: Tensor) -> tuple[Tensor, Tensor]:
-        wanted = targets[first : first + len(logits)].to(logits.device)
+    def judge(numbers: Tensor, logits: Tensor) -> Tensor:
+        wanted = targets[numbers].to(logits.device)
         scores = logits.gather(1, wanted[:, None])[:, 0] - logits.logsumexp(dim=1)
-        return scores.cpu(), (logits.argmax(dim=1) == wanted).cpu()
+        return torch.stack([scores, logits.argmax(dim=1) == wanted], dim=1)
 
-    found = _of_logits(build, batch, places, judge) or [(torch.zeros(0), torch.zeros(0, dtype=torch.bool))]
-    scores, best = zip(*found, strict=True)
-    return torch.cat(scores), torch.cat(best)
+    scores, best = _of_logits(build, batch, places, judge, columns=2).unbind(1)
+    return scores.float(), best > 0
 
 
 def likeliest(build: Build, batch: Batch, places: Tensor) -> Tensor:
     """The row of the head (a token, or a class where the head is over classes) that scores highest after each place, [n] on the CPU."""
-    found = _of_logits(build, batch, places, lambda first, logits: logits.argmax(dim=1).cpu())
-    return torch.cat([torch.zeros(0, dtype=torch.int64), *found])
+    return _of_logits(build, batch, places, lambda _, logits: logits.argmax(dim=1)[:, None], columns=1)[:, 0].long()
 
 
-def _of_logits(build: Build, batch: Batch, places: Tensor, use: Callable[[int, Tensor], T]) -> list[T]:
-    """What `use` makes of the logits [some, rows of the head] in fp32 at the places, some at a time; it is told the first's number."""
+def _of_logits(
+    build: Build, batch: Batch, places: Tensor, judge: Callable[[Tensor, Tensor], Tensor], *, columns: int
+) -> Tensor:
+    """What `judge` makes of the logits in fp32 after each place, [n, columns] in fp64 on the CPU; the same on every device.
+
+    Args:
+        judge: (numbers of some places [some], logits [some, rows of the head]) -> [some, columns].
+    """
     part = build.trained[0]
+    rows, length = batch.tokens.shape
+    # Labels stay beside their tokens wherever a row is cut: with places in their stead each device knows which it has.
+    mine = transform(build, replace(batch, labels=torch.arange(rows * length).view(rows, length)))
+    held = mine.labels.flatten().cpu()
+    at = torch.full((rows * length,), -1)
+    at[held[held >= 0]] = torch.arange(len(held))[held >= 0]
+    numbers = (at[places] >= 0).nonzero()[:, 0]
 
-    def run() -> list[T]:
+    def run() -> Tensor:
         with ExitStack() as stack:
             for context in build.around_forward:
                 stack.enter_context(context())
-            hidden = build.slot(Slot.HIDDEN)(part, transform(build, batch)).flatten(0, 1)
-            hidden = hidden.index_select(0, places.to(hidden.device))
+            hidden = build.slot(Slot.HIDDEN)(part, mine).flatten(0, 1)
+            table = torch.zeros(len(places), columns, dtype=torch.float64, device=hidden.device)
+            hidden = hidden.index_select(0, at[places[numbers]].to(hidden.device))
             if build.head_dtype is not None:
                 stack.enter_context(torch.autocast(build.device.kind, enabled=False))
                 hidden = hidden.to(build.head_dtype)
             size = max(1, LOGITS // build.model.vocabulary)
-            return [use(n * size, adapter.logits(part, some)) for n, some in enumerate(hidden.split(size)) if len(some)]
+            for some, states in zip(numbers.split(size), hidden.split(size), strict=True):
+                if len(some):
+                    table[some.to(table.device)] = judge(some, adapter.logits(part, states)).double()
+            return table
 
     with reading(build):
-        found: list[T] = build.slot(Slot.FORWARD)(part, run)
-    return found
+        table: Tensor = build.slot(Slot.FORWARD)(part, run)
+    if build.mesh.size(Axis.CONTEXT) > 1:
+        table = build.mesh.add(table, Axis.CONTEXT)
+    return table.cpu()

@@ -7,22 +7,25 @@ model of any size is observed on any machine in seconds.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from preheat.data.kinds import examples_of
 from preheat.engine.build import build, world_of
 from preheat.engine.step import forward, gradients, transform, update
+from preheat.models.adapter import anatomy
+from preheat.planning.allocator import HeapUse
 from preheat.planning.recorder import Kernel, Phase, Recorder
 from preheat.recipe import Recipe
 from preheat.technique import DATA, Batch, Build, Device, MaskSpec, Shape, Slot
 from preheat.technique.mesh import pretended
 
-__all__ = ["CATEGORIES", "Kernel", "Observation", "Recorder", "observe"]
+__all__ = ["CATEGORIES", "Kernel", "Observation", "Recorder", "observe", "peaks"]
 
 CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "temporary")
 
@@ -41,6 +44,8 @@ class Observation:
         tokens: tokens of one optimizer step.
         log: every allocation and release, in order: (block, bytes made or -bytes freed, phase).
         slots: who owns what; changes: what each technique did.
+        at: {(phase, place in the model): {category: bytes}} at each place's peak.
+        held: what the log says of a process's heap, where there is no log.
     """
 
     peak: dict[str, int]
@@ -54,6 +59,8 @@ class Observation:
     log: list[tuple[int, int, Phase]] = field(default_factory=list)
     slots: dict[str, str] = field(default_factory=dict)
     changes: dict[str, list[Any]] = field(default_factory=dict)
+    at: dict[tuple[str, str], dict[str, int]] = field(default_factory=dict)
+    held: HeapUse | None = None
 
     @property
     def peak_phase(self) -> str:
@@ -73,22 +80,25 @@ def _fake_batch(recipe: Recipe, rows: int) -> Batch:
     return Batch(tokens, labels, positions, MaskSpec(), rows * length, tuple(range(rows)))
 
 
-def observe(recipe: Recipe, *, vocabulary: int | None, device: Device, world: int | None = None) -> Observation:
+def observe(
+    recipe: Recipe, *, vocabulary: int | None, device: Device, world: int | None = None, by_layer: bool = False
+) -> Observation:
     """Dry-runs the recipe's build and one optimizer step, and an evaluation, as the first of its devices does them.
 
     Args:
         vocabulary: pieces of the tokenizer.
         device: what to observe for. Fake tensors live on the CPU whatever it is; only kernels' choices follow it.
         world: devices; as many as the recipe names when not given.
+        by_layer: tell apart in `at` which layer runs; not for compiled layers.
 
     Raises:
         RecipeError: the recipe cannot be built.
     """
     with pretended(world or world_of(recipe)):
-        return _observe(recipe, vocabulary, device)
+        return _observe(recipe, vocabulary, device, by_layer)
 
 
-def _observe(recipe: Recipe, vocabulary: int | None, device: Device) -> Observation:
+def _observe(recipe: Recipe, vocabulary: int | None, device: Device, by_layer: bool) -> Observation:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -97,6 +107,8 @@ def _observe(recipe: Recipe, vocabulary: int | None, device: Device) -> Observat
     made = build(recipe, vocabulary=vocabulary, device=device, dry=_Both(mode, recorder))
     with mode, recorder:
         known = _known(made, recorder)
+        if by_layer:
+            _mark(made, recorder)
         shape: Shape = made.slot(Slot.BATCH_SHAPE)(1.0)  # of the end of the run: the one that needs the most memory
         rows = -(-shape.rows // made.mesh.size(*DATA))
         micros = [shape.micro] * (rows // shape.micro) + ([rows % shape.micro] if rows % shape.micro else [])
@@ -132,12 +144,13 @@ def _observe(recipe: Recipe, vocabulary: int | None, device: Device) -> Observat
             part.eval()
         with torch.no_grad():
             forward(made, transform(made, _fake_batch(recipe, shape.micro)))
-    peak, categories = _replay(recorder.log, known, grads)
+    at = _replay(recorder.log, recorder.places, known, grads)
+    categories = peaks(at)
     flops: dict[str, int] = defaultdict(int)
     for kernel, count in kernels.items():
         flops[kernel.dtype] += kernel.flops * count
     return Observation(
-        peak=peak,
+        peak={phase: sum(found.values()) for phase, found in categories.items()},
         categories=categories,
         kernels=kernels,
         flops={k: v for k, v in flops.items() if v},
@@ -148,6 +161,7 @@ def _observe(recipe: Recipe, vocabulary: int | None, device: Device) -> Observat
         log=recorder.log,
         slots=made.slots(),
         changes=made.changes,
+        at=at,
     )
 
 
@@ -208,21 +222,57 @@ def _known(made: Build, recorder: Recorder) -> dict[int, str]:
 
 
 def _replay(
-    log: list[tuple[int, int, Phase]], known: dict[int, str], grads: set[int | None]
-) -> tuple[dict[str, int], dict[str, dict[str, int]]]:
-    """Peak of each phase and the categories at that moment."""
+    log: list[tuple[int, int, Phase]], places: list[str], known: dict[int, str], grads: set[int | None]
+) -> dict[tuple[str, str], dict[str, int]]:
+    """Categories at the peak of each phase at each place."""
     alive: dict[str, int] = dict.fromkeys(CATEGORIES, 0)
     category: dict[int, str] = {}
-    peak: dict[str, int] = {}
-    at_peak: dict[str, dict[str, int]] = {}
-    for number, size, phase in log:
+    peak: dict[tuple[str, str], int] = {}
+    at_peak: dict[tuple[str, str], dict[str, int]] = {}
+    for (number, size, phase), place in zip(log, places, strict=True):
         if size >= 0:
             category[number] = known.get(number) or (
                 "gradients" if number in grads else "activations" if phase in ("forward", "evaluation") else "temporary"
             )
         alive[category[number]] += size
         total = sum(alive.values())
-        if total > peak.get(phase, -1):
-            peak[phase] = total
-            at_peak[phase] = dict(alive)
-    return peak, at_peak
+        if total > peak.get((phase, place), -1):
+            peak[phase, place] = total
+            at_peak[phase, place] = dict(alive)
+    return at_peak
+
+
+def peaks(at: Mapping[tuple[str, str], dict[str, int]]) -> dict[str, dict[str, int]]:
+    """Categories at the peak of each phase, from those at each of its places."""
+    found: dict[str, dict[str, int]] = {}
+    for (phase, _), categories in at.items():
+        if sum(categories.values()) > sum(found.get(phase, {}).values()) or phase not in found:
+            found[phase] = categories
+    return found
+
+
+def _mark(made: Build, recorder: Recorder) -> None:
+    """Tells the recorder which layer runs, forward and backward: the first and last two by name."""
+
+    def at(place: str) -> Callable[..., None]:
+        def mark(*_: Any) -> None:
+            recorder.place = place
+
+        return mark
+
+    def leave(place: str, last: bool) -> Callable[..., None]:
+        def hook(module: Any, args: Any, out: Any) -> None:
+            for t in tree_leaves(out):
+                if isinstance(t, Tensor) and t.requires_grad:
+                    t.register_hook(at(place))
+            if last:
+                recorder.place = "after"
+
+        return hook
+
+    for part in made.trained:
+        layers = anatomy(part).layers  # type: ignore[arg-type]
+        for n, layer in enumerate(layers):
+            place = str(n) if n < 2 else str(n - len(layers)) if n >= len(layers) - 2 else "between"
+            layer.register_forward_pre_hook(at(place))
+            layer.register_forward_hook(leave(place, n == len(layers) - 1))

@@ -10,7 +10,8 @@ from preheat.engine.build import context_of
 from preheat.hardware.rates import Rates
 from preheat.models import adapter
 from preheat.planning.allocator import HeapUse, replay
-from preheat.planning.observe import CATEGORIES, Observation, observe
+from preheat.planning.layers import observe_few
+from preheat.planning.observe import CATEGORIES, Observation
 from preheat.planning.predict import step_seconds
 from preheat.recipe import Recipe
 from preheat.technique import Device, Tag, Technique
@@ -69,7 +70,7 @@ def plan(
     Raises:
         RecipeError: the recipe cannot be built.
     """
-    seen = observe(recipe, vocabulary=vocabulary, device=device, world=world)
+    seen = observe_few(recipe, vocabulary=vocabulary, device=device, world=world)
     return describe(recipe, seen, device=device, rates=rates, rows=rows, in_use=in_use)
 
 
@@ -93,7 +94,7 @@ def describe(
     recipe: Recipe, seen: Observation, *, device: Device, rates: Rates, rows: int | None, in_use: int
 ) -> dict[str, Any]:
     """An observation as a plan."""
-    heap = replay(seen.log) if device.kind == "cpu" else None
+    heap = (seen.held or replay(seen.log)) if device.kind == "cpu" else None
     overhead = _overhead(seen, heap)
     memory = {category: seen.categories[seen.peak_phase][category] / GIB for category in CATEGORIES} | {
         "overhead": overhead / GIB

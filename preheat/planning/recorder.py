@@ -98,6 +98,8 @@ class Recorder(TorchDispatchMode):
         self._let_go: set[int] = set()  # ids of those that are empty now
         self.phase: Phase = "load"
         self.log: list[tuple[int, int, Phase]] = []  # (storage's number, bytes: positive when made, negative when freed, phase)
+        self.place = ""  # what of the model runs
+        self.places: list[str] = []  # of each entry of the log
         self.kernels: Counter[Kernel] = Counter()
         self.recomputed = 0
         self._numbers: dict[int, int] = {}  # id of a living storage -> its number in the log
@@ -117,7 +119,7 @@ class Recorder(TorchDispatchMode):
         number = self._made
         self._made += 1
         self._numbers[id(storage)] = number
-        self.log.append((number, size, self._phase()))
+        self._enter(number, size)
 
         def freed(key: int = id(storage), number: int = number, size: int = size) -> None:
             self._numbers.pop(key, None)
@@ -125,10 +127,14 @@ class Recorder(TorchDispatchMode):
             if key in self._let_go:
                 self._let_go.discard(key)
                 return
-            self.log.append((number, -size, self._phase()))
+            self._enter(number, -size)
 
         weakref.finalize(storage, freed)
         return int(size)
+
+    def _enter(self, number: int, size: int) -> None:
+        self.log.append((number, size, self._phase()))
+        self.places.append(self.place)
 
     def _look_at_gathered(self, written: Iterable[Tensor] = ()) -> None:
         """FSDP lets go of gathered weights, and takes room for them again, by resizing their storages, which no operator does."""
@@ -141,7 +147,7 @@ class Recorder(TorchDispatchMode):
             empty = (storage := ref()) is not None and storage.nbytes() == 0
             if empty != (key in self._let_go):
                 self._let_go ^= {key}
-                self.log.append((number, -size if empty else size, self._phase()))
+                self._enter(number, -size if empty else size)
 
     def _on_host(self, made: list[Tensor]) -> None:
         """What operators made on the host, or of tensors that all lie there."""

@@ -11,16 +11,19 @@ Source: Ott et al. 2018, "Scaling Neural Machine Translation" (arXiv:1806.00187)
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar
 
 from preheat.recipe import Bound
-from preheat.technique import Build, Change, Context, Stage, Tag, Technique
+from preheat.technique import DATA, Axis, Build, Change, Context, Stage, Tag, Technique
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
+
+    from preheat.recipe import Recipe
 
 __all__ = ["GradientAccumulation", "accumulate", "train_with_gradient_accumulation"]
 
@@ -132,6 +135,12 @@ def train_with_gradient_accumulation(
     return [float(loss) for loss in losses]
 
 
+def _rows(recipe: Recipe, sizes: Mapping[Axis, int]) -> tuple[int, int]:
+    """Rows of a global batch that a device has at most, and the devices that share them out."""
+    devices = math.prod(sizes[axis] for axis in DATA)
+    return -(-recipe.batch.size // devices), devices
+
+
 @dataclass(frozen=True, kw_only=True)
 class GradientAccumulation(Technique):
     stage: ClassVar[Stage] = Stage.LOADER
@@ -142,21 +151,24 @@ class GradientAccumulation(Technique):
     """Micro-batches that make one global batch of `batch.size` rows."""
 
     def check(self, context: Context) -> list[str]:
-        rows = context.recipe.batch.size
+        rows, devices = _rows(context.recipe, context.sizes)
         if self.steps > rows:
-            return [f"steps: {self.steps} micro-batches cannot be cut from batch.size {rows}; use at most {rows}"]
+            among = f" over {devices} devices, which is {rows} a device" if devices > 1 else ""
+            size = context.recipe.batch.size
+            return [f"steps: {self.steps} micro-batches cannot be cut from batch.size {size}{among}; use at most {rows}"]
         return []
 
     def apply(self, build: Build, part: Any) -> Change:
         build.accumulation = self.steps
-        micro = -(-build.recipe.batch.size // self.steps)
+        rows, devices = _rows(build.recipe, build.mesh.sizes)
+        micro = -(-rows // self.steps)
+        among = f", {rows} on each of {devices} devices," if devices > 1 else ""
         return Change(
-            f"{build.recipe.batch.size} rows a step in {-(-build.recipe.batch.size // micro)} micro-batches of {micro}",
-            self.steps,
+            f"{build.recipe.batch.size} rows a step{among} in {-(-rows // micro)} micro-batches of {micro}", self.steps
         )
 
     def options(self, context: Context) -> Iterable[Technique]:
-        rows = context.recipe.batch.size
+        rows, _ = _rows(context.recipe, context.sizes)
         return [GradientAccumulation(steps=n) for n in range(2, rows + 1) if rows % n == 0]
 
     def rungs(self, context: Context) -> Iterable[Technique]:

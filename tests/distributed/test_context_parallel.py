@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from preheat import recipe as recipes
 from preheat.engine.build import build
-from preheat.engine.evaluate import reading
+from preheat.engine.evaluate import likeliest, reading, token_scores
 from preheat.engine.step import forward, gradients, transform, update
 from preheat.errors import RecipeError
 from preheat.ops import ring_pieces
@@ -79,8 +79,8 @@ HEADS = {
 }  # of queries, and of keys and values: fewer than four, and in a ring no multiple of it
 
 
-def train(case: str, *, several: bool) -> tuple[dict[str, list[float]], dict[str, torch.Tensor]]:
-    """Five steps and an evaluation: losses and norms, and the weights after them."""
+def train(case: str, *, several: bool) -> tuple[dict[str, list[Any]], dict[str, torch.Tensor]]:
+    """Five steps, an evaluation and scores of single tokens: losses and norms, and the weights after them."""
     family, length, also, more = CASES[case]
     techniques = ", ".join(t for t in (also, more if several else "") if t)
     if not several:
@@ -103,8 +103,13 @@ def train(case: str, *, several: bool) -> tuple[dict[str, list[float]], dict[str
     with reading(b):
         total = forward(b, transform(b, split(held_out, [ROWS // shares] * shares)[place])).total
     losses.append(float(b.mesh.add(total.clone(), *SPREAD)) / held_out.weight)
+    # Single tokens: the first place twice, so that devices have different numbers of them.
+    places = torch.tensor([0, length - 1, length + length // 2, ROWS * length - 2, 0])
+    most = likeliest(b, held_out, places)
+    scores, best = token_scores(b, held_out, places, torch.where(places == 0, (most + 1) % 96, most))
+    judged = {"scores": scores.tolist(), "best": best.tolist(), "likeliest": most.tolist()}
     weights = {n: p.full_tensor() if hasattr(p, "full_tensor") else p for n, p in b.parameters()}
-    return {"losses": losses, "norms": norms}, {n: w.detach().clone() for n, w in weights.items()}
+    return {"losses": losses, "norms": norms} | judged, {n: w.detach().clone() for n, w in weights.items()}
 
 
 class Sent(TorchDispatchMode):
@@ -193,6 +198,9 @@ def test_several_processes_give_the_losses_norms_and_weights_of_one(several: Pat
     for f in found:
         assert f["losses"] == pytest.approx(wanted["losses"], abs=1e-5)
         assert f["norms"] == pytest.approx(wanted["norms"], rel=1e-4)
+        assert f["scores"] == pytest.approx(wanted["scores"], abs=1e-4)
+        assert f["likeliest"] == wanted["likeliest"]
+        assert f["best"] == wanted["best"] == [False, True, True, True, False]
     assert difference(torch.load(several / f"{case}.pt"), weights) < 1e-5
 
 

@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 
 from preheat import recipe as recipes
+from preheat.models.adapter import configure
+from preheat.planning.layers import _few, observe_few
 from preheat.planning.observe import Observation, observe
 
 from ..conftest import DEVICE, tiny
@@ -54,3 +56,33 @@ def test_half_precision_copies_do_not_outlive_their_layer(one: Any) -> None:
         seen(f"{{fsdp: {{}}, activation_checkpointing: {{}}{more}}}") for more in ("", ", mixed_precision: {mode: bf16}")
     )
     assert cast.peak["forward"] < plain.peak["forward"] + 0.25 * one.categories["forward"]["parameters"]
+
+
+def test_many_layers_are_planned_by_few() -> None:
+    techniques = "{fsdp: {gather: bf16}, activation_checkpointing: {}, mixed_precision: {mode: bf16}}"
+    recipe = recipes.override(tiny(rows=WORLD, more=""), "model.layers=13", f"techniques={techniques}", "batch.length=64")
+    recipe = recipes.override(recipe, f"parallel.devices={WORLD}")
+    how: dict[str, Any] = {"vocabulary": 96, "device": DEVICE}
+    few, whole = observe_few(recipe, **how), observe(recipe, **how)
+    assert not few.log
+    assert whole.log
+    for phase, peak in whole.peak.items():
+        assert few.peak[phase] == pytest.approx(peak, rel=0.005), phase
+    for category, size in whole.categories[whole.peak_phase].items():
+        assert few.categories[few.peak_phase][category] == pytest.approx(size, rel=0.01, abs=4096), category
+    assert (few.flops, few.model_flops, few.parameters) == (whole.flops, whole.model_flops, whole.parameters)
+    assert few.kernels.total() == whole.kernels.total()
+    moved = [sum((k.bytes_read + k.bytes_written) * n for k, n in seen.kernels.items()) for seen in (few, whole)]
+    assert moved[0] == pytest.approx(moved[1], rel=0.005)
+
+
+def test_layers_that_are_told_apart_are_all_observed() -> None:
+    for techniques in (
+        "{fsdp: {}, lora: {rank: 2, targets: '.*layers.1[0-2].*q_proj'}}",
+        "{pipeline_parallel: {micro_batches: 2}}",
+        "{fsdp: {}, activation_checkpointing: {every: 3}}",
+    ):
+        assert _few(recipes.override(tiny(), "model.layers=13", f"techniques={techniques}"), configure(tiny(), 96)) is None, (
+            techniques
+        )
+    assert _few(tiny("{fsdp: {}}"), configure(tiny(), 96)) == (4, 5)

@@ -1,0 +1,117 @@
+"""A model of many layers on many devices, observed by few of its layers: what repeats is counted on.
+
+Only the number of layers is extrapolated, never rows, lengths or devices. Bytes alive are affine in it at each place of a step (the first
+and last two layers, forward and backward, the head and its loss, the update), not at its peak, which may move from one place to
+another: so each place is carried on by itself, and the largest is the peak. Kernels are affine in their number.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter, defaultdict
+from dataclasses import fields, replace
+from typing import Any
+
+from preheat.models import adapter
+from preheat.planning.allocator import HeapUse, replay
+from preheat.planning.observe import Observation, observe, peaks
+from preheat.planning.recorder import Kernel
+from preheat.recipe import Recipe
+from preheat.technique import Axis, Device, Tag, Technique
+
+__all__ = ["observe_few"]
+
+FEWEST = 4  # layers from which on a step's places are affine
+MANY = 12  # layers below which two observations cost as much as one of them all
+
+
+def observe_few(recipe: Recipe, *, vocabulary: int | None, device: Device, world: int | None = None) -> Observation:
+    """`observe`, by two models of few layers where that says the same: several devices, many layers, all of them alike.
+
+    There is no log then, and what a CPU's heap keeps of freed tensors, which is not affine, is not in `held`: processes that are about to
+    run on CPUs (`world` is given) have all their layers observed. `changes` are left out, since they would be those of the few layers.
+    """
+    config = adapter.configure(recipe, vocabulary)
+    layers, few = config.get_text_config().num_hidden_layers, _few(recipe, config)
+    devices = world or recipe.parallel.devices or 1
+    if few is None or devices == 1 or layers < MANY or (device.kind == "cpu" and world is not None):
+        return observe(recipe, vocabulary=vocabulary, device=device, world=world)
+    fewer, more = few
+    how: dict[str, Any] = {"vocabulary": vocabulary, "device": device, "world": world, "by_layer": True}
+    one, two = (observe(_of(recipe, count), **how) for count in (fewer, more))
+    return _carried_on(one, two, (layers - fewer) / (more - fewer), device)
+
+
+def _of(recipe: Recipe, layers: int) -> Recipe:
+    return replace(recipe, model=replace(recipe.model, config={**recipe.model.config, "num_hidden_layers": layers}))
+
+
+def _few(recipe: Recipe, config: Any) -> tuple[int, int] | None:
+    """Two numbers of layers, the distance a multiple of what repeats; None where layers differ, or are told apart by number."""
+    techniques = list(recipe.techniques.values())
+    period = math.lcm(*(t.period() for t in techniques))
+    kinds = set(getattr(config.get_text_config(), "layer_types", None) or ())
+    if period > 2 or len(kinds) > 1 or "layer_types" in recipe.model.config:
+        return None
+    if any(Axis.PIPELINE in t.degrees() or Tag("compiled-layers") in t.provided() or _by_number(t) for t in techniques):
+        return None
+    layers = config.get_text_config().num_hidden_layers
+    fewer = FEWEST + (layers - FEWEST) % period
+    return fewer, fewer + period
+
+
+def _by_number(technique: Technique) -> bool:
+    """Whether a setting names modules by patterns in which numbers of layers may stand."""
+    values = [getattr(technique, f.name) for f in fields(technique)]
+    texts = [text for value in values for text in (value if isinstance(value, list | tuple) else [value])]
+    return any(isinstance(text, str) and re.search(r"\.\W*\d|\\d", text) for text in texts)
+
+
+def _carried_on(one: Observation, two: Observation, times: float, device: Device) -> Observation:
+    """The first observation, and the difference between the two so many times."""
+
+    def on(a: int, b: int) -> int:
+        return round(a + (b - a) * times)
+
+    at = {
+        key: {category: max(on(size, two.at[key][category]), 0) for category, size in found.items()}
+        for key, found in one.at.items()
+    }
+    categories = peaks(at)
+    peak = {phase: sum(found.values()) for phase, found in categories.items()}
+    held = None
+    if device.kind == "cpu":
+        held = HeapUse(max(peak.values()), on(replay(one.log).fresh, replay(two.log).fresh))
+    return Observation(
+        peak=peak,
+        categories=categories,
+        kernels=_kernels(one.kernels, two.kernels, on),
+        flops={dtype: on(one.flops.get(dtype, 0), count) for dtype, count in two.flops.items()},
+        model_flops=on(one.model_flops, two.model_flops),
+        parameters=on(one.parameters, two.parameters),
+        trained=on(one.trained, two.trained),
+        tokens=one.tokens,
+        slots=one.slots,
+        at=at,
+        held=held,
+    )
+
+
+def _kernels(one: Counter[Kernel], two: Counter[Kernel], on: Any) -> Counter[Kernel]:
+    found = Counter({kernel: on(count, two[kernel]) for kernel, count in one.items() if kernel in two})
+    # Others take all layers at once, such as a norm over all gradients: their sizes grow, not their number.
+    sums: dict[tuple[str, str], list[list[int]]] = defaultdict(lambda: [[0] * 5, [0] * 5])
+    like: dict[tuple[str, str], Kernel] = {}
+    for side, (mine, other) in enumerate(((one, two), (two, one))):
+        for kernel in mine.keys() - other.keys():
+            key, n = (kernel.operator, kernel.dtype), mine[kernel]
+            sizes = (1, kernel.flops, kernel.bytes_read, kernel.bytes_written, kernel.fresh)
+            sums[key][side] = [a + n * b for a, b in zip(sums[key][side], sizes, strict=True)]
+            like[key] = kernel
+    for key, (first, second) in sums.items():
+        count, *sizes = (max(on(a, b), 0) for a, b in zip(first, second, strict=True))
+        if count:
+            flops, read, written, fresh = (size // count for size in sizes)
+            found[replace(like[key], flops=flops, bytes_read=read, bytes_written=written, fresh=fresh)] += count
+    return found
