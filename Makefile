@@ -14,7 +14,7 @@ help:
 	@echo "make test       the tests"
 	@echo "make test-pairs every pair of techniques that may go together"
 	@echo "make test-presets every public model of 'preheat models' dry-run with all its layers"
-	@echo "make test-scale every technique on several processes against one"
+	@echo "make test-scale every technique on several processes against one, every layout from every other, two hosts and their faults"
 	@echo "make check      ruff and mypy"
 	@echo "make bench      training speed and memory against other trainers, on this CPU"
 	@echo "make gpu-check  the tests and benchmarks that need a CUDA device"

@@ -25,12 +25,25 @@ from pathlib import Path
 from typing import Any
 
 from preheat.errors import RunError
-from preheat.technique import Build
+from preheat.recipe import Recipe
+from preheat.technique import Build, Device
 
 FORMAT = 2
 """Of state.json: raised when what stands in a checkpoint changes."""
 
-__all__ = ["Progress", "everywhere", "find", "load", "load_weights", "read_progress", "save"]
+__all__ = [
+    "Progress",
+    "Taken",
+    "beside_steps",
+    "everywhere",
+    "find",
+    "load",
+    "load_weights",
+    "read_progress",
+    "save",
+    "take",
+    "write",
+]
 
 
 @dataclass
@@ -99,14 +112,18 @@ def _files(sizes: dict[str, int]) -> dict[str, int]:
     return numbers
 
 
-def everywhere(build: Build, value: Any) -> list[Any]:
-    """What every process of the run gives here, by rank. All must call it."""
+def everywhere(build: Build, value: Any, group: Any = None) -> list[Any]:
+    """What every process of the run gives here, by rank. All must call it.
+
+    Args:
+        group: of all processes; the default one when not given.
+    """
     if build.mesh.world == 1:
         return [value]
     import torch.distributed as dist
 
     found: list[Any] = [None] * build.mesh.world
-    dist.all_gather_object(found, value)
+    dist.all_gather_object(found, value, group=group)
     return found
 
 
@@ -148,50 +165,86 @@ def _one_process() -> Iterator[None]:
         yield
 
 
+def beside_steps(recipe: Recipe, device: Device) -> bool:
+    """Whether checkpoints are written while steps go on."""
+    kept = recipe.checkpoint
+    return bool(kept.every) and (device.kind != "cpu" if kept.asynchronous is None else kept.asynchronous)
+
+
+@dataclass
+class Taken:
+    """What a checkpoint writes, as it stood at a step."""
+
+    step: int
+    tensors: dict[str, Any]
+    state: str
+    """Of state.json, all but the other processes' generators."""
+    generators: dict[str, Any]
+
+
+def take(build: Build, progress: Progress, *, copied: bool) -> Taken:
+    """What a checkpoint writes.
+
+    Args:
+        copied: to the host's memory, so that steps may go on while it is written; otherwise the tensors are the build's own.
+    """
+    import torch
+
+    tensors = _tensors(build)
+    if copied:
+        tensors = {name: t.to("cpu", copy=True) for name, t in tensors.items()}
+    state = {
+        "format": FORMAT,
+        **{key: getattr(progress, key) for key in Progress.__dataclass_fields__},
+        "build": {name: thing.state_dict() for name, thing in build.state.items()},
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "world": build.mesh.world,
+        "slots": build.slots(),
+        "kernels": {name: [c.kernel for c in changes] for name, changes in build.changes.items()},
+    }
+    return Taken(progress.step, tensors, json.dumps(state), _host_generators())
+
+
 def save(build: Build, progress: Progress, folder: Path, *, keep: int) -> Path:
     """Writes `folder/step-N` and removes all but the `keep` newest.
 
     Raises:
         RunError: it cannot be written (a full disk, say); what was there before stays whole.
     """
-    import torch
+    with _one_process():
+        return write(build, take(build, progress, copied=False), folder, keep=keep)
+
+
+def write(build: Build, taken: Taken, folder: Path, *, keep: int, group: Any = None) -> Path:
+    """Writes what was taken as `folder/step-N`; arguments and errors as of `save`. Reads nothing of the build that steps change.
+
+    Args:
+        group: of all processes, for what they tell each other.
+    """
     import torch.distributed.checkpoint as dcp
 
-    final = folder / f"step-{progress.step}"
-    beside = folder / f"step-{progress.step}.writing"
+    final = folder / f"step-{taken.step}"
+    beside = folder / f"step-{taken.step}.writing"
     lead, many = build.mesh.rank == 0, build.mesh.world > 1
     try:
         if lead:
             shutil.rmtree(beside, ignore_errors=True)
             beside.mkdir(parents=True)
-        tensors = _tensors(build)
         # Every process knows of all tensors, also of those that stand on others alone (and waits here for the folder).
-        sizes = {
-            name: bytes for part in everywhere(build, {n: t.nbytes for n, t in tensors.items()}) for name, bytes in part.items()
-        }
+        own = {name: t.nbytes for name, t in taken.tensors.items()}
+        sizes = {name: bytes for part in everywhere(build, own, group) for name, bytes in part.items()}
         writer = dcp.HuggingFaceStorageWriter(str(beside), fqn_to_index_mapping=_files(sizes), save_distributed=many)
-        with _one_process():
-            dcp.save(tensors, storage_writer=writer, no_dist=not many)
-        generators = everywhere(build, _host_generators())
+        dcp.save(taken.tensors, storage_writer=writer, process_group=group, no_dist=not many)
+        generators = everywhere(build, taken.generators, group)
         mine = beside.glob(f"shard-{build.mesh.rank + 1:05d}-*" if many else "*")
         files = {p.name: {"bytes": p.stat().st_size, "sha256": _sha256(p)} for p in sorted(mine) if p.is_file()}
         for name in files:
             _sync(beside / name)
-        manifest = {name: entry for part in everywhere(build, files) for name, entry in part.items()}
+        manifest = {name: entry for part in everywhere(build, files, group) for name, entry in part.items()}
         if lead:
-            state = {
-                "format": FORMAT,
-                **{key: getattr(progress, key) for key in Progress.__dataclass_fields__},
-                "build": {name: thing.state_dict() for name, thing in build.state.items()},
-                "generators": generators,
-                "threads": torch.get_num_threads(),
-                "torch": torch.__version__,
-                "world": build.mesh.world,
-                "slots": build.slots(),
-                "kernels": {name: [c.kernel for c in changes] for name, changes in build.changes.items()},
-            }
             file = beside / "state.json"
-            file.write_text(json.dumps(state))
+            file.write_text(json.dumps({**json.loads(taken.state), "generators": generators}))
             manifest[file.name] = {"bytes": file.stat().st_size, "sha256": _sha256(file)}
             (beside / "manifest.json").write_text(json.dumps(manifest, indent=1))
             for p in (file, beside / "manifest.json", beside):
@@ -200,7 +253,7 @@ def save(build: Build, progress: Progress, folder: Path, *, keep: int) -> Path:
                 shutil.rmtree(final)
             beside.rename(final)
             _sync(folder)
-        everywhere(build, None)  # nobody goes on before it stands
+        everywhere(build, None, group)  # nobody goes on before it stands
     except (OSError, RuntimeError, dcp.CheckpointException) as error:  # type: ignore[attr-defined]
         shutil.rmtree(beside, ignore_errors=True)
         if not isinstance(error, OSError) and "No space left" not in str(error) and "write" not in str(error).lower():

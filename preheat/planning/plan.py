@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from preheat.engine.build import context_of
+from preheat.engine.checkpoint import beside_steps
 from preheat.hardware.rates import Rates
 from preheat.models import adapter
 from preheat.planning.allocator import HeapUse, replay
@@ -30,6 +31,16 @@ def _overhead(observation: Observation, heap: HeapUse | None) -> int:
     if heap is None:
         return _CUDA_BASE
     return _CPU_BASE + max(heap.peak - max(size for phase, size in observation.peak.items() if phase != "evaluation"), 0)
+
+
+def _copy_to_save(recipe: Recipe, seen: Observation, device: Device) -> int:
+    """Bytes of the device that a checkpoint takes while it is written beside the steps: on a CPU, where the host's memory is the device's."""
+    if device.kind != "cpu" or not beside_steps(recipe, device):
+        return 0
+    held = seen.categories[seen.peak_phase]
+    # Frozen weights that stand in a folder already are not saved again.
+    share = seen.trained / seen.parameters if recipe.model.path and recipe.model.weights == "pretrained" else 1.0
+    return held["optimizer"] + round(held["parameters"] * share)
 
 
 def steps_of(recipe: Recipe, rows: int | None) -> int | None:
@@ -95,7 +106,7 @@ def describe(
 ) -> dict[str, Any]:
     """An observation as a plan."""
     heap = (seen.held or replay(seen.log)) if device.kind == "cpu" else None
-    overhead = _overhead(seen, heap)
+    overhead = _overhead(seen, heap) + _copy_to_save(recipe, seen, device)
     memory = {category: seen.categories[seen.peak_phase][category] / GIB for category in CATEGORIES} | {
         "overhead": overhead / GIB
     }

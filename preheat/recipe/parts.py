@@ -223,6 +223,9 @@ class Checkpoint:
     """Steps between checkpoints; 0: only at the end (and on SIGTERM or Ctrl-C)."""
     keep: Count = 2
     """So many of the newest checkpoints stay."""
+    asynchronous: bool | None = None
+    """Write while the next steps run, from a copy in host memory: of what each process saves (its weights and optimizer states), until it is
+    written. On accelerators yes, on CPUs no when not stated: there the copy is of the memory that the run has."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,8 +17,8 @@ import torch
 
 from preheat.data import baselines, batches
 from preheat.data.loader import evaluation_rows, samples_of
-from preheat.engine import checkpoint
 from preheat.engine.evaluate import Measured
+from preheat.engine.saving import Saved, Saving
 from preheat.engine.step import gradients, numbers, update
 from preheat.errors import RunError
 from preheat.hardware.probe import give_back, peak_bytes, reset_peak, resident_bytes
@@ -64,9 +64,12 @@ def train(
     try:
         made = loop.run()
     except BaseException as error:
+        if words := loop.saving.close():
+            watch.alarm(words)
+        lost = session.ranks.explained(error, loop.progress.step)
         if not isinstance(error, SystemExit):
-            session.writer.event("failed", reason=str(error) or type(error).__name__)
-        if (lost := session.ranks.explained(error, loop.progress.step)) is not error:
+            session.writer.event("failed", reason=str(lost) or type(lost).__name__)
+        if lost is not error:
             raise lost from None
         raise
     finally:
@@ -88,6 +91,7 @@ class _Loop:
         self.shape: Shape | None = None
         self.stopped: str | None = None  # the signal that ends the run
         self.late = False  # some process says that the hours are over
+        self.saving = Saving(self.build, self.writer.path / "checkpoints")
 
     def run(self) -> dict[str, Any]:
         data, watch = self.session.data, self.watch
@@ -115,6 +119,7 @@ class _Loop:
             if self.progress.step == 0 and self.session.probes.at_start:
                 self._evaluate()
             while not self._finished() and self.stopped is None:
+                self._told(self.saving.look())
                 self._step(stream, signals)
                 step = self.progress.step
                 last = self._finished()
@@ -126,7 +131,8 @@ class _Loop:
                 self.writer.event("stopping", signal=self.stopped, step=self.progress.step)
                 watch.notice(f"{self.stopped}: saving step {self.progress.step} and ending")
             if self.progress.step > self.saved_at:
-                self._save()
+                self._save(last=True)
+            self._told(self.saving.wait())
         return self._finish(self.stopped)
 
     def _finished(self) -> bool:
@@ -228,11 +234,15 @@ class _Loop:
         plan = self.session.plan
         return plan["model_flops_per_step"] / plan["tokens_per_step"] * speed / plan["matrix_rate"]
 
-    def _save(self) -> None:
+    def _save(self, *, last: bool = False) -> None:
         self.standing.at(self.progress.step, "saving")
-        path = checkpoint.save(self.build, self.progress, self.writer.path / "checkpoints", keep=self.recipe.checkpoint.keep)
+        self._told(self.saving.begin(self.progress, last=last))
         self.saved_at = self.progress.step
-        self.writer.event("checkpoint", step=self.progress.step, path=str(path.relative_to(self.writer.path)))
+
+    def _told(self, saved: list[Saved]) -> None:
+        for one in saved:
+            path, seconds = str(one.path.relative_to(self.writer.path)), [round(s, 4) for s in (one.held, one.seconds)]
+            self.writer.event("checkpoint", step=one.step, path=path, held=seconds[0], seconds=seconds[1])
 
     def _evaluate(self) -> float:
         step = self.progress.step

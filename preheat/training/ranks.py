@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import socket
 import time
 import uuid
 from dataclasses import dataclass
@@ -52,9 +53,18 @@ class Ranks:
             self.store.set(key, json.dumps(value))
 
     def hear(self, key: str) -> Any:
-        """What another has left, or will leave."""
-        self.store.wait([key], _PATIENCE)
-        return json.loads(self.store.get(key))
+        """What another has left, or will leave.
+
+        Raises:
+            RunError: the process that holds the store ended.
+        """
+        import torch.distributed as dist
+
+        try:
+            self.store.wait([key], _PATIENCE)
+            return json.loads(self.store.get(key))
+        except (dist.DistNetworkError, dist.DistStoreError):
+            raise RunError(f"rank {self.rank}: rank 0 ended before the run began; its own words say why") from None
 
     def agree(self, facts: dict[str, str]) -> None:
         """Compares what must be equal everywhere.
@@ -100,6 +110,7 @@ class Ranks:
         words = str(error).splitlines()[0] if str(error) else ""
         if self.world == 1 or not isinstance(error, RuntimeError) or not _LOST.search(words):
             return error
+        words = words.split(". This is typically")[0].split("] ", 1)[-1]  # what went wrong, less gloo's file and advice
         return RunError(
             f"rank {self.rank}: lost the other processes in step {step + 1} ({words[-160:]}); start again with --resume, which goes on from the last checkpoint"
         )
@@ -131,18 +142,42 @@ def meet(recipe: Recipe) -> Ranks:
         return Ranks()
     import torch.distributed as dist
 
-    at = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+    patience = recipe.parallel.timeout
+    rank, address, port = (os.environ.get(key, "") for key in ("RANK", "MASTER_ADDR", "MASTER_PORT"))
+    lost = f"rank {rank}: cannot meet the others at {address}:{port} within {patience:g} s ({{}}); is the first host up, and the port open?"
+    begun = time.monotonic()
+    # The store stands with torchrun's agent, or with the first process. torch tells of a store that is not there with all its C++ frames.
+    if (rank != "0" or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True") and address and port.isdecimal():
+        why = _unreachable(address, int(port), patience)
+        if why:
+            raise RunError(lost.format(why))
+    left = timedelta(seconds=max(1.0, patience - (time.monotonic() - begun)))
     try:
-        store, rank, _ = next(iter(dist.rendezvous("env://", timeout=timedelta(seconds=recipe.parallel.timeout))))
+        store, number, _ = next(iter(dist.rendezvous("env://", timeout=left)))
     except (dist.DistNetworkError, dist.DistStoreError, ValueError) as error:
-        raise RunError(
-            f"rank {os.environ.get('RANK')}: cannot meet the others at {at} within {recipe.parallel.timeout:g} s ({str(error).splitlines()[0][:120]}); "
-            "is the first host up, and the port open?"
-        ) from None
+        raise RunError(lost.format(str(error).splitlines()[0][:120])) from None
     store.set_timeout(timedelta(seconds=recipe.parallel.timeout))
-    store = dist.PrefixStore(_roll_call(store, rank, world, recipe.parallel.timeout), store)
+    try:
+        word = _roll_call(store, number, world, patience)
+    except (dist.DistNetworkError, dist.DistStoreError) as error:  # whoever holds the store ended
+        raise RunError(lost.format(str(error).splitlines()[0][:120])) from None
+    store = dist.PrefixStore(word, store)
     local, on_host = (int(os.environ.get(key, "0") or 0) for key in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
-    return Ranks(rank, world, local, on_host or 1, store)
+    return Ranks(number, world, local, on_host or 1, store)
+
+
+def _unreachable(address: str, port: int, patience: float) -> str | None:
+    """Why nothing answers there, after having tried for so many seconds; None: something does."""
+    end = time.monotonic() + patience
+    while True:
+        try:
+            socket.create_connection((address, port), timeout=max(0.1, min(5.0, end - time.monotonic()))).close()
+        except OSError as error:
+            if time.monotonic() >= end:
+                return error.strerror or str(error)
+            time.sleep(0.1)
+        else:
+            return None
 
 
 def _roll_call(store: Any, rank: int, world: int, patience: float) -> str:

@@ -47,7 +47,8 @@ class Standing:
             self._thread.join()
 
     def _watch(self) -> None:
-        while not self._over.wait(self.interval):
+        over = False
+        while not over:
             try:
                 step, doing, since = self._place
                 mine = {"step": step, "doing": doing, "since": since, "now": time.time(), "line": self._line()}
@@ -57,6 +58,7 @@ class Standing:
                     self._compare()
             except RuntimeError:  # the store is gone, and with it the run
                 return
+            over = self._over.wait(self.interval)
 
     def _line(self) -> str:
         """The innermost line of preheat's own source that the main thread is in."""

@@ -13,9 +13,10 @@ from .conftest import Command, losses
 KILLS = int(os.environ.get("PREHEAT_KILLS", "3"))  # 10 by hand: a start takes seconds
 
 
-@pytest.mark.parametrize("workers", [1, 4])
-def test_killed_and_resumed_every_loss_is_the_same(preheat: Command, workers: int) -> None:
+@pytest.mark.parametrize(("workers", "beside"), [(1, "false"), (4, "true")])
+def test_killed_and_resumed_every_loss_is_the_same(preheat: Command, workers: int, beside: str) -> None:
     more = ["--set", "stop.steps=60", "--set", "checkpoint.every=7", "--set", f"data.workers={workers}"]
+    more += ["--set", f"checkpoint.asynchronous={beside}"]
     preheat("train", "r.yaml", "--out", "whole", "--set", "data.workers=0", *more[:4])
     wanted = losses(preheat.folder / "whole")
     run = preheat.folder / "killed"

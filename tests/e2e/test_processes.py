@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -54,10 +55,10 @@ def test_two_processes_give_the_losses_of_one_and_any_layout_goes_on(preheat: Co
 
 
 def test_what_dies_is_started_again(preheat: Command) -> None:
-    settings = ("--set", "stop.steps=60", "--set", "techniques={fsdp: {}}")
+    settings = ("--set", "stop.steps=60", "--set", "techniques={fsdp: {}}", "--set", "checkpoint.asynchronous=true")
     agent = preheat.start("train", "r.yaml", *settings, "--nproc", "2", "--restarts", "1", "--out", "killed")
     run = preheat.folder / "killed"
-    end = time.time() + 120
+    end = time.time() + 250
     while not (run / "checkpoints" / "step-5").is_dir() and time.time() < end and agent.poll() is None:
         time.sleep(0.05)
     workers = subprocess.run(["pgrep", "-P", str(agent.pid)], capture_output=True, text=True, check=True).stdout.split()
@@ -67,6 +68,33 @@ def test_what_dies_is_started_again(preheat: Command) -> None:
     assert [e["kind"] for e in Reader(run).events() if e["kind"] in ("started", "resumed")] == ["started", "resumed"]
     preheat("train", "r.yaml", "--set", "stop.steps=60", "--set", "techniques={}", "--out", "whole")
     assert losses(run) == pytest.approx(losses(preheat.folder / "whole"), rel=1e-4)
+
+
+def test_a_process_that_stands_still_is_named_and_ends_the_run(preheat: Command) -> None:
+    """Stopped in the middle of a step, not killed: nothing tells the other, which says after most of the time-out who stands where."""
+    preheat.environment["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = "1"  # a stopped process takes no SIGTERM
+    settings = ("--set", "stop.steps=100000", "--set", "techniques={fsdp: {}}", "--set", "parallel.timeout=10")
+    agent = preheat.start("train", "r.yaml", *settings, "--nproc", "2", "--out", "stuck")
+    log = preheat.folder / "stuck" / "metrics.jsonl"
+    try:
+        end = time.time() + 250
+        while not (log.exists() and log.read_text().count("\n") > 3) and time.time() < end and agent.poll() is None:
+            time.sleep(0.05)
+        workers = subprocess.run(["pgrep", "-P", str(agent.pid)], capture_output=True, text=True, check=True).stdout.split()
+        (second,) = (w for w in workers if b"\0RANK=1\0" in Path(f"/proc/{w}/environ").read_bytes())
+        os.kill(int(second), signal.SIGSTOP)
+        _, error = agent.communicate(timeout=120)
+    finally:
+        agent.kill()
+    assert agent.returncode == 1, error
+    told = error.splitlines()
+    (first,) = (n for n, line in enumerate(told) if "this is where each process stands:" in line)
+    assert re.search(r"rank 0: step \d+, .+ for \d+ s, at preheat/\S+\.py:\d+$", told[first + 1]), error
+    assert re.search(r"rank 1: step \d+, .+, silent for \d+ s: stopped, or its host is gone$", told[first + 2]), error
+    assert re.search(
+        r"error: rank 0: lost the other processes in step \d+ \(.*[Tt]imed out.*\); start again with --resume", error
+    )
+    assert Reader(log.parent).events("failed")[0]["reason"].startswith("rank 0: lost the other processes")
 
 
 @pytest.mark.parametrize(

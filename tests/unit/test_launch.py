@@ -53,6 +53,12 @@ def scripts(target: str, text: str) -> list[str]:
     return [documents[0]["data"]["run.sh"] if target == "kubernetes" else "#!/bin/bash\n" + documents[0]["run"]]
 
 
+def test_a_host_that_is_replaced_finds_the_others() -> None:
+    """Without this, those that stayed and the new one wait for each other without end (tests/distributed/test_two_hosts.py)."""
+    assert job("slurm").environment()["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
+    assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE" not in job("slurm", nodes=1).environment()
+
+
 @pytest.mark.parametrize("target", MORE)
 def test_every_job_starts_one_rendezvous_and_carries_its_recipe(target: str) -> None:
     made = job(target)

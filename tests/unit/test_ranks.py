@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch.distributed as dist
 
 from preheat.errors import RecipeError, RunError
 from preheat.technique import Device
-from preheat.training.ranks import Ranks, _roll_call
+from preheat.training.ranks import Ranks, _roll_call, meet
 
 from ..conftest import tiny
 
@@ -36,6 +37,21 @@ def test_the_roll_is_called_past_words_that_dead_processes_left() -> None:
 def test_who_does_not_come_is_named() -> None:
     with pytest.raises(RunError, match=r"rank 0: waited 0.2 s for the other processes; not there: rank 1, 2"):
         _roll_call(dist.HashStore(), 0, 3, 0.2)
+
+
+def test_a_meeting_point_that_is_not_there_is_told_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with socket.socket() as taken:  # bound, but nobody listens
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+        for key, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}.items():
+            monkeypatch.setenv(key, value)
+        with pytest.raises(
+            RunError, match=rf"rank 1: cannot meet the others at 127.0.0.1:{port} within 0.3 s \(Connection refused\)"
+        ):
+            meet(tiny(more="parallel: {timeout: 0.3}"))
+    assert capfd.readouterr().err == ""  # no frames of C++
 
 
 def test_a_process_that_differs_says_in_what() -> None:

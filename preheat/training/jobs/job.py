@@ -170,6 +170,9 @@ class Job:
         chosen = {"NCCL_SOCKET_IFNAME": self.interface, "GLOO_SOCKET_IFNAME": self.interface} if self.interface else {}
         # torchrun passes a SIGTERM on and kills what has not ended by then; 30 s when not stated, too little for a large checkpoint.
         waits = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(self.save_within), "PYTHONUNBUFFERED": "1"}
+        # An agent that outlives another host's tells the one that takes its place nothing of a store that it keeps: both wait for ever (torch 2.13).
+        if self.nodes > 1:
+            waits["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         return waits | {k: v for k, v in chosen.items() if v} | dict(item.split("=", 1) for item in self.env)
 
     def described(self) -> dict[str, Any]:

@@ -1,0 +1,99 @@
+"""Checkpoints that are written beside the steps that follow: from a copy in the host's memory, by one thread, one at a time."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from preheat.engine import checkpoint
+from preheat.errors import PreheatError
+from preheat.technique import Build
+
+__all__ = ["Saved", "Saving"]
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint that stands.
+
+    Attributes:
+        held: seconds that the steps waited for it.
+        seconds: from its beginning until it stood.
+    """
+
+    step: int
+    path: Path
+    held: float
+    seconds: float
+
+
+class Saving:
+    """Writes a run's checkpoints as `checkpoint` in the recipe says. All processes of the run begin the same in the same order."""
+
+    def __init__(self, build: Build, folder: Path):
+        self.build, self.folder, self.keep = build, folder, build.recipe.checkpoint.keep
+        self._group: Any = None
+        self._writer: ThreadPoolExecutor | None = None
+        self._begun: tuple[Future[tuple[Path, float]], int, float, float] | None = None
+        if not checkpoint.beside_steps(build.recipe, build.device):
+            return
+        self._writer = ThreadPoolExecutor(1, "checkpoint")
+        # For the whole process, since a thread cannot do so for itself alone: see checkpoint.save.
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        if build.mesh.world > 1:  # collectives of one group come in one order: the steps' have theirs
+            import torch.distributed as dist
+
+            self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=build.recipe.parallel.timeout))
+
+    def begin(self, progress: checkpoint.Progress, *, last: bool = False) -> list[Saved]:
+        """Saves the step, after the one before has been written. Returns what stands by now and was not returned yet.
+
+        Args:
+            last: no step follows that it could be written beside.
+
+        Raises:
+            RunError: this one or the one before cannot be written.
+        """
+        start = time.perf_counter()
+        found = self.wait()
+        if last or self._writer is None:
+            path = checkpoint.save(self.build, progress, self.folder, keep=self.keep)
+            seconds = time.perf_counter() - start
+            return [*found, Saved(progress.step, path, seconds, seconds)]
+        taken = checkpoint.take(self.build, progress, copied=True)
+        future = self._writer.submit(self._write, taken)
+        self._begun = (future, progress.step, start, time.perf_counter() - start)
+        return found
+
+    def _write(self, taken: checkpoint.Taken) -> tuple[Path, float]:
+        path = checkpoint.write(self.build, taken, self.folder, keep=self.keep, group=self._group)
+        return path, time.perf_counter()
+
+    def look(self) -> list[Saved]:
+        """The checkpoint that stands since the last look, if any.
+
+        Raises:
+            RunError: it could not be written.
+        """
+        return self.wait() if self._begun is not None and self._begun[0].done() else []
+
+    def wait(self) -> list[Saved]:
+        """The same, after waiting for the one that is being written."""
+        if self._begun is None:
+            return []
+        (future, step, start, held), self._begun = self._begun, None
+        path, end = future.result()
+        return [Saved(step, path, held, end - start)]
+
+    def close(self) -> str | None:
+        """After a failure: what is being written is written to its end, or the words of what keeps it from that are returned."""
+        try:
+            self.wait()
+        except (PreheatError, RuntimeError) as error:
+            return str(error)
+        return None
