@@ -31,6 +31,11 @@ class Saved:
     held: float
     seconds: float
 
+    def facts(self, run: Path) -> dict[str, Any]:
+        """What the run's events say of it."""
+        path = str(self.path.relative_to(run))
+        return {"step": self.step, "path": path, "held": round(self.held, 4), "seconds": round(self.seconds, 4)}
+
 
 class Saving:
     """Writes a run's checkpoints as `checkpoint` in the recipe says. All processes of the run begin the same in the same order."""

@@ -223,9 +223,8 @@ class _Loop:
         )
 
     def _memory(self) -> int:
-        if self.build.torch_device.type == "cuda":
-            return torch.cuda.memory_allocated()
-        return max(resident_bytes() - self.session.imports, 0)
+        cuda = self.build.torch_device.type == "cuda"
+        return torch.cuda.memory_allocated() if cuda else max(resident_bytes() - self.session.imports, 0)
 
     def _peak(self) -> int:
         return max(peak_bytes(self.build.device.kind) - self.session.imports, 0)
@@ -241,8 +240,7 @@ class _Loop:
 
     def _told(self, saved: list[Saved]) -> None:
         for one in saved:
-            path, seconds = str(one.path.relative_to(self.writer.path)), [round(s, 4) for s in (one.held, one.seconds)]
-            self.writer.event("checkpoint", step=one.step, path=path, held=seconds[0], seconds=seconds[1])
+            self.writer.event("checkpoint", **one.facts(self.writer.path))
 
     def _evaluate(self) -> float:
         step = self.progress.step
@@ -255,7 +253,7 @@ class _Loop:
         return self.evaluated[1].loss
 
     def _finish(self, stopped: str | None) -> dict[str, Any]:
-        plan = self.session.plan
+        plan, p = self.session.plan, self.progress
         # Before evaluation and samples: the peak that was predicted is that of training and evaluation.
         validation = math.nan if stopped else self._evaluate()
         peak = self._peak() / GIB
@@ -272,7 +270,9 @@ class _Loop:
         if not stopped:
             self._baselines()
             self._samples()
-        p = self.progress
+            self.writer.event(
+                "finished", steps=p.step, loss=self.loss, validation_loss=validation, tokens=p.tokens, seconds=p.elapsed
+            )
         summary = {
             "run": str(self.writer.path),
             "steps": p.step,
@@ -285,17 +285,12 @@ class _Loop:
         }
         if self.evaluated is not None and self.evaluated[1].scores:
             summary["scores"] = self.evaluated[1].scores
-        if not stopped:
-            self.writer.event(
-                "finished", steps=p.step, loss=self.loss, validation_loss=validation, tokens=p.tokens, seconds=p.elapsed
-            )
         return summary
 
     def _baselines(self) -> None:
         if self.recipe.evaluate.baselines:
             self.watch.stage("counting a unigram and a bigram model")
-            rows = evaluation_rows(len(self.session.data.validation), self.recipe.evaluate.rows)
-            found = baselines(self.session.data, rows)
+            found = baselines(self.session.data, evaluation_rows(len(self.session.data.validation), self.recipe.evaluate.rows))
             self.writer.event("baseline", vocabulary=len(self.session.data.tokenizer), **found)
 
     def _samples(self) -> None:
