@@ -44,10 +44,10 @@ def test_qlora_from_training_to_transformers_and_peft(preheat: Command, data_fol
     (here / "q.yaml").write_text(RECIPE.format(base=base, text=data_folder / "text/tinyshakespeare.txt"))
     preheat("train", "q.yaml")
     run = here / "runs/tune"
-    merged = preheat.json("export", "runs/tune", "--to", "hf", "--out", "merged")
+    merged = preheat.here.json("export", "runs/tune", "--to", "hf", "--out", "merged")
     assert (merged["merged"], merged["dtype"]) == (35, "float32")
     assert merged["max_logit_difference"] < 1e-4
-    said, _ = preheat("export", "runs/tune", "--to", "peft", "--out", "alone")
+    said, _ = preheat.here("export", "runs/tune", "--to", "peft", "--out", "alone")
     assert "read back by peft" in said
     assert "trained on the base in NF4" in said
 
@@ -61,7 +61,7 @@ def test_qlora_from_training_to_transformers_and_peft(preheat: Command, data_fol
         plain.generate(ids, max_new_tokens=24, do_sample=False)[0, ids.shape[1] :], skip_special_tokens=True
     )
     for model in ("runs/tune", "merged", "alone"):
-        assert preheat.json("generate", model, "--prompt", PROMPT, "--tokens", "24")["text"] == text, model
+        assert preheat.here.json("generate", model, "--prompt", PROMPT, "--tokens", "24")["text"] == text, model
 
     model = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), here / "alone")
     for name in json.loads((here / "alone/preheat_base.json").read_text())["nf4"]["modules"]:
@@ -69,13 +69,13 @@ def test_qlora_from_training_to_transformers_and_peft(preheat: Command, data_fol
         weight.copy_(nf4.dequantize(nf4.quantize(weight), tuple(weight.shape), torch.float32, nf4.tables()))
     assert float((logits(model.get_base_model(), ids) - wanted).abs().max()) < 1e-4
 
-    _, error = preheat("export", "runs/tune", "--to", "peft", "--out", "alone", code=1)
+    _, error = preheat.here("export", "runs/tune", "--to", "peft", "--out", "alone", code=1)
     assert "stands there already" in error
-    _, error = preheat("export", "runs/tune", "--out", "half", "--dtype", "bfloat16", "--tolerance", "1e-6", code=1)
+    _, error = preheat.here("export", "runs/tune", "--out", "half", "--dtype", "bfloat16", "--tolerance", "1e-6", code=1)
     assert "nothing was written; use --dtype float32, or raise --tolerance" in error
     base.rename(here / "moved")
-    _, error = preheat("generate", "alone", code=2)
+    _, error = preheat.here("generate", "alone", code=2)
     assert "its base model is not there" in error
     assert error.count("\n") == 1
-    assert preheat.json("generate", "alone", "--base", "moved", "--prompt", PROMPT, "--tokens", "24")["text"] == text
+    assert preheat.here.json("generate", "alone", "--base", "moved", "--prompt", PROMPT, "--tokens", "24")["text"] == text
     assert sorted(p.name for p in here.iterdir() if p.is_dir()) == ["alone", "merged", "moved", "runs", "text"]

@@ -16,7 +16,7 @@ from .conftest import Command, losses
 
 
 def test_plan_train_report_eval_generate_export(preheat: Command) -> None:
-    plan = preheat.json("plan", "r.yaml")
+    plan = preheat.here.json("plan", "r.yaml")
     assert plan["fits"] is True
     assert sum(plan["memory"].values()) == pytest.approx(plan["peak_gib"], rel=1e-6)
     made = preheat.json("train", "r.yaml")
@@ -35,12 +35,12 @@ def test_plan_train_report_eval_generate_export(preheat: Command) -> None:
     ):
         assert (run / name).stat().st_size > 0, name
     assert sorted(p.name for p in (run / "checkpoints").iterdir()) == ["step-10", "step-12"]
-    assert preheat.json("eval", "runs/small")["loss"] == pytest.approx(made["validation_loss"], rel=1e-4)
-    text = preheat.json("generate", "runs/small", "--prompt", "the quick", "--tokens", "8")
+    assert preheat.here.json("eval", "runs/small")["loss"] == pytest.approx(made["validation_loss"], rel=1e-4)
+    text = preheat.here.json("generate", "runs/small", "--prompt", "the quick", "--tokens", "8")
     assert text["tokens"] >= 1
-    exported = preheat.json("export", "runs/small", "--to", "hf")
+    exported = preheat.here.json("export", "runs/small", "--to", "hf")
     assert exported["max_logit_difference"] < 1e-5
-    assert preheat.json("eval", exported["path"], "--data", "text", "--length", "32")["loss"] < 6
+    assert preheat.here.json("eval", exported["path"], "--data", "text", "--length", "32")["loss"] < 6
     # The resolved recipe reruns the run, loss for loss.
     again = preheat.json("train", "runs/small/recipe.yaml", "--out", "again")
     assert (again["loss"], again["validation_loss"]) == (made["loss"], made["validation_loss"])
@@ -48,8 +48,8 @@ def test_plan_train_report_eval_generate_export(preheat: Command) -> None:
 
 
 def test_lora_run_exports_merged(preheat: Command) -> None:
-    preheat.json("train", "r.yaml", "--set", "techniques={lora: {rank: 4}}", "--set", "stop.steps=4")
-    exported = preheat.json("export", "runs/small")
+    preheat.here.json("train", "r.yaml", "--set", "techniques={lora: {rank: 4}}", "--set", "stop.steps=4")
+    exported = preheat.here.json("export", "runs/small")
     assert exported["merged"] == 14
     assert exported["max_logit_difference"] < 1e-5
     config = json.loads((preheat.folder / exported["path"] / "config.json").read_text())
@@ -144,16 +144,16 @@ def test_a_run_can_be_lengthened(preheat: Command) -> None:
 
 
 def test_damaged_checkpoints(preheat: Command) -> None:
-    preheat("train", "r.yaml", "--set", "schedule.kind=constant")
+    preheat.here("train", "r.yaml", "--set", "schedule.kind=constant")
     whole = losses(preheat.folder / "runs" / "small")
     (last,) = (preheat.folder / "runs/small/checkpoints/step-12").glob("*.safetensors")
     last.write_bytes(last.read_bytes()[:-100])
-    out, _ = preheat("train", "r.yaml", "--set", "schedule.kind=constant", "--resume")
+    out, _ = preheat.here("train", "r.yaml", "--set", "schedule.kind=constant", "--resume")
     assert "step-12: damaged" in out.replace("\n", "")
     assert losses(preheat.folder / "runs" / "small") == whole
     for file in (preheat.folder / "runs/small/checkpoints").glob("*/*.safetensors"):
         file.write_bytes(b"")
-    assert "no checkpoint is whole" in preheat("train", "r.yaml", "--resume", "--set", "schedule.kind=constant", code=1)[1]
+    assert "no checkpoint is whole" in preheat.here("train", "r.yaml", "--resume", "--set", "schedule.kind=constant", code=1)[1]
 
 
 def test_non_finite_loss_stops_with_step_and_rows(preheat: Command) -> None:
@@ -167,7 +167,7 @@ def test_non_finite_loss_stops_with_step_and_rows(preheat: Command) -> None:
         "--set",
         "schedule.kind=constant",
     ]
-    error = preheat("train", "r.yaml", *more, code=1)[1]
+    error = preheat.here("train", "r.yaml", *more, code=1)[1]
     assert "step " in error
     assert "rows " in error
     assert "optimizer.lr" in error
@@ -177,7 +177,7 @@ def test_two_runs_in_one_folder_at_once(preheat: Command) -> None:
     first = preheat.start("train", "r.yaml", "--set", "stop.steps=100000", "--set", "checkpoint.every=50")
     try:
         _wait_for(preheat.folder / "runs/small/metrics.jsonl", first)
-        assert "another process is writing" in preheat("train", "r.yaml", "--resume", "--set", "stop.steps=100000", code=1)[1]
+        assert "another process is writing" in preheat.here("train", "r.yaml", "--resume", "--set", "stop.steps=100000", code=1)[1]
     finally:
         first.kill()
         first.communicate()

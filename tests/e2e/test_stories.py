@@ -25,7 +25,7 @@ def stories(data_folder: Path) -> Path:
 
 
 def test_its_greedy_text_is_reproduced(preheat: Command, stories: Path) -> None:
-    text = preheat.json("generate", str(stories), "--tokens", "40")["text"]
+    text = preheat.here.json("generate", str(stories), "--tokens", "40")["text"]
     assert text.strip().startswith("Once upon a time, there was a little girl named Lily")
 
 
@@ -71,7 +71,7 @@ def test_lora_and_full_tuning_lower_the_held_out_loss_of_shakespeare(
     preheat: Command, stories: Path, data_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PREHEAT_CACHE", preheat.environment["PREHEAT_CACHE"])
-    before = preheat.json("eval", str(stories), "--data", str(data_folder / "text/tinyshakespeare.txt"), "--rows", "64")["loss"]
+    before = preheat.here.json("eval", str(stories), "--data", str(data_folder / "text/tinyshakespeare.txt"), "--rows", "64")["loss"]
     assert before == pytest.approx(4.73, abs=0.15)
     full = _tuned(stories, data_folder, tmp_path / "full", "{efficient_attention: {}, chunked_loss: {}}", 5e-3)
     lora = _tuned(

@@ -52,28 +52,28 @@ def test_texts_are_written_in_order_and_figures_stand_beside(preheat: Command, s
     assert texts[0].startswith(BEGIN)
     assert [t.startswith(b) for t, b in zip(texts[1:], ("Tom had a red ball.", "The cat"), strict=True)] == [True, True]
     assert "tokens/s, peak memory" in error
-    both = preheat.json("generate", stories, stories, "--prompt", "Tom had a red ball.", "--tokens", "24")["texts"]
+    both = preheat.here.json("generate", stories, stories, "--prompt", "Tom had a red ball.", "--tokens", "24")["texts"]
     assert [t["text"] for t in both] == [texts[1].removeprefix("Tom had a red ball.").rstrip("\n")] * 2
 
 
 def test_checkpoints_of_a_run_and_samples_before_and_after(preheat: Command, stories: str) -> None:
     sample = "sample={prompts: [The cat, The dog], tokens: 12}"
-    preheat("train", "r.yaml", "--set", f"model={{path: {stories}}}", "--set", "techniques={lora: {rank: 4}}", "--set", sample)
+    preheat.here("train", "r.yaml", "--set", f"model={{path: {stories}}}", "--set", "techniques={lora: {rank: 4}}", "--set", sample)
     run = preheat.folder / "runs/small"
     samples = json.loads((run / "samples.json").read_text())
     assert [s["prompt"] for s in samples] == ["The cat", "The dog"]
-    base = preheat.json("generate", stories, "--prompt", "The cat", "--prompt", "The dog", "--tokens", "12")["texts"]
+    base = preheat.here.json("generate", stories, "--prompt", "The cat", "--prompt", "The dog", "--tokens", "12")["texts"]
     assert [s["before"] for s in samples] == [t["text"] for t in base]
-    last = preheat.json("generate", "runs/small", "--prompt", "The cat", "--prompt", "The dog", "--tokens", "12")["texts"]
+    last = preheat.here.json("generate", "runs/small", "--prompt", "The cat", "--prompt", "The dog", "--tokens", "12")["texts"]
     assert [s["text"] for s in samples] == [t["text"] for t in last] != [s["before"] for s in samples]
     page = (run / "report.html").read_text()
     assert "Before training" in page
     assert "After training" in page
-    by_step = preheat.json("generate", "runs/small", "--step", "10", "--prompt", "The cat", "--tokens", "12")
-    by_path = preheat.json("generate", "runs/small/checkpoints/step-10", "--prompt", "The cat", "--tokens", "12")
+    by_step = preheat.here.json("generate", "runs/small", "--step", "10", "--prompt", "The cat", "--tokens", "12")
+    by_path = preheat.here.json("generate", "runs/small/checkpoints/step-10", "--prompt", "The cat", "--tokens", "12")
     assert (by_step["step"], by_step["text"]) == (by_path["step"], by_path["text"]) == (10, by_step["text"])
-    assert "has no checkpoint of step 7; there are: 10, 12" in preheat("generate", "runs/small", "--step", "7", code=1)[1]
-    asked = preheat("generate", "runs/small/checkpoints/step-10", "--step", "12", code=1)[1]
+    assert "has no checkpoint of step 7; there are: 10, 12" in preheat.here("generate", "runs/small", "--step", "7", code=1)[1]
+    asked = preheat.here("generate", "runs/small/checkpoints/step-10", "--step", "12", code=1)[1]
     assert "is the checkpoint of step 10, and step 12 was asked for" in asked
 
 
@@ -161,13 +161,13 @@ def test_chat_from_a_pipe(preheat: Command, stories: str) -> None:
     assert error.count("tokens/s") == 3
     # A chat saved is a prompt that can be asked again: without its last answer it gives that answer.
     (preheat.folder / "again.jsonl").write_text(json.dumps({"messages": saved[:-1]}) + "\n")
-    again = preheat.json("generate", stories, "--file", "again.jsonl", "--template", "alpaca", "--tokens", "12")
+    again = preheat.here.json("generate", stories, "--file", "again.jsonl", "--template", "alpaca", "--tokens", "12")
     assert again["text"] == second
 
 
 def test_a_long_chat_drops_its_oldest_turns_and_says_so(preheat: Command, stories: str) -> None:
     said = "".join(f"tell me a long story about {n} dogs in the park\n" for n in range(5))
-    _, error = _chat(preheat, stories, "--template", "chatml", "--tokens", "60", said=said)
+    _, error = preheat.here("chat", stories, "--template", "chatml", "--tokens", "60", said=said)
     assert "the oldest 2 messages were dropped" in error
 
 
@@ -183,13 +183,13 @@ def test_a_run_trained_on_chats_is_asked_by_its_template(preheat: Command, stori
     sets = [
         word for setting in (*settings, "techniques={lora: {rank: 4}}", "stop.steps=3", sample) for word in ("--set", setting)
     ]
-    preheat("train", "r.yaml", *sets)
+    preheat.here("train", "r.yaml", *sets)
     plain, chat = json.loads((preheat.folder / "runs/small/samples.json").read_text())
     assert (plain["before"], plain["text"]) == (chat["before"], chat["text"]), "a text is the user's message of a chat"
-    out, error = preheat("generate", "runs/small", "--prompt", "What is 3?", "--tokens", "8")
+    out, error = preheat.here("generate", "runs/small", "--prompt", "What is 3?", "--tokens", "8")
     assert out == chat["text"] + "\n"
     assert "chat, alpaca, as the run was trained" in error
-    plain_out, error = preheat("generate", "runs/small", "--prompt", "What is 3?", "--tokens", "8", "--no-chat")
+    plain_out, error = preheat.here("generate", "runs/small", "--prompt", "What is 3?", "--tokens", "8", "--no-chat")
     assert "plain text" in error
     assert plain_out.startswith("What is 3?")
-    assert _chat(preheat, "runs/small", "--tokens", "8", said="What is 3?\n")[0] == out
+    assert preheat.here("chat", "runs/small", "--tokens", "8", said="What is 3?\n")[0] == out
