@@ -26,16 +26,21 @@ FEWEST = 4  # layers from which on a step's places are affine
 MANY = 12  # layers below which two observations cost as much as one of them all
 
 
-def observe_few(recipe: Recipe, *, vocabulary: int | None, device: Device, world: int | None = None) -> Observation:
+def observe_few(
+    recipe: Recipe, *, vocabulary: int | None, device: Device, world: int | None = None, heap: bool = True
+) -> Observation:
     """`observe`, by two models of few layers where that says the same: several devices, many layers, all of them alike.
 
     There is no log then, and what a CPU's heap keeps of freed tensors, which is not affine, is not in `held`: processes that are about to
     run on CPUs (`world` is given) have all their layers observed. `changes` are left out, since they would be those of the few layers.
+
+    Args:
+        heap: False where it is not asked for: one device is then observed by few layers too.
     """
     config = adapter.configure(recipe, vocabulary)
     layers, few = config.get_text_config().num_hidden_layers, _few(recipe, config)
     devices = world or recipe.parallel.devices or 1
-    if few is None or devices == 1 or layers < MANY or (device.kind == "cpu" and world is not None):
+    if few is None or (devices == 1 and heap) or layers < MANY or (device.kind == "cpu" and world is not None):
         return observe(recipe, vocabulary=vocabulary, device=device, world=world)
     fewer, more = few
     how: dict[str, Any] = {"vocabulary": vocabulary, "device": device, "world": world, "by_layer": True}

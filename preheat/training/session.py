@@ -22,7 +22,7 @@ from preheat.models import adapter, presets
 from preheat.planning.plan import plan, settled, steps_of
 from preheat.recipe import Recipe
 from preheat.run import Silent, Writer
-from preheat.technique import Build, Device, Shape, Slot
+from preheat.technique import DATA, Build, Device, Shape, Slot
 from preheat.training.ranks import Ranks, meet
 from preheat.training.resuming import compare, fingerprints, resumed
 from preheat.training.samples import Samples
@@ -172,6 +172,7 @@ def open_session(recipe: Recipe, out: Path, *, resume: bool, watch: Watch, force
         imports = settle(device)
         watch.stage("building")
         made = build(chosen, vocabulary=len(data.tokenizer), device=device)
+        torch.manual_seed(chosen.seed * 65537 + made.mesh.index(*DATA))  # dropout: other masks for other rows, the same in each run
         progress = checkpoint.Progress(recipe=recipes.dump(chosen), fingerprints=fingerprints(made, data))
         if resume:
             progress = resumed(made, out, progress, writer, watch, threads)

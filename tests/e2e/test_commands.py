@@ -135,6 +135,15 @@ def test_a_run_is_not_overwritten_and_not_resumed_otherwise(preheat: Command) ->
     assert "the data (the source, tokenizer or packing) changed" in preheat.here("train", "r.yaml", "--resume", code=1)[1]
 
 
+def test_dropout_is_drawn_alike_in_each_run(preheat: Command) -> None:
+    model = "model={family: gpt2, layers: 2, width: 32, heads: 2, vocabulary: 320, config: {resid_pdrop: 0.3}}"
+    found = [
+        preheat.here.json("train", "r.yaml", "--out", f"run{n}", "--set", model, "--set", "stop.steps=3", "--set", f"seed={seed}")
+        for n, seed in enumerate((1, 1, 2))
+    ]
+    assert found[0]["loss"] == found[1]["loss"] != found[2]["loss"]
+
+
 def test_a_run_can_be_lengthened(preheat: Command) -> None:
     preheat.here("train", "r.yaml", "--set", "schedule.kind=constant", "--set", "stop.steps=6")
     made = preheat.here.json("train", "r.yaml", "--set", "schedule.kind=constant", "--resume")
