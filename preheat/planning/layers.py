@@ -111,8 +111,8 @@ def _kernels(one: Counter[Kernel], two: Counter[Kernel], on: Any) -> Counter[Ker
     for side, (mine, other) in enumerate(((one, two), (two, one))):
         for kernel in mine.keys() - other.keys():
             key, n = (kernel.operator, kernel.dtype), mine[kernel]
-            sizes = (1, kernel.flops, kernel.bytes_read, kernel.bytes_written, kernel.fresh)
-            sums[key][side] = [a + n * b for a, b in zip(sums[key][side], sizes, strict=True)]
+            whole = (1, kernel.flops, kernel.bytes_read, kernel.bytes_written, kernel.fresh)
+            sums[key][side] = [a + n * b for a, b in zip(sums[key][side], whole, strict=True)]
             like[key] = kernel
     for key, (first, second) in sums.items():
         count, *sizes = (max(on(a, b), 0) for a, b in zip(first, second, strict=True))

@@ -172,7 +172,9 @@ def open_session(recipe: Recipe, out: Path, *, resume: bool, watch: Watch, force
         imports = settle(device)
         watch.stage("building")
         made = build(chosen, vocabulary=len(data.tokenizer), device=device)
-        torch.manual_seed(chosen.seed * 65537 + made.mesh.index(*DATA))  # dropout: other masks for other rows, the same in each run
+        torch.manual_seed(
+            chosen.seed * 65537 + made.mesh.index(*DATA)
+        )  # dropout: other masks for other rows, the same in each run
         progress = checkpoint.Progress(recipe=recipes.dump(chosen), fingerprints=fingerprints(made, data))
         if resume:
             progress = resumed(made, out, progress, writer, watch, threads)

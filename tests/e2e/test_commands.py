@@ -138,7 +138,9 @@ def test_a_run_is_not_overwritten_and_not_resumed_otherwise(preheat: Command) ->
 def test_dropout_is_drawn_alike_in_each_run(preheat: Command) -> None:
     model = "model={family: gpt2, layers: 2, width: 32, heads: 2, vocabulary: 320, config: {resid_pdrop: 0.3}}"
     found = [
-        preheat.here.json("train", "r.yaml", "--out", f"run{n}", "--set", model, "--set", "stop.steps=3", "--set", f"seed={seed}")
+        preheat.here.json(
+            "train", "r.yaml", "--out", f"run{n}", "--set", model, "--set", "stop.steps=3", "--set", f"seed={seed}"
+        )
         for n, seed in enumerate((1, 1, 2))
     ]
     assert found[0]["loss"] == found[1]["loss"] != found[2]["loss"]
@@ -186,7 +188,9 @@ def test_two_runs_in_one_folder_at_once(preheat: Command) -> None:
     first = preheat.start("train", "r.yaml", "--set", "stop.steps=100000", "--set", "checkpoint.every=50")
     try:
         _wait_for(preheat.folder / "runs/small/metrics.jsonl", first)
-        assert "another process is writing" in preheat.here("train", "r.yaml", "--resume", "--set", "stop.steps=100000", code=1)[1]
+        assert (
+            "another process is writing" in preheat.here("train", "r.yaml", "--resume", "--set", "stop.steps=100000", code=1)[1]
+        )
     finally:
         first.kill()
         first.communicate()

@@ -58,7 +58,9 @@ def test_texts_are_written_in_order_and_figures_stand_beside(preheat: Command, s
 
 def test_checkpoints_of_a_run_and_samples_before_and_after(preheat: Command, stories: str) -> None:
     sample = "sample={prompts: [The cat, The dog], tokens: 12}"
-    preheat.here("train", "r.yaml", "--set", f"model={{path: {stories}}}", "--set", "techniques={lora: {rank: 4}}", "--set", sample)
+    preheat.here(
+        "train", "r.yaml", "--set", f"model={{path: {stories}}}", "--set", "techniques={lora: {rank: 4}}", "--set", sample
+    )
     run = preheat.folder / "runs/small"
     samples = json.loads((run / "samples.json").read_text())
     assert [s["prompt"] for s in samples] == ["The cat", "The dog"]
