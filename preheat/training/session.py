@@ -164,7 +164,7 @@ def open_session(recipe: Recipe, out: Path, *, resume: bool, watch: Watch, force
         chosen, expected = recipes.parse(heard["recipe"], where="the recipe of rank 0"), heard["plan"]
         data, probes, samples = _read(recipe, watch)
     ranks.agree({"recipe": _digest(recipes.dump(recipe)), "data": data.fingerprint, **_versions()})
-    import torch.distributed.checkpoint  # noqa: F401  # so that the imports' memory is known before the build
+    import torch.distributed.checkpoint  # so that the imports' memory is known before the build
 
     ranks.join(recipe, device.kind)
     writer = Writer(out, resume=resume) if ranks.lead else Silent(out)
