@@ -21,7 +21,7 @@ from preheat.ops.attention import reference_attention, sdpa_attention
 from preheat.ops.attention_blocks import blocked_attention
 from preheat.ops.attention_module import EfficientAttention, attention_in_chunks
 from preheat.ops.attention_patterns import in_shifted_groups
-from preheat.planning.observe import Recorder, _replay
+from preheat.planning.observe import Recorder, highest
 from preheat.technique import MaskSpec
 
 HEADS, DIM = 2, 64
@@ -68,7 +68,7 @@ def measure(name: str, length: int, send: Any) -> None:
     with recorder:
         recorder.phase = "forward"
         once(name, length)
-    send.send((max(_replay(recorder.log, {}, set())[0].values()), grown))
+    send.send((max(highest(recorder).values()), grown))
 
 
 def measured(name: str, length: int) -> tuple[int, int]:

@@ -210,6 +210,7 @@ class Writer:
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
+            self._lock.close()
             raise RunError(
                 f"{self.path}: another process is writing this run; wait for it or end it, or name another folder with --out"
             ) from None

@@ -25,7 +25,7 @@ from preheat.recipe import Recipe
 from preheat.technique import DATA, Batch, Build, Device, MaskSpec, Shape, Slot
 from preheat.technique.mesh import pretended
 
-__all__ = ["CATEGORIES", "Kernel", "Observation", "Recorder", "observe", "peaks"]
+__all__ = ["CATEGORIES", "Kernel", "Observation", "Recorder", "highest", "observe", "peaks"]
 
 CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "temporary")
 
@@ -240,6 +240,12 @@ def _replay(
             peak[phase, place] = total
             at_peak[phase, place] = dict(alive)
     return at_peak
+
+
+def highest(recorder: Recorder) -> dict[str, int]:
+    """Bytes alive at the peak of each phase that was recorded."""
+    at = _replay(recorder.log, recorder.places, {}, set())
+    return {phase: sum(categories.values()) for phase, categories in peaks(at).items()}
 
 
 def peaks(at: Mapping[tuple[str, str], dict[str, int]]) -> dict[str, dict[str, int]]:

@@ -22,7 +22,7 @@ from preheat.ops.attention import allowed, reference_attention, sdpa_attention
 from preheat.ops.attention_blocks import blocked_attention
 from preheat.ops.attention_module import attention_in_chunks
 from preheat.ops.attention_patterns import in_shifted_groups, within_window
-from preheat.planning.observe import Recorder, _replay
+from preheat.planning.observe import Recorder, highest
 from preheat.technique import Device, MaskSpec, conflicts_of
 from preheat.techniques.efficient_attention import EfficientAttention
 
@@ -232,7 +232,7 @@ def _bytes(run: Any) -> int:
     with recorder:
         recorder.phase = "forward"
         run()
-    return max(_replay(recorder.log, {}, set())[0].values())
+    return max(highest(recorder).values())
 
 
 @pytest.mark.parametrize("kernel", ["flash", "blocks", "window", "shifted", "chunks", "module"])

@@ -6,6 +6,7 @@ The compiler's front half is used (`aot_eager`: graphs, guards, the split into f
 from __future__ import annotations
 
 import shutil
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -136,7 +137,7 @@ def test_the_run_is_told_of_recompilations_and_of_the_limit() -> None:
         recipe=b.recipe,
         build=b,
         progress=SimpleNamespace(step=0),
-        writer=SimpleNamespace(event=lambda kind, **values: events.append({"kind": kind, **values})),
+        writer=SimpleNamespace(path=Path("run"), event=lambda kind, **values: events.append({"kind": kind, **values})),
     )
     standing: Any = SimpleNamespace()
     loop = _Loop(session, Told(), standing)

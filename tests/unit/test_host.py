@@ -14,7 +14,7 @@ from preheat.ops.host import Copy, Link
 from preheat.ops.host_optimizer import HostAdamW
 from preheat.ops.offload import ActivationOffload
 from preheat.ops.optimizers import decay_groups
-from preheat.planning.observe import Recorder, _replay
+from preheat.planning.observe import Recorder, highest
 from preheat.technique import Build, Slot, registry
 from preheat.techniques.activation_checkpointing import checkpoint_layers
 
@@ -139,7 +139,7 @@ def _peak(model: torch.nn.Module, x: Tensor, fake: Any = None) -> int:
     with fake or torch.enable_grad(), recorder:
         recorder.phase = "forward"
         model(x).square().sum().backward()
-    peak, _ = _replay(recorder.log, {}, set())
+    peak = highest(recorder)
     model.zero_grad()
     return max(peak.values())
 
