@@ -12,8 +12,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 from torch.utils._pytree import tree_leaves
 
 from preheat.ops.sharded import local
@@ -42,7 +41,14 @@ class Kernel:
     """For collectives: among how many devices, and the distance of neighbours in rank."""
 
 
-_DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
+_DTYPES = {
+    torch.float32: "fp32",
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float64: "fp64",
+    torch.float8_e4m3fn: "fp8",
+    torch.float8_e5m2: "fp8",
+}
 
 
 def _attention_flops(q: Any, k: Any, v: Any) -> int:
@@ -185,8 +191,8 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # it comes again, with this device's shares
+        if any(is_traceable_wrapper_subclass_type(kind) for kind in types):
+            return NotImplemented  # it comes again, with this device's shares of a DTensor, or the 8 bits and the scale of a number
         out = func(*args, **kwargs)
         if self.spread and _asks_for_shapes():
             return out

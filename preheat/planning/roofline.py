@@ -29,7 +29,12 @@ _NETWORK = 25e9  # bytes a second a device, where the catalogue has none: 200 Gb
 _LATENCY, _LATENCY_NETWORK = 20e-6, 40e-6  # of a collective within a host and across hosts
 _LAUNCH = 3e-6  # between two kernels on the device
 _HOST, _HOST_COMPILED = 9e-6, 3e-6  # Python, autograd and the launch of a kernel, with its views; of a compiled layer's
-_FUSED = 0.4  # bytes of small operators that are left where a compiler fuses them
+# Bytes of small operators that are left where a compiler fuses them: fp32 ones between half ones stay in registers.
+_FUSED = {"bf16": 0.4, "fp16": 0.4, "fp8": 0.4, "fp32": 0.1}
+_POINTWISE = frozenset(
+    "mul add sub rsub div neg abs clamp pow rsqrt sqrt exp log silu silu_backward gelu gelu_backward relu threshold_backward sigmoid tanh cos sin "
+    "where _to_copy clone copy_ mean max amax sum cat reciprocal maximum minimum slice_backward".split()
+)
 _TILE = 128  # rows and columns of the result that one processor makes at a time
 _ATTENTION: Mapping[str, tuple[float, float]] = {  # share of the best matrix rate, forward and backward, causal work only
     # FlashAttention 2 (arXiv:2307.08691, figures 4 and 6: heads of 128 at 2k to 8k on an A100, H100), and 3 (2407.08608) not assumed
@@ -111,7 +116,7 @@ class Roofline:
     def as_device(self) -> Device:
         """What a build is planned for."""
         assert self.device.memory is not None
-        return Device("cuda", self.device.name, self.device.memory)
+        return Device("cuda", self.device.name, self.device.memory, at_hand=False)
 
     @cached_property
     def peak_matrix_rate(self) -> Mapping[str, float]:
@@ -172,7 +177,6 @@ class Roofline:
         """Seconds of one optimizer step."""
         products = attention = moved = waiting = beside = 0.0
         launches = 0
-        fused = _FUSED if observation.compiled else 1.0
         for kernel, count in observation.kernels.items():
             if kernel.group is not None:
                 seconds = self.collective(kernel) * count
@@ -188,7 +192,8 @@ class Roofline:
             elif kernel.flops:
                 products += (self._product(kernel) + _LAUNCH) * count
             else:
-                moved += (self._moving(kernel.bytes_read + kernel.bytes_written) * fused + _LAUNCH * fused) * count
+                fused = _FUSED.get(kernel.dtype, 1.0) if observation.compiled and kernel.operator in _POINTWISE else 1.0
+                moved += (self._moving(kernel.bytes_read + kernel.bytes_written) + _LAUNCH) * fused * count
         computing = products + attention + moved
         host = max(launches * (_HOST_COMPILED if observation.compiled else _HOST) - computing, 0.0)
         waiting += max(beside - computing, 0.0)

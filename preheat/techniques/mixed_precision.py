@@ -192,7 +192,9 @@ class MixedPrecision(Technique):
     stage: ClassVar[Stage] = Stage.KERNEL
     numerics: ClassVar[Any] = "rounding"
     owns: ClassVar[frozenset[Slot]] = frozenset({Slot.OPTIMIZER})
-    provides: ClassVar[frozenset[Tag]] = frozenset({Tag("bf16-compute"), Tag("fp16-compute"), Tag("loss-scaling")})
+    provides: ClassVar[frozenset[Tag]] = frozenset(
+        {Tag("bf16-compute"), Tag("fp16-compute"), Tag("loss-scaling"), Tag("updates-by-element")}
+    )
 
     mode: Literal["fp32", "bf16", "bf16_weights", "bf16_master", "bf16_pure", "fp16", "fp16_master"] = "bf16"
     """fp32: no mixing; bf16, fp16: fp32 weights under autocast; bf16_weights: weights in bf16 with stochastic rounding;
@@ -208,9 +210,10 @@ class MixedPrecision(Technique):
         return self.owns if self.mode.endswith(("_weights", "_master")) else frozenset()
 
     def provided(self) -> frozenset[Tag]:
+        own = frozenset({Tag("updates-by-element")} if self.owned() else ())
         if self.mode.startswith("fp16"):
-            return self.provides - {Tag("bf16-compute")}
-        return frozenset({Tag("bf16-compute")} if self.mode != "fp32" else ())
+            return own | {Tag("fp16-compute"), Tag("loss-scaling")}
+        return own | ({Tag("bf16-compute")} if self.mode != "fp32" else set())
 
     @property
     def _patterns(self) -> tuple[str, ...]:
