@@ -109,7 +109,9 @@ def mesh_of(row: Row) -> tuple[dict[str, Any], int, int]:
                 made["zero1"] = {}
     if tensor > 1:
         made["tensor_parallel"] = {"degree": tensor, "sequence_parallel": row["sequence_parallel"] != "no"}
-    if pipeline > 1:  # several stages a device are planned as one: as many layers are held, and the bubble is shorter (see `answer`)
+    if (
+        pipeline > 1
+    ):  # several stages a device are planned as one: as many layers are held, and the bubble is shorter (see `answer`)
         made["pipeline_parallel"] = {"degree": pipeline}
     if context > 1:
         made["context_parallel"] = {"degree": context}
@@ -317,7 +319,9 @@ def answer(row: Row, gpus: Mapping[str, Row]) -> dict[str, Any]:
             with contextlib.suppress(Open):
                 made, used = planned(recipe, roofline, stages)
         gib = gib_of(made, used)
-        if row["compile"] == "yes" and not row["fused_or_chunked_ce"]:  # a compiled loss holds logits in half, once or twice: between the two
+        if (
+            row["compile"] == "yes" and not row["fused_or_chunked_ce"]
+        ):  # a compiled loss holds logits in half, once or twice: between the two
             lean, chosen = planned(override(recipe, "techniques.chunked_loss={}"), roofline, stages)
             gib = (gib + gib_of(lean, chosen)) / 2
         out["predicted_gib"] = gib
