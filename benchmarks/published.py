@@ -10,10 +10,17 @@ cannot be said, with the reason) and prints errors by source.
 
 from __future__ import annotations
 
+import argparse
+import contextlib
+import csv
 import json
+import multiprocessing
 import re
+import statistics
 import time
+from collections import defaultdict
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 Row = Mapping[str, str]
@@ -318,13 +325,7 @@ def answer(row: Row, gpus: Mapping[str, Row]) -> dict[str, Any]:
             recipe = override(recipe, *clip, *(f"techniques.{name}={value or '{steps: 1}'}" for name, value in more.items()))
             with contextlib.suppress(Open):
                 made, used = planned(recipe, roofline, stages)
-        gib = gib_of(made, used)
-        if (
-            row["compile"] == "yes" and not row["fused_or_chunked_ce"]
-        ):  # a compiled loss holds logits in half, once or twice: between the two
-            lean, chosen = planned(override(recipe, "techniques.chunked_loss={}"), roofline, stages)
-            gib = (gib + gib_of(lean, chosen)) / 2
-        out["predicted_gib"] = gib
+        out["predicted_gib"] = gib_of(made, used)
         if timed:
             out["predicted_tok_s"] = made["tokens_per_second"] / recipe.parallel.devices
         out["made"], out["used"] = made, sorted(used.techniques)
@@ -332,3 +333,65 @@ def answer(row: Row, gpus: Mapping[str, Row]) -> dict[str, Any]:
         out["reason"] = str(error).replace("\n", "; ")
     out["seconds"] = round(time.monotonic() - begun, 2)
     return out
+
+
+def errors(rows: list[Row], answers: Mapping[str, Mapping[str, Any]], said: str, measured: str) -> dict[str, list[float]]:
+    """Source -> predicted over measured, less one, of the rows that were measured and answered."""
+    found: dict[str, list[float]] = defaultdict(list)
+    for row in rows:
+        value, held = answers[row["id"]][said], number(row, measured)
+        if value != "" and held:
+            found[row["source_repo"]].append(float(value) / held - 1)
+    return found
+
+
+def table(rows: list[Row], answers: Mapping[str, Mapping[str, Any]]) -> str:
+    lines = []
+    for name, said, measured in (
+        ("memory", "predicted_gib", "peak_mem_gib"),
+        ("speed", "predicted_tok_s", "tokens_per_s_per_gpu"),
+    ):
+        found = errors(rows, answers, said, measured)
+        asked = sum(number(row, measured) is not None for row in rows)
+        every = [e for source in found.values() for e in source]
+        if not every:
+            continue
+        lines += [f"| {name} | rows | median error | nine in ten within | more than 5 % below |", "|---|---|---|---|---|"]
+        for source, values in [*sorted(found.items()), (f"**all, of {asked} measured**", every)]:
+            size = sorted(abs(e) for e in values)
+            lines.append(
+                f"| {source} | {len(values)} | {statistics.median(size):.1%} | {size[int(0.9 * (len(size) - 1) + 0.5)]:.0%} | "
+                f"{sum(e < -0.05 for e in values)} |"
+            )
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _work(job: tuple[Row, Mapping[str, Row]]) -> dict[str, Any]:
+    return answer(*job)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--runs", type=Path, required=True)
+    parser.add_argument("--gpus", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--jobs", type=int, default=2)
+    options = parser.parse_args()
+    with options.runs.open(encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    with options.gpus.open(encoding="utf-8") as file:
+        gpus = {row["gpu"]: row for row in csv.DictReader(file)}
+    answers: dict[str, dict[str, Any]] = {}
+    with multiprocessing.get_context("spawn").Pool(options.jobs) as pool, options.out.open("w", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, COLUMNS, extrasaction="ignore")
+        writer.writeheader()
+        for made in pool.imap(_work, [(row, gpus) for row in rows]):
+            answers[made["id"]] = made
+            writer.writerow(made)
+            file.flush()
+    print(table(rows, answers))
+
+
+if __name__ == "__main__":
+    main()
