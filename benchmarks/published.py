@@ -96,7 +96,8 @@ def model_of(row: Row) -> tuple[dict[str, Any], dict[str, Any]]:
 def mesh_of(row: Row) -> tuple[dict[str, Any], int, int]:
     """Techniques that spread the run, devices, and devices that share out rows."""
     tensor, pipeline, context = (whole(row, key) for key in ("tp", "pp", "cp"))
-    devices = whole(row, "n_gpus", whole(row, "dp_replicate") * whole(row, "dp_shard") * tensor * pipeline * context)
+    shares = whole(row, "dp_replicate", 8 if tensor * pipeline > 1 else 1) * whole(row, "dp_shard")
+    devices = whole(row, "n_gpus", shares * tensor * pipeline * context)
     replicate, shard = whole(row, "dp_replicate"), whole(row, "dp_shard")
     stage = whole(row, "zero_stage", 3 if shard > 1 else 0)
     rest = devices // (tensor * pipeline * context)
@@ -127,7 +128,7 @@ def mesh_of(row: Row) -> tuple[dict[str, Any], int, int]:
     return made, devices, rest
 
 
-def precision_of(row: Row, sharded: bool) -> dict[str, Any]:
+def precision_of(row: Row, sharded: bool, devices: int) -> dict[str, Any]:
     """fp8 and fp4 are of products alone. Weights that are sharded are fp32 and gathered in bf16; others are bf16 with fp32 masters."""
     said, adapts = row["precision"], row["method"] in ("lora", "qlora")
     made: dict[str, Any] = {}
@@ -136,7 +137,7 @@ def precision_of(row: Row, sharded: bool) -> dict[str, Any]:
     elif said.startswith("fp16"):
         mode = "fp16_master"
     else:
-        mode = "bf16" if sharded or whole(row, "n_gpus") == 1 else "bf16_master"
+        mode = "bf16" if sharded or devices == 1 else "bf16_master"
     if adapts:
         mode = "bf16_weights"
     made["mixed_precision"] = {"mode": mode}
@@ -187,7 +188,7 @@ def recipe_of(row: Row) -> Any:
     micro = whole(row, "micro_batch")
     rows = whole(row, "global_batch_seqs", micro * shares * (4 * whole(row, "pp") if whole(row, "pp") > 1 else 1))
     steps = max(1, round(rows / (micro * shares)))
-    techniques |= techniques_of(row) | spread | precision_of(row, "fsdp" in spread)
+    techniques |= techniques_of(row) | spread | precision_of(row, "fsdp" in spread, devices)
     if "data_parallel" in spread and row["method"] not in ("lora", "qlora"):
         steps = max(steps, 2)  # whoever does not shard weights keeps fp32 gradients in buffers, from one step to the next
     if "pipeline_parallel" in techniques:
