@@ -157,7 +157,8 @@ def techniques_of(row: Row) -> dict[str, Any]:
     }.get(row["activation_checkpointing"])
     if recompute is not None:
         made["activation_checkpointing"] = recompute
-    if row["compile"] == "yes":
+    eights = row["precision"].startswith(("fp8", "mxfp8", "nvfp4"))
+    if row["compile"] == "yes" or (eights and row["compile"] != "no"):  # casts to 8 bits are fused wherever they are worth it
         made["compile"] = {}
     if "chunk" in row["fused_or_chunked_ce"] or "fused linear" in row["fused_or_chunked_ce"]:
         made["chunked_loss"] = {}
@@ -240,7 +241,7 @@ def planned(recipe: Any, roofline: Any, stages: int) -> tuple[dict[str, Any], An
     from preheat.planning.plan import describe
     from preheat.technique import conflicts_of
 
-    config = adapter.configure(recipe, None)
+    config, fused = adapter.configure(recipe, None), "compile" in recipe.techniques
     for name in ("", *LESS):
         if name and name not in recipe.techniques:
             continue
@@ -250,7 +251,7 @@ def planned(recipe: Any, roofline: Any, stages: int) -> tuple[dict[str, Any], An
         problems = conflicts_of(recipe.techniques.values(), context_of(recipe, config, roofline.as_device))
         if not problems:
             seen = observe_few(recipe, vocabulary=None, device=roofline.as_device)
-            seen = replace(seen, idle=seen.idle / stages)
+            seen = replace(seen, idle=seen.idle / stages, compiled=fused)
             return describe(recipe, seen, device=roofline.as_device, rates=roofline, rows=None, in_use=0), recipe
     raise Open("; ".join(f"{name}: {words}" for name, words in problems))
 
@@ -308,6 +309,8 @@ def roofline_of(name: str, gpus: Mapping[str, Row]) -> tuple[Any, bool]:
 
 
 def answer(row: Row, gpus: Mapping[str, Row]) -> dict[str, Any]:
+    from dataclasses import replace
+
     from preheat.errors import PreheatError
     from preheat.recipe import override
 
@@ -323,7 +326,8 @@ def answer(row: Row, gpus: Mapping[str, Row]) -> dict[str, Any]:
             if more.keys() & recipe.techniques.keys() - {"gradient_accumulation"}:
                 continue
             clip = ["optimizer.clip=0"] if "optimizer_in_backward" in more else []
-            recipe = override(recipe, *clip, *(f"techniques.{name}={value or '{steps: 1}'}" for name, value in more.items()))
+            recipe = override(recipe, *clip, *(f"techniques.{name}={value}" for name, value in more.items() if value))
+            recipe = replace(recipe, techniques={k: t for k, t in recipe.techniques.items() if more.get(k, "") is not None})
             with contextlib.suppress(Open):
                 made, used = planned(recipe, roofline, stages)
         out["predicted_gib"] = gib_of(made, used)
