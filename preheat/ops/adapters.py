@@ -15,7 +15,7 @@ from torch import nn
 from preheat.ops.class_head import ClassHead
 from preheat.ops.nf4 import PackedMap, unpack_
 
-__all__ = ["base_of", "draw", "inject", "merge", "names_of", "own_of", "parameters_of", "shares", "without"]
+__all__ = ["base_of", "draw", "inject", "merge", "names_of", "own_of", "parameters_of", "shares", "under_autocast", "without"]
 
 
 def inject(model: nn.Module, config: Any) -> list[str]:
@@ -153,6 +153,18 @@ def without(model: nn.Module) -> Iterator[None]:
     finally:
         for layer in layers:
             layer._disable_adapters = False
+
+
+def under_autocast(model: nn.Module) -> None:
+    """Leaves the inputs of adapters as they come, in place: peft casts them to the adapter's fp32, which autocast casts back at once.
+
+    Each cast makes a copy that backward keeps, for every adapted map; the numbers are the same.
+    """
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    for module in model.modules():
+        if isinstance(module, BaseTunerLayer):
+            module.cast_input_dtype_enabled = False  # type: ignore[assignment]  # peft declares it for some layers only
 
 
 def merge(model: nn.Module) -> int:

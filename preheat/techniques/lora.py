@@ -135,7 +135,7 @@ class Lora(Technique):
 
     def apply(self, build: Build, part: Any) -> Change:
         from preheat.errors import RecipeError
-        from preheat.ops.adapters import shares
+        from preheat.ops.adapters import shares, under_autocast
         from preheat.ops.peft_folder import begin
 
         try:
@@ -156,6 +156,8 @@ class Lora(Technique):
             knob="techniques.lora.start",
             called={"r": "rank", "lora_alpha": "alpha", "use_dora": "variant", "use_rslora": "variant"},
         )
+        if {Tag("bf16-compute"), Tag("fp16-compute")} & build.tags and self.variant != "dora":  # whose lengths are taken in fp32
+            under_autocast(part)
         trained, whole = shares(part)
         return Change(
             f"{self.variant} of rank {self.rank} on {len(names)} linear maps{begun}: "

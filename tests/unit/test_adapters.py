@@ -328,3 +328,23 @@ def test_the_dry_run_sees_half_a_byte_a_weight() -> None:
     weights = 2 * (4 * 512 * 512 + 3 * 512 * 1024)
     saved = plain.categories["forward"]["parameters"] - packed.categories["forward"]["parameters"]
     assert 4 - saved / weights == pytest.approx(0.516, abs=0.002)
+
+
+def test_under_autocast_adapters_keep_no_copies_of_their_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
+
+    recipe = recipes.override(tiny("{lora: {rank: 2}, mixed_precision: {mode: bf16_weights}}", rows=4), "seed=3")
+
+    def numbers() -> tuple[float, list[torch.Tensor], int]:
+        made = build(recipe, vocabulary=96, device=DEVICE)
+        for n, (_, p) in enumerate(made.parameters()):
+            torch.nn.init.normal_(p, std=0.05, generator=torch.Generator().manual_seed(n))
+        loss = gradients(made, [uneven()])
+        kept = observe(recipe, vocabulary=96, device=DEVICE).categories["forward"]["activations"]
+        return float(loss.total), [p.grad.clone() for _, p in made.parameters() if p.grad is not None], kept
+
+    loss, grads, kept = numbers()
+    monkeypatch.setattr(adapters, "under_autocast", lambda model: None)
+    loss_by_peft, grads_by_peft, kept_by_peft = numbers()
+    assert loss == loss_by_peft
+    assert all(torch.equal(a, b) for a, b in zip(grads, grads_by_peft, strict=True))
+    assert kept < 0.95 * kept_by_peft
