@@ -156,7 +156,8 @@ class Lora(Technique):
             knob="techniques.lora.start",
             called={"r": "rank", "lora_alpha": "alpha", "use_dora": "variant", "use_rslora": "variant"},
         )
-        if {Tag("bf16-compute"), Tag("fp16-compute")} & build.tags and self.variant != "dora":  # whose lengths are taken in fp32
+        half = {Tag("bf16-compute"), Tag("fp16-compute")} & build.tags
+        if half and self.variant != "dora":  # whose lengths are taken in fp32
             under_autocast(part)
         trained, whole = shares(part)
         return Change(
