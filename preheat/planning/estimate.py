@@ -1,0 +1,155 @@
+"""What a candidate may need, in microseconds of a guess: for the order in which a search looks at candidates, never for its verdicts.
+
+One layer and two are observed on one device with one row; the difference is a layer, the rest embedding, head and loss. Layers, rows and devices
+are multiplied and divided from there; what devices send each other is taken from the sizes of weights and hidden states.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from preheat.hardware.rates import Rates
+from preheat.planning.observe import Observation
+from preheat.planning.predict import step_seconds
+from preheat.planning.recall import recall
+from preheat.planning.recorder import Kernel
+from preheat.planning.roofline import Roofline
+from preheat.recipe import Recipe
+from preheat.technique import DATA, Axis, Device, ModelFacts, Tag
+
+__all__ = ["Guess", "Look", "guess", "look", "seconds"]
+
+
+@dataclass(frozen=True)
+class Look:
+    """What a model needs on one device for one row: of a layer, and of its ends (embedding, head, loss). Bytes and seconds.
+
+    Attributes:
+        states: weights, gradients and optimizer states.
+        weights: of these.
+        kept: what a layer keeps for its backward pass; of the ends whatever else is alive at the peak.
+        seconds: forward, backward and update.
+    """
+
+    states: tuple[float, float]
+    weights: tuple[float, float]
+    kept: tuple[float, float]
+    seconds: tuple[float, float]
+
+    def times(self, other: Look, base: Look) -> Look:
+        """This look, changed as `other` is from `base`: two changes that were seen apart, taken together."""
+
+        def by(name: str) -> tuple[float, float]:
+            mine, theirs, plain = getattr(self, name), getattr(other, name), getattr(base, name)
+            layer, ends = (a * (b / c if c > 0 else 1.0) for a, b, c in zip(mine, theirs, plain, strict=True))
+            return layer, ends
+
+        return Look(by("states"), by("weights"), by("kept"), by("seconds"))
+
+
+@dataclass(frozen=True)
+class Guess:
+    """Of one device: bytes at the peak, seconds of a step, tokens a second of all devices together."""
+
+    bytes: float
+    seconds: float
+    tokens_per_second: float
+
+
+def seconds(seen: Observation, rates: Rates | Roofline) -> float:
+    """Of one optimizer step, without what a CPU has from the system anew."""
+    return rates.seconds(seen).total if isinstance(rates, Roofline) else step_seconds(seen, rates)
+
+
+def look(
+    recipe: Recipe, *, vocabulary: int | None, device: Device, rates: Rates | Roofline, layers_of: Look | None = None
+) -> Look:
+    """Looks at one layer and at two of a model, on one device with one row.
+
+    Args:
+        recipe: with one row, and nothing that shares it out.
+        layers_of: a look with the same layers, where only embedding, head and loss differ: then one layer is enough.
+
+    Raises:
+        RecipeError: the recipe cannot be built.
+    """
+
+    def few(layers: int) -> tuple[float, float, float, float, float]:
+        model = replace(recipe.model, config={**recipe.model.config, "num_hidden_layers": layers})
+        seen = recall(replace(recipe, model=model), vocabulary=vocabulary, device=device, world=1, how="whole")
+        at, before = seen.categories["update"], seen.categories["forward"]
+        states = at["parameters"] + at["gradients"] + at["optimizer"]
+        alive = sum(before.values()) - before["parameters"] - before["optimizer"]
+        return states, at["parameters"], alive, seen.peak[seen.peak_phase] - states, seconds(seen, rates)
+
+    states, weights, alive, peak, time = few(1)
+    if layers_of is not None:
+        layer = [pair[0] for pair in (layers_of.states, layers_of.weights, layers_of.kept, layers_of.seconds)]
+    else:
+        more = few(2)
+        layer = [max(a - b, 0.0) for a, b in ((more[0], states), (more[1], weights), (more[2], alive), (more[4], time))]
+    ends = [max(one - of_it, 0.0) for one, of_it in zip((states, weights, peak, time), layer, strict=True)]
+    return Look(*zip(layer, ends, strict=True))
+
+
+def guess(
+    seen: Look, recipe: Recipe, model: ModelFacts, sizes: Mapping[Axis, int], micros: int, rates: Rates | Roofline
+) -> Guess:
+    """Of a recipe with this mesh, a device's rows cut into so many micro-batches.
+
+    Args:
+        seen: the same techniques on one device.
+    """
+    tags = frozenset(tag for t in recipe.techniques.values() for tag in t.provided())
+    pipeline, tensor, context = (sizes[axis] for axis in (Axis.PIPELINE, Axis.TENSOR, Axis.CONTEXT))
+    layers, rows = model.layers / pipeline, recipe.batch.size / math.prod(sizes[axis] for axis in DATA)
+    micro = math.ceil(rows / micros)
+    sharded = sizes[Axis.SHARD] * context if Tag("sharded-weights") in tags else 1
+
+    def of_all(pair: tuple[float, float]) -> float:
+        return (pair[0] * layers + pair[1]) / tensor
+
+    weights = of_all(seen.weights)
+    gathered = 0.0
+    if sharded > 1:
+        gathered = 2 * seen.weights[0] / tensor if Tag("gathers-again") in tags else weights
+    flowing = tensor if Tag("sequence-parallel") in tags else 1 + 0.6 * (tensor - 1)  # norms and residuals stay whole
+    alive = min(pipeline, micros) * layers * seen.kept[0] / flowing + seen.kept[1] / tensor
+    memory = of_all(seen.states) / sharded + gathered + micro * alive / context
+    working = rows * (seen.seconds[0] * layers + seen.seconds[1] / pipeline) / (tensor * context)
+    waiting, beside = _sent(recipe, model, sizes, micros, micro, weights, tags, rates)
+    time = (working + waiting + max(beside - working, 0.0)) * (1 + (pipeline - 1) / micros)
+    return Guess(memory, time, recipe.batch.size * recipe.batch.length / time)
+
+
+def _sent(
+    recipe: Recipe,
+    model: ModelFacts,
+    sizes: Mapping[Axis, int],
+    micros: int,
+    micro: int,
+    weights: float,
+    tags: frozenset[Tag],
+    rates: Rates | Roofline,
+) -> tuple[float, float]:
+    """Seconds of a step that stand in the way, and those beside the computing. Nothing is known of the links of a measured machine."""
+    if not isinstance(rates, Roofline):
+        return 0.0, 0.0
+    hidden = micro * recipe.batch.length / sizes[Axis.CONTEXT] * model.width * 2
+    stride = {axis: math.prod(sizes[a] for a in list(Axis)[list(Axis).index(axis) + 1 :]) for axis in Axis}
+
+    def once(kind: str, size: float, axis: Axis) -> float:
+        kernel = Kernel(kind, "bf16", 0, int(size), int(size), (), 0, group=(sizes[axis], stride[axis]))
+        return rates.collective(kernel)
+
+    layers = model.layers / sizes[Axis.PIPELINE]
+    waiting = micros * layers * 4 * once("all_reduce", hidden, Axis.TENSOR)
+    waiting += micros * layers * 4 * once("all_to_all_single", hidden / sizes[Axis.TENSOR], Axis.CONTEXT)
+    half = 0.5 if Tag("bf16-gather") in tags else 1.0
+    gathers = micros * (2 if Tag("gathers-again") in tags else 1)
+    beside = gathers * once("all_gather_into_tensor", weights * half, Axis.SHARD)
+    beside += (micros if Tag("reduces-each") in tags else 1) * once("reduce_scatter_tensor", weights, Axis.SHARD)
+    beside += once("all_reduce", weights / sizes[Axis.SHARD], Axis.REPLICATE)
+    return waiting, beside
