@@ -50,6 +50,7 @@ class Device:
     name: str
     memory: int  # bytes that a run may use
     capability: tuple[int, int] | None = None  # CUDA's
+    at_hand: bool = True  # False: it is planned for from elsewhere, where what runs on it need not be installed
 
 
 @dataclass(frozen=True)

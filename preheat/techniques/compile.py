@@ -161,7 +161,7 @@ class Compile(Technique):
         import importlib.util
 
         if context.device.kind == "cuda":
-            if importlib.util.find_spec("triton") is None:
+            if context.device.at_hand and importlib.util.find_spec("triton") is None:
                 return ["needs Triton on a CUDA device; pip install triton"]
             return []
         compiler = os.environ.get("CXX", "g++")

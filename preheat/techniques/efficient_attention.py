@@ -178,7 +178,7 @@ class EfficientAttentionTechnique(Technique):
             )
         if chosen in ("flash", *_PACKAGES) and cuda and not half:
             why.append(f"kernel: {chosen} on CUDA needs bf16 or fp16; add mixed_precision, or use kernel: efficient")
-        if chosen in _PACKAGES and not _installed(_PACKAGES[chosen][0]):
+        if chosen in _PACKAGES and context.device.at_hand and not _installed(_PACKAGES[chosen][0]):
             why.append(f"kernel: {chosen} needs the package {_PACKAGES[chosen][0]}: {_PACKAGES[chosen][1]}")
         if chosen == "flash3" and cuda and context.device.capability is not None and context.device.capability < (9, 0):
             why.append(

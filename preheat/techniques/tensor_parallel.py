@@ -127,7 +127,11 @@ class TensorParallel(Technique):
                 f"loss_parallel: a vocabulary of {model.vocabulary:,} rows does not divide by degree {degree}; set it to false, which keeps "
                 "embedding and head whole, or state model.vocabulary for a new model"
             )
-        makers = [t.name() for t in recipe.techniques.values() if Slot.OPTIMIZER in t.owned()]
+        makers = [
+            t.name()
+            for t in recipe.techniques.values()
+            if Slot.OPTIMIZER in t.owned() and Tag("updates-by-element") not in t.provided()
+        ]
         found += [
             f"{name} brings an optimizer that is not made for weights that are shared out; use plain AdamW" for name in makers
         ]
