@@ -89,7 +89,13 @@ def plan(
 
 
 def settled(
-    recipe: Recipe, *, vocabulary: int | None, device: Device, rates: Rates | Roofline, in_use: int = 0, world: int | None = None
+    recipe: Recipe,
+    *,
+    vocabulary: int | None,
+    device: Device,
+    rates: Rates | Roofline,
+    in_use: int = 0,
+    world: int | None = None,
 ) -> Recipe:
     """The recipe with values for what its techniques leave to a dry run (`Technique.settle`); arguments as of `plan`."""
     for name in recipe.techniques:

@@ -24,7 +24,9 @@ from preheat.technique import DATA, Axis, Device
 __all__ = ["Roofline", "Seconds"]
 
 _BANDWIDTH = 0.85  # of the memory's, that kernels over large tensors reach (device copies on H100 and H200: 0.82 to 0.90)
-_LINK = 0.8  # of a link's, that collectives of large buffers reach (8 H100s: 361 of 450 GB/s, nccl-tests in stas00/ml-engineering)
+_LINK = (
+    0.8  # of a link's, that collectives of large buffers reach (8 H100s: 361 of 450 GB/s, nccl-tests in stas00/ml-engineering)
+)
 _NETWORK = 25e9  # bytes a second a device, where the catalogue has none: 200 Gbit/s, as of hosts with eight of them at 1,600
 _LATENCY, _LATENCY_NETWORK = 20e-6, 40e-6  # of a collective within a host and across hosts
 _LAUNCH = 3e-6  # between two kernels on the device
@@ -44,7 +46,9 @@ _ATTENTION: Mapping[str, tuple[float, float]] = {  # share of the best matrix ra
     "blackwell": (0.45, 0.38),
     "cdna": (0.45, 0.35),
 }
-_COLLECTIVES: Mapping[str, tuple[str, float]] = {  # operator's ending -> (the larger side's bytes are its size, times they cross the link)
+_COLLECTIVES: Mapping[
+    str, tuple[str, float]
+] = {  # operator's ending -> (the larger side's bytes are its size, times they cross the link)
     "all_gather_into_tensor": ("out", 1.0),
     "all_gather_into_tensor_out": ("out", 1.0),
     "_allgather_base_": ("out", 1.0),

@@ -25,7 +25,7 @@ from preheat.planning.roofline import Roofline
 from preheat.recipe import Recipe
 from preheat.technique import DATA, Axis, Technique
 
-__all__ = ["AIMS", "Aim", "Found", "Seen", "search"]
+__all__ = ["AIMS", "Aim", "Found", "Seen", "longest", "search"]
 
 Aim = Literal["fastest", "cheapest", "largest-batch", "closest"]
 AIMS: tuple[Aim, ...] = ("fastest", "cheapest", "largest-batch", "closest")
@@ -111,7 +111,7 @@ def search(
         rates: of the device, measured or by the catalogue.
         in_use: bytes of the device that are taken before the run.
         aim: fastest and cheapest: most tokens a second; largest-batch: most rows in a micro-batch; closest: least given up of the numbers.
-        seconds: after so many nothing more is tried, but what is needed for a verdict.
+        seconds: of this process's work; after so many nothing more is tried, but what is needed for a verdict.
         confirm: dry-run the best with all its layers.
         tell: is told what goes on.
 
@@ -151,7 +151,7 @@ class _Search:
             if not candidates:
                 raise RecipeError(self._why_none())
             self.guessed += len(candidates)
-            self.until = time.monotonic() + self.seconds
+            self.until = time.process_time() + self.seconds
             self._look_from_the_best(candidates)
             if any(s.plan["fits"] for s in self.seen):
                 break
@@ -236,7 +236,7 @@ class _Search:
 
     def _look_from_the_best(self, candidates: list[Candidate]) -> None:
         left = candidates
-        while left and (time.monotonic() < self.until or not self.seen):
+        while left and (time.process_time() < self.until or not self.seen):
             left = self._open(left)
             if not left:
                 return
@@ -271,7 +271,7 @@ class _Search:
             self._reject(words(c.added), why[0])
             return None
         self.tell(words(c.added, c.micro))
-        began = time.monotonic()
+        began = time.process_time()
         try:
             seen = recall(recipe, vocabulary=self.space.vocabulary, device=self.space.device, world=self.space.world, how="few")
         except RecipeError as error:  # what only a build finds out
@@ -280,7 +280,7 @@ class _Search:
         plan = describe(recipe, seen, device=self.space.device, rates=self.rates, rows=None, in_use=self.in_use)
         made = Seen(recipe, plan, worst(c.added), c.micro, c.added)
         self.seen.append(made)
-        self._took = time.monotonic() - began
+        self._took = time.process_time() - began
         scale = (plan["peak_gib"] * GIB / c.guess.bytes, plan["tokens_per_second"] / c.guess.tokens_per_second)
         self._scale[c.kind] = self._scale[None] = scale
         if not plan["fits"]:
@@ -331,3 +331,35 @@ def too_large(plan: Mapping[str, Any]) -> str:
     return f"needs {plan['peak_gib']:.1f} GiB of {plan['available_gib']:.1f}: " + ", ".join(
         f"{category} {size:.1f}" for category, size in most
     )
+
+
+def longest(
+    space: Space,
+    *,
+    rates: Rates | Roofline,
+    in_use: int = 0,
+    seconds: float = 10.0,
+    confirm: bool = True,
+    tell: Callable[[str], None] = lambda words: None,
+) -> Found:
+    """The longest rows that fit, as `search` finds them: doubled until they do not, up to the model's positions; tokens a batch stay what they are.
+
+    Arguments and errors as of `search`.
+    """
+    batch = space.recipe.batch
+    positions = adapter.facts(space.config).positions or batch.length
+    tokens, best = batch.size * batch.length, None
+    length = batch.length
+    while True:
+        size = max(tokens // length, space.world)
+        recipe = replace(space.recipe, batch=replace(batch, length=length, size=size))
+        found = search(replace(space, recipe=recipe), rates=rates, in_use=in_use, seconds=seconds / 3, confirm=False, tell=tell)
+        if not found.best.plan["fits"]:
+            if best is not None:
+                best.rejected.append((f"rows of {length:,} tokens", too_large(found.best.plan)))
+            return best or found
+        best = found
+        if 2 * length > positions:
+            best.rejected.append((f"rows of {2 * length:,} tokens", f"the model has {positions:,} positions"))
+            return best
+        length *= 2
