@@ -10,17 +10,10 @@ cannot be said, with the reason) and prints errors by source.
 
 from __future__ import annotations
 
-import argparse
-import csv
 import json
-import multiprocessing
 import re
-import statistics
 import time
-import warnings
-from collections import defaultdict
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 Row = Mapping[str, str]
@@ -116,12 +109,10 @@ def mesh_of(row: Row) -> tuple[dict[str, Any], int, int]:
                 made["zero1"] = {}
     if tensor > 1:
         made["tensor_parallel"] = {"degree": tensor, "sequence_parallel": row["sequence_parallel"] != "no"}
-    if pipeline > 1:
-        layers = whole(row, "layers", 10**6)
-        stages = next(n for n in range(whole(row, "vpp"), 0, -1) if n * pipeline <= layers)
-        made["pipeline_parallel"] = {"degree": pipeline, "schedule": "interleaved" if stages > 1 else "1f1b"}
-        if stages > 1:
-            made["pipeline_parallel"]["stages"] = stages
+    if (
+        pipeline > 1
+    ):  # several stages a device are planned as one: as many layers are held, and the bubble is shorter (see `answer`)
+        made["pipeline_parallel"] = {"degree": pipeline}
     if context > 1:
         made["context_parallel"] = {"degree": context}
     if whole(row, "ep") > 1:
@@ -190,14 +181,15 @@ def recipe_of(row: Row) -> Any:
     rows = whole(row, "global_batch_seqs", micro * shares * (4 * whole(row, "pp") if whole(row, "pp") > 1 else 1))
     steps = max(1, round(rows / (micro * shares)))
     techniques |= techniques_of(row) | spread | precision_of(row, "fsdp" in spread)
+    if "data_parallel" in spread and row["method"] not in ("lora", "qlora"):
+        steps = max(steps, 2)  # whoever does not shard weights keeps fp32 gradients in buffers, from one step to the next
     if "pipeline_parallel" in techniques:
         techniques["pipeline_parallel"]["micro_batches"] = max(steps, 2)
         steps = max(steps, 2)
     elif steps > 1:
         techniques["gradient_accumulation"] = {"steps": steps}
-    if "mixed_precision" in techniques and {"low_bit_adamw", "muon"} & techniques.keys():
-        if techniques["mixed_precision"]["mode"] == "bf16_master":
-            techniques["mixed_precision"]["mode"] = "bf16"
+    if {"low_bit_adamw", "muon"} & techniques.keys() and techniques["mixed_precision"]["mode"] == "bf16_master":
+        techniques["mixed_precision"]["mode"] = "bf16"  # they bring an optimizer of their own
     values = {
         "name": "published",
         "model": model,
@@ -211,31 +203,53 @@ def recipe_of(row: Row) -> Any:
 
 
 # What a plan refuses together is left out in this order, until the rest can be planned: each changes less than what stands behind it.
-LESS = ("compile", "fp8", "chunked_loss", "zero1", "optimizer_in_backward", "low_bit_adamw", "activation_offload", "efficient_attention", "gradient_accumulation")
+LESS = (
+    "compile",
+    "fp8",
+    "chunked_loss",
+    "zero1",
+    "optimizer_in_backward",
+    "low_bit_adamw",
+    "activation_offload",
+    "efficient_attention",
+    "gradient_accumulation",
+)
+# A run that was measured had room: what a row does not say and what frees memory, in the order in which it is tried.
+MORE = (
+    {"activation_checkpointing": "{}"},
+    {"optimizer_offload": "{}"},
+    {"optimizer_in_backward": "{}", "gradient_accumulation": None},
+)
 
 
-def planned(recipe: Any, roofline: Any) -> tuple[dict[str, Any], Any]:
+def planned(recipe: Any, roofline: Any, stages: int) -> tuple[dict[str, Any], Any]:
     """A plan of the recipe, or of the nearest that is not refused."""
     from dataclasses import replace
 
     from preheat.engine.build import context_of
     from preheat.models import adapter
-    from preheat.planning.plan import plan
+    from preheat.planning.layers import observe_few
+    from preheat.planning.plan import describe
     from preheat.technique import conflicts_of
 
-    device = roofline.as_device
-    vocabulary = None
-    config = adapter.configure(recipe, vocabulary)
-    for name in (None, *LESS):
-        if name is not None:
-            if name not in recipe.techniques:
-                continue
-            recipe = replace(recipe, techniques={k: t for k, t in recipe.techniques.items() if k != name})
-        context = context_of(recipe, config, device)
-        problems = conflicts_of(recipe.techniques.values(), context)
+    config = adapter.configure(recipe, None)
+    for name in ("", *LESS):
+        if name and name not in recipe.techniques:
+            continue
+        recipe = replace(recipe, techniques={k: t for k, t in recipe.techniques.items() if k != name})
+        if name == "fp8":
+            roofline = replace(roofline, products="float8")
+        problems = conflicts_of(recipe.techniques.values(), context_of(recipe, config, roofline.as_device))
         if not problems:
-            return plan(recipe, vocabulary=vocabulary, device=device, rates=roofline), recipe
+            seen = observe_few(recipe, vocabulary=None, device=roofline.as_device)
+            seen = replace(seen, idle=seen.idle / stages)
+            return describe(recipe, seen, device=roofline.as_device, rates=roofline, rows=None, in_use=0), recipe
     raise Open("; ".join(f"{name}: {words}" for name, words in problems))
+
+
+def gib_of(made: Mapping[str, Any], recipe: Any) -> float:
+    """What tools report: reserved memory where weights are sharded, which keeps pools a stream, else what tensors take."""
+    return float(made["reserved_gib"] if "fsdp" in recipe.techniques else made["allocated_gib"])
 
 
 def roofline_of(name: str, gpus: Mapping[str, Row]) -> tuple[Any, bool]:
@@ -271,9 +285,13 @@ def roofline_of(name: str, gpus: Mapping[str, Row]) -> tuple[Any, bool]:
                 link=rate("nvlink_gb_s", 1e9),
                 network=None,
             )
-            kin = [a for a in accelerators().values() if name.startswith(a.name)]  # "H100-SXM-96GB" is kin of what begins like it
+            kin = [
+                a for a in accelerators().values() if name.startswith(a.name)
+            ]  # "H100-SXM-96GB" is kin of what begins like it
             if kin:
-                made = replace(made, units=kin[-1].units, generation=kin[-1].generation, network=kin[-1].network, fp32=kin[-1].fp32)
+                made = replace(
+                    made, units=kin[-1].units, generation=kin[-1].generation, network=kin[-1].network, fp32=kin[-1].fp32
+                )
             if made.memory and made.bandwidth and made.bf16:
                 return Roofline(made), True
         if sized is None:
@@ -282,20 +300,31 @@ def roofline_of(name: str, gpus: Mapping[str, Row]) -> tuple[Any, bool]:
 
 
 def answer(row: Row, gpus: Mapping[str, Row]) -> dict[str, Any]:
-    from dataclasses import replace
-
     from preheat.errors import PreheatError
+    from preheat.recipe import override
 
     begun = time.monotonic()
     out: dict[str, Any] = dict.fromkeys(COLUMNS, "") | {"id": row["id"]}
     try:
         roofline, timed = roofline_of(row["gpu"], gpus)
-        recipe = recipe_of(row)
-        made, used = planned(recipe, roofline)
-        if not row["activation_checkpointing"] and made["allocated_gib"] > made["available_gib"]:
-            full = replace(recipe, techniques={**recipe.techniques, "activation_checkpointing": _full()})
-            made, used = planned(full, roofline)
-        out["predicted_gib"] = made["reserved_gib"]
+        recipe, stages = recipe_of(row), whole(row, "vpp")
+        made, used = planned(recipe, roofline, stages)
+        for more in MORE:
+            if gib_of(made, used) <= made["available_gib"]:
+                break
+            if more.keys() & recipe.techniques.keys() - {"gradient_accumulation"}:
+                continue
+            clip = ["optimizer.clip=0"] if "optimizer_in_backward" in more else []
+            recipe = override(recipe, *clip, *(f"techniques.{name}={value or '{steps: 1}'}" for name, value in more.items()))
+            with contextlib.suppress(Open):
+                made, used = planned(recipe, roofline, stages)
+        gib = gib_of(made, used)
+        if (
+            row["compile"] == "yes" and not row["fused_or_chunked_ce"]
+        ):  # a compiled loss holds logits in half, once or twice: between the two
+            lean, chosen = planned(override(recipe, "techniques.chunked_loss={}"), roofline, stages)
+            gib = (gib + gib_of(lean, chosen)) / 2
+        out["predicted_gib"] = gib
         if timed:
             out["predicted_tok_s"] = made["tokens_per_second"] / recipe.parallel.devices
         out["made"], out["used"] = made, sorted(used.techniques)
@@ -303,9 +332,3 @@ def answer(row: Row, gpus: Mapping[str, Row]) -> dict[str, Any]:
         out["reason"] = str(error).replace("\n", "; ")
     out["seconds"] = round(time.monotonic() - begun, 2)
     return out
-
-
-def _full() -> Any:
-    from preheat.technique import registry
-
-    return registry()["activation_checkpointing"]()

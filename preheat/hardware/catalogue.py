@@ -54,12 +54,27 @@ class Accelerator:
     generation: str = "other"
 
     @property
-    def sustained(self) -> float:
-        """Share of the best measured matrix rate that products within a training step keep: clocks fall with power."""
-        return _SUSTAINED.get(self.generation, 0.75)
+    def link_each(self) -> bool:
+        """Whether `link` is to each neighbour by itself, so that all of them together are faster."""
+        return self.generation == "cdna"
+
+    def peaks(self) -> dict[str, float]:
+        """dtype -> FLOP/s of the data sheet."""
+        rates = {"bf16": self.bf16 or self.fp16, "fp16": self.fp16 or self.bf16, "fp32": self.fp32, "float8": self.fp8}
+        return {dtype: rate for dtype, rate in rates.items() if rate}
+
+    def sustained(self) -> dict[str, float]:
+        """dtype -> FLOP/s of large products within a training step: of the best rate that was measured a share, since clocks fall with power."""
+        achieved = {"bf16": self.achieved_bf16, "fp16": self.achieved_bf16, "float8": self.achieved_fp8}
+        share = _SUSTAINED.get(self.generation, 0.75)
+        return {
+            dtype: share * (achieved.get(dtype) or peak * (1.0 if dtype == "fp32" else _ACHIEVED))
+            for dtype, peak in self.peaks().items()
+        }
 
 
 # Fitted to published training speeds of half the sources (benchmarks/results/published.md names them); the other half is what they are judged on.
+_ACHIEVED = 0.82  # of the data sheet's rate, that the best product reaches: about the median of those that have a figure
 _SUSTAINED = {"ampere": 0.92, "ada": 0.85, "hopper": 0.72, "blackwell": 0.55, "cdna": 0.7}
 
 # Memory, bandwidth, bf16, fp8 and link of the data-centre devices: the accelerator and network chapters of stas00/ml-engineering, but for

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
+from preheat.ops.again import alike
 from preheat.ops.sharded import whole
 from preheat.technique import RowLoss
 
@@ -237,7 +238,7 @@ class _Chunked(torch.autograd.Function):
         grad_weight = torch.empty_like(weight, dtype=kept_weight) if wants_weight else None
         logits_buffer = hidden.new_empty((min(rows, hidden.shape[0]), weight.shape[0]))
         in_place = getattr(row_loss, "value_and_grad_", None)
-        for start in range(0, hidden.shape[0], rows):
+        for start in alike(range(0, hidden.shape[0], rows)):
             part = hidden[start : start + rows]
             beside = [a[start : start + rows] for a in aligned]
             logits = torch.mm(part, weight.t(), out=logits_buffer[: part.shape[0]])

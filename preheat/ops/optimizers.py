@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
+from preheat.ops.again import alike
 from preheat.ops.rounding import stochastic_round_
 from preheat.ops.sharded import first_element, local, share_of, spread_as, whole
 
@@ -204,8 +205,12 @@ class StochasticAdamW(Numbered):
         here, grad, state = locally(p, grad, state)
         weights, slopes, step = here.view(-1), grad.reshape(-1), state["step"]
         low = p.dtype != torch.float32
-        start, end = 0, here.numel()
-        while True:  # once at least: a device whose share is empty counts steps too
+        end = here.numel()
+        starts = [
+            0,
+            *range(self.chunk - first % self.chunk, end, self.chunk),
+        ]  # one at least: a device whose share is empty counts steps too
+        for start in alike(starts):
             number, skip = divmod(first + start, self.chunk)
             part = slice(start, min(start + self.chunk - skip, end))
             mean, square = self._moments(state, part)
@@ -216,9 +221,6 @@ class StochasticAdamW(Numbered):
             if low and end:
                 drawn = min(self.chunk, count - number * self.chunk)
                 stochastic_round_(weights[part], value, self.draws(p, self._number(), number), skip=skip, of=drawn)
-            start = part.stop
-            if start >= end:
-                break
         state["step"].copy_(step)
 
 
@@ -250,7 +252,7 @@ class Lion(Guarded):
         p, grad, state = locally(p, grad, state)
         (first, second), lr = group["betas"], group["lr"] * group["scale"]
         flat = (p.view(-1), grad.reshape(-1), state["exp_avg"].view(-1))
-        for weight, slope, mean in zip(*(t.split(self.chunk) for t in flat), strict=True):
+        for weight, slope, mean in alike(list(zip(*(t.split(self.chunk) for t in flat), strict=True))):
             slope = slope.float()
             direction = torch.lerp(mean, slope, 1 - first).sign_()
             value = (weight * (1 - group["lr"] * group["weight_decay"])).float().sub_(direction, alpha=lr)

@@ -52,10 +52,10 @@ def shard_fully(
 ) -> int:
     """Shards a module with FSDP2, each of its layers as a group of its own, in place. Gradients are summed over the mesh, not averaged.
 
-    Modules with the attribute OWN_MESH are groups of their own on that mesh.
+    Modules with the attribute OWN_MESH are groups of their own on that mesh. What lies in no layer is one group, gathered throughout.
 
     Args:
-        layers: modules inside it, in the order in which they run.
+        layers: modules inside it, in the order in which they run; each is called as a module.
         mesh: torch's mesh of one dimension; of two for hybrid sharding: (replicate, shard).
         reshard: let go of a layer's weights after its forward pass, and gather them again for its backward pass.
         gather: dtype in which weights travel and are used; None: their own. Gradients travel in fp32.

@@ -19,6 +19,7 @@ from preheat.data.kinds import examples_of
 from preheat.engine.build import build, world_of
 from preheat.engine.step import forward, gradients, transform, update
 from preheat.models.adapter import anatomy
+from preheat.ops.again import counting
 from preheat.planning.allocator import HeapUse
 from preheat.planning.recorder import Kernel, Phase, Recorder
 from preheat.recipe import Recipe
@@ -120,7 +121,7 @@ def _observe(recipe: Recipe, vocabulary: int | None, device: Device, by_layer: b
     recorder = Recorder(rounding=512 if device.kind == "cuda" else 64, spread=torch.distributed.is_initialized())
     # bodies of `with dry:` in build: allocations of parameters and optimizer state are seen too
     made = build(recipe, vocabulary=vocabulary, device=device, dry=_Both(mode, recorder))
-    with mode, recorder:
+    with mode, recorder, counting(recorder):
         known = _known(made, recorder)
         if by_layer:
             _mark(made, recorder)
@@ -189,12 +190,13 @@ def _observe(recipe: Recipe, vocabulary: int | None, device: Device, by_layer: b
 
 def _enough(made: Build, micros: int) -> int:
     """Micro-batches to run, of which the others are like the last: a pipeline is full with as many as it has stages."""
-    if (stages := made.mesh.size(Axis.PIPELINE) * len(made.trained)) == 1:
+    if (stages := made.mesh.size(Axis.PIPELINE)) == 1:
         return 3
-    if micros <= 2 * stages or micros % stages:
+    enough = stages if len(made.trained) == 1 else 2 * stages  # several stages a device take more before the first backward
+    if micros <= enough or micros % stages:
         return micros
-    made.accumulation = 2 * stages
-    return 2 * stages
+    made.accumulation = enough
+    return enough
 
 
 def _more_of_all(recorder: Recorder, micros: int, seen: int) -> None:

@@ -46,8 +46,8 @@ _DTYPES = {
     torch.bfloat16: "bf16",
     torch.float16: "fp16",
     torch.float64: "fp64",
-    torch.float8_e4m3fn: "fp8",
-    torch.float8_e5m2: "fp8",
+    torch.float8_e4m3fn: "float8",
+    torch.float8_e5m2: "float8",
 }
 
 
@@ -115,6 +115,14 @@ class Recorder(TorchDispatchMode):
         self.groups: dict[tuple[int, int], list[int]] = {}  # ranks of those that collectives were among
         self.streams: dict[int, str] = {}  # number -> stream, of storages that are made on one beside the main one
         self._host: set[int] = set()  # ids of living storages in the host's memory, of which the device knows nothing
+
+    def mark(self) -> object:
+        return Counter(self.kernels), self.recomputed
+
+    def again(self, since: Any, times: int) -> None:
+        kernels, recomputed = since
+        self.kernels.update({k: n * times for k, n in (self.kernels - kernels).items()})
+        self.recomputed += (self.recomputed - recomputed) * times
 
     def number(self, t: Tensor) -> int | None:
         """The log's number of a tensor's storage, if it was made under this recorder and lives."""
@@ -215,7 +223,7 @@ class Recorder(TorchDispatchMode):
         ]
         if func._schema.name.endswith("::split_with_sizes_copy"):
             self._look_at_gathered(written)
-        if (stream := _STREAMS.get(func._schema.name)) is not None:
+        if (stream := _STREAMS.get(func._schema.name.rpartition("::")[2])) is not None:
             self.streams.update({n: stream for t in (outputs or written) if (n := self.number(t)) is not None})
         flops = _flops(func, args, out)
         floats = [t.dtype for t in inputs if t.dtype in _DTYPES] or [t.dtype for t in outputs if t.dtype in _DTYPES]
@@ -238,7 +246,7 @@ class Recorder(TorchDispatchMode):
 
 
 # Operators of FSDP2 that write what it made on a stream of its own.
-_STREAMS = {"fsdp::all_gather_copy_in": "gather", "c10d::_reduce_scatter_base_": "reduce"}
+_STREAMS = {"all_gather_copy_in": "gather", "_reduce_scatter_base_": "reduce"}
 _FREE = {"aten::_unsafe_view", "aten::detach", "aten::alias", "aten::_local_scalar_dense", "prim::device", "aten::set_data"}
 _FORWARD = {"preheat::grouped_linear"}  # operators of a forward pass alone, which torch runs without grad mode always
 _TO_HOST = {"preheat::to_host", "preheat::host_zeros"}

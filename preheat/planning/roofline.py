@@ -32,17 +32,16 @@ _LATENCY, _LATENCY_NETWORK = 20e-6, 40e-6  # of a collective within a host and a
 _LAUNCH = 3e-6  # between two kernels on the device
 _HOST, _HOST_COMPILED = 9e-6, 3e-6  # Python, autograd and the launch of a kernel, with its views; of a compiled layer's
 # Bytes of small operators that are left where a compiler fuses them: fp32 ones between half ones stay in registers.
-_FUSED = {"bf16": 0.4, "fp16": 0.4, "fp8": 0.4, "fp32": 0.1}
+_FUSED = {"bf16": 0.4, "fp16": 0.4, "float8": 0.4, "fp32": 0.1}
 _POINTWISE = frozenset(
-    "mul add sub rsub div neg abs clamp pow rsqrt sqrt exp log silu silu_backward gelu gelu_backward relu threshold_backward sigmoid tanh cos sin "
-    "where _to_copy clone copy_ mean max amax sum cat reciprocal maximum minimum slice_backward".split()
+    ["mul", "add", "sub", "rsub", "div", "neg", "abs", "clamp", "pow", "rsqrt", "sqrt", "exp", "log", "silu", "silu_backward", "gelu", "gelu_backward", "relu", "threshold_backward", "sigmoid", "tanh", "cos", "sin", "where", "_to_copy", "clone", "copy_", "mean", "max", "amax", "sum", "cat", "reciprocal", "maximum", "minimum", "slice_backward"]
 )
 _TILE = 128  # rows and columns of the result that one processor makes at a time
 _ATTENTION: Mapping[str, tuple[float, float]] = {  # share of the best matrix rate, forward and backward, causal work only
     # FlashAttention 2 (arXiv:2307.08691, figures 4 and 6: heads of 128 at 2k to 8k on an A100, H100), and 3 (2407.08608) not assumed
     "ampere": (0.62, 0.52),
     "ada": (0.62, 0.52),
-    "hopper": (0.50, 0.42),
+    "hopper": (0.38, 0.33),
     "blackwell": (0.45, 0.38),
     "cdna": (0.45, 0.35),
 }
@@ -105,6 +104,8 @@ class Roofline:
 
     device: Accelerator
     per_host: int = 8
+    products: str = ""
+    """dtype in which matrix products are computed whatever the observation says; none when empty."""
     contended = False
 
     @classmethod
@@ -125,22 +126,11 @@ class Roofline:
     @cached_property
     def peak_matrix_rate(self) -> Mapping[str, float]:
         """dtype -> FLOP/s of the data sheet: what MFU is a share of."""
-        d = self.device
-        rates = {"bf16": d.bf16 or d.fp16, "fp16": d.fp16 or d.bf16, "fp32": d.fp32, "fp8": d.fp8}
-        return {dtype: rate for dtype, rate in rates.items() if rate}
+        return self.device.peaks()
 
     @cached_property
     def _sustained(self) -> Mapping[str, float]:
-        """dtype -> FLOP/s of large products within a training step."""
-        d, share = self.device, self.device.sustained
-        best = dict(self.peak_matrix_rate)
-        if d.achieved_bf16:
-            best |= {"bf16": d.achieved_bf16, "fp16": d.achieved_bf16}
-        elif d.bf16 or d.fp16:
-            best |= {dtype: best[dtype] * _ACHIEVED for dtype in ("bf16", "fp16") if dtype in best}
-        if "fp8" in best:
-            best["fp8"] = d.achieved_fp8 or best["fp8"] * _ACHIEVED
-        return {dtype: rate * share for dtype, rate in best.items()}
+        return self.device.sustained()
 
     def _rate(self, dtype: str) -> float:
         rates = self._sustained
@@ -152,7 +142,7 @@ class Roofline:
 
     def _product(self, kernel: Kernel) -> float:
         full = _last_wave(kernel, self.device.units)
-        return max(kernel.flops / (self._rate(kernel.dtype) * full), self._moving(kernel.bytes_read + kernel.bytes_written))
+        return max(kernel.flops / (self._rate(self.products or kernel.dtype) * full), self._moving(kernel.bytes_read + kernel.bytes_written))
 
     def _attention(self, kernel: Kernel) -> float:
         forward, backward = _ATTENTION.get(self.device.generation, (0.45, 0.38))
@@ -171,7 +161,7 @@ class Roofline:
         size = max(kernel.bytes_read, kernel.bytes_written) if side == "out" else kernel.bytes_read or kernel.bytes_written
         share = times * (devices - 1) / devices
         within = min(devices, max(self.per_host // stride, 1))  # of the group, on one host
-        link = (self.device.link or _NETWORK) * _LINK
+        link = (self.device.link or _NETWORK) * (within - 1 if self.device.link_each else 1) * _LINK
         if within == devices:
             return _LATENCY + size * share / link
         network = (self.device.network or _NETWORK) * _LINK * within
@@ -203,9 +193,6 @@ class Roofline:
         waiting += max(beside - computing, 0.0)
         working = computing + host + waiting
         return Seconds(products, attention, moved, waiting, min(beside, computing), host, working * observation.idle)
-
-
-_ACHIEVED = 0.82  # of the data sheet's rate, that the best product reaches: the median of those in the catalogue
 
 
 def _last_wave(kernel: Kernel, units: int | None) -> float:

@@ -84,14 +84,18 @@ class FSDP(Technique):
     def apply(self, build: Build, part: Any) -> Change:
         import torch
 
-        from preheat.models.adapter import anatomy
+        from preheat.models.adapter import anatomy, embedding, head
         from preheat.ops import sharding
 
         across = (Axis.SHARD,) if build.mesh.size(Axis.CONTEXT) == 1 else (Axis.SHARD, Axis.CONTEXT)
         mesh = build.mesh.sub(*across) if self.replicate == 1 else build.mesh.plane(Axis.REPLICATE, across)
+        ends: Any = [embedding(part), head(part)]
+        shared = len({id(end.weight) for end in ends if end is not None}) < len(ends)
+        # An embedding that is no head too need not be there while the layers run; one that tensor parallel cuts gives views, which FSDP2 cannot hook.
+        apart = [] if shared or build.mesh.size(Axis.TENSOR) > 1 else ends[:1]
         groups = shard_fully(
             part,
-            anatomy(part).layers,
+            [*apart, *anatomy(part).layers],
             mesh,
             reshard=self.reshard,
             gather=torch.bfloat16 if self.gather == "bf16" else None,
