@@ -31,7 +31,7 @@ def stated(
 
     device, rates, in_use = hardware(gpu, question.recipe, per_host)
     how: dict[str, Any] = {"vocabulary": vocabulary_of(question.recipe), "device": device, "rates": rates, "in_use": in_use}
-    world = {} if gpu is None else {"world": devices}
+    world: dict[str, Any] = {} if gpu is None else {"world": devices}
     recipe = settled(question.recipe, **how, **world)
     made = plan(recipe, rows=rows_of(recipe), **how, **world)
     added = tuple(recipe.techniques.values())
@@ -84,7 +84,7 @@ def searched(
     def found_of(asked: Question, **how: Any) -> Any:
         space = Space(asked.recipe, vocabulary_of(asked.recipe), device, devices, allow, per_host)  # type: ignore[arg-type]
         run = longest if aim == "longest-context" else search
-        more = {} if aim == "longest-context" else {"aim": aim}
+        more: dict[str, Any] = {} if aim == "longest-context" else {"aim": aim}
         return run(space, rates=rates, in_use=in_use, seconds=how.pop("seconds", seconds), tell=tell, **more, **how)
 
     found = found_of(question)

@@ -8,11 +8,12 @@ from typing import Any
 
 from preheat import recipe as recipes
 from preheat.hardware.rates import Rates
+from preheat.planning.candidates import words
 from preheat.planning.estimate import seconds
 from preheat.planning.observe import Observation
 from preheat.planning.plan import GIB
 from preheat.planning.roofline import Roofline
-from preheat.planning.search import Found, Seen, words
+from preheat.planning.search import Found, Seen
 
 __all__ = ["cost_of", "explain", "figures"]
 
@@ -96,7 +97,7 @@ def figures(found: Found, seen: Observation, rates: Rates | Roofline) -> dict[st
 
 def _timeline(seen: Observation) -> dict[str, Any]:
     """Bytes alive over the allocations of a step, thinned to the extremes of each stretch; the evaluation is left out."""
-    alive, sizes, phases = 0, [], list[tuple[int, str]]()
+    alive, sizes, phases = 0, list[float](), list[tuple[int, str]]()
     for _, size, phase in seen.log:
         alive += size
         if phase == "evaluation":

@@ -13,9 +13,15 @@ from preheat.models import adapter
 from preheat.planning.candidates import Settings, Space, problems_of, words
 from preheat.planning.estimate import Look, look
 from preheat.planning.roofline import Roofline
-from preheat.technique import Slot, Technique
+from preheat.technique import Slot, Stage, Technique
 
 __all__ = ["kinds_of"]
+
+
+_SAME_UPDATE = (
+    Stage.KERNEL,
+    Stage.CHECKPOINT,
+)  # what acts then leaves weights and optimizer as they are, if it does not bring an optimizer
 
 
 class Choice(NamedTuple):
@@ -91,13 +97,14 @@ class _Kinds:
         return problems_of(self.space, self.space.single(added), 1)
 
     def _look(self, added: Settings, under: Look | None = None) -> Look:
-        same_layers = under is not None and Slot.OVER_LOGITS in added[-1].owned()
+        owned = added[-1].owned() if added else frozenset()
         return look(
             self.space.single(added),
             vocabulary=self.space.vocabulary,
             device=self.space.device,
             rates=self.rates,
-            layers_of=under if same_layers else None,
+            like=under if added and added[-1].stage in _SAME_UPDATE and Slot.OPTIMIZER not in owned else None,
+            same_layers=Slot.OVER_LOGITS in owned,
         )
 
     def _try(self, t: Technique, base: Settings, under: Look, choices: list[list[Choice]], last: bool) -> Choice | None:
@@ -136,18 +143,22 @@ class _Kinds:
 
     def _cost(self, seen: Look) -> float:
         """Bytes times seconds of one row."""
-        return self._bytes(seen) * self._whole(seen.seconds)
+        return self._bytes(seen) * self._seconds(seen)
+
+    def _seconds(self, seen: Look) -> float:
+        """Of a row, with its part of the update."""
+        return self._whole(seen.seconds) + self._whole(seen.update) / self.space.recipe.batch.size * self.space.world
 
     def _worse(self, a: Look, b: Look) -> bool:
         """Whether `a` is worse than `b` in one thing and better in none, by more than a guess is worth."""
-        pairs = [(self._whole(x), self._whole(y)) for x, y in ((a.states, b.states), (a.kept, b.kept), (a.seconds, b.seconds))]
+        pairs = [(self._whole(x), self._whole(y)) for x, y in ((a.states, b.states), (a.kept, b.kept))]
+        pairs.append((self._seconds(a), self._seconds(b)))
         return all(x >= y * 0.995 for x, y in pairs) and any(x > y * 1.005 for x, y in pairs)
 
     def _worth(self, choices: list[Choice]) -> list[Choice]:
         """Those that are better than each other one in something; of equals the first."""
         sizes = [
-            (self._bytes(c.look) / self._bytes(c.beside), self._whole(c.look.seconds) / self._whole(c.beside.seconds))
-            for c in choices
+            (self._bytes(c.look) / self._bytes(c.beside), self._seconds(c.look) / self._seconds(c.beside)) for c in choices
         ]
         kept = []
         for n, (memory, time) in enumerate(sizes):

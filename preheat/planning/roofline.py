@@ -34,7 +34,44 @@ _HOST, _HOST_COMPILED = 9e-6, 3e-6  # Python, autograd and the launch of a kerne
 # Bytes of small operators that are left where a compiler fuses them: fp32 ones between half ones stay in registers.
 _FUSED = {"bf16": 0.4, "fp16": 0.4, "float8": 0.4, "fp32": 0.1}
 _POINTWISE = frozenset(
-    ["mul", "add", "sub", "rsub", "div", "neg", "abs", "clamp", "pow", "rsqrt", "sqrt", "exp", "log", "silu", "silu_backward", "gelu", "gelu_backward", "relu", "threshold_backward", "sigmoid", "tanh", "cos", "sin", "where", "_to_copy", "clone", "copy_", "mean", "max", "amax", "sum", "cat", "reciprocal", "maximum", "minimum", "slice_backward"]
+    [
+        "mul",
+        "add",
+        "sub",
+        "rsub",
+        "div",
+        "neg",
+        "abs",
+        "clamp",
+        "pow",
+        "rsqrt",
+        "sqrt",
+        "exp",
+        "log",
+        "silu",
+        "silu_backward",
+        "gelu",
+        "gelu_backward",
+        "relu",
+        "threshold_backward",
+        "sigmoid",
+        "tanh",
+        "cos",
+        "sin",
+        "where",
+        "_to_copy",
+        "clone",
+        "copy_",
+        "mean",
+        "max",
+        "amax",
+        "sum",
+        "cat",
+        "reciprocal",
+        "maximum",
+        "minimum",
+        "slice_backward",
+    ]
 )
 _TILE = 128  # rows and columns of the result that one processor makes at a time
 _ATTENTION: Mapping[str, tuple[float, float]] = {  # share of the best matrix rate, forward and backward, causal work only
@@ -142,7 +179,10 @@ class Roofline:
 
     def _product(self, kernel: Kernel) -> float:
         full = _last_wave(kernel, self.device.units)
-        return max(kernel.flops / (self._rate(self.products or kernel.dtype) * full), self._moving(kernel.bytes_read + kernel.bytes_written))
+        return max(
+            kernel.flops / (self._rate(self.products or kernel.dtype) * full),
+            self._moving(kernel.bytes_read + kernel.bytes_written),
+        )
 
     def _attention(self, kernel: Kernel) -> float:
         forward, backward = _ATTENTION.get(self.device.generation, (0.45, 0.38))

@@ -6,7 +6,6 @@ did not fit with some micro-batch is not tried with a larger one. Verdicts come 
 
 from __future__ import annotations
 
-import itertools
 import math
 import time
 from collections.abc import Callable, Mapping
@@ -30,6 +29,7 @@ __all__ = ["AIMS", "Aim", "Found", "Seen", "longest", "search"]
 Aim = Literal["fastest", "cheapest", "largest-batch", "closest"]
 AIMS: tuple[Aim, ...] = ("fastest", "cheapest", "largest-batch", "closest")
 _SLACK = 1.03  # guesses up to so much over the memory are looked at all the same
+_LAYOUTS = 40  # ways to share out the work, of which all is guessed
 _WORTH = 1.01  # how much faster another must promise to be
 
 
@@ -141,6 +141,7 @@ class _Search:
         self.rejected: list[tuple[str, str]] = []
         self.guessed = 0
         self._scale: dict[Any, tuple[float, float]] = {}  # kind -> looks over guesses: memory, tokens a second
+        self._cut: dict[int, list[Technique]] = {}  # rows of a device -> settings that cut them
         self._took = 0.0  # seconds of the last look by few layers
         self._failed: dict[Any, int] = {}  # (kind, layout) -> rows of the least micro-batch that did not fit
 
@@ -150,7 +151,6 @@ class _Search:
             candidates = self._candidates(kinds)
             if not candidates:
                 raise RecipeError(self._why_none())
-            self.guessed += len(candidates)
             self.until = time.process_time() + self.seconds
             self._look_from_the_best(candidates)
             if any(s.plan["fits"] for s in self.seen):
@@ -171,26 +171,49 @@ class _Search:
     # Candidates
 
     def _candidates(self, kinds: list[tuple[Settings, Look]]) -> list[Candidate]:
-        made = []
-        stated = self.space.recipe.techniques.values()
-        fixed = math.prod(t.cuts() for t in stated)
+        """All of the most promising layouts; which these are is told by a few kinds, the fastest and the smallest among them."""
+        by_size = sorted(kinds, key=lambda k: k[1].states[0] + k[1].kept[0])
+        some = [by_size[0], by_size[len(by_size) // 2], min(kinds, key=lambda k: k[1].seconds[0])]
+        layouts = list(self._meshes())
+        self.guessed += len(layouts) * len(kinds)
+        if len(layouts) > _LAYOUTS:
+            ranked = [(self._hope(self._of(layout, sizes, some)), n) for n, (layout, sizes) in enumerate(layouts)]
+            layouts = [layouts[n] for _, n in sorted(ranked)[:_LAYOUTS]]
+        return [c for layout, sizes in layouts for c in self._of(layout, sizes, kinds)]
+
+    def _hope(self, candidates: list[Candidate]) -> tuple[float, float]:
+        """Less is better: does none fit, and how slow is the fastest that does."""
+        fitting = [c for c in candidates if c.guess.bytes <= self.room * _SLACK]
+        least = min((c.guess.bytes for c in candidates), default=math.inf)
+        return (0.0, -max(c.guess.tokens_per_second for c in fitting)) if fitting else (1.0, least)
+
+    def _meshes(self) -> Iterator[tuple[Settings, dict[Axis, int]]]:
         for layout in self.space.layouts():
-            sizes = self.space.sizes((*stated, *layout))
-            if sizes is None or not self.space.even(sizes):
-                continue
-            rows = self.space.recipe.batch.size // math.prod(sizes[axis] for axis in DATA)
-            cuts: list[Technique | None] = [None, *(self._cuts(layout) if fixed == 1 and rows > 1 else [])]
-            for (kind, seen), cut in itertools.product(kinds, cuts):
-                recipe = self.space.having((*kind, *layout))
+            sizes = self.space.sizes((*self.space.recipe.techniques.values(), *layout))
+            if sizes is not None and self.space.even(sizes):
+                yield layout, sizes
+
+    def _of(self, layout: Settings, sizes: dict[Axis, int], kinds: list[tuple[Settings, Look]]) -> list[Candidate]:
+        stated = tuple(self.space.recipe.techniques.values())
+        fixed, batch = math.prod(t.cuts() for t in stated), self.space.recipe.batch
+        rows = batch.size // math.prod(sizes[axis] for axis in DATA)
+        cuts: list[Technique | None] = [None, *(self._cuts(rows, layout) if fixed == 1 and rows > 1 else [])]
+        made = []
+        for kind, seen in kinds:
+            tags = frozenset(tag for t in (*stated, *kind, *layout) for tag in t.provided())
+            for cut in cuts:
                 micros = cut.cuts() if cut else fixed
                 if sizes[Axis.PIPELINE] <= micros:
-                    guessed = guess(seen, recipe, self.model, sizes, micros, self.rates)
+                    guessed = guess(seen, batch, self.model, sizes, micros, tags, self.rates)
                     made.append(Candidate(kind, layout, cut, rows, guessed))
         return made
 
-    def _cuts(self, layout: Settings) -> list[Technique]:
-        context = self.space.context(self.space.having(layout))
-        return [t for cls in self.space.searched() if cls().cuts() > 1 for t in cls().options(context)]
+    def _cuts(self, rows: int, layout: Settings) -> list[Technique]:
+        """Ways to cut so many rows into micro-batches."""
+        if rows not in self._cut:
+            context = self.space.context(self.space.having(layout))
+            self._cut[rows] = [t for cls in self.space.searched() if cls().cuts() > 1 for t in cls().options(context)]
+        return self._cut[rows]
 
     def _why_none(self) -> str:
         size, world = self.space.recipe.batch.size, self.space.world
@@ -203,7 +226,8 @@ class _Search:
 
     def _corrected(self, c: Candidate) -> tuple[float, float]:
         """Bytes and tokens a second of a guess, as looks at its kin were beside theirs."""
-        memory, speed = self._scale.get(c.kind) or self._scale.get(None) or (1.0, 1.0)
+        own, any_other = self._scale.get(c.kind), self._scale.get(None, (1.0, 1.0))
+        memory, speed = own or (math.sqrt(any_other[0]), any_other[1])  # of memory, kinds tell less about each other
         return c.guess.bytes * memory, c.guess.tokens_per_second * speed
 
     def _promise(self, c: Candidate) -> tuple[float, ...]:
@@ -249,7 +273,7 @@ class _Search:
 
     def _no_better(self, c: Candidate, best: Seen) -> bool:
         speed = self._corrected(c)[1]
-        slower = speed < best.plan["tokens_per_second"] * _WORTH
+        slower = bool(speed < best.plan["tokens_per_second"] * _WORTH)
         if self.aim == "largest-batch":
             return c.micro < best.micro or (c.micro == best.micro and slower)
         if self.aim == "closest":

@@ -69,7 +69,7 @@ def asked(
         stated = [*overrides, *more] if devices > 1 else [*overrides, *more[:-1]]
         return Question(_shared_out(recipes.load(what, stated), devices, batch_tokens), True)
     model, positions, checkpoint = _model(what)
-    batch = {"length": min(length or _LENGTH, positions or math.inf), **batch}
+    batch = {"length": min(length or _LENGTH, positions or _LENGTH), **batch}
     batch.setdefault("size", math.ceil(_ROWS / devices) * devices)
     values = {
         "name": _name(what or "model"),
