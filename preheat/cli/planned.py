@@ -64,8 +64,9 @@ def searched(
     """
     from preheat.planning.candidates import Space
     from preheat.planning.explain import explain, figures
+    from preheat.planning.longest import longest
     from preheat.planning.recall import recall
-    from preheat.planning.search import longest, search
+    from preheat.planning.search import search
     from preheat.training.asked import hardware
     from preheat.training.session import vocabulary_of
 

@@ -79,11 +79,12 @@ def figures(found: Found, seen: Observation, rates: Rates | Roofline) -> dict[st
 
     Returns:
         timeline: {phases: [(first event, phase)], bytes: [(event, GiB alive)]} of a step; roofline: {peak, bandwidth, points: [{operator, intensity,
-        flops, share}]}; pareto: [{what, peak_gib, tokens_per_second, fits, best}] of all that was looked at.
+        flops, share}]}; front: [(GiB, tokens a second)] as guessed; pareto: [{what, peak_gib, tokens_per_second, fits, best}] of all that was looked at.
     """
     return {
         "timeline": _timeline(seen),
         "roofline": _roofline(seen, rates),
+        "front": found.front,
         "pareto": [
             {
                 "what": words(s.added, s.micro),

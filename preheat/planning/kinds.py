@@ -81,7 +81,9 @@ class _Kinds:
                     continue
                 kept = self._worth([Choice(None, under, under), *tried])
                 choices.append(kept)
-                best = min(kept, key=lambda c: self._cost(c.look) / self._cost(c.beside))
+                # What brings an optimizer excludes others that do, and is slow to observe: not beside everything else.
+                light = [c for c in kept if c.setting is None or Slot.OPTIMIZER not in c.setting.owned()]
+                best = min(light or kept, key=lambda c: self._cost(c.look) / self._cost(c.beside))
                 if best.setting is not None and best.beside is under:
                     base, under = (*base, best.setting), best.look
             waiting = refused
@@ -119,7 +121,7 @@ class _Kinds:
         except RecipeError as error:  # what only a build finds out
             why = str(error).splitlines()
         if last:
-            self.reject(words((t,)), why[0].removeprefix("techniques."))
+            self.reject(words((t,)), why[0].removeprefix("techniques.").removeprefix(f"{t.name()}: "))
         return None
 
     def _variants(self, base: Settings, choices: list[list[Choice]]) -> list[Settings]:

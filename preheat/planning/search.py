@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -24,12 +24,14 @@ from preheat.planning.roofline import Roofline
 from preheat.recipe import Recipe
 from preheat.technique import DATA, Axis, Technique
 
-__all__ = ["AIMS", "Aim", "Found", "Seen", "longest", "search"]
+__all__ = ["AIMS", "Aim", "Found", "Seen", "search", "too_large"]
 
 Aim = Literal["fastest", "cheapest", "largest-batch", "closest"]
 AIMS: tuple[Aim, ...] = ("fastest", "cheapest", "largest-batch", "closest")
 _SLACK = 1.03  # guesses up to so much over the memory are looked at all the same
 _LAYOUTS = 40  # ways to share out the work, of which all is guessed
+_LOOKS = 3  # however long they take
+_OTHERS = 3  # alternatives
 _WORTH = 1.01  # how much faster another must promise to be
 
 
@@ -84,6 +86,7 @@ class Found:
         rejected: (settings in words, why not), a line each.
         guessed: how many candidates were put in order.
         confirmed: the best was dry-run with all its layers.
+        front: (GiB, tokens a second) of those guesses that no other one betters in both, from the smallest on.
     """
 
     best: Seen
@@ -92,6 +95,7 @@ class Found:
     rejected: list[tuple[str, str]] = field(default_factory=list)
     guessed: int = 0
     confirmed: bool = False
+    front: list[tuple[float, float]] = field(default_factory=list)
 
 
 def search(
@@ -154,6 +158,7 @@ class _Search:
             self.until = time.process_time() + self.seconds
             self._look_from_the_best(candidates)
             if any(s.plan["fits"] for s in self.seen):
+                self._look_at_others(candidates)
                 break
             self._look_at_the_least(candidates)
             if any(s.plan["fits"] for s in self.seen):
@@ -164,7 +169,8 @@ class _Search:
         layers = self.model.layers / self.space.sizes_of(best.recipe)[Axis.PIPELINE]
         if confirm and fitting and self._took * layers / 9 <= self.seconds:  # 4 layers and 5 were looked at
             best, confirmed = self._confirm(best)
-        found = Found(best, self._others(best), self.seen, self.rejected, self.guessed, confirmed)
+        front = self._front(candidates)
+        found = Found(best, self._others(best), self.seen, self.rejected, self.guessed, confirmed, front)
         self._say_why_slower(found)
         return found
 
@@ -260,7 +266,7 @@ class _Search:
 
     def _look_from_the_best(self, candidates: list[Candidate]) -> None:
         left = candidates
-        while left and (time.process_time() < self.until or not self.seen):
+        while left and (time.process_time() < self.until or len(self.seen) < _LOOKS):
             left = self._open(left)
             if not left:
                 return
@@ -287,6 +293,21 @@ class _Search:
             s = self._look_at(c)
             if s is not None:
                 return
+
+    def _look_at_others(self, candidates: list[Candidate]) -> None:
+        """Looks at the best of other sets of techniques, while there is time: they are the alternatives."""
+        for c in sorted(self._open(candidates), key=self._promise):
+            if time.process_time() > self.until or len({s.names for s in self.seen if s.plan["fits"]}) > _OTHERS:
+                return
+            if frozenset(t.name() for t in (*c.kind, *c.layout)) not in {s.names for s in self.seen}:
+                self._look_at(c)
+
+    def _front(self, candidates: list[Candidate]) -> list[tuple[float, float]]:
+        front: list[tuple[float, float]] = []
+        for memory, speed in sorted(map(self._corrected, candidates)):
+            if not front or speed > front[-1][1]:
+                front.append((memory / GIB, speed))
+        return front
 
     def _look_at(self, c: Candidate) -> Seen | None:
         recipe = self.space.having(c.added)
@@ -355,35 +376,3 @@ def too_large(plan: Mapping[str, Any]) -> str:
     return f"needs {plan['peak_gib']:.1f} GiB of {plan['available_gib']:.1f}: " + ", ".join(
         f"{category} {size:.1f}" for category, size in most
     )
-
-
-def longest(
-    space: Space,
-    *,
-    rates: Rates | Roofline,
-    in_use: int = 0,
-    seconds: float = 10.0,
-    confirm: bool = True,
-    tell: Callable[[str], None] = lambda words: None,
-) -> Found:
-    """The longest rows that fit, as `search` finds them: doubled until they do not, up to the model's positions; tokens a batch stay what they are.
-
-    Arguments and errors as of `search`.
-    """
-    batch = space.recipe.batch
-    positions = adapter.facts(space.config).positions or batch.length
-    tokens, best = batch.size * batch.length, None
-    length = batch.length
-    while True:
-        size = max(tokens // length, space.world)
-        recipe = replace(space.recipe, batch=replace(batch, length=length, size=size))
-        found = search(replace(space, recipe=recipe), rates=rates, in_use=in_use, seconds=seconds / 3, confirm=False, tell=tell)
-        if not found.best.plan["fits"]:
-            if best is not None:
-                best.rejected.append((f"rows of {length:,} tokens", too_large(found.best.plan)))
-            return best or found
-        best = found
-        if 2 * length > positions:
-            best.rejected.append((f"rows of {2 * length:,} tokens", f"the model has {positions:,} positions"))
-            return best
-        length *= 2

@@ -78,9 +78,11 @@ def roofline(found: Mapping[str, Any]) -> str:
     return _figure("Roofline, TFLOP/s", f"{words}.", drawn("plan-roofline", NARROW, words, draw), legend)
 
 
-def pareto(found: Sequence[Mapping[str, Any]], available: float) -> str:
-    """Memory against tokens a second of all that was looked at."""
-    words = f"{len(found)} dry-run; to the left of the line is what fits, and the filled mark was chosen."
+def pareto(found: Sequence[Mapping[str, Any]], front: Sequence[tuple[float, float]], available: float) -> str:
+    """Memory against tokens a second of all that was looked at, on the front of what was guessed."""
+    words = f"{len(found)} dry-run; to the left of the line is what fits, and the filled mark was chosen. In grey the best that was guessed for each memory."
+    most = max([available, *(p["peak_gib"] for p in found)]) * 1.08
+    shown = [(memory, speed) for memory, speed in front if memory <= most]
 
     def draw(axes: Axes) -> None:
         for p in found:
@@ -93,9 +95,11 @@ def pareto(found: Sequence[Mapping[str, Any]], available: float) -> str:
                 color=colour,
                 markerfacecolor=colour if p["best"] else SENTINEL["page"],
             )
+        if shown:
+            axes.step(*zip(*shown, strict=True), where="post", color=SENTINEL["muted"], linewidth=1.2, zorder=1)
         axes.axvline(available, color=SENTINEL["ink"], linewidth=1.5)
-        axes.set_xlim(0, max([available, *(p["peak_gib"] for p in found)]) * 1.08)
-        axes.set_ylim(0, max((p["tokens_per_second"] for p in found), default=1.0) * 1.12)
+        axes.set_xlim(0, most)
+        axes.set_ylim(0, max([p["tokens_per_second"] for p in found] + [speed for _, speed in shown]) * 1.12)
         axes.yaxis.set_major_formatter(lambda v, _: f"{v:,.0f}")
         axes.xaxis.set_major_formatter(lambda v, _: f"{v:g}")
         axes.grid(axis="y", color=SENTINEL["grid"], linewidth=0.8)

@@ -53,7 +53,11 @@ def _page(made: Mapping[str, Any]) -> str:
             "A step",
             f'<div class="two">{drawings.timeline(drawn["timeline"], made["available_gib"])}{drawings.roofline(drawn["roofline"])}</div>',
         ),
-        ("choice", "What was looked at", drawings.pareto(drawn["pareto"], made["available_gib"]) + _alternatives(made)),
+        (
+            "choice",
+            "What was looked at",
+            drawings.pareto(drawn["pareto"], drawn["front"], made["available_gib"]) + _alternatives(made),
+        ),
         ("reasons", "Why not the others", _reasons(made)),
         ("recipe", "Recipe", f"<pre>{escape(json.dumps(strict(made['recipe']), indent=1))}</pre>"),
     )
