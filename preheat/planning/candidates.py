@@ -100,7 +100,15 @@ class Space:
                 yield chosen
             for t in () if stated or taken == self.world else rest:
                 yield (*chosen, t)
-                yield from ((*chosen, t, also) for also in beside)
+                yield from ((*chosen, t, also) for also in beside if self._serves(also, (*chosen, t)))
+
+    def _serves(self, t: Technique, layout: Settings) -> bool:
+        """Whether something that shares nothing out by itself has its place beside a layout."""
+        tags = frozenset(tag for other in (*self.recipe.techniques.values(), *layout) for tag in other.provided())
+        sizes = self.sizes((*self.recipe.techniques.values(), *layout))
+        if sizes is None or not t.needs <= tags:
+            return False
+        return not t.check(Context(self.recipe, adapter.facts(self.config), self.device, tags, sizes))
 
     def _options(self, cls: type[Technique]) -> list[Technique]:
         made = cls()

@@ -335,7 +335,7 @@ class _Search:
         return made
 
     def _reject(self, what: str, why: str) -> None:
-        if (what, why) not in self.rejected:
+        if why not in {said for _, said in self.rejected}:  # of many that fail alike the first is enough
             self.rejected.append((what, why))
 
     # The end
