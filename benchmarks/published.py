@@ -10,10 +10,17 @@ cannot be said, with the reason) and prints errors by source.
 
 from __future__ import annotations
 
+import argparse
+import contextlib
+import csv
 import json
+import multiprocessing
 import re
+import statistics
 import time
+from collections import defaultdict
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 Row = Mapping[str, str]
@@ -89,7 +96,8 @@ def model_of(row: Row) -> tuple[dict[str, Any], dict[str, Any]]:
 def mesh_of(row: Row) -> tuple[dict[str, Any], int, int]:
     """Techniques that spread the run, devices, and devices that share out rows."""
     tensor, pipeline, context = (whole(row, key) for key in ("tp", "pp", "cp"))
-    devices = whole(row, "n_gpus", whole(row, "dp_replicate") * whole(row, "dp_shard") * tensor * pipeline * context)
+    shares = whole(row, "dp_replicate", 8 if tensor * pipeline > 1 else 1) * whole(row, "dp_shard")
+    devices = whole(row, "n_gpus", shares * tensor * pipeline * context)
     replicate, shard = whole(row, "dp_replicate"), whole(row, "dp_shard")
     stage = whole(row, "zero_stage", 3 if shard > 1 else 0)
     rest = devices // (tensor * pipeline * context)
@@ -120,7 +128,7 @@ def mesh_of(row: Row) -> tuple[dict[str, Any], int, int]:
     return made, devices, rest
 
 
-def precision_of(row: Row, sharded: bool) -> dict[str, Any]:
+def precision_of(row: Row, sharded: bool, devices: int) -> dict[str, Any]:
     """fp8 and fp4 are of products alone. Weights that are sharded are fp32 and gathered in bf16; others are bf16 with fp32 masters."""
     said, adapts = row["precision"], row["method"] in ("lora", "qlora")
     made: dict[str, Any] = {}
@@ -129,7 +137,7 @@ def precision_of(row: Row, sharded: bool) -> dict[str, Any]:
     elif said.startswith("fp16"):
         mode = "fp16_master"
     else:
-        mode = "bf16" if sharded or whole(row, "n_gpus") == 1 else "bf16_master"
+        mode = "bf16" if sharded or devices == 1 else "bf16_master"
     if adapts:
         mode = "bf16_weights"
     made["mixed_precision"] = {"mode": mode}
@@ -149,7 +157,8 @@ def techniques_of(row: Row) -> dict[str, Any]:
     }.get(row["activation_checkpointing"])
     if recompute is not None:
         made["activation_checkpointing"] = recompute
-    if row["compile"] == "yes":
+    eights = row["precision"].startswith(("fp8", "mxfp8", "nvfp4"))
+    if row["compile"] == "yes" or (eights and row["compile"] != "no"):  # casts to 8 bits are fused wherever they are worth it
         made["compile"] = {}
     if "chunk" in row["fused_or_chunked_ce"] or "fused linear" in row["fused_or_chunked_ce"]:
         made["chunked_loss"] = {}
@@ -180,7 +189,7 @@ def recipe_of(row: Row) -> Any:
     micro = whole(row, "micro_batch")
     rows = whole(row, "global_batch_seqs", micro * shares * (4 * whole(row, "pp") if whole(row, "pp") > 1 else 1))
     steps = max(1, round(rows / (micro * shares)))
-    techniques |= techniques_of(row) | spread | precision_of(row, "fsdp" in spread)
+    techniques |= techniques_of(row) | spread | precision_of(row, "fsdp" in spread, devices)
     if "data_parallel" in spread and row["method"] not in ("lora", "qlora"):
         steps = max(steps, 2)  # whoever does not shard weights keeps fp32 gradients in buffers, from one step to the next
     if "pipeline_parallel" in techniques:
@@ -232,7 +241,7 @@ def planned(recipe: Any, roofline: Any, stages: int) -> tuple[dict[str, Any], An
     from preheat.planning.plan import describe
     from preheat.technique import conflicts_of
 
-    config = adapter.configure(recipe, None)
+    config, fused = adapter.configure(recipe, None), "compile" in recipe.techniques
     for name in ("", *LESS):
         if name and name not in recipe.techniques:
             continue
@@ -242,7 +251,7 @@ def planned(recipe: Any, roofline: Any, stages: int) -> tuple[dict[str, Any], An
         problems = conflicts_of(recipe.techniques.values(), context_of(recipe, config, roofline.as_device))
         if not problems:
             seen = observe_few(recipe, vocabulary=None, device=roofline.as_device)
-            seen = replace(seen, idle=seen.idle / stages)
+            seen = replace(seen, idle=seen.idle / stages, compiled=fused)
             return describe(recipe, seen, device=roofline.as_device, rates=roofline, rows=None, in_use=0), recipe
     raise Open("; ".join(f"{name}: {words}" for name, words in problems))
 
@@ -300,6 +309,8 @@ def roofline_of(name: str, gpus: Mapping[str, Row]) -> tuple[Any, bool]:
 
 
 def answer(row: Row, gpus: Mapping[str, Row]) -> dict[str, Any]:
+    from dataclasses import replace
+
     from preheat.errors import PreheatError
     from preheat.recipe import override
 
@@ -315,16 +326,11 @@ def answer(row: Row, gpus: Mapping[str, Row]) -> dict[str, Any]:
             if more.keys() & recipe.techniques.keys() - {"gradient_accumulation"}:
                 continue
             clip = ["optimizer.clip=0"] if "optimizer_in_backward" in more else []
-            recipe = override(recipe, *clip, *(f"techniques.{name}={value or '{steps: 1}'}" for name, value in more.items()))
+            recipe = override(recipe, *clip, *(f"techniques.{name}={value}" for name, value in more.items() if value))
+            recipe = replace(recipe, techniques={k: t for k, t in recipe.techniques.items() if more.get(k, "") is not None})
             with contextlib.suppress(Open):
                 made, used = planned(recipe, roofline, stages)
-        gib = gib_of(made, used)
-        if (
-            row["compile"] == "yes" and not row["fused_or_chunked_ce"]
-        ):  # a compiled loss holds logits in half, once or twice: between the two
-            lean, chosen = planned(override(recipe, "techniques.chunked_loss={}"), roofline, stages)
-            gib = (gib + gib_of(lean, chosen)) / 2
-        out["predicted_gib"] = gib
+        out["predicted_gib"] = gib_of(made, used)
         if timed:
             out["predicted_tok_s"] = made["tokens_per_second"] / recipe.parallel.devices
         out["made"], out["used"] = made, sorted(used.techniques)
@@ -332,3 +338,65 @@ def answer(row: Row, gpus: Mapping[str, Row]) -> dict[str, Any]:
         out["reason"] = str(error).replace("\n", "; ")
     out["seconds"] = round(time.monotonic() - begun, 2)
     return out
+
+
+def errors(rows: list[Row], answers: Mapping[str, Mapping[str, Any]], said: str, measured: str) -> dict[str, list[float]]:
+    """Source -> predicted over measured, less one, of the rows that were measured and answered."""
+    found: dict[str, list[float]] = defaultdict(list)
+    for row in rows:
+        value, held = answers[row["id"]][said], number(row, measured)
+        if value != "" and held:
+            found[row["source_repo"]].append(float(value) / held - 1)
+    return found
+
+
+def table(rows: list[Row], answers: Mapping[str, Mapping[str, Any]]) -> str:
+    lines = []
+    for name, said, measured in (
+        ("memory", "predicted_gib", "peak_mem_gib"),
+        ("speed", "predicted_tok_s", "tokens_per_s_per_gpu"),
+    ):
+        found = errors(rows, answers, said, measured)
+        asked = sum(number(row, measured) is not None for row in rows)
+        every = [e for source in found.values() for e in source]
+        if not every:
+            continue
+        lines += [f"| {name} | rows | median error | nine in ten within | more than 5 % below |", "|---|---|---|---|---|"]
+        for source, values in [*sorted(found.items()), (f"**all, of {asked} measured**", every)]:
+            size = sorted(abs(e) for e in values)
+            lines.append(
+                f"| {source} | {len(values)} | {statistics.median(size):.1%} | {size[int(0.9 * (len(size) - 1) + 0.5)]:.0%} | "
+                f"{sum(e < -0.05 for e in values)} |"
+            )
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _work(job: tuple[Row, Mapping[str, Row]]) -> dict[str, Any]:
+    return answer(*job)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--runs", type=Path, required=True)
+    parser.add_argument("--gpus", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--jobs", type=int, default=2)
+    options = parser.parse_args()
+    with options.runs.open(encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    with options.gpus.open(encoding="utf-8") as file:
+        gpus = {row["gpu"]: row for row in csv.DictReader(file)}
+    answers: dict[str, dict[str, Any]] = {}
+    with multiprocessing.get_context("spawn").Pool(options.jobs) as pool, options.out.open("w", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, COLUMNS, extrasaction="ignore")
+        writer.writeheader()
+        for made in pool.imap(_work, [(row, gpus) for row in rows]):
+            answers[made["id"]] = made
+            writer.writerow(made)
+            file.flush()
+    print(table(rows, answers))
+
+
+if __name__ == "__main__":
+    main()

@@ -46,6 +46,7 @@ METRIC_KEYS = {
 PLAN_KEYS = {
     "fits": "whether the predicted peak is at most what the device has",
     "peak_gib": "predicted peak memory, GiB, less what the imports take",
+    "peak_gib_interval": "[low, high]: nine in ten measured peaks lay between",
     "available_gib": "what the device has",
     "memory": "{category: GiB} at the peak: parameters, gradients, optimizer, activations, temporary, overhead",
     "overhead": "{what: GiB} of memory.overhead: what the allocator keeps of freed tensors, the process or the driver's context, saving",
@@ -54,6 +55,7 @@ PLAN_KEYS = {
     "phases": "{phase: GiB}, the peak of each phase of a step",
     "seconds_per_step": "predicted",
     "tokens_per_second": "predicted",
+    "tokens_per_second_interval": "[low, high]: nine in ten measured speeds lay between",
     "mfu": "model FLOPs utilisation, predicted, of the measured matrix rate",
     "flops_per_step": "counted by the dry run",
     "parameters": "{total, trained}",

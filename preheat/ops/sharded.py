@@ -12,6 +12,8 @@ from torch.distributed.tensor import DTensor, Partial, distribute_tensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.utils._python_dispatch import _disable_current_modes
 
+from preheat.ops.again import alike
+
 __all__ = ["first_element", "local", "share_of", "spread_as", "square_sum", "total_norm", "whole"]
 
 
@@ -86,7 +88,8 @@ def total_norm(tensors: Iterable[Tensor], chunk: int = 1 << 20) -> Tensor:
         for t in some:
             copied = t.device.type == "cpu" and t.dtype != torch.float32 and t.is_contiguous()
             found += [
-                torch.linalg.vector_norm(part, dtype=torch.float32) for part in (t.view(-1).split(chunk) if copied else [t])
+                torch.linalg.vector_norm(part, dtype=torch.float32)
+                for part in (alike(t.view(-1).split(chunk)) if copied else [t])
             ]
         return torch.stack(found)
 

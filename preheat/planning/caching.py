@@ -164,9 +164,10 @@ def replay_caching(
         for block, size, _ in entries:
             key = block if turn == 0 or block in lasting else -1 - block  # the step's own blocks, apart from those that last
             if size > 0 and not held.holds(key):
-                made = held.allocate(key, size, streams.get(block, ""))
-                fits = fits and made
-                living[key] = None
+                if held.allocate(key, size, streams.get(block, "")):
+                    living[key] = None
+                else:
+                    fits = False
             elif size < 0 and held.holds(key):
                 held.free(key)
                 living.pop(key, None)

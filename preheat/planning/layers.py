@@ -30,19 +30,20 @@ MANY = 12  # layers below which two observations cost as much as one of them all
 def observe_few(
     recipe: Recipe, *, vocabulary: int | None, device: Device, world: int | None = None, heap: bool = True
 ) -> Observation:
-    """`observe`, by two models of few layers where that says the same: several devices, many layers, all of them alike.
+    """`observe`, by two models of few layers where that says the same: GPUs or several devices, many layers, all of them alike.
 
     There is no log then, and what a CPU's heap keeps of freed tensors, which is not affine, is not in `held`: processes that are about to
     run on CPUs (`world` is given) have all their layers observed. A GPU's allocator keeps what is affine, roughly.
     `changes` are left out, since they would be those of the few layers.
 
     Args:
-        heap: False where it is not asked for: one device is then observed by few layers too.
+        heap: False where what a CPU's heap keeps is not asked for: one is then observed by few layers too.
     """
     config = adapter.configure(recipe, vocabulary)
     layers, few = config.get_text_config().num_hidden_layers, _few(recipe, config)
     devices = world or recipe.parallel.devices or 1
-    if few is None or (devices == 1 and heap) or layers < MANY or (device.kind == "cpu" and world is not None):
+    cpu = device.kind == "cpu"
+    if few is None or (cpu and devices == 1 and heap) or layers < MANY or (cpu and world is not None):
         return observe(recipe, vocabulary=vocabulary, device=device, world=world)
     fewer, more = few
     how: dict[str, Any] = {"vocabulary": vocabulary, "device": device, "world": world, "by_layer": True}

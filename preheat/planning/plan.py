@@ -27,6 +27,18 @@ _CPU_BASE = 64 * 2**20  # stacks and scratch of the threads, oneDNN's kernels, a
 _CUDA_BASE = round(0.5 * GIB)  # context and cuBLAS workspaces, as commonly reported; not yet measured here
 
 
+# Measured over predicted, of nine in ten: (memory, speed). On a CPU of the recipes of benchmarks/results/plan_vs_measured.json, on accelerators of the
+# catalogue of published runs (benchmarks/results/published.md).
+_NINE_IN_TEN: dict[str, tuple[tuple[float, float], tuple[float, float]]] = {
+    "measured": ((0.89, 1.12), (0.8, 1.2)),
+    "catalogue": ((0.85, 1.18), (0.72, 1.3)),
+}
+
+
+def _interval(value: float, factors: tuple[float, float]) -> list[float]:
+    return [value * factor for factor in factors]
+
+
 def _beside(observation: Observation, device: Device) -> tuple[dict[str, int], int]:
     """Bytes that a process holds beside its tensors, {what: bytes}, and those that a step has from the system anew."""
     held = observation.held or hold(observation.log, observation.streams, device)
@@ -126,11 +138,13 @@ def describe(
     ceiling = rates.peak_matrix_rate[
         "bf16" if any(Tag("bf16-compute") in t.provided() for t in recipe.techniques.values()) else "fp32"
     ]
+    of_memory, of_speed = _NINE_IN_TEN["catalogue" if isinstance(rates, Roofline) else "measured"]
     steps = steps_of(recipe, rows)
     total = seconds * steps if steps else (recipe.stop.hours or 0) * 3600 or None
     return {
         "fits": peak <= available,
         "peak_gib": peak,
+        "peak_gib_interval": _interval(peak, of_memory),
         "available_gib": available,
         "memory": memory,
         "overhead": {what: size / GIB for what, size in beside.items() if size},
@@ -140,6 +154,7 @@ def describe(
         "peak_phase": seen.peak_phase,
         "seconds_per_step": seconds,
         "tokens_per_second": seen.tokens / seconds,
+        "tokens_per_second_interval": _interval(seen.tokens / seconds, of_speed),
         "mfu": seen.model_flops / seconds / ceiling,
         "matrix_rate": ceiling,
         "flops_per_step": sum(seen.flops.values()),

@@ -37,6 +37,8 @@ class Kernel:
     """Bytes of newly allocated results."""
     transposed: tuple[bool, ...] = ()
     """For matrix products: which operands are read across their rows."""
+    causal: bool = True
+    """For attention: whether a token sees only those before it, which halves what is computed of `flops`."""
     group: tuple[int, int] | None = None
     """For collectives: among how many devices, and the distance of neighbours in rank."""
 
@@ -69,6 +71,14 @@ def _flops(operator: Any, args: Any, out: Any) -> int:
     packet = {torch.ops.aten.addmm_: torch.ops.aten.addmm, torch.ops.aten.baddbmm_: torch.ops.aten.baddbmm}.get(packet, packet)
     formula = flop_registry.get(packet)
     return int(formula(*args, out_val=out)) if formula is not None else 0
+
+
+def _argument(operator: Any, args: Any, kwargs: Any, name: str, default: Any) -> Any:
+    """An argument of an operator by its name; `default` where it takes none of that name."""
+    for n, declared in enumerate(operator._schema.arguments):
+        if declared.name == name:
+            return kwargs.get(name, args[n] if n < len(args) else declared.default_value)
+    return default
 
 
 def _asks_for_shapes() -> bool:
@@ -236,6 +246,7 @@ class Recorder(TorchDispatchMode):
             shapes=tuple(tuple(t.shape) for t in inputs[:4]),
             fresh=fresh,
             transposed=tuple(t.ndim >= 2 and t.stride(-1) != 1 for t in inputs[:3]) if flops else (),
+            causal=_argument(func, args, kwargs, "is_causal", True),
             group=self._group(func, args),
         )
         self.kernels[kernel] += 1

@@ -188,8 +188,8 @@ class Roofline:
         forward, backward = _ATTENTION.get(self.device.generation, (0.45, 0.38))
         share = backward if "backward" in kernel.operator else forward
         dtype = kernel.dtype if kernel.dtype in self.peak_matrix_rate else "bf16"
-        causal = kernel.flops / 2  # counted as if every token saw all others
-        return causal / (self.peak_matrix_rate.get(dtype, self._rate("bf16")) * share)
+        done = kernel.flops / 2 if kernel.causal else kernel.flops
+        return done / (self.peak_matrix_rate.get(dtype, self._rate("bf16")) * share)
 
     def collective(self, kernel: Kernel) -> float:
         """Seconds of a collective by itself."""

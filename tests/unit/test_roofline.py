@@ -1,0 +1,148 @@
+"""Predictions for accelerators that are not here: the allocator's segments, times by what limits them, loops that are counted."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+
+from preheat import recipe as recipes
+from preheat.ops.again import alike, counting
+from preheat.planning.caching import Caching, replay_caching
+from preheat.planning.holes import Holes
+from preheat.planning.observe import observe
+from preheat.planning.plan import plan
+from preheat.planning.recorder import Kernel, Recorder
+from preheat.planning.roofline import Roofline
+from preheat.technique import Axis
+
+from ..conftest import tiny
+
+MIB = 2**20
+
+
+def test_free_pieces_join_their_neighbours() -> None:
+    holes = Holes()
+    for start, size in ((0, 100), (200, 50), (300, 10)):
+        assert holes.give(start, size) == (start, size)
+    assert holes.give(100, 100) == (0, 250)  # between two
+    assert holes.take(11) == (0, 250)
+    assert holes.take(11) is None
+    assert holes.take(10) == (300, 10)
+
+
+def test_segments_of_the_caching_allocator_are_those_that_torch_documents() -> None:
+    held = Caching()
+    sizes = [(1, 512, 2 * MIB), (MIB, MIB, 2 * MIB), (MIB + 1, MIB + 512, 20 * MIB), (12 * MIB + 3, 12 * MIB + 512, 14 * MIB)]
+    before = 0
+    for block, (size, rounded, segment) in enumerate(sizes):
+        allocated = held.allocated
+        held.allocate(block, size, stream=str(block))  # each on a stream of its own: nothing is shared
+        assert (held.allocated - allocated, held.reserved - before) == (rounded, segment)
+        before = held.reserved
+    held.free(3)
+    held.allocate(4, 8 * MIB, stream="other")
+    assert held.reserved == before + 20 * MIB  # what is free on one stream serves no other
+    held.allocate(5, 13 * MIB, stream="3")
+    assert held.reserved == before + 20 * MIB
+
+
+def test_fragments_are_reserved_beyond_what_is_alive_and_expandable_segments_have_few() -> None:
+    # pieces of growing sizes: no freed one is large enough for the next
+    log = [entry for n in range(1, 9) for entry in ((n, n * 30 * MIB, "forward"), (n, -n * 30 * MIB, "forward"))]
+    fixed, grown = (replay_caching(log, expandable=expandable) for expandable in (False, True))
+    assert fixed.allocated == grown.allocated == 240 * MIB
+    assert fixed.reserved == sum(range(1, 9)) * 30 * MIB
+    assert grown.reserved == 240 * MIB
+    limited = replay_caching(log, limit=300 * MIB)  # segments in which nothing lives are given back
+    assert limited.fits
+    assert limited.reserved <= 300 * MIB
+    assert not replay_caching(log, limit=200 * MIB).fits
+
+
+def kernel(operator: str, **more: object) -> Kernel:
+    settings = {"dtype": "bf16", "flops": 0, "bytes_read": 0, "bytes_written": 0, "shapes": (), "fresh": 0}
+    return Kernel(operator, **settings | more)  # type: ignore[arg-type]
+
+
+def test_a_product_is_limited_by_flops_or_by_bytes() -> None:
+    h100 = Roofline.of("H100")
+
+    def seconds(n: int, k: int, m: int) -> float:
+        moved = {"bytes_read": 2 * (n * k + k * m), "bytes_written": 2 * n * m}
+        return h100._product(kernel("mm", flops=2 * n * k * m, shapes=((n, k), (k, m)), **moved))
+
+    large, narrow = seconds(8192, 8192, 8448), seconds(8192, 16, 8448)
+    assert 2 * 8192 * 8192 * 8448 / large == pytest.approx(
+        h100.device.sustained()["bf16"], rel=0.02
+    )  # whole waves of 132 units
+    assert narrow == pytest.approx((2 * (8192 * 16 + 16 * 8448) + 2 * 8192 * 8448) / (3.35e12 * 0.85), rel=1e-3)
+    assert seconds(128, 8192, 128) > large / 64 / 66 * 50  # one tile leaves 131 of 132 units idle
+
+
+def test_collectives_take_their_bytes_over_the_link_or_the_network() -> None:
+    h100 = Roofline.of("H100", per_host=8)
+    size = 1 << 30
+    gather = {"bytes_read": size // 8, "bytes_written": size}
+    within = h100.collective(kernel("c10d::_allgather_base_", group=(8, 1), **gather))
+    assert within == pytest.approx(size * 7 / 8 / (450e9 * 0.8), rel=0.01)
+    across = h100.collective(kernel("c10d::_allgather_base_", group=(8, 8), **gather))  # one of each host
+    assert across == pytest.approx(size * 7 / 8 / (50e9 * 0.8), rel=0.02)
+    assert h100.collective(kernel("c10d::allreduce_", group=(8, 1), bytes_read=size)) == pytest.approx(2 * within, rel=0.01)
+
+
+def test_a_plan_for_an_accelerator_that_is_not_here() -> None:
+    recipe = recipes.override(
+        tiny("{mixed_precision: {}, efficient_attention: {}, fsdp: {gather: bf16}}", rows=16, length=64), "parallel.devices=8"
+    )
+    h100, a10 = Roofline.of("H100"), Roofline.of("A10G")
+    fast, slow = (plan(recipe, vocabulary=96, device=r.as_device, rates=r, world=8) for r in (h100, a10))
+    assert fast["seconds_per_step"] < slow["seconds_per_step"] or fast["seconds_per_step"] == pytest.approx(
+        slow["seconds_per_step"]
+    )  # both wait for the host
+    assert fast["reserved_gib"] >= fast["allocated_gib"]
+    assert fast["overhead"]["context"] > 0
+
+
+def test_a_dry_run_knows_whom_collectives_are_among_and_how_long_a_pipeline_idles() -> None:
+    spread = "{tensor_parallel: {degree: 2}, fsdp: {}}"
+    seen = observe(
+        recipes.override(tiny(spread, rows=8), "model.vocabulary=96", "parallel.devices=8"),
+        vocabulary=96,
+        device=Roofline.of("H100").as_device,
+    )
+    assert seen.groups[4, 2] == (Axis.SHARD,)
+    assert seen.groups[2, 1] == (Axis.TENSOR,)
+    piped = recipes.override(tiny("{pipeline_parallel: {degree: 2, micro_batches: 8}}", rows=8), "parallel.devices=2")
+    waits = observe(piped, vocabulary=96, device=Roofline.of("H100").as_device)
+    assert waits.idle == 1 / 8
+
+
+def test_turns_that_are_alike_are_counted_not_taken() -> None:
+    recorder = Recorder(rounding=64)
+    a = torch.ones(4)
+    taken = []
+
+    def loop() -> None:
+        for n in alike(range(100)):
+            taken.append(n)
+            a.add(1)
+
+    with recorder, counting(recorder):
+        loop()
+    assert taken == [0, 1, 99]
+    assert sum(count for k, count in recorder.kernels.items() if k.operator == "add") == 100
+    taken.clear()
+    loop()
+    assert taken == list(range(100))
+
+
+def test_micro_batches_that_a_pipeline_does_not_run_are_counted() -> None:
+    def flops(micro: int) -> Counter[str]:
+        recipe = recipes.override(
+            tiny(f"{{pipeline_parallel: {{degree: 2, micro_batches: {micro}}}}}", rows=micro), "parallel.devices=2"
+        )
+        return Counter(observe(recipe, vocabulary=96, device=Roofline.of("H100").as_device).flops)
+
+    assert flops(8)["fp32"] == 4 * flops(2)["fp32"]
