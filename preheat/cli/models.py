@@ -58,6 +58,6 @@ def show(name: str, json: Json = False) -> None:
         table.add_row(what, words)
     console().print(table)
     print(
-        f"\nplan it, without a download:\n  preheat plan fine-tune --set 'model={{preset: {name}}}'\n"
+        f"\nplan it, without a download:\n  preheat plan {name} --gpu RTX-4090\n"
         f"train it:\n  model: {{path: {preset.chat}}}   # or a folder with its config.json and *.safetensors"
     )

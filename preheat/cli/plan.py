@@ -2,37 +2,132 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from preheat.cli.show import Json, RecipeArgument, Set
+from preheat.cli.show import Json, Set
+
+if TYPE_CHECKING:
+    from preheat.training.asked import Question
 
 __all__ = ["plan"]
 
 
 def plan(
-    recipe: RecipeArgument,
-    set: Set = None,
-    count: Annotated[
-        int | None,
-        typer.Option("--count", min=1, help="Devices: what each of so many will need; `parallel.devices` of the recipe."),
+    what: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="MODEL|RECIPE",
+            help="A model by its name on the hub, its folder or its size (15M); or a recipe file, or a built-in recipe's name.",
+        ),
     ] = None,
+    set: Set = None,
+    gpu: Annotated[
+        str | None,
+        typer.Option(
+            "--gpu", help="A device of the catalogue (H100, RTX-4090), or stated: name=X,memory=24GiB,bandwidth=1008,bf16=165."
+        ),
+    ] = None,
+    count: Annotated[
+        int | None, typer.Option("--count", min=1, help="Devices of a host; of the whole run where --nodes is not given.")
+    ] = None,
+    nodes: Annotated[int, typer.Option("--nodes", min=1, help="Hosts, of --count devices each.")] = 1,
+    length: Annotated[int | None, typer.Option("--length", min=2, help="Tokens in a row.")] = None,
+    batch_tokens: Annotated[
+        int | None, typer.Option("--batch-tokens", help="Tokens of a global batch: of one optimizer step, over all devices.")
+    ] = None,
+    method: Annotated[
+        Literal["full", "lora", "qlora"] | None,
+        typer.Option(
+            "--method", help="For a model: train all of it (when not given), an adapter, or an adapter on a base in 4 bits."
+        ),
+    ] = None,
+    aim: Annotated[
+        Literal["fastest", "cheapest", "largest-batch", "longest-context", "closest"] | None,
+        typer.Option(
+            "--aim",
+            help="What to search for; fastest for a model. A recipe is planned as it is when not given, else searched around.",
+        ),
+    ] = None,
+    allow: Annotated[
+        Literal["exact", "rounding", "different"] | None,
+        typer.Option(
+            "--allow",
+            help="How far the search may change numbers: exact keeps them, rounding takes bf16 (the default for a model), different more. exact is the default for a recipe.",
+        ),
+    ] = None,
+    price: Annotated[float | None, typer.Option("--price", min=0, help="Dollars for an hour of a device.")] = None,
+    inference: Annotated[
+        bool, typer.Option("--inference", help="What serving needs: weights, KV cache, rows that fit.")
+    ] = False,
+    compute_budget: Annotated[
+        float | None,
+        typer.Option("--compute-budget", metavar="FLOPS", help="The model and tokens that so many FLOPs are best spent on."),
+    ] = None,
+    out: Annotated[Path | None, typer.Option("--out", help="Write the recipe there, for `preheat train`.")] = None,
+    html: Annotated[Path | None, typer.Option("--html", help="Write a page with plots there.")] = None,
     json: Json = False,
 ) -> None:
-    """What a recipe needs and how fast it will run, without training: a dry run of the very step, on this machine's measured rates.
+    """What fits, what is fastest, and why not otherwise: a dry run of the very step, on this machine or on a device that is not here.
 
-    Example: `preheat plan demo --set batch.size=64`, or for eight devices `--set techniques.fsdp={} --count 8`. Exit code 3: it does not fit.
+    Example: `preheat plan Qwen/Qwen3-8B --gpu RTX-4090 --method lora`, `preheat plan llama-3.1-70b --gpu H100 --count 8 --nodes 8`. A recipe is
+    planned as it is: `preheat plan demo --set batch.size=64`. Exit code 3: it does not fit.
     """
-    from preheat import load_recipe
-    from preheat.cli.show import console, emit, picture
-    from preheat.training.session import plan_here
+    from preheat.cli.planned import budget, searched, served, stated
 
-    chosen = load_recipe(recipe, [*(set or []), *([f"parallel.devices={count}"] if count else [])])
-    made = plan_here(chosen)
+    if compute_budget is not None:
+        budget(compute_budget, json)
+        return
+    from preheat.errors import RecipeError
+    from preheat.training.asked import asked
+
+    if what is None and not set:
+        raise RecipeError("preheat plan: name a model or a recipe, such as: preheat plan Qwen/Qwen3-8B --gpu RTX-4090")
+    devices = (count or 1) * nodes
+    per_host = count if nodes > 1 and count else min(devices, 8)
+
+    def question(method: str) -> Question:
+        return asked(what, set or [], method=method, length=length, batch_tokens=batch_tokens, devices=devices)
+
+    first = question(method or "full")
+    if first.given and method is not None:
+        raise RecipeError(
+            f"--method: {method}: a recipe says how it trains by its techniques; leave --method out, or name a model"
+        )
+    if inference:
+        served(first, gpu, devices, json)
+        return
+    if first.given and aim is None and allow is None:
+        made, page = stated(first, gpu, devices, per_host, price)
+    else:
+        others = {name: question(name) for name in ("lora", "qlora")} if method is None and not first.given else {}
+        limit = allow or ("exact" if first.given else "rounding")
+        made, page = searched(first, others, gpu, devices, per_host, aim=aim or "fastest", allow=limit, price=price, quiet=json)
+    finish(made, page, first, out=out, html=html, json=json)
+
+
+def finish(made: dict[str, Any], page: Any, asked: Question, *, out: Path | None, html: Path | None, json: bool) -> None:
+    """Writes what was asked for, prints the rest."""
+    from preheat.cli.picture import whole_picture
+    from preheat.cli.show import console, emit
+
+    if out is not None:
+        from preheat.cli.planned import write_recipe
+
+        write_recipe(made, asked, out)
+    if html is not None:
+        from preheat.report.plan_page import write_plan
+
+        write_plan({**made, "figures": page()}, html)
     if json:
         emit(made)
     else:
-        console().print(picture(made, chosen.name))
+        screen = console()
+        screen.print(whole_picture(made, asked.recipe.name))
+        for path, words in ((out, "recipe"), (html, "page")):
+            if path is not None:
+                screen.print(f"{words}: {path}")
     if not made["fits"]:
         raise typer.Exit(3)

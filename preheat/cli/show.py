@@ -81,11 +81,11 @@ def picture(plan: Mapping[str, Any], name: str) -> Any:
     peak, has = plan["peak_gib"], plan["available_gib"]
     bars = Table.grid(padding=(0, 2))
     width = 36
-    scale = width / max(peak, 1e-9)
+    scale = width / max(peak, has if has < 2.5 * peak else 0.0, 1e-9)  # of the device, where that is not far more
     for category, gib in plan["memory"].items():
         bars.add_row(f"  {category}", Text(memory(gib), justify="right"), Text("█" * round(gib * scale) or "▏", style="cyan"))
     total = Text(
-        f"{peak / has:.1%} of the {memory(has)} that the {plan['device']['kind'].upper()} has",
+        f"{peak / has:.1%} of the {memory(has)} of {plan['device']['name']}",
         style="green" if plan["fits"] else "red",
     )
     bars.add_row("  peak", Text(memory(peak), justify="right", style="bold"), total)
@@ -96,7 +96,7 @@ def picture(plan: Mapping[str, Any], name: str) -> Any:
     )
     speed.add_row(
         "  speed",
-        f"{rate(plan['tokens_per_second'])} tokens/s, {plan['mfu']:.0%} of the {plan['matrix_rate'] / 1e9:,.0f} GFLOP/s measured here",
+        f"{rate(plan['tokens_per_second'])} tokens/s, {plan['mfu']:.0%} of {plan['matrix_rate'] / 1e12:,.3g} TFLOP/s {'measured here' if plan['device']['kind'] == 'cpu' else 'at most'}",
     )
     if plan["steps"]:
         speed.add_row("  to finish", f"{duration(plan['seconds_total'])} for {plan['steps']:,} steps")

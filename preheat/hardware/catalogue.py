@@ -12,13 +12,15 @@ preheat.errors.RecipeError: no accelerator 'H1000' in the catalogue; did you mea
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import re
 from dataclasses import dataclass
+from typing import Any
 
 from preheat.errors import RecipeError, nearest
 
-__all__ = ["Accelerator", "accelerator", "accelerators"]
+__all__ = ["Accelerator", "accelerator", "accelerators", "stated"]
 
 
 @dataclass(frozen=True)
@@ -202,3 +204,43 @@ def accelerator(name: str) -> Accelerator:
         near = difflib.get_close_matches(_key(name), by_key, n=1)  # among keys, so that case and punctuation do not count
         raise RecipeError(f"no accelerator '{name}' in the catalogue; {nearest(by_key[near[0]] if near else name, list(rows))}")
     return rows[found]
+
+
+_RATES = {"bf16": 1e12, "fp16": 1e12, "fp32": 1e12, "fp8": 1e12, "bandwidth": 1e9, "link": 1e9, "network": 1e9}
+
+
+def stated(text: str) -> Accelerator:
+    """An accelerator in the user's own figures: `name=X,memory=24GiB,bandwidth=1008,bf16=165`, in GB/s and TFLOP/s as data sheets have them.
+
+    Raises:
+        RecipeError: a key that is not known or not a number, or memory, bandwidth or a matrix rate is missing.
+
+    Example:
+        >>> stated("memory=24GiB,bandwidth=1008,bf16=165").bf16 / 1e12
+        165.0
+    """
+    from preheat.hardware.probe import parse_memory
+
+    known = ["name", "memory", *_RATES]
+    values: dict[str, Any] = dict.fromkeys(f.name for f in dataclasses.fields(Accelerator) if f.default is dataclasses.MISSING)
+    values["name"] = "stated device"
+    for part in text.split(","):
+        key, equals, value = (piece.strip() for piece in part.partition("="))
+        if key not in known or not equals:
+            raise RecipeError(f"--gpu: '{part}': {nearest(key, known)}; write key=value, with commas between")
+        if key == "name":
+            values[key] = value
+        elif key == "memory":
+            values[key] = parse_memory(value)
+        elif not re.fullmatch(r"\d+(\.\d+)?", value) or float(value) == 0:
+            unit = "TFLOP/s" if _RATES[key] == 1e12 else "GB/s"
+            raise RecipeError(f"--gpu: {key}: '{value}' is no rate; write a number of {unit}")
+        else:
+            values[key] = float(value) * _RATES[key]
+    lacking = [key for key in ("memory", "bandwidth") if values[key] is None]
+    lacking += [] if values["bf16"] or values["fp16"] else ["bf16"]
+    if lacking:
+        raise RecipeError(
+            f"--gpu: {values['name']} needs {' and '.join(lacking)} too, as in memory=24GiB,bandwidth=1008,bf16=165"
+        )
+    return Accelerator(**values)

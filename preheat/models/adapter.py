@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from preheat.recipe import Recipe
 
 __all__ = [
+    "REFUSED",
     "Anatomy",
     "anatomy",
     "build_on_meta",
@@ -194,9 +195,20 @@ _UNSUPPORTED = {  # configuration keys that change logits, loss or masks beyond 
 }
 
 
+REFUSED = {  # families whose weights and caches can be planned, and no more
+    "bloom": "adds positions to attention's scores (ALiBi), which preheat's kernels do not do",
+    "deepseek_v2": "has latent attention and experts that all tokens share, which preheat does not do",
+    "deepseek_v3": "has latent attention and a router with a bias, which preheat does not do",
+}
+
+
 def _refuse(config: PretrainedConfig) -> None:
     """Raises for a model of which preheat would compute something else than transformers does."""
     text = config.get_text_config()
+    if text.model_type in REFUSED:
+        raise RecipeError(
+            f"model: {text.model_type} {REFUSED[text.model_type]}, so it cannot be trained here; preheat plan --inference plans to serve it"
+        )
     if text is not config:
         raise RecipeError(
             f"model: {config.model_type} is several models in one ({text.model_type} is its text part), and preheat trains text models; name a "

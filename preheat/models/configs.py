@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 from collections.abc import Mapping
@@ -69,7 +70,7 @@ def read(path: str, trust: bool) -> PretrainedConfig:
     if folder.exists() and not (folder / "config.json").is_file():
         raise RecipeError(f"model.path: {path} has no config.json; name a Hugging Face model folder")
     try:
-        return AutoConfig.from_pretrained(
+        found = AutoConfig.from_pretrained(
             path,
             trust_remote_code=trust,
             local_files_only=folder.exists() or _offline() or not hub_reachable(),
@@ -83,6 +84,22 @@ def read(path: str, trust: bool) -> PretrainedConfig:
             if not folder.exists()
             else f"model.path: {path}: {first[:300]}"
         ) from None
+    if folder.exists():
+        _require_sizes(found, folder / "config.json")
+    return found
+
+
+def _require_sizes(found: PretrainedConfig, file: Path) -> None:
+    """Raises for a configuration that leaves a size out: transformers would take that of some model of the family without a word."""
+    stated = json.loads(file.read_text(encoding="utf-8"))
+    if found.get_text_config() is not found:
+        return  # several models in one: refused elsewhere
+    names = getattr(found, "attribute_map", {})
+    for key in ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size"):
+        if not {key, names.get(key, key)} & stated.keys():
+            raise RecipeError(
+                f"model.path: {file} does not say {names.get(key, key)}, and there is no telling what it should be; add it"
+            )
 
 
 def _models_near(folder: Path) -> str:

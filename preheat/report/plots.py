@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "COLOURS",
+    "SENTINEL",
     "NARROW",
     "SHORT",
     "WIDE",
@@ -27,6 +28,7 @@ __all__ = [
     "Span",
     "by_size",
     "curves",
+    "drawn",
     "numbers",
     "smooth",
     "spans",
@@ -35,7 +37,7 @@ __all__ = [
 ]
 
 COLOURS = ("ink", "muted", "grid", "page", "warn", *(f"series-{n}" for n in range(1, 7)))
-_SENTINEL = {name: f"#a1b2{n:02x}" for n, name in enumerate(COLOURS)}
+SENTINEL = {name: f"#a1b2{n:02x}" for n, name in enumerate(COLOURS)}
 _POINTS = 640  # more than a plot has pixels across on a phone; the rest would only be weight
 
 NARROW = (5.3, 2.85)  # inches; 11 points of it are 10 pixels at 343 and 14 at 500 pixels of width
@@ -125,13 +127,13 @@ def curves(
 
         for line in lines:
             x, y = (list(line.x), list(line.y)) if line.style in ("level", "named") else thin(line.x, line.y)
-            colour = _SENTINEL[line.colour]
+            colour = SENTINEL[line.colour]
             lone = sum(map(math.isfinite, y)) < 3
             if line.style in ("level", "named"):
-                axes.axhline(y[0], color=_SENTINEL["muted"], linewidth=1, dashes=(4, 3), zorder=1.5)
+                axes.axhline(y[0], color=SENTINEL["muted"], linewidth=1, dashes=(4, 3), zorder=1.5)
                 if line.style == "named":
                     axes.annotate(line.name, (1, y[0]), xycoords=("axes fraction", "data"), xytext=(-2, 3), textcoords="offset points",
-                                  ha="right", va="bottom", color=_SENTINEL["muted"], fontsize=10.5, parse_math=False)  # fmt: skip
+                                  ha="right", va="bottom", color=SENTINEL["muted"], fontsize=10.5, parse_math=False)  # fmt: skip
             elif line.style == "raw":
                 axes.plot(x, y, color=colour, linewidth=0.9, alpha=0.5, marker="o" if lone else None, markersize=5)
             elif line.style == "points":
@@ -147,18 +149,18 @@ def curves(
                 transform=axes.get_xaxis_transform(),
                 marker="v",
                 markersize=6,
-                color=_SENTINEL["warn"],
+                color=SENTINEL["warn"],
                 clip_on=False,
             )
         axes.xaxis.set_major_locator(MaxNLocator(nbins=5, steps=_STEPS, integer=True, min_n_ticks=1))
         axes.xaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:,.0f}"))
         axes.yaxis.set_major_locator(MaxNLocator(nbins=5, steps=_STEPS))
         axes.yaxis.set_major_formatter(FuncFormatter(lambda v, _: axis.format(v)))
-        axes.grid(axis="y", color=_SENTINEL["grid"], linewidth=0.8)
+        axes.grid(axis="y", color=SENTINEL["grid"], linewidth=0.8)
         axes.margins(x=0.01)
         axes.set_xlabel("step", loc="right", labelpad=2)
 
-    return _svg(name, size, words, draw)
+    return drawn(name, size, words, draw)
 
 
 def by_size(
@@ -171,11 +173,11 @@ def by_size(
 
         for line in lines:
             if line.style == "named":
-                axes.axhline(line.y[0], color=_SENTINEL["muted"], linewidth=1, dashes=(4, 3), zorder=1.5)
+                axes.axhline(line.y[0], color=SENTINEL["muted"], linewidth=1, dashes=(4, 3), zorder=1.5)
                 axes.annotate(line.name, (1, line.y[0]), xycoords=("axes fraction", "data"), xytext=(-2, 3), textcoords="offset points",
-                              ha="right", va="bottom", color=_SENTINEL["muted"], fontsize=10.5, parse_math=False)  # fmt: skip
+                              ha="right", va="bottom", color=SENTINEL["muted"], fontsize=10.5, parse_math=False)  # fmt: skip
             else:
-                axes.plot(line.x, line.y, color=_SENTINEL[line.colour], linewidth=1.6, marker="o", markersize=4.5)
+                axes.plot(line.x, line.y, color=SENTINEL[line.colour], linewidth=1.6, marker="o", markersize=4.5)
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
         axes.xaxis.set_major_locator(LogLocator(base=2, numticks=6))
@@ -184,10 +186,10 @@ def by_size(
         for one in (axes.xaxis, axes.yaxis):
             one.set_minor_formatter(NullFormatter())
         axes.tick_params(which="minor", length=0)
-        axes.grid(axis="y", color=_SENTINEL["grid"], linewidth=0.8)
+        axes.grid(axis="y", color=SENTINEL["grid"], linewidth=0.8)
         axes.set_xlabel("size", loc="right", labelpad=2)
 
-    return _svg(name, size, words, draw)
+    return drawn(name, size, words, draw)
 
 
 def stacked(
@@ -207,15 +209,15 @@ def stacked(
         for y, (_, pieces) in enumerate(rows):
             left = 0.0
             for colour, length in pieces:
-                axes.barh(y, length, left=left, height=0.62, color=_SENTINEL[colour], edgecolor=_SENTINEL["page"], linewidth=1)
+                axes.barh(y, length, left=left, height=0.62, color=SENTINEL[colour], edgecolor=SENTINEL["page"], linewidth=1)
                 left += length
         axes.set_ylim(len(rows) - 0.4, -0.85)
         axes.set_yticks(range(len(rows)), [label for label, _ in rows])
-        axes.tick_params(axis="y", colors=_SENTINEL["ink"])
+        axes.tick_params(axis="y", colors=SENTINEL["ink"])
         axes.set_xlim(0, longest * 1.06)
         if limit is not None and limit[1] <= 2.5 * longest:
             axes.set_xlim(0, max(longest, limit[1]) * 1.06)
-            axes.axvline(limit[1], color=_SENTINEL["ink"], linewidth=1.5)
+            axes.axvline(limit[1], color=SENTINEL["ink"], linewidth=1.5)
             axes.annotate(
                 limit[0],
                 (limit[1], 1),
@@ -224,7 +226,7 @@ def stacked(
                 textcoords="offset points",
                 ha="right",
                 va="top",
-                color=_SENTINEL["ink"],
+                color=SENTINEL["ink"],
             )
         elif limit is not None:
             axes.annotate(
@@ -235,14 +237,14 @@ def stacked(
                 textcoords="offset points",
                 ha="right",
                 va="top",
-                color=_SENTINEL["ink"],
+                color=SENTINEL["ink"],
             )
         axes.xaxis.set_major_locator(MaxNLocator(nbins=5, steps=_STEPS))
         axes.xaxis.set_major_formatter(lambda v, _: f"{v:g}")
-        axes.grid(axis="x", color=_SENTINEL["grid"], linewidth=0.8)
+        axes.grid(axis="x", color=SENTINEL["grid"], linewidth=0.8)
         axes.set_xlabel("GiB", loc="right", labelpad=2)
 
-    return _svg(name, SHORT, words, draw)
+    return drawn(name, SHORT, words, draw)
 
 
 @dataclass(frozen=True)
@@ -264,7 +266,7 @@ def spans(name: str, rows: Sequence[Span], words: str, *, unit: str) -> str:
         reach = max((max(row.start, row.end) for row in rows), default=1.0) or 1.0
         least = min(0.0, min((min(row.start, row.end) for row in rows), default=0.0))
         for y, row in enumerate(rows):
-            axes.barh(y, row.end - row.start, left=row.start, height=0.62, color=_SENTINEL[row.colour])
+            axes.barh(y, row.end - row.start, left=row.start, height=0.62, color=SENTINEL[row.colour])
             whole = row.start == 0.0
             axes.annotate(
                 f"{row.end - row.start:{'.3g' if whole else '+.2g'}}",
@@ -272,24 +274,24 @@ def spans(name: str, rows: Sequence[Span], words: str, *, unit: str) -> str:
                 xytext=(4, 0),
                 textcoords="offset points",
                 va="center",
-                color=_SENTINEL["ink"],
+                color=SENTINEL["ink"],
                 fontsize=10.5,
             )
             if y + 1 < len(rows):
-                axes.plot([row.end, row.end], [y, y + 1], color=_SENTINEL["muted"], linewidth=0.8, zorder=0.5)
+                axes.plot([row.end, row.end], [y, y + 1], color=SENTINEL["muted"], linewidth=0.8, zorder=0.5)
         axes.set_ylim(len(rows) - 0.4, -0.6)
         axes.set_xlim(least * 1.05, reach * 1.16)
         axes.set_yticks(range(len(rows)), [row.name for row in rows])
-        axes.tick_params(axis="y", colors=_SENTINEL["ink"])
+        axes.tick_params(axis="y", colors=SENTINEL["ink"])
         axes.xaxis.set_major_locator(MaxNLocator(nbins=4, steps=_STEPS))
         axes.xaxis.set_major_formatter(lambda v, _: f"{v:g}")
-        axes.grid(axis="x", color=_SENTINEL["grid"], linewidth=0.8)
+        axes.grid(axis="x", color=SENTINEL["grid"], linewidth=0.8)
         axes.set_xlabel(unit, loc="right", labelpad=2)
 
-    return _svg(name, (NARROW[0], 0.62 + 0.3 * len(rows)), words, draw)
+    return drawn(name, (NARROW[0], 0.62 + 0.3 * len(rows)), words, draw)
 
 
-def _svg(name: str, size: tuple[float, float], words: str, draw: Callable[[Axes], None]) -> str:
+def drawn(name: str, size: tuple[float, float], words: str, draw: Callable[[Axes], None]) -> str:
     import matplotlib
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
@@ -306,10 +308,10 @@ def _svg(name: str, size: tuple[float, float], words: str, draw: Callable[[Axes]
                 "axes.spines.left": False,
                 "axes.spines.top": False,
                 "axes.spines.right": False,
-                "axes.edgecolor": _SENTINEL["muted"],
-                "axes.labelcolor": _SENTINEL["muted"],
-                "xtick.color": _SENTINEL["muted"],
-                "ytick.color": _SENTINEL["muted"],
+                "axes.edgecolor": SENTINEL["muted"],
+                "axes.labelcolor": SENTINEL["muted"],
+                "xtick.color": SENTINEL["muted"],
+                "ytick.color": SENTINEL["muted"],
                 "ytick.major.size": 0,
                 "xtick.major.size": 3,
             }
@@ -325,7 +327,7 @@ def _svg(name: str, size: tuple[float, float], words: str, draw: Callable[[Axes]
 def _inline(name: str, drawing: bytes, words: str) -> str:
     """matplotlib's file as an element for a page: no namespaces, unused ids, fonts or styles of its own; the page's colours."""
     root = ElementTree.fromstring(drawing)
-    names = {code: variable for variable, code in _SENTINEL.items()}
+    names = {code: variable for variable, code in SENTINEL.items()}
     for element in root.iter():
         element.tag = element.tag.rpartition("}")[2]
         for child in [child for child in element if child.tag.rpartition("}")[2] in ("metadata", "style")]:

@@ -81,6 +81,8 @@ class Technique(ABC):
     needs: ClassVar[frozenset[Tag]] = frozenset()
     conflicts: ClassVar[frozenset[Tag]] = frozenset()
     roles: ClassVar[frozenset[str]] = frozenset({"trained"})
+    last_resort: ClassVar[bool] = False
+    """Costs time that a plan does not see yet: a search takes it only where nothing else fits."""
 
     def owned(self) -> frozenset[Slot]:
         """The slots of `owns` that these settings take."""
@@ -130,9 +132,21 @@ class Technique(ABC):
     def apply(self, build: Build, part: nn.Module) -> Change:
         """Acts on one part of the build: a few lines that call the plain functions of the module."""
 
+    def trades(self) -> Literal["exact", "rounding", "different"] | None:
+        """What a run gives up of its numbers where a search adds these settings by itself; None: it never does.
+
+        Over the whole run, where `numerics` may speak of the gradients alone. None is for other models, data, objectives and optimizers than
+        the recipe's, and for what a plan cannot see the good of.
+        """
+        return None
+
     def options(self, context: Context) -> Iterable[Technique]:
         """Settings worth searching."""
         return [self]
+
+    def cuts(self) -> int:
+        """Micro-batches that it cuts a device's rows into."""
+        return 1
 
     def rungs(self, context: Context) -> Iterable[Technique]:
         """Settings with the same weights and less memory: what recovery may switch to, mildest first."""

@@ -134,6 +134,9 @@ class ActivationCheckpointing(Technique):
     every: Annotated[int, Bound(1)] = 1
     """Every n-th layer; the others keep everything."""
 
+    def trades(self) -> Literal["exact"]:
+        return "exact"
+
     def check(self, context: Context) -> list[str]:
         if self.every > context.model.layers:
             return [f"every: {self.every} of {context.model.layers} layers wraps none; use at most {context.model.layers}"]

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from preheat.recipe import Bound, Whole
 from preheat.technique import Build, Change, Context, Stage, Technique
@@ -52,11 +52,15 @@ def offload_activations(layers: Iterable[nn.Module], *, stay: int = 1, least: in
 class ActivationOffload(Technique):
     stage: ClassVar[Stage] = Stage.CHECKPOINT
     numerics: ClassVar[Any] = "exact"
+    last_resort: ClassVar[bool] = True
 
     stay: Annotated[int, Bound(1)] = 1
     """Last layers whose activations stay on the device: the backward pass begins with them."""
     least_kib: Whole = 64
     """Tensors below so many KiB stay: a small copy costs more than it frees."""
+
+    def trades(self) -> Literal["exact"]:
+        return "exact"
 
     def check(self, context: Context) -> list[str]:
         why = []

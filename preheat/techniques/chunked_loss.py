@@ -68,6 +68,9 @@ class ChunkedLoss(Technique):
     """Who computes a chunk: ours, torch's linear_cross_entropy, or Liger's Triton kernel (CUDA). auto takes ours, the fastest measured on
     a CPU (benchmarks/results/loss_kernels.md); on CUDA the others have not been measured against it."""
 
+    def trades(self) -> Literal["exact"]:
+        return "exact"
+
     def check(self, context: Context) -> list[str]:
         why = []
         if self.kernel == "liger":

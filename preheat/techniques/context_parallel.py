@@ -15,6 +15,7 @@ Brandon et al. 2023, Striped Attention (arXiv:2311.09431), by zigzag pieces as i
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
@@ -69,6 +70,7 @@ def exchanged(kernel: Callable[..., Tensor], group: Any, *, kind: Literal["ulyss
     return (ulysses_attention if kind == "ulysses" else ring_attention)(kernel, group)
 
 
+_SHORT = 2048  # places on a device below which rows had better be shared out whole
 _LONG = 4096  # places on a device from which on a ring's pieces are large enough to hide what is sent behind them
 
 
@@ -94,6 +96,9 @@ class ContextParallel(Technique):
                 f"degree: rotary positions of the kind {kind} follow the longest position of a row, and each device has a part of it; "
                 "use rope_scaling with kind: yarn or linear, or leave this out"
             )
+
+    def trades(self) -> Literal["exact"]:
+        return "exact"
 
     def check(self, context: Context) -> list[str]:
         recipe, why = context.recipe, []
@@ -159,5 +164,6 @@ class ContextParallel(Technique):
         return Change(words + (f" ({why})" if why else ""), build.model.layers, kernel=kind)
 
     def options(self, context: Context) -> Iterable[Technique]:
-        divides = self._heads(context)[0] % self.degree == 0
-        return [replace(self, kind=kind) for kind in ("ulysses", "ring") if kind == "ring" or divides]
+        world, length = math.prod(context.sizes.values()), context.recipe.batch.length
+        degrees = [n for n in (2, 4, 8, 16) if world % n == 0 and length >= n * _SHORT] or [self.degree]
+        return [replace(self, degree=n) for n in degrees]

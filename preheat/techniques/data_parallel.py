@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from preheat.technique import Axis, Build, Change, Context, Slot, Stage, Tag, Technique
 
@@ -48,6 +48,9 @@ class DataParallel(Technique):
 
     def degrees(self) -> Mapping[Axis, int]:
         return {Axis.REPLICATE: 0}
+
+    def trades(self) -> Literal["exact"]:
+        return "exact"
 
     def check(self, context: Context) -> list[str]:
         if context.sizes[Axis.REPLICATE] * context.sizes[Axis.CONTEXT] < 2:

@@ -153,6 +153,9 @@ class EfficientAttentionTechnique(Technique):
             return "flex" if context.model.head_dim >= _FLEX_HEAD else "blocks"
         return "flash" if _half(context) else "efficient"
 
+    def trades(self) -> Literal["exact"]:
+        return "exact"
+
     def check(self, context: Context) -> list[str]:
         chosen, cuda = self._chosen(context), context.device.kind == "cuda"
         half = _half(context)

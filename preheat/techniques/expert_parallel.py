@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from preheat.recipe import Whole
 from preheat.technique import Axis, Build, Change, Context, Stage, Tag, Technique
@@ -71,6 +71,9 @@ class ExpertParallel(Technique):
 
     degree: Whole = 0
     """Devices that share out the experts of a layer, neighbours of those that share out rows. 0: all of them, or all within a copy of `fsdp`'s hybrid sharding."""
+
+    def trades(self) -> Literal["exact"]:
+        return "exact"
 
     def check(self, context: Context) -> list[str]:
         model, sizes = context.model, context.sizes

@@ -68,6 +68,9 @@ class FSDP(Technique):
     def degrees(self) -> Mapping[Axis, int]:
         return {Axis.SHARD: 0, Axis.REPLICATE: self.replicate}
 
+    def trades(self) -> Literal["exact", "rounding"]:
+        return "exact" if self.gather == "own" else "rounding"
+
     def check(self, context: Context) -> list[str]:
         found = []
         if context.sizes[Axis.SHARD] * context.sizes[Axis.CONTEXT] < 2:
@@ -106,7 +109,14 @@ class FSDP(Technique):
         return Change(f"weights in {groups} groups, a {many}th of each on a device{copies}", groups)
 
     def options(self, context: Context) -> Iterable[Technique]:
-        return [replace(self, reshard=reshard, reduce=reduce) for reshard in (True, False) for reduce in ("each", "last")]
+        travels: tuple[Literal["own", "bf16"], ...] = ("own", "bf16") if Tag("bf16-compute") in context.tags else ("own",)
+        kept: tuple[tuple[bool, Literal["each", "last"]], ...] = (
+            (True, "each"),
+            (True, "last"),
+            (False, "each"),
+            (False, "last"),
+        )
+        return [replace(self, reshard=again, reduce=reduce, gather=gather) for gather in travels for again, reduce in kept]
 
     def rungs(self, context: Context) -> Iterable[Technique]:
         milder = [replace(self, reduce="each")] if self.reduce == "last" else []

@@ -14,7 +14,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
 
 from preheat.recipe import Bound
 from preheat.technique import DATA, Axis, Build, Change, Context, Stage, Tag, Technique
@@ -150,6 +150,9 @@ class GradientAccumulation(Technique):
     steps: Annotated[int, Bound(2)] = 4
     """Micro-batches that make one global batch of `batch.size` rows."""
 
+    def trades(self) -> Literal["exact"]:
+        return "exact"
+
     def check(self, context: Context) -> list[str]:
         rows, devices = _rows(context.recipe, context.sizes)
         if self.steps > rows:
@@ -166,6 +169,9 @@ class GradientAccumulation(Technique):
         return Change(
             f"{build.recipe.batch.size} rows a step{among} in {-(-rows // micro)} micro-batches of {micro}", self.steps
         )
+
+    def cuts(self) -> int:
+        return self.steps
 
     def options(self, context: Context) -> Iterable[Technique]:
         rows, _ = _rows(context.recipe, context.sizes)

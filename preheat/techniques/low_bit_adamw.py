@@ -55,6 +55,9 @@ class LowBitAdamW(Technique):
     least: Whole = 4096
     """Elements below which a parameter keeps fp32 moments."""
 
+    def trades(self) -> Literal["rounding", "different"]:
+        return "rounding" if self.bits == 8 else "different"
+
     def apply(self, build: Build, part: Any) -> Change:
         # A GPU wants few large kernels; a CPU what fits its cache.
         chunk = 1 << 24 if build.device.kind == "cuda" else 1 << 18

@@ -219,6 +219,9 @@ class MixedPrecision(Technique):
     def _patterns(self) -> tuple[str, ...]:
         return (self.keep_fp32,) if isinstance(self.keep_fp32, str) else self.keep_fp32
 
+    def trades(self) -> Literal["exact", "rounding", "different"]:
+        return {"fp32": "exact", "bf16_pure": "different"}.get(self.mode, "rounding")  # type: ignore[return-value]
+
     def check(self, context: Context) -> list[str]:
         why = []
         for pattern in self._patterns:
@@ -310,7 +313,7 @@ class MixedPrecision(Technique):
         return MasterAdamW(groups, **settings)
 
     def options(self, context: Context) -> Iterable[Technique]:
-        modes = ["fp32", "bf16", "bf16_weights"]
+        modes = ["bf16", "bf16_weights"]
         if Tag("frozen-base") not in context.tags:
             modes.append("bf16_master")
         return [MixedPrecision(mode=mode) for mode in modes]  # type: ignore[arg-type]

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from preheat.errors import RecipeError
 from preheat.technique import Batch, Build, Change, Context, LossSum, Slot, Stage, Tag, Technique
@@ -59,6 +59,9 @@ class OptimizerInBackward(Technique):
     owns: ClassVar[frozenset[Slot]] = frozenset({Slot.FORWARD_BACKWARD, Slot.CLIP, Slot.UPDATE})
     provides: ClassVar[frozenset[Tag]] = frozenset({Tag("frees-gradients")})
     conflicts: ClassVar[frozenset[Tag]] = frozenset({Tag("micro-batch-size"), Tag("loss-scaling")})
+
+    def trades(self) -> Literal["exact"]:
+        return "exact"
 
     def check(self, context: Context) -> list[str]:
         clip = context.recipe.optimizer.clip

@@ -41,6 +41,7 @@ def host_adamw(parameters: Iterable[Any], **settings: Any) -> torch.optim.Optimi
 class OptimizerOffload(Technique):
     stage: ClassVar[Stage] = Stage.OPTIMIZER
     numerics: ClassVar[Any] = "rounding"
+    last_resort: ClassVar[bool] = True
     owns: ClassVar[frozenset[Slot]] = frozenset({Slot.OPTIMIZER})
     provides: ClassVar[frozenset[Tag]] = frozenset({Tag("bf16-compute")})
 
@@ -52,6 +53,9 @@ class OptimizerOffload(Technique):
 
     def provided(self) -> frozenset[Tag]:
         return self.provides if self.weights == "bf16" else frozenset()
+
+    def trades(self) -> Literal["rounding"]:
+        return "rounding"
 
     def check(self, context: Context) -> list[str]:
         if context.device.kind == "cuda" and Tag("summed-gradients") in context.tags:

@@ -135,6 +135,9 @@ class PipelineParallel(Technique):
     def degrees(self) -> Mapping[Axis, int]:
         return {Axis.PIPELINE: self.degree}
 
+    def trades(self) -> Literal["exact"]:
+        return "exact"
+
     def check(self, context: Context) -> list[str]:
         recipe, tags = context.recipe, context.tags
         count, found = self.degree * self._each, []
@@ -282,5 +285,7 @@ class PipelineParallel(Technique):
         return self.degree * self._each
 
     def options(self, context: Context) -> Iterable[Technique]:
-        made = [replace(self, schedule=schedule, stages=None) for schedule in ("1f1b", "interleaved", "zero_bubble", "zbv")]  # type: ignore[arg-type]
-        return [t for t in made if not t.check(context)]
+        world = math.prod(context.sizes.values())
+        degrees = [n for n in (2, 4, 8, 16, 32) if world % n == 0 and 2 * n <= context.model.layers] or [self.degree]
+        schedules: tuple[Any, ...] = ("1f1b", "interleaved", "zero_bubble", "zbv")
+        return [replace(self, degree=n, schedule=schedule, stages=None) for n in degrees for schedule in schedules]

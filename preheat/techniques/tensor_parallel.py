@@ -16,7 +16,7 @@ import functools
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from preheat.errors import RecipeError
 from preheat.recipe import Bound, Whole
@@ -94,6 +94,9 @@ class TensorParallel(Technique):
 
     def degrees(self) -> Mapping[Axis, int]:
         return {Axis.TENSOR: self.degree}
+
+    def trades(self) -> Literal["exact"]:
+        return "exact"
 
     def check(self, context: Context) -> list[str]:
         from preheat.models import tensor_plan

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from preheat.technique import Axis, Build, Change, Stage, Tag, Technique
 
@@ -49,6 +49,9 @@ class Zero1(Technique):
     needs: ClassVar[frozenset[Tag]] = frozenset({Tag("replicated-weights")})
     # Updates in backward know no shares; states that every device needs whole are not shared out.
     conflicts: ClassVar[frozenset[Tag]] = frozenset({Tag("frees-gradients"), Tag("shared-experts"), Tag("whole-states")})
+
+    def trades(self) -> Literal["exact"]:
+        return "exact"
 
     def apply(self, build: Build, part: Any) -> Change:
         across = [axis for axis in (Axis.REPLICATE, Axis.CONTEXT) if build.mesh.size(axis) > 1]

@@ -39,8 +39,8 @@ def _qwen3(size: str, parameters: int, *shape: int, kind: str = "qwen3", base: b
     return Preset(f"{hub}-Base" if base else hub, hub, parameters, OWN, APACHE, config)
 
 
-_LARGE = {"vocab_size": 152064, "rms_norm_eps": 1e-5}
-_EXPERTS = {
+_LARGE: dict[str, Any] = {"vocab_size": 152064, "rms_norm_eps": 1e-5}
+_EXPERTS: dict[str, Any] = {
     "num_experts": 128,
     "num_experts_per_tok": 8,
     "norm_topk_prob": True,

@@ -57,10 +57,20 @@ _PHI2 = {
     "bos_token_id": 50256,
     "eos_token_id": 50256,
 }
-_PHI3 = {"vocab_size": 32064, "bos_token_id": 1, "eos_token_id": 32000, "pad_token_id": 32000}
-_SHORT = {"positions": 4096, "sliding_window": 2047}
-_PHI4 = {"vocab_size": 100352, "rope_theta": 250000.0, "sliding_window": None, "original_max_position_embeddings": 16384}
-_PHI4_MINI = {"vocab_size": 200064, "partial_rotary_factor": 0.75, "bos_token_id": 199999, "eos_token_id": 199999}
+_PHI3: dict[str, Any] = {"vocab_size": 32064, "bos_token_id": 1, "eos_token_id": 32000, "pad_token_id": 32000}
+_SHORT: dict[str, Any] = {"positions": 4096, "sliding_window": 2047}
+_PHI4: dict[str, Any] = {
+    "vocab_size": 100352,
+    "rope_theta": 250000.0,
+    "sliding_window": None,
+    "original_max_position_embeddings": 16384,
+}
+_PHI4_MINI: dict[str, Any] = {
+    "vocab_size": 200064,
+    "partial_rotary_factor": 0.75,
+    "bos_token_id": 199999,
+    "eos_token_id": 199999,
+}
 
 MODELS = {
     "phi-2": Preset("microsoft/phi-2", "microsoft/phi-2", 2_779_683_840, "none", MIT, _PHI2),

@@ -107,13 +107,13 @@ def _deepseek(hub: str, chat: str, parameters: int, *shape: int, kind: str = "de
     return Preset(f"deepseek-ai/{hub}", f"deepseek-ai/{chat}", parameters, OWN, licence, config)
 
 
-def _experts(count: int, chosen: int, shared: int, width: int, dense: int) -> dict[str, int]:
+def _experts(count: int, chosen: int, shared: int, width: int, dense: int) -> dict[str, Any]:
     """`dense`: first layers without experts."""
     chosen_of = {"n_routed_experts": count, "num_experts_per_tok": chosen, "n_shared_experts": shared}
     return {**chosen_of, "moe_intermediate_size": width, "first_k_dense_replace": dense}
 
 
-_V2 = {"vocab_size": 102400, "rope_theta": 10000.0}
+_V2: dict[str, Any] = {"vocab_size": 102400, "rope_theta": 10000.0}
 _LITE, _WHOLE, _V3 = _experts(64, 6, 2, 1408, 1), _experts(160, 6, 2, 1536, 1), _experts(256, 8, 1, 2048, 3)
 
 MODELS = {

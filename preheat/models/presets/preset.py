@@ -11,7 +11,7 @@ __all__ = ["APACHE", "MIT", "OWN", "TIED", "Preset", "sizes"]
 APACHE = "Apache 2.0; not gated"
 MIT = "MIT; not gated"
 OWN = "its tokenizer's own"
-TIED = {"tie_word_embeddings": True}
+TIED: dict[str, Any] = {"tie_word_embeddings": True}
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,151 @@
+"""Plans as rich draws them: memory against the device's, alternatives, reasons; serving; a budget of FLOPs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from preheat.cli.show import memory, picture, rate
+
+__all__ = ["budget_picture", "serving_picture", "whole_picture"]
+
+_REASONS = 12  # lines that a terminal shows; --json and --html have all
+
+
+def whole_picture(made: Mapping[str, Any], name: str) -> Any:
+    """A plan with what was chosen, the alternatives, and why not the others."""
+    from rich.console import Group
+    from rich.text import Text
+
+    parts: list[Any] = []
+    if made["searched"]["candidates"]:
+        s = made["searched"]
+        sure = ", dry-run with all its layers" if s["confirmed"] else ""
+        parts.append(Text(f"{s['candidates']:,} candidates, {s['looked_at']} dry-run; the best{sure}:", style="dim"))
+        numbers = {"exact": "numbers as without", "rounding": "numbers rounded", "different": "other numbers"}[made["numerics"]]
+        parts.append(Text(f"{made['chosen']} ({numbers})", style="bold cyan"))
+    parts.append(picture(made, name))
+    if made["cost"]:
+        parts.append(Text(f"  cost     {_cost(made['cost'])}"))
+    if made["alternatives"]:
+        parts += [Text("alternatives"), _alternatives(made)]
+    if made["rejected"]:
+        parts += [Text("why not"), *_reasons(made["rejected"])]
+    return Group(*parts)
+
+
+def _cost(cost: Mapping[str, Any] | None) -> str:
+    if cost is None:
+        return "-"
+    run = f", ${cost['run']:,.2f} for the run" if cost["run"] else ""
+    return f"${cost['million_tokens']:.3g} a million tokens, ${cost['hour']:,.2f} an hour{run}"
+
+
+def _alternatives(made: Mapping[str, Any]) -> Any:
+    from rich.table import Table
+
+    table = Table(
+        "techniques",
+        "memory",
+        "tokens/s",
+        *(["$ / M tokens"] if made["cost"] else []),
+        "beside the best",
+        box=None,
+        pad_edge=False,
+    )
+    for column in table.columns[1:-1]:
+        column.justify = "right"
+    for a in made["alternatives"]:
+        cost = [f"{a['cost']['million_tokens']:.3g}"] if made["cost"] else []
+        table.add_row(f"  {a['what']}", memory(a["peak_gib"]), rate(a["tokens_per_second"]), *cost, a["gives_up"])
+    return table
+
+
+def _reasons(rejected: Sequence[Mapping[str, str]]) -> list[Any]:
+    from rich.text import Text
+
+    shown = [Text(f"  {r['recipe']}: {r['reason']}", style="dim") for r in rejected[:_REASONS]]
+    left = len(rejected) - len(shown)
+    return [*shown, *([Text(f"  and {left} more; --json has them", style="dim")] if left else [])]
+
+
+def serving_picture(made: Mapping[str, Any]) -> Any:
+    """What serving needs, a row a format."""
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    d = made["device"]
+    table = Table(
+        "weights in",
+        "weights",
+        f"KV cache of {made['length']:,} tokens",
+        "rows that fit",
+        "longest row",
+        "tokens/s at most",
+        box=None,
+        pad_edge=False,
+    )
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for f in made["formats"]:
+        table.add_row(
+            f"  {f['weights']}",
+            memory(f["weights_gib"]),
+            memory(f["cache_gib_per_row"]),
+            f"{f['rows']:,}",
+            f"{f['longest_context']:,}" if f["rows"] else "-",
+            rate(f["tokens_per_second_at_most"]) if f["rows"] else "does not fit",
+        )
+    many = f"{d['count']} x " if d["count"] > 1 else ""
+    return Group(
+        Text(
+            f"{made['model']}: {made['parameters']:,} parameters, served on {many}{d['name']} of {memory(d['memory_gib'])}",
+            style="bold",
+        ),
+        Text(f"a token takes {made['cache_bytes_per_token'] / 1024:,.0f} KiB of cache; what each device holds:"),
+        table,
+        Text(
+            "tokens/s: the memory's bandwidth over weights and caches, all rows together; the cache in bf16, embedding and head too",
+            style="dim",
+        ),
+    )
+
+
+def budget_picture(flops: float, found: Sequence[Mapping[str, Any]]) -> Any:
+    """The compute-optimal model, a row an approach."""
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table("approach", "parameters", "tokens", "tokens a parameter", "by", box=None, pad_edge=False)
+    for column in table.columns[1:4]:
+        column.justify = "right"
+    for o in found:
+        table.add_row(
+            f"  {o['approach']}",
+            _count(o["parameters"]),
+            _count(o["tokens"]),
+            f"{o['tokens'] / o['parameters']:.0f}",
+            o["source"],
+        )
+    middle = _count(found[0]["parameters"]).replace(" ", "")
+    return Group(
+        Text(
+            f"{flops:g} FLOPs are best spent on (Hoffmann et al. 2022, arXiv:2203.15556; FLOPs = 6 x parameters x tokens)",
+            style="bold",
+        ),
+        table,
+        Text(f"plan it: preheat plan {middle} --gpu H100 --count 8", style="dim"),
+    )
+
+
+def _count(value: float) -> str:
+    """
+    >>> _count(1_210_000_000.0), _count(69e9)
+    ('1.21 B', '69.0 B')
+    """
+    for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M")):
+        if value >= size:
+            return f"{value / size:.3g} {letter}" if value / size < 10 else f"{value / size:.1f} {letter}"
+    return f"{value:,.0f}"

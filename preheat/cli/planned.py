@@ -1,0 +1,194 @@
+"""What `preheat plan` does once it is known what was asked: plan as it is, search, serve, or spend a budget of FLOPs."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from preheat.training.asked import Question
+
+__all__ = ["budget", "searched", "served", "stated", "write_recipe"]
+
+_SECONDS = {1: 8.0, 64: 50.0}  # for trying, by the number of devices up to which
+_MANY = 100.0
+
+
+def stated(
+    question: Question, gpu: str | None, devices: int, per_host: int, price: float | None
+) -> tuple[dict[str, Any], Callable[[], dict[str, Any]]]:
+    """A recipe as it is; and what draws its figures."""
+    from preheat.planning.candidates import worst
+    from preheat.planning.explain import explain, figures
+    from preheat.planning.plan import plan, settled
+    from preheat.planning.recall import recall
+    from preheat.planning.search import Found, Seen
+    from preheat.training.asked import hardware
+    from preheat.training.session import rows_of, vocabulary_of
+
+    device, rates, in_use = hardware(gpu, question.recipe, per_host)
+    how: dict[str, Any] = {"vocabulary": vocabulary_of(question.recipe), "device": device, "rates": rates, "in_use": in_use}
+    world: dict[str, Any] = {} if gpu is None else {"world": devices}
+    recipe = settled(question.recipe, **how, **world)
+    made = plan(recipe, rows=rows_of(recipe), **how, **world)
+    added = tuple(recipe.techniques.values())
+    found = Found(Seen(recipe, made, worst(added), recipe.batch.size, ()))
+
+    def page() -> dict[str, Any]:
+        seen = recall(recipe, vocabulary=how["vocabulary"], device=device, world=devices, how="whole", logged=True)
+        return figures(replace(found, seen=[found.best]), seen, rates)
+
+    return {**explain(found, devices=devices, price=price), "chosen": "the recipe as it is"}, page
+
+
+def searched(
+    question: Question,
+    others: Mapping[str, Question],
+    gpu: str | None,
+    devices: int,
+    per_host: int,
+    *,
+    aim: str,
+    allow: str,
+    price: float | None,
+    quiet: bool,
+) -> tuple[dict[str, Any], Callable[[], dict[str, Any]]]:
+    """The best recipe by a search; where nothing fits, what would with another method stands among the alternatives.
+
+    Args:
+        others: what is tried then: {method: question}.
+        quiet: nothing is told while it goes on.
+    """
+    from preheat.planning.candidates import Space
+    from preheat.planning.explain import explain, figures
+    from preheat.planning.longest import longest
+    from preheat.planning.recall import recall
+    from preheat.planning.search import search
+    from preheat.training.asked import hardware
+    from preheat.training.session import vocabulary_of
+
+    device, rates, in_use = hardware(gpu, question.recipe, per_host)
+    seconds = next((s for most, s in _SECONDS.items() if devices <= most), _MANY)
+
+    def tell(words: str) -> None:
+        if not quiet:
+            print(
+                f"\r\x1b[2K{words[:100]}" if sys.stderr.isatty() else words,
+                end="" if sys.stderr.isatty() else "\n",
+                file=sys.stderr,
+                flush=True,
+            )
+
+    def found_of(asked: Question, **how: Any) -> Any:
+        space = Space(asked.recipe, vocabulary_of(asked.recipe), device, devices, allow, per_host)  # type: ignore[arg-type]
+        run = longest if aim == "longest-context" else search
+        more: dict[str, Any] = {} if aim == "longest-context" else {"aim": aim}
+        return run(space, rates=rates, in_use=in_use, seconds=how.pop("seconds", seconds), tell=tell, **more, **how)
+
+    found = found_of(question)
+    if sys.stderr.isatty() and not quiet:
+        print("\r\x1b[2K", end="", file=sys.stderr, flush=True)
+    made = explain(found, devices=devices, price=price)
+    if not made["fits"]:
+        for name, other in others.items():
+            would = explain(found_of(other, seconds=seconds / 2, confirm=False), devices=devices, price=price)
+            if would["fits"]:
+                keys = ("peak_gib", "tokens_per_second", "seconds_per_step", "mfu", "cost")
+                told = {key: would[key] for key in keys}
+                made["alternatives"].append(
+                    {
+                        "what": f"--method {name}: {would['chosen']}",
+                        "recipe": would["recipe"]["techniques"],
+                        **told,
+                        "gives_up": "trains an adapter" + (" on a base in 4 bits" if name == "qlora" else ""),
+                    }
+                )
+
+    def page() -> dict[str, Any]:
+        best = found.best.recipe
+        seen = recall(best, vocabulary=vocabulary_of(best), device=device, world=devices, how="whole", logged=True)
+        return figures(found, seen, rates)
+
+    return made, page
+
+
+def write_recipe(made: Mapping[str, Any], question: Question, path: Path) -> None:
+    """The chosen recipe as YAML; a model by its name gets the checkpoint to train from.
+
+    Raises:
+        RunError: it cannot be written.
+    """
+    from preheat.errors import RunError
+    from preheat.recipe.text import write
+    from preheat.run import write_atomic
+
+    values = dict(made["recipe"])
+    if question.checkpoint and values["model"]["path"] is None and values["model"]["weights"] != "random":
+        values["model"] = {**values["model"], "path": question.checkpoint}
+    try:
+        write_atomic(path, write(values))
+    except OSError as error:
+        raise RunError(f"{path}: cannot be written ({error.strerror}); name a file in a folder that exists") from None
+
+
+def served(question: Question, gpu: str | None, devices: int, json: bool) -> None:
+    """Weights, KV cache and rows that fit, by the weights' format."""
+    from preheat.cli.picture import serving_picture
+    from preheat.cli.show import console, emit
+    from preheat.planning.closed import cache_bytes, parameters_of, serving
+    from preheat.training.asked import hardware
+
+    recipe = question.recipe
+    config, whole, ends = parameters_of(recipe)
+    if gpu is None:
+        from preheat.training.session import resolve
+
+        device, bandwidth = resolve(recipe)[0], None
+    else:
+        device, rates, _ = hardware(gpu, recipe, devices)
+        bandwidth = rates.device.bandwidth  # type: ignore[union-attr]
+    length = recipe.batch.length
+    rows = serving(config, whole, ends, memory=device.memory, length=length, devices=devices, bandwidth=bandwidth)
+    made = {
+        "model": recipe.name,
+        "device": {"kind": device.kind, "name": device.name, "memory_gib": device.memory / 2**30, "count": devices},
+        "parameters": whole,
+        "length": length,
+        "cache_bytes_per_token": cache_bytes(config, length) / length,
+        "fits": any(s.rows for s in rows),
+        "formats": [
+            {
+                "weights": s.format,
+                "weights_gib": s.weights / 2**30,
+                "cache_gib_per_row": s.cache / 2**30,
+                "rows": s.rows,
+                "longest_context": s.longest,
+                "tokens_per_second_at_most": s.tokens_per_second,
+            }
+            for s in rows
+        ],
+    }
+    if json:
+        emit(made)
+    else:
+        console().print(serving_picture(made))
+    if not made["fits"]:
+        import typer
+
+        raise typer.Exit(3)
+
+
+def budget(flops: float, json: bool) -> None:
+    """The compute-optimal model and tokens of a budget, by three approaches."""
+    from preheat.cli.picture import budget_picture
+    from preheat.cli.show import console, emit
+    from preheat.planning.closed import compute_optimal
+
+    found = [vars(o) for o in compute_optimal(flops)]
+    if json:
+        emit({"flops": flops, "approaches": found})
+    else:
+        console().print(budget_picture(flops, found))

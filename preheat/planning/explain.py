@@ -1,0 +1,153 @@
+"""A search in words and figures: what `preheat plan` prints, draws and gives as JSON."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from preheat import recipe as recipes
+from preheat.hardware.rates import Rates
+from preheat.planning.candidates import words
+from preheat.planning.estimate import seconds
+from preheat.planning.observe import Observation
+from preheat.planning.plan import GIB
+from preheat.planning.roofline import Roofline
+from preheat.planning.search import Found, Seen
+
+__all__ = ["cost_of", "explain", "figures"]
+
+
+def cost_of(plan: Mapping[str, Any], devices: int, price: float | None) -> dict[str, float | None] | None:
+    """What a plan costs at a price a device hour, in dollars; None where there is no price. `run` where the length of the run is known."""
+    if price is None:
+        return None
+    hourly = price * devices
+    run = plan["seconds_total"] / 3600 * hourly if plan["seconds_total"] else None
+    return {"hour": hourly, "million_tokens": hourly / 3600 / plan["tokens_per_second"] * 1e6, "run": run}
+
+
+def explain(found: Found, *, devices: int, price: float | None = None) -> dict[str, Any]:
+    """What a search found, with the keys that scripts rely on: those of a plan, and cost, recipe, alternatives, rejected.
+
+    Args:
+        price: dollars for an hour of a device.
+    """
+    best = found.best
+
+    def told(s: Seen) -> dict[str, Any]:
+        return {
+            "what": words(s.added, s.micro),
+            "recipe": recipes.as_values(s.recipe)["techniques"],
+            **{key: s.plan[key] for key in ("peak_gib", "tokens_per_second", "seconds_per_step", "mfu")},
+            "cost": cost_of(s.plan, devices, price),
+            "gives_up": _given_up(s, best),
+        }
+
+    return {
+        **best.plan,
+        "cost": cost_of(best.plan, devices, price),
+        "devices": devices,
+        "chosen": words(best.added, best.micro),
+        "numerics": best.trades,
+        "recipe": recipes.as_values(best.recipe),
+        "alternatives": [told(s) for s in found.others],
+        "rejected": [{"recipe": what, "reason": why} for what, why in found.rejected],
+        "searched": {"candidates": found.guessed, "looked_at": len(found.seen), "confirmed": found.confirmed},
+    }
+
+
+def _given_up(s: Seen, best: Seen) -> str:
+    """In comparison with the best."""
+    speed = s.plan["tokens_per_second"] / best.plan["tokens_per_second"] - 1
+    memory = s.plan["peak_gib"] - best.plan["peak_gib"]
+    said = [f"{abs(speed):.0%} {'slower' if speed < 0 else 'faster'}"] if abs(speed) >= 0.005 else ["as fast"]
+    said.append(f"{abs(memory):.1f} GiB {'more' if memory > 0 else 'less'}")
+    if s.trades != best.trades:
+        said.append({"exact": "exact numbers", "rounding": "rounded numbers", "different": "other numbers"}[s.trades])
+    return ", ".join(said)
+
+
+_POINTS = 600  # of a plot
+
+
+def figures(found: Found, seen: Observation, rates: Rates | Roofline) -> dict[str, Any]:
+    """What a page draws beside the plan.
+
+    Args:
+        seen: the best's observation with its log of allocations.
+
+    Returns:
+        timeline: {phases: [(first event, phase)], bytes: [(event, GiB alive)]} of a step; roofline: {peak, bandwidth, points: [{operator, intensity,
+        flops, share}]}; front: [(GiB, tokens a second)] as guessed; pareto: [{what, peak_gib, tokens_per_second, fits, best}] of all that was looked at.
+    """
+    return {
+        "timeline": _timeline(seen),
+        "roofline": _roofline(seen, rates),
+        "front": found.front,
+        "pareto": [
+            {
+                "what": words(s.added, s.micro),
+                **{key: s.plan[key] for key in ("peak_gib", "tokens_per_second", "fits")},
+                "best": s is found.best,
+            }
+            for s in found.seen
+        ],
+    }
+
+
+def _timeline(seen: Observation) -> dict[str, Any]:
+    """Bytes alive over the allocations of a step, thinned to the extremes of each stretch; the evaluation is left out."""
+    alive, sizes, phases = 0, list[float](), list[tuple[int, str]]()
+    for _, size, phase in seen.log:
+        alive += size
+        if phase == "evaluation":
+            break
+        if phase != "load":
+            if not phases or phases[-1][1] != phase:
+                phases.append((len(sizes), phase))
+            sizes.append(alive / GIB)
+    return {"phases": _long_ones(phases, len(sizes)), "bytes": _thin(sizes)}
+
+
+def _long_ones(phases: Sequence[tuple[int, str]], count: int) -> list[tuple[int, str]]:
+    """Phases that take a visible part of the whole, so that micro-batches by the dozen leave no thicket."""
+    ends = [*(start for start, _ in phases[1:]), count]
+    kept = [(start, phase) for (start, phase), end in zip(phases, ends, strict=True) if end - start > count / 50]
+    return [p for n, p in enumerate(kept) if n == 0 or kept[n - 1][1] != p[1]]
+
+
+def _thin(values: Sequence[float]) -> list[tuple[int, float]]:
+    stretch = max(1, len(values) // (_POINTS // 2))
+    kept: set[int] = set()
+    for start in range(0, len(values), stretch):
+        part = range(start, min(start + stretch, len(values)))
+        kept |= {min(part, key=values.__getitem__), max(part, key=values.__getitem__)}
+    return [(n, values[n]) for n in sorted(kept)]
+
+
+def _roofline(seen: Observation, rates: Rates | Roofline) -> dict[str, Any]:
+    """Operators by what they compute for each byte that they move; collectives are left out."""
+    flops: dict[str, float] = defaultdict(float)
+    moved: dict[str, float] = defaultdict(float)
+    time: dict[str, float] = defaultdict(float)
+    for kernel, count in seen.kernels.items():
+        if not kernel.flops or kernel.group is not None:
+            continue
+        name = "attention" if "attention" in kernel.operator else f"products in {kernel.dtype}"
+        flops[name] += kernel.flops * count
+        moved[name] += (kernel.bytes_read + kernel.bytes_written) * count
+        one = Observation({}, {}, type(seen.kernels)({kernel: count}), {}, 0, 0, 0, 0, groups=seen.groups)
+        time[name] += seconds(one, rates)
+    whole = sum(time.values()) or 1.0
+    points = [
+        {
+            "operator": name,
+            "intensity": flops[name] / max(moved[name], 1),
+            "flops": flops[name] / time[name],
+            "share": time[name] / whole,
+        }
+        for name in flops
+    ]
+    bandwidth = rates.device.bandwidth if isinstance(rates, Roofline) else rates.bandwidth
+    return {"peak": max(rates.peak_matrix_rate.values()), "bandwidth": bandwidth, "points": points}

@@ -1,0 +1,171 @@
+"""Which techniques go together on one device, and what each combination is good for: looked at one by one, combined by guess."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from preheat.errors import RecipeError
+from preheat.hardware.rates import Rates
+from preheat.models import adapter
+from preheat.planning.candidates import Settings, Space, problems_of, words
+from preheat.planning.estimate import Look, look
+from preheat.planning.roofline import Roofline
+from preheat.technique import Slot, Stage, Technique
+
+__all__ = ["kinds_of"]
+
+
+_SAME_UPDATE = (
+    Stage.KERNEL,
+    Stage.CHECKPOINT,
+)  # what acts then leaves weights and optimizer as they are, if it does not bring an optimizer
+
+
+class Choice(NamedTuple):
+    """A setting, or None for doing without; its look, and that of the same without it."""
+
+    setting: Technique | None
+    look: Look
+    beside: Look
+
+
+def kinds_of(
+    space: Space, rates: Rates | Roofline, reject: Callable[[str, str], None], *, resort: bool = False
+) -> list[tuple[Settings, Look]]:
+    """Combinations of techniques on one device, none of them worse than another in everything.
+
+    Args:
+        reject: is told what cannot be, and why.
+        resort: with what is a last resort, too.
+
+    Raises:
+        RecipeError: the recipe as it is cannot be built.
+    """
+    return _Kinds(space, rates, reject, resort).found()
+
+
+@dataclass
+class _Kinds:
+    space: Space
+    rates: Rates | Roofline
+    reject: Callable[[str, str], None]
+    resort: bool
+
+    def found(self) -> list[tuple[Settings, Look]]:
+        plain = self._look(())
+        choices = self._choices(plain)
+        kinds = []
+        for chosen in itertools.product(*choices):
+            kind = tuple(c.setting for c in chosen if c.setting is not None)
+            if not self._problems(kind):
+                made = plain
+                for c in chosen:
+                    made = made if c.setting is None else made.times(c.look, c.beside)
+                kinds.append((kind, made))
+        return [k for k in kinds if not any(self._worse(k[1], other[1]) for other in kinds)]
+
+    def _choices(self, plain: Look) -> list[list[Choice]]:
+        """What is worth choosing from for each technique; each is tried beside the best of those before it."""
+        base, under = Settings(), plain
+        choices: list[list[Choice]] = []
+        waiting = [cls for cls in self.space.on_one_device() if self.resort or not cls.last_resort]
+        for last in (False, True):  # some serve only beside what comes later
+            refused = []
+            for cls in waiting:
+                tried = [found for t in self._options(cls, base) if (found := self._try(t, base, under, choices, last))]
+                if not tried:
+                    refused.append(cls)
+                    continue
+                kept = self._worth([Choice(None, under, under), *tried])
+                choices.append(kept)
+                # What brings an optimizer excludes others that do, and is slow to observe: not beside everything else.
+                light = [c for c in kept if c.setting is None or Slot.OPTIMIZER not in c.setting.owned()]
+                best = min(light or kept, key=lambda c: self._cost(c.look) / self._cost(c.beside))
+                if best.setting is not None and best.beside is under:
+                    base, under = (*base, best.setting), best.look
+            waiting = refused
+        return choices
+
+    def _options(self, cls: type[Technique], base: Settings) -> list[Technique]:
+        """Settings whose effect is seen in a layer; of many the first, the middle and the last."""
+        context = self.space.context(self.space.single(base), 1)
+        found = [t for t in cls().options(context) if self.space.allowed(t) and t.period() == 1]
+        return found if len(found) <= 4 else [found[0], found[len(found) // 2], found[-1]]
+
+    def _problems(self, added: Settings) -> list[str]:
+        return problems_of(self.space, self.space.single(added), 1)
+
+    def _look(self, added: Settings, under: Look | None = None) -> Look:
+        owned = added[-1].owned() if added else frozenset()
+        return look(
+            self.space.single(added),
+            vocabulary=self.space.vocabulary,
+            device=self.space.device,
+            rates=self.rates,
+            like=under if added and added[-1].stage in _SAME_UPDATE and Slot.OPTIMIZER not in owned else None,
+            same_layers=Slot.OVER_LOGITS in owned,
+        )
+
+    def _try(self, t: Technique, base: Settings, under: Look, choices: list[list[Choice]], last: bool) -> Choice | None:
+        """A setting beside the base; where the two exclude each other, beside a variant of the base."""
+        try:
+            why = self._problems((*base, t))
+            if not why:
+                return Choice(t, self._look((*base, t), under), under)
+            for variant in self._variants(base, choices) if last else ():
+                if not self._problems((*variant, t)):
+                    return Choice(t, self._look((*variant, t)), self._look(variant))
+        except RecipeError as error:  # what only a build finds out
+            why = str(error).splitlines()
+        if last:
+            self.reject(words((t,)), why[0].removeprefix("techniques.").removeprefix(f"{t.name()}: "))
+        return None
+
+    def _variants(self, base: Settings, choices: list[list[Choice]]) -> list[Settings]:
+        """The base with one of its techniques otherwise, or left out."""
+        made = []
+        for place, other in enumerate(base):
+            for choice in next(c for c in choices if any(type(o.setting) is type(other) for o in c)):
+                if choice.setting != other:
+                    made.append((*base[:place], *([choice.setting] if choice.setting else []), *base[place + 1 :]))
+        return made
+
+    def _whole(self, pair: tuple[float, float]) -> float:
+        return pair[0] * self._layers + pair[1]
+
+    @property
+    def _layers(self) -> int:
+        return adapter.facts(self.space.config).layers
+
+    def _bytes(self, seen: Look) -> float:
+        return self._whole(seen.states) + self._whole(seen.kept)
+
+    def _cost(self, seen: Look) -> float:
+        """Bytes times seconds of one row."""
+        return self._bytes(seen) * self._seconds(seen)
+
+    def _seconds(self, seen: Look) -> float:
+        """Of a row, with its part of the update."""
+        return self._whole(seen.seconds) + self._whole(seen.update) / self.space.recipe.batch.size * self.space.world
+
+    def _worse(self, a: Look, b: Look) -> bool:
+        """Whether `a` is worse than `b` in one thing and better in none, by more than a guess is worth."""
+        pairs = [(self._whole(x), self._whole(y)) for x, y in ((a.states, b.states), (a.kept, b.kept))]
+        pairs.append((self._seconds(a), self._seconds(b)))
+        return all(x >= y * 0.995 for x, y in pairs) and any(x > y * 1.005 for x, y in pairs)
+
+    def _worth(self, choices: list[Choice]) -> list[Choice]:
+        """Those that are better than each other one in something; of equals the first."""
+        sizes = [
+            (self._bytes(c.look) / self._bytes(c.beside), self._seconds(c.look) / self._seconds(c.beside)) for c in choices
+        ]
+        kept = []
+        for n, (memory, time) in enumerate(sizes):
+            better = (m <= memory * 1.002 and s <= time * 1.002 and (m < memory * 0.99 or s < time * 0.99) for m, s in sizes)
+            equal = (abs(m / memory - 1) < 0.01 and abs(s / time - 1) < 0.01 for m, s in sizes[:n])
+            if not any(better) and not any(equal):
+                kept.append(choices[n])
+        return kept

@@ -1,0 +1,119 @@
+"""Observations kept by content, in memory and on disk: what was seen once of a recipe is not looked at again.
+
+The key is made of everything that a dry run may see: the recipe but for its name, seed, length and memory, the model's configuration, the device's kind, the
+number of devices, the versions of torch and transformers, and preheat's own source. The log of allocations is not kept on disk; what an allocator holds of it is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import gc
+import hashlib
+import importlib.metadata
+import json
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from preheat import recipe as recipes
+from preheat.hardware.links import cache_folder, store_json
+from preheat.models import adapter
+from preheat.planning.allocator import HeapUse, hold
+from preheat.planning.layers import observe_few
+from preheat.planning.observe import Observation, observe
+from preheat.planning.recorder import Kernel
+from preheat.recipe import Recipe
+from preheat.technique import Axis, Device
+
+__all__ = ["recall"]
+
+_FORMAT = 1
+_UNSEEN = ("name", "seed", "schedule", "stop", "checkpoint", "hardware")  # parts of a recipe that no dry run looks at
+_known: dict[str, Observation] = {}
+
+
+def recall(
+    recipe: Recipe,
+    *,
+    vocabulary: int | None,
+    device: Device,
+    world: int,
+    how: str = "few",
+    logged: bool = False,
+) -> Observation:
+    """An observation of the recipe, from where it is known or else made now.
+
+    Args:
+        how: `few`: by few layers where that says the same; `whole`: of all layers; `marked`: of all, told apart in `at`.
+        logged: with its log of allocations, which is not on disk.
+
+    Raises:
+        RecipeError: the recipe cannot be built.
+    """
+    path = cache_folder() / "observations" / f"{_key(recipe, vocabulary, device, world, how)}.json"
+    found = _known.get(path.stem)
+    if found is None and not logged:
+        found = _load(path)
+    if found is None or (logged and not found.log):
+        gc.freeze()  # else the collector goes through all of torch again and again: a third of the time
+        try:
+            found = _LOOKS[how](recipe, vocabulary=vocabulary, device=device, world=world)
+        finally:
+            gc.unfreeze()
+        if found.log and found.held is None:
+            found.held = hold(found.log, found.streams, device)
+        store_json(path, _values(found))
+    _known[path.stem] = found
+    return found
+
+
+_LOOKS: dict[str, Callable[..., Observation]] = {
+    "few": lambda recipe, device, **how: observe_few(recipe, device=device, heap=device.kind == "cpu", **how),
+    "whole": observe,
+    "marked": functools.partial(observe, by_layer=True),
+}
+
+
+def _key(recipe: Recipe, vocabulary: int | None, device: Device, world: int, how: str) -> str:
+    values = {key: value for key, value in recipes.as_values(recipe).items() if key not in _UNSEEN}
+    config = adapter.configure(recipe, vocabulary).to_dict()
+    seen = [_FORMAT, how, values, config, vocabulary, device.kind, device.capability, world, _versions()]
+    return hashlib.sha256(json.dumps(seen, sort_keys=True, default=str).encode()).hexdigest()[:24]
+
+
+@functools.cache
+def _versions() -> list[str]:
+    house = Path(__file__).parents[1]
+    source = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(house.rglob("*.py")))).hexdigest()
+    return [source, *(importlib.metadata.version(name) for name in ("torch", "transformers"))]
+
+
+def _values(seen: Observation) -> dict[str, Any]:
+    """An observation as JSON has it, without its log and what techniques did."""
+    plain = ("peak", "categories", "flops", "model_flops", "parameters", "trained", "tokens", "slots", "compiled", "idle")
+    return {
+        **{key: getattr(seen, key) for key in plain},
+        "kernels": [[*dataclasses.astuple(kernel), count] for kernel, count in seen.kernels.items()],
+        "at": [[*key, found] for key, found in seen.at.items()],
+        "groups": [[key, axes] for key, axes in seen.groups.items()],
+        "held": dataclasses.astuple(seen.held) if seen.held else None,
+    }
+
+
+def _load(path: Path) -> Observation | None:
+    """What is stored there; None where there is nothing, or something cut short: it is a cache."""
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    kernels = Counter({Kernel(*map(_frozen, row[:-1])): row[-1] for row in values.pop("kernels")})
+    at = {(phase, place): found for phase, place, found in values.pop("at")}
+    groups = {_frozen(key): tuple(map(Axis, axes)) for key, axes in values.pop("groups")}
+    held = values.pop("held")
+    return Observation(**values, kernels=kernels, at=at, groups=groups, held=HeapUse(*held) if held else None)
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(map(_frozen, value)) if isinstance(value, list) else value

@@ -1,0 +1,378 @@
+"""The search: of all that may be added to a recipe, what fits a device and serves an aim best, and why not the others.
+
+Candidates are put in order by a guess (`planning/estimate.py`), and looked at from the best on by a dry run; each look corrects the guesses of its kin. What
+did not fit with some micro-batch is not tried with a larger one. Verdicts come from dry runs alone, and the one that is chosen is dry-run with all its layers.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from preheat.errors import RecipeError
+from preheat.hardware.rates import Rates
+from preheat.models import adapter
+from preheat.planning.candidates import NUMERICS, Numerics, Settings, Space, problems_of, words, worst
+from preheat.planning.estimate import Guess, Look, guess
+from preheat.planning.kinds import kinds_of
+from preheat.planning.plan import GIB, describe
+from preheat.planning.recall import recall
+from preheat.planning.roofline import Roofline
+from preheat.recipe import Recipe
+from preheat.technique import DATA, Axis, Technique
+
+__all__ = ["AIMS", "Aim", "Found", "Seen", "search", "too_large"]
+
+Aim = Literal["fastest", "cheapest", "largest-batch", "closest"]
+AIMS: tuple[Aim, ...] = ("fastest", "cheapest", "largest-batch", "closest")
+_SLACK = 1.03  # guesses up to so much over the memory are looked at all the same
+_LAYOUTS = 40  # ways to share out the work, of which all is guessed
+_LOOKS = 3  # however long they take
+_OTHERS = 3  # alternatives
+_WORTH = 1.01  # how much faster another must promise to be
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """Techniques on one device, how the work is shared out, and into how many micro-batches a device's rows are cut."""
+
+    kind: Settings
+    layout: Settings
+    cuts: Technique | None
+    rows: int
+    guess: Guess
+
+    @property
+    def added(self) -> Settings:
+        return (*self.kind, *self.layout, *([self.cuts] if self.cuts else []))
+
+    @property
+    def micro(self) -> int:
+        """Rows of a micro-batch."""
+        return math.ceil(self.rows / (self.cuts.cuts() if self.cuts else 1))
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A candidate that was looked at.
+
+    Attributes:
+        plan: as of `planning.plan.plan`.
+        trades: the most that it gives up of its numbers beyond the recipe as it was given.
+    """
+
+    recipe: Recipe
+    plan: dict[str, Any]
+    trades: Numerics
+    micro: int
+    added: Settings
+
+    @property
+    def names(self) -> frozenset[str]:
+        return frozenset(t.name() for t in self.added if t.cuts() == 1)
+
+
+@dataclass
+class Found:
+    """What a search came to.
+
+    Attributes:
+        best: what serves the aim best of what fits; where nothing does, what needs the least memory of what was looked at.
+        others: what fits besides, of other techniques, the best of each.
+        seen: all that was looked at, in order.
+        rejected: (settings in words, why not), a line each.
+        guessed: how many candidates were put in order.
+        confirmed: the best was dry-run with all its layers.
+        front: (GiB, tokens a second) of those guesses that no other one betters in both, from the smallest on.
+    """
+
+    best: Seen
+    others: list[Seen] = field(default_factory=list)
+    seen: list[Seen] = field(default_factory=list)
+    rejected: list[tuple[str, str]] = field(default_factory=list)
+    guessed: int = 0
+    confirmed: bool = False
+    front: list[tuple[float, float]] = field(default_factory=list)
+
+
+def search(
+    space: Space,
+    *,
+    rates: Rates | Roofline,
+    in_use: int = 0,
+    aim: Aim = "fastest",
+    seconds: float = 10.0,
+    confirm: bool = True,
+    tell: Callable[[str], None] = lambda words: None,
+) -> Found:
+    """The best recipe that fits.
+
+    Args:
+        space: the recipe, what may be added to it, and on what.
+        rates: of the device, measured or by the catalogue.
+        in_use: bytes of the device that are taken before the run.
+        aim: fastest and cheapest: most tokens a second; largest-batch: most rows in a micro-batch; closest: least given up of the numbers.
+        seconds: of this process's work; after so many nothing more is tried, but what is needed for a verdict.
+        confirm: dry-run the best with all its layers.
+        tell: is told what goes on.
+
+    Raises:
+        RecipeError: the recipe contradicts itself, or cannot be shared out among the devices.
+
+    Example:
+        >>> from preheat.recipe import parse
+        >>> from preheat.technique import Device
+        >>> recipe = parse("model: {layers: 2, width: 64, heads: 2, vocabulary: 128}\\nbatch: {size: 2, length: 16}\\nstop: {steps: 1}")
+        >>> gpu = Roofline.of("H100")
+        >>> search(Space(recipe, None, gpu.as_device, 1), rates=gpu).best.plan["fits"]
+        True
+    """
+    return _Search(space, rates, in_use, aim, seconds, tell).run(confirm)
+
+
+class _Search:
+    def __init__(
+        self, space: Space, rates: Rates | Roofline, in_use: int, aim: Aim, seconds: float, tell: Callable[[str], None]
+    ):
+        self.space, self.rates, self.in_use, self.aim, self.tell = space, rates, in_use, aim, tell
+        self.room = space.device.memory - in_use
+        self.model = adapter.facts(space.config)
+        self.seconds, self.until = seconds, math.inf
+        self.seen: list[Seen] = []
+        self.rejected: list[tuple[str, str]] = []
+        self.guessed = 0
+        self._scale: dict[Any, tuple[float, float]] = {}  # kind -> looks over guesses: memory, tokens a second
+        self._cut: dict[int, list[Technique]] = {}  # rows of a device -> settings that cut them
+        self._took = 0.0  # seconds of the last look by few layers
+        self._failed: dict[Any, int] = {}  # (kind, layout) -> rows of the least micro-batch that did not fit
+
+    def run(self, confirm: bool) -> Found:
+        for resort in (False, True):
+            kinds = kinds_of(self.space, self.rates, self._reject, resort=resort)
+            candidates = self._candidates(kinds)
+            if not candidates:
+                raise RecipeError(self._why_none())
+            self.until = time.process_time() + self.seconds
+            self._look_from_the_best(candidates)
+            if any(s.plan["fits"] for s in self.seen):
+                self._look_at_others(candidates)
+                break
+            self._look_at_the_least(candidates)
+            if any(s.plan["fits"] for s in self.seen):
+                break
+        fitting = [s for s in self.seen if s.plan["fits"]]
+        best = min(fitting, key=self._rank) if fitting else min(self.seen, key=lambda s: s.plan["peak_gib"])
+        confirmed = False
+        layers = self.model.layers / self.space.sizes_of(best.recipe)[Axis.PIPELINE]
+        if confirm and fitting and self._took * layers / 9 <= self.seconds:  # 4 layers and 5 were looked at
+            best, confirmed = self._confirm(best)
+        front = self._front(candidates)
+        found = Found(best, self._others(best), self.seen, self.rejected, self.guessed, confirmed, front)
+        self._say_why_slower(found)
+        return found
+
+    # Candidates
+
+    def _candidates(self, kinds: list[tuple[Settings, Look]]) -> list[Candidate]:
+        """All of the most promising layouts; which these are is told by a few kinds, the fastest and the smallest among them."""
+        by_size = sorted(kinds, key=lambda k: k[1].states[0] + k[1].kept[0])
+        some = [by_size[0], by_size[len(by_size) // 2], min(kinds, key=lambda k: k[1].seconds[0])]
+        layouts = list(self._meshes())
+        self.guessed += len(layouts) * len(kinds)
+        if len(layouts) > _LAYOUTS:
+            ranked = [(self._hope(self._of(layout, sizes, some)), n) for n, (layout, sizes) in enumerate(layouts)]
+            layouts = [layouts[n] for _, n in sorted(ranked)[:_LAYOUTS]]
+        return [c for layout, sizes in layouts for c in self._of(layout, sizes, kinds)]
+
+    def _hope(self, candidates: list[Candidate]) -> tuple[float, float]:
+        """Less is better: does none fit, and how slow is the fastest that does."""
+        fitting = [c for c in candidates if c.guess.bytes <= self.room * _SLACK]
+        least = min((c.guess.bytes for c in candidates), default=math.inf)
+        return (0.0, -max(c.guess.tokens_per_second for c in fitting)) if fitting else (1.0, least)
+
+    def _meshes(self) -> Iterator[tuple[Settings, dict[Axis, int]]]:
+        for layout in self.space.layouts():
+            sizes = self.space.sizes((*self.space.recipe.techniques.values(), *layout))
+            if sizes is not None and self.space.even(sizes):
+                yield layout, sizes
+
+    def _of(self, layout: Settings, sizes: dict[Axis, int], kinds: list[tuple[Settings, Look]]) -> list[Candidate]:
+        stated = tuple(self.space.recipe.techniques.values())
+        fixed, batch = math.prod(t.cuts() for t in stated), self.space.recipe.batch
+        rows = batch.size // math.prod(sizes[axis] for axis in DATA)
+        cuts: list[Technique | None] = [None, *(self._cuts(rows, layout) if fixed == 1 and rows > 1 else [])]
+        made = []
+        for kind, seen in kinds:
+            tags = frozenset(tag for t in (*stated, *kind, *layout) for tag in t.provided())
+            for cut in cuts:
+                micros = cut.cuts() if cut else fixed
+                if sizes[Axis.PIPELINE] <= micros:
+                    guessed = guess(seen, batch, self.model, sizes, micros, tags, self.rates)
+                    made.append(Candidate(kind, layout, cut, rows, guessed))
+        return made
+
+    def _cuts(self, rows: int, layout: Settings) -> list[Technique]:
+        """Ways to cut so many rows into micro-batches."""
+        if rows not in self._cut:
+            context = self.space.context(self.space.having(layout))
+            self._cut[rows] = [t for cls in self.space.searched() if cls().cuts() > 1 for t in cls().options(context)]
+        return self._cut[rows]
+
+    def _why_none(self) -> str:
+        size, world = self.space.recipe.batch.size, self.space.world
+        return (
+            f"batch.size: {size} rows cannot be shared out evenly among {world} devices by what may be added; use a multiple of {world}"
+            f" (--batch-tokens {size // world * world * self.space.recipe.batch.length or world * self.space.recipe.batch.length}), or fewer devices"
+        )
+
+    # Looks
+
+    def _corrected(self, c: Candidate) -> tuple[float, float]:
+        """Bytes and tokens a second of a guess, as looks at its kin were beside theirs."""
+        own, any_other = self._scale.get(c.kind), self._scale.get(None, (1.0, 1.0))
+        memory, speed = own or (math.sqrt(any_other[0]), any_other[1])  # of memory, kinds tell less about each other
+        return c.guess.bytes * memory, c.guess.tokens_per_second * speed
+
+    def _promise(self, c: Candidate) -> tuple[float, ...]:
+        """As `_rank`, of a guess."""
+        _, speed = self._corrected(c)
+        slow = -round(math.log(speed) / math.log(_WORTH))
+        first: tuple[float, ...] = ()
+        if self.aim == "largest-batch":
+            first = (-c.micro,)
+        if self.aim == "closest":
+            first = (NUMERICS.index(worst(c.added)),)
+        return (*first, slow, -c.micro, len(c.added))
+
+    def _rank(self, s: Seen) -> tuple[float, ...]:
+        """Less is better."""
+        speed = -s.plan["tokens_per_second"]
+        if self.aim == "largest-batch":
+            return (-s.micro, speed)
+        if self.aim == "closest":
+            return (NUMERICS.index(s.trades), speed)
+        return (speed,)
+
+    def _open(self, candidates: list[Candidate]) -> list[Candidate]:
+        """Those that may fit and are not ruled out by what was looked at."""
+        return [
+            c
+            for c in candidates
+            if self._corrected(c)[0] <= self.room * _SLACK and c.micro < self._failed.get((c.kind, c.layout), math.inf)
+        ]
+
+    def _look_from_the_best(self, candidates: list[Candidate]) -> None:
+        left = candidates
+        while left and (time.process_time() < self.until or len(self.seen) < _LOOKS):
+            left = self._open(left)
+            if not left:
+                return
+            c = min(left, key=self._promise)
+            fitting = [s for s in self.seen if s.plan["fits"]]
+            if fitting and self._no_better(c, min(fitting, key=self._rank)):
+                return
+            left = [other for other in left if other is not c]
+            self._look_at(c)
+
+    def _no_better(self, c: Candidate, best: Seen) -> bool:
+        speed = self._corrected(c)[1]
+        slower = bool(speed < best.plan["tokens_per_second"] * _WORTH)
+        if self.aim == "largest-batch":
+            return c.micro < best.micro or (c.micro == best.micro and slower)
+        if self.aim == "closest":
+            trade, mine = NUMERICS.index(worst(c.added)), NUMERICS.index(best.trades)
+            return trade > mine or (trade == mine and slower)
+        return slower
+
+    def _look_at_the_least(self, candidates: list[Candidate]) -> None:
+        """Looks at what seems to need the least memory: only then is it true that nothing fits."""
+        for c in sorted(candidates, key=lambda c: c.guess.bytes)[:12]:
+            s = self._look_at(c)
+            if s is not None:
+                return
+
+    def _look_at_others(self, candidates: list[Candidate]) -> None:
+        """Looks at the best of other sets of techniques, while there is time: they are the alternatives."""
+        for c in sorted(self._open(candidates), key=self._promise):
+            if time.process_time() > self.until or len({s.names for s in self.seen if s.plan["fits"]}) > _OTHERS:
+                return
+            if frozenset(t.name() for t in (*c.kind, *c.layout)) not in {s.names for s in self.seen}:
+                self._look_at(c)
+
+    def _front(self, candidates: list[Candidate]) -> list[tuple[float, float]]:
+        front: list[tuple[float, float]] = []
+        for memory, speed in sorted(map(self._corrected, candidates)):
+            if not front or speed > front[-1][1]:
+                front.append((memory / GIB, speed))
+        return front
+
+    def _look_at(self, c: Candidate) -> Seen | None:
+        recipe = self.space.having(c.added)
+        why = problems_of(self.space, recipe)
+        if why:
+            self._reject(words(c.added), why[0])
+            return None
+        self.tell(words(c.added, c.micro))
+        began = time.process_time()
+        try:
+            seen = recall(recipe, vocabulary=self.space.vocabulary, device=self.space.device, world=self.space.world, how="few")
+        except RecipeError as error:  # what only a build finds out
+            self._reject(words(c.added), str(error).splitlines()[0])
+            return None
+        plan = describe(recipe, seen, device=self.space.device, rates=self.rates, rows=None, in_use=self.in_use)
+        made = Seen(recipe, plan, worst(c.added), c.micro, c.added)
+        self.seen.append(made)
+        self._took = time.process_time() - began
+        scale = (plan["peak_gib"] * GIB / c.guess.bytes, plan["tokens_per_second"] / c.guess.tokens_per_second)
+        self._scale[c.kind] = self._scale[None] = scale
+        if not plan["fits"]:
+            key = (c.kind, c.layout)
+            self._failed[key] = min(c.micro, self._failed.get(key, c.micro))
+            self._reject(words(c.added, c.micro), too_large(plan))
+        return made
+
+    def _reject(self, what: str, why: str) -> None:
+        if why not in {said for _, said in self.rejected}:  # of many that fail alike the first is enough
+            self.rejected.append((what, why))
+
+    # The end
+
+    def _confirm(self, best: Seen) -> tuple[Seen, bool]:
+        """The best with all its layers; where those say that it does not fit, the next best."""
+        for s in sorted((s for s in self.seen if s.plan["fits"]), key=self._rank):
+            self.tell(f"all layers of {words(s.added, s.micro)}")
+            seen = recall(
+                s.recipe, vocabulary=self.space.vocabulary, device=self.space.device, world=self.space.world, how="whole"
+            )
+            plan = describe(s.recipe, seen, device=self.space.device, rates=self.rates, rows=None, in_use=self.in_use)
+            confirmed = replace(s, plan=plan)
+            self.seen[self.seen.index(s)] = confirmed
+            if plan["fits"]:
+                return confirmed, True
+            self._reject(words(s.added, s.micro), f"{too_large(plan)}, with all its layers")
+        return best, False
+
+    def _others(self, best: Seen) -> list[Seen]:
+        """The best of each other set of techniques that fits, of those that were looked at."""
+        groups: dict[frozenset[str], Seen] = {}
+        for s in sorted((s for s in self.seen if s.plan["fits"]), key=self._rank):
+            if s.names != best.names:
+                groups.setdefault(s.names, s)
+        return list(groups.values())
+
+    def _say_why_slower(self, found: Found) -> None:
+        for s in found.seen:
+            if s.plan["fits"] and s is not found.best and found.best.plan["fits"]:
+                share = s.plan["tokens_per_second"] / found.best.plan["tokens_per_second"] - 1
+                self._reject(words(s.added, s.micro), f"fits in {s.plan['peak_gib']:.1f} GiB, {share:+.0%} tokens a second")
+
+
+def too_large(plan: Mapping[str, Any]) -> str:
+    """Why a plan does not fit, with what fills the most."""
+    most = sorted(plan["memory"].items(), key=lambda item: -item[1])[:2]
+    return f"needs {plan['peak_gib']:.1f} GiB of {plan['available_gib']:.1f}: " + ", ".join(
+        f"{category} {size:.1f}" for category, size in most
+    )

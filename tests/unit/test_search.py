@@ -1,0 +1,151 @@
+"""The search: what it finds is what planning each candidate finds, what was fixed stays, and nothing is traded without leave."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from preheat.errors import RecipeError
+from preheat.hardware.catalogue import Accelerator, accelerator, stated
+from preheat.planning import recall as recalling
+from preheat.planning.candidates import Space, worst
+from preheat.planning.explain import explain, figures
+from preheat.planning.plan import plan
+from preheat.planning.roofline import Roofline
+from preheat.planning.search import search
+from preheat.recipe import Recipe, override, parse
+from preheat.training.asked import asked
+
+
+def small(techniques: str = "{}", rows: int = 8) -> Recipe:
+    return parse(
+        "model: {layers: 2, width: 256, heads: 4, kv_heads: 2, vocabulary: 2048}\n"
+        f"batch: {{size: {rows}, length: 512}}\nstop: {{steps: 1}}\ntechniques: {techniques}"
+    )
+
+
+def gpu(mib: float) -> Roofline:
+    return Roofline(stated(f"name=small,memory={mib}MiB,bandwidth=1000,bf16=100,fp32=20,link=100"))
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PREHEAT_CACHE", str(tmp_path_factory.getbasetemp() / "search"))
+
+
+def found(recipe: Recipe, mib: float, allow: Any = "exact", world: int = 1, **how: Any) -> Any:
+    rates = gpu(mib)
+    return search(Space(recipe, None, rates.as_device, world, allow), rates=rates, seconds=1, confirm=False, **how)
+
+
+def test_less_memory_costs_speed_and_the_verdict_is_that_of_a_plan() -> None:
+    wide, tight = found(small(), 8192), found(small(), 650)
+    assert wide.best.plan["fits"]
+    assert tight.best.plan["fits"]
+    assert tight.best.plan["peak_gib"] <= 650 / 1024
+    assert tight.best.plan["tokens_per_second"] <= wide.best.plan["tokens_per_second"]
+    again = plan(tight.best.recipe, vocabulary=None, device=gpu(650).as_device, rates=gpu(650))
+    assert tight.best.plan["peak_gib"] == pytest.approx(again["peak_gib"], rel=0.01)
+
+
+def test_nothing_is_traded_without_leave_and_what_is_stated_stays() -> None:
+    exact = found(small("{lora: {rank: 4}}"), 8192)
+    rounded = found(small("{lora: {rank: 4}}"), 8192, "rounding")
+    assert exact.best.trades == worst(exact.best.added) == "exact"
+    assert rounded.best.trades == "rounding"
+    assert rounded.best.plan["tokens_per_second"] > exact.best.plan["tokens_per_second"]
+    for made in (exact, rounded):
+        assert made.best.recipe.techniques["lora"].rank == 4
+        assert made.best.plan["tokens_per_step"] == 8 * 512
+
+
+def test_where_nothing_fits_it_says_what_is_least() -> None:
+    made = found(small(), 520)
+    assert not made.best.plan["fits"]
+    assert any("needs" in why and "GiB" in why for _, why in made.rejected)
+    assert not made.others
+
+
+def test_devices_share_out_what_one_cannot_hold() -> None:
+    wide = override(small(rows=4), "model.width=1024", "batch.length=64")  # 29M parameters, 16 bytes each
+    one, four = found(wide, 960), found(wide, 960, world=4)
+    assert not one.best.plan["fits"]
+    assert four.best.plan["fits"]
+    assert math.prod(Space(four.best.recipe, None, gpu(960).as_device, 4).sizes_of(four.best.recipe).values()) == 4
+
+
+def test_a_search_is_told_in_words_and_figures() -> None:
+    made = found(small(), 650)
+    told = explain(made, devices=1, price=2.0)
+    keys = {
+        "fits",
+        "peak_gib",
+        "memory",
+        "seconds_per_step",
+        "tokens_per_second",
+        "mfu",
+        "cost",
+        "recipe",
+        "alternatives",
+        "rejected",
+    }
+    assert keys <= told.keys()
+    assert told["cost"]["million_tokens"] == pytest.approx(2 / 3600 / told["tokens_per_second"] * 1e6)
+    rates = gpu(650)
+    seen = recalling.recall(made.best.recipe, vocabulary=None, device=rates.as_device, world=1, how="whole", logged=True)
+    drawn = figures(made, seen, rates)
+    most = max(size for _, size in drawn["timeline"]["bytes"])
+    assert most == pytest.approx(max(size for phase, size in seen.peak.items() if phase != "evaluation") / 2**30)
+    assert all(0 < point["flops"] <= drawn["roofline"]["peak"] for point in drawn["roofline"]["points"])
+
+
+def test_what_was_observed_is_recalled_from_disk_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    how: dict[str, Any] = {"vocabulary": None, "device": gpu(8192).as_device, "world": 1, "how": "whole"}
+    first = recalling.recall(small(), **how)
+    recalling._known.clear()
+    monkeypatch.setitem(recalling._LOOKS, "whole", lambda *_, **__: pytest.fail("looked at again"))
+    second = recalling.recall(small(), **how)
+    assert (first.peak, first.kernels, first.at, first.held) == (second.peak, second.kernels, second.at, second.held)
+
+
+def test_a_device_is_stated_in_its_data_sheets_units() -> None:
+    made = stated("name=X,memory=24GiB,bandwidth=1008,bf16=165")
+    assert (made.name, made.memory, made.bandwidth, made.bf16) == ("X", 24 * 2**30, 1008e9, 165e12)
+    assert isinstance(accelerator("H100"), Accelerator)
+    for text, words in (
+        ("memory=24", "amount of memory"),
+        ("bf16=1", "needs memory and bandwidth"),
+        ("flops=1", "did you mean|known"),
+    ):
+        with pytest.raises(RecipeError, match=words):
+            stated(text)
+
+
+def test_a_question_is_a_recipe_or_a_model(tmp_path: Path) -> None:
+    named = asked("Qwen/Qwen3-8B", method="qlora", batch_tokens=65536, length=4096)
+    assert (named.recipe.model.preset, named.checkpoint, named.given) == ("qwen3-8b", "Qwen/Qwen3-8B", False)
+    assert (named.recipe.batch.size, named.recipe.batch.length) == (16, 4096)
+    assert set(named.recipe.techniques) == {"lora", "nf4"}
+    assert asked("demo").given
+    assert asked("15M").recipe.model.size == "15M"
+    assert asked(None, ["model.size=15M"]).recipe.model.size == "15M"
+    for what, how, words in (
+        ("qwen3-8b", {"batch_tokens": 1000}, "no multiple of rows of 2,048"),
+        ("qwen3-8b", {"batch_tokens": 0}, "no multiple"),
+        (str(tmp_path), {}, "without a config.json"),
+    ):
+        with pytest.raises(RecipeError, match=words):
+            asked(what, **how)  # type: ignore[arg-type]
+
+
+def test_a_configuration_that_lacks_a_size_is_refused(tmp_path: Path) -> None:
+    from preheat.models import adapter
+
+    (tmp_path / "config.json").write_text(
+        '{"model_type": "llama", "hidden_size": 64, "num_attention_heads": 2, "vocab_size": 128}'
+    )
+    with pytest.raises(RecipeError, match="does not say num_hidden_layers"):
+        adapter.configure(asked(str(tmp_path)).recipe)
