@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from preheat.errors import RunError
+from preheat.hardware.exhaustion import is_exhaustion, require_room
 from preheat.recipe import Recipe
 from preheat.technique import Build, Device
 
@@ -37,11 +38,15 @@ __all__ = [
     "beside_steps",
     "everywhere",
     "find",
+    "host_generators",
     "load",
     "load_weights",
     "read_progress",
+    "restore_host_generators",
+    "restore_torch_generators",
     "save",
     "take",
+    "torch_generators",
     "write",
 ]
 
@@ -86,13 +91,11 @@ def _tensors(build: Build, rank: int | None = None) -> dict[str, Any]:
         for index, part in enumerate(build.parts[role]):
             found |= {f"{role}.{index}.{name}": p.detach() for name, p in part.named_parameters()}
     rank = build.mesh.rank if rank is None else rank
-    found[f"generator.cpu.{rank}"] = torch.get_rng_state()
-    if build.torch_device.type == "cuda":
-        found[f"generator.cuda.{rank}"] = torch.cuda.get_rng_state()
-    return found
+    return found | torch_generators(build, rank)
 
 
 _FILE_BYTES = 64 << 20
+_COPIES = 3  # of a file while it is put together: its bytes, safetensors' buffer (which ends the process where it cannot be had), Python's
 
 
 def _files(sizes: dict[str, int]) -> dict[str, int]:
@@ -127,7 +130,26 @@ def everywhere(build: Build, value: Any, group: Any = None) -> list[Any]:
     return found
 
 
-def _host_generators() -> dict[str, Any]:
+def torch_generators(build: Build, rank: int) -> dict[str, Any]:
+    """torch's random generators by name: what they are at, as tensors."""
+    import torch
+
+    found = {f"generator.cpu.{rank}": torch.get_rng_state()}
+    if build.torch_device.type == "cuda":
+        found[f"generator.cuda.{rank}"] = torch.cuda.get_rng_state()
+    return found
+
+
+def restore_torch_generators(kept: dict[str, Any], rank: int) -> None:
+    """Puts torch's generators where they were."""
+    import torch
+
+    torch.set_rng_state(kept[f"generator.cpu.{rank}"])
+    if f"generator.cuda.{rank}" in kept:
+        torch.cuda.set_rng_state(kept[f"generator.cuda.{rank}"])
+
+
+def host_generators() -> dict[str, Any]:
     import numpy
 
     version, words, gauss = random.getstate()
@@ -135,7 +157,7 @@ def _host_generators() -> dict[str, Any]:
     return {"python": [version, list(words), gauss], "numpy": [kind, keys.tolist(), position, has_gauss, cached]}  # type: ignore[union-attr]
 
 
-def _restore_host_generators(kept: dict[str, Any]) -> None:
+def restore_host_generators(kept: dict[str, Any]) -> None:
     import numpy
 
     version, words, gauss = kept["python"]
@@ -203,7 +225,7 @@ def take(build: Build, progress: Progress, *, copied: bool) -> Taken:
         "slots": build.slots(),
         "kernels": {name: [c.kernel for c in changes] for name, changes in build.changes.items()},
     }
-    return Taken(progress.step, tensors, json.dumps(state), _host_generators())
+    return Taken(progress.step, tensors, json.dumps(state), host_generators())
 
 
 def save(build: Build, progress: Progress, folder: Path, *, keep: int) -> Path:
@@ -211,6 +233,7 @@ def save(build: Build, progress: Progress, folder: Path, *, keep: int) -> Path:
 
     Raises:
         RunError: it cannot be written (a full disk, say); what was there before stays whole.
+        MemoryError: there is no memory to write it with; the same holds.
     """
     with _one_process():
         return write(build, take(build, progress, copied=False), folder, keep=keep)
@@ -234,7 +257,9 @@ def write(build: Build, taken: Taken, folder: Path, *, keep: int, group: Any = N
         # Every process knows of all tensors, also of those that stand on others alone (and waits here for the folder).
         own = {name: t.nbytes for name, t in taken.tensors.items()}
         sizes = {name: bytes for part in everywhere(build, own, group) for name, bytes in part.items()}
-        writer = dcp.HuggingFaceStorageWriter(str(beside), fqn_to_index_mapping=_files(sizes), save_distributed=many)
+        numbers = _files(sizes)
+        require_room(_COPIES * max(sum(n for name, n in own.items() if numbers[name] == file) for file in numbers.values()))
+        writer = dcp.HuggingFaceStorageWriter(str(beside), fqn_to_index_mapping=numbers, save_distributed=many)
         dcp.save(taken.tensors, storage_writer=writer, process_group=group, no_dist=not many)
         generators = everywhere(build, taken.generators, group)
         mine = beside.glob(f"shard-{build.mesh.rank + 1:05d}-*" if many else "*")
@@ -254,8 +279,11 @@ def write(build: Build, taken: Taken, folder: Path, *, keep: int, group: Any = N
             beside.rename(final)
             _sync(folder)
         everywhere(build, None, group)  # nobody goes on before it stands
-    except (OSError, RuntimeError, dcp.CheckpointException) as error:  # type: ignore[attr-defined]
+    except (OSError, RuntimeError, MemoryError, dcp.CheckpointException) as error:  # type: ignore[attr-defined]
         shutil.rmtree(beside, ignore_errors=True)
+        whose = [one for one, _ in error.failures.values()] if isinstance(error, dcp.CheckpointException) else [error]  # type: ignore[attr-defined]
+        if any(map(is_exhaustion, whose)):
+            raise MemoryError(f"{final}: no memory to write it with: {whose[0]}") from None
         if not isinstance(error, OSError) and "No space left" not in str(error) and "write" not in str(error).lower():
             raise
         reason = "no space left on the device" if "space left" in str(error) else str(error).splitlines()[0]
@@ -334,7 +362,6 @@ def read_progress(path: Path) -> Progress:
 
 def load(build: Build, path: Path) -> Progress:
     """Puts a whole checkpoint into a build, in place, and returns where it stands."""
-    import torch
     import torch.distributed.checkpoint as dcp
 
     state = _state(path)
@@ -343,10 +370,8 @@ def load(build: Build, path: Path) -> Progress:
     tensors = _tensors(build, rank)
     with _one_process():
         dcp.load(tensors, storage_reader=dcp.HuggingFaceStorageReader(str(path)), no_dist=build.mesh.world == 1)
-    torch.set_rng_state(tensors[f"generator.cpu.{rank}"])
-    if f"generator.cuda.{rank}" in tensors:
-        torch.cuda.set_rng_state(tensors[f"generator.cuda.{rank}"])
-    _restore_host_generators(state["generators"][rank])
+    restore_torch_generators(tensors, rank)
+    restore_host_generators(state["generators"][rank])
     for name, kept in state["build"].items():
         build.state[name].load_state_dict(kept)
     build.step = state["step"]

@@ -80,6 +80,9 @@ class Technique(ABC):
     needs: ClassVar[frozenset[Tag]] = frozenset()
     conflicts: ClassVar[frozenset[Tag]] = frozenset()
     roles: ClassVar[frozenset[str]] = frozenset({"trained"})
+    relieves: ClassVar[bool] = False
+    """Whether a run that is out of memory may add it, with any of its `options`: the same weights, data and loss in less memory. A run may
+    be resumed with it, without it or with other settings of it."""
 
     def owned(self) -> frozenset[Slot]:
         """The slots of `owns` that these settings take."""
@@ -130,7 +133,7 @@ class Technique(ABC):
         """Acts on one part of the build: a few lines that call the plain functions of the module."""
 
     def options(self, context: Context) -> Iterable[Technique]:
-        """Settings worth searching."""
+        """Settings worth searching; where it `relieves`, mildest first."""
         return [self]
 
     def rungs(self, context: Context) -> Iterable[Technique]:

@@ -52,6 +52,7 @@ def offload_activations(layers: Iterable[nn.Module], *, stay: int = 1, least: in
 class ActivationOffload(Technique):
     stage: ClassVar[Stage] = Stage.CHECKPOINT
     numerics: ClassVar[Any] = "exact"
+    relieves: ClassVar[bool] = True
 
     stay: Annotated[int, Bound(1)] = 1
     """Last layers whose activations stay on the device: the backward pass begins with them."""
