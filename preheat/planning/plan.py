@@ -17,13 +17,18 @@ from preheat.planning.predict import step_seconds
 from preheat.recipe import Recipe
 from preheat.technique import Device, Tag, Technique
 
-__all__ = ["describe", "plan", "settled"]
+__all__ = ["base_bytes", "describe", "plan", "settled"]
 
 GIB = 2**30
 
 
 _CPU_BASE = 64 * 2**20  # stacks and scratch of the threads, oneDNN's kernels, autograd's objects; measured
 _CUDA_BASE = round(0.5 * GIB)  # context and cuBLAS workspaces, as commonly reported; not yet measured here
+
+
+def base_bytes(kind: str) -> int:
+    """What a plan counts for a process on a kind of device beside its tensors and what their allocator keeps."""
+    return _CUDA_BASE if kind == "cuda" else _CPU_BASE
 
 
 def _overhead(observation: Observation, heap: HeapUse | None) -> int:

@@ -27,6 +27,7 @@ from preheat.errors import RunError
 from preheat.hardware.exhaustion import asked_bytes, failing_in_time, held_bytes, is_exhaustion
 from preheat.hardware.probe import give_back, reset_peak
 from preheat.ops.sharded import local
+from preheat.planning.plan import base_bytes
 from preheat.recipe import Recipe
 from preheat.technique import Build, Stage, Tag
 from preheat.training.rungs import LAST, SAVING, Failure, decide, leave_word, pending, recorded
@@ -105,7 +106,8 @@ class Recovery:
             return None
         session, kind = self.session, self.session.device.kind
         asked, held = asked_bytes(str(error)), held_bytes(kind) - session.claimed
-        room = None if asked is None else min(held + asked, session.device.memory - session.imports)
+        # In the terms of a plan: what tensors and their allocator may hold, and what the plan counts beside them.
+        room = None if asked is None else min(held + asked + base_bytes(kind), session.device.memory - session.imports)
         return Failure(
             where=self.standing.doing,
             step=session.progress.step,

@@ -149,10 +149,14 @@ def decide(recipe: Recipe, failure: Failure, planner: Planner) -> tuple[Ladder |
         return ladder, ladder.rungs[0]
     lowest, present = ladder.lowest, ladder.present
     limit = min(present.need, room or present.need, present.plan["available_gib"])
-    least = f"the least that a rung needs is {lowest.need:.2f} GiB ({lowest.words})" if lowest.set else "it has no rung"
+    least = f"The least that a rung needs is {lowest.need:.2f} GiB ({lowest.words})" if lowest.set else "It has no rung"
     fits = shorter(lowest.recipe, planner, room=limit, of=recipe)
-    way = f"with {fits.words} it would need {fits.need:.2f} GiB" if fits else "shorter rows would not do: use a smaller model"
+    way = (
+        f"another run with {fits.words} would need {fits.need:.2f} GiB"
+        if fits
+        else "no shorter rows would do, only a smaller model"
+    )
     raise RunError(
-        f"out of memory in step {failure.step + 1}, {failure.where}: by the plan it needs {present.need:.2f} GiB, and there are {limit:.2f}; {least}. "
-        f"Another run {way}, or go on with --resume where there is more memory"
+        f"out of memory in step {failure.step + 1}, {failure.where}: the plan says {present.need:.2f} GiB, and there are {limit:.2f}. "
+        f"{least}; {way}. Or go on with --resume where there is more memory"
     )
