@@ -26,13 +26,15 @@ TECHNIQUES = ("gradient_accumulation", "mixed_precision", "zero", "efficient_att
 PRECISIONS = ("fp32", "bf16", "fp16", "bf16_weights", "bf16_master", "fp16_master", "fp8")
 MEMORY = 16 * GIB
 """The most that a trial uses."""
+ACCUMULATED = (4, 2)
+"""Micro-batches of a step where none are wished for, the first that can be run."""
 PROCESSES = 2
 """Processes that ZeRO shares out among."""
 STARTUP = 9.0
 """Seconds that a contender's process may take before its first step."""
 LEAST = 12.0
 """Seconds of steps that are taken in any case, however long everything before them took."""
-LIMIT = {False: 180.0, True: 140.0}
+LIMIT = {False: 240.0, True: 140.0}
 """Seconds that a trial may take, alone and with --benchmark: below what is promised (300 and 180), as plans err."""
 
 
@@ -64,7 +66,8 @@ class Wish:
 
     Attributes:
         batch_size: rows of a micro-batch; None: by the model's size and `seq_len`.
-        accumulation_steps: micro-batches that make one step of gradient_accumulation and integration.
+        accumulation_steps: micro-batches that make one step of gradient_accumulation and integration; None: 4, or 2 where the whole batch of 4
+            does not fit or takes too long.
         precision: of mixed_precision and integration: one of PRECISIONS.
         zero_stage, cpu_offload: of zero.
         benchmark: all techniques, alone and together.
@@ -73,12 +76,16 @@ class Wish:
     technique: str
     model_size: str = "tiny"
     batch_size: int | None = None
-    accumulation_steps: int = 4
+    accumulation_steps: int | None = None
     precision: str = "bf16"
     zero_stage: int = 1
     cpu_offload: bool = False
     seq_len: int = 256
     benchmark: bool = False
+
+    @property
+    def micro_batches(self) -> int:
+        return self.accumulation_steps or ACCUMULATED[0]
 
     @property
     def rows(self) -> int:
@@ -113,7 +120,7 @@ def _techniques(wish: Wish, name: str) -> dict[str, Technique]:
     """What a technique of the command stands for in a recipe."""
     known = registry()
     if name == "gradient_accumulation":
-        return {name: known[name](steps=wish.accumulation_steps)}  # type: ignore[call-arg]
+        return {name: known[name](steps=wish.micro_batches)}  # type: ignore[call-arg]
     if name == "mixed_precision" and wish.precision == "fp8":
         return {name: known[name](), "fp8": known["fp8"]()}
     if name == "mixed_precision":
@@ -121,7 +128,7 @@ def _techniques(wish: Wish, name: str) -> dict[str, Technique]:
     if name == "efficient_attention":
         return {name: known[name]()}
     assert name == "integration", name
-    parts = ["mixed_precision", "efficient_attention"] + (["gradient_accumulation"] if wish.accumulation_steps > 1 else [])
+    parts = ["mixed_precision", "efficient_attention"] + (["gradient_accumulation"] if wish.micro_batches > 1 else [])
     return {k: t for part in parts for k, t in _techniques(wish, part).items()}
 
 
@@ -130,8 +137,8 @@ def _group(wish: Wish) -> _Group | None:
     if wish.technique == "zero" and not wish.benchmark:
         return None
     accumulates = wish.benchmark or wish.technique in ("gradient_accumulation", "integration")
-    whole = _recipe(wish, wish.rows * (wish.accumulation_steps if accumulates else 1))
-    names = [n for n in TECHNIQUES if n != "zero" and not (n == "gradient_accumulation" and wish.accumulation_steps < 2)]
+    whole = _recipe(wish, wish.rows * (wish.micro_batches if accumulates else 1))
+    names = [n for n in TECHNIQUES if n != "zero" and not (n == "gradient_accumulation" and wish.micro_batches < 2)]
     chosen = names if wish.benchmark else [wish.technique]
     return _Group(
         [
@@ -164,7 +171,7 @@ def trial(wish: Wish, say: Callable[[str], None] = lambda words: None) -> dict[s
     ):
         if value not in known:
             raise RecipeError(f"{key}: {value!r} is not known; use {', '.join(map(str, known))}")
-    if wish.technique == "gradient_accumulation" and wish.accumulation_steps < 2:
+    if wish.technique == "gradient_accumulation" and (wish.accumulation_steps or 2) < 2:
         raise RecipeError(f"--accumulation-steps {wish.accumulation_steps}: there is nothing to accumulate; use 2 or more")
     say("reading data")
     plain = _recipe(wish, wish.rows)
@@ -172,12 +179,18 @@ def trial(wish: Wish, say: Callable[[str], None] = lambda words: None) -> dict[s
     rows: list[dict[str, Any]] = []
     steps = 0
     zero = wish.benchmark or wish.technique == "zero"
-    group = _group(wish)
-    if group is not None:
+    kept = 2 * STARTUP + LEAST if zero else 0.0
+    for accumulated in ACCUMULATED if wish.accumulation_steps is None else (wish.accumulation_steps,):
+        wish = dataclasses.replace(wish, accumulation_steps=accumulated)
+        group = _group(wish)
+        if group is None:
+            break
         say("planning")
         _plan(group)
-        kept = 2 * STARTUP + LEAST if zero else 0.0
         steps = _steps(group, limit - (time.monotonic() - begun) - kept)
+        if not group.contenders[0].failed:
+            break
+    if group is not None:
         rows += _run(group, steps, begun + limit - kept, say)
     if zero:
         from preheat.bench.shared import with_and_without_zero

@@ -32,14 +32,14 @@ def try_(
         typer.Option("--batch-size", "--batch_size", min=1, help="Rows of a micro-batch; by size and length when not given."),
     ] = None,
     accumulation_steps: Annotated[
-        int,
+        int | None,
         typer.Option(
             "--accumulation-steps",
             "--accumulation_steps",
             min=1,
-            help="Micro-batches in a step of gradient_accumulation and integration.",
+            help="Micro-batches in a step of gradient_accumulation and integration; 4, or 2 where 4 are too many, when not given.",
         ),
-    ] = 4,
+    ] = None,
     precision: Annotated[
         str, typer.Option("--precision", help="fp32, bf16, fp16, bf16_weights, bf16_master, fp16_master or fp8.")
     ] = "bf16",

@@ -33,6 +33,8 @@ class Accelerator:
         achieved_bf16, achieved_fp8: the best rate measured over many shapes of matrix product, FLOP/s.
         link: to its neighbours in the host (MI300X and its kin: to each of them), one direction, bytes a second.
         network: its share of the usual host's network to others, one direction, bytes a second.
+        units: processors that share out the tiles of a matrix product (SMs, CUs).
+        generation: of its design; what was measured of one device holds roughly for its kin.
     """
 
     name: str
@@ -46,7 +48,17 @@ class Accelerator:
     achieved_fp8: float | None
     link: float | None
     network: float | None
+    units: int | None = None
+    generation: str = "other"
 
+    @property
+    def sustained(self) -> float:
+        """Share of the best measured matrix rate that products within a training step keep: clocks fall with power."""
+        return _SUSTAINED.get(self.generation, 0.75)
+
+
+# Fitted to published training speeds of half the sources (benchmarks/results/published.md names them); the other half is what they are judged on.
+_SUSTAINED = {"ampere": 0.92, "ada": 0.85, "hopper": 0.72, "blackwell": 0.55, "cdna": 0.7}
 
 # Memory, bandwidth, bf16, fp8 and link of the data-centre devices: the accelerator and network chapters of stas00/ml-engineering, but for
 # A100-40GB and A800 (vendor's data sheets), H100-96GB (torchtitan's benchmarks) and V100 (bigscience, gpt2.md).
@@ -55,44 +67,44 @@ class Accelerator:
 # 200 to 1600 Gbit/s a host, so none is given.
 # Achieved: the "maximum achievable matmul FLOPS" finder of stas00/ml-engineering: A100 torch 2.6, A100-PCIe 2.5.1, H100 to B200 2.7 (H200's
 # bf16 is stated to be H100's), B300 2.9.1, GB200 2.10, MI300X 2.5.1, MI355X 2.8.
-# fp32: vendors' data sheets. fp16 is bf16's rate on all that have both. T4 and V100 have no bf16 matrix unit.
+# fp32, units: vendors' data sheets. fp16 is bf16's rate on all that have both. T4 and V100 have no bf16 matrix unit.
 # The memory of 141, 180, 186 ... is what the vendors print as GB; tools show about as many GiB.
 _TABLE = """
-name                  GiB   GB/s   bf16  fp16  fp32   fp8   bf16-achieved fp8-achieved link    network  # TFLOP/s, GB/s
-A100-80GB             80    2039   312   312   19.5   -     271.2         -            300     -
-A100-40GB             40    1555   312   312   19.5   -     -             -            300     -
-A100-PCIe-80GB        80    1940   312   312   19.5   -     252.9         -            31      -
-A800-80GB             80    2039   312   312   19.5   -     -             -            200     -        # A100 for export
-H100                  80    3350   989   989   67     1979  794.5         1402.6       450     50
-H100-SXM-96GB         96    2400   989   989   67     1979  -             -            450     50       # HBM2e, 500 W
-H100-PCIe             80    2000   756   756   51     1513  -             -            63      -
-H200                  141   4800   989   989   67     1979  794.5         1453.4       450     50
-GH200-SXM             141   4800   989   989   67     1979  828.6         1535.0       450     -        # the 96 GB one has 4.0 TB/s
-B200                  180   8000   2250  2250  75     4500  1745.0        3432.5       900     50
-B300                  288   8000   2250  2250  75     4500  1769.0        3353.3       900     100
-GB200                 186   8000   2500  2500  80     5000  1822.0        3615.6       900     -
-GB300                 288   8000   2500  2500  80     5000  -             -            900     -
-L40S                  48    864    362   362   91.6   733   -             -            31      -
-A10G-24GB             24    600    70    70    31.2   -     -             -            31      -
-A6000-48GB            48    768    155   155   38.7   -     -             -            56      -
-A6000-Ada-48GB        48    960    364   364   91.1   728   -             -            31      -
-A5000-24GB            24    768    111   111   27.8   -     -             -            56      -
-RTX-3090              24    936    71    71    35.6   -     -             -            56      -
-RTX-4090              24    1008   165   165   82.6   330   -             -            31      -
-RTX-4070Ti-SUPER      16    672    88    88    44.1   176   -             -            31      -
-T4                    16    320    -     65    8.1    -     -             -            16      -
-V100-32GB             32    900    -     125   15.7   -     -             -            150     -        # 30 to 60 TFLOP/s in training
-MI250X                128   3280   383   383   47.9   -     -             -            50      -
-MI300X                192   5300   1307  1307  163.4  2610  668.4         -            64      -        # link: to each peer
-MI325X                256   6000   1300  1300  163.4  2610  784.9         -            64      -
-MI355X                288   8000   2500  2500  157.3  5000  1565.0        -            76.5    -
-Gaudi2                96    2460   432   432   -      865   418.7         826.5        300     -
-Gaudi3                128   3700   1677  1677  -      1677  1243.0        1289.5       600     -
-TPU-v4                32    1200   275   -     -      -     -             -            -       -
-TPU-v5p               95    2760   459   -     -      -     -             -            -       -
-TPU-v5e               16    820    197   -     -      -     -             -            -       -
-TPU-v6e               -     -      918   -     -      918   -             -            -       -
-Trainium2             96    2900   667   667   181    1299  -             -            640     -
+name                  GiB   GB/s   bf16  fp16  fp32   fp8   bf16-achieved fp8-achieved link    network units generation  # TFLOP/s, GB/s
+A100-80GB             80    2039   312   312   19.5   -     271.2         -            300     -               108   ampere
+A100-40GB             40    1555   312   312   19.5   -     -             -            300     -               108   ampere
+A100-PCIe-80GB        80    1940   312   312   19.5   -     252.9         -            31      -               108   ampere
+A800-80GB             80    2039   312   312   19.5   -     -             -            200     -               108   ampere  # A100 for export
+H100                  80    3350   989   989   67     1979  794.5         1402.6       450     50              132   hopper
+H100-SXM-96GB         96    2400   989   989   67     1979  -             -            450     50              132   hopper  # HBM2e, 500 W
+H100-PCIe             80    2000   756   756   51     1513  -             -            63      -               114   hopper
+H200                  141   4800   989   989   67     1979  794.5         1453.4       450     50              132   hopper
+GH200-SXM             141   4800   989   989   67     1979  828.6         1535.0       450     -               132   hopper  # the 96 GB one has 4.0 TB/s
+B200                  180   8000   2250  2250  75     4500  1745.0        3432.5       900     50              148   blackwell
+B300                  288   8000   2250  2250  75     4500  1769.0        3353.3       900     100             148   blackwell
+GB200                 186   8000   2500  2500  80     5000  1822.0        3615.6       900     -               148   blackwell
+GB300                 288   8000   2500  2500  80     5000  -             -            900     -               148   blackwell
+L40S                  48    864    362   362   91.6   733   -             -            31      -               142   ada
+A10G-24GB             24    600    70    70    31.2   -     -             -            31      -               72    ampere
+A6000-48GB            48    768    155   155   38.7   -     -             -            56      -               84    ampere
+A6000-Ada-48GB        48    960    364   364   91.1   728   -             -            31      -               142   ada
+A5000-24GB            24    768    111   111   27.8   -     -             -            56      -               64    ampere
+RTX-3090              24    936    71    71    35.6   -     -             -            56      -               82    ampere
+RTX-4090              24    1008   165   165   82.6   330   -             -            31      -               128   ada
+RTX-4070Ti-SUPER      16    672    88    88    44.1   176   -             -            31      -               66    ada
+T4                    16    320    -     65    8.1    -     -             -            16      -               40    turing
+V100-32GB             32    900    -     125   15.7   -     -             -            150     -               80    volta  # 30 to 60 TFLOP/s in training
+MI250X                128   3280   383   383   47.9   -     -             -            50      -               220   cdna
+MI300X                192   5300   1307  1307  163.4  2610  668.4         -            64      -               304   cdna  # link: to each peer
+MI325X                256   6000   1300  1300  163.4  2610  784.9         -            64      -               304   cdna
+MI355X                288   8000   2500  2500  157.3  5000  1565.0        -            76.5    -               256   cdna
+Gaudi2                96    2460   432   432   -      865   418.7         826.5        300     -               -     other
+Gaudi3                128   3700   1677  1677  -      1677  1243.0        1289.5       600     -               -     other
+TPU-v4                32    1200   275   -     -      -     -             -            -       -               -     other
+TPU-v5p               95    2760   459   -     -      -     -             -            -       -               -     other
+TPU-v5e               16    820    197   -     -      -     -             -            -       -               -     other
+TPU-v6e               -     -      918   -     -      918   -             -            -       -               -     other
+Trainium2             96    2900   667   667   181    1299  -             -            640     -               -     other
 """
 
 # What people and drivers say for a row above, without the words that `_key` drops.
@@ -136,7 +148,7 @@ def _number(cell: str, unit: float) -> float | None:
 def _rows() -> dict[str, Accelerator]:
     found = {}
     for line in _TABLE.strip().splitlines()[1:]:
-        name, memory, bandwidth, bf16, fp16, fp32, fp8, achieved_bf16, achieved_fp8, link, network = line.partition("#")[
+        name, memory, bandwidth, bf16, fp16, fp32, fp8, achieved_bf16, achieved_fp8, link, network, *more = line.partition("#")[
             0
         ].split()
         found[name] = Accelerator(
@@ -151,6 +163,8 @@ def _rows() -> dict[str, Accelerator]:
             achieved_fp8=_number(achieved_fp8, 1e12),
             link=_number(link, 1e9),
             network=_number(network, 1e9),
+            units=None if more[0] == "-" else int(more[0]),
+            generation=more[1],
         )
     return found
 

@@ -122,13 +122,24 @@ def quantize(value: Tensor, *, double: bool = True) -> Packed:
 def dequantize(packed: Packed, shape: tuple[int, ...], dtype: torch.dtype, look: Tables) -> Tensor:
     """The weight that NF4 stands for, of `shape`; multiplied in fp32 and then rounded to `dtype`."""
     scale = packed.scales.view(torch.float32) if packed.ranges is None else _scales(packed.scales, packed.ranges, look)
-    codes = packed.codes.view(-1, BLOCK // 2)
+    return _values(packed.codes, scale, look.pairs, dtype)[: prod(shape)].view(shape)
+
+
+# One operator, so that a dry run of a large model does not walk through its chunks one by one.
+@torch.library.custom_op("preheat::nf4_values", mutates_args=())
+def _values(codes: Tensor, scale: Tensor, pairs: Tensor, dtype: torch.dtype) -> Tensor:
+    codes = codes.view(-1, BLOCK // 2)
     out = torch.empty(codes.shape[0], BLOCK, dtype=dtype, device=codes.device)
     for start in range(0, codes.shape[0], _CHUNK):
         rows = slice(start, start + _CHUNK)
-        values = F.embedding(codes[rows].int(), look.pairs).view(-1, BLOCK)
+        values = F.embedding(codes[rows].int(), pairs).view(-1, BLOCK)
         out[rows] = values.mul_(scale[rows, None])
-    return out.view(-1)[: prod(shape)].view(shape)
+    return out.view(-1)
+
+
+@_values.register_fake
+def _(codes: Tensor, scale: Tensor, pairs: Tensor, dtype: torch.dtype) -> Tensor:
+    return codes.new_empty(codes.numel() * 2, dtype=dtype)
 
 
 def _scales(small: Tensor, ranges: Tensor, look: Tables) -> Tensor:

@@ -12,11 +12,15 @@ a process holds more than is alive, and its pages stay resident once touched.
 from __future__ import annotations
 
 import random
-from bisect import bisect_left, insort
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-__all__ = ["Heap", "HeapUse", "replay"]
+from preheat.planning.caching import replay_caching
+from preheat.planning.holes import Holes
+from preheat.planning.recorder import Phase
+from preheat.technique import Device
+
+__all__ = ["Heap", "HeapUse", "hold", "replay"]
 
 _PAGE = 4096
 _MAPPED = 32 << 20
@@ -37,9 +41,7 @@ class Heap:
         self.end = 0  # of the heap that is in use or free inside; beyond lies the top
         self.touched = 0  # the furthest that `end` has been
         self._where: dict[int, tuple[int, int]] = {}  # block -> (start, size); start -1: mapped
-        self._free: list[tuple[int, int]] = []  # (size, start), sorted: the first that is large enough is the best fit
-        self._starts: dict[int, int] = {}  # start of a free block -> size
-        self._ends: dict[int, int] = {}  # end of a free block -> start
+        self._holes = Holes()
 
     @property
     def resident(self) -> int:
@@ -55,12 +57,11 @@ class Heap:
             self._where[block] = (-1, size)
             return
         used = need if self._draws.random() < _TAKEN else size
-        at = bisect_left(self._free, (need, -1))
-        if at < len(self._free):
-            room, start = self._free[at]
-            self._take(room, start)
+        hole = self._holes.take(need)
+        if hole is not None:
+            start, room = hole
             if room > used:
-                self._give(start + used, room - used)
+                self._holes.give(start + used, room - used)
         else:
             start = self.end
             self.end += used
@@ -73,37 +74,31 @@ class Heap:
         if start < 0:
             self.mapped -= size
             return
-        if start + size in self._starts:  # joins the free block behind it
-            behind = self._starts[start + size]
-            self._take(behind, start + size)
-            size += behind
-        if start in self._ends:  # and the one before it
-            before = self._ends[start]
-            room = self._starts[before]
-            self._take(room, before)
-            start, size = before, room + size
+        start, size = self._holes.give(start, size)
         if start + size == self.end:
             self.end = start
-            return
-        self._give(start, size)
-
-    def _take(self, size: int, start: int) -> None:
-        self._free.pop(bisect_left(self._free, (size, start)))
-        del self._starts[start]
-        del self._ends[start + size]
-
-    def _give(self, start: int, size: int) -> None:
-        insort(self._free, (size, start))
-        self._starts[start] = size
-        self._ends[start + size] = start
+            self._holes.remove(start)
 
 
 @dataclass(frozen=True)
 class HeapUse:
-    """What a process holds at most for its tensors, and what a step has from the system anew; in bytes."""
+    """What a process holds at most for its tensors, and what a step has from the system anew (on a CPU); in bytes."""
 
     peak: int
     fresh: int
+
+
+def hold(log: list[tuple[int, int, Phase]], streams: Mapping[int, str], device: Device) -> HeapUse:
+    """What a process on a device holds for the tensors of a dry run: glibc's heap on a CPU, torch's segments on a GPU.
+
+    Args:
+        log: of the dry run.
+        streams: {block: stream} of those that are made beside the main one.
+    """
+    if device.kind == "cpu":
+        return replay(log)
+    # Segments that expand: near to affine in the number of layers, which those of fixed sizes are not, and 3 to 9 % below them.
+    return HeapUse(replay_caching(log, streams, expandable=True).reserved, 0)
 
 
 def replay(log: Iterable[tuple[int, int, str]]) -> HeapUse:

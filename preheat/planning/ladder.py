@@ -16,6 +16,7 @@ from preheat.errors import RecipeError
 from preheat.hardware.rates import Rates
 from preheat.models import adapter
 from preheat.planning.plan import plan
+from preheat.planning.roofline import Roofline
 from preheat.recipe import Recipe
 from preheat.technique import Device, Technique, conflicts_of, registry
 
@@ -71,7 +72,7 @@ class Planner:
 
     vocabulary: int | None
     device: Device
-    rates: Rates
+    rates: Rates | Roofline
     rows: int | None = None
     in_use: int = 0
     world: int | None = None

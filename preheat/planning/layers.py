@@ -10,15 +10,16 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter, defaultdict
+from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Any
 
 from preheat.models import adapter
-from preheat.planning.allocator import HeapUse, replay
+from preheat.planning.allocator import HeapUse, hold
 from preheat.planning.observe import Observation, observe, peaks
 from preheat.planning.recorder import Kernel
 from preheat.recipe import Recipe
-from preheat.technique import Axis, Device, Tag, Technique
+from preheat.technique import Axis, Device, Technique
 
 __all__ = ["observe_few"]
 
@@ -32,7 +33,8 @@ def observe_few(
     """`observe`, by two models of few layers where that says the same: several devices, many layers, all of them alike.
 
     There is no log then, and what a CPU's heap keeps of freed tensors, which is not affine, is not in `held`: processes that are about to
-    run on CPUs (`world` is given) have all their layers observed. `changes` are left out, since they would be those of the few layers.
+    run on CPUs (`world` is given) have all their layers observed. A GPU's allocator keeps what is affine, roughly.
+    `changes` are left out, since they would be those of the few layers.
 
     Args:
         heap: False where it is not asked for: one device is then observed by few layers too.
@@ -59,7 +61,7 @@ def _few(recipe: Recipe, config: Any) -> tuple[int, int] | None:
     kinds = set(getattr(config.get_text_config(), "layer_types", None) or ())
     if period > 2 or len(kinds) > 1 or "layer_types" in recipe.model.config:
         return None
-    if any(Axis.PIPELINE in t.degrees() or Tag("compiled-layers") in t.provided() or _by_number(t) for t in techniques):
+    if any(Axis.PIPELINE in t.degrees() or _by_number(t) for t in techniques):
         return None
     layers = config.get_text_config().num_hidden_layers
     fewer = FEWEST + (layers - FEWEST) % period
@@ -85,9 +87,12 @@ def _carried_on(one: Observation, two: Observation, times: float, device: Device
     }
     categories = peaks(at)
     peak = {phase: sum(found.values()) for phase, found in categories.items()}
-    held = None
-    if device.kind == "cpu":
-        held = HeapUse(max(peak.values()), on(replay(one.log).fresh, replay(two.log).fresh))
+    fewer, more = (hold(seen.log, seen.streams, device) for seen in (one, two))
+    if device.kind == "cpu":  # what the heap keeps of freed tensors is not affine, and left out
+        held = HeapUse(max(peak.values()), on(fewer.fresh, more.fresh))
+    else:
+        kept = on(*(h.peak - max(_of_training(seen.peak)) for h, seen in ((fewer, one), (more, two))))
+        held = HeapUse(max(_of_training(peak)) + max(kept, 0), 0)
     return Observation(
         peak=peak,
         categories=categories,
@@ -100,7 +105,14 @@ def _carried_on(one: Observation, two: Observation, times: float, device: Device
         slots=one.slots,
         at=at,
         held=held,
+        groups=two.groups,
+        compiled=two.compiled,
+        idle=one.idle,
     )
+
+
+def _of_training(peak: Mapping[str, int]) -> list[int]:
+    return [size for phase, size in peak.items() if phase != "evaluation"]
 
 
 def _kernels(one: Counter[Kernel], two: Counter[Kernel], on: Any) -> Counter[Kernel]:

@@ -22,7 +22,7 @@ from preheat.models.adapter import anatomy
 from preheat.planning.allocator import HeapUse
 from preheat.planning.recorder import Kernel, Phase, Recorder
 from preheat.recipe import Recipe
-from preheat.technique import DATA, Batch, Build, Device, MaskSpec, Shape, Slot
+from preheat.technique import DATA, Axis, Batch, Build, Device, MaskSpec, Shape, Slot, Tag
 from preheat.technique.mesh import pretended
 
 __all__ = ["CATEGORIES", "Kernel", "Observation", "Recorder", "highest", "observe", "peaks"]
@@ -46,6 +46,10 @@ class Observation:
         slots: who owns what; changes: what each technique did.
         at: {(phase, place in the model): {category: bytes}} at each place's peak.
         held: what the log says of a process's heap, where there is no log.
+        streams: {block: stream} of those in the log that are made on a stream beside the main one.
+        groups: {group of a kernel: axes of the mesh along which its devices stand}.
+        compiled: layers' small operators are fused when they really run.
+        idle: time that this device waits for others, as a share of that in which it works: a pipeline's bubble.
     """
 
     peak: dict[str, int]
@@ -61,6 +65,10 @@ class Observation:
     changes: dict[str, list[Any]] = field(default_factory=dict)
     at: dict[tuple[str, str], dict[str, int]] = field(default_factory=dict)
     held: HeapUse | None = None
+    streams: dict[int, str] = field(default_factory=dict)
+    groups: dict[tuple[int, int], tuple[Axis, ...]] = field(default_factory=dict)
+    compiled: bool = False
+    idle: float = 0.0
 
     @property
     def peak_phase(self) -> str:
@@ -81,20 +89,27 @@ def _fake_batch(recipe: Recipe, rows: int) -> Batch:
 
 
 def observe(
-    recipe: Recipe, *, vocabulary: int | None, device: Device, world: int | None = None, by_layer: bool = False
+    recipe: Recipe,
+    *,
+    vocabulary: int | None,
+    device: Device,
+    world: int | None = None,
+    rank: int = 0,
+    by_layer: bool = False,
 ) -> Observation:
-    """Dry-runs the recipe's build and one optimizer step, and an evaluation, as the first of its devices does them.
+    """Dry-runs the recipe's build and one optimizer step, and an evaluation, as one of its devices does them.
 
     Args:
         vocabulary: pieces of the tokenizer.
         device: what to observe for. Fake tensors live on the CPU whatever it is; only kernels' choices follow it.
         world: devices; as many as the recipe names when not given.
+        rank: which of them.
         by_layer: tell apart in `at` which layer runs; not for compiled layers.
 
     Raises:
         RecipeError: the recipe cannot be built.
     """
-    with pretended(world or world_of(recipe)):
+    with pretended(world or world_of(recipe), rank):
         return _observe(recipe, vocabulary, device, by_layer)
 
 
@@ -116,7 +131,7 @@ def _observe(recipe: Recipe, vocabulary: int | None, device: Device, by_layer: b
         recorder.kernels.clear()
         recorder.phase = "forward"
         held = [_fake_batch(recipe, rows) for rows in micros]  # the host holds the whole global batch
-        batches = held[:3]
+        batches = held[: _enough(made, len(micros))]
         marks: list[tuple[Counter[Kernel], int]] = []
         looks: list[Counter[Kernel]] = []  # a first pass over all micro-batches takes them by number
 
@@ -126,6 +141,9 @@ def _observe(recipe: Recipe, vocabulary: int | None, device: Device, by_layer: b
                 yield batch
 
         gradients(made, _Sequence(marked, batches, looks, recorder.kernels))
+        if made.mesh.size(Axis.PIPELINE) > 1:  # micro-batches are not taken one behind the other
+            _more_of_all(recorder, len(micros), len(batches))
+            marks, batches = [(Counter(recorder.kernels), recorder.recomputed)], held
         per_micro = recorder.kernels - marks[-1][0]
         per_recomputed = recorder.recomputed - marks[-1][1]
         recorder.kernels.update({k: n * (len(micros) - len(batches)) for k, n in per_micro.items()})
@@ -162,7 +180,28 @@ def _observe(recipe: Recipe, vocabulary: int | None, device: Device, by_layer: b
         slots=made.slots(),
         changes=made.changes,
         at=at,
+        streams=recorder.streams,
+        groups={key: made.mesh.along(ranks) for key, ranks in recorder.groups.items()},
+        compiled=Tag("compiled-layers") in made.tags,
+        idle=made.idle,
     )
+
+
+def _enough(made: Build, micros: int) -> int:
+    """Micro-batches to run, of which the others are like the last: a pipeline is full with as many as it has stages."""
+    if (stages := made.mesh.size(Axis.PIPELINE) * len(made.trained)) == 1:
+        return 3
+    if micros <= 2 * stages or micros % stages:
+        return micros
+    made.accumulation = 2 * stages
+    return 2 * stages
+
+
+def _more_of_all(recorder: Recorder, micros: int, seen: int) -> None:
+    """Counts the kernels of micro-batches that were not run: those that come as often as micro-batches, or a multiple."""
+    more = Counter({k: n // seen * (micros - seen) for k, n in recorder.kernels.items() if n % seen == 0})
+    recorder.kernels.update(more)
+    recorder.recomputed += recorder.recomputed // seen * (micros - seen)
 
 
 class _Both:

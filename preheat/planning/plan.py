@@ -10,14 +10,15 @@ from preheat.engine.build import context_of
 from preheat.engine.checkpoint import beside_steps
 from preheat.hardware.rates import Rates
 from preheat.models import adapter
-from preheat.planning.allocator import HeapUse, replay
+from preheat.planning.allocator import hold
 from preheat.planning.layers import observe_few
 from preheat.planning.observe import CATEGORIES, Observation
 from preheat.planning.predict import step_seconds
+from preheat.planning.roofline import Roofline
 from preheat.recipe import Recipe
 from preheat.technique import Device, Tag, Technique
 
-__all__ = ["base_bytes", "describe", "plan", "settled"]
+__all__ = ["describe", "plan", "settled"]
 
 GIB = 2**30
 
@@ -26,16 +27,13 @@ _CPU_BASE = 64 * 2**20  # stacks and scratch of the threads, oneDNN's kernels, a
 _CUDA_BASE = round(0.5 * GIB)  # context and cuBLAS workspaces, as commonly reported; not yet measured here
 
 
-def base_bytes(kind: str) -> int:
-    """What a plan counts for a process on a kind of device beside its tensors and what their allocator keeps."""
-    return _CUDA_BASE if kind == "cuda" else _CPU_BASE
-
-
-def _overhead(observation: Observation, heap: HeapUse | None) -> int:
-    """Bytes that a process holds beside its tensors: on a CPU also what glibc's heap keeps of freed ones."""
-    if heap is None:
-        return _CUDA_BASE
-    return _CPU_BASE + max(heap.peak - max(size for phase, size in observation.peak.items() if phase != "evaluation"), 0)
+def _beside(observation: Observation, device: Device) -> tuple[dict[str, int], int]:
+    """Bytes that a process holds beside its tensors, {what: bytes}, and those that a step has from the system anew."""
+    held = observation.held or hold(observation.log, observation.streams, device)
+    kept = max(held.peak - max(size for phase, size in observation.peak.items() if phase != "evaluation"), 0)
+    if device.kind == "cpu":
+        return {"process": _CPU_BASE, "allocator": kept}, held.fresh
+    return {"context": _CUDA_BASE, "allocator": kept}, 0
 
 
 def _copy_to_save(recipe: Recipe, seen: Observation, device: Device) -> int:
@@ -66,7 +64,7 @@ def plan(
     *,
     vocabulary: int | None,
     device: Device,
-    rates: Rates,
+    rates: Rates | Roofline,
     rows: int | None = None,
     in_use: int = 0,
     world: int | None = None,
@@ -75,7 +73,7 @@ def plan(
 
     Args:
         vocabulary: pieces of the tokenizer.
-        rates: measured on `device` (`preheat.hardware.calibrate.rates`).
+        rates: measured on `device` (`preheat.hardware.calibrate.rates`), or what the catalogue says of one that is not here.
         rows: training rows, where known; `stop.epochs` needs it.
         in_use: bytes of the device that are taken before the run (on a CPU by the imports).
         world: devices; as many as the recipe names when not given.
@@ -91,7 +89,13 @@ def plan(
 
 
 def settled(
-    recipe: Recipe, *, vocabulary: int | None, device: Device, rates: Rates, in_use: int = 0, world: int | None = None
+    recipe: Recipe,
+    *,
+    vocabulary: int | None,
+    device: Device,
+    rates: Rates | Roofline,
+    in_use: int = 0,
+    world: int | None = None,
 ) -> Recipe:
     """The recipe with values for what its techniques leave to a dry run (`Technique.settle`); arguments as of `plan`."""
     for name in recipe.techniques:
@@ -107,17 +111,18 @@ def settled(
 
 
 def describe(
-    recipe: Recipe, seen: Observation, *, device: Device, rates: Rates, rows: int | None, in_use: int
+    recipe: Recipe, seen: Observation, *, device: Device, rates: Rates | Roofline, rows: int | None, in_use: int
 ) -> dict[str, Any]:
     """An observation as a plan."""
-    heap = (seen.held or replay(seen.log)) if device.kind == "cpu" else None
-    overhead = _overhead(seen, heap) + _copy_to_save(recipe, seen, device)
+    beside, fresh = _beside(seen, device)
+    beside["saving"] = _copy_to_save(recipe, seen, device)
+    overhead = sum(beside.values())
     memory = {category: seen.categories[seen.peak_phase][category] / GIB for category in CATEGORIES} | {
         "overhead": overhead / GIB
     }
     peak = (seen.peak[seen.peak_phase] + overhead) / GIB
     available = (device.memory - in_use) / GIB
-    seconds = step_seconds(seen, rates, fresh=heap.fresh if heap else 0)
+    seconds = rates.seconds(seen).total if isinstance(rates, Roofline) else step_seconds(seen, rates, fresh=fresh)
     ceiling = rates.peak_matrix_rate[
         "bf16" if any(Tag("bf16-compute") in t.provided() for t in recipe.techniques.values()) else "fp32"
     ]
@@ -128,6 +133,9 @@ def describe(
         "peak_gib": peak,
         "available_gib": available,
         "memory": memory,
+        "overhead": {what: size / GIB for what, size in beside.items() if size},
+        "allocated_gib": seen.peak[seen.peak_phase] / GIB,
+        "reserved_gib": (seen.peak[seen.peak_phase] + beside["allocator"]) / GIB,
         "phases": {phase: (size + overhead) / GIB for phase, size in seen.peak.items()},
         "peak_phase": seen.peak_phase,
         "seconds_per_step": seconds,

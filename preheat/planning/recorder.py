@@ -38,6 +38,8 @@ class Kernel:
     """Bytes of newly allocated results."""
     transposed: tuple[bool, ...] = ()
     """For matrix products: which operands are read across their rows."""
+    group: tuple[int, int] | None = None
+    """For collectives: among how many devices, and the distance of neighbours in rank."""
 
 
 _DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
@@ -104,6 +106,8 @@ class Recorder(TorchDispatchMode):
         self.recomputed = 0
         self._numbers: dict[int, int] = {}  # id of a living storage -> its number in the log
         self._made = 0
+        self.groups: dict[tuple[int, int], list[int]] = {}  # ranks of those that collectives were among
+        self.streams: dict[int, str] = {}  # number -> stream, of storages that are made on one beside the main one
         self._host: set[int] = set()  # ids of living storages in the host's memory, of which the device knows nothing
 
     def number(self, t: Tensor) -> int | None:
@@ -149,6 +153,24 @@ class Recorder(TorchDispatchMode):
                 self._let_go ^= {key}
                 self._enter(number, -size if empty else size)
 
+    def _group(self, operator: Any, args: Any) -> tuple[int, int] | None:
+        """Whom a collective is among: c10d's operators take the group as an object, functional ones by name."""
+        import torch.distributed as dist
+
+        if operator.namespace == "c10d":
+            found = [a for a in args if isinstance(a, torch.ScriptObject) and "ProcessGroup" in str(a._type())]
+            group = dist.ProcessGroup.unbox(found[0]) if found else None
+        elif operator.namespace == "_c10d_functional" and isinstance(args[-1], str):
+            group = dist.distributed_c10d._resolve_process_group(args[-1])  # type: ignore[arg-type]  # a name
+        else:
+            return None
+        if group is None:
+            return None
+        ranks = dist.get_process_group_ranks(group)
+        key = len(ranks), ranks[1] - ranks[0] if len(ranks) > 1 else 1
+        self.groups[key] = ranks
+        return key
+
     def _on_host(self, made: list[Tensor]) -> None:
         """What operators made on the host, or of tensors that all lie there."""
         for storage in {id(s): s for s in map(_storage, made) if id(s) not in self._numbers}.values():
@@ -187,6 +209,8 @@ class Recorder(TorchDispatchMode):
         ]
         if func._schema.name.endswith("::split_with_sizes_copy"):
             self._look_at_gathered(written)
+        if (stream := _STREAMS.get(func._schema.name)) is not None:
+            self.streams.update({n: stream for t in (outputs or written) if (n := self.number(t)) is not None})
         flops = _flops(func, args, out)
         floats = [t.dtype for t in inputs if t.dtype in _DTYPES] or [t.dtype for t in outputs if t.dtype in _DTYPES]
         kernel = Kernel(
@@ -198,6 +222,7 @@ class Recorder(TorchDispatchMode):
             shapes=tuple(tuple(t.shape) for t in inputs[:4]),
             fresh=fresh,
             transposed=tuple(t.ndim >= 2 and t.stride(-1) != 1 for t in inputs[:3]) if flops else (),
+            group=self._group(func, args),
         )
         self.kernels[kernel] += 1
         again = torch.is_grad_enabled() or func._schema.name in _FORWARD
@@ -206,6 +231,8 @@ class Recorder(TorchDispatchMode):
         return out
 
 
+# Operators of FSDP2 that write what it made on a stream of its own.
+_STREAMS = {"fsdp::all_gather_copy_in": "gather", "c10d::_reduce_scatter_base_": "reduce"}
 _FREE = {"aten::_unsafe_view", "aten::detach", "aten::alias", "aten::_local_scalar_dense", "prim::device", "aten::set_data"}
 _FORWARD = {"preheat::grouped_linear"}  # operators of a forward pass alone, which torch runs without grad mode always
 _TO_HOST = {"preheat::to_host", "preheat::host_zeros"}

@@ -136,6 +136,16 @@ class Mesh:
             found = found * self.sizes[axis] + place[axis]
         return found
 
+    def along(self, ranks: Iterable[int]) -> tuple[Axis, ...]:
+        """The axes along which some devices differ in their places.
+
+        Example:
+            >>> Mesh({**dict.fromkeys(Axis, 1), Axis.SHARD: 4, Axis.TENSOR: 2}).along([0, 2, 4, 6])
+            (<Axis.SHARD: 'shard'>,)
+        """
+        places = [Mesh(self.sizes, rank) for rank in ranks]
+        return tuple(axis for axis in Axis if len({place.index(axis) for place in places}) > 1)
+
     def sub(self, *axes: Axis) -> Any:
         """torch's mesh of the devices along some axes that hold this one: one dimension, whatever the number of axes.
 
@@ -196,8 +206,8 @@ class Mesh:
 
 
 @contextmanager
-def pretended(world: int) -> Iterator[None]:
-    """Within, a process group of so many devices of which this process is the first and the others are not there: collectives send nothing."""
+def pretended(world: int, rank: int = 0) -> Iterator[None]:
+    """Within, a process group of so many devices of which this process is one and the others are not there: collectives send nothing."""
     import torch.distributed as dist
 
     if world == 1:
@@ -206,7 +216,7 @@ def pretended(world: int) -> Iterator[None]:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     assert not dist.is_initialized(), "a dry run of several devices is made before the real ones meet"
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
     try:
         yield
     finally:

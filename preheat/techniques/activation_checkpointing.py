@@ -1,6 +1,6 @@
 """Activation checkpointing: keep less of the forward pass, compute it again in the backward pass.
 
-What: a layer keeps only its input (`full`), or its input and the results of matrix products and attention (`selective`), or as
+What: a layer keeps only its input (`full`), or its input and the results of attention and of every `products`-th matrix product (`selective`), or as
 many results as a share of its activations allows (`budget`: those that spare most computing, by one look at the layer under fake
 tensors), and the rest is computed again when its gradient is due. Same numbers, bit for bit, with deterministic kernels.
 Helps: activations no longer grow with everything inside a layer. Hurts: `full` costs a further forward pass of the
@@ -41,8 +41,27 @@ def _saved_operators() -> list[Any]:
     ]
 
 
+def _policy(every: int) -> Any:
+    """Which results one call of a layer keeps: those of attention, and of every so many matrix products."""
+    import torch
+    from torch.utils.checkpoint import CheckpointPolicy
+
+    saved = frozenset(_saved_operators())
+    counted = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default}
+    seen = {True: 0, False: 0}  # in the second forward pass, and in the first
+
+    def policy(context: Any, operator: Any, *_: Any, **__: Any) -> CheckpointPolicy:
+        if operator in counted:
+            seen[context.is_recompute] += 1
+            if seen[context.is_recompute] % every:
+                return CheckpointPolicy.PREFER_RECOMPUTE
+        return CheckpointPolicy.MUST_SAVE if operator in saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return policy
+
+
 def checkpoint_layers(
-    layers: Iterable[nn.Module], *, every: int = 1, keep: Literal["inputs", "products"] | float = "inputs"
+    layers: Iterable[nn.Module], *, every: int = 1, keep: Literal["inputs", "products"] | float = "inputs", products: int = 1
 ) -> int:
     """Makes every `every`-th module compute its forward pass again in the backward pass. In place.
 
@@ -51,6 +70,7 @@ def checkpoint_layers(
         every: 1: all of them; 2: every second one.
         keep: `inputs` of a layer only, or also the results of its matrix `products` and attention, or a number: of all that the
             layer would save, the share of bytes that may be kept for what is dearest to compute again.
+        products: of a layer's matrix products, in the order in which they run, keep every so many.
 
     Returns:
         How many were wrapped.
@@ -81,10 +101,9 @@ def checkpoint_layers(
         def context(*_: Any) -> dict[str, Any]:
             return {}
     elif keep == "products":
-        products = functools.partial(create_selective_checkpoint_contexts, _saved_operators())
 
         def context(*_: Any) -> dict[str, Any]:
-            return {"context_fn": products}
+            return {"context_fn": lambda: create_selective_checkpoint_contexts(_policy(products))}
     else:
         from preheat.ops.recompute import Planner, contexts
 
@@ -111,6 +130,8 @@ class ActivationCheckpointing(Technique):
     """full: keep a layer's input only; selective: also the results of matrix products and attention; budget: what `budget` allows."""
     budget: Share | None = None
     """With mode budget: the share of a layer's activations, beyond its input, that may be kept; 0 is full, 1 would keep all."""
+    products: Annotated[int, Bound(1)] = 1
+    """With mode selective: keep the results of every n-th matrix product; 2 halves what is kept for half the products again, as torchtitan does."""
     every: Annotated[int, Bound(1)] = 1
     """Every n-th layer; the others keep everything."""
 
@@ -121,6 +142,8 @@ class ActivationCheckpointing(Technique):
             return [
                 f"budget: {self.budget} with mode: {self.mode}; a budget is what mode: budget needs, and no other mode takes"
             ]
+        if self.products > 1 and self.mode != "selective":
+            return [f"products: {self.products} with mode: {self.mode}; only mode: selective keeps products"]
         if self.budget == 1:
             return ["budget: 1 keeps everything; leave activation_checkpointing out, or set budget below 1"]
         return []
@@ -130,22 +153,25 @@ class ActivationCheckpointing(Technique):
 
         layers = anatomy(part).layers
         keep: Any = {"full": "inputs", "selective": "products", "budget": self.budget}[self.mode]
-        count = checkpoint_layers(layers, every=self.every, keep=keep)
+        count = checkpoint_layers(layers, every=self.every, keep=keep, products=self.products)
         kept = {
             "full": "inputs kept",
-            "selective": "inputs and matrix products kept",
+            "selective": "inputs and matrix products kept"
+            if self.products == 1
+            else f"inputs, attention and one in {self.products} matrix products kept",
             "budget": f"inputs and at most {self.budget or 0:.0%} of the rest kept",
         }[self.mode]
         return Change(f"{count} of {len(layers)} layers computed again in backward, {kept}", count)
 
     def options(self, context: Context) -> Iterable[Technique]:
-        yield ActivationCheckpointing(mode="selective")
+        yield from (ActivationCheckpointing(mode="selective", products=n) for n in (1, 2))
         yield from (ActivationCheckpointing(mode="budget", budget=share) for share in (0.75, 0.5, 0.25))
         yield from (ActivationCheckpointing(every=n) for n in (4, 2, 1) if n <= context.model.layers)
 
     def rungs(self, context: Context) -> Iterable[Technique]:
         if self.mode != "full":
-            return [ActivationCheckpointing()]
+            half = self.mode == "selective" and self.products == 1
+            return [*([ActivationCheckpointing(mode="selective", products=2)] if half else []), ActivationCheckpointing()]
         return [ActivationCheckpointing(every=n) for n in (4, 2, 1) if n < self.every]
 
     def period(self) -> int:

@@ -243,9 +243,19 @@ class PipelineParallel(Technique):
         costs[-1] += after
         share = max(costs) * count / sum(costs) - 1
         words = ", ".join(str(len(cut)) for cut in cuts)
+        build.idle = self._bubble(build.accumulation)
         return Change(
             f"{len(course.each)} layers in {count} stages of {words}; the dearest costs {share:.0%} more than the mean", count
         )
+
+    def _bubble(self, micro_batches: int) -> float:
+        """Time that a device waits, as a share of that in which it works, which a dry run of one device cannot see.
+
+        (degree - 1) / (micro-batches x stages a device), Narayanan et al. 2021 section 2.2; a third of it where the gradients of weights,
+        a third of the work, fill it (Qi et al. 2024, table 2: zbv, of half as much memory, leaves about as much).
+        """
+        share = (self.degree - 1) / (micro_batches * self._each)
+        return share / 3 if self.schedule in SPLIT_BACKWARD else share
 
     def _tie(self, build: Build, me: int) -> None:
         """First and last stage have the one matrix each, and add their gradients; the first counts it in the norm."""

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from preheat import recipe as recipes
 from preheat.errors import RunError
+from preheat.hardware.rates import Rates
 from preheat.planning.ladder import Planner, climb_down, shorter
+from preheat.planning.roofline import Roofline
+from preheat.recipe import Recipe
 from preheat.run import Reader
+from preheat.technique import Device
 from preheat.training.rungs import effective
 from preheat.training.session import resolve
 
@@ -35,7 +42,6 @@ def diagnose(run: str | Path) -> dict[str, Any]:
         ['techniques.gradient_accumulation.steps=4']
     """
     from preheat.data.tokenizer import load_tokenizer
-    from preheat.hardware.calibrate import rates
 
     reader = Reader(run)
     plan, events = reader.plan, reader.events()
@@ -46,13 +52,11 @@ def diagnose(run: str | Path) -> dict[str, Any]:
     before = events[: events.index(failure)] if failure else events
     recipe = recipes.parse(reader.recipe_text, where=f"{run}/recipe.yaml")
     recipe = effective(recipe, before, failure["step"] if failure else 0)
-    device, threads = resolve(recipe)
-    if (kind := reader.environment.get("device", device.kind)) != device.kind:
-        raise RunError(f"{run}: ran on {kind}, and this machine has {device.kind} only; ask on a machine like the run's")
+    machine, measured = _machine(recipe, reader.environment)
     planner = Planner(
         vocabulary=len(load_tokenizer(str(reader.path / "tokenizer"))),
-        device=device,
-        rates=rates(device, threads),
+        device=machine,
+        rates=measured,
         world=reader.environment.get("processes"),
         phase="evaluation" if failure and failure["where"] == "evaluating" else None,
     )
@@ -83,6 +87,22 @@ def diagnose(run: str | Path) -> dict[str, Any]:
         "shorter": list(fits.set) if fits else None,
         "allocator": allocator_settings(failure) if failure else None,
     }
+
+
+def _machine(recipe: Recipe, environment: Mapping[str, Any]) -> tuple[Device, Rates | Roofline]:
+    """The device of a run and its rates: measured here, where one of its kind is; by the catalogue, where it is not."""
+    from preheat.hardware.calibrate import rates
+
+    kind = environment.get("device")
+    if kind == "cuda" and not torch.cuda.is_available():
+        roofline = Roofline.of(environment["machine"]["device"])
+        return replace(roofline.as_device, memory=round(environment["machine"]["memory_gib"] * GIB)), roofline
+    device, threads = resolve(recipe)
+    if kind not in (None, device.kind):
+        raise RunError(
+            f"this run used {kind}, and the recipe takes {device.kind} here; set hardware.device: {kind} in its recipe.yaml"
+        )
+    return device, rates(device, threads)
 
 
 def allocator_settings(failure: Mapping[str, Any]) -> dict[str, str] | None:

@@ -27,7 +27,6 @@ from preheat.errors import RunError
 from preheat.hardware.exhaustion import asked_bytes, failing_in_time, held_bytes, is_exhaustion
 from preheat.hardware.probe import give_back, reset_peak
 from preheat.ops.sharded import local
-from preheat.planning.plan import base_bytes
 from preheat.recipe import Recipe
 from preheat.technique import Build, Stage, Tag
 from preheat.training.rungs import LAST, SAVING, Failure, decide, leave_word, pending, recorded
@@ -107,7 +106,9 @@ class Recovery:
         session, kind = self.session, self.session.device.kind
         asked, held = asked_bytes(str(error)), held_bytes(kind) - session.claimed
         # In the terms of a plan: what tensors and their allocator may hold, and what the plan counts beside them.
-        room = None if asked is None else min(held + asked + base_bytes(kind), session.device.memory - session.imports)
+        beside = sum(size for what, size in session.plan["overhead"].items() if what in ("process", "context"))
+        most = session.device.memory - session.imports
+        room = None if asked is None else min(held + asked + round(beside * 2**30), most)
         return Failure(
             where=self.standing.doing,
             step=session.progress.step,

@@ -1,0 +1,115 @@
+"""Published configurations of public models, by name: enough to plan with, nothing is downloaded. No torch.
+
+The values are those of each model's config.json on the Hugging Face hub; `parameters` is what is published there of its weights. A file a maker.
+"""
+
+from __future__ import annotations
+
+import difflib
+from typing import Any
+
+from preheat.errors import RecipeError, nearest
+from preheat.models.presets import alibaba, google, meta, microsoft, others
+from preheat.models.presets.preset import Preset
+from preheat.models.presets.words import needs
+
+__all__ = ["FREE", "PRESETS", "Preset", "find", "needs", "on_hub", "only_planned", "require_weights"]
+
+# What may differ between checkpoints of one model (base and instruct), or does not change what is computed.
+FREE = frozenset(
+    {
+        "_name_or_path",
+        "architectures",
+        "bos_token_id",
+        "chunk_size_feed_forward",
+        "attn_pdrop",
+        "dtype",
+        "embd_pdrop",
+        "eos_token_id",
+        "id2label",
+        "initializer_range",
+        "is_encoder_decoder",
+        "label2id",
+        "max_position_embeddings",
+        "max_window_layers",
+        "output_attentions",
+        "output_hidden_states",
+        "pad_token_id",
+        "pretraining_tp",
+        "problem_type",
+        "resid_pdrop",
+        "return_dict",
+        "transformers_version",
+        "use_cache",
+    }
+)
+
+
+PRESETS: dict[str, Preset] = dict(
+    sorted((meta.MODELS | alibaba.MODELS | google.MODELS | microsoft.MODELS | others.MODELS).items())
+)
+
+
+def find(name: str) -> Preset:
+    """The preset of a name.
+
+    Raises:
+        RecipeError: there is none.
+
+    Example:
+        >>> find("qwen2.5-0.5b").parameters
+        494032768
+    """
+    if name not in PRESETS:
+        raise RecipeError(f"model.preset: {name!r} is none that preheat knows; {nearest(name.lower(), list(PRESETS))}")
+    return PRESETS[name]
+
+
+def on_hub(name: str) -> tuple[str, str]:
+    """The preset that a model's name means, and the checkpoint on the hub: a preset's name, a hub's with or without its maker, in any case.
+
+    Raises:
+        RecipeError: none is meant; names the nearest.
+
+    Example:
+        >>> on_hub("qwen/QWEN3-8B"), on_hub("Llama-3.1-8B-Instruct")
+        (('qwen3-8b', 'Qwen/Qwen3-8B'), ('llama-3.1-8b', 'meta-llama/Llama-3.1-8B-Instruct'))
+    """
+    known: dict[str, tuple[str, str]] = {}
+    for preset, p in PRESETS.items():
+        for hub in (p.hub, p.chat):
+            known.setdefault(hub.lower(), (preset, hub))
+            known.setdefault(_without_maker(hub), (preset, hub))
+        known.setdefault(preset, (preset, p.hub))
+    if found := known.get(name.lower()) or known.get(_without_maker(name)):
+        return found
+    near = difflib.get_close_matches(_without_maker(name), known, n=1, cutoff=0.55)
+    raise RecipeError(
+        f"{name}: no model that preheat knows; "
+        + (f"did you mean {known[near[0]][1]}?" if near else "preheat models lists them")
+        + " Or name a recipe, or a folder with a config.json"
+    )
+
+
+def _without_maker(hub: str) -> str:
+    return hub.lower().rpartition("/")[2].removeprefix("meta-")
+
+
+def only_planned(recipe: Any) -> bool:
+    """Whether the recipe's model is a configuration alone, without weights or tokenizer."""
+    model = recipe.model
+    return model.preset is not None and model.path is None and model.weights != "random"
+
+
+def require_weights(recipe: Any) -> None:
+    """Refuses to train a preset whose weights nobody named: fresh ones, taken in silence, would be no fine-tuning.
+
+    Raises:
+        RecipeError: `model.preset` without `path`, and `weights` is not random.
+    """
+    model = recipe.model
+    if only_planned(recipe):
+        raise RecipeError(
+            f"model.preset: {model.preset} is a configuration without weights: it can be planned, not trained; add model.path: {find(model.preset).hub} "
+            "(or a folder that holds it), or model.weights: random for a new model of that shape"
+        )

@@ -1,0 +1,70 @@
+"""Alibaba's Qwen: 2.5 (arXiv:2412.15115), 3 and its mixtures of experts (arXiv:2505.09388)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from preheat.models.presets.preset import APACHE, OWN, TIED, Preset, sizes
+
+__all__ = ["MODELS"]
+
+_RESEARCH = "Qwen RESEARCH LICENSE, not for commercial use; not gated"
+_QWEN = "Qwen LICENSE; not gated"
+
+
+def _qwen(kind: str, positions: int, *shape: int, **more: Any) -> dict[str, Any]:
+    return {
+        "model_type": kind,
+        "vocab_size": 151936,
+        **sizes(*shape),
+        "max_position_embeddings": positions,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1000000.0,
+        "use_sliding_window": False,
+        "bos_token_id": 151643,
+        "eos_token_id": 151643,
+        **more,
+    }
+
+
+def _qwen2(size: str, parameters: int, positions: int, *shape: int, licence: str = APACHE, **more: Any) -> Preset:
+    hub = f"Qwen/Qwen2.5-{size}"
+    return Preset(hub, f"{hub}-Instruct", parameters, "qwen", licence, _qwen("qwen2", positions, *shape, **more))
+
+
+def _qwen3(size: str, parameters: int, *shape: int, kind: str = "qwen3", base: bool = True, **more: Any) -> Preset:
+    """Its template is its own: there are places in it to think in."""
+    hub = f"Qwen/Qwen3-{size}"
+    config = _qwen(kind, 32768 if base else 40960, *shape, head_dim=128, **more)
+    return Preset(f"{hub}-Base" if base else hub, hub, parameters, OWN, APACHE, config)
+
+
+_LARGE = {"vocab_size": 152064, "rms_norm_eps": 1e-5}
+_EXPERTS = {
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "router_aux_loss_coef": 0.001,
+    "kind": "qwen3_moe",
+}
+
+MODELS = {
+    "qwen2.5-0.5b": _qwen2("0.5B", 494_032_768, 32768, 896, 4864, 24, 14, 2, **TIED),
+    "qwen2.5-1.5b": _qwen2("1.5B", 1_543_714_304, 131072, 1536, 8960, 28, 12, 2, **TIED),
+    "qwen2.5-3b": _qwen2("3B", 3_085_938_688, 32768, 2048, 11008, 36, 16, 2, licence=_RESEARCH, **TIED),
+    "qwen2.5-7b": _qwen2("7B", 7_615_616_512, 131072, 3584, 18944, 28, 28, 4, vocab_size=152064),
+    "qwen2.5-14b": _qwen2("14B", 14_770_033_664, 131072, 5120, 13824, 48, 40, 8, **_LARGE),
+    "qwen2.5-32b": _qwen2("32B", 32_763_876_352, 131072, 5120, 27648, 64, 40, 8, **_LARGE),
+    "qwen2.5-72b": _qwen2("72B", 72_706_203_648, 131072, 8192, 29568, 80, 64, 8, licence=_QWEN, **_LARGE),
+    "qwen3-0.6b": _qwen3("0.6B", 596_049_920, 1024, 3072, 28, 16, 8, **TIED),
+    "qwen3-1.7b": _qwen3("1.7B", 1_720_574_976, 2048, 6144, 28, 16, 8, **TIED),
+    "qwen3-4b": _qwen3("4B", 4_022_468_096, 2560, 9728, 36, 32, 8, **TIED),
+    "qwen3-8b": _qwen3("8B", 8_190_735_360, 4096, 12288, 36, 32, 8),
+    "qwen3-14b": _qwen3("14B", 14_768_307_200, 5120, 17408, 40, 40, 8),
+    "qwen3-32b": _qwen3("32B", 32_762_123_264, 5120, 25600, 64, 64, 8, base=False),
+    "qwen3-30b-a3b": _qwen3("30B-A3B", 30_532_122_624, 2048, 6144, 48, 32, 4, moe_intermediate_size=768, **_EXPERTS),
+    "qwen3-235b-a22b": _qwen3(
+        "235B-A22B", 235_093_634_560, 4096, 12288, 94, 64, 4, base=False, moe_intermediate_size=1536, **_EXPERTS
+    ),
+}
