@@ -48,19 +48,21 @@ def model_of(row: Row) -> tuple[dict[str, Any], dict[str, Any]]:
     """
     from preheat.models import presets
 
+    unit = 128 * whole(row, "tp") if whole(row, "tp") > 1 else 1  # rows of the vocabulary are shared out in equal parts
+    vocabulary = -(-whole(row, "vocab", VOCABULARY) // unit) * unit
+    name = re.sub(r"[^a-z0-9]", "", row["model"].lower())
+    known = [preset for preset in presets.PRESETS if name and re.sub(r"[^a-z0-9]", "", preset) == name]
     if number(row, "hidden") is None or number(row, "layers") is None:
-        name = re.sub(r"[^a-z0-9]", "", row["model"].lower())
-        known = [preset for preset in presets.PRESETS if name and re.sub(r"[^a-z0-9]", "", preset) == name]
         if known:
             return {"preset": known[0]}, {}
         size = re.search(r"(\d+(?:\.\d+)?)\s*([BbM])\b", row["model"])
         if size is None:
             raise Open("neither the model's sizes nor a name that is known")
-        return {"size": f"{size[1]}{size[2].upper()}", "vocabulary": whole(row, "vocab", VOCABULARY)}, {}
+        return {"size": f"{size[1]}{size[2].upper()}", "vocabulary": vocabulary}, {}
     width, layers = whole(row, "hidden"), whole(row, "layers")
     heads = whole(row, "heads", max(1, width // 128))
     kv_heads = whole(row, "kv_heads", heads)
-    inner, vocabulary = whole(row, "ffn", 4 * width), whole(row, "vocab", VOCABULARY)
+    inner = whole(row, "ffn", 4 * width)
     total = number(row, "params_b")
     attention = 2 * width * width + 2 * width * width * kv_heads // heads
 
@@ -71,6 +73,8 @@ def model_of(row: Row) -> tuple[dict[str, Any], dict[str, Any]]:
         ((m, e) for m in (3, 2) for e in (2, 1)),
         key=lambda pair: abs(parameters(*pair) - total) if total else pair != (3, 2),
     )
+    if known and total and not 0.8 < parameters(matrices, ends) / total < 1.25:  # experts
+        return {"preset": known[0]}, {}
     if total and not 0.8 < parameters(matrices, ends) / total < 1.25:
         raise Open(f"{total} billion parameters, and its sizes make {parameters(matrices, ends):.1f}: of another family")
     made = {
@@ -113,7 +117,8 @@ def mesh_of(row: Row) -> tuple[dict[str, Any], int, int]:
     if tensor > 1:
         made["tensor_parallel"] = {"degree": tensor, "sequence_parallel": row["sequence_parallel"] != "no"}
     if pipeline > 1:
-        stages = whole(row, "vpp")
+        layers = whole(row, "layers", 10**6)
+        stages = next(n for n in range(whole(row, "vpp"), 0, -1) if n * pipeline <= layers)
         made["pipeline_parallel"] = {"degree": pipeline, "schedule": "interleaved" if stages > 1 else "1f1b"}
         if stages > 1:
             made["pipeline_parallel"]["stages"] = stages
@@ -198,6 +203,7 @@ def recipe_of(row: Row) -> Any:
         "model": model,
         "batch": {"size": micro * shares * steps, "length": whole(row, "seq_len", LENGTH)},
         "stop": {"steps": 1},
+        "optimizer": {"clip": 0.0 if "optimizer_in_backward" in techniques else 1.0},
         "parallel": {"devices": devices},
         "techniques": techniques,
     }
@@ -205,17 +211,7 @@ def recipe_of(row: Row) -> Any:
 
 
 # What a plan refuses together is left out in this order, until the rest can be planned: each changes less than what stands behind it.
-LESS = (
-    "compile",
-    "fp8",
-    "chunked_loss",
-    "zero1",
-    "optimizer_in_backward",
-    "low_bit_adamw",
-    "activation_offload",
-    "efficient_attention",
-    "gradient_accumulation",
-)
+LESS = ("compile", "fp8", "chunked_loss", "zero1", "optimizer_in_backward", "low_bit_adamw", "activation_offload", "efficient_attention", "gradient_accumulation")
 
 
 def planned(recipe: Any, roofline: Any) -> tuple[dict[str, Any], Any]:
@@ -275,13 +271,9 @@ def roofline_of(name: str, gpus: Mapping[str, Row]) -> tuple[Any, bool]:
                 link=rate("nvlink_gb_s", 1e9),
                 network=None,
             )
-            kin = [
-                a for a in accelerators().values() if name.startswith(a.name)
-            ]  # "H100-SXM-96GB" is kin of what begins like it
+            kin = [a for a in accelerators().values() if name.startswith(a.name)]  # "H100-SXM-96GB" is kin of what begins like it
             if kin:
-                made = replace(
-                    made, units=kin[-1].units, generation=kin[-1].generation, network=kin[-1].network, fp32=kin[-1].fp32
-                )
+                made = replace(made, units=kin[-1].units, generation=kin[-1].generation, network=kin[-1].network, fp32=kin[-1].fp32)
             if made.memory and made.bandwidth and made.bf16:
                 return Roofline(made), True
         if sized is None:
