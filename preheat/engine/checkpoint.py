@@ -95,7 +95,7 @@ def _tensors(build: Build, rank: int | None = None) -> dict[str, Any]:
 
 
 _FILE_BYTES = 64 << 20
-_COPIES = 3  # of a file while it is put together: its bytes, safetensors' buffer (which ends the process where it cannot be had), Python's
+_COPIES = 2  # of a file while it is put together: safetensors' buffer, without which it ends the process, and Python's bytes
 
 
 def _files(sizes: dict[str, int]) -> dict[str, int]:
@@ -281,9 +281,8 @@ def write(build: Build, taken: Taken, folder: Path, *, keep: int, group: Any = N
         everywhere(build, None, group)  # nobody goes on before it stands
     except (OSError, RuntimeError, MemoryError, dcp.CheckpointException) as error:  # type: ignore[attr-defined]
         shutil.rmtree(beside, ignore_errors=True)
-        whose = [one for one, _ in error.failures.values()] if isinstance(error, dcp.CheckpointException) else [error]  # type: ignore[attr-defined]
-        if any(map(is_exhaustion, whose)):
-            raise MemoryError(f"{final}: no memory to write it with: {whose[0]}") from None
+        if is_exhaustion(error):
+            raise MemoryError(f"{final}: no memory to write it with: {str(error).splitlines()[-1]}") from None
         if not isinstance(error, OSError) and "No space left" not in str(error) and "write" not in str(error).lower():
             raise
         reason = "no space left on the device" if "space left" in str(error) else str(error).splitlines()[0]
@@ -361,15 +360,24 @@ def read_progress(path: Path) -> Progress:
 
 
 def load(build: Build, path: Path) -> Progress:
-    """Puts a whole checkpoint into a build, in place, and returns where it stands."""
+    """Puts a whole checkpoint into a build, in place, and returns where it stands.
+
+    Raises:
+        MemoryError: there is no memory to read it with.
+    """
     import torch.distributed.checkpoint as dcp
 
     state = _state(path)
     # A process beyond those that the run had begins with the generators of the first.
     rank = build.mesh.rank if build.mesh.rank < state["world"] else 0
     tensors = _tensors(build, rank)
-    with _one_process():
-        dcp.load(tensors, storage_reader=dcp.HuggingFaceStorageReader(str(path)), no_dist=build.mesh.world == 1)
+    try:
+        with _one_process():
+            dcp.load(tensors, storage_reader=dcp.HuggingFaceStorageReader(str(path)), no_dist=build.mesh.world == 1)
+    except dcp.CheckpointException as error:  # type: ignore[attr-defined]
+        if is_exhaustion(error):
+            raise MemoryError(f"{path}: no memory to read it with: {str(error).splitlines()[-1]}") from None
+        raise
     restore_torch_generators(tensors, rank)
     restore_host_generators(state["generators"][rank])
     for name, kept in state["build"].items():

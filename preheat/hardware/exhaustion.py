@@ -14,9 +14,9 @@ from preheat.hardware.probe import claimed_bytes, resident_bytes, system_memory
 
 __all__ = ["asked_bytes", "failing_in_time", "held_bytes", "is_exhaustion", "require_room"]
 
-# What torch, oneDNN and the C library say; MemoryError and torch.OutOfMemoryError have types of their own.
+# What torch, oneDNN and the C library say in a RuntimeError, which torch.OutOfMemoryError is too.
 _WORDS = re.compile(
-    r"DefaultCPUAllocator|CUDA out of memory|out of memory|[Cc]an't allocate memory|[Cc]annot allocate memory|bad_alloc"
+    r"DefaultCPUAllocator|CUDA out of memory|out of memory|[Cc]an't allocate memory|[Cc]annot allocate memory|bad_alloc|MemoryError|can't start new thread"
 )
 _ASKED = re.compile(r"(?:tried to|unable to) allocate (\d+(?:\.\d+)?) (bytes|[KMGT]iB)", re.IGNORECASE)
 _UNITS = {"bytes": 0, "kib": 10, "mib": 20, "gib": 30, "tib": 40}
@@ -36,7 +36,9 @@ def is_exhaustion(error: BaseException) -> bool:
         return True
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
-    return isinstance(error, RuntimeError) and bool(_WORDS.search(str(error)))  # torch.OutOfMemoryError is one
+    from torch.distributed.checkpoint import CheckpointException  # carries the words of what it wraps
+
+    return isinstance(error, RuntimeError | CheckpointException) and bool(_WORDS.search(str(error)))
 
 
 def asked_bytes(words: str) -> int | None:

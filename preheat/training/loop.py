@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from preheat.data import baselines, batches
+from preheat.data import baselines
 from preheat.data.loader import evaluation_rows, samples_of
 from preheat.engine.checkpoint import Progress
 from preheat.engine.evaluate import Measured
@@ -23,7 +23,7 @@ from preheat.engine.step import gradients, numbers, update
 from preheat.errors import RunError
 from preheat.hardware.probe import give_back, reset_peak
 from preheat.recipe import Recipe
-from preheat.technique import DATA, Batch, Build, Shape, Tag
+from preheat.technique import Batch, Build, Shape, Tag
 from preheat.training.meter import Meter
 from preheat.training.recover import Recovery
 from preheat.training.rungs import LAST, SAVING
@@ -113,7 +113,7 @@ class _Loop:
             self._samples()
             reset_peak(self.build.device.kind)  # the peak that is measured is that of training
         self.watch.stage("training")
-        with closing(self._rows()) as stream:
+        with closing(self.session.rows()) as stream:
             while True:
                 self._beside()
                 if self._finished() or self.stopped is not None:
@@ -130,29 +130,17 @@ class _Loop:
         self._told(self.session.saving.wait())
         return self._finish(self.stopped)
 
-    def _rows(self) -> Any:
-        session, share = self.session, (self.build.mesh.index(*DATA), self.build.mesh.size(*DATA))
-        return batches(
-            session.data.train,
-            seed=self.recipe.seed,
-            committed=self.progress.samples,
-            shape=session.shape,
-            step=self.progress.step,
-            order=session.order,
-            workers=self.recipe.data.workers,
-            prefetch=self.recipe.data.prefetch,
-            pin=self.build.torch_device.type == "cuda",
-            share=share,
-        )
-
     def _beside(self) -> None:
         """The evaluation and the checkpoint that are due at this step."""
-        step, last, every = self.progress.step, self._finished(), self.recipe.checkpoint.every
-        wanted = self.recipe.evaluate.every and step and step % self.recipe.evaluate.every == 0 and not last
-        if self.judged != step and (wanted or (step == 0 and self.session.probes.at_start)):
+        step, last = self.progress.step, self._finished()
+        look, save = (
+            every and step and step % every == 0 and not last
+            for every in (self.recipe.evaluate.every, self.recipe.checkpoint.every)
+        )
+        if self.judged != step and (look or (step == 0 and self.session.probes.at_start)):
             self._evaluate()
         self.judged = step
-        if every and step and step % every == 0 and not last and self.session.saving.at != step:
+        if save and step not in (self.session.saving.at, self.recovery.left_out):
             self._save()
 
     def _finished(self) -> bool:

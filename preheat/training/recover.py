@@ -71,6 +71,8 @@ class Recovery:
         self.session, self.standing = session, standing
         self.guard: Guard | None = None
         self._failure: Failure | None = None  # while a rung is chosen for it
+        self.left_out = -1
+        """The step whose checkpoint was given up."""
         self._unsaved = -1  # a step that could not be saved once
 
     def begin(self) -> None:
@@ -225,13 +227,13 @@ class Recovery:
         if self._unsaved != failure.step:
             self._unsaved = failure.step
             return True
-        before = "the last whole checkpoint stands" if session.saving.at > 0 else "there is none before it"
+        before = "the last whole checkpoint stands" if any(session.saving.folder.glob("step-*")) else "there is none before it"
         words = f"step {failure.step} cannot be saved for want of memory ({failure.words}); {before}"
         if failure.where == LAST:
             raise RunError(words)
         session.watch.alarm(words)
         session.writer.event("unsaved", step=failure.step, reason=failure.words)
-        session.saving.at = failure.step
+        self.left_out = failure.step
         return True
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +22,7 @@ from preheat.planning.ladder import Planner
 from preheat.planning.plan import plan, settled, steps_of
 from preheat.recipe import Recipe
 from preheat.run import Silent, Writer
-from preheat.technique import DATA, Build, Device, Shape, Slot
+from preheat.technique import DATA, Batch, Build, Device, Shape, Slot
 from preheat.training.ranks import Ranks, meet
 from preheat.training.recorded import digest, environment, remove_empty_run, versions
 from preheat.training.resuming import Looked, compare, fingerprints, resumed
@@ -109,6 +109,24 @@ class Session:
         """Rows come from where the run stands."""
         self.shape = _shape(self.build, self.total)
         self.order = _order(self.build, self.data.train, self.progress.samples, self.shape, self.total)
+
+    def rows(self) -> Generator[list[Batch], None, None]:
+        """Global batches from where the run stands, without end; to be closed."""
+        from preheat.data import batches
+
+        mesh, settings = self.build.mesh, self.recipe.data
+        return batches(
+            self.data.train,
+            seed=self.recipe.seed,
+            committed=self.progress.samples,
+            shape=self.shape,
+            step=self.progress.step,
+            order=self.order,
+            workers=settings.workers,
+            prefetch=settings.prefetch,
+            pin=self.device.kind == "cuda",
+            share=(mesh.index(*DATA), mesh.size(*DATA)),
+        )
 
     def let_go(self) -> None:
         """Lets go of the build and its memory; what it stands at stays known."""
