@@ -95,7 +95,7 @@ def _tensors(build: Build, rank: int | None = None) -> dict[str, Any]:
 
 
 _FILE_BYTES = 64 << 20
-_COPIES = 2  # of a file while it is put together: safetensors' buffer, without which it ends the process, and Python's bytes
+_COPIES = 3  # of a file while it is put together: safetensors' buffer, without which it ends the process, Python's bytes, and some room
 
 
 def _files(sizes: dict[str, int]) -> dict[str, int]:
@@ -285,7 +285,7 @@ def write(build: Build, taken: Taken, folder: Path, *, keep: int, group: Any = N
             raise MemoryError(f"{final}: no memory to write it with: {str(error).splitlines()[-1]}") from None
         if not isinstance(error, OSError) and "No space left" not in str(error) and "write" not in str(error).lower():
             raise
-        reason = "no space left on the device" if "space left" in str(error) else str(error).splitlines()[0]
+        reason = "no space left on the device" if "space left" in str(error) else str(error).strip().splitlines()[-1]
         raise RunError(
             f"{final}: cannot be written ({reason}); earlier checkpoints are whole: free some room and go on with --resume"
         ) from None

@@ -14,9 +14,9 @@ from preheat.hardware.probe import claimed_bytes, resident_bytes, system_memory
 
 __all__ = ["asked_bytes", "failing_in_time", "held_bytes", "is_exhaustion", "require_room"]
 
-# What torch, oneDNN and the C library say in a RuntimeError, which torch.OutOfMemoryError is too.
+# What torch, oneDNN, Rust's bindings and the C library say in a RuntimeError, which torch.OutOfMemoryError is too.
 _WORDS = re.compile(
-    r"DefaultCPUAllocator|CUDA out of memory|out of memory|[Cc]an't allocate memory|[Cc]annot allocate memory|bad_alloc|MemoryError|can't start new thread"
+    r"DefaultCPUAllocator|CUDA out of memory|out of memory|[Cc]an't allocate memory|[Cc]annot allocate memory|bad_alloc|MemoryError|PyObject pointer is null|can't start new thread"
 )
 _ASKED = re.compile(r"(?:tried to|unable to) allocate (\d+(?:\.\d+)?) (bytes|[KMGT]iB)", re.IGNORECASE)
 _UNITS = {"bytes": 0, "kib": 10, "mib": 20, "gib": 30, "tib": 40}

@@ -165,6 +165,8 @@ def climb_down(recipe: Recipe, planner: Planner, *, room: float | None) -> Ladde
         for family in planner.families(base.recipe):
             if (last := _family(family, planner, recipe, limit, found)) is not None:
                 strongest.append(last)
+            if planner.phase and found.rungs:  # the first family is that of the phase alone: training stays as it is
+                break
         if found.rungs:
             found.rungs.sort(key=lambda rung: float(rung.plan["seconds_per_step"]))
             return found

@@ -60,8 +60,8 @@ def diagnose(run: str | Path) -> dict[str, Any]:
         world=reader.environment.get("processes"),
         phase="evaluation" if failure and failure["where"] == "evaluating" else None,
     )
-    known = failure["room"] if failure else None
-    room = known / GIB if known is not None else plan["available_gib"]
+    known = failure and failure["room"] and failure["room"] + failure["beside"]
+    room = known / GIB if known else plan["available_gib"]
     ladder = climb_down(recipe, planner, room=room)
     now = ladder.present
     ways = [

@@ -107,10 +107,9 @@ class Recovery:
             return None
         session, kind = self.session, self.session.device.kind
         asked, held = asked_bytes(str(error)), held_bytes(kind) - session.claimed
-        # In the terms of a plan: what tensors and their allocator may hold, and what the plan counts beside them.
         beside = sum(size for what, size in session.plan["overhead"].items() if what in ("process", "context"))
         most = session.device.memory - session.imports
-        room = None if asked is None else min(held + asked + round(beside * 2**30), most)
+        room = None if asked is None else min(held + asked, most)
         return Failure(
             where=self.standing.doing,
             step=session.progress.step,
@@ -118,6 +117,7 @@ class Recovery:
             words=(str(error) or type(error).__name__).splitlines()[0],
             asked=asked,
             room=room,
+            beside=round(beside * 2**30),
             held=_held(session.build, held) if session.assembled else {"other": held},
             allocator=_allocator(session) if kind == "cuda" else {},
         )

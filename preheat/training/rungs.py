@@ -35,7 +35,8 @@ class Failure:
         rank: of the process.
         words: of the error.
         asked: bytes of the allocation that failed; None: not told.
-        room: bytes that there are at most for the run, less what the imports took; None: not known.
+        room: bytes that there are for the run, less what the imports took: what was held, and what was asked for and not had; None: not known.
+        beside: bytes that a plan counts beside tensors, of which not all need be held yet: so many more there may be.
         held: {parameters, gradients, optimizer, other: bytes} at that moment.
         allocator: counters of torch's CUDA allocator, bytes.
     """
@@ -46,6 +47,7 @@ class Failure:
     words: str
     asked: int | None
     room: int | None
+    beside: int
     held: dict[str, int]
     allocator: dict[str, int]
 
@@ -143,10 +145,11 @@ def decide(recipe: Recipe, failure: Failure, planner: Planner) -> tuple[Ladder |
         milder = replace(recipe, checkpoint=replace(recipe.checkpoint, asynchronous=False))
         return None, Rung(settings(recipe, milder), milder, {}, 0.0)
     planner = replace(planner, phase="evaluation" if failure.where == "evaluating" else None)
-    room = None if failure.room is None else failure.room / GIB
-    ladder = climb_down(recipe, planner, room=room)
-    if ladder.rungs:
-        return ladder, ladder.rungs[0]
+    rooms = [None] if failure.room is None else [failure.room / GIB, (failure.room + failure.beside) / GIB]
+    for room in rooms:
+        ladder = climb_down(recipe, planner, room=room)
+        if ladder.rungs:
+            return ladder, ladder.rungs[0]
     lowest, present = ladder.lowest, ladder.present
     limit = min(present.need, room or present.need, present.plan["available_gib"])
     least = f"The least that a rung needs is {lowest.need:.2f} GiB ({lowest.words})" if lowest.set else "It has no rung"
