@@ -98,14 +98,14 @@ _FILE_BYTES = 64 << 20
 _COPIES = 3  # of a file while it is put together: safetensors' buffer, without which it ends the process, Python's bytes, and some room
 
 
-def _files(sizes: dict[str, int]) -> dict[str, int]:
-    """Name -> number of the file, from 1. A file is put together in memory before it is written, so files are small, and smaller yet
+def _files(sizes: dict[str, int], *, apart: bool = False) -> dict[str, int]:
+    """Name -> number of the file, from 1; `apart`: each its own. A file is put together in memory before it is written, so files are small, and smaller yet
     where all is little: a checkpoint shall not be what a run needs most memory for.
 
     Args:
         sizes: name -> bytes.
     """
-    limit = min(_FILE_BYTES, max(8 << 20, sum(sizes.values()) // 32))
+    limit = 0 if apart else min(_FILE_BYTES, max(8 << 20, sum(sizes.values()) // 32))
     numbers, number, size = {}, 1, 0
     for name, bytes in sizes.items():
         if size and size + bytes > limit:
@@ -228,18 +228,21 @@ def take(build: Build, progress: Progress, *, copied: bool) -> Taken:
     return Taken(progress.step, tensors, json.dumps(state), host_generators())
 
 
-def save(build: Build, progress: Progress, folder: Path, *, keep: int) -> Path:
+def save(build: Build, progress: Progress, folder: Path, *, keep: int, apart: bool = False) -> Path:
     """Writes `folder/step-N` and removes all but the `keep` newest.
+
+    Args:
+        apart: a file for each tensor, which takes the least memory.
 
     Raises:
         RunError: it cannot be written (a full disk, say); what was there before stays whole.
         MemoryError: there is no memory to write it with; the same holds.
     """
     with _one_process():
-        return write(build, take(build, progress, copied=False), folder, keep=keep)
+        return write(build, take(build, progress, copied=False), folder, keep=keep, apart=apart)
 
 
-def write(build: Build, taken: Taken, folder: Path, *, keep: int, group: Any = None) -> Path:
+def write(build: Build, taken: Taken, folder: Path, *, keep: int, apart: bool = False, group: Any = None) -> Path:
     """Writes what was taken as `folder/step-N`; arguments and errors as of `save`. Reads nothing of the build that steps change.
 
     Args:
@@ -257,7 +260,7 @@ def write(build: Build, taken: Taken, folder: Path, *, keep: int, group: Any = N
         # Every process knows of all tensors, also of those that stand on others alone (and waits here for the folder).
         own = {name: t.nbytes for name, t in taken.tensors.items()}
         sizes = {name: bytes for part in everywhere(build, own, group) for name, bytes in part.items()}
-        numbers = _files(sizes)
+        numbers = _files(sizes, apart=apart)
         require_room(_COPIES * max(sum(n for name, n in own.items() if numbers[name] == file) for file in numbers.values()))
         writer = dcp.HuggingFaceStorageWriter(str(beside), fqn_to_index_mapping=numbers, save_distributed=many)
         dcp.save(taken.tensors, storage_writer=writer, process_group=group, no_dist=not many)

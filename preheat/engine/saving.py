@@ -45,10 +45,12 @@ class Saving:
 
     Attributes:
         at: the newest step that stands, or is being written; -1: none.
+        apart: a file for each tensor, which takes the least memory.
     """
 
     def __init__(self, build: Build, folder: Path, *, at: int = -1):
         self.build, self.folder, self.at, self.keep = build, folder, at, build.recipe.checkpoint.keep
+        self.apart = False
         self._group: Any = None
         self._writer: ThreadPoolExecutor | None = None
         self._begun: tuple[Future[tuple[Path, float]], int, float, float] | None = None
@@ -75,7 +77,7 @@ class Saving:
         start = time.perf_counter()
         found = self.wait()
         if last or self._writer is None:
-            path = checkpoint.save(self.build, progress, self.folder, keep=self.keep)
+            path = checkpoint.save(self.build, progress, self.folder, keep=self.keep, apart=self.apart)
             seconds, self.at = time.perf_counter() - start, progress.step
             return [*found, Saved(progress.step, path, seconds, seconds)]
         taken = checkpoint.take(self.build, progress, copied=True)

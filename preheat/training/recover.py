@@ -209,23 +209,26 @@ class Recovery:
     def _let_go(self, failure: Failure) -> None:
         session = self.session
         if self._whole(failure) and session.progress.step > max(session.saving.at, 0):
-            try:
-                saved = session.saving.begin(session.progress, last=True)
-            except MemoryError as error:
-                session.watch.notice(f"{error}; going on from the checkpoint before it")
-            else:
-                for one in saved:
-                    session.writer.event("checkpoint", **one.facts(session.writer.path))
+            for session.saving.apart in (False, True):  # tensor by tensor, where there is no memory for larger files
+                try:
+                    saved = session.saving.begin(session.progress, last=True)
+                except MemoryError as error:
+                    session.watch.notice(str(error))
+                else:
+                    for one in saved:
+                        session.writer.event("checkpoint", **one.facts(session.writer.path))
+                    break
         self.guard = None
         session.let_go()
 
     def _tried_again(self, failure: Failure) -> bool:
-        """A checkpoint that could not be saved is tried once more, now that memory was given back, and then left out."""
+        """A checkpoint that could not be saved is tried once more, tensor by tensor, and then left out."""
         session = self.session
         if beside_steps(session.effective, session.device) and failure.where == SAVING:
             return False
         if self._unsaved != failure.step:
             self._unsaved = failure.step
+            session.saving.apart = True
             return True
         before = "the last whole checkpoint stands" if any(session.saving.folder.glob("step-*")) else "there is none before it"
         words = f"step {failure.step} cannot be saved for want of memory ({failure.words}); {before}"

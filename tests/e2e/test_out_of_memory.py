@@ -13,7 +13,7 @@ import pytest
 
 from preheat.run import Reader
 
-from .conftest import Command, losses
+from .conftest import Command
 
 RECIPE = """\
 name: wide
