@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -28,12 +29,15 @@ checkpoint: {every: 3, keep: 9}
 LONGER = "length_curriculum: {start: 32, until: 0.5, keep: rows}"
 
 
+def run_capped(preheat: Command, moment: str, mib: int, *settings: str) -> subprocess.CompletedProcess[str]:
+    (preheat.folder / "wide.yaml").write_text(RECIPE)
+    command = [sys.executable, str(Path(__file__).with_name("capped.py")), "wide.yaml", "capped", moment, str(mib), *settings]
+    return subprocess.run(command, cwd=preheat.folder, env=preheat.environment, capture_output=True, text=True, timeout=300)
+
+
 def capped(preheat: Command, moment: str, mib: int, *settings: str) -> tuple[Path, dict[str, Any], str]:
     """A run in a capped process: its folder, its last rung, and what it said."""
-    (preheat.folder / "wide.yaml").write_text(RECIPE)
-    child = Path(__file__).with_name("capped.py")
-    command = [sys.executable, str(child), "wide.yaml", "capped", moment, str(mib), *settings]
-    done = subprocess.run(command, cwd=preheat.folder, env=preheat.environment, capture_output=True, text=True, timeout=300)
+    done = run_capped(preheat, moment, mib, *settings)
     assert done.returncode == 0, done.stderr[-4000:]
     run = preheat.folder / "capped"
     rungs = Reader(run).events("rung")
@@ -112,13 +116,14 @@ def rung_parameters(run: Path) -> float:
 
 
 def test_evaluation_takes_fewer_rows_at_a_time(preheat: Command) -> None:
-    for n in range(40):  # enough rows to be read by eight
-        file = preheat.folder / "text" / f"{n:02}.txt"
-        file.write_text(file.read_text() * 4)
+    for file in sorted((preheat.folder / "text").glob("*.txt")):  # enough rows to be read by eight
+        lines = file.read_text().splitlines()
+        file.write_text("\n".join(f"{line} {again}" for again in range(7) for line in lines))
     more = [f"techniques={{{LONGER.replace('0.5', '0.8')}}}", "data.validation=0.5", "evaluate.rows=512", "evaluate.every=2"]
-    run, rung, _ = capped(preheat, "step 1", 60, *more, "stop.steps=4", "data.preflight={duplicates: warn}")
-    assert (rung["step"], rung["where"], rung["took"]) == (2, "evaluating", ["evaluate.micro=4"])
-    assert [e["step"] for e in Reader(run).evaluations()] == [2, 4]
+    run, rung, _ = capped(preheat, "step 1", 60, *more, "stop.steps=5")
+    assert (rung["step"], rung["where"]) == (2, "evaluating")
+    assert rung["took"][0].startswith("evaluate.micro=")
+    assert [e["step"] for e in Reader(run).evaluations()] == [2, 4, 5]
 
 
 def test_a_copy_to_save_is_done_without(preheat: Command) -> None:
@@ -127,3 +132,65 @@ def test_a_copy_to_save_is_done_without(preheat: Command) -> None:
     assert (rung["where"], rung["took"]) == ("saving", ["checkpoint.asynchronous=false"])
     assert (run / "checkpoints" / "step-5" / "manifest.json").exists()
     assert sorted(steps(run)) == [1, 2, 3, 4, 5]
+
+
+def test_where_no_rung_suffices_it_saves_and_ends_and_goes_on_with_memory(preheat: Command) -> None:
+    more = [f"techniques={{{LONGER}, chunked_loss: {{rows: 64}}, activation_checkpointing: {{}}}}", "batch.size=2"]
+    done = run_capped(preheat, "step 2", 0, *more, "model.width=64", "checkpoint.every=0")
+    assert done.returncode == 1
+    said = done.stderr.strip().splitlines()[-1]
+    assert "out of memory in step" in said
+    assert "there are" in said
+    run = preheat.folder / "capped"
+    saved = sorted(run.glob("checkpoints/step-*"))
+    assert saved
+    preheat.here(
+        "train", "wide.yaml", "--out", "capped", "--resume", *(p for s in (*more, "model.width=64") for p in ("--set", s))
+    )
+    assert sorted(steps(run)) == [1, 2, 3, 4, 5, 6, 7, 8]
+
+
+CAP_A_WORKER = """
+import os, threading
+if os.environ.get("RANK") == "1":
+    def watch():  # once the run has begun, this worker gets no more than it has and a little
+        import resource, time
+        from pathlib import Path
+        events, begun = Path("two/events.jsonl"), 0 if not Path("two/events.jsonl").exists() else Path("two/events.jsonl").stat().st_size
+        while not (events.exists() and any(word in events.read_bytes()[begun:] for word in (b'"started"', b'"resumed"'))):
+            time.sleep(0.002)
+        size = next(line for line in open("/proc/self/status") if line.startswith("VmSize"))
+        limit = (int(size.split()[1]) << 10) + (60 << 20)
+        resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
+    threading.Thread(target=watch, daemon=True).start()
+"""
+
+
+def test_of_two_processes_both_are_started_again_with_the_rung(preheat: Command) -> None:
+    (preheat.folder / "wide.yaml").write_text(RECIPE)
+    (preheat.folder / "sitecustomize.py").write_text(CAP_A_WORKER)
+    path = os.pathsep.join(filter(None, (str(preheat.folder), os.environ.get("PYTHONPATH"))))
+    preheat.environment["PYTHONPATH"] = path
+    more = [f"techniques={{data_parallel: {{}}, {LONGER}}}", "batch.size=16", "checkpoint.every=1"]
+    sets = [part for s in more for part in ("--set", s)]
+    out, error = preheat("train", "wide.yaml", "--nproc", "2", "--out", "two", *sets)
+    run = preheat.folder / "two"
+    rungs = Reader(run).events("rung")
+    assert rungs, out + error
+    assert "rank 1: out of memory" in error
+    assert Reader(run).events("out_of_memory")[0]["rank"] == 1
+    assert not list(run.glob("out-of-memory-*"))
+    taken = Reader(run).metrics()  # what was taken again stands as last taken
+    assert [line["step"] for line in taken] == list(range(1, 9))
+    # From the checkpoint that the last rung holds from, two processes with all the memory there is:
+    (preheat.folder / "sitecustomize.py").unlink()
+    other, last = run.with_name("other"), rungs[-1]["step"]
+    shutil.copytree(run, other)
+    for saved in (other / "checkpoints").iterdir():
+        if int(saved.name.removeprefix("step-")) > last:
+            shutil.rmtree(saved)
+    (other / "metrics.jsonl").unlink()
+    preheat("train", "wide.yaml", "--nproc", "2", "--out", "other", "--resume", *sets)
+    assert steps(other) == {line["step"]: (line["loss"], line["tokens"]) for line in taken if line["step"] > last}, (
+        "bit for bit"
+    )
