@@ -117,9 +117,7 @@ def mesh_of(row: Row) -> tuple[dict[str, Any], int, int]:
                 made["zero1"] = {}
     if tensor > 1:
         made["tensor_parallel"] = {"degree": tensor, "sequence_parallel": row["sequence_parallel"] != "no"}
-    if (
-        pipeline > 1
-    ):  # several stages a device are planned as one: as many layers are held, and the bubble is shorter (see `answer`)
+    if pipeline > 1:  # of several stages a device, one: as many layers are held, and `answer` shortens the bubble
         made["pipeline_parallel"] = {"degree": pipeline}
     if context > 1:
         made["context_parallel"] = {"degree": context}

@@ -16,6 +16,7 @@ from preheat.cli import (
     chat,
     data,
     demo,
+    doctor,
     evaluate,
     export,
     generate,
@@ -73,6 +74,7 @@ app.command("init")(recipes.init)
 app.add_typer(techniques.app, name="techniques")
 app.command("try")(try_.try_)
 app.command("launch")(launch.launch)
+app.add_typer(doctor.app, name="doctor")
 app.command("calibrate")(calibrate.calibrate)
 app.command("nettest")(nettest.nettest)
 

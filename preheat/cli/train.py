@@ -94,14 +94,15 @@ def train(
     from preheat import recipe as recipes
 
     read = recipes.load(recipe, set or [])
+    folder = out or Path("runs") / read.name
     if nproc > 1 and "RANK" not in os.environ:
         from preheat.training.launch import start
+        from preheat.training.rungs import pending
 
         command = ["train", recipe, *(part for item in set or [] for part in ("--set", item))]
         command += ["--out", str(out)] if out else []
         command += ["--auto-resume"] if auto_resume or restarts else ["--resume"] if resume else []
         command += [flag for flag, on in (("--force", force), ("--json", json)) if on]
-        raise typer.Exit(start(command, processes=nproc, restarts=restarts))
-    folder = out or Path("runs") / read.name
+        raise typer.Exit(start(command, processes=nproc, restarts=restarts, again=lambda: bool(pending(folder))))
     resume = resume or (auto_resume and (folder / "recipe.yaml").exists())
     run(read, out=out, resume=resume, force=force, json=json)

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from preheat.errors import RunError
+from preheat.hardware.exhaustion import is_exhaustion, require_room
 from preheat.recipe import Recipe
 from preheat.technique import Build, Device
 
@@ -37,11 +38,15 @@ __all__ = [
     "beside_steps",
     "everywhere",
     "find",
+    "host_generators",
     "load",
     "load_weights",
     "read_progress",
+    "restore_host_generators",
+    "restore_torch_generators",
     "save",
     "take",
+    "torch_generators",
     "write",
 ]
 
@@ -86,23 +91,21 @@ def _tensors(build: Build, rank: int | None = None) -> dict[str, Any]:
         for index, part in enumerate(build.parts[role]):
             found |= {f"{role}.{index}.{name}": p.detach() for name, p in part.named_parameters()}
     rank = build.mesh.rank if rank is None else rank
-    found[f"generator.cpu.{rank}"] = torch.get_rng_state()
-    if build.torch_device.type == "cuda":
-        found[f"generator.cuda.{rank}"] = torch.cuda.get_rng_state()
-    return found
+    return found | torch_generators(build, rank)
 
 
 _FILE_BYTES = 64 << 20
+_COPIES = 3  # of a file while it is put together: safetensors' buffer, without which it ends the process, Python's bytes, and some room
 
 
-def _files(sizes: dict[str, int]) -> dict[str, int]:
-    """Name -> number of the file, from 1. A file is put together in memory before it is written, so files are small, and smaller yet
+def _files(sizes: dict[str, int], *, apart: bool = False) -> dict[str, int]:
+    """Name -> number of the file, from 1; `apart`: each its own. A file is put together in memory before it is written, so files are small, and smaller yet
     where all is little: a checkpoint shall not be what a run needs most memory for.
 
     Args:
         sizes: name -> bytes.
     """
-    limit = min(_FILE_BYTES, max(8 << 20, sum(sizes.values()) // 32))
+    limit = 0 if apart else min(_FILE_BYTES, max(8 << 20, sum(sizes.values()) // 32))
     numbers, number, size = {}, 1, 0
     for name, bytes in sizes.items():
         if size and size + bytes > limit:
@@ -127,7 +130,26 @@ def everywhere(build: Build, value: Any, group: Any = None) -> list[Any]:
     return found
 
 
-def _host_generators() -> dict[str, Any]:
+def torch_generators(build: Build, rank: int) -> dict[str, Any]:
+    """torch's random generators by name: what they are at, as tensors."""
+    import torch
+
+    found = {f"generator.cpu.{rank}": torch.get_rng_state()}
+    if build.torch_device.type == "cuda":
+        found[f"generator.cuda.{rank}"] = torch.cuda.get_rng_state()
+    return found
+
+
+def restore_torch_generators(kept: dict[str, Any], rank: int) -> None:
+    """Puts torch's generators where they were."""
+    import torch
+
+    torch.set_rng_state(kept[f"generator.cpu.{rank}"])
+    if f"generator.cuda.{rank}" in kept:
+        torch.cuda.set_rng_state(kept[f"generator.cuda.{rank}"])
+
+
+def host_generators() -> dict[str, Any]:
     import numpy
 
     version, words, gauss = random.getstate()
@@ -135,7 +157,7 @@ def _host_generators() -> dict[str, Any]:
     return {"python": [version, list(words), gauss], "numpy": [kind, keys.tolist(), position, has_gauss, cached]}  # type: ignore[union-attr]
 
 
-def _restore_host_generators(kept: dict[str, Any]) -> None:
+def restore_host_generators(kept: dict[str, Any]) -> None:
     import numpy
 
     version, words, gauss = kept["python"]
@@ -203,20 +225,24 @@ def take(build: Build, progress: Progress, *, copied: bool) -> Taken:
         "slots": build.slots(),
         "kernels": {name: [c.kernel for c in changes] for name, changes in build.changes.items()},
     }
-    return Taken(progress.step, tensors, json.dumps(state), _host_generators())
+    return Taken(progress.step, tensors, json.dumps(state), host_generators())
 
 
-def save(build: Build, progress: Progress, folder: Path, *, keep: int) -> Path:
+def save(build: Build, progress: Progress, folder: Path, *, keep: int, apart: bool = False) -> Path:
     """Writes `folder/step-N` and removes all but the `keep` newest.
+
+    Args:
+        apart: a file for each tensor, which takes the least memory.
 
     Raises:
         RunError: it cannot be written (a full disk, say); what was there before stays whole.
+        MemoryError: there is no memory to write it with; the same holds.
     """
     with _one_process():
-        return write(build, take(build, progress, copied=False), folder, keep=keep)
+        return write(build, take(build, progress, copied=False), folder, keep=keep, apart=apart)
 
 
-def write(build: Build, taken: Taken, folder: Path, *, keep: int, group: Any = None) -> Path:
+def write(build: Build, taken: Taken, folder: Path, *, keep: int, apart: bool = False, group: Any = None) -> Path:
     """Writes what was taken as `folder/step-N`; arguments and errors as of `save`. Reads nothing of the build that steps change.
 
     Args:
@@ -234,7 +260,9 @@ def write(build: Build, taken: Taken, folder: Path, *, keep: int, group: Any = N
         # Every process knows of all tensors, also of those that stand on others alone (and waits here for the folder).
         own = {name: t.nbytes for name, t in taken.tensors.items()}
         sizes = {name: bytes for part in everywhere(build, own, group) for name, bytes in part.items()}
-        writer = dcp.HuggingFaceStorageWriter(str(beside), fqn_to_index_mapping=_files(sizes), save_distributed=many)
+        numbers = _files(sizes, apart=apart)
+        require_room(_COPIES * max(sum(n for name, n in own.items() if numbers[name] == file) for file in numbers.values()))
+        writer = dcp.HuggingFaceStorageWriter(str(beside), fqn_to_index_mapping=numbers, save_distributed=many)
         dcp.save(taken.tensors, storage_writer=writer, process_group=group, no_dist=not many)
         generators = everywhere(build, taken.generators, group)
         mine = beside.glob(f"shard-{build.mesh.rank + 1:05d}-*" if many else "*")
@@ -254,11 +282,13 @@ def write(build: Build, taken: Taken, folder: Path, *, keep: int, group: Any = N
             beside.rename(final)
             _sync(folder)
         everywhere(build, None, group)  # nobody goes on before it stands
-    except (OSError, RuntimeError, dcp.CheckpointException) as error:  # type: ignore[attr-defined]
+    except (OSError, RuntimeError, MemoryError, dcp.CheckpointException) as error:  # type: ignore[attr-defined]
         shutil.rmtree(beside, ignore_errors=True)
+        if is_exhaustion(error):
+            raise MemoryError(f"{final}: no memory to write it with: {str(error).splitlines()[-1]}") from None
         if not isinstance(error, OSError) and "No space left" not in str(error) and "write" not in str(error).lower():
             raise
-        reason = "no space left on the device" if "space left" in str(error) else str(error).splitlines()[0]
+        reason = "no space left on the device" if "space left" in str(error) else str(error).strip().splitlines()[-1]
         raise RunError(
             f"{final}: cannot be written ({reason}); earlier checkpoints are whole: free some room and go on with --resume"
         ) from None
@@ -333,20 +363,26 @@ def read_progress(path: Path) -> Progress:
 
 
 def load(build: Build, path: Path) -> Progress:
-    """Puts a whole checkpoint into a build, in place, and returns where it stands."""
-    import torch
+    """Puts a whole checkpoint into a build, in place, and returns where it stands.
+
+    Raises:
+        MemoryError: there is no memory to read it with.
+    """
     import torch.distributed.checkpoint as dcp
 
     state = _state(path)
     # A process beyond those that the run had begins with the generators of the first.
     rank = build.mesh.rank if build.mesh.rank < state["world"] else 0
     tensors = _tensors(build, rank)
-    with _one_process():
-        dcp.load(tensors, storage_reader=dcp.HuggingFaceStorageReader(str(path)), no_dist=build.mesh.world == 1)
-    torch.set_rng_state(tensors[f"generator.cpu.{rank}"])
-    if f"generator.cuda.{rank}" in tensors:
-        torch.cuda.set_rng_state(tensors[f"generator.cuda.{rank}"])
-    _restore_host_generators(state["generators"][rank])
+    try:
+        with _one_process():
+            dcp.load(tensors, storage_reader=dcp.HuggingFaceStorageReader(str(path)), no_dist=build.mesh.world == 1)
+    except dcp.CheckpointException as error:  # type: ignore[attr-defined]
+        if is_exhaustion(error):
+            raise MemoryError(f"{path}: no memory to read it with: {str(error).splitlines()[-1]}") from None
+        raise
+    restore_torch_generators(tensors, rank)
+    restore_host_generators(state["generators"][rank])
     for name, kept in state["build"].items():
         build.state[name].load_state_dict(kept)
     build.step = state["step"]

@@ -38,10 +38,19 @@ class Saved:
 
 
 class Saving:
-    """Writes a run's checkpoints as `checkpoint` in the recipe says. All processes of the run begin the same in the same order."""
+    """Writes a run's checkpoints as `checkpoint` in the recipe says. All processes of the run begin the same in the same order.
 
-    def __init__(self, build: Build, folder: Path):
-        self.build, self.folder, self.keep = build, folder, build.recipe.checkpoint.keep
+    Args:
+        at: the step that the build was read from, if any.
+
+    Attributes:
+        at: the newest step that stands, or is being written; -1: none.
+        apart: a file for each tensor, which takes the least memory.
+    """
+
+    def __init__(self, build: Build, folder: Path, *, at: int = -1):
+        self.build, self.folder, self.at, self.keep = build, folder, at, build.recipe.checkpoint.keep
+        self.apart = False
         self._group: Any = None
         self._writer: ThreadPoolExecutor | None = None
         self._begun: tuple[Future[tuple[Path, float]], int, float, float] | None = None
@@ -63,16 +72,18 @@ class Saving:
 
         Raises:
             RunError: this one or the one before cannot be written.
+            MemoryError: there is no memory to write it with.
         """
         start = time.perf_counter()
         found = self.wait()
         if last or self._writer is None:
-            path = checkpoint.save(self.build, progress, self.folder, keep=self.keep)
-            seconds = time.perf_counter() - start
+            path = checkpoint.save(self.build, progress, self.folder, keep=self.keep, apart=self.apart)
+            seconds, self.at = time.perf_counter() - start, progress.step
             return [*found, Saved(progress.step, path, seconds, seconds)]
         taken = checkpoint.take(self.build, progress, copied=True)
         future = self._writer.submit(self._write, taken)
         self._begun = (future, progress.step, start, time.perf_counter() - start)
+        self.at = progress.step
         return found
 
     def _write(self, taken: checkpoint.Taken) -> tuple[Path, float]:
@@ -92,13 +103,15 @@ class Saving:
         if self._begun is None:
             return []
         (future, step, start, held), self._begun = self._begun, None
+        self.at, newest = -1, self.at  # in case that it could not be written
         path, end = future.result()
+        self.at = newest
         return [Saved(step, path, held, end - start)]
 
     def close(self) -> str | None:
         """After a failure: what is being written is written to its end, or the words of what keeps it from that are returned."""
         try:
             self.wait()
-        except (PreheatError, RuntimeError) as error:
+        except (PreheatError, RuntimeError, MemoryError) as error:
             return str(error)
         return None

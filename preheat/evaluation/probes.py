@@ -95,6 +95,7 @@ class Probes:
     def _measure(self, build: Build) -> tuple[dict[str, Result], dict[str, Result]]:
         settings = self.recipe.evaluate
         micro = build.slot(Slot.BATCH_SHAPE)(1.0).micro  # these rows are whole at any time
+        micro = min(build.recipe.evaluate.micro or micro, micro)
         texts = {}
         how: dict[str, Any] = {"micro": micro, "limit": settings.rows, "sizes": self.sizes}
         if self.data.validation is not None and len(self.data.validation):

@@ -17,6 +17,7 @@ from preheat.technique import Device
 __all__ = [
     "begin_peak",
     "can_begin_peak",
+    "claimed_bytes",
     "give_back",
     "keep_heap",
     "parse_memory",
@@ -25,6 +26,7 @@ __all__ = [
     "probe",
     "reset_peak",
     "resident_bytes",
+    "system_memory",
 ]
 
 _UNITS = {"b": 1} | {
@@ -102,6 +104,13 @@ def _host_memory() -> int:
     return min([total, *_group_limits(groups.read_text(encoding="utf-8"), Path("/sys/fs/cgroup"))])
 
 
+def system_memory() -> int:
+    """Bytes that this process may come to hold: what it holds and what is available now, at most its control groups' limit."""
+    limit = _host_memory()
+    found = re.search(r"^MemAvailable:\s*(\d+) kB$", Path("/proc/meminfo").read_text(encoding="utf-8"), re.MULTILINE)
+    return min(limit, resident_bytes() + int(found[1]) * 1024) if found else limit
+
+
 def _group_limits(groups: str, root: Path) -> list[int]:
     """Memory limits of the control groups in /proc/self/cgroup and of their parents, versions 1 and 2.
 
@@ -143,6 +152,18 @@ def resident_bytes() -> int:
     found = _status("VmRSS")
     if found is None:
         raise RunError("resident memory is read from /proc/self/status, which this system lacks; measure memory on Linux")
+    return found
+
+
+def claimed_bytes() -> int:
+    """Private memory that this process has asked the system for, touched or not, bytes: what RLIMIT_DATA limits.
+
+    Raises:
+        RunError: not on Linux.
+    """
+    found = _status("VmData")
+    if found is None:
+        raise RunError("claimed memory is read from /proc/self/status, which this system lacks; train on Linux")
     return found
 
 

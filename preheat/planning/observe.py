@@ -162,7 +162,7 @@ def _observe(recipe: Recipe, vocabulary: int | None, device: Device, by_layer: b
         for part in made.trained:
             part.eval()
         with torch.no_grad():
-            forward(made, transform(made, _fake_batch(recipe, shape.micro)))
+            forward(made, transform(made, _fake_batch(recipe, min(recipe.evaluate.micro or shape.micro, shape.micro))))
     at = _replay(recorder.log, recorder.places, known, grads)
     categories = peaks(at)
     flops: dict[str, int] = defaultdict(int)

@@ -207,6 +207,8 @@ class Evaluate:
     """Steps between evaluations; 0: only at the end."""
     rows: Count = 256
     """At most so many validation rows, and rows of `forgetting` and of each task."""
+    micro: Count | None = None
+    """At most so many rows at a time; as many as a micro-batch of training where not stated."""
     tasks: tuple[str, ...] = ()
     """Tasks to measure with each evaluation, the one before the first step included: names or files, as `preheat eval --tasks` takes them."""
     forgetting: str | None = None

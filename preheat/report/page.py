@@ -194,7 +194,22 @@ def _memory(figures: dict[str, Any]) -> str:
         f'<tr class="sum"><td>{key}measured peak{told}</td><td class="n">{grouped(measured["peak_gib"], digits)}</td><td></td></tr>'
     )
     table = _table(rows, (("at the peak", ""), ("GiB", "n"), ("share", "n")))
-    return f'<div class="two"><div>{charts.memory(figures)}{table}</div><div><h3>Peak by phase</h3>{_phases(figures["phases"])}</div></div>'
+    phases = f"<h3>Peak by phase</h3>{_phases(figures['phases'])}"
+    return f'<div class="two"><div>{charts.memory(figures)}{table}</div><div>{phases}</div></div>{_rungs(figures["events"])}'
+
+
+def _rungs(events: list[dict[str, Any]]) -> str:
+    """What a run that was out of memory went on with."""
+    rows = [
+        f'<tr><td class="n">{value(e.get("step"))}</td><td>{escape(value(e.get("where")))}</td><td class="free">{escape(", ".join(e.get("took") or ["the recipe as written"]))}</td>'
+        f'<td class="n">{gib(e.get("was_gib"))}</td><td class="n">{gib(e.get("peak_gib"))}</td></tr>'
+        for e in events
+        if e["kind"] == "rung"
+    ]
+    if not rows:
+        return ""
+    head = (("after step", "n"), ("out of memory while", ""), ("went on with", ""), ("plan before", "n"), ("and after", "n"))
+    return "<h3>Out of memory</h3>" + _table(rows, head)
 
 
 def _phases(phases: Any) -> str:
@@ -297,11 +312,11 @@ def _timeline(events: list[dict[str, Any]]) -> str:
         at = number(first.get("time"))
         after = f"+ {duration(at - begin)}" if at is not None and begin is not None and at >= begin else MISSING
         kind = f"{first['kind']} × {len(group)}" if len(group) > 1 else str(first["kind"])
-        told = {k: v for k, v in last.items() if k not in ("time", "kind")}
+        told = {k: v for k, v in last.items() if k not in ("time", "kind", "skipped", "allocator")}
         words = "; ".join(f"{k.replace('_', ' ')} {value(v)}" for k, v in told.items())
         if len(group) > 1:
             words = f"steps {value(first.get('step'))} to {value(last.get('step'))}"
-        bad = " bad" if first["kind"] in ("failed", "damaged") else ""
+        bad = " bad" if first["kind"] in ("failed", "damaged", "out_of_memory", "unsaved") else ""
         rows.append(
             f'<tr><td class="n">{after}</td><td class="free"><span class="event{bad}">{escape(kind)}</span> {escape(words)}</td></tr>'
         )

@@ -83,6 +83,9 @@ class Technique(ABC):
     roles: ClassVar[frozenset[str]] = frozenset({"trained"})
     last_resort: ClassVar[bool] = False
     """Costs time that a plan does not see yet: a search takes it only where nothing else fits."""
+    relieves: ClassVar[bool] = False
+    """Whether a run that is out of memory may add it, with any of its `options`: the same weights, data and loss in less memory. A run may
+    be resumed with it, without it or with other settings of it."""
 
     def owned(self) -> frozenset[Slot]:
         """The slots of `owns` that these settings take."""
@@ -141,7 +144,7 @@ class Technique(ABC):
         return None
 
     def options(self, context: Context) -> Iterable[Technique]:
-        """Settings worth searching."""
+        """Settings worth searching; where it `relieves`, mildest first."""
         return [self]
 
     def cuts(self) -> int:

@@ -123,6 +123,7 @@ def checkpoint_layers(
 class ActivationCheckpointing(Technique):
     stage: ClassVar[Stage] = Stage.CHECKPOINT
     numerics: ClassVar[Any] = "exact"
+    relieves: ClassVar[bool] = True
     provides: ClassVar[frozenset[Tag]] = frozenset({Tag("recomputes")})
 
     mode: Literal["full", "selective", "budget"] = "full"

@@ -53,6 +53,7 @@ class ActivationOffload(Technique):
     stage: ClassVar[Stage] = Stage.CHECKPOINT
     numerics: ClassVar[Any] = "exact"
     last_resort: ClassVar[bool] = True
+    relieves: ClassVar[bool] = True
 
     stay: Annotated[int, Bound(1)] = 1
     """Last layers whose activations stay on the device: the backward pass begins with them."""

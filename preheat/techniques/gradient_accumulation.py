@@ -145,6 +145,7 @@ def _rows(recipe: Recipe, sizes: Mapping[Axis, int]) -> tuple[int, int]:
 class GradientAccumulation(Technique):
     stage: ClassVar[Stage] = Stage.LOADER
     numerics: ClassVar[Any] = "exact"
+    relieves: ClassVar[bool] = True
     provides: ClassVar[frozenset[Tag]] = frozenset({Tag("micro-batch-size")})
 
     steps: Annotated[int, Bound(2)] = 4

@@ -6,14 +6,14 @@ import logging
 import os
 import sys
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from preheat.errors import RunError
 
 __all__ = ["start"]
 
 
-def start(command: Sequence[str], *, processes: int, restarts: int = 0) -> int:
+def start(command: Sequence[str], *, processes: int, restarts: int = 0, again: Callable[[], bool] = lambda: False) -> int:
     """Runs `preheat COMMAND` in several processes that know of each other, and waits for them.
 
     When one of them dies the agent ends the others; while `restarts` are left it starts all again.
@@ -22,6 +22,7 @@ def start(command: Sequence[str], *, processes: int, restarts: int = 0) -> int:
         command: arguments of preheat.
         processes: how many; on CPUs each gets its share of the cores.
         restarts: how often all are started again.
+        again: asked when they failed: whether all are to go on in any case, by `--auto-resume`; it must not say so for ever.
 
     Returns:
         The exit code: 0, or that of the process that failed first.
@@ -29,12 +30,18 @@ def start(command: Sequence[str], *, processes: int, restarts: int = 0) -> int:
     Raises:
         RunError: stopped by a signal; the processes were given time to save.
     """
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // processes)))
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # what failed is said by the process that failed
+    while (code := _launched(command, processes, restarts)) and again():
+        command = [*(part for part in command if part not in ("--resume", "--auto-resume")), "--auto-resume"]
+    return code
+
+
+def _launched(command: Sequence[str], processes: int, restarts: int) -> int:
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // processes)))
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # what failed is said by the process that failed
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,

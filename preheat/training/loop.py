@@ -10,20 +10,23 @@ import math
 import time
 from contextlib import closing
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
 
-from preheat.data import baselines, batches
+from preheat.data import baselines
 from preheat.data.loader import evaluation_rows, samples_of
+from preheat.engine.checkpoint import Progress
 from preheat.engine.evaluate import Measured
-from preheat.engine.saving import Saved, Saving
+from preheat.engine.saving import Saved
 from preheat.engine.step import gradients, numbers, update
 from preheat.errors import RunError
-from preheat.hardware.probe import give_back, peak_bytes, reset_peak, resident_bytes
+from preheat.hardware.probe import give_back, reset_peak
 from preheat.recipe import Recipe
-from preheat.technique import DATA, Batch, Shape, Tag
+from preheat.technique import Batch, Build, Shape, Tag
+from preheat.training.meter import Meter
+from preheat.training.recover import Recovery
+from preheat.training.rungs import LAST, SAVING
 from preheat.training.schedule import share_of_peak
 from preheat.training.session import Session, open_session
 from preheat.training.signals import Signals
@@ -31,8 +34,6 @@ from preheat.training.standing import Standing
 from preheat.training.watch import Watch
 
 __all__ = ["train"]
-
-GIB = 2**30
 
 
 def train(
@@ -64,9 +65,9 @@ def train(
     try:
         made = loop.run()
     except BaseException as error:
-        if words := loop.saving.close():
+        if words := session.assembled and session.saving.close():
             watch.alarm(words)
-        lost = session.ranks.explained(error, loop.progress.step)
+        lost = session.ranks.explained(error, session.progress.step)
         if not isinstance(error, SystemExit):
             session.writer.event("failed", reason=str(lost) or type(lost).__name__)
         if lost is not error:
@@ -82,58 +83,65 @@ def train(
 class _Loop:
     def __init__(self, session: Session, watch: Watch, standing: Standing):
         self.session, self.watch, self.standing = session, watch, standing
-        self.recipe, self.build, self.progress = session.recipe, session.build, session.progress
-        self.writer = session.writer
-        self.speeds: list[float] = []
+        self.recipe, self.writer = session.recipe, session.writer
+        self.recovery = Recovery(session, standing)
+        self.meter = Meter(session)
         self.loss = math.nan
-        self.saved_at = -1 if self.progress.step == 0 else self.progress.step
         self.evaluated: tuple[int, Measured] | None = None
+        self.judged = session.progress.step or -1  # the step whose evaluation, if one is due, was taken
         self.shape: Shape | None = None
         self.stopped: str | None = None  # the signal that ends the run
         self.late = False  # some process says that the hours are over
-        self.saving = Saving(self.build, self.writer.path / "checkpoints")
+
+    # Another build and another place to go on from may stand there after a lack of memory.
+    @property
+    def build(self) -> Build:
+        return self.session.build
+
+    @property
+    def progress(self) -> Progress:
+        return self.session.progress
 
     def run(self) -> dict[str, Any]:
-        data, watch = self.session.data, self.watch
-        if self.progress.step == 0 and self.session.samples.before:
+        with Signals() as signals:
+            return self.recovery.through(lambda: self._train(signals))
+
+    def _train(self, signals: Signals) -> dict[str, Any]:
+        """From where the session stands to the end."""
+        self.meter = Meter(self.session)
+        if self.progress.step == 0 and self.session.samples.before and self.judged < 0:
             self._samples()
             reset_peak(self.build.device.kind)  # the peak that is measured is that of training
-        watch.stage("training")
-        with (
-            Signals() as signals,
-            closing(
-                batches(
-                    data.train,
-                    seed=self.recipe.seed,
-                    committed=self.progress.samples,
-                    shape=self.session.shape,
-                    step=self.progress.step,
-                    order=self.session.order,
-                    workers=self.recipe.data.workers,
-                    prefetch=self.recipe.data.prefetch,
-                    pin=self.build.torch_device.type == "cuda",
-                    share=(self.build.mesh.index(*DATA), self.build.mesh.size(*DATA)),
-                )
-            ) as stream,
-        ):
-            if self.progress.step == 0 and self.session.probes.at_start:
-                self._evaluate()
-            while not self._finished() and self.stopped is None:
-                self._told(self.saving.look())
+        self.watch.stage("training")
+        with closing(self.session.rows()) as stream:
+            while True:
+                self._beside()
+                if self._finished() or self.stopped is not None:
+                    break
+                self.standing.at(self.progress.step, SAVING)
+                self._told(self.session.saving.look())
                 self._step(stream, signals)
-                step = self.progress.step
-                last = self._finished()
-                if self.recipe.evaluate.every and step % self.recipe.evaluate.every == 0 and not last:
-                    self._evaluate()
-                if self.recipe.checkpoint.every and step % self.recipe.checkpoint.every == 0 and not last:
-                    self._save()
-            if self.stopped is not None:
-                self.writer.event("stopping", signal=self.stopped, step=self.progress.step)
-                watch.notice(f"{self.stopped}: saving step {self.progress.step} and ending")
-            if self.progress.step > self.saved_at:
-                self._save(last=True)
-            self._told(self.saving.wait())
+        if self.stopped is not None:
+            self.writer.event("stopping", signal=self.stopped, step=self.progress.step)
+            self.watch.notice(f"{self.stopped}: saving step {self.progress.step} and ending")
+        self.standing.at(self.progress.step, SAVING)
+        if self.progress.step > self.session.saving.at:
+            self._save(last=True)
+        self._told(self.session.saving.wait())
         return self._finish(self.stopped)
+
+    def _beside(self) -> None:
+        """The evaluation and the checkpoint that are due at this step."""
+        step, last = self.progress.step, self._finished()
+        look, save = (
+            every and step and step % every == 0 and not last
+            for every in (self.recipe.evaluate.every, self.recipe.checkpoint.every)
+        )
+        if self.judged != step and (look or (step == 0 and self.session.probes.at_start)):
+            self._evaluate()
+        self.judged = step
+        if save and step not in (self.session.saving.at, self.recovery.left_out):
+            self._save()
 
     def _finished(self) -> bool:
         total = self.session.total
@@ -143,6 +151,7 @@ class _Loop:
 
     def _step(self, stream: Any, signals: Signals) -> None:
         begun, step = time.perf_counter(), self.progress.step + 1
+        self.recovery.begin()
         self.standing.at(step, "reading rows")
         batch: list[Batch] = next(stream)
         shape = self.session.shape(self.progress.step)
@@ -177,7 +186,7 @@ class _Loop:
         p.tokens += tokens
         p.elapsed += seconds
         self.loss = mean
-        self.speeds.append(tokens / seconds)
+        self.meter.speeds.append(tokens / seconds)
         line = {
             "step": p.step,
             "tokens": p.tokens,
@@ -186,14 +195,14 @@ class _Loop:
             "gradient_norm": norm,
             "seconds": seconds,
             "tokens_per_second": tokens / seconds,
-            "memory": self._memory(),
+            "memory": self.meter.memory(),
             "elapsed": p.elapsed,
             "length": shape.length,
             **self.build.scores(metrics, weight),
             **self._counted(),
         }
         self.writer.metric(**line)
-        self.watch.step({**line, "mfu": self._mfu(tokens / seconds)}, self.session.total)
+        self.watch.step({**line, "mfu": self.meter.mfu(tokens / seconds)}, self.session.total)
 
     def _is_late(self, seconds: float = 0.0) -> bool:
         hours = self.recipe.stop.hours
@@ -222,21 +231,9 @@ class _Loop:
             f"{left}. Try a lower optimizer.lr (it was {lr:.2e}), a longer schedule.warmup, or fp32"
         )
 
-    def _memory(self) -> int:
-        cuda = self.build.torch_device.type == "cuda"
-        return torch.cuda.memory_allocated() if cuda else max(resident_bytes() - self.session.imports, 0)
-
-    def _peak(self) -> int:
-        return max(peak_bytes(self.build.device.kind) - self.session.imports, 0)
-
-    def _mfu(self, speed: float) -> float:
-        plan = self.session.plan
-        return plan["model_flops_per_step"] / plan["tokens_per_step"] * speed / plan["matrix_rate"]
-
     def _save(self, *, last: bool = False) -> None:
-        self.standing.at(self.progress.step, "saving")
-        self._told(self.saving.begin(self.progress, last=last))
-        self.saved_at = self.progress.step
+        self.standing.at(self.progress.step, LAST if last else SAVING)
+        self._told(self.session.saving.begin(self.progress, last=last))
 
     def _told(self, saved: list[Saved]) -> None:
         for one in saved:
@@ -246,6 +243,7 @@ class _Loop:
         step = self.progress.step
         self.standing.at(step, "evaluating")
         if self.evaluated is None or self.evaluated[0] != step:
+            self.recovery.begin()
             found = self.session.probes.take(self.build, self.writer, step)
             self.evaluated = (step, found)
             if found.weight:
@@ -256,16 +254,7 @@ class _Loop:
         plan, p = self.session.plan, self.progress
         # Before evaluation and samples: the peak that was predicted is that of training and evaluation.
         validation = math.nan if stopped else self._evaluate()
-        peak = self._peak() / GIB
-        measured: dict[str, Any] = {"peak_gib": peak, **self._counted()}
-        if self.speeds:
-            speed = median(self.speeds[1:] or self.speeds)  # the first step also warms up
-            measured |= {
-                "tokens_per_second": speed,
-                "seconds_per_step": plan["tokens_per_step"] / speed,
-                "mfu": self._mfu(speed),
-                "spread": [sorted(self.speeds)[int(q * (len(self.speeds) - 1))] for q in (0.1, 0.9)],
-            }
+        measured = {**self.meter.measured(), **self._counted()}
         self.writer.event("measured", **measured)
         if not stopped:
             self._baselines()
@@ -279,7 +268,7 @@ class _Loop:
             "loss": self.loss,
             "validation_loss": validation,
             "tokens_per_second": measured.get("tokens_per_second"),
-            "peak_gib": peak,
+            "peak_gib": measured["peak_gib"],
             "predicted": {"peak_gib": plan["peak_gib"], "tokens_per_second": plan["tokens_per_second"]},
             "stopped": stopped,
         }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,10 @@ from preheat.run import Writer
 from preheat.technique import Build
 from preheat.training.watch import Watch
 
-__all__ = ["compare", "fingerprints", "resumed"]
+__all__ = ["Looked", "compare", "fingerprints", "resumed"]
+
+Looked = tuple[Path | None, list[tuple[Path, str]]]
+"""The newest whole checkpoint, and the damaged ones with what is wrong with each."""
 
 # What may differ between a run and its resumption; everything else decides the numbers.
 _FREE = ("name", "stop", "evaluate", "checkpoint", "sample", "hardware", "data.workers", "data.prefetch")
@@ -32,10 +36,16 @@ def fingerprints(made: Build, data: Any) -> dict[str, str]:
     }
 
 
-def compare(recipe: Recipe, before: str) -> None:
-    """Refuses a resumption whose recipe would change the numbers, and names the keys."""
+def compare(recipe: Recipe, before: str) -> bool:
+    """Refuses a resumption whose recipe would change the numbers, and names the keys.
+
+    Returns:
+        Whether techniques that spare memory and keep the numbers, up to rounding, are others than they were.
+    """
+    was_recipe = recipes.parse(before, where="recipe.yaml of the run")
+    milder, milder_before = (_of_techniques(r, relieves=True) for r in (recipe, was_recipe))
     # Another number of devices, and another way to share the work among them, changes no number.
-    old, new = (recipes.as_values(alone(r)) for r in (recipes.parse(before, where="recipe.yaml of the run"), recipe))
+    old, new = (recipes.as_values(_of_techniques(alone(r), relieves=False)) for r in (was_recipe, recipe))
     changed = [key for key in _leaves(old).keys() | _leaves(new).keys() if _leaves(old).get(key) != _leaves(new).get(key)]
     changed = sorted(key for key in changed if not any(key == free or key.startswith(free + ".") for free in _FREE))
     if changed:
@@ -44,6 +54,11 @@ def compare(recipe: Recipe, before: str) -> None:
         raise RunError(
             f"--resume: the recipe is not that of the run: {words}; put back what was, or start another run with --out"
         )
+    return milder.techniques != milder_before.techniques
+
+
+def _of_techniques(recipe: Recipe, *, relieves: bool) -> Recipe:
+    return replace(recipe, techniques={name: t for name, t in recipe.techniques.items() if t.relieves == relieves})
 
 
 def _leaves(values: Any, at: str = "") -> dict[str, Any]:
@@ -53,14 +68,21 @@ def _leaves(values: Any, at: str = "") -> dict[str, Any]:
 
 
 def resumed(
-    made: Build, out: Path, fresh: checkpoint.Progress, writer: Writer, watch: Watch, threads: int
+    made: Build, out: Path, fresh: checkpoint.Progress, looked: Looked | None, writer: Writer, watch: Watch, threads: int
 ) -> checkpoint.Progress:
+    """Puts the newest whole checkpoint into a build, and returns where it stands.
+
+    Args:
+        fresh: where a run stands that has no checkpoint yet.
+        looked: of `checkpoint.find`, where this process is the first: checksums are of all files, so once is enough.
+
+    Raises:
+        RunError: data, model or weights are others, or no checkpoint is whole.
+    """
     folder = out / "checkpoints"
-    looked: tuple[Path | None, list[tuple[Path, str]]] | None = None
-    if made.mesh.rank == 0:  # checksums are of all files: once is enough
+    if made.mesh.rank == 0:
         for left in folder.glob("*.writing"):  # of a session that was killed while it saved
             shutil.rmtree(left, ignore_errors=True)
-        looked = checkpoint.find(folder)
     found, damaged = checkpoint.everywhere(made, looked)[0]
     for path, problem in damaged:
         writer.event("damaged", checkpoint=path.name, problem=problem)

@@ -3,28 +3,30 @@
 from __future__ import annotations
 
 import gc
-import hashlib
 import os
-import platform
-import shutil
-import sys
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from preheat import recipe as recipes
 from preheat.engine import checkpoint
 from preheat.engine.build import build, peak_learning_rate
+from preheat.engine.saving import Saving
 from preheat.errors import DoesNotFit, RecipeError, RunError
 from preheat.evaluation.probes import Probes
+from preheat.hardware.exhaustion import held_bytes
+from preheat.hardware.probe import give_back
 from preheat.models import adapter, presets
+from preheat.planning.ladder import Planner
 from preheat.planning.plan import plan, settled, steps_of
 from preheat.recipe import Recipe
 from preheat.run import Silent, Writer
-from preheat.technique import DATA, Build, Device, Shape, Slot
+from preheat.technique import DATA, Batch, Build, Device, Shape, Slot
 from preheat.training.ranks import Ranks, meet
-from preheat.training.resuming import compare, fingerprints, resumed
+from preheat.training.recorded import digest, environment, remove_empty_run, versions
+from preheat.training.resuming import Looked, compare, fingerprints, resumed
+from preheat.training.rungs import stepped_down
 from preheat.training.samples import Samples
 from preheat.training.texts import chat_template
 from preheat.training.watch import Watch
@@ -37,29 +39,101 @@ __all__ = ["Session", "data_of", "open_session", "plan_here", "resolve", "rows_o
 
 @dataclass
 class Session:
-    """A run that is ready to step."""
+    """A run that is ready to step, once it is `assemble`d."""
 
     recipe: Recipe
-    build: Build
+    """As it was written."""
+    settled: Recipe
+    """With values for what its techniques leave to a dry run."""
+    effective: Recipe
+    """And with the rungs that were taken: what is built."""
+    device: Device
+    threads: int
     data: Any
     """preheat.data.Prepared."""
     probes: Probes
     """What is measured beside the steps."""
-    writer: Writer
-    plan: dict[str, Any]
-    progress: checkpoint.Progress
-    total: int | None
-    """Optimizer steps of the whole run; None: until the clock says so."""
-    shape: Callable[[int], Shape]
-    """What a step, counted from 0, reads: a pure function, so that any session reads the same."""
-    order: Iterator[int]
-    """Rows of the data, by number, from where the run stands."""
-    peak_lr: float
     samples: Samples
-    imports: int
-    """Bytes that the process held before the build."""
+    writer: Writer
+    watch: Watch
     ranks: Ranks
     """Which process of the run this is."""
+    plan: dict[str, Any]
+    planner: Planner | None
+    """Plans other recipes for this run; in the first process."""
+    looked: Looked | None
+    """The checkpoint to go on from, where there is one; in the first process."""
+    imports: int
+    """Bytes that the process held before the build."""
+    claimed: int
+    """Bytes that it had claimed by then, touched or not."""
+    build: Build = field(init=False)
+    saving: Saving = field(init=False)
+    progress: checkpoint.Progress = field(init=False)
+    shape: Callable[[int], Shape] = field(init=False)
+    """What a step, counted from 0, reads: a pure function, so that any session reads the same."""
+    order: Iterator[int] = field(init=False)
+    """Rows of the data, by number, from where the run stands."""
+    peak_lr: float = field(init=False)
+    assembled: bool = False
+    """Whether there is a build."""
+
+    @property
+    def total(self) -> int | None:
+        """Optimizer steps of the whole run; None: until the clock says so."""
+        return steps_of(self.recipe, _length(self.data))
+
+    def assemble(self, *, resume: bool) -> None:
+        """Builds the effective recipe, and puts the checkpoint into it that the run goes on from.
+
+        Raises:
+            RecipeError, RunError: it cannot be built; the checkpoint is not of this run.
+        """
+        import torch
+
+        self.watch.stage("building")
+        made = build(self.effective, vocabulary=len(self.data.tokenizer), device=self.device)
+        # Dropout: other masks for other rows, the same in each run.
+        torch.manual_seed(self.recipe.seed * 65537 + made.mesh.index(*DATA))
+        progress = checkpoint.Progress(recipe=recipes.dump(self.effective), fingerprints=fingerprints(made, self.data))
+        folder = self.writer.path
+        if resume:
+            progress = resumed(made, folder, progress, self.looked, self.writer, self.watch, self.threads)
+        self.build, self.progress, self.assembled = made, progress, True
+        self.peak_lr = peak_learning_rate(made)
+        self.saving = Saving(made, folder / "checkpoints", at=progress.step or -1)
+        self.writer.json("changes.json", {name: [asdict(c) for c in changes] for name, changes in made.changes.items()})
+        self.read()
+
+    def read(self) -> None:
+        """Rows come from where the run stands."""
+        self.shape = _shape(self.build, self.total)
+        self.order = _order(self.build, self.data.train, self.progress.samples, self.shape, self.total)
+
+    def rows(self) -> Generator[list[Batch], None, None]:
+        """Global batches from where the run stands, without end; to be closed."""
+        from preheat.data import batches
+
+        mesh, settings = self.build.mesh, self.recipe.data
+        return batches(
+            self.data.train,
+            seed=self.recipe.seed,
+            committed=self.progress.samples,
+            shape=self.shape,
+            step=self.progress.step,
+            order=self.order,
+            workers=settings.workers,
+            prefetch=settings.prefetch,
+            pin=self.device.kind == "cuda",
+            share=(mesh.index(*DATA), mesh.size(*DATA)),
+        )
+
+    def let_go(self) -> None:
+        """Lets go of the build and its memory; what it stands at stays known."""
+        del self.build, self.saving, self.shape, self.order
+        self.assembled = False
+        gc.collect()
+        give_back(self.device.kind)
 
 
 def resolve(recipe: Recipe, on_host: int = 1) -> tuple[Device, int]:
@@ -154,62 +228,57 @@ def open_session(recipe: Recipe, out: Path, *, resume: bool, watch: Watch, force
     """
     ranks = meet(recipe)
     device, threads = resolve(recipe, ranks.on_host)
+    ready = None
     if ranks.lead:
         ready = _prepare(recipe, out, ranks, device, threads, resume=resume, watch=watch, force=force)
-        chosen, expected = ready.chosen, ready.expected
-        ranks.tell("prepared", {"recipe": recipes.dump(chosen), "plan": expected})
+        built, expected = ready.effective, ready.expected
+        ranks.tell("prepared", {"recipe": recipes.dump(built), "plan": expected})
         data, probes, samples = ready.data, ready.probes, ready.samples
     else:
         heard = ranks.hear("prepared")
-        chosen, expected = recipes.parse(heard["recipe"], where="the recipe of rank 0"), heard["plan"]
+        built, expected = recipes.parse(heard["recipe"], where="the recipe of rank 0"), heard["plan"]
         data, probes, samples = _read(recipe, watch)
-    ranks.agree({"recipe": _digest(recipes.dump(recipe)), "data": data.fingerprint, **_versions()})
-    import torch.distributed.checkpoint  # so that the imports' memory is known before the build
+    ranks.agree({"recipe": digest(recipes.dump(recipe)), "data": data.fingerprint, **versions()})
+    import torch.distributed.checkpoint  # noqa: F401  # so that the imports' memory is known before the build
 
     ranks.join(recipe, device.kind)
     writer = Writer(out, resume=resume) if ranks.lead else Silent(out)
     try:
-        imports = settle(device)
-        watch.stage("building")
-        made = build(chosen, vocabulary=len(data.tokenizer), device=device)
-        torch.manual_seed(
-            chosen.seed * 65537 + made.mesh.index(*DATA)
-        )  # dropout: other masks for other rows, the same in each run
-        progress = checkpoint.Progress(recipe=recipes.dump(chosen), fingerprints=fingerprints(made, data))
-        if resume:
-            progress = resumed(made, out, progress, writer, watch, threads)
-        elif ranks.lead:
+        imports, claimed = settle(device), held_bytes(device.kind)
+        session = Session(
+            recipe=recipe,
+            settled=ready.settled if ready else built,
+            effective=built,
+            device=device,
+            threads=threads,
+            data=data,
+            probes=probes,
+            samples=samples,
+            writer=writer,
+            watch=watch,
+            ranks=ranks,
+            plan=expected,
+            planner=ready.planner if ready else None,
+            looked=ready.looked if ready else None,
+            imports=imports,
+            claimed=claimed,
+        )
+        for event in ready.events if ready else ():
+            writer.event(**event)
+        session.assemble(resume=resume)
+        if ranks.lead and not resume:
             data.tokenizer.save_pretrained(out / "tokenizer")
-            writer.json("changes.json", {name: [asdict(c) for c in changes] for name, changes in made.changes.items()})
             writer.json("data.json", data.record() | {"chat": samples.template is not None})
-        total = steps_of(recipe, _length(data))
-        shape = _shape(made, total)
-        order = _order(made, data.train, progress.samples, shape, total)
         writer.json("plan.json", expected)
-        writer.json("environment.json", _environment(device, threads) | {"processes": ranks.world})
+        writer.json("environment.json", environment(device, threads) | {"processes": ranks.world})
         writer.text("recipe.yaml", recipes.dump(recipe))  # last: a folder with a recipe is a run
-        writer.event("resumed" if resume else "started", step=progress.step)
+        writer.event("resumed" if resume else "started", step=session.progress.step)
     except BaseException:
         writer.close()
         if ranks.lead and not resume and not (out / "recipe.yaml").exists():
-            _remove_empty_run(out)
+            remove_empty_run(out)
         raise
-    return Session(
-        recipe,
-        made,
-        data,
-        probes,
-        writer,
-        expected,
-        progress,
-        total,
-        shape,
-        order,
-        peak_learning_rate(made),
-        samples,
-        imports,
-        ranks,
-    )
+    return session
 
 
 @dataclass
@@ -219,8 +288,12 @@ class _Ready:
     data: Any
     probes: Probes
     samples: Samples
-    chosen: Recipe
+    settled: Recipe
+    effective: Recipe
     expected: dict[str, Any]
+    planner: Planner
+    looked: Looked | None
+    events: list[dict[str, Any]]
 
 
 def _read(recipe: Recipe, watch: Watch) -> tuple[Any, Probes, Samples]:
@@ -252,8 +325,9 @@ def _prepare(
         raise RunError(f"{out}: holds no run to resume; run it without --resume first")
     if not resume and (out / "recipe.yaml").exists():
         raise RunError(f"{out}: holds a run already; add --resume to go on with it, or name another folder with --out")
-    if resume:
-        compare(recipe, (out / "recipe.yaml").read_text(encoding="utf-8"))
+    looked: Looked | None = None
+    events: list[dict[str, Any]] = []
+    other = resume and compare(recipe, (out / "recipe.yaml").read_text(encoding="utf-8"))
     presets.require_weights(recipe)
     watch.stage("reading data")
     data, probes, samples = _read(recipe, watch)
@@ -262,27 +336,18 @@ def _prepare(
     watch.stage("planning")
     how: dict[str, Any] = {"vocabulary": len(data.tokenizer), "device": device, "rates": measured, "in_use": _in_use(device)}
     # The run keeps the recipe as it was written: what a dry run chooses may differ where the run is resumed.
-    chosen = settled(recipe, world=ranks.world, **how)
-    expected = plan(chosen, rows=_length(data), world=ranks.world, **how)
+    chosen = built = settled(recipe, world=ranks.world, **how)
+    planner = Planner(rows=_length(data), world=ranks.world, **how)
+    if resume:
+        looked = checkpoint.find(out / "checkpoints")
+        built, events = stepped_down(chosen, out, looked[0], planner, afresh=other)
+    expected = planner.plan(built)
     watch.planned(expected)
     if not expected["fits"] and not force:
         raise DoesNotFit(
             f"does not fit: needs {expected['peak_gib']:.2f} GiB, has {expected['available_gib']:.2f} GiB; use smaller micro-batches or techniques that save memory (preheat techniques lists them), or train all the same with --force"
         )
-    return _Ready(data, probes, samples, chosen, expected)
-
-
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def _versions() -> dict[str, str]:
-    """What must be equal on all hosts: the versions that decide the numbers, and preheat's own source."""
-    import importlib.metadata as metadata
-
-    house = Path(__file__).parents[1]
-    source = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(house.rglob("*.py")))).hexdigest()[:16]
-    return {"preheat's source": source, **{f"version of {name}": metadata.version(name) for name in ("torch", "transformers")}}
+    return _Ready(data, probes, samples, chosen, built, expected, planner, looked, events)
 
 
 def _shape(made: Build, total: int | None) -> Callable[[int], Shape]:
@@ -302,16 +367,6 @@ def _order(made: Build, rows: Any, committed: int, shape: Callable[[int], Shape]
     return made.slot(Slot.SAMPLE_ORDER)(rows, made.recipe.seed, committed, whole)
 
 
-def _remove_empty_run(out: Path) -> None:
-    """Takes back what a run that never began has written: nothing is left half-written."""
-    for name in ("plan.json", "changes.json", "data.json", "environment.json", "events.jsonl", "lock"):
-        (out / name).unlink(missing_ok=True)
-    for name in ("tokenizer", "checkpoints"):
-        shutil.rmtree(out / name, ignore_errors=True)
-    if out.is_dir() and not any(out.iterdir()):
-        out.rmdir()
-
-
 def _in_use(device: Device) -> int:
     from preheat.hardware.probe import resident_bytes
 
@@ -329,21 +384,3 @@ def settle(device: Device) -> int:
     keep_heap()
     reset_peak()
     return resident_bytes()
-
-
-def _environment(device: Device, threads: int) -> dict[str, Any]:
-    import importlib.metadata as metadata
-
-    packages = ("preheat", "torch", "transformers", "tokenizers", "safetensors", "datasets", "peft", "numpy")
-    return {
-        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
-        "device": device.kind,
-        "threads": threads,
-        "machine": {
-            "device": device.name,
-            "memory_gib": round(device.memory / 2**30, 2),
-            "cores": os.cpu_count(),
-            "system": platform.platform(),
-        },
-        "versions": {"python": platform.python_version(), **{name: metadata.version(name) for name in packages}},
-    }

@@ -41,6 +41,11 @@ class Standing:
         """This process is at a step (counted from 1) and does this."""
         self._place = (step, doing, time.time())
 
+    @property
+    def doing(self) -> str:
+        """What was said last."""
+        return self._place[1]
+
     def close(self) -> None:
         self._over.set()
         if self._thread is not None:

@@ -1,0 +1,92 @@
+"""preheat doctor"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from preheat.cli.show import Json
+
+__all__ = ["app"]
+
+app = typer.Typer(help="What is wrong, and what mends it.", no_args_is_help=True, rich_markup_mode="markdown")
+
+
+@app.callback()
+def _doctor() -> None:
+    """What is wrong, and what mends it."""
+
+
+@app.command("oom")
+def oom(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run that was out of memory.")], json: Json = False
+) -> None:
+    """What filled the memory of a run, the three cheapest ways out by the plan, and allocator settings where free memory lay in pieces.
+
+    Example: `preheat doctor oom runs/demo`
+    """
+    from preheat.cli.show import console, emit
+    from preheat.training.diagnosis import diagnose
+
+    found = diagnose(run)
+    if json:
+        emit(found)
+    else:
+        console().print(_drawn(found, run), soft_wrap=True)
+
+
+def _drawn(found: dict[str, Any], run: Path) -> Any:
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    from preheat.cli.show import memory, rate
+
+    failure, parts = found["failure"], list[Any]()
+    if failure:
+        asked = f" when {memory(failure['asked'] / 2**30)} more were asked for" if failure["asked"] else ""
+        head = f"out of memory in step {failure['step'] + 1}, {failure['where']}, on rank {failure['rank']}{asked}"
+        filled = Table("what filled it", "", box=None, pad_edge=False, title=None)
+        for name, gib in sorted(found["held"].items(), key=lambda item: -item[1]):
+            filled.add_row(f"{name} (activations and what lies between)" if name == "other" else name, memory(gib))
+        parts += [Text(head, style="bold"), filled]
+    else:
+        parts.append(Text("the plan says that it does not fit", style="bold"))
+    parts.append(
+        Text(
+            f"by the plan it needs {memory(found['peak_gib'])} (peak in {found['peak_phase']}); there are {memory(found['room_gib'])}"
+        )
+    )
+    for rung in found["rungs"]:
+        parts.append(Text(f"went on from step {rung['step']} with {', '.join(rung['took']) or 'the recipe as written'}"))
+    if found["ways"]:
+        table = Table("ways out, the cheapest first", "peak", "s a step", "", box=None, pad_edge=False)
+        for way in found["ways"]:
+            words = " ".join(f"--set {item}" for item in way["set"])
+            table.add_row(
+                words,
+                memory(way["peak_gib"]),
+                rate(way["seconds_per_step"]) if way["seconds_per_step"] >= 0.1 else f"{way['seconds_per_step']:.2g}",
+                f"{way['slower']:+.0%}",
+            )
+        parts += [
+            table,
+            Text(
+                f"preheat train {run}/recipe.yaml --out {run} --resume {' '.join(f'--set {item}' for item in found['ways'][0]['set'])}"
+            ),
+        ]
+    else:
+        least = found["least"]
+        words = f"no way leaves the recipe as it is: the least is {memory(least['peak_gib'])}"
+        words += (
+            f"; it would fit with {' '.join(f'--set {item}' for item in found['shorter'])}"
+            if found["shorter"]
+            else "; use a smaller model"
+        )
+        parts.append(Text(words, style="yellow"))
+    if found["allocator"]:
+        advice = found["allocator"]
+        parts.append(Text(f"{advice['why']}: start it with {advice['set']}, or where that is not had with {advice['or']}"))
+    return Group(*parts)

@@ -1,0 +1,48 @@
+"""What a session measures of its speed and memory, in the terms of its plan."""
+
+from __future__ import annotations
+
+from statistics import median
+from typing import Any
+
+import torch
+
+from preheat.hardware.probe import peak_bytes, resident_bytes
+from preheat.training.session import Session
+
+__all__ = ["Meter"]
+
+GIB = 2**30
+
+
+class Meter:
+    """Begins anew where another build stands: what is measured is what was planned."""
+
+    def __init__(self, session: Session):
+        self.session, self.speeds = session, list[float]()
+
+    def memory(self) -> int:
+        """Bytes in use now, less what the imports took."""
+        cuda = self.session.device.kind == "cuda"
+        return torch.cuda.memory_allocated() if cuda else max(resident_bytes() - self.session.imports, 0)
+
+    def peak_gib(self) -> float:
+        return max(peak_bytes(self.session.device.kind) - self.session.imports, 0) / GIB
+
+    def mfu(self, speed: float) -> float:
+        """Of the measured matrix rate, at so many tokens a second."""
+        plan = self.session.plan
+        return float(plan["model_flops_per_step"] / plan["tokens_per_step"] * speed / plan["matrix_rate"])
+
+    def measured(self) -> dict[str, Any]:
+        """The figures that stand beside the predicted ones."""
+        found: dict[str, Any] = {"peak_gib": self.peak_gib()}
+        if self.speeds:
+            speed = median(self.speeds[1:] or self.speeds)  # the first step also warms up
+            found |= {
+                "tokens_per_second": speed,
+                "seconds_per_step": self.session.plan["tokens_per_step"] / speed,
+                "mfu": self.mfu(speed),
+                "spread": [sorted(self.speeds)[int(q * (len(self.speeds) - 1))] for q in (0.1, 0.9)],
+            }
+        return found

@@ -1,0 +1,56 @@
+"""What a run writes down of where it runs, and how a run that never began is taken back."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+from preheat.technique import Device
+
+__all__ = ["digest", "environment", "remove_empty_run", "versions"]
+
+
+def digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def versions() -> dict[str, str]:
+    """What must be equal on all hosts: the versions that decide the numbers, and preheat's own source."""
+    import importlib.metadata as metadata
+
+    house = Path(__file__).parents[1]
+    source = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(house.rglob("*.py")))).hexdigest()[:16]
+    return {"preheat's source": source, **{f"version of {name}": metadata.version(name) for name in ("torch", "transformers")}}
+
+
+def remove_empty_run(out: Path) -> None:
+    """Takes back what a run that never began has written: nothing is left half-written."""
+    for name in ("plan.json", "changes.json", "data.json", "environment.json", "events.jsonl", "lock"):
+        (out / name).unlink(missing_ok=True)
+    for name in ("tokenizer", "checkpoints"):
+        shutil.rmtree(out / name, ignore_errors=True)
+    if out.is_dir() and not any(out.iterdir()):
+        out.rmdir()
+
+
+def environment(device: Device, threads: int) -> dict[str, Any]:
+    import importlib.metadata as metadata
+
+    packages = ("preheat", "torch", "transformers", "tokenizers", "safetensors", "datasets", "peft", "numpy")
+    return {
+        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "device": device.kind,
+        "threads": threads,
+        "machine": {
+            "device": device.name,
+            "memory_gib": round(device.memory / 2**30, 2),
+            "cores": os.cpu_count(),
+            "system": platform.platform(),
+        },
+        "versions": {"python": platform.python_version(), **{name: metadata.version(name) for name in packages}},
+    }
