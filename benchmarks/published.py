@@ -328,9 +328,13 @@ def answer(row: Row, gpus: Mapping[str, Row]) -> dict[str, Any]:
             recipe = replace(recipe, techniques={k: t for k, t in recipe.techniques.items() if more.get(k, "") is not None})
             with contextlib.suppress(Open):
                 made, used = planned(recipe, roofline, stages)
-        out["predicted_gib"] = gib_of(made, used)
+        gib = gib_of(made, used)
+        low, high = (edge / made["peak_gib"] * gib for edge in made["peak_gib_interval"])
+        out |= {"predicted_gib": gib, "low_gib": low, "high_gib": high}
         if timed:
-            out["predicted_tok_s"] = made["tokens_per_second"] / recipe.parallel.devices
+            low, high = (edge / recipe.parallel.devices for edge in made["tokens_per_second_interval"])
+            speed = made["tokens_per_second"] / recipe.parallel.devices
+            out |= {"predicted_tok_s": speed, "low_tok_s": low, "high_tok_s": high}
         out["made"], out["used"] = made, sorted(used.techniques)
     except (PreheatError, ValueError) as error:
         out["reason"] = str(error).replace("\n", "; ")
