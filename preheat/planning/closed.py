@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from preheat.errors import RecipeError
-from preheat.models import configs
+from preheat.models import adapter, configs
 from preheat.recipe import Recipe
 
 __all__ = ["Optimal", "Serving", "cache_bytes", "compute_optimal", "parameters_of", "serving", "state_bytes"]
@@ -84,7 +84,7 @@ def cache_bytes(config: Any, length: int, rows: int = 1, size: float = 2) -> flo
         return float(rows * length * text.num_hidden_layers * (latent + text.qk_rope_head_dim) * size)
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    window = getattr(text, "sliding_window", None) if getattr(text, "use_sliding_window", True) else None
+    window = adapter.facts(config).window
     kinds: Sequence[str] = getattr(text, "layer_types", None) or (
         ["sliding_attention" if window else "full_attention"] * text.num_hidden_layers
     )
@@ -111,7 +111,7 @@ class Serving:
     tokens_per_second: float | None
 
 
-_FORMATS = {"bf16": 2.0, "int8": 1.0, "nf4": 0.516}  # bytes a weight; NF4 with scales in 8 bits (arXiv:2305.14314)
+_FORMATS = {"bf16": 2.0, "int8": 1.0, "4 bits": 0.516}  # bytes a weight; 4 bits with scales in 8 (arXiv:2305.14314)
 
 
 def serving(
@@ -138,7 +138,7 @@ def serving(
         >>> from transformers import LlamaConfig
         >>> config = LlamaConfig(hidden_size=4096, num_attention_heads=32, num_key_value_heads=8, num_hidden_layers=32)
         >>> [(s.format, s.rows) for s in serving(config, 8_030_261_248, 1_050_673_152, memory=24 * 2**30, length=8192)]
-        [('bf16', 8), ('int8', 15), ('nf4', 18)]
+        [('bf16', 8), ('int8', 15), ('4 bits', 18)]
     """
     heads = getattr(config.get_text_config(), "num_key_value_heads", None) or config.get_text_config().num_attention_heads
     apart = min(devices, heads)
