@@ -118,8 +118,8 @@ def settings(before: Recipe, after: Recipe) -> tuple[str, ...]:
     Example:
         >>> from preheat.recipe import override, parse
         >>> plain = parse("stop: {steps: 1}")
-        >>> settings(plain, override(plain, "techniques.gradient_accumulation.steps=8", "evaluate.micro=2"))
-        ('evaluate.micro=2', 'techniques.gradient_accumulation.steps=8')
+        >>> settings(plain, override(plain, "evaluate.micro=2", "checkpoint.asynchronous=false"))
+        ('evaluate.micro=2', 'checkpoint.asynchronous=false')
     """
     found = []
     if after.evaluate.micro != before.evaluate.micro:
@@ -154,7 +154,7 @@ def climb_down(recipe: Recipe, planner: Planner, *, room: float | None) -> Ladde
 
     Example:
         >>> climb_down(recipe, planner, room=1.5).rungs[0].set                           # doctest: +SKIP
-        ('techniques.gradient_accumulation.steps=4',)
+        ('evaluate.micro=4',)
     """
     present = planner.rung(recipe, recipe)
     limit = min(_LESS * present.need, present.need if room is None else room)

@@ -81,11 +81,11 @@ def same_rows(got: dict[int, tuple[float, int]], wanted: dict[int, tuple[float, 
     ("mib", "techniques", "took"),
     [
         (110, LONGER, "chunked_loss"),  # built anew from a checkpoint that is saved for it
-        (50, f"{LONGER}, chunked_loss: {{rows: 64}}, activation_checkpointing: {{}}", "gradient_accumulation"),  # in place
+        (60, f"{LONGER}, chunked_loss: {{rows: 64}}, activation_checkpointing: {{}}", "gradient_accumulation"),  # in place
     ],
 )
 def test_a_longer_batch_in_the_middle(preheat: Command, mib: int, techniques: str, took: str) -> None:
-    more = [f"techniques={{{techniques}}}", *(["batch.size=64", "checkpoint.every=1"] if "chunked" in techniques else [])]
+    more = [f"techniques={{{techniques}}}", *(["batch.size=128", "checkpoint.every=1"] if "chunked" in techniques else [])]
     run, rung, said = capped(preheat, "training", mib, *more)
     assert rung["step"] in (2, 4), "rows grow there"
     assert took in rung["took"][0]
