@@ -328,6 +328,8 @@ def _prepare(
     looked: Looked | None = None
     events: list[dict[str, Any]] = []
     other = resume and compare(recipe, (out / "recipe.yaml").read_text(encoding="utf-8"))
+    if other:
+        watch.notice("other settings of techniques that spare memory: losses will agree up to rounding, not bit for bit")
     presets.require_weights(recipe)
     watch.stage("reading data")
     data, probes, samples = _read(recipe, watch)
