@@ -43,7 +43,7 @@ test-presets: $(INSTALLED)
 	@PREHEAT_PRESETS=all $(RUN) -m pytest tests/unit/test_presets.py
 
 test-scale: $(INSTALLED)
-	@PREHEAT_SCALE=all $(RUN) -m pytest tests/distributed
+	@PREHEAT_SCALE=all $(RUN) -m pytest tests/distributed tests/e2e/test_out_of_memory.py
 
 check: $(INSTALLED)
 	@$(RUN) -m ruff check

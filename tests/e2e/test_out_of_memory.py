@@ -28,6 +28,8 @@ checkpoint: {every: 3, keep: 9}
 """  # logits of 64 MiB: most of what it needs
 LONGER = "length_curriculum: {start: 32, until: 0.5, keep: rows}"
 
+LONG = pytest.mark.skipif(os.environ.get("PREHEAT_SCALE") != "all", reason="takes minutes: make test-scale")
+
 
 def run_capped(preheat: Command, moment: str, mib: int, *settings: str) -> subprocess.CompletedProcess[str]:
     (preheat.folder / "wide.yaml").write_text(RECIPE)
@@ -115,6 +117,7 @@ def rung_parameters(run: Path) -> float:
     return Reader(run).plan["parameters"]["total"] * 4 / 2**30
 
 
+@LONG
 def test_evaluation_takes_fewer_rows_at_a_time(preheat: Command) -> None:
     for file in sorted((preheat.folder / "text").glob("*.txt")):  # enough rows to be read by eight
         lines = file.read_text().splitlines()
@@ -169,6 +172,7 @@ if os.environ.get("RANK") == "1":
 """
 
 
+@LONG
 def test_of_two_processes_both_are_started_again_with_the_rung(preheat: Command) -> None:
     (preheat.folder / "wide.yaml").write_text(RECIPE)
     (preheat.folder / "sitecustomize.py").write_text(CAP_A_WORKER)
