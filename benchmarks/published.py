@@ -158,8 +158,9 @@ def techniques_of(row: Row) -> dict[str, Any]:
     eights = row["precision"].startswith(("fp8", "mxfp8", "nvfp4"))
     if row["compile"] == "yes" or (eights and row["compile"] != "no"):  # casts to 8 bits are fused wherever they are worth it
         made["compile"] = {}
-    if "chunk" in row["fused_or_chunked_ce"] or "fused linear" in row["fused_or_chunked_ce"]:
-        made["chunked_loss"] = {}
+    said = row["fused_or_chunked_ce"]
+    if "chunk" in said or "fused linear" in said or (not said and row["method"] != "pretrain" and whole(row, "n_gpus") == 1):
+        made["chunked_loss"] = {}  # tools for fine-tuning on one device take the loss in chunks unless they say otherwise
     if row["cpu_offload"] == "activations":
         made["activation_offload"] = {}
     optimizer = row["optimizer"]
