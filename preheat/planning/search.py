@@ -181,11 +181,14 @@ class _Search:
         by_size = sorted(kinds, key=lambda k: k[1].states[0] + k[1].kept[0])
         some = [by_size[0], by_size[len(by_size) // 2], min(kinds, key=lambda k: k[1].seconds[0])]
         layouts = list(self._meshes())
-        self.guessed += len(layouts) * len(kinds)
         if len(layouts) > _LAYOUTS:
-            ranked = [(self._hope(self._of(layout, sizes, some)), n) for n, (layout, sizes) in enumerate(layouts)]
+            tried = [self._of(layout, sizes, some) for layout, sizes in layouts]
+            self.guessed += sum(map(len, tried))
+            ranked = [(self._hope(made), n) for n, made in enumerate(tried)]
             layouts = [layouts[n] for _, n in sorted(ranked)[:_LAYOUTS]]
-        return [c for layout, sizes in layouts for c in self._of(layout, sizes, kinds)]
+        found = [c for layout, sizes in layouts for c in self._of(layout, sizes, kinds)]
+        self.guessed += len(found)
+        return found
 
     def _hope(self, candidates: list[Candidate]) -> tuple[float, float]:
         """Less is better: does none fit, and how slow is the fastest that does."""
