@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
+import functools
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -156,15 +157,18 @@ def without(model: nn.Module) -> Iterator[None]:
 
 
 def under_autocast(model: nn.Module) -> None:
-    """Leaves the inputs of adapters as they come, in place: peft casts them to the adapter's fp32, which autocast casts back at once.
+    """Under autocast leaves the inputs of adapters as they come, in place: peft casts them to the adapter's fp32, which autocast casts back at once.
 
     Each cast makes a copy that backward keeps, for every adapted map; the numbers are the same.
     """
     from peft.tuners.tuners_utils import BaseTunerLayer
 
+    def cast(by_peft: Callable[..., Any], x: Any, dtype: torch.dtype) -> Any:
+        return x if torch.is_autocast_enabled(x.device.type) else by_peft(x, dtype)
+
     for module in model.modules():
         if isinstance(module, BaseTunerLayer):
-            module.cast_input_dtype_enabled = False  # type: ignore[assignment]  # peft declares it for some layers only
+            module._cast_input_dtype = functools.partial(cast, module._cast_input_dtype)  # type: ignore[method-assign,assignment]
 
 
 def merge(model: nn.Module) -> int:

@@ -284,7 +284,7 @@ class Killer(Watch):
 def text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """A folder with text; the plan is left out, since what is tried here is the data and the state."""
     monkeypatch.setenv("PREHEAT_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(session, "plan", lambda *_, **__: dict(FIGURES))
+    monkeypatch.setattr("preheat.planning.ladder.plan", lambda *_, **__: dict(FIGURES))
     monkeypatch.setattr("preheat.hardware.calibrate.rates", lambda *_, **__: None)
     monkeypatch.setattr(session, "settle", lambda device: 0)  # the heap's settings last as long as the process
     (tmp_path / "text").mkdir()
