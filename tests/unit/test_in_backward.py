@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -87,6 +89,7 @@ def test_several_micro_batches_are_refused() -> None:
 @pytest.mark.parametrize(("techniques", "words"), [("{}", "step 3 are untouched"), (IN_BACKWARD, "from the last checkpoint")])
 def test_a_run_that_stops_says_what_is_left_of_its_weights(techniques: str, words: str) -> None:
     loop = object.__new__(_Loop)
-    loop.build, loop.progress = made("{}", *([techniques] if techniques != "{}" else [])), Progress(step=3)
+    build = made("{}", *([techniques] if techniques != "{}" else []))
+    loop.session = SimpleNamespace(build=build, progress=Progress(step=3))  # type: ignore[assignment]
     with pytest.raises(RunError, match=words):
         loop._refuse(1.0, float("nan"), [uneven()], 0.1)
