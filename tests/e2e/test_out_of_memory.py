@@ -79,6 +79,7 @@ def same_rows(got: dict[int, tuple[float, int]], wanted: dict[int, tuple[float, 
         assert got[step] == (pytest.approx(loss, rel=1e-4), tokens)
 
 
+@LONG
 @pytest.mark.parametrize(
     ("mib", "techniques", "took"),
     [
@@ -89,7 +90,7 @@ def same_rows(got: dict[int, tuple[float, int]], wanted: dict[int, tuple[float, 
 def test_a_longer_batch_in_the_middle(preheat: Command, mib: int, techniques: str, took: str) -> None:
     more = [f"techniques={{{techniques}}}", *(["batch.size=128", "checkpoint.every=1"] if "chunked" in techniques else [])]
     run, rung, said = capped(preheat, "training", mib, *more)
-    assert rung["step"] in (2, 4), "rows grow there"
+    assert 2 <= rung["step"] <= 4, "rows grow until there"
     assert took in rung["took"][0]
     assert rung["took"][0] in said
     assert took in json.loads((run / "checkpoints" / "step-8" / "state.json").read_text())["recipe"]
