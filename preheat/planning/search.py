@@ -163,6 +163,11 @@ class _Search:
             self._look_at_the_least(candidates)
             if any(s.plan["fits"] for s in self.seen):
                 break
+        if not self.seen:
+            if self.space.recipe.batch.size % self.space.world:
+                raise RecipeError(self._why_none())
+            reasons = dict.fromkeys(why for _, why in self.rejected[:3])
+            raise RecipeError(f"techniques: nothing that may be added can be planned here: {'; '.join(reasons)}")
         fitting = [s for s in self.seen if s.plan["fits"]]
         best = min(fitting, key=self._rank) if fitting else min(self.seen, key=lambda s: s.plan["peak_gib"])
         confirmed = False
@@ -225,6 +230,9 @@ class _Search:
         return self._cut[rows]
 
     def _why_none(self) -> str:
+        """Raises where what the recipe states contradicts itself already."""
+        if any(t.spreads() for t in self.space.recipe.techniques.values()):
+            self.space.context(self.space.recipe)
         size, world = self.space.recipe.batch.size, self.space.world
         return (
             f"batch.size: {size} rows cannot be shared out evenly among {world} devices by what may be added; use a multiple of {world}"

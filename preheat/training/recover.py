@@ -85,7 +85,7 @@ class Recovery:
 
         Raises:
             RunError: no rung suffices.
-        SystemExit: of several processes one is out of memory; `rungs.pending` says so to whoever starts them again.
+            SystemExit: of several processes one is out of memory; `rungs.pending` says so to whoever starts them again.
         """
         failure: Failure | None = None
         on_cpu = self.session.device.kind == "cpu"

@@ -152,3 +152,15 @@ def test_a_configuration_that_lacks_a_size_is_refused(tmp_path: Path) -> None:
     )
     with pytest.raises(RecipeError, match="does not say num_hidden_layers"):
         adapter.configure(asked(str(tmp_path)).recipe)
+
+
+@pytest.mark.parametrize(
+    ("more", "rows", "words"),
+    [
+        ("techniques={fsdp: {}, data_parallel: {}}", 8, "data_parallel and fsdp both take the devices that are left"),
+        ("name=one", 1, "batch.size: 1 rows cannot be shared out evenly among 8 devices"),
+    ],
+)
+def test_what_contradicts_itself_is_told_in_one_line(more: str, rows: int, words: str) -> None:
+    with pytest.raises(RecipeError, match=words):
+        found(override(small(rows=rows), more), 4000, world=8)
