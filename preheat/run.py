@@ -30,7 +30,7 @@ from typing import Any, TextIO
 
 from preheat.errors import RunError
 
-__all__ = ["METRIC_KEYS", "PLAN_KEYS", "Reader", "Silent", "Writer", "strict", "write_atomic"]
+__all__ = ["METRIC_KEYS", "PLAN_KEYS", "Reader", "Silent", "Writer", "strict", "write_asked", "write_atomic"]
 
 METRIC_KEYS = {
     "step": "optimizer steps committed, from 1",
@@ -91,6 +91,20 @@ def write_atomic(path: Path, text: str) -> None:
     except OSError:
         beside.unlink(missing_ok=True)
         raise
+
+
+def write_asked(path: str | Path, text: str, *, fix: str = "name a file in a folder that exists") -> Path:
+    """`write_atomic` of a file that the user named; returns its path.
+
+    Raises:
+        RunError: it cannot be written; `fix` says what to do.
+    """
+    path = Path(path)
+    try:
+        write_atomic(path, text)
+    except OSError as error:
+        raise RunError(f"{path}: cannot be written ({error.strerror}); {fix}") from None
+    return path
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:

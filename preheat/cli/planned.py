@@ -121,17 +121,13 @@ def write_recipe(made: Mapping[str, Any], question: Question, path: Path) -> Non
     Raises:
         RunError: it cannot be written.
     """
-    from preheat.errors import RunError
     from preheat.recipe.text import write
-    from preheat.run import write_atomic
+    from preheat.run import write_asked
 
     values = dict(made["recipe"])
     if question.checkpoint and values["model"]["path"] is None and values["model"]["weights"] != "random":
         values["model"] = {**values["model"], "path": question.checkpoint}
-    try:
-        write_atomic(path, write(values))
-    except OSError as error:
-        raise RunError(f"{path}: cannot be written ({error.strerror}); name a file in a folder that exists") from None
+    write_asked(path, write(values))
 
 
 def served(question: Question, gpu: str | None, devices: int, json: bool) -> None:

@@ -14,7 +14,7 @@ from preheat.errors import RunError
 from preheat.report import plots
 from preheat.report.page import document
 from preheat.report.words import escape, gib, grouped, loss, number, tied
-from preheat.run import write_atomic
+from preheat.run import write_asked
 
 __all__ = ["write_bench"]
 
@@ -32,12 +32,7 @@ def write_bench(folder: str | Path) -> Path:
         raise RunError(f"{source}: no such file; preheat bench writes it") from None
     except ValueError as error:
         raise RunError(f"{source}: is damaged ({error}); run preheat bench again") from None
-    path = source.with_suffix(".html")
-    try:
-        write_atomic(path, _page(found))
-    except OSError as error:
-        raise RunError(f"{path}: cannot be written ({error.strerror}); make the folder writable or free some room") from None
-    return path
+    return write_asked(source.with_suffix(".html"), _page(found), fix="make the folder writable or free some room")
 
 
 def _page(found: dict[str, Any]) -> str:

@@ -5,10 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from preheat.errors import RunError
 from preheat.report.page import document
 from preheat.report.words import escape, grouped, percent, tied
-from preheat.run import write_atomic
+from preheat.run import write_asked
 
 __all__ = ["write_data"]
 
@@ -19,12 +18,7 @@ def write_data(shown: dict[str, Any], path: str | Path) -> Path:
     Raises:
         RunError: the page cannot be written.
     """
-    path = Path(path)
-    try:
-        write_atomic(path, _page(shown))
-    except OSError as error:
-        raise RunError(f"{path}: cannot be written ({error.strerror}); name another file with --html") from None
-    return path
+    return write_asked(path, _page(shown), fix="name another file with --html")
 
 
 def _page(shown: dict[str, Any]) -> str:

@@ -8,12 +8,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from preheat.errors import RunError
 from preheat.report import plots
 from preheat.report.page import document
 from preheat.report.plots import Curve
 from preheat.report.words import escape
-from preheat.run import write_atomic
+from preheat.run import write_asked
 
 __all__ = ["against_words", "seconds", "size", "write_net"]
 
@@ -57,12 +56,7 @@ def write_net(made: dict[str, Any], path: str | Path) -> Path:
     Raises:
         RunError: it cannot be written.
     """
-    path = Path(path)
-    try:
-        write_atomic(path, _page(made))
-    except OSError as error:
-        raise RunError(f"{path}: cannot be written ({error.strerror}); name a file in a folder that exists") from None
-    return path
+    return write_asked(path, _page(made))
 
 
 def _page(made: dict[str, Any]) -> str:

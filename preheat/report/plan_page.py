@@ -10,11 +10,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from preheat.errors import RunError
 from preheat.report import drawings, plots
 from preheat.report.page import document
 from preheat.report.words import count, duration, escape, gib, grouped, percent, tied
-from preheat.run import strict, write_atomic
+from preheat.run import strict, write_asked
 
 __all__ = ["write_plan"]
 
@@ -33,12 +32,7 @@ def write_plan(made: Mapping[str, Any], path: str | Path) -> Path:
     Raises:
         RunError: it cannot be written.
     """
-    path = Path(path)
-    try:
-        write_atomic(path, _page(made))
-    except OSError as error:
-        raise RunError(f"{path}: cannot be written ({error.strerror}); name a file in a folder that exists") from None
-    return path
+    return write_asked(path, _page(made))
 
 
 def _page(made: Mapping[str, Any]) -> str:
