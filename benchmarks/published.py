@@ -18,7 +18,7 @@ import multiprocessing
 import re
 import statistics
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -240,19 +240,28 @@ def planned(recipe: Any, roofline: Any, stages: int) -> tuple[dict[str, Any], An
     from preheat.planning.plan import describe
     from preheat.technique import conflicts_of
 
-    config, fused = adapter.configure(recipe, None), "compile" in recipe.techniques
+    config, fused, eights = adapter.configure(recipe, None), "compile" in recipe.techniques, False
     for name in ("", *LESS):
         if name and name not in recipe.techniques:
             continue
         recipe = replace(recipe, techniques={k: t for k, t in recipe.techniques.items() if k != name})
         if name == "fp8":
-            roofline = replace(roofline, products="float8")
+            eights = True
         problems = conflicts_of(recipe.techniques.values(), context_of(recipe, config, roofline.as_device))
         if not problems:
             seen = observe_few(recipe, vocabulary=None, device=roofline.as_device)
+            if eights:
+                seen = replace(seen, kernels=Counter({_in_eights(k): n for k, n in seen.kernels.items()}))
             seen = replace(seen, idle=seen.idle / stages, compiled=fused)
             return describe(recipe, seen, device=roofline.as_device, rates=roofline, rows=None, in_use=0), recipe
     raise Open("; ".join(f"{name}: {words}" for name, words in problems))
+
+
+def _in_eights(kernel: Any) -> Any:
+    """A matrix product in fp8, where what computes it so was left out; anything else as it is."""
+    from dataclasses import replace
+
+    return replace(kernel, dtype="float8") if kernel.flops and "attention" not in kernel.operator else kernel
 
 
 def gib_of(made: Mapping[str, Any], recipe: Any) -> float:

@@ -141,8 +141,6 @@ class Roofline:
 
     device: Accelerator
     per_host: int = 8
-    products: str = ""
-    """dtype in which matrix products are computed whatever the observation says; none when empty."""
     contended = False
 
     @classmethod
@@ -180,7 +178,7 @@ class Roofline:
     def _product(self, kernel: Kernel) -> float:
         full = _last_wave(kernel, self.device.units)
         return max(
-            kernel.flops / (self._rate(self.products or kernel.dtype) * full),
+            kernel.flops / (self._rate(kernel.dtype) * full),
             self._moving(kernel.bytes_read + kernel.bytes_written),
         )
 
@@ -215,7 +213,9 @@ class Roofline:
             if kernel.group is not None:
                 seconds = self.collective(kernel) * count
                 axes = observation.groups[kernel.group]
-                if set(axes) <= {*DATA, Axis.PIPELINE} or (Axis.SHARD in axes or Axis.REPLICATE in axes):
+                if "all_to_all" in kernel.operator or "alltoall" in kernel.operator:
+                    waiting += seconds  # what is exchanged within a layer, also among devices that share out rows
+                elif {*DATA, Axis.PIPELINE} & set(axes):
                     beside += seconds
                 else:
                     waiting += seconds

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -146,3 +147,17 @@ def test_micro_batches_that_a_pipeline_does_not_run_are_counted() -> None:
         return Counter(observe(recipe, vocabulary=96, device=Roofline.of("H100").as_device).flops)
 
     assert flops(8)["fp32"] == 4 * flops(2)["fp32"]
+
+
+def test_what_shares_out_rows_hides_behind_computing_and_exchanges_within_a_layer_do_not() -> None:
+    h100 = Roofline.of("H100")
+    work = kernel("mm", flops=2 * 8192**3, shapes=((8192, 8192), (8192, 8192)))
+
+    def waiting(operator: str, axis: Axis) -> float:
+        sent = kernel(operator, group=(8, 1), bytes_read=1 << 20, bytes_written=1 << 20)
+        seen = SimpleNamespace(kernels=Counter({work: 1, sent: 1}), groups={(8, 1): (axis,)}, compiled=False, idle=0.0)
+        return h100.seconds(seen).waiting  # type: ignore[arg-type]
+
+    assert waiting("c10d::_allgather_base_", Axis.SHARD) == 0
+    assert waiting("c10d::alltoall_base_", Axis.SHARD) > 0  # experts
+    assert waiting("_c10d_functional::all_reduce", Axis.TENSOR) > 0
