@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Any
 
+from preheat.engine.build import context_of
 from preheat.models import adapter
 from preheat.planning.allocator import HeapUse, hold
 from preheat.planning.observe import Observation, observe, peaks
@@ -30,7 +31,7 @@ MANY = 12  # layers below which two observations cost as much as one of them all
 def observe_few(
     recipe: Recipe, *, vocabulary: int | None, device: Device, world: int | None = None, heap: bool = True
 ) -> Observation:
-    """`observe`, by two models of few layers where that says the same: GPUs or several devices, many layers, all of them alike.
+    """`observe`, of a pipeline that end which needs more; by two models of few layers where that says the same: GPUs or several devices, many layers, all of them alike.
 
     There is no log then, and what a CPU's heap keeps of freed tensors, which is not affine, is not in `held`: processes that are about to
     run on CPUs (`world` is given) have all their layers observed. A GPU's allocator keeps what is affine, roughly.
@@ -44,11 +45,23 @@ def observe_few(
     devices = world or recipe.parallel.devices or 1
     cpu = device.kind == "cpu"
     if few is None or (cpu and devices == 1 and heap) or layers < MANY or (cpu and world is not None):
-        return observe(recipe, vocabulary=vocabulary, device=device, world=world)
+        ends = _ends(recipe, config, device, world)
+        seen = [observe(recipe, vocabulary=vocabulary, device=device, world=world, rank=rank) for rank in ends]
+        return max(seen, key=lambda one: one.peak[one.peak_phase])
     fewer, more = few
     how: dict[str, Any] = {"vocabulary": vocabulary, "device": device, "world": world, "by_layer": True}
     one, two = (observe(_of(recipe, count), **how) for count in (fewer, more))
     return _carried_on(one, two, (layers - fewer) / (more - fewer), device)
+
+
+def _ends(recipe: Recipe, config: Any, device: Device, world: int | None) -> list[int]:
+    """The devices to look at: of a pipeline the first and the last, which has the head; else all are alike."""
+    sizes = context_of(recipe, config, device, world).sizes
+    return (
+        [0]
+        if sizes[Axis.PIPELINE] == 1
+        else [0, math.prod(sizes.values()) * (sizes[Axis.PIPELINE] - 1) // sizes[Axis.PIPELINE]]
+    )
 
 
 def _of(recipe: Recipe, layers: int) -> Recipe:

@@ -86,3 +86,18 @@ def test_layers_that_are_told_apart_are_all_observed() -> None:
             techniques
         )
     assert _few(tiny("{fsdp: {}}"), configure(tiny(), 96)) == (4, 5)
+
+
+def test_of_a_pipeline_the_end_that_needs_more_is_planned() -> None:
+    """The last stage makes the logits: with a large vocabulary it needs more than the first, which keeps more micro-batches."""
+    techniques = "{pipeline_parallel: {degree: 2, micro_batches: 4}}"
+    recipe = recipes.override(
+        tiny(rows=8),
+        "model={layers: 4, width: 32, heads: 4, vocabulary: 8192}",
+        f"techniques={techniques}",
+        "parallel.devices=2",
+    )
+    how: dict[str, Any] = {"vocabulary": 96, "device": DEVICE}
+    first, last = (observe(recipe, **how, rank=rank).peak for rank in (0, 1))
+    assert max(last.values()) > max(first.values())
+    assert observe_few(recipe, **how).peak == last
