@@ -213,6 +213,7 @@ def pretended(world: int, rank: int = 0) -> Iterator[None]:
     if world == 1:
         yield
         return
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     assert not dist.is_initialized(), "a dry run of several devices is made before the real ones meet"
@@ -221,3 +222,4 @@ def pretended(world: int, rank: int = 0) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+        _clear_sharding_prop_cache()  # what it holds names groups that are gone, and a mesh of the same shape finds it

@@ -18,7 +18,7 @@ def test_alone_lora_variants(variant: str) -> None:
     assert len(add_lora(model, rank=4, variant=variant)) == 21
     first = model(tokens).logits.detach()
     assert float((first - base).norm() / base.norm()) < 1e-6
-    falls(model, tokens, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.02), plain_backward)
+    falls(model, tokens, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01), plain_backward)
     tuned = model(tokens).logits.detach()
     assert merge_lora(model) == 21
     assert float((model(tokens).logits - tuned).norm() / tuned.norm()) < 1e-5
@@ -36,7 +36,7 @@ def test_alone_nf4() -> None:
     assert 0.01 < float((rounded - base).norm() / base.norm()) < 0.3
     add_lora(model, rank=8)
     assert torch.equal(model(tokens).logits, rounded)
-    falls(model, tokens, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.02), plain_backward)
+    falls(model, tokens, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01), plain_backward)
     tuned = model(tokens).logits.detach()
     assert merge_lora(model) == 21
     assert from_nf4(model) == 0, "merging made them full"
@@ -54,7 +54,7 @@ def test_alone_peft_adapter() -> None:
     base = model(tokens).logits.detach()
     assert len(add_peft_adapter(model, "lokr", r=4, alpha=8)) == 21
     assert torch.equal(model(tokens).logits, base)
-    falls(model, tokens, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.02), plain_backward)
+    falls(model, tokens, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01), plain_backward)
     tuned = model(tokens).logits.detach()
     assert merge_peft_adapter(model) == 21
     assert float((model(tokens).logits - tuned).norm() / tuned.norm()) < 1e-5

@@ -66,7 +66,8 @@ def _main(module: str, name: str, world: str, folder: str) -> None:
     left = list(started)
     while left:
         wait([process.sentinel for process in left])
-        if any(process.exitcode for process in left):
+        if ended := {rank: process.exitcode for rank, process in enumerate(started) if process.exitcode}:
+            print(f"exit codes of ranks (below zero: the signal): {ended}", file=sys.stderr)
             sys.exit(1)  # which ends the others: they are daemons
         left = [process for process in left if process.exitcode is None]
 
