@@ -1,6 +1,6 @@
 """Predicted against measured peak memory and speed of real runs on this machine.
 
-    python benchmarks/plan_vs_measured.py [--out benchmarks/results/plan_vs_measured.json]
+    python benchmarks/plan_vs_measured.py [--drawn 30 --seed 1] [--out benchmarks/results/plan_vs_measured.json]
 
 Each recipe is trained for a few steps by the command line in a process of its own, in a temporary folder; predicted and
 measured are the run's own figures. Peak memory is the process's high-water mark less what it held before the build.
@@ -10,11 +10,16 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
+
+from drawn import drawn
+from drawn import settings as arguments
 
 LLAMA_15M = "{layers: 6, width: 288, heads: 6, feed_forward: 768, vocabulary: 32000, tie_embeddings: true}"
 LLAMA_110M = "{layers: 12, width: 768, heads: 12, feed_forward: 2048, vocabulary: 32000, tie_embeddings: true}"
@@ -59,27 +64,43 @@ RECIPES = [
 ]
 
 
+def listed() -> list[tuple[str, list[str]]]:
+    """The recipes above: name and settings."""
+    made = []
+    for name, model, size, length, techniques, steps in RECIPES:
+        settings = [
+            f"stop.steps={steps}",
+            "evaluate={rows: 8}",
+            "checkpoint={}",
+            "sample={}",
+            f"batch={{size: {size}, length: {length}}}",
+        ]
+        settings += [f"model={model}"] if model else []
+        settings += [f"techniques={techniques}"] if techniques else []
+        made.append((name, settings))
+    return made
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/plan_vs_measured.json"))
-    out = parser.parse_args().out
+    parser.add_argument("--drawn", type=int, default=0, help="so many recipes drawn at random, instead of the list")
+    parser.add_argument("--seed", type=int, default=1, help="which are drawn")
+    options = parser.parse_args()
+    chosen = listed()
+    if options.drawn:
+        more = drawn(options.drawn, options.seed)
+        chosen = [(f"drawn {n}", [*settings, "stop.steps=6"]) for n, settings in enumerate(more, 1)]
     rows = []
-    for name, model, size, length, techniques, steps in RECIPES:
+    for name, settings in chosen:
         with tempfile.TemporaryDirectory() as folder:
             command = [sys.executable, "-m", "preheat", "train", "demo", "--json", "--force", "--out", f"{folder}/run"]
-            settings = [
-                f"stop.steps={steps}",
-                "evaluate={rows: 8}",
-                "checkpoint={}",
-                "sample={}",
-                f"batch={{size: {size}, length: {length}}}",
-            ]
-            settings += [f"model={model}"] if model else []
-            settings += [f"techniques={techniques}"] if techniques else []
-            for setting in settings:
-                command += ["--set", setting]
-            done = subprocess.run(command, capture_output=True, text=True, check=True, env=os.environ)
-            made = json.loads(done.stdout)
+            done = subprocess.run([*command, *arguments(settings)], capture_output=True, text=True, check=False, env=os.environ)
+        if done.returncode:
+            print(f"{name}: {done.stderr.strip().splitlines()[-1]}", flush=True)
+            rows.append({"name": name, "settings": settings, "failed": done.stderr.strip().splitlines()[-1]})
+            continue
+        made = json.loads(done.stdout)
         p, row = made["predicted"], {"name": name, "settings": settings}
         for key in ("peak_gib", "tokens_per_second"):
             row[key] = {
@@ -100,9 +121,13 @@ def main() -> None:
         ),
         "unknown",
     )
-    out.write_text(
+    for key in ("peak_gib", "tokens_per_second"):
+        sizes = sorted(abs(row[key]["error"]) for row in rows if key in row)
+        ninth = sizes[math.ceil(0.9 * len(sizes)) - 1]
+        print(f"{key}: median error {statistics.median(sizes):.1%}, nine in ten within {ninth:.1%}, of {len(sizes)}")
+    options.out.write_text(
         json.dumps(
-            {"command": "python benchmarks/plan_vs_measured.py", "processor": cpu, "cores": os.cpu_count(), "rows": rows},
+            {"command": " ".join(["python", *sys.argv]), "processor": cpu, "cores": os.cpu_count(), "rows": rows},
             indent=1,
         )
         + "\n"

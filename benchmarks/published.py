@@ -117,6 +117,8 @@ def mesh_of(row: Row) -> tuple[dict[str, Any], int, int]:
                 made["zero1"] = {}
     if tensor > 1:
         made["tensor_parallel"] = {"degree": tensor, "sequence_parallel": row["sequence_parallel"] != "no"}
+        if "chunk" not in row["fused_or_chunked_ce"]:
+            made["tensor_parallel"]["rows"] = whole(row, "micro_batch") * whole(row, "seq_len", LENGTH)
     if pipeline > 1:  # of several stages a device, one: as many layers are held, and `answer` shortens the bubble
         made["pipeline_parallel"] = {"degree": pipeline}
     if context > 1:
@@ -144,8 +146,14 @@ def precision_of(row: Row, sharded: bool, devices: int) -> dict[str, Any]:
     return made
 
 
+def compiled(row: Row) -> bool:
+    """Casts to 8 bits are fused wherever they are worth it."""
+    return row["compile"] == "yes" or (row["precision"].startswith(("fp8", "mxfp8", "nvfp4")) and row["compile"] != "no")
+
+
 def techniques_of(row: Row) -> dict[str, Any]:
-    made: dict[str, Any] = {}
+    # Norms are one operator in all tools, and what a compiler fuses keeps as little (tests/unit/test_compile.py).
+    made: dict[str, Any] = {"fused_operators": {"gate": compiled(row)}}
     if "unfused" not in row["attention"] and "eager" not in row["attention"]:
         made["efficient_attention"] = {}
     recompute = {
@@ -155,16 +163,15 @@ def techniques_of(row: Row) -> dict[str, Any]:
     }.get(row["activation_checkpointing"])
     if recompute is not None:
         made["activation_checkpointing"] = recompute
-    eights = row["precision"].startswith(("fp8", "mxfp8", "nvfp4"))
-    if row["compile"] == "yes" or (eights and row["compile"] != "no"):  # casts to 8 bits are fused wherever they are worth it
-        made["compile"] = {}
     said = row["fused_or_chunked_ce"]
     if "chunk" in said or "fused linear" in said or (not said and row["method"] != "pretrain" and whole(row, "n_gpus") == 1):
         made["chunked_loss"] = {}  # tools for fine-tuning on one device take the loss in chunks unless they say otherwise
     if row["cpu_offload"] == "activations":
         made["activation_offload"] = {}
     optimizer = row["optimizer"]
-    if "8bit" in optimizer or "8-bit" in optimizer:
+    if "paged" in optimizer:  # its states move to the host when the device has no room for them
+        made["optimizer_offload"] = {}
+    elif "8bit" in optimizer or "8-bit" in optimizer:
         made["low_bit_adamw"] = {"bits": 8}
     elif "in backward" in optimizer:
         made["optimizer_in_backward"] = {}
@@ -212,7 +219,7 @@ def recipe_of(row: Row) -> Any:
 
 # What a plan refuses together is left out in this order, until the rest can be planned: each changes less than what stands behind it.
 LESS = (
-    "compile",
+    "fused_operators",
     "fp8",
     "chunked_loss",
     "zero1",
@@ -230,8 +237,8 @@ MORE = (
 )
 
 
-def planned(recipe: Any, roofline: Any, stages: int) -> tuple[dict[str, Any], Any]:
-    """A plan of the recipe, or of the nearest that is not refused."""
+def planned(recipe: Any, roofline: Any, stages: int, fused: bool) -> tuple[dict[str, Any], Any]:
+    """A plan of the recipe, or of the nearest that is not refused; `fused`: small operators take a compiler's time."""
     from dataclasses import replace
 
     from preheat.engine.build import context_of
@@ -240,7 +247,7 @@ def planned(recipe: Any, roofline: Any, stages: int) -> tuple[dict[str, Any], An
     from preheat.planning.plan import describe
     from preheat.technique import conflicts_of
 
-    config, fused, eights = adapter.configure(recipe, None), "compile" in recipe.techniques, False
+    config, eights = adapter.configure(recipe, None), False
     for name in ("", *LESS):
         if name and name not in recipe.techniques:
             continue
@@ -327,7 +334,7 @@ def answer(row: Row, gpus: Mapping[str, Row]) -> dict[str, Any]:
     try:
         roofline, timed = roofline_of(row["gpu"], gpus)
         recipe, stages = recipe_of(row), whole(row, "vpp")
-        made, used = planned(recipe, roofline, stages)
+        made, used = planned(recipe, roofline, stages, compiled(row))
         for more in MORE:
             if gib_of(made, used) <= made["available_gib"]:
                 break
@@ -337,7 +344,7 @@ def answer(row: Row, gpus: Mapping[str, Row]) -> dict[str, Any]:
             recipe = override(recipe, *clip, *(f"techniques.{name}={value}" for name, value in more.items() if value))
             recipe = replace(recipe, techniques={k: t for k, t in recipe.techniques.items() if more.get(k, "") is not None})
             with contextlib.suppress(Open):
-                made, used = planned(recipe, roofline, stages)
+                made, used = planned(recipe, roofline, stages, compiled(row))
         gib = gib_of(made, used)
         low, high = (edge / made["peak_gib"] * gib for edge in made["peak_gib_interval"])
         out |= {"predicted_gib": gib, "low_gib": low, "high_gib": high}

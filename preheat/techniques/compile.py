@@ -5,7 +5,8 @@ shape. Attention is one operator in it, whose documents are data: packed batches
 runs uncompiled. The run counts what is compiled again, and says so when it stops compiling.
 Helps: norms, rotary embedding, activation and residual sums are memory-bound, and fused they read and write once; fewer
 activations are kept for the backward pass. Hurts: the first step waits for the compiler (tens of seconds on a CPU), which also takes
-tens of MiB of host memory that the plan does not know. The plan is that of the uncompiled layers, an upper bound.
+tens of MiB of host memory that the plan does not know. The plan is that of layers with fused_operators, which keep what a compiled layer keeps;
+of families that it does not know, that of the uncompiled layers, an upper bound.
 Source: Ansel et al. 2024, PyTorch 2 (doi:10.1145/3620665.3640366).
 """
 
@@ -36,6 +37,7 @@ class CompiledLayers:
     Attributes:
         graphs: compiled so far: one for each shape of the batch, and with and without gradients.
         limit: after so many graphs, whatever would need another one runs uncompiled.
+        planned: what modules of the layers compute by in a dry run, as of `models.kernels.forwards`.
     """
 
     def __init__(self, *, backend: str, mode: str, dynamic: bool, fullgraph: bool, limit: int):
@@ -45,6 +47,7 @@ class CompiledLayers:
             return forward(*args, **kwargs)
 
         self.graphs, self.limit = 0, limit
+        self.planned: list[tuple[Any, Any]] = []
         # torch keeps graphs with the code object: one of our own, so that another model's are neither used nor counted.
         own = types.FunctionType(layer.__code__.replace(), globals())
         self._compiled = torch.compile(
@@ -57,7 +60,12 @@ class CompiledLayers:
         from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
         # Under a dispatch mode (fake tensors for one) nothing can be compiled, and a growing cache has another shape each token.
-        if is_in_torch_dispatch_mode() or kwargs.get("past_key_values") is not None:
+        if is_in_torch_dispatch_mode():
+            from preheat.models.kernels import computed_by
+
+            with computed_by(self.planned):
+                return forward(*args, **kwargs)
+        if kwargs.get("past_key_values") is not None:
             return forward(*args, **kwargs)
         from torch._dynamo.exc import Unsupported
         from torch._dynamo.utils import counters
@@ -171,9 +179,15 @@ class Compile(Technique):
 
     def apply(self, build: Build, part: Any) -> Change:
         from preheat.models.adapter import anatomy
+        from preheat.models.kernels import KERNEL_FAMILIES, forwards, gates
+        from preheat.ops.fused import gated_silu, rms_norm
 
         layers = anatomy(part).layers
         compiled = compile_layers(layers, mode=self.mode, dynamic=self.dynamic, fullgraph=self.fullgraph, limit=self.limit)
+        if part.config.model_type in KERNEL_FAMILIES:
+            found = forwards(part, norm=rms_norm, gate=gated_silu if gates(part) else None)
+            within = {id(m) for layer in layers for m in layer.modules()}
+            compiled.planned = [pair for pairs in found.values() for pair in pairs if id(pair[0]) in within]
         build.counters["recompilations"] = lambda: max(0, compiled.graphs - 1)
         told: list[int] = []
 
@@ -184,7 +198,7 @@ class Compile(Technique):
                 build.events.append({"kind": "notice", "words": words})
 
         build.after_update.append(tell)
-        return Change(f"{len(layers)} layers compiled when they first run; the plan is that of uncompiled layers", len(layers))
+        return Change(f"{len(layers)} layers compiled when they first run", len(layers))
 
     def options(self, context: Context) -> Iterable[Technique]:
         return [self]

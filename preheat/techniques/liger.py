@@ -3,8 +3,8 @@
 What: each of these operators is one kernel of the liger-kernel package, which keeps less for the backward pass than the chain of
 torch's operators. Only this run's model is changed, nothing in transformers. `loss` also takes head and cross entropy together.
 Helps: these operators are bound by memory, and fused they read and write once. Hurts: CUDA only; a compiler fuses the same
-operators by itself; `loss` reads two numbers back from the device in each micro-batch. The plan sees torch's own operators in their
-place (Triton kernels cannot run without a device), an upper bound.
+operators by itself; `loss` reads two numbers back from the device in each micro-batch. The plan sees fused_operators in their
+place (Triton kernels cannot run without a device), which keep the same, and torch's own for the rotary embedding.
 Source: Hsu et al. 2024, Liger Kernel (arXiv:2410.10989).
 """
 
@@ -40,18 +40,14 @@ def use_liger(model: PreTrainedModel, *, norm: bool = True, rotary: bool = True,
     """
     import torch
     from liger_kernel.transformers.functional import liger_rms_norm, liger_rope, liger_swiglu
-    from torch.nn import functional
     from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
     from preheat.models.kernels import use_kernels
+    from preheat.ops.fused import gated_silu, rms_norm
 
     def or_plain(kernel: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
         # Fake tensors of a dry run have no data that a Triton kernel could be given.
         return lambda *tensors: (plain if is_in_torch_dispatch_mode() else kernel)(*tensors)
-
-    def plain_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        wide = x.float()
-        return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
 
     def plain_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
@@ -64,9 +60,9 @@ def use_liger(model: PreTrainedModel, *, norm: bool = True, rotary: bool = True,
 
     return use_kernels(
         model,
-        norm=or_plain(liger_rms_norm, plain_norm) if norm else None,
+        norm=or_plain(liger_rms_norm, rms_norm) if norm else None,
         rotary=or_plain(liger_rope, plain_rotary) if rotary else None,
-        gate=or_plain(liger_swiglu, lambda a, b: functional.silu(a) * b) if gate else None,
+        gate=or_plain(liger_swiglu, gated_silu) if gate else None,
     )
 
 

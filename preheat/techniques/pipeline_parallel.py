@@ -35,6 +35,7 @@ _ONE_PASS = {  # what has backward passes of its own, that change in place or le
     Tag("recomputes"): "layers that are computed again",
     Tag("compiled-layers"): "compiled layers",
     Tag("fused-layers"): "fused layers",
+    Tag("fused-operators"): "fused operators",
     Tag("fp8-compute"): "fp8 products",
 }
 

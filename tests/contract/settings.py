@@ -18,6 +18,7 @@ FURTHER: list[tuple[str, dict[str, Any]]] = [
     ("dynamic_batch", {"start": 1, "every": 2}),
     ("efficient_attention", {"kernel": "blocks"}),
     ("feed_forward", {"activation": "relu"}),
+    ("fused_operators", {"gate": False}),
     ("gradient_accumulation", {"steps": 3}),
     ("length_curriculum", {"schedule": "root", "keep": "rows"}),
     ("low_bit_adamw", {"bits": 4, "block_size": 64, "least": 0}),

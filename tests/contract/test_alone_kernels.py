@@ -1,4 +1,4 @@
-"""The plain functions of compile and liger, in a loop written by hand."""
+"""The plain functions of compile, fused_operators and liger, in a loop written by hand."""
 
 from __future__ import annotations
 
@@ -54,6 +54,18 @@ def test_alone_compile() -> None:
         plain_backward(model, tokens)
         assert difference({n: p.grad for n, p in model.named_parameters()}, whole) < 1e-6
     assert compiled.graphs == 1, "three layers and two steps share one graph"
+
+
+def test_alone_fused_operators() -> None:
+    from preheat.techniques.fused_operators import fuse_operators
+
+    model, tokens = by_hand()
+    plain_backward(model, tokens)
+    whole = {n: p.grad.clone() for n, p in model.named_parameters()}
+    model.zero_grad()
+    assert fuse_operators(model) == {"norms": 7, "gated activations": 3}
+    plain_backward(model, tokens)
+    assert difference({n: p.grad for n, p in model.named_parameters()}, whole) < 1e-6
 
 
 def test_alone_liger() -> None:

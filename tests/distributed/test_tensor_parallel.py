@@ -68,6 +68,8 @@ CASES = {
     "evaluation": Case("tensor_parallel: {degree: 2, sequence_parallel: true, rows: 50}", look=evaluated),
     "logits gathered": Case(WHOLE, "regularized_loss: {label_smoothing: 0.1}"),
     "qwen3": Case(PLAIN, "gradient_accumulation: {steps: 2}", family="qwen3"),
+    "fused": Case(CUT, "fused_operators: {}", family="qwen3", steps=2),
+    "fused, not cut": Case(PLAIN, "fused_operators: {}, efficient_attention: {}", steps=2),
     "qwen3 cut": Case(CUT, "efficient_attention: {}, activation_checkpointing: {mode: selective}", family="qwen3"),
     "tied, read from a folder": Case(CUT, model=family("written", random=False), steps=2),
     "phi3": Case(CUT, model=family("phi3"), steps=2),

@@ -1,0 +1,73 @@
+"""Verdicts of plans held against real runs whose address space is capped: what is said to fit runs, what is said not to fit does not.
+
+    python benchmarks/verdicts.py [--count 50] [--seed 7] [--out benchmarks/results/verdicts.json]
+
+Each recipe (drawn at random) is planned, then trained in a process of its own that may take no more from the build on than a limit drawn around the
+planned peak. It ran if it took every step without a rung of the ladder. A plan says `fits` or `does not` where the limit lies outside its
+interval, and nothing where it lies within.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from drawn import drawn, settings
+
+CAPPED = Path(__file__).parents[1] / "tests" / "e2e" / "capped.py"
+
+
+def planned(values: list[str]) -> dict[str, object]:
+    command = [sys.executable, "-m", "preheat", "plan", "demo", "--json", *settings(values)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if not done.stdout:
+        raise SystemExit(done.stderr)
+    made: dict[str, object] = json.loads(done.stdout)
+    return made
+
+
+def ran(values: list[str], mib: int) -> tuple[bool, str]:
+    """Whether it went through within the limit and without a rung, and its last words."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, str(CAPPED), "demo", f"{folder}/run", "building", str(mib), *values]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        events = Path(folder, "run", "events.jsonl")
+        rung = events.exists() and '"kind": "rung"' in events.read_text(encoding="utf-8")
+    last = (done.stderr.strip().splitlines() or [""])[-1]
+    return done.returncode == 0 and not rung, last
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--count", type=int, default=50)
+    parser.add_argument("--seed", type=int, default=7)
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/verdicts.json"))
+    options = parser.parse_args()
+    draw, rows = random.Random(options.seed), []
+    for n, values in enumerate(drawn(options.count, options.seed), 1):
+        values = [*values, "stop.steps=3"]
+        made = planned(values)
+        low, high = made["peak_gib_interval"]  # type: ignore[misc]
+        limit = made["peak_gib"] * draw.uniform(0.5, 1.6)  # type: ignore[operator]
+        verdict = "fits" if limit >= high else "does not" if limit < low else "not said"
+        through, words = ran(values, int(limit * 1024))
+        wrong = (verdict == "fits") != through and verdict != "not said"
+        row = {"settings": values, "peak_gib": made["peak_gib"], "limit_gib": limit, "verdict": verdict, "ran": through}
+        rows.append({**row, "words": words} if not through else row)
+        print(
+            f"{n:3d} {limit / made['peak_gib']:.2f} of the peak: {verdict:9s} ran: {through!s:5s} {'WRONG ' + words if wrong else ''}",
+            flush=True,
+        )  # type: ignore[operator]
+    told = [row for row in rows if row["verdict"] != "not said"]
+    right = sum((row["verdict"] == "fits") == row["ran"] for row in told)
+    print(f"{right} of {len(told)} verdicts hold; {len(rows) - len(told)} lay within the interval")
+    options.out.write_text(json.dumps({"command": " ".join(["python", *sys.argv]), "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

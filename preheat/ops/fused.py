@@ -1,0 +1,143 @@
+"""RMSNorm and the gated activation as one operator each, that keeps only what it was given and computes the rest again in its backward pass."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+__all__ = ["gated_silu", "rms_norm", "shared_by_rows"]
+
+_CHUNK = 1 << 18  # elements at a time on a CPU: fp32 of them stay in the cache
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """RMSNorm over the last dimension, computed in fp32 and rounded once; half precision at once where autocast would round it next.
+
+    Kept for the backward pass: x, and one fp32 number a row.
+
+    Args:
+        x: [..., width].
+        weight: [width].
+
+    Returns:
+        [..., width] in the dtype of autocast where that is on, else in the wider one of x and weight.
+
+    Example:
+        >>> rms_norm(torch.tensor([[3.0, 4.0]]), torch.ones(2), 0.0)
+        tensor([[0.8485, 1.1314]])
+    """
+    kind = x.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else torch.promote_types(x.dtype, weight.dtype)
+    out: Tensor = _norm(x, weight, eps, dtype)[0]
+    return out
+
+
+def gated_silu(a: Tensor, b: Tensor) -> Tensor:
+    """silu(a) * b, each [..., feed_forward], bit for bit as torch's operators; kept for the backward pass: a and b.
+
+    Example:
+        >>> gated_silu(torch.tensor([1.0]), torch.tensor([2.0]))
+        tensor([1.4621])
+    """
+    out: Tensor = _GatedSilu.apply(a, b)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _GatedSilu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
+        ctx.save_for_backward(a, b)
+        return functional.silu(a).mul_(b)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        a, b = ctx.saved_tensors
+        return torch.ops.aten.silu_backward(grad * b, a), functional.silu(a).mul_(grad)
+
+
+@torch.library.custom_op("preheat::rms_norm", mutates_args=())
+def _norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The norm, and 1 over the root of the mean square of each row: [..., 1], fp32."""
+    if x.is_cuda:
+        out, scale = torch.ops.aten._fused_rms_norm(x, weight.shape, weight.to(x.dtype), eps)
+        return out.to(dtype), scale
+    out = torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
+    scale = x.new_empty(*x.shape[:-1], 1, dtype=torch.float32)
+    wide = weight.float()
+    for row, to, one in _rows(x, out, scale):
+        row = row.float()
+        torch.linalg.vector_norm(row, dim=-1, keepdim=True, out=one)
+        one.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        to.copy_((row * one).mul_(wide))
+    return out, scale
+
+
+@_norm.register_fake
+def _(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape, dtype=dtype), x.new_empty(*x.shape[:-1], 1, dtype=torch.float32)
+
+
+@torch.library.custom_op("preheat::rms_norm_backward", mutates_args=())
+def _norm_backward(grad: Tensor, x: Tensor, scale: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients by x and by the weight, in their dtypes."""
+    if x.is_cuda:
+        by_x, by_weight = torch.ops.aten._fused_rms_norm_backward(
+            grad.to(x.dtype), x, weight.shape, scale, weight.to(x.dtype), [True, True]
+        )
+        return by_x, by_weight.to(weight.dtype)
+    by_x = torch.empty_like(x, memory_format=torch.contiguous_format)
+    by_weight = torch.zeros_like(weight, dtype=torch.float32)
+    wide = weight.float()
+    for row, to, one, given in _rows(x, by_x, scale, grad):
+        normed, given = row * one, given.float()  # fp32: the scale is
+        by_weight += torch.linalg.vecdot(normed, given, dim=0)
+        given = given * wide
+        along = torch.linalg.vecdot(normed, given).unsqueeze(-1).div_(x.shape[-1])
+        to.copy_(given.sub_(normed.mul_(along)).mul_(one))
+    return by_x, by_weight.to(weight.dtype)
+
+
+@_norm_backward.register_fake
+def _(grad: Tensor, x: Tensor, scale: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), weight.new_empty(weight.shape)
+
+
+def _rows(*tensors: Tensor) -> Any:
+    """The tensors' rows in pieces that stay in the cache; what is written must be contiguous."""
+    width = tensors[0].shape[-1]
+    return zip(*(t.reshape(-1, t.shape[-1]).split(max(1, _CHUNK // width)) for t in tensors), strict=True)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    x, weight, *_ = inputs
+    ctx.save_for_backward(x, output[1], weight)
+    ctx.mark_non_differentiable(output[1])
+
+
+def _backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+    x, scale, weight = ctx.saved_tensors
+    return (*_norm_backward(grad, x, scale, weight), None, None)
+
+
+_norm.register_autograd(_backward, setup_context=_keep)
+
+
+@functools.cache
+def shared_by_rows() -> None:
+    """Tells DTensor that the norm of some rows needs no others, and that the weight's gradients of all rows are to be summed."""
+    from torch.distributed.tensor import Partial, Replicate, Shard
+    from torch.distributed.tensor.experimental import register_sharding
+
+    @register_sharding(torch.ops.preheat.rms_norm.default)
+    def _(x: Any, weight: Any, eps: float, dtype: torch.dtype) -> Any:
+        held = [Replicate(), *(Shard(n) for n in range(x.ndim - 1))]
+        return [([one, one], [one, Replicate(), None, None]) for one in held]
+
+    @register_sharding(torch.ops.preheat.rms_norm_backward.default)
+    def _(grad: Any, x: Any, scale: Any, weight: Any) -> Any:
+        whole = ([Replicate()] * 2, [Replicate()] * 4)
+        return [whole, *(([Shard(n), Partial()], [Shard(n)] * 3 + [Replicate()]) for n in range(x.ndim - 1))]
