@@ -7,7 +7,7 @@ RUN ?= .venv/bin/python
 JOBS ?= 2
 INSTALLED := $(if $(filter .venv/%,$(RUN)),.venv/installed)
 
-.PHONY: help .venv demo test test-pairs test-presets test-scale check bench gpu-check docs
+.PHONY: help .venv demo test test-slow test-pairs test-presets test-scale check bench gpu-check docs
 
 help:
 	@echo "make demo       plan, train, evaluate and report a small model on this machine"
@@ -34,7 +34,10 @@ demo: .venv/installed
 	@.venv/bin/preheat demo
 
 test: $(INSTALLED)
-	@$(RUN) -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
+	@$(RUN) -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "not slow"
+
+test-slow: $(INSTALLED)
+	@$(RUN) -m pytest -n $(JOBS) -m slow
 
 test-pairs: $(INSTALLED)
 	@PREHEAT_PAIRS=all $(RUN) -m pytest tests/contract -k "pairs or together"

@@ -58,6 +58,7 @@ def test_half_precision_copies_do_not_outlive_their_layer(one: Any) -> None:
     assert cast.peak["forward"] < plain.peak["forward"] + 0.25 * one.categories["forward"]["parameters"]
 
 
+@pytest.mark.slow
 def test_many_layers_are_planned_by_few() -> None:
     techniques = "{fsdp: {gather: bf16}, activation_checkpointing: {}, mixed_precision: {mode: bf16}}"
     recipe = recipes.override(tiny(rows=WORLD, more=""), "model.layers=13", f"techniques={techniques}", "batch.length=64")

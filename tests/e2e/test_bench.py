@@ -38,9 +38,10 @@ def test_verdicts_say_what_is_gained_and_what_is_noise() -> None:
     assert words["needed"] == "needed is needed: without it the recipe does not fit: needs 20.00 GiB, has 16.00 GiB"
 
 
+@pytest.mark.slow
 def test_an_ablation_has_every_contender_and_its_agreement(preheat: Command) -> None:
     techniques = "techniques={chunked_loss: {rows: 64}, mixed_precision: {mode: bf16}}"
-    made = preheat.json("bench", "r.yaml", "--ablate", "--steps", "4", "--repeats", "1", "--set", techniques, "--out", "b")
+    made = preheat.here.json("bench", "r.yaml", "--ablate", "--steps", "4", "--repeats", "1", "--set", techniques, "--out", "b")
     rows = {r["name"]: r for r in made["rows"]}
     assert list(rows) == [
         "plain",
@@ -64,7 +65,7 @@ def test_an_ablation_has_every_contender_and_its_agreement(preheat: Command) -> 
 
 
 def test_techniques_by_name_and_one_that_cannot_serve(preheat: Command) -> None:
-    made = preheat.json("bench", "r.yaml", "--techniques", "lora,efficient_attention", "--steps", "3", "--repeats", "1",
+    made = preheat.here.json("bench", "r.yaml", "--techniques", "lora,efficient_attention", "--steps", "3", "--repeats", "1",
                         "--set", "techniques={efficient_attention: {kernel: cudnn}}")  # fmt: skip
     rows = {r["name"]: r for r in made["rows"]}
     assert rows["lora"]["tokens_per_second"] > 0

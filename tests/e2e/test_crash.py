@@ -10,14 +10,14 @@ import pytest
 
 from .conftest import Command, losses
 
-KILLS = int(os.environ.get("PREHEAT_KILLS", "3"))  # 10 by hand: a start takes seconds
+KILLS = int(os.environ.get("PREHEAT_KILLS", "2"))  # 10 by hand: a start takes seconds
 
 
-@pytest.mark.parametrize(("workers", "beside"), [(1, "false"), (4, "true")])
+@pytest.mark.parametrize(("workers", "beside"), [pytest.param(1, "false", marks=pytest.mark.slow), (4, "true")])
 def test_killed_and_resumed_every_loss_is_the_same(preheat: Command, workers: int, beside: str) -> None:
     more = ["--set", "stop.steps=60", "--set", "checkpoint.every=7", "--set", f"data.workers={workers}"]
     more += ["--set", f"checkpoint.asynchronous={beside}"]
-    preheat("train", "r.yaml", "--out", "whole", "--set", "data.workers=0", *more[:4])
+    preheat.here("train", "r.yaml", "--out", "whole", "--set", "data.workers=0", *more[:4])
     wanted = losses(preheat.folder / "whole")
     run = preheat.folder / "killed"
     draw = random.Random(workers)
@@ -32,7 +32,7 @@ def test_killed_and_resumed_every_loss_is_the_same(preheat: Command, workers: in
             time.sleep(0.01)
         process.kill()
         process.communicate()
-    preheat("train", "r.yaml", "--out", "killed", *more, "--resume")
+    preheat.here("train", "r.yaml", "--out", "killed", *more, "--resume")
     got = losses(run)
     assert got.keys() == wanted.keys()
     assert [step for step in wanted if got[step] != wanted[step]] == []

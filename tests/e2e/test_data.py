@@ -30,7 +30,7 @@ def write(preheat: Command, **seventh: Any) -> None:
 
 def test_data_is_shown_as_the_model_will_see_it(preheat: Command) -> None:
     write(preheat)
-    out, _ = preheat("data", "chat.yaml", "--rows", "1", "--html", "data.html")
+    out, _ = preheat.here("data", "chat.yaml", "--rows", "1", "--html", "data.html")
     for words in (
         "### Instruction:\nWhat is ",
         "### Response:\n«It is <b>",
@@ -45,12 +45,12 @@ def test_data_is_shown_as_the_model_will_see_it(preheat: Command) -> None:
     page = (preheat.folder / "data.html").read_text()
     assert "<mark>It is &lt;b&gt;" in page
     assert "http" not in page.replace("http-equiv", "")
-    made = preheat.json("data", "chat.yaml", "--rows", "2")
+    made = preheat.here.json("data", "chat.yaml", "--rows", "2")
     assert len(made["examples"]) == 2
     trained = "".join(text for row in made["examples"] for d in row["documents"] for text, on, _ in d["spans"] if on)
     assert trained.count("<|end|>") == sum(len(row["documents"]) for row in made["examples"]) == trained.count("It is <b>")
     assert sum(bar["count"] for bar in made["lengths"]["bars"]) == made["lengths"]["examples"] == made["packing"]["documents"]
-    assert "Example" in preheat("data", "--help")[0]
+    assert "Example" in preheat.here("data", "--help")[0]
 
 
 def test_broken_rows_are_refused_before_anything_is_written_and_a_warning_trains(preheat: Command) -> None:
@@ -62,7 +62,7 @@ def test_broken_rows_are_refused_before_anything_is_written_and_a_warning_trains
             "leaves such rows out"
         )
         assert not (preheat.folder / "runs").exists()
-    made = preheat.json("train", "chat.yaml", "--set", "data.preflight={fields: warn}")
+    made = preheat.here.json("train", "chat.yaml", "--set", "data.preflight={fields: warn}")
     record = json.loads((preheat.folder / made["run"] / "data.json").read_text())
     assert record["counts"]["dropped"] == {"fields": 1}
     assert record["counts"]["read"] == 60 == sum(record["counts"][side]["documents"] for side in ("train", "validation")) + 1
@@ -71,7 +71,7 @@ def test_broken_rows_are_refused_before_anything_is_written_and_a_warning_trains
     template = preheat.folder / made["run"] / "tokenizer" / "chat_template.jinja"
     assert "### Response" in (template.read_text() if template.exists() else tokenizer["chat_template"])
     assert (
-        preheat("train", "chat.yaml", "--set", "data.preflight={feilds: warn}", "--out", "x", code=2)[1]
+        preheat.here("train", "chat.yaml", "--set", "data.preflight={feilds: warn}", "--out", "x", code=2)[1]
         .strip()
         .endswith("did you mean 'fields'?")
     )
@@ -82,7 +82,7 @@ def test_rows_that_no_technique_trains_on_are_refused(preheat: Command) -> None:
     (preheat.folder / "rows.jsonl").write_text(
         "".join(json.dumps({"prompt": f"Say {n}", "chosen": f"yes {n}", "rejected": f"no {n}"}) + "\n" for n in range(60))
     )
-    _, error = preheat("train", "chat.yaml", code=4)
+    _, error = preheat.here("train", "chat.yaml", code=4)
     assert "holds pairs of answers, of which one is preferred, but next-token training reads text" in error
     assert not (preheat.folder / "runs").exists()
 
@@ -95,9 +95,9 @@ def test_data_shows_tokens_that_the_recipe_adds_and_a_missing_model_is_told_as_o
         "data: {source: rows.jsonl, template: chatml, validation: 0}\nbatch: {size: 4, length: 64}\nstop: {steps: 1}\n"
     )
     (preheat.folder / "added.yaml").write_text(recipe % (data_folder / "stories260K-hf"))
-    out, _ = preheat("data", "added.yaml", "--rows", "1")  # without these tokens chatml ends no turn, and is refused
+    out, _ = preheat.here("data", "added.yaml", "--rows", "1")  # without these tokens chatml ends no turn, and is refused
     assert "«It is a cat.<|im_end|>»" in out
-    _, error = preheat("train", "added.yaml", "--set", "model.path=nowhere/there", code=2)
+    _, error = preheat.here("train", "added.yaml", "--set", "model.path=nowhere/there", code=2)
     assert error.strip().splitlines()[-1].startswith("error: model.path: nowhere/there: no such folder")
     assert "thrown while requesting" not in error
     assert not (preheat.folder / "runs").exists()

@@ -11,18 +11,18 @@ SMALL = "techniques={lora: {}, chunked_loss: {}, efficient_attention: {}}"
 
 
 def test_models_are_listed_shown_and_planned(preheat: Command) -> None:
-    out, _ = preheat("models")
+    out, _ = preheat.here("models")
     assert "qwen2.5-0.5b" in out
     assert "494,032,768" in out
-    shown = preheat.json("models", "show", "gemma-2-2b")
+    shown = preheat.here.json("models", "show", "gemma-2-2b")
     assert shown["needs"]["soft caps"] == "attention scores 50, logits 30"
     assert "gated" in shown["needs"]["licence"]
-    assert "did you mean 'gemma-2-2b'" in preheat("models", "show", "gemma2-2b", code=2)[1]
+    assert "did you mean 'gemma-2-2b'" in preheat.here("models", "show", "gemma2-2b", code=2)[1]
     recipe = ["r.yaml", "--set", "model={preset: qwen2.5-0.5b}", "--set", SMALL, *FEW]
-    plan = preheat.json("plan", *recipe)
+    plan = preheat.here.json("plan", *recipe)
     # Embedding 151,936 x 896, tied; one layer; LoRA of rank 16.
     assert plan["parameters"]["total"] - plan["parameters"]["trained"] == 151936 * 896 + 14_912_384 + 896
-    _, error = preheat("train", *recipe, code=2)
+    _, error = preheat.here("train", *recipe, code=2)
     assert "model.preset: qwen2.5-0.5b is a configuration without weights" in error
     assert len(error.strip().splitlines()) == 1
     assert not list(preheat.folder.glob("runs/*"))
@@ -32,10 +32,10 @@ def test_a_gemma2_is_trained_exported_and_read_back(preheat: Command) -> None:
     config = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "head_dim": 16}
     config |= {"num_key_value_heads": 1, "vocab_size": 320, "sliding_window": 8, "final_logit_softcapping": 2.0}
     model = json.dumps({"preset": "gemma-2-2b", "weights": "random", "config": config})
-    made = preheat.json("train", "r.yaml", "--set", f"model={model}", "--set", "stop.steps=6")
-    exported = preheat.json("export", made["run"])
+    made = preheat.here.json("train", "r.yaml", "--set", f"model={model}", "--set", "stop.steps=6")
+    exported = preheat.here.json("export", made["run"])
     assert exported["max_logit_difference"] < 0.05  # bf16 weights
     found = json.loads((preheat.folder / exported["path"] / "config.json").read_text())
     assert (found["model_type"], found["final_logit_softcapping"], found["sliding_window"]) == ("gemma2", 2.0, 8)
-    again = preheat.json("eval", exported["path"], "--data", "text", "--length", "32")["loss"]
+    again = preheat.here.json("eval", exported["path"], "--data", "text", "--length", "32")["loss"]
     assert again < 6

@@ -14,9 +14,10 @@ def test_there_are_notebooks() -> None:
     assert {"01_large_models_limited_hardware", "02_multi_gpu_training", "05_fine_tuning"} <= {path.stem for path in NOTEBOOKS}
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("default")  # the kernel's client is not ours
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", [pytest.param(path, marks=[pytest.mark.slow] if path.stem < "05" else [], id=path.stem) for path in NOTEBOOKS]
+)
 def test_a_notebook_runs(path: Path, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nbformat = pytest.importorskip(
         "nbformat", reason="notebooks are run with nbclient and ipykernel: pip install 'preheat[dev]'"

@@ -67,6 +67,7 @@ def _tuned(stories: Path, data_folder: Path, out: Path, techniques: str, lr: flo
     return float(train(recipe, out=out)["validation_loss"])
 
 
+@pytest.mark.slow
 def test_lora_and_full_tuning_lower_the_held_out_loss_of_shakespeare(
     preheat: Command, stories: Path, data_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

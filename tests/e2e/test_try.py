@@ -14,7 +14,7 @@ from .conftest import Command
 
 def test_a_technique_against_without_it(preheat: Command) -> None:
     common = ("--model-size", "tiny", "--seq_len", "32", "--batch-size", "2", "--accumulation_steps", "2")
-    made = preheat.json("try", "--technique", "gradient-accumulation", *common)
+    made = preheat.here.json("try", "--technique", "gradient-accumulation", *common)
     rows = {row["name"]: row for row in made["rows"]}
     assert list(rows) == ["without", "gradient_accumulation"]
     assert all(row["tokens_per_second"] > 0 and row["peak_gib"] > 0 for row in rows.values())
@@ -26,7 +26,7 @@ def test_a_technique_against_without_it(preheat: Command) -> None:
 
 def test_zero_shares_out_the_states(preheat: Command) -> None:
     asked = ("--technique", "zero", "--seq-len", "32", "--batch-size", "1", "--zero-stage", "3", "--cpu-offload")
-    made = preheat.json("try", *asked)
+    made = preheat.here.json("try", *asked)
     assert "changes nothing" in str(made)
     assert "8 GPUs with ZeRO stage 3" in str(made)
     plain, zero = made["rows"]
@@ -41,12 +41,12 @@ def test_what_cannot_be_tried_is_said(preheat: Command) -> None:
         (("--technique", "gradient_accumulation", "--accumulation-steps", "1"), "use 2 or more"),
         (("--technique", "integration", "--model-size", "huge"), "use tiny, small, medium, large"),
     ):
-        assert words in preheat("try", *arguments, code=2)[1]
+        assert words in preheat.here("try", *arguments, code=2)[1]
 
 
 def test_a_run_goes_on_after_an_overflow_and_keeps_its_scale(preheat: Command) -> None:
     fp16 = "techniques={mixed_precision: {mode: fp16, loss_scale: 1.0e+9}}"
-    made = preheat.json("train", "r.yaml", "--set", fp16, "--set", "stop.steps=24", "--out", "whole")
+    made = preheat.here.json("train", "r.yaml", "--set", fp16, "--set", "stop.steps=24", "--out", "whole")
     events = [json.loads(line) for line in (preheat.folder / "whole" / "events.jsonl").read_text().splitlines()]
     overflows = [e["step"] for e in events if e["kind"] == "overflow"]
     assert made["steps"] == 24
