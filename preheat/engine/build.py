@@ -147,7 +147,7 @@ def build(recipe: Recipe, *, vocabulary: int | None, device: Device, dry: Abstra
     with dry or nullcontext():
         for parts in made.parts.values():
             for part in parts:
-                materialize(part, made.torch_device)
+                materialize(part, made.torch_device, home=made.home)
                 if dry is None:
                     made.weights.fill(part, seed=recipe.seed)
         apply(Stage.MATERIALIZE, Stage.OPTIMIZER)

@@ -27,10 +27,22 @@ class Packed(Protocol):
         """The full weight, to be written within; packed on leaving."""
 
 
-def materialize(module: nn.Module, device: Any) -> None:
-    """Replaces parameters and buffers on meta by empty ones on `device`, in place. Shared parameters stay shared."""
+def materialize(module: nn.Module, device: Any, *, home: Any = None) -> None:
+    """Replaces parameters and buffers on meta by empty ones on `device`, in place. Shared parameters stay shared.
+
+    Args:
+        home: where parameters go instead; a dry run is told that they lie on the host, and their gradients too.
+    """
     import torch
     from torch import nn
+    from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+
+    from preheat.ops.host import lies_on_host
+    from preheat.ops.sharded import local
+
+    def settle(p: Tensor) -> None:
+        lies_on_host(local(p))
+        p.register_post_accumulate_grad_hook(lambda p: lies_on_host(local(p.grad)))  # type: ignore[arg-type]
 
     made: dict[int, Tensor] = {}
     for child in module.modules():
@@ -40,8 +52,11 @@ def materialize(module: nn.Module, device: Any) -> None:
                 if old is None or old.device.type != "meta":
                     continue
                 if id(old) not in made:
-                    new = torch.empty_like(old, device=device)
-                    made[id(old)] = nn.Parameter(new, requires_grad=old.requires_grad) if isinstance(old, nn.Parameter) else new
+                    is_parameter = isinstance(old, nn.Parameter)
+                    new = torch.empty_like(old, device=(home or device) if is_parameter else device)
+                    made[id(old)] = nn.Parameter(new, requires_grad=old.requires_grad) if is_parameter else new
+                    if is_parameter and home is not None and is_in_torch_dispatch_mode():
+                        settle(made[id(old)])
                 store[name] = made[id(old)]
 
 

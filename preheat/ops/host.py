@@ -1,7 +1,8 @@
 """Copies between the device and the host's memory, as operators of their own, so that a dry run sees what moves.
 
 Under fake tensors everything lies on one fake device, and a plain copy to the host would look like another tensor there. What
-`preheat::to_host` and `preheat::host_zeros` return is known to lie on the host, and so is what is computed of such tensors alone.
+`preheat::to_host` and `preheat::host_zeros` return is known to lie on the host, and so is what is computed of such tensors alone; of
+what others move there (FSDP2 its weights and gradients) `preheat::lies_on_host` tells.
 
 `Link` makes the copies at once, on any device; `StreamLink` makes them beside the computation on CUDA. Memory of the device is
 taken and given back in the order of the computing stream, which waits for a copy's event before it forgets the copy's other
@@ -18,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Copy", "Link", "StreamLink", "copy_to_device_", "copy_to_host_", "host_zeros", "link_for", "to_device", "to_host"]
+__all__ = ["Copy", "Link", "StreamLink", "copy_to_device_", "copy_to_host_", "host_zeros", "lies_on_host", "link_for", "to_device", "to_host"]
 
 
 def _host(t: Tensor) -> Tensor:
@@ -46,6 +47,15 @@ def host_zeros(shape: Sequence[int], dtype: torch.dtype, pinned: bool) -> Tensor
 @host_zeros.register_fake
 def _(shape: Sequence[int], dtype: torch.dtype, pinned: bool) -> Tensor:
     return torch.empty(tuple(shape), dtype=dtype)
+
+
+@torch.library.custom_op("preheat::lies_on_host", mutates_args=())
+def lies_on_host(t: Tensor) -> None:
+    """Does nothing: says to a dry run that what holds `t` lies on the host from here on."""
+
+
+@lies_on_host.register_fake
+def _(t: Tensor) -> None: ...
 
 
 @torch.library.custom_op("preheat::copy_to_host_", mutates_args={"host"})

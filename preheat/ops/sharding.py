@@ -71,7 +71,7 @@ def shard_fully(
         "mesh": mesh,
         "reshard_after_forward": reshard,
         "mp_policy": MixedPrecisionPolicy(param_dtype=gather, reduce_dtype=torch.float32),
-        "offload_policy": CPUOffloadPolicy() if offload else OffloadPolicy(),
+        "offload_policy": CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if offload else OffloadPolicy(),
     }
     listed = list(layers)
     for layer in listed:

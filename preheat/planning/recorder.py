@@ -195,6 +195,14 @@ class Recorder(TorchDispatchMode):
         self.groups[key] = ranks
         return key
 
+    def _moved_to_host(self, t: Tensor) -> None:
+        """What was taken for the device's lies on the host."""
+        storage = _storage(t)
+        if (number := self._numbers.pop(id(storage), None)) is not None:
+            self._let_go.add(id(storage))  # its end is no news
+            self._enter(number, -(-(-storage.nbytes() // self.rounding) * self.rounding))
+            self._on_host([t])
+
     def _on_host(self, made: list[Tensor]) -> None:
         """What operators made on the host, or of tensors that all lie there."""
         for storage in {id(s): s for s in map(_storage, made) if id(s) not in self._numbers}.values():
@@ -219,6 +227,9 @@ class Recorder(TorchDispatchMode):
             return out
         inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         outputs = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
+        if func._schema.name == "preheat::lies_on_host":
+            self._moved_to_host(inputs[0])
+            return out
         if func._schema.name in _TO_HOST or (inputs and all(id(_storage(t)) in self._host for t in inputs)):
             self._on_host(outputs)
         fresh = sum(self.follow(t) for t in outputs)

@@ -31,6 +31,8 @@ class Build:
     tags: frozenset[Tag]
     """Complete before the first technique applies."""
     torch_device: torch.device
+    home: torch.device | None = None
+    """Where weights, their gradients and the optimizer's states lie, if not on the device."""
     mesh: Mesh = field(default_factory=Mesh)
     """Over which devices, and which of them this is."""
     parts: dict[str, list[nn.Module]] = field(default_factory=dict)

@@ -101,6 +101,8 @@ class FSDP(Technique):
             gather=torch.bfloat16 if self.gather == "bf16" else None,
             offload=self.offload,
         )
+        if self.offload:
+            build.home = torch.device("cpu")
         build.own(Slot.FORWARD, sharding.forward_through(part), self.name())
         if self.reduce == "last":
             build.before_backward.append(part.set_requires_gradient_sync)

@@ -10,6 +10,7 @@ from preheat import recipe as recipes
 from preheat.models.adapter import configure
 from preheat.planning.layers import _few, observe_few
 from preheat.planning.observe import Observation, observe
+from preheat.technique import Device
 
 from ..conftest import DEVICE, tiny
 
@@ -49,6 +50,24 @@ def test_gathered_weights_are_let_go(one: Any) -> None:
     whole = one.categories["forward"]["parameters"]
     kept, let_go = (seen(f"{{fsdp: {{reshard: {reshard}}}}}").peak["forward"] for reshard in ("false", "true"))
     assert kept - let_go > 0.5 * whole
+
+
+def test_offloaded_weights_gradients_and_states_are_not_the_devices() -> None:
+    gpu = Device("cuda", "H100", 80 * 2**30, (9, 0), at_hand=False)
+    wide = "model={family: llama, layers: 6, width: 128, heads: 4, kv_heads: 2, vocabulary: 256}"
+    plain, offloaded = (
+        observe(
+            recipes.override(tiny(rows=WORLD), wide, f"techniques={{fsdp: {{offload: {offload}}}}}"),
+            vocabulary=96,
+            device=gpu,
+            world=WORLD,
+        )
+        for offload in ("false", "true")
+    )
+    for category in ("parameters", "gradients", "optimizer"):
+        whole, left = (max(held[category] for held in seen.categories.values()) for seen in (plain, offloaded))
+        assert left < 0.05 * whole  # buffers and counts of steps
+    assert offloaded.categories["backward"]["activations"] == plain.categories["backward"]["activations"]
 
 
 def test_half_precision_copies_do_not_outlive_their_layer(one: Any) -> None:
