@@ -362,7 +362,7 @@ def answer(row: Row, gpus: Mapping[str, Row]) -> dict[str, Any]:
         out["made"], out["used"] = made, sorted(used.techniques)
     except (PreheatError, ValueError) as error:
         out["reason"] = str(error).replace("\n", "; ")
-    except Exception as error:  # ours, or a library's, to be mended; a row must not take the others with it
+    except Exception as error:  # noqa: BLE001 - ours, or a library's, to be mended; a row must not take the others with it
         traceback.print_exc()
         out["reason"] = f"failed: {type(error).__name__}: {error}".replace("\n", "; ")
     out["seconds"] = round(time.monotonic() - begun, 2)
