@@ -29,7 +29,17 @@ COLUMNS = ("id", "predicted_gib", "low_gib", "high_gib", "predicted_tok_s", "low
 LENGTH, VOCABULARY = 2048, 50304  # where a row states none
 
 
-SINCE_2024 = ("H200", "GH200", "B200", "GB200", "B300", "GB300", "MI300", "MI325", "MI355")  # rented since, with tools of that time
+SINCE_2024 = (
+    "H200",
+    "GH200",
+    "B200",
+    "GB200",
+    "B300",
+    "GB300",
+    "MI300",
+    "MI325",
+    "MI355",
+)  # rented since, with tools of that time
 
 
 class Open(ValueError):

@@ -19,7 +19,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Copy", "Link", "StreamLink", "copy_to_device_", "copy_to_host_", "host_zeros", "lies_on_host", "link_for", "to_device", "to_host"]
+__all__ = [
+    "Copy",
+    "Link",
+    "StreamLink",
+    "copy_to_device_",
+    "copy_to_host_",
+    "host_zeros",
+    "lies_on_host",
+    "link_for",
+    "to_device",
+    "to_host",
+]
 
 
 def _host(t: Tensor) -> Tensor:
