@@ -42,7 +42,8 @@ def materialize(module: nn.Module, device: Any, *, home: Any = None) -> None:
 
     def settle(p: Tensor) -> None:
         lies_on_host(local(p))
-        p.register_post_accumulate_grad_hook(lambda p: lies_on_host(local(p.grad)))  # type: ignore[arg-type]
+        if p.requires_grad:
+            p.register_post_accumulate_grad_hook(lambda p: lies_on_host(local(p.grad)))  # type: ignore[arg-type]
 
     made: dict[int, Tensor] = {}
     for child in module.modules():
