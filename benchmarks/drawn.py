@@ -37,6 +37,9 @@ def settings(values: list[str]) -> list[str]:
 def _techniques(draw: random.Random, family: str, rows: int) -> list[str]:
     made = []
     mode = draw.choice(["fp32", "bf16", "bf16", "bf16_weights", "bf16_master"])
+    adapts = draw.random() < 0.2
+    if adapts and mode == "bf16_master":  # refused over a frozen base
+        mode = "bf16_weights"
     if mode != "fp32":
         made.append(f"mixed_precision: {{mode: {mode}}}")
     for often, words in (
@@ -44,7 +47,7 @@ def _techniques(draw: random.Random, family: str, rows: int) -> list[str]:
         (0.5, f"chunked_loss: {{rows: {draw.choice([128, 512])}}}"),
         (0.4, f"activation_checkpointing: {{mode: {draw.choice(['full', 'selective'])}}}"),
         (0.3, "fused_operators: {}" if family != "gpt2" else ""),
-        (0.2, "lora: {rank: 8}"),
+        (float(adapts), "lora: {rank: 8}"),
         (0.3 if rows % 2 == 0 else 0, "gradient_accumulation: {steps: 2}"),
     ):
         if draw.random() < often and words:

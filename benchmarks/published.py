@@ -127,7 +127,9 @@ def mesh_of(row: Row) -> tuple[dict[str, Any], int, int]:
                 made["fsdp"]["offload"] = True
         else:
             made["data_parallel"] = {}
-            if stage == 1 or number(row, "zero_stage") is None:  # who trains at such sizes shares out the optimizer's states at least
+            if (
+                stage == 1 or number(row, "zero_stage") is None
+            ):  # who trains at such sizes shares out the optimizer's states at least
                 made["zero1"] = {}
     if tensor > 1:
         made["tensor_parallel"] = {"degree": tensor, "sequence_parallel": row["sequence_parallel"] != "no"}
