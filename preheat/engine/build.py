@@ -148,6 +148,8 @@ def build(recipe: Recipe, *, vocabulary: int | None, device: Device, dry: Abstra
         for parts in made.parts.values():
             for part in parts:
                 materialize(part, made.torch_device, home=made.home)
+                if dry is not None and made.home is not None:
+                    _lie_on_host(part)
                 if dry is None:
                     made.weights.fill(part, seed=recipe.seed)
         apply(Stage.MATERIALIZE, Stage.OPTIMIZER)
@@ -158,6 +160,17 @@ def build(recipe: Recipe, *, vocabulary: int | None, device: Device, dry: Abstra
     if context.model.experts:
         made.scores = scores(made.scores)
     return made
+
+
+def _lie_on_host(part: Any) -> None:
+    """Tells a dry run, in which all tensors are of one fake device, where the part's parameters and their gradients are."""
+    from preheat.ops.host import lies_on_host
+    from preheat.ops.sharded import local
+
+    for p in part.parameters():
+        lies_on_host(local(p))
+        if p.requires_grad:
+            p.register_post_accumulate_grad_hook(lambda p: lies_on_host(local(p.grad)))
 
 
 def _add_rows(made: Build, count: int, vocabulary: int) -> None:

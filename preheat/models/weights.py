@@ -31,19 +31,10 @@ def materialize(module: nn.Module, device: Any, *, home: Any = None) -> None:
     """Replaces parameters and buffers on meta by empty ones on `device`, in place. Shared parameters stay shared.
 
     Args:
-        home: where parameters go instead; a dry run is told that they lie on the host, and their gradients too.
+        home: where parameters go instead.
     """
     import torch
     from torch import nn
-    from torch.utils._python_dispatch import is_in_torch_dispatch_mode
-
-    from preheat.ops.host import lies_on_host
-    from preheat.ops.sharded import local
-
-    def settle(p: Tensor) -> None:
-        lies_on_host(local(p))
-        if p.requires_grad:
-            p.register_post_accumulate_grad_hook(lambda p: lies_on_host(local(p.grad)))  # type: ignore[arg-type]
 
     made: dict[int, Tensor] = {}
     for child in module.modules():
@@ -56,8 +47,6 @@ def materialize(module: nn.Module, device: Any, *, home: Any = None) -> None:
                     is_parameter = isinstance(old, nn.Parameter)
                     new = torch.empty_like(old, device=(home or device) if is_parameter else device)
                     made[id(old)] = nn.Parameter(new, requires_grad=old.requires_grad) if is_parameter else new
-                    if is_parameter and home is not None and is_in_torch_dispatch_mode():
-                        settle(made[id(old)])
                 store[name] = made[id(old)]
 
 

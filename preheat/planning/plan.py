@@ -32,7 +32,7 @@ _CUDA_BASE = round(0.5 * GIB)  # context and cuBLAS workspaces, as commonly repo
 _NINE_IN_TEN: dict[str, tuple[tuple[float, float], tuple[float, float]]] = {
     "measured": ((0.87, 1.15), (0.5, 1.15)),
     "catalogue": ((0.65, 1.55), (0.6, 1.5)),
-    "catalogue, fp8": ((0.65, 1.55), (0.55, 2.3)),  # up to twice as fast by kernels that make the casts within the products
+    "catalogue, 8 bits": ((0.65, 1.55), (0.55, 2.3)),  # up to twice as fast by kernels that make the casts within the products
 }
 
 
@@ -139,8 +139,7 @@ def describe(
     ceiling = rates.peak_matrix_rate[
         "bf16" if any(Tag("bf16-compute") in t.provided() for t in recipe.techniques.values()) else "fp32"
     ]
-    eights = any(Tag("fp8-compute") in t.provided() for t in recipe.techniques.values())
-    known = "measured" if not isinstance(rates, Roofline) else "catalogue, fp8" if eights else "catalogue"
+    known = "measured" if not isinstance(rates, Roofline) else "catalogue, 8 bits" if "float8" in seen.flops else "catalogue"
     of_memory, of_speed = _NINE_IN_TEN[known]
     steps = steps_of(recipe, rows)
     total = seconds * steps if steps else (recipe.stop.hours or 0) * 3600 or None
