@@ -79,8 +79,10 @@ class _Kinds:
                 if not tried:
                     refused.append(cls)
                     continue
-                kept = self._worth([Choice(None, under, under), *tried])
-                choices.append(kept)
+                without = Choice(None, under, under)
+                kept = self._worth([without, *tried])
+                # Worse by itself, but what excludes this technique may be worth more.
+                choices.append(kept if without in kept else [without, *kept])
                 # What brings an optimizer excludes others that do, and is slow to observe: not beside everything else.
                 light = [c for c in kept if c.setting is None or Slot.OPTIMIZER not in c.setting.owned()]
                 best = min(light or kept, key=lambda c: self._cost(c.look) / self._cost(c.beside))

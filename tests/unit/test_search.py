@@ -72,6 +72,15 @@ def test_where_nothing_fits_it_says_what_is_least() -> None:
     assert not made.others
 
 
+def test_what_excludes_a_better_technique_is_found_where_that_does_not_fit() -> None:
+    wide = override(
+        small(rows=2), "model.width=1024", "batch.length=64"
+    )  # 29M parameters; in bf16 with fp32 states 12 bytes each
+    made = found(wide, 780, "rounding")
+    assert made.best.plan["fits"]
+    assert made.best.recipe.techniques.keys() >= {"optimizer_offload"}
+
+
 def test_devices_share_out_what_one_cannot_hold() -> None:
     wide = override(small(rows=4), "model.width=1024", "batch.length=64")  # 29M parameters, 16 bytes each
     one, four = found(wide, 960), found(wide, 960, world=4)
