@@ -119,12 +119,21 @@ class _Kinds:
                 return Choice(t, self._look((*base, t), under), under)
             for variant in self._variants(base, choices) if last else ():
                 if not self._problems((*variant, t)):
-                    return Choice(t, self._look((*variant, t)), self._look(variant))
+                    beside = self._servable(variant)  # some of it may serve only beside `t`
+                    return Choice(t, self._look((*beside, t)), self._look(beside))
         except RecipeError as error:  # what only a build finds out
             why = str(error).splitlines()
         if last:
             self.reject(words((t,)), why[0].removeprefix("techniques.").removeprefix(f"{t.name()}: "))
         return None
+
+    def _servable(self, settings: Settings) -> Settings:
+        """As many of these as go together without anything else."""
+        kept = Settings()
+        for t in settings:
+            if not self._problems((*kept, t)):
+                kept = (*kept, t)
+        return kept
 
     def _variants(self, base: Settings, choices: list[list[Choice]]) -> list[Settings]:
         """The base with one of its techniques otherwise, or left out."""
