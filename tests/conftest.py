@@ -41,6 +41,7 @@ def _one_thread() -> None:
     import torch
 
     torch.set_num_threads(1)
+    os.environ.setdefault("PREHEAT_PROCESSES", "1")
 
 
 @pytest.fixture(scope="session")

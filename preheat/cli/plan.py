@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -76,12 +77,12 @@ def plan(
     planned as it is: `preheat plan demo --set batch.size=64`. Exit code 3: it does not fit.
     """
     from preheat.cli.planned import budget, searched, served, stated
+    from preheat.planning.crew import crew
 
     if compute_budget is not None:
         budget(compute_budget, json)
         return
     from preheat.errors import RecipeError
-    from preheat.training.asked import asked
 
     if what is None and not set:
         raise RecipeError("preheat plan: name a model or a recipe, such as: preheat plan Qwen/Qwen3-8B --gpu RTX-4090")
@@ -91,21 +92,28 @@ def plan(
     def question(method: str) -> Question:
         return asked(what, set or [], method=method, length=length, batch_tokens=batch_tokens, devices=devices)
 
-    first = question(method or "full")
-    if first.given and method is not None:
-        raise RecipeError(
-            f"--method: {method}: a recipe says how it trains by its techniques; leave --method out, or name a model"
-        )
-    if inference:
-        served(first, gpu, devices, json)
-        return
-    if first.given and aim is None and allow is None:
-        made, page = stated(first, gpu, devices, per_host, price)
-    else:
-        others = {name: question(name) for name in ("lora", "qlora")} if method is None and not first.given else {}
-        limit = allow or ("exact" if first.given else "rounding")
-        made, page = searched(first, others, gpu, devices, per_host, aim=aim or "fastest", allow=limit, price=price, quiet=json)
-    finish(made, page, first, out=out, html=html, json=json)
+    with ExitStack() as beside:
+        if gpu is not None and not inference and not (what or "").endswith((".yaml", ".yml")):
+            beside.enter_context(crew())  # others import what a search needs while this process does
+        from preheat.training.asked import asked
+
+        first = question(method or "full")
+        if first.given and method is not None:
+            raise RecipeError(
+                f"--method: {method}: a recipe says how it trains by its techniques; leave --method out, or name a model"
+            )
+        if inference:
+            served(first, gpu, devices, json)
+            return
+        if first.given and aim is None and allow is None:
+            made, page = stated(first, gpu, devices, per_host, price)
+        else:
+            others = {name: question(name) for name in ("lora", "qlora")} if method is None and not first.given else {}
+            limit = allow or ("exact" if first.given else "rounding")
+            made, page = searched(
+                first, others, gpu, devices, per_host, aim=aim or "fastest", allow=limit, price=price, quiet=json
+            )
+        finish(made, page, first, out=out, html=html, json=json)
 
 
 def finish(made: dict[str, Any], page: Any, asked: Question, *, out: Path | None, html: Path | None, json: bool) -> None:

@@ -125,8 +125,14 @@ class Guarded(torch.optim.Optimizer):
         """One update of every parameter that has a gradient."""
         assert closure is None
         for group in self.param_groups:
+            same = defaultdict(list)
             for p in group["params"]:
                 if p.grad is not None:
+                    same[
+                        p.shape, p.dtype, p.grad.dtype, (p.device_mesh, p.placements) if isinstance(p, DTensor) else None
+                    ].append(p)
+            for parameters in same.values():
+                for p in alike(parameters):
                     self._update(p, p.grad, self.state[p], group)
 
     @torch.no_grad()

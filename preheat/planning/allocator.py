@@ -88,25 +88,32 @@ class HeapUse:
     fresh: int
 
 
-def hold(log: list[tuple[int, int, Phase]], streams: Mapping[int, str], device: Device) -> HeapUse:
+def hold(
+    log: list[tuple[int, int, Phase]],
+    streams: Mapping[int, str],
+    device: Device,
+    repeats: Iterable[tuple[int, int, int]] = (),
+) -> HeapUse:
     """What a process on a device holds for the tensors of a dry run: glibc's heap on a CPU, torch's segments on a GPU.
 
     Args:
         log: of the dry run.
         streams: {block: stream} of those that are made beside the main one.
+        repeats: see `replay`.
     """
     if device.kind == "cpu":
-        return replay(log)
+        return replay(log, repeats)
     # Segments that expand: near to affine in the number of layers, which those of fixed sizes are not, and 3 to 9 % below them.
     return HeapUse(replay_caching(log, streams, expandable=True).reserved, 0)
 
 
-def replay(log: Iterable[tuple[int, int, str]]) -> HeapUse:
+def replay(log: Iterable[tuple[int, int, str]], repeats: Iterable[tuple[int, int, int]] = ()) -> HeapUse:
     """Replays the allocations of a dry run, its step some times over.
 
     Args:
         log: (block, bytes: positive when made and negative when freed, phase) in order; phase `load` comes before the first
             step, `evaluation` is left out.
+        repeats: (start, end, times): entries that stand for so many more like them, which take as much from the system again.
 
     Example:
         >>> use = replay([(0, 100_000, "load"), (1, 64 << 20, "forward"), (1, -(64 << 20), "forward")])
@@ -115,13 +122,18 @@ def replay(log: Iterable[tuple[int, int, str]]) -> HeapUse:
     """
     heap, peak, fresh = Heap(), 0, 0
     log = list(log)
-    load = [entry for entry in log if entry[2] == "load"]
-    step = [entry for entry in log if entry[2] not in ("load", "evaluation")]
-    lasting = {block for block, size, _ in load if size > 0}
+    times = [1] * len(log)
+    for start, end, more in repeats:
+        times[start:end] = [n * (1 + more) for n in times[start:end]]
+    counted = list(zip(log, times, strict=True))
+    load = [entry for entry in counted if entry[0][2] == "load"]
+    step = [entry for entry in counted if entry[0][2] not in ("load", "evaluation")]
+    lasting = {block for (block, size, _), _ in load if size > 0}
     for turn, entries in enumerate([load, *[step] * _STEPS]):
-        before = heap.fresh
+        fresh = 0
         living: dict[int, None] = {}  # in order
-        for block, size, _ in entries:
+        for (block, size, _), like in entries:
+            before = heap.fresh
             key = block if turn == 0 or block in lasting else -1 - block  # the step's own blocks, apart from those that last
             if size > 0:
                 heap.allocate(key, size)
@@ -131,7 +143,7 @@ def replay(log: Iterable[tuple[int, int, str]]) -> HeapUse:
                 lasting.discard(key)
                 heap.free(key)
             peak = max(peak, heap.resident)
+            fresh += (heap.fresh - before) * like
         for key in living if turn else ():  # what only the evaluation frees
             heap.free(key)
-        fresh = heap.fresh - before
     return HeapUse(peak, fresh)

@@ -19,7 +19,7 @@ from preheat.planning.roofline import Roofline
 from preheat.recipe import Batch, Recipe
 from preheat.technique import DATA, Axis, Device, ModelFacts, Tag
 
-__all__ = ["Guess", "Look", "guess", "look", "seconds"]
+__all__ = ["Guess", "Look", "few", "guess", "look", "seconds"]
 
 
 @dataclass(frozen=True)
@@ -65,52 +65,46 @@ def seconds(seen: Observation, rates: Rates | Roofline) -> float:
     return rates.seconds(seen).total if isinstance(rates, Roofline) else step_seconds(seen, rates)
 
 
+def few(recipe: Recipe, layers: int) -> Recipe:
+    """The same with so many layers."""
+    return replace(recipe, model=replace(recipe.model, config={**recipe.model.config, "num_hidden_layers": layers}))
+
+
 def look(
     recipe: Recipe,
     *,
     vocabulary: int | None,
     device: Device,
     rates: Rates | Roofline,
-    like: Look | None = None,
-    same_layers: bool = False,
+    layer: Look | None = None,
 ) -> Look:
-    """Looks at one layer and at two of a model, on one device with one row; and at one with two rows, for which the update is the same.
+    """Looks at one layer and at two of a model, on one device with one row.
 
     Args:
         recipe: with one row, and nothing that shares it out.
-        like: a look with the same update, which is not looked at again.
-        same_layers: with the same layers too, where only embedding, head and loss differ: then one look is enough.
+        layer: a look with the same layers, where only embedding, head and loss differ: then one is enough.
 
     Raises:
         RecipeError: the recipe cannot be built.
     """
 
-    def few(layers: int, rows: int = 1) -> Observation:
-        model = replace(recipe.model, config={**recipe.model.config, "num_hidden_layers": layers})
-        some = replace(recipe, model=model, batch=replace(recipe.batch, size=rows))
-        return recall(some, vocabulary=vocabulary, device=device, world=1, how="whole")
-
-    def numbers(seen: Observation) -> tuple[float, float, float, float]:
+    def numbers(layers: int) -> tuple[Observation, tuple[float, ...]]:
+        seen = recall(few(recipe, layers), vocabulary=vocabulary, device=device, world=1, how="step")
         at, before = seen.categories["update"], seen.categories["forward"]
         states = at["parameters"] + at["gradients"] + at["optimizer"]
         alive = sum(before.values()) - before["parameters"] - before["optimizer"]
-        return states, at["parameters"], alive, seconds(seen, rates)
+        update = seconds(replace(seen, kernels=seen.updating), rates)
+        return seen, (states, at["parameters"], alive, max(seconds(seen, rates) - update, 0.0), update)
 
-    one = few(1)
-    states, weights, alive, time = numbers(one)
-    if like is not None and same_layers:
-        of_layer = [like.states[0], like.weights[0], like.kept[0], like.seconds[0] + like.update[0]]
+    one, with_one = numbers(1)
+    if layer is not None:
+        of_layer = [layer.states[0], layer.weights[0], layer.kept[0], layer.seconds[0], layer.update[0]]
     else:
-        of_layer = [max(b - a, 0.0) for a, b in zip((states, weights, alive, time), numbers(few(2)), strict=True)]
+        of_layer = [max(b - a, 0.0) for a, b in zip(with_one, numbers(2)[1], strict=True)]
+    states, weights, _, time, update = with_one
     peak = one.peak[one.peak_phase] - states
-    ends = [max(a - b, 0.0) for a, b in zip((states, weights, peak, time), of_layer, strict=True)]
-    if like is not None:
-        update = like.update
-    else:
-        whole = max(2 * time - seconds(few(1, rows=2), rates), 0.0)
-        update = (whole * of_layer[0] / states, whole * ends[0] / states)
-    timed = (max(of_layer[3] - update[0], 0.0), max(ends[3] - update[1], 0.0))
-    return Look((of_layer[0], ends[0]), (of_layer[1], ends[1]), (of_layer[2], ends[2]), timed, update)
+    ends = [max(a - b, 0.0) for a, b in zip((states, weights, peak, time, update), of_layer, strict=True)]
+    return Look(*zip(of_layer, ends, strict=True))
 
 
 def guess(

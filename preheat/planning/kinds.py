@@ -11,17 +11,12 @@ from preheat.errors import RecipeError
 from preheat.hardware.rates import Rates
 from preheat.models import adapter
 from preheat.planning.candidates import Settings, Space, problems_of, words
-from preheat.planning.estimate import Look, look
+from preheat.planning.estimate import Look, few, look
+from preheat.planning.recall import together
 from preheat.planning.roofline import Roofline
-from preheat.technique import Slot, Stage, Technique
+from preheat.technique import Slot, Technique
 
 __all__ = ["kinds_of"]
-
-
-_SAME_UPDATE = (
-    Stage.KERNEL,
-    Stage.CHECKPOINT,
-)  # what acts then leaves weights and optimizer as they are, if it does not bring an optimizer
 
 
 class Choice(NamedTuple):
@@ -55,6 +50,7 @@ class _Kinds:
     resort: bool
 
     def found(self) -> list[tuple[Settings, Look]]:
+        self._prepare([()])
         plain = self._look(())
         choices = self._choices(plain)
         kinds = []
@@ -75,7 +71,9 @@ class _Kinds:
         for last in (False, True):  # some serve only beside what comes later
             refused = []
             for cls in waiting:
-                tried = [found for t in self._options(cls, base) if (found := self._try(t, base, under, choices, last))]
+                options = self._options(cls, base)
+                self._prepare([(*base, t) for t in options])
+                tried = [found for t in options if (found := self._try(t, base, under, choices, last))]
                 if not tried:
                     refused.append(cls)
                     continue
@@ -101,14 +99,23 @@ class _Kinds:
         return problems_of(self.space, self.space.single(added), 1)
 
     def _look(self, added: Settings, under: Look | None = None) -> Look:
-        owned = added[-1].owned() if added else frozenset()
         return look(
             self.space.single(added),
             vocabulary=self.space.vocabulary,
             device=self.space.device,
             rates=self.rates,
-            like=under if added and added[-1].stage in _SAME_UPDATE and Slot.OPTIMIZER not in owned else None,
-            same_layers=Slot.OVER_LOGITS in owned,
+            layer=under if _of_the_ends(added) else None,
+        )
+
+    def _prepare(self, tried: list[Settings]) -> None:
+        """Has what is about to be looked at observed by all processes at once."""
+        singles = [(self.space.single(added), _of_the_ends(added)) for added in tried if not self._problems(added)]
+        together(
+            [few(recipe, layers) for recipe, ends in singles for layers in ((1,) if ends else (1, 2))],
+            vocabulary=self.space.vocabulary,
+            device=self.space.device,
+            world=1,
+            how="step",
         )
 
     def _try(self, t: Technique, base: Settings, under: Look, choices: list[list[Choice]], last: bool) -> Choice | None:
@@ -180,3 +187,8 @@ class _Kinds:
             if not any(better) and not any(equal):
                 kept.append(choices[n])
         return kept
+
+
+def _of_the_ends(added: Settings) -> bool:
+    """Whether the last of these leaves the layers as they are."""
+    return bool(added) and Slot.OVER_LOGITS in added[-1].owned()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from typing import Any
 
@@ -29,7 +29,13 @@ MANY = 12  # layers below which two observations cost as much as one of them all
 
 
 def observe_few(
-    recipe: Recipe, *, vocabulary: int | None, device: Device, world: int | None = None, heap: bool = True
+    recipe: Recipe,
+    *,
+    vocabulary: int | None,
+    device: Device,
+    world: int | None = None,
+    heap: bool = True,
+    see: Callable[..., list[Observation]] | None = None,
 ) -> Observation:
     """`observe`, of a pipeline that end which needs more; by two models of few layers where that says the same: GPUs or several devices, many layers, all of them alike.
 
@@ -39,6 +45,7 @@ def observe_few(
 
     Args:
         heap: False where what a CPU's heap keeps is not asked for: one is then observed by few layers too.
+        see: observes both models, as `observe` does one after the other.
     """
     config = adapter.configure(recipe, vocabulary)
     layers, few = config.get_text_config().num_hidden_layers, _few(recipe, config)
@@ -50,7 +57,8 @@ def observe_few(
         return max(seen, key=lambda one: one.peak[one.peak_phase])
     fewer, more = few
     how: dict[str, Any] = {"vocabulary": vocabulary, "device": device, "world": world, "by_layer": True}
-    one, two = (observe(_of(recipe, count), **how) for count in (fewer, more))
+    both = [_of(recipe, count) for count in (fewer, more)]
+    one, two = see(both, **how) if see else [observe(each, **how) for each in both]
     return _carried_on(one, two, (layers - fewer) / (more - fewer), device)
 
 
@@ -101,7 +109,7 @@ def _carried_on(one: Observation, two: Observation, times: float, device: Device
     }
     categories = peaks(at)
     peak = {phase: sum(found.values()) for phase, found in categories.items()}
-    fewer, more = (hold(seen.log, seen.streams, device) for seen in (one, two))
+    fewer, more = (seen.held or hold(seen.log, seen.streams, device, seen.repeats) for seen in (one, two))
     if device.kind == "cpu":  # what the heap keeps of freed tensors is not affine, and left out
         held = HeapUse(max(peak.values()), on(fewer.fresh, more.fresh))
     else:
@@ -111,6 +119,7 @@ def _carried_on(one: Observation, two: Observation, times: float, device: Device
         peak=peak,
         categories=categories,
         kernels=_kernels(one.kernels, two.kernels, on),
+        updating=_kernels(one.updating, two.updating, on),
         flops={dtype: on(one.flops.get(dtype, 0), count) for dtype, count in two.flops.items()},
         model_flops=on(one.model_flops, two.model_flops),
         parameters=on(one.parameters, two.parameters),

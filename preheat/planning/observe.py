@@ -21,7 +21,7 @@ from preheat.engine.step import forward, gradients, transform, update
 from preheat.models.adapter import anatomy
 from preheat.ops.again import counting
 from preheat.planning.allocator import HeapUse
-from preheat.planning.recorder import Kernel, Phase, Recorder
+from preheat.planning.recorder import Kernel, Mark, Phase, Recorder
 from preheat.recipe import Recipe
 from preheat.technique import DATA, Axis, Batch, Build, Device, MaskSpec, Shape, Slot, Tag
 from preheat.technique.mesh import pretended
@@ -38,7 +38,7 @@ class Observation:
     Attributes:
         peak: {phase: bytes} the most that was alive in each phase.
         categories: {phase: {category: bytes}} at that phase's peak.
-        kernels: how often each kernel runs in one optimizer step, all micro-batches included.
+        kernels: how often each kernel runs in one optimizer step, all micro-batches included; updating: those of its update.
         flops: by dtype, of one optimizer step.
         model_flops: of one optimizer step without what activation checkpointing computes again.
         parameters, trained: number of elements.
@@ -50,6 +50,7 @@ class Observation:
         streams: {block: stream} of those in the log that are made on a stream beside the main one.
         groups: {group of a kernel: axes of the mesh along which its devices stand}.
         compiled: layers' small operators are fused when they really run.
+        repeats: (start, end, times): entries of the log that stand for so many more like them.
         idle: time that this device waits for others, as a share of that in which it works: a pipeline's bubble.
     """
 
@@ -70,6 +71,8 @@ class Observation:
     groups: dict[tuple[int, int], tuple[Axis, ...]] = field(default_factory=dict)
     compiled: bool = False
     idle: float = 0.0
+    updating: Counter[Kernel] = field(default_factory=Counter)
+    repeats: list[tuple[int, int, int]] = field(default_factory=list)
 
     @property
     def peak_phase(self) -> str:
@@ -97,6 +100,7 @@ def observe(
     world: int | None = None,
     rank: int = 0,
     by_layer: bool = False,
+    evaluated: bool = True,
 ) -> Observation:
     """Dry-runs the recipe's build and one optimizer step, and an evaluation, as one of its devices does them.
 
@@ -106,15 +110,16 @@ def observe(
         world: devices; as many as the recipe names when not given.
         rank: which of them.
         by_layer: tell apart in `at` which layer runs; not for compiled layers.
+        evaluated: False leaves the evaluation out.
 
     Raises:
         RecipeError: the recipe cannot be built.
     """
     with pretended(world or world_of(recipe), rank):
-        return _observe(recipe, vocabulary, device, by_layer)
+        return _observe(recipe, vocabulary, device, by_layer, evaluated)
 
 
-def _observe(recipe: Recipe, vocabulary: int | None, device: Device, by_layer: bool) -> Observation:
+def _observe(recipe: Recipe, vocabulary: int | None, device: Device, by_layer: bool, evaluated: bool) -> Observation:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -128,41 +133,41 @@ def _observe(recipe: Recipe, vocabulary: int | None, device: Device, by_layer: b
         shape: Shape = made.slot(Slot.BATCH_SHAPE)(1.0)  # of the end of the run: the one that needs the most memory
         rows = -(-shape.rows // made.mesh.size(*DATA))
         micros = [shape.micro] * (rows // shape.micro) + ([rows % shape.micro] if rows % shape.micro else [])
-        # The first micro-batch makes the gradients, the second adds to them, and every later one is like the third.
+        # The first micro-batch makes the gradients, the second adds to them, and every later one is like it; but a CPU's heap takes a third to settle.
         recorder.kernels.clear()
         recorder.phase = "forward"
         held = [_fake_batch(recipe, rows) for rows in micros]  # the host holds the whole global batch
         batches = held[: _enough(made, len(micros))]
-        marks: list[tuple[Counter[Kernel], int]] = []
+        marks: list[Mark] = []
         looks: list[Counter[Kernel]] = []  # a first pass over all micro-batches takes them by number
 
         def marked(batches: list[Batch]) -> Iterator[Batch]:
             for batch in batches:
-                marks.append((Counter(recorder.kernels), recorder.recomputed))
+                marks.append(recorder.mark())
                 yield batch
 
         gradients(made, _Sequence(marked, batches, looks, recorder.kernels))
         if made.mesh.size(Axis.PIPELINE) > 1:  # micro-batches are not taken one behind the other
             _more_of_all(recorder, len(micros), len(batches))
-            marks, batches = [(Counter(recorder.kernels), recorder.recomputed)], held
-        per_micro = recorder.kernels - marks[-1][0]
-        per_recomputed = recorder.recomputed - marks[-1][1]
-        recorder.kernels.update({k: n * (len(micros) - len(batches)) for k, n in per_micro.items()})
-        recorder.recomputed += per_recomputed * (len(micros) - len(batches))
+            batches = held
+        if more := len(micros) - len(batches):
+            recorder.again(marks[-1], more)
         if made.model.experts and len(looks) == len(batches) > 1:  # what a first pass computes is computed again
-            more = Counter({k: n * (len(micros) - len(batches)) for k, n in (looks[-1] - looks[-2]).items()})
-            recorder.kernels.update(more)
-            recorder.recomputed += sum(k.flops * n for k, n in (marks[0][0] - looks[0] + more).items())
+            first = Counter({k: n * more for k, n in (looks[-1] - looks[-2]).items()})
+            recorder.kernels.update(first)
+            recorder.recomputed += sum(k.flops * n for k, n in (marks[0].kernels - looks[0] + first).items())
         grads = {recorder.number(p.grad) for _, p in made.parameters() if p.grad is not None}
         recorder.phase = "update"
+        before = Counter(recorder.kernels)
         update(made, 1e-3)
         kernels = Counter(recorder.kernels)
         del held
-        recorder.phase = "evaluation"
-        for part in made.trained:
-            part.eval()
-        with torch.no_grad():
-            forward(made, transform(made, _fake_batch(recipe, min(recipe.evaluate.micro or shape.micro, shape.micro))))
+        if evaluated:
+            recorder.phase = "evaluation"
+            for part in made.trained:
+                part.eval()
+            with torch.no_grad():
+                forward(made, transform(made, _fake_batch(recipe, min(recipe.evaluate.micro or shape.micro, shape.micro))))
     at = _replay(recorder.log, recorder.places, known, grads)
     categories = peaks(at)
     flops: dict[str, int] = defaultdict(int)
@@ -185,13 +190,15 @@ def _observe(recipe: Recipe, vocabulary: int | None, device: Device, by_layer: b
         groups={key: made.mesh.along(ranks) for key, ranks in recorder.groups.items()},
         compiled=Tag("compiled-layers") in made.tags,
         idle=made.idle,
+        updating=kernels - before,
+        repeats=recorder.repeats,
     )
 
 
 def _enough(made: Build, micros: int) -> int:
     """Micro-batches to run, of which the others are like the last: a pipeline is full with as many as it has stages."""
     if (stages := made.mesh.size(Axis.PIPELINE)) == 1:
-        return 3
+        return 3 if made.device.kind == "cpu" else 2
     enough = stages if len(made.trained) == 1 else 2 * stages  # several stages a device take more before the first backward
     if micros <= enough or micros % stages:
         return micros

@@ -42,7 +42,7 @@ def _interval(value: float, factors: tuple[float, float]) -> list[float]:
 
 def _beside(observation: Observation, device: Device) -> tuple[dict[str, int], int]:
     """Bytes that a process holds beside its tensors, {what: bytes}, and those that a step has from the system anew."""
-    held = observation.held or hold(observation.log, observation.streams, device)
+    held = observation.held or hold(observation.log, observation.streams, device, observation.repeats)
     kept = max(held.peak - max(size for phase, size in observation.peak.items() if phase != "evaluation"), 0)
     if device.kind == "cpu":
         return {"process": _CPU_BASE, "allocator": kept}, held.fresh

@@ -13,23 +13,26 @@ import hashlib
 import importlib.metadata
 import json
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from preheat import recipe as recipes
+from preheat.errors import RecipeError
 from preheat.hardware.links import cache_folder, store_json
 from preheat.models import adapter
 from preheat.planning.allocator import HeapUse, hold
+from preheat.planning.crew import share
 from preheat.planning.layers import observe_few
 from preheat.planning.observe import Observation, observe
 from preheat.planning.recorder import Kernel
 from preheat.recipe import Recipe
 from preheat.technique import Axis, Device
 
-__all__ = ["recall"]
+__all__ = ["forget", "known", "recall", "together"]
 
-_FORMAT = 1
+_FORMAT = 2
 _UNSEEN = ("name", "seed", "schedule", "stop", "checkpoint", "hardware")  # parts of a recipe that no dry run looks at
 _known: dict[str, Observation] = {}
 
@@ -39,20 +42,20 @@ def recall(
     *,
     vocabulary: int | None,
     device: Device,
-    world: int,
+    world: int | None,
     how: str = "few",
     logged: bool = False,
 ) -> Observation:
     """An observation of the recipe, from where it is known or else made now.
 
     Args:
-        how: `few`: by few layers where that says the same; `whole`: of all layers; `marked`: of all, told apart in `at`.
+        how: `few`: by few layers where that says the same; `whole`: of all layers; `marked`: of all, told apart in `at`; `step`: without evaluation.
         logged: with its log of allocations, which is not on disk.
 
     Raises:
         RecipeError: the recipe cannot be built.
     """
-    path = cache_folder() / "observations" / f"{_key(recipe, vocabulary, device, world, how)}.json"
+    path = _where(recipe, vocabulary, device, world, how)
     found = _known.get(path.stem)
     if found is None and not logged:
         found = _load(path)
@@ -63,20 +66,56 @@ def recall(
         finally:
             gc.unfreeze()
         if found.log and found.held is None:
-            found.held = hold(found.log, found.streams, device)
+            found.held = hold(found.log, found.streams, device, found.repeats)
         store_json(path, _values(found))
     _known[path.stem] = found
     return found
 
 
+def together(recipes: Iterable[Recipe], **how: Any) -> None:
+    """Sees to it that `recall` finds all of these, by as many processes as there are (`planning.crew`); arguments as of `recall`.
+
+    One that cannot be built is left out: `recall` says why.
+    """
+
+    def here(task: dict[str, Any]) -> None:
+        with suppress(RecipeError):
+            recall(**task)
+
+    tasks = [{"recipe": recipe, **how} for recipe in recipes]
+    share([task for task in tasks if not known(**task)], here)
+
+
+def forget() -> None:
+    """Leaves what was seen to the disk alone."""
+    _known.clear()
+
+
+def known(recipe: Recipe, *, vocabulary: int | None, device: Device, world: int | None, how: str) -> bool:
+    """Whether `recall` would find it."""
+    path = _where(recipe, vocabulary, device, world, how)
+    return path.stem in _known or path.exists()
+
+
+def _where(recipe: Recipe, vocabulary: int | None, device: Device, world: int | None, how: str) -> Path:
+    return cache_folder() / "observations" / f"{_key(recipe, vocabulary, device, world, how)}.json"
+
+
 _LOOKS: dict[str, Callable[..., Observation]] = {
-    "few": lambda recipe, device, **how: observe_few(recipe, device=device, heap=device.kind == "cpu", **how),
+    "few": lambda recipe, device, **how: observe_few(recipe, device=device, heap=device.kind == "cpu", see=_marked, **how),
     "whole": observe,
     "marked": functools.partial(observe, by_layer=True),
+    "step": functools.partial(observe, evaluated=False),
 }
 
 
-def _key(recipe: Recipe, vocabulary: int | None, device: Device, world: int, how: str) -> str:
+def _marked(recipes: list[Recipe], by_layer: bool, **how: Any) -> list[Observation]:
+    assert by_layer
+    together(recipes, **how, how="marked")
+    return [recall(recipe, **how, how="marked") for recipe in recipes]
+
+
+def _key(recipe: Recipe, vocabulary: int | None, device: Device, world: int | None, how: str) -> str:
     values = {key: value for key, value in recipes.as_values(recipe).items() if key not in _UNSEEN}
     config = adapter.configure(recipe, vocabulary).to_dict()
     seen = [_FORMAT, how, values, config, vocabulary, device.kind, device.capability, world, _versions()]
@@ -95,11 +134,20 @@ def _values(seen: Observation) -> dict[str, Any]:
     plain = ("peak", "categories", "flops", "model_flops", "parameters", "trained", "tokens", "slots", "compiled", "idle")
     return {
         **{key: getattr(seen, key) for key in plain},
-        "kernels": [[*dataclasses.astuple(kernel), count] for kernel, count in seen.kernels.items()],
+        "kernels": _rows(seen.kernels),
+        "updating": _rows(seen.updating),
         "at": [[*key, found] for key, found in seen.at.items()],
         "groups": [[key, axes] for key, axes in seen.groups.items()],
         "held": dataclasses.astuple(seen.held) if seen.held else None,
     }
+
+
+def _rows(kernels: Counter[Kernel]) -> list[Any]:
+    return [[*(getattr(kernel, f.name) for f in dataclasses.fields(kernel)), count] for kernel, count in kernels.items()]
+
+
+def _counted(rows: list[Any]) -> Counter[Kernel]:
+    return Counter({Kernel(*map(_frozen, row[:-1])): row[-1] for row in rows})
 
 
 def _load(path: Path) -> Observation | None:
@@ -108,11 +156,13 @@ def _load(path: Path) -> Observation | None:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    kernels = Counter({Kernel(*map(_frozen, row[:-1])): row[-1] for row in values.pop("kernels")})
+    kernels, updating = _counted(values.pop("kernels")), _counted(values.pop("updating"))
     at = {(phase, place): found for phase, place, found in values.pop("at")}
     groups = {_frozen(key): tuple(map(Axis, axes)) for key, axes in values.pop("groups")}
     held = values.pop("held")
-    return Observation(**values, kernels=kernels, at=at, groups=groups, held=HeapUse(*held) if held else None)
+    return Observation(
+        **values, kernels=kernels, updating=updating, at=at, groups=groups, held=HeapUse(*held) if held else None
+    )
 
 
 def _frozen(value: Any) -> Any:

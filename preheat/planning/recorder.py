@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import weakref
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
-from torch.utils._pytree import tree_leaves
 
 from preheat.ops.sharded import local
+from preheat.planning.fakes import call, tensors
 
-__all__ = ["Kernel", "Phase", "Recorder"]
+__all__ = ["Kernel", "Mark", "Phase", "Recorder"]
 
 Phase = Literal["load", "forward", "backward", "update", "evaluation"]
 
@@ -41,6 +43,15 @@ class Kernel:
     """For attention: whether a token sees only those before it, which halves what is computed of `flops`."""
     group: tuple[int, int] | None = None
     """For collectives: among how many devices, and the distance of neighbours in rank."""
+
+
+class Mark(NamedTuple):
+    """What was written down up to some moment."""
+
+    kernels: Counter[Kernel]
+    recomputed: int
+    entries: int
+    """Of the log."""
 
 
 _DTYPES = {
@@ -120,19 +131,22 @@ class Recorder(TorchDispatchMode):
         self.places: list[str] = []  # of each entry of the log
         self.kernels: Counter[Kernel] = Counter()
         self.recomputed = 0
+        self.repeats: list[
+            tuple[int, int, int]
+        ] = []  # entries of the log, from and up to, that stand for so many more like them
         self._numbers: dict[int, int] = {}  # id of a living storage -> its number in the log
         self._made = 0
         self.groups: dict[tuple[int, int], list[int]] = {}  # ranks of those that collectives were among
         self.streams: dict[int, str] = {}  # number -> stream, of storages that are made on one beside the main one
         self._host: set[int] = set()  # ids of living storages in the host's memory, of which the device knows nothing
 
-    def mark(self) -> object:
-        return Counter(self.kernels), self.recomputed
+    def mark(self) -> Mark:
+        return Mark(Counter(self.kernels), self.recomputed, len(self.log))
 
     def again(self, since: Any, times: int) -> None:
-        kernels, recomputed = since
-        self.kernels.update({k: n * times for k, n in (self.kernels - kernels).items()})
-        self.recomputed += (self.recomputed - recomputed) * times
+        self.kernels.update({k: n * times for k, n in (self.kernels - since.kernels).items()})
+        self.recomputed += (self.recomputed - since.recomputed) * times
+        self.repeats.append((since.entries, len(self.log), times))
 
     def number(self, t: Tensor) -> int | None:
         """The log's number of a tensor's storage, if it was made under this recorder and lives."""
@@ -216,40 +230,38 @@ class Recorder(TorchDispatchMode):
         return self.phase
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
+            return args[0].fake_device  # more than half of all calls
         kwargs = kwargs or {}
         if any(is_traceable_wrapper_subclass_type(kind) for kind in types):
             return NotImplemented  # it comes again, with this device's shares of a DTensor, or the 8 bits and the scale of a number
-        out = func(*args, **kwargs)
+        inputs = list(tensors((args, kwargs)))
+        out = call(func, args, kwargs, inputs)
         if self.spread and _asks_for_shapes():
             return out
-        self._look_at_gathered()
-        if func.is_view or func._schema.name in _FREE:
+        if self._gathered:
+            self._look_at_gathered()
+        known = _operator(func)
+        if known.free:
             return out
-        inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-        outputs = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
-        if func._schema.name == "preheat::lies_on_host":
+        outputs = list(tensors(out))
+        if known.name == "preheat::lies_on_host":
             self._moved_to_host(inputs[0])
             return out
-        if func._schema.name in _TO_HOST or (inputs and all(id(_storage(t)) in self._host for t in inputs)):
+        if known.name in _TO_HOST or (self._host and inputs and all(id(_storage(t)) in self._host for t in inputs)):
             self._on_host(outputs)
         fresh = sum(self.follow(t) for t in outputs)
-        if func._schema.name in _EMPTY:
+        if known.name in _EMPTY:
             return out
-        written = outputs or [
-            t
-            for n, declared in enumerate(func._schema.arguments)
-            if declared.alias_info and declared.alias_info.is_write
-            for t in tree_leaves(args[n] if n < len(args) else kwargs.get(declared.name))  # foreach operators write into lists
-            if isinstance(t, Tensor)
-        ]
-        if func._schema.name.endswith("::split_with_sizes_copy"):
+        written = outputs or [t for n, name in known.written for t in tensors(args[n] if n < len(args) else kwargs.get(name))]
+        if known.splits:
             self._look_at_gathered(written)
-        if (stream := _STREAMS.get(func._schema.name.rpartition("::")[2])) is not None:
-            self.streams.update({n: stream for t in (outputs or written) if (n := self.number(t)) is not None})
+        if known.stream is not None:
+            self.streams.update({n: known.stream for t in (outputs or written) if (n := self.number(t)) is not None})
         flops = _flops(func, args, out)
         floats = [t.dtype for t in inputs if t.dtype in _DTYPES] or [t.dtype for t in outputs if t.dtype in _DTYPES]
         kernel = Kernel(
-            operator=func._schema.name.removeprefix("aten::"),
+            operator=known.name.removeprefix("aten::"),
             dtype=_DTYPES.get(floats[0], "int") if floats else "int",
             flops=flops,
             bytes_read=sum(_moved(t) for t in inputs),
@@ -257,14 +269,39 @@ class Recorder(TorchDispatchMode):
             shapes=tuple(tuple(t.shape) for t in inputs[:4]),
             fresh=fresh,
             transposed=tuple(t.ndim >= 2 and t.stride(-1) != 1 for t in inputs[:3]) if flops else (),
-            causal=_argument(func, args, kwargs, "is_causal", True),
-            group=self._group(func, args),
+            causal=_argument(func, args, kwargs, "is_causal", True) if flops else True,
+            group=self._group(func, args) if known.collective else None,
         )
         self.kernels[kernel] += 1
-        again = torch.is_grad_enabled() or func._schema.name in _FORWARD
+        again = torch.is_grad_enabled() or known.name in _FORWARD
         if flops and torch._C._current_autograd_node() is not None and again:
             self.recomputed += flops  # backward itself runs without grad mode: this is checkpointing's second forward
         return out
+
+
+@dataclass(frozen=True)
+class _Operator:
+    """What holds for every call of an operator."""
+
+    name: str
+    free: bool  # makes nothing and moves nothing
+    written: tuple[tuple[int, str], ...]  # place and name of the arguments that it writes
+    splits: bool
+    stream: str | None
+    collective: bool
+
+
+@functools.cache
+def _operator(func: Any) -> _Operator:
+    name, written = func._schema.name, enumerate(func._schema.arguments)
+    return _Operator(
+        name,
+        func.is_view or name in _FREE,
+        tuple((n, declared.name) for n, declared in written if declared.alias_info and declared.alias_info.is_write),
+        name.endswith("::split_with_sizes_copy"),
+        _STREAMS.get(name.rpartition("::")[2]),
+        func.namespace in ("c10d", "_c10d_functional"),
+    )
 
 
 # Operators of FSDP2 that write what it made on a stream of its own.

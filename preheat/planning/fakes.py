@@ -1,0 +1,167 @@
+"""Fake tensors made quickly: what an operator gave for tensors of some shapes it gives for others of the same.
+
+torch's `FakeTensorMode` remembers results, too, but for every kind of tensor and mode there is, which takes most of a dry run's time, and not for
+operators that give several views. Here only plain tensors and pure operators are remembered; all else goes to torch.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+__all__ = ["call", "tensors"]
+
+
+_What = tuple[tuple[int, ...], tuple[int, ...], int, torch.dtype, torch.device]
+"""Shape, strides, offset in its memory, type and device."""
+
+
+@dataclass(frozen=True)
+class _Result:
+    """A result: one of the inputs itself, or a new tensor, in its own memory or in that of an input."""
+
+    itself: int | None
+    shares: int | None
+    what: _What | None = None
+
+    def make(self, inputs: Sequence[Any], mode: Any) -> Tensor:
+        if self.itself is not None:
+            return inputs[self.itself]  # type: ignore[no-any-return]
+        assert self.what is not None
+        shape, stride, offset, dtype, device = self.what
+        with torch._C._DisableTorchDispatch():
+            plain = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+            if self.shares is not None:
+                plain.set_(inputs[self.shares].untyped_storage(), offset, shape, stride)
+        return FakeTensor(mode, plain, device)
+
+
+@dataclass(frozen=True)
+class _Made:
+    """What an operator returned: the kind of its collection, or None for a single tensor."""
+
+    kind: type | None
+    results: tuple[_Result | None, ...]
+
+    def again(self, inputs: Sequence[Any], mode: Any) -> Any:
+        made = [None if result is None else result.make(inputs, mode) for result in self.results]
+        return made[0] if self.kind is None else self.kind(made)
+
+
+class _Unknown(Exception):
+    """A value whose effect on the result is not known here."""
+
+
+_made: dict[Any, _Made | None] = {}  # None: torch must do it
+_PLAIN = (int, str, type(None), torch.dtype, torch.layout, torch.device, torch.memory_format)
+_CHANGING = {"aten::set_", "aten::set_data", "aten::resize_", "aten::resize_as_", "aten::lift_fresh", "aten::lift"}
+_TAGS = {
+    torch.Tag.data_dependent_output,
+    torch.Tag.dynamic_output_shape,
+    torch.Tag.inplace_view,
+    torch.Tag.nondeterministic_bitwise,
+}
+
+
+def tensors(values: Any) -> Iterator[Tensor]:
+    """The tensors among an operator's arguments or results, in order."""
+    if isinstance(values, Tensor):
+        yield values
+    elif isinstance(values, list | tuple):
+        for value in values:
+            yield from tensors(value)
+    elif isinstance(values, dict):
+        for value in values.values():
+            yield from tensors(value)
+
+
+def call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], inputs: Sequence[Tensor]) -> Any:
+    """`func(*args, **kwargs)` under a `FakeTensorMode`, from memory where that says the same.
+
+    Args:
+        inputs: `tensors` of the arguments.
+    """
+    mode = inputs[0].fake_mode if inputs and type(inputs[0]) is FakeTensor else None
+    if mode is None or not _pure(func):
+        return func(*args, **kwargs)
+    try:
+        key = (func, torch.get_default_dtype(), *_signs(args, mode), *(_signs(kwargs.items(), mode) if kwargs else ()))
+    except _Unknown:
+        return func(*args, **kwargs)
+    found = _made.get(key, _Unknown)
+    if isinstance(found, _Made):
+        return found.again(inputs, mode)
+    out = func(*args, **kwargs)
+    if found is not None:
+        _made[key] = _described(out, inputs)
+    return out
+
+
+@functools.cache
+def _pure(func: Any) -> bool:
+    return func.namespace == "aten" and func._schema.name not in _CHANGING and not _TAGS & set(func.tags)
+
+
+def _signs(values: Any, mode: Any) -> Iterator[Any]:
+    """What of some arguments decides on shapes and types of the results. Raises _Unknown."""
+    for value in values:
+        kind = type(value)
+        if kind is FakeTensor:
+            if (
+                value.fake_mode is not mode
+                or value.constant is not None
+                or value.layout is not torch.strided
+                or value.is_complex()
+            ):
+                raise _Unknown
+            yield (value.shape, value.stride(), value.storage_offset(), value.dtype, value.fake_device)
+        elif kind in _PLAIN:
+            yield value
+        elif kind is float or kind is bool:
+            yield (kind, value)  # equal to an integer, which gives another type
+        elif kind is torch.Generator:
+            yield None  # values do not matter
+        elif isinstance(value, list | tuple):
+            yield (len(value), *_signs(value, mode))
+        else:
+            raise _Unknown
+
+
+def _described(out: Any, inputs: Sequence[Any]) -> _Made | None:
+    several = isinstance(out, list | tuple)
+    results = [_result(t, inputs) for t in (out if several else [out])]
+    if any(result is _Unknown for result in results):
+        return None
+    return _Made(type(out) if several else None, tuple(results))  # type: ignore[arg-type]
+
+
+def _result(t: Any, inputs: Sequence[Any]) -> Any:
+    if t is None:
+        return None
+    if (
+        type(t) is not FakeTensor
+        or t.constant is not None
+        or t.layout is not torch.strided
+        or t.requires_grad
+        or t.is_complex()
+    ):
+        return _Unknown
+    for n, each in enumerate(inputs):
+        if each is t:
+            return _Result(n, None)
+    storage = t.untyped_storage()
+    what: _What = (tuple(t.shape), t.stride(), int(t.storage_offset()), t.dtype, t.fake_device)
+    for n, each in enumerate(inputs):
+        if each.untyped_storage()._cdata == storage._cdata:
+            return _Result(None, n, what)
+    with torch._C._DisableTorchDispatch():
+        alone = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")
+    if t.storage_offset() or alone.untyped_storage().nbytes() != storage.nbytes():
+        return _Unknown  # it is part of something larger
+    return _Result(None, None, what)

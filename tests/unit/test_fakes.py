@@ -1,0 +1,129 @@
+"""The dry run's short cuts: results from memory, repeated turns counted, observations by several processes. None may change what is seen."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from preheat.planning import crew, fakes, recall, recorder
+from preheat.planning.allocator import replay
+from preheat.planning.observe import observe
+from preheat.recipe import override
+
+from ..conftest import DEVICE, tiny
+
+OPERATIONS: dict[str, Callable[[Tensor], Any]] = {
+    "new": lambda t: t.t() @ t,
+    "broadcast": lambda t: t + torch.ones(6),
+    "integer keeps the type": lambda t: t.int() + 1,
+    "float changes it": lambda t: t.int() + 1.0,
+    "truth keeps it": lambda t: t.int() + True,
+    "view": lambda t: t.view(-1)[3:9],
+    "views": lambda t: t.split(2),
+    "unsafe view": lambda t: torch.ops.aten._unsafe_view(t, (6, 4)),
+    "strides": lambda t: t.t().expand(2, 6, 4).transpose(0, 2),
+    "a copy of strides": lambda t: torch.empty_like(t.t()),
+    "in place": lambda t: t.mul_(2),
+    "in place of a view": lambda t: t[1].add_(1),
+    "lists": lambda t: torch._foreach_mul([t, t[0]], 2.0),
+    "several": lambda t: torch.topk(t, 2),
+    "changes its shape": lambda t: t.clone().unsqueeze_(0),
+    "at random": lambda t: t.random_(generator=torch.Generator()),
+    "shape by value": lambda t: t.to(torch.complex64).abs(),
+    "written elsewhere": lambda t: torch.add(t, t, out=torch.empty(4, 6)),
+}
+
+
+class _Through(torch.utils._python_dispatch.TorchDispatchMode):
+    def __init__(self, remembered: bool):
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.remembered = remembered
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self.remembered and "prim" not in str(func):
+            return fakes.call(func, args, kwargs, list(fakes.tensors((args, kwargs))))
+        return func(*args, **kwargs)
+
+
+def _described(name: str, remembered: bool) -> Any:
+    with FakeTensorMode(), _Through(remembered):
+        made = torch.empty(4, 6)
+        out = list(fakes.tensors(OPERATIONS[name](made)))
+        mine = made.untyped_storage()
+        return [
+            (t.shape, t.stride(), t.storage_offset(), t.dtype, t.device, t.requires_grad) if t is not made else "itself"
+            for t in out
+        ], [(s._cdata == mine._cdata, s.nbytes()) for s in (t.untyped_storage() for t in out)]
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_what_is_remembered_is_what_torch_makes(name: str) -> None:
+    expected = _described(name, remembered=False)
+    assert [_described(name, remembered=True) for _ in range(3)] == [expected] * 3
+    assert expected
+
+
+@pytest.mark.parametrize(
+    "techniques",
+    [
+        "{activation_checkpointing: {}, chunked_loss: {rows: 16}, mixed_precision: {mode: bf16_weights}, gradient_accumulation: {steps: 2}}",
+        "{lora: {rank: 4}, nf4: {}, efficient_attention: {}}",
+    ],
+)
+def test_a_dry_run_from_memory_sees_the_same(techniques: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    fakes._made.clear()
+    seen = [observe(tiny(techniques), vocabulary=96, device=DEVICE) for _ in range(2)]
+    assert len(fakes._made) > 50
+    monkeypatch.setattr(recorder, "call", lambda func, args, kwargs, inputs: func(*args, **kwargs))
+    slow = observe(tiny(techniques), vocabulary=96, device=DEVICE)
+    for quick in seen:
+        assert (quick.kernels, quick.at, quick.log, quick.updating) == (slow.kernels, slow.at, slow.log, slow.updating)
+    assert slow.updating
+    assert slow.updating <= slow.kernels
+
+
+def test_entries_that_stand_for_others_take_as_much_from_the_system() -> None:
+    one = [(0, 1 << 26, "forward"), (0, -(1 << 26), "backward")]
+    four = [(block, size, phase) for block in range(4) for _, size, phase in one]
+    assert replay(one, [(0, 2, 3)]).fresh == replay(four).fresh
+    assert replay(one, [(0, 2, 3), (0, 2, 1)]).fresh == 2 * replay(four).fresh, "within each other"
+    few, many = (
+        observe(override(tiny(rows=32), f"techniques.gradient_accumulation.steps={steps}"), vocabulary=96, device=DEVICE)
+        for steps in (4, 8)
+    )
+    assert [sum(times for *_, times in seen.repeats if times) for seen in (few, many)] == [1, 5]
+
+
+def test_a_crew_observes_what_one_process_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PREHEAT_CACHE", str(tmp_path))
+    recipes = [override(tiny(), f"batch.size={rows}") for rows in (1, 2, 3, 4)]
+    how: dict[str, Any] = {"vocabulary": 96, "device": DEVICE, "world": 1, "how": "step"}
+    with crew.crew(2):
+        [helper] = crew._helpers
+        while not helper.ready:  # it imports for some seconds
+            crew._hear(None)
+        here: list[int] = []
+        tasks = [{"recipe": recipe, **how} for recipe in recipes]
+        crew.share(tasks, lambda task: here.append(task["recipe"].batch.size))
+        assert len(here) < 4, "one process did all of it"
+        there = {1, 2, 3, 4} - set(here)
+        recall.forget()
+        for rows in there:
+            assert recall.known(recipes[rows - 1], **how)
+            found = recall.recall(recipes[rows - 1], **how)
+            seen = observe(recipes[rows - 1], vocabulary=96, device=DEVICE, world=1, evaluated=False)
+            assert (found.kernels, found.peak, found.updating) == (seen.kernels, seen.peak, seen.updating)
+        os.kill(helper.process.pid, signal.SIGKILL)
+        helper.process.wait()
+        recall.together([override(tiny(), f"batch.size={rows}") for rows in (5, 6)], **how)
+        assert recall.known(override(tiny(), "batch.size=6"), **how), "left undone when a process ended"
+    assert not crew._helpers
