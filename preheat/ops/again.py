@@ -35,18 +35,26 @@ def counting(counter: Counter) -> Iterator[None]:
         _counters.reset(token)
 
 
-def alike(turns: Sequence[T]) -> Iterator[T]:
+def alike(turns: Sequence[T], *, wholly: bool = False) -> Iterator[T]:
     """The turns of a loop that all run the same operators on the same sizes, but for the first and the last.
 
     All of them; in a dry run, whose tensors hold nothing, the first, the second in the name of those like it, and the last.
+
+    Args:
+        wholly: the first and the last are like the others: a dry run takes one for all.
 
     Example:
         >>> list(alike(range(0, 10, 2)))
         [0, 2, 4, 6, 8]
     """
     counters = _counters.get()
-    if not counters or len(turns) < 4:
+    if not counters or len(turns) < (2 if wholly else 4):
         yield from turns
+        return
+    if wholly:
+        before = counters[-1].mark()
+        yield turns[0]
+        counters[-1].again(before, len(turns) - 1)
         return
     yield turns[0]
     before = counters[-1].mark()

@@ -132,7 +132,7 @@ class Guarded(torch.optim.Optimizer):
                         p.shape, p.dtype, p.grad.dtype, (p.device_mesh, p.placements) if isinstance(p, DTensor) else None
                     ].append(p)
             for parameters in same.values():
-                for p in alike(parameters):
+                for p in alike(parameters, wholly=True):
                     self._update(p, p.grad, self.state[p], group)
 
     @torch.no_grad()

@@ -61,12 +61,7 @@ class _Unknown(Exception):
 _made: dict[Any, _Made | None] = {}  # None: torch must do it
 _PLAIN = (int, str, type(None), torch.dtype, torch.layout, torch.device, torch.memory_format)
 _CHANGING = {"aten::set_", "aten::set_data", "aten::resize_", "aten::resize_as_", "aten::lift_fresh", "aten::lift"}
-_TAGS = {
-    torch.Tag.data_dependent_output,
-    torch.Tag.dynamic_output_shape,
-    torch.Tag.inplace_view,
-    torch.Tag.nondeterministic_bitwise,
-}
+_TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view}
 
 
 def tensors(values: Any) -> Iterator[Tensor]:

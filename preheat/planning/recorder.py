@@ -70,18 +70,32 @@ def _attention_flops(q: Any, k: Any, v: Any) -> int:
     return int(2 * rows * heads * n * k[2] * (width + v[3]))
 
 
-def _flops(operator: Any, args: Any, out: Any) -> int:
+def _flops(formula: Any, args: Any, out: Any) -> int:
+    if formula is None:
+        return 0
+    shapes = tuple(a.shape if isinstance(a, Tensor) else a for a in args)
+    try:
+        return _counted(formula, shapes, out.shape if isinstance(out, Tensor) else None)
+    except TypeError:  # lists among the arguments, as of a convolution
+        return int(formula(*args, out_val=out))
+
+
+@functools.lru_cache(4096)
+def _counted(formula: Any, shapes: Any, out: Any) -> int:
+    return int(formula(*shapes, out_val=out))
+
+
+def _formula(operator: Any) -> Any:
+    """Shapes of an operator's arguments and its result's -> FLOPs; None where it has none."""
     from torch.utils.flop_counter import flop_registry
 
-    packet = operator._overloadpacket
-    if packet is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu:  # torch has no formula for it
-        return _attention_flops(args[0].shape, args[1].shape, args[2].shape)
-    if packet is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward:
-        return _attention_flops(args[1].shape, args[2].shape, args[3].shape) * 5 // 2
-    # torch lists no in-place products
-    packet = {torch.ops.aten.addmm_: torch.ops.aten.addmm, torch.ops.aten.baddbmm_: torch.ops.aten.baddbmm}.get(packet, packet)
-    formula = flop_registry.get(packet)
-    return int(formula(*args, out_val=out)) if formula is not None else 0
+    aten, packet = torch.ops.aten, operator._overloadpacket
+    if packet is aten._scaled_dot_product_flash_attention_for_cpu:  # torch has no formula for it
+        return lambda q, k, v, *_, out_val: _attention_flops(q, k, v)
+    if packet is aten._scaled_dot_product_flash_attention_for_cpu_backward:
+        return lambda _, q, k, v, *more, out_val: _attention_flops(q, k, v) * 5 // 2
+    packet = {aten.addmm_: aten.addmm, aten.baddbmm_: aten.baddbmm}.get(packet, packet)  # torch lists no in-place products
+    return flop_registry.get(packet)
 
 
 def _argument(operator: Any, args: Any, kwargs: Any, name: str, default: Any) -> Any:
@@ -258,7 +272,7 @@ class Recorder(TorchDispatchMode):
             self._look_at_gathered(written)
         if known.stream is not None:
             self.streams.update({n: known.stream for t in (outputs or written) if (n := self.number(t)) is not None})
-        flops = _flops(func, args, out)
+        flops = _flops(known.formula, args, out)
         floats = [t.dtype for t in inputs if t.dtype in _DTYPES] or [t.dtype for t in outputs if t.dtype in _DTYPES]
         kernel = Kernel(
             operator=known.name.removeprefix("aten::"),
@@ -289,6 +303,7 @@ class _Operator:
     splits: bool
     stream: str | None
     collective: bool
+    formula: Any
 
 
 @functools.cache
@@ -301,6 +316,7 @@ def _operator(func: Any) -> _Operator:
         name.endswith("::split_with_sizes_copy"),
         _STREAMS.get(name.rpartition("::")[2]),
         func.namespace in ("c10d", "_c10d_functional"),
+        _formula(func),
     )
 
 

@@ -86,8 +86,8 @@ def on_hub(name: str) -> tuple[str, str]:
     near = difflib.get_close_matches(_without_maker(name), known, n=1, cutoff=0.55)
     raise RecipeError(
         f"{name}: no model that preheat knows; "
-        + (f"did you mean {known[near[0]][1]}?" if near else "preheat models lists them")
-        + " Or name a recipe, or a folder with a config.json"
+        + (f"did you mean {known[near[0]][1]}?" if near else "`preheat models` lists them;")
+        + " or name a recipe, or a folder with a config.json"
     )
 
 
