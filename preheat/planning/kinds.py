@@ -110,13 +110,8 @@ class _Kinds:
     def _prepare(self, tried: list[Settings]) -> None:
         """Has what is about to be looked at observed by all processes at once."""
         singles = [(self.space.single(added), _of_the_ends(added)) for added in tried if not self._problems(added)]
-        together(
-            [few(recipe, layers) for recipe, ends in singles for layers in ((1,) if ends else (1, 2))],
-            vocabulary=self.space.vocabulary,
-            device=self.space.device,
-            world=1,
-            how="step",
-        )
+        how = {"vocabulary": self.space.vocabulary, "device": self.space.device, "world": 1, "how": "step"}
+        together({"recipe": few(recipe, layers), **how} for recipe, ends in singles for layers in ((1,) if ends else (1, 2)))
 
     def _try(self, t: Technique, base: Settings, under: Look, choices: list[list[Choice]], last: bool) -> Choice | None:
         """A setting beside the base; where the two exclude each other, beside a variant of the base."""

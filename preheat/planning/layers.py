@@ -35,7 +35,7 @@ def observe_few(
     device: Device,
     world: int | None = None,
     heap: bool = True,
-    see: Callable[..., list[Observation]] | None = None,
+    see: Callable[[list[dict[str, Any]]], list[Observation]] | None = None,
 ) -> Observation:
     """`observe`, of a pipeline that end which needs more; by two models of few layers where that says the same: GPUs or several devices, many layers, all of them alike.
 
@@ -45,20 +45,20 @@ def observe_few(
 
     Args:
         heap: False where what a CPU's heap keeps is not asked for: one is then observed by few layers too.
-        see: observes both models, as `observe` does one after the other.
+        see: observes several things, each by its arguments of `observe`; one after the other when not given.
     """
+    see = see or (lambda asked: [observe(**each) for each in asked])
     config = adapter.configure(recipe, vocabulary)
     layers, few = config.get_text_config().num_hidden_layers, _few(recipe, config)
     devices = world or recipe.parallel.devices or 1
     cpu = device.kind == "cpu"
+    how: dict[str, Any] = {"vocabulary": vocabulary, "device": device, "world": world}
     if few is None or (cpu and devices == 1 and heap) or layers < MANY or (cpu and world is not None):
         ends = _ends(recipe, config, device, world)
-        seen = [observe(recipe, vocabulary=vocabulary, device=device, world=world, rank=rank) for rank in ends]
+        seen = see([{"recipe": recipe, "rank": rank, **how} for rank in ends])
         return max(seen, key=lambda one: one.peak[one.peak_phase])
     fewer, more = few
-    how: dict[str, Any] = {"vocabulary": vocabulary, "device": device, "world": world, "by_layer": True}
-    both = [_of(recipe, count) for count in (fewer, more)]
-    one, two = see(both, **how) if see else [observe(each, **how) for each in both]
+    one, two = see([{"recipe": _of(recipe, count), "by_layer": True, **how} for count in (fewer, more)])
     return _carried_on(one, two, (layers - fewer) / (more - fewer), device)
 
 

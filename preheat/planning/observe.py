@@ -189,7 +189,7 @@ def _observe(recipe: Recipe, vocabulary: int | None, device: Device, by_layer: b
         streams=recorder.streams,
         groups={key: made.mesh.along(ranks) for key, ranks in recorder.groups.items()},
         compiled=Tag("compiled-layers") in made.tags,
-        idle=made.idle,
+        idle=made.idle(len(micros)),
         updating=kernels - before,
         repeats=recorder.repeats,
     )

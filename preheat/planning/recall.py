@@ -13,7 +13,7 @@ import hashlib
 import importlib.metadata
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -44,25 +44,27 @@ def recall(
     device: Device,
     world: int | None,
     how: str = "few",
+    rank: int = 0,
     logged: bool = False,
 ) -> Observation:
     """An observation of the recipe, from where it is known or else made now.
 
     Args:
         how: `few`: by few layers where that says the same; `whole`: of all layers; `marked`: of all, told apart in `at`; `step`: without evaluation.
+        rank: which of the devices; `few` finds that itself.
         logged: with its log of allocations, which is not on disk.
 
     Raises:
         RecipeError: the recipe cannot be built.
     """
-    path = _where(recipe, vocabulary, device, world, how)
+    path = _where(recipe, vocabulary, device, world, how, rank)
     found = _known.get(path.stem)
     if found is None and not logged:
         found = _load(path)
     if found is None or (logged and not found.log):
         gc.freeze()  # else the collector goes through all of torch again and again: a third of the time
         try:
-            found = _LOOKS[how](recipe, vocabulary=vocabulary, device=device, world=world)
+            found = _LOOKS[how](recipe, vocabulary=vocabulary, device=device, world=world, rank=rank)
         finally:
             gc.unfreeze()
         if found.log and found.held is None:
@@ -72,18 +74,17 @@ def recall(
     return found
 
 
-def together(recipes: Iterable[Recipe], **how: Any) -> None:
-    """Sees to it that `recall` finds all of these, by as many processes as there are (`planning.crew`); arguments as of `recall`.
+def together(asked: Iterable[Mapping[str, Any]]) -> None:
+    """Sees to it that `recall` finds all of these, each by its arguments, by as many processes as there are (`planning.crew`).
 
     One that cannot be built is left out: `recall` says why.
     """
 
-    def here(task: dict[str, Any]) -> None:
+    def here(how: dict[str, Any]) -> None:
         with suppress(RecipeError):
-            recall(**task)
+            recall(**how)
 
-    tasks = [{"recipe": recipe, **how} for recipe in recipes]
-    share([task for task in tasks if not known(**task)], here)
+    share([dict(how) for how in asked if not known(**how)], here)
 
 
 def forget() -> None:
@@ -91,34 +92,34 @@ def forget() -> None:
     _known.clear()
 
 
-def known(recipe: Recipe, *, vocabulary: int | None, device: Device, world: int | None, how: str) -> bool:
+def known(recipe: Recipe, *, vocabulary: int | None, device: Device, world: int | None, how: str, rank: int = 0) -> bool:
     """Whether `recall` would find it."""
-    path = _where(recipe, vocabulary, device, world, how)
+    path = _where(recipe, vocabulary, device, world, how, rank)
     return path.stem in _known or path.exists()
 
 
-def _where(recipe: Recipe, vocabulary: int | None, device: Device, world: int | None, how: str) -> Path:
-    return cache_folder() / "observations" / f"{_key(recipe, vocabulary, device, world, how)}.json"
+def _where(recipe: Recipe, vocabulary: int | None, device: Device, world: int | None, how: str, rank: int) -> Path:
+    return cache_folder() / "observations" / f"{_key(recipe, vocabulary, device, world, how, rank)}.json"
 
 
 _LOOKS: dict[str, Callable[..., Observation]] = {
-    "few": lambda recipe, device, **how: observe_few(recipe, device=device, heap=device.kind == "cpu", see=_marked, **how),
+    "few": lambda recipe, device, rank, **how: observe_few(recipe, device=device, heap=device.kind == "cpu", see=_both, **how),
     "whole": observe,
     "marked": functools.partial(observe, by_layer=True),
     "step": functools.partial(observe, evaluated=False),
 }
 
 
-def _marked(recipes: list[Recipe], by_layer: bool, **how: Any) -> list[Observation]:
-    assert by_layer
-    together(recipes, **how, how="marked")
-    return [recall(recipe, **how, how="marked") for recipe in recipes]
+def _both(asked: list[dict[str, Any]]) -> list[Observation]:
+    found = [{**how, "how": "marked" if how.pop("by_layer", False) else "whole"} for how in asked]
+    together(found)
+    return [recall(**how) for how in found]
 
 
-def _key(recipe: Recipe, vocabulary: int | None, device: Device, world: int | None, how: str) -> str:
+def _key(recipe: Recipe, vocabulary: int | None, device: Device, world: int | None, how: str, rank: int) -> str:
     values = {key: value for key, value in recipes.as_values(recipe).items() if key not in _UNSEEN}
     config = adapter.configure(recipe, vocabulary).to_dict()
-    seen = [_FORMAT, how, values, config, vocabulary, device.kind, device.capability, world, _versions()]
+    seen = [_FORMAT, how, rank, values, config, vocabulary, device.kind, device.capability, world, _versions()]
     return hashlib.sha256(json.dumps(seen, sort_keys=True, default=str).encode()).hexdigest()[:24]
 
 

@@ -59,8 +59,8 @@ class Build:
     events: list[dict[str, Any]] = field(default_factory=list)
     """What techniques did during a step, {kind, ...} each: the loop writes it into the run, and says it where there are `words`."""
     accumulation: int = 1  # micro-batches in a global batch
-    idle: float = 0.0
-    """Time that this device will wait for others, as a share of that in which it works; 0: none."""
+    idle: Callable[[int], float] = lambda micro_batches: 0.0
+    """Micro-batches of a step -> time that this device will wait for others, as a share of that in which it works."""
     copies: set[str] = field(default_factory=set)
     """Names of parameters that another device of the pipeline has too, and counts in the norm."""
     before_backward: list[Callable[[bool], None]] = field(default_factory=list)

@@ -247,7 +247,7 @@ class PipelineParallel(Technique):
         costs[-1] += after
         share = max(costs) * count / sum(costs) - 1
         words = ", ".join(str(len(cut)) for cut in cuts)
-        build.idle = self._bubble(build.accumulation)
+        build.idle = self._bubble
         return Change(
             f"{len(course.each)} layers in {count} stages of {words}; the dearest costs {share:.0%} more than the mean", count
         )

@@ -124,6 +124,6 @@ def test_a_crew_observes_what_one_process_does(tmp_path: Path, monkeypatch: pyte
             assert (found.kernels, found.peak, found.updating) == (seen.kernels, seen.peak, seen.updating)
         os.kill(helper.process.pid, signal.SIGKILL)
         helper.process.wait()
-        recall.together([override(tiny(), f"batch.size={rows}") for rows in (5, 6)], **how)
+        recall.together({"recipe": override(tiny(), f"batch.size={rows}"), **how} for rows in (5, 6))
         assert recall.known(override(tiny(), "batch.size=6"), **how), "left undone when a process ended"
     assert not crew._helpers

@@ -118,6 +118,10 @@ def test_a_dry_run_knows_whom_collectives_are_among_and_how_long_a_pipeline_idle
     piped = recipes.override(tiny("{pipeline_parallel: {degree: 2, micro_batches: 8}}", rows=8), "parallel.devices=2")
     waits = observe(piped, vocabulary=96, device=Roofline.of("H100").as_device)
     assert waits.idle == 1 / 8
+    cut = recipes.override(
+        tiny("{pipeline_parallel: {degree: 2}, gradient_accumulation: {steps: 8}}", rows=8), "parallel.devices=2"
+    )
+    assert observe(cut, vocabulary=96, device=Roofline.of("H100").as_device).idle == 1 / 8
 
 
 def test_turns_that_are_alike_are_counted_not_taken() -> None:
