@@ -40,12 +40,18 @@ class Look:
     seconds: tuple[float, float]
     update: tuple[float, float]
 
-    def times(self, other: Look, base: Look) -> Look:
-        """This look, changed as `other` is from `base`: two changes that were seen apart, taken together."""
+    def with_change(self, other: Look, base: Look) -> Look:
+        """This look, changed as `other` is from `base`: two changes that were seen apart, taken together.
+
+        Bytes change by the difference, since one thing is not kept for another's sake; seconds by the ratio.
+        """
 
         def by(name: str) -> tuple[float, float]:
-            mine, theirs, plain = getattr(self, name), getattr(other, name), getattr(base, name)
-            layer, ends = (a * (b / c if c > 0 else 1.0) for a, b, c in zip(mine, theirs, plain, strict=True))
+            triples = zip(getattr(self, name), getattr(other, name), getattr(base, name), strict=True)
+            if name in ("seconds", "update"):
+                layer, ends = (a * (b / c if c > 0 else 1.0) for a, b, c in triples)
+            else:
+                layer, ends = (max(a + b - c, 0.0) for a, b, c in triples)
             return layer, ends
 
         return Look(by("states"), by("weights"), by("kept"), by("seconds"), by("update"))
@@ -63,6 +69,15 @@ class Guess:
 def seconds(seen: Observation, rates: Rates | Roofline) -> float:
     """Of one optimizer step, without what a CPU has from the system anew."""
     return rates.seconds(seen).total if isinstance(rates, Roofline) else step_seconds(seen, rates)
+
+
+def _of_update(seen: Observation, rates: Rates | Roofline) -> float:
+    """Seconds of the device for the update; the host hands its kernels out while the step's others still run."""
+    only = replace(seen, kernels=seen.updating)
+    if isinstance(rates, Roofline):
+        parts = rates.seconds(only)
+        return parts.total - parts.host
+    return step_seconds(only, rates)
 
 
 def few(recipe: Recipe, layers: int) -> Recipe:
@@ -88,22 +103,19 @@ def look(
         RecipeError: the recipe cannot be built.
     """
 
-    def numbers(layers: int) -> tuple[Observation, tuple[float, ...]]:
+    def numbers(layers: int) -> tuple[float, ...]:
         seen = recall(few(recipe, layers), vocabulary=vocabulary, device=device, world=1, how="step")
-        at, before = seen.categories["update"], seen.categories["forward"]
+        at = seen.categories["update"]
+        update = _of_update(seen, rates)
         states = at["parameters"] + at["gradients"] + at["optimizer"]
-        alive = sum(before.values()) - before["parameters"] - before["optimizer"]
-        update = seconds(replace(seen, kernels=seen.updating), rates)
-        return seen, (states, at["parameters"], alive, max(seconds(seen, rates) - update, 0.0), update)
+        return states, at["parameters"], seen.passing, max(seconds(seen, rates) - update, 0.0), update
 
-    one, with_one = numbers(1)
+    one = numbers(1)
     if layer is not None:
         of_layer = [layer.states[0], layer.weights[0], layer.kept[0], layer.seconds[0], layer.update[0]]
     else:
-        of_layer = [max(b - a, 0.0) for a, b in zip(with_one, numbers(2)[1], strict=True)]
-    states, weights, _, time, update = with_one
-    peak = one.peak[one.peak_phase] - states
-    ends = [max(a - b, 0.0) for a, b in zip((states, weights, peak, time, update), of_layer, strict=True)]
+        of_layer = [max(b - a, 0.0) for a, b in zip(one, numbers(2), strict=True)]
+    ends = [max(a - b, 0.0) for a, b in zip(one, of_layer, strict=True)]
     return Look(*zip(of_layer, ends, strict=True))
 
 
@@ -134,6 +146,8 @@ def guess(
     gathered = 0.0
     if sharded > 1:  # a layer's weights and the next one's, or the ends', which are the largest group
         gathered = (seen.weights[0] + max(seen.weights)) / tensor if Tag("gathers-again") in tags else weights
+        if micros > 1 and Tag("reduces-each") not in tags:
+            gathered += weights  # gradients of all weights wait for the last micro-batch
     flowing = tensor if Tag("sequence-parallel") in tags else 1 + 0.6 * (tensor - 1)  # norms and residuals stay whole
     alive = min(pipeline, micros) * layers * seen.kept[0] / flowing + seen.kept[1] / tensor
     memory = of_all(seen.states) / sharded + gathered + micro * alive / context

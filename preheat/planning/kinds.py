@@ -16,7 +16,7 @@ from preheat.planning.recall import together
 from preheat.planning.roofline import Roofline
 from preheat.technique import Slot, Technique
 
-__all__ = ["kinds_of"]
+__all__ = ["Kind", "kinds_of"]
 
 
 class Choice(NamedTuple):
@@ -27,10 +27,20 @@ class Choice(NamedTuple):
     beside: Look
 
 
-def kinds_of(
-    space: Space, rates: Rates | Roofline, reject: Callable[[str, str], None], *, resort: bool = False
-) -> list[tuple[Settings, Look]]:
-    """Combinations of techniques on one device, none of them worse than another in everything.
+class Kind(NamedTuple):
+    """Techniques on one device, and what they are good for there.
+
+    Attributes:
+        better: numbers of those kinds that are worse in nothing and better in something.
+    """
+
+    settings: Settings
+    look: Look
+    better: frozenset[int]
+
+
+def kinds_of(space: Space, rates: Rates | Roofline, reject: Callable[[str, str], None], *, resort: bool = False) -> list[Kind]:
+    """Combinations of techniques on one device. Those that others better are among them: these may not go with every way to share out the work.
 
     Args:
         reject: is told what cannot be, and why.
@@ -49,7 +59,7 @@ class _Kinds:
     reject: Callable[[str, str], None]
     resort: bool
 
-    def found(self) -> list[tuple[Settings, Look]]:
+    def found(self) -> list[Kind]:
         self._prepare([()])
         plain = self._look(())
         choices = self._choices(plain)
@@ -59,9 +69,12 @@ class _Kinds:
             if not self._problems(kind):
                 made = plain
                 for c in chosen:
-                    made = made if c.setting is None else made.times(c.look, c.beside)
+                    made = made if c.setting is None else made.with_change(c.look, c.beside)
                 kinds.append((kind, made))
-        return [k for k in kinds if not any(self._worse(k[1], other[1]) for other in kinds)]
+        return [
+            Kind(kind, made, frozenset(n for n, (_, other) in enumerate(kinds) if self._worse(made, other)))
+            for kind, made in kinds
+        ]
 
     def _choices(self, plain: Look) -> list[list[Choice]]:
         """What is worth choosing from for each technique; each is tried beside the best of those before it."""
@@ -154,7 +167,8 @@ class _Kinds:
         return adapter.facts(self.space.config).layers
 
     def _bytes(self, seen: Look) -> float:
-        return self._whole(seen.states) + self._whole(seen.kept)
+        """Of a device with a row, where all share the states."""
+        return self._whole(seen.states) / self.space.world + self._whole(seen.kept)
 
     def _cost(self, seen: Look) -> float:
         """Bytes times seconds of one row."""

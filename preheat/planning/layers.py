@@ -125,6 +125,7 @@ def _carried_on(one: Observation, two: Observation, times: float, device: Device
         parameters=on(one.parameters, two.parameters),
         trained=on(one.trained, two.trained),
         tokens=one.tokens,
+        passing=on(one.passing, two.passing),
         slots=one.slots,
         at=at,
         held=held,

@@ -43,6 +43,7 @@ class Observation:
         model_flops: of one optimizer step without what activation checkpointing computes again.
         parameters, trained: number of elements.
         tokens: tokens of one optimizer step.
+        passing: the most that was alive at once beside parameters, gradients and optimizer states, in bytes.
         log: every allocation and release, in order: (block, bytes made or -bytes freed, phase).
         slots: who owns what; changes: what each technique did.
         at: {(phase, place in the model): {category: bytes}} at each place's peak.
@@ -62,6 +63,7 @@ class Observation:
     parameters: int
     trained: int
     tokens: int
+    passing: int = 0
     log: list[tuple[int, int, Phase]] = field(default_factory=list)
     slots: dict[str, str] = field(default_factory=dict)
     changes: dict[str, list[Any]] = field(default_factory=dict)
@@ -144,6 +146,8 @@ def _observe(recipe: Recipe, vocabulary: int | None, device: Device, by_layer: b
         def marked(batches: list[Batch]) -> Iterator[Batch]:
             for batch in batches:
                 marks.append(recorder.mark())
+                if made.mesh.size(Axis.PIPELINE) == 1:
+                    recorder.begin()
                 yield batch
 
         gradients(made, _Sequence(marked, batches, looks, recorder.kernels))
@@ -168,7 +172,7 @@ def _observe(recipe: Recipe, vocabulary: int | None, device: Device, by_layer: b
                 part.eval()
             with torch.no_grad():
                 forward(made, transform(made, _fake_batch(recipe, min(recipe.evaluate.micro or shape.micro, shape.micro))))
-    at = _replay(recorder.log, recorder.places, known, grads)
+    at, passing = _replay(recorder.log, recorder.places, known, grads)
     categories = peaks(at)
     flops: dict[str, int] = defaultdict(int)
     for kernel, count in kernels.items():
@@ -182,6 +186,7 @@ def _observe(recipe: Recipe, vocabulary: int | None, device: Device, by_layer: b
         parameters=sum(p.numel() for part in made.trained for p in part.parameters()),
         trained=sum(p.numel() for _, p in made.parameters()),
         tokens=shape.rows * shape.length,
+        passing=passing,
         log=recorder.log,
         slots=made.slots(),
         changes=made.changes,
@@ -271,12 +276,13 @@ def _known(made: Build, recorder: Recorder) -> dict[int, str]:
 
 def _replay(
     log: list[tuple[int, int, Phase]], places: list[str], known: dict[int, str], grads: set[int | None]
-) -> dict[tuple[str, str], dict[str, int]]:
-    """Categories at the peak of each phase at each place."""
+) -> tuple[dict[tuple[str, str], dict[str, int]], int]:
+    """Categories at the peak of each phase at each place; and the most at once of those that pass, in a step."""
     alive: dict[str, int] = dict.fromkeys(CATEGORIES, 0)
     category: dict[int, str] = {}
     peak: dict[tuple[str, str], int] = {}
     at_peak: dict[tuple[str, str], dict[str, int]] = {}
+    passing = 0
     for (number, size, phase), place in zip(log, places, strict=True):
         if size >= 0:
             category[number] = known.get(number) or (
@@ -287,12 +293,14 @@ def _replay(
         if total > peak.get((phase, place), -1):
             peak[phase, place] = total
             at_peak[phase, place] = dict(alive)
-    return at_peak
+        if phase in ("forward", "backward"):
+            passing = max(passing, alive["activations"] + alive["temporary"])
+    return at_peak, passing
 
 
 def highest(recorder: Recorder) -> dict[str, int]:
     """Bytes alive at the peak of each phase that was recorded."""
-    at = _replay(recorder.log, recorder.places, {}, set())
+    at, _ = _replay(recorder.log, recorder.places, {}, set())
     return {phase: sum(categories.values()) for phase, categories in peaks(at).items()}
 
 

@@ -32,7 +32,7 @@ from preheat.technique import Axis, Device
 
 __all__ = ["forget", "known", "recall", "together"]
 
-_FORMAT = 2
+_FORMAT = 3
 _UNSEEN = ("name", "seed", "schedule", "stop", "checkpoint", "hardware")  # parts of a recipe that no dry run looks at
 _known: dict[str, Observation] = {}
 
@@ -111,7 +111,7 @@ _LOOKS: dict[str, Callable[..., Observation]] = {
 
 
 def _both(asked: list[dict[str, Any]]) -> list[Observation]:
-    found = [{**how, "how": "marked" if how.pop("by_layer", False) else "whole"} for how in asked]
+    found = [{"how": "marked" if how.pop("by_layer", False) else "whole", **how} for how in asked]
     together(found)
     return [recall(**how) for how in found]
 
@@ -132,7 +132,19 @@ def _versions() -> list[str]:
 
 def _values(seen: Observation) -> dict[str, Any]:
     """An observation as JSON has it, without its log and what techniques did."""
-    plain = ("peak", "categories", "flops", "model_flops", "parameters", "trained", "tokens", "slots", "compiled", "idle")
+    plain = (
+        "peak",
+        "categories",
+        "flops",
+        "model_flops",
+        "parameters",
+        "trained",
+        "tokens",
+        "passing",
+        "slots",
+        "compiled",
+        "idle",
+    )
     return {
         **{key: getattr(seen, key) for key in plain},
         "kernels": _rows(seen.kernels),

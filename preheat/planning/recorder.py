@@ -141,6 +141,9 @@ class Recorder(TorchDispatchMode):
         self._let_go: set[int] = set()  # ids of those that are empty now
         self.phase: Phase = "load"
         self.log: list[tuple[int, int, Phase]] = []  # (storage's number, bytes: positive when made, negative when freed, phase)
+        self._behind: bool | None = (
+            None  # the micro-batch's backward pass has begun; None where they are not taken one behind the other
+        )
         self.place = ""  # what of the model runs
         self.places: list[str] = []  # of each entry of the log
         self.kernels: Counter[Kernel] = Counter()
@@ -238,10 +241,17 @@ class Recorder(TorchDispatchMode):
                 self._host.add(id(storage))
                 weakref.finalize(storage, self._host.discard, id(storage))
 
+    def begin(self) -> None:
+        """A micro-batch's forward pass begins: what comes behind its backward pass is not of another."""
+        self._behind = False
+
     def _phase(self) -> Phase:
-        if self.phase == "forward" and torch._C._current_autograd_node() is not None:
+        if self.phase != "forward":
+            return self.phase
+        if torch._C._current_autograd_node() is not None:
+            self._behind = self._behind is not None or None
             return "backward"
-        return self.phase
+        return "backward" if self._behind else "forward"
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):

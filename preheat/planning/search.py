@@ -16,8 +16,8 @@ from preheat.errors import RecipeError
 from preheat.hardware.rates import Rates
 from preheat.models import adapter
 from preheat.planning.candidates import NUMERICS, Numerics, Settings, Space, problems_of, words, worst
-from preheat.planning.estimate import Guess, Look, guess
-from preheat.planning.kinds import kinds_of
+from preheat.planning.estimate import Guess, guess
+from preheat.planning.kinds import Kind, kinds_of
 from preheat.planning.plan import GIB, describe
 from preheat.planning.recall import recall
 from preheat.planning.roofline import Roofline
@@ -145,6 +145,7 @@ class _Search:
         self.rejected: list[tuple[str, str]] = []
         self.guessed = 0
         self._scale: dict[Any, tuple[float, float]] = {}  # kind -> looks over guesses: memory, tokens a second
+        self._clash: dict[Any, str | None] = {}  # (kind, layout) -> why the two do not go together
         self._cut: dict[int, list[Technique]] = {}  # rows of a device -> settings that cut them
         self._took = 0.0  # seconds of the last look by few layers
         self._failed: dict[Any, int] = {}  # (kind, layout) -> rows of the least micro-batch that did not fit
@@ -181,19 +182,39 @@ class _Search:
 
     # Candidates
 
-    def _candidates(self, kinds: list[tuple[Settings, Look]]) -> list[Candidate]:
-        """All of the most promising layouts; which these are is told by a few kinds, the fastest and the smallest among them."""
-        by_size = sorted(kinds, key=lambda k: k[1].states[0] + k[1].kept[0])
-        some = [by_size[0], by_size[len(by_size) // 2], min(kinds, key=lambda k: k[1].seconds[0])]
+    def _candidates(self, kinds: list[Kind]) -> list[Candidate]:
+        """All of the most promising layouts; which these are is told by a few kinds of each, the fastest and the smallest among them."""
+        by_size = sorted(kinds, key=lambda k: k.look.states[0] + k.look.kept[0])
+        every = max(len(kinds) // 10, 1)  # to try them all would take as long as looking
+        orders = [
+            some[::every] for some in (by_size, by_size[len(by_size) // 2 :], sorted(kinds, key=lambda k: k.look.seconds[0]))
+        ]
         layouts = list(self._meshes())
         if len(layouts) > _LAYOUTS:
-            tried = [self._of(layout, sizes, some) for layout, sizes in layouts]
+            some: dict[
+                Any, list[Kind]
+            ] = {}  # by layouts that differ in numbers of devices alone, which go with the same kinds, mostly
+            for layout, _ in layouts:
+                if (shape := _shape(layout)) not in some:
+                    firsts = (next((k for k in order if self._go_together(k, layout)), None) for order in orders)
+                    some[shape] = [k for k in firsts if k is not None]
+            tried = [self._of(layout, sizes, some[_shape(layout)]) for layout, sizes in layouts]
             self.guessed += sum(map(len, tried))
             ranked = [(self._hope(made), n) for n, made in enumerate(tried)]
             layouts = [layouts[n] for _, n in sorted(ranked)[:_LAYOUTS]]
-        found = [c for layout, sizes in layouts for c in self._of(layout, sizes, kinds)]
+        found = []
+        for layout, sizes in layouts:
+            possible = {n: k for n, k in enumerate(kinds) if self._go_together(k, layout)}
+            found += self._of(layout, sizes, [k for k in possible.values() if not k.better & possible.keys()])
         self.guessed += len(found)
         return found
+
+    def _go_together(self, kind: Kind, layout: Settings) -> bool:
+        key = (kind.settings, layout)
+        if key not in self._clash:
+            why = problems_of(self.space, self.space.having((*kind.settings, *layout)))
+            self._clash[key] = why[0] if why else None
+        return self._clash[key] is None
 
     def _hope(self, candidates: list[Candidate]) -> tuple[float, float]:
         """Less is better: does none fit, and how slow is the fastest that does."""
@@ -207,19 +228,19 @@ class _Search:
             if sizes is not None and self.space.even(sizes):
                 yield layout, sizes
 
-    def _of(self, layout: Settings, sizes: dict[Axis, int], kinds: list[tuple[Settings, Look]]) -> list[Candidate]:
+    def _of(self, layout: Settings, sizes: dict[Axis, int], kinds: list[Kind]) -> list[Candidate]:
         stated = tuple(self.space.recipe.techniques.values())
         fixed, batch = math.prod(t.cuts() for t in stated), self.space.recipe.batch
         rows = batch.size // math.prod(sizes[axis] for axis in DATA)
         cuts: list[Technique | None] = [None, *(self._cuts(rows, layout) if fixed == 1 and rows > 1 else [])]
         made = []
-        for kind, seen in kinds:
-            tags = frozenset(tag for t in (*stated, *kind, *layout) for tag in t.provided())
+        for kind in kinds:
+            tags = frozenset(tag for t in (*stated, *kind.settings, *layout) for tag in t.provided())
             for cut in cuts:
                 micros = cut.cuts() if cut else fixed
                 if sizes[Axis.PIPELINE] <= micros:
-                    guessed = guess(seen, batch, self.model, sizes, micros, tags, self.rates)
-                    made.append(Candidate(kind, layout, cut, rows, guessed))
+                    guessed = guess(kind.look, batch, self.model, sizes, micros, tags, self.rates)
+                    made.append(Candidate(kind.settings, layout, cut, rows, guessed))
         return made
 
     def _cuts(self, rows: int, layout: Settings) -> list[Technique]:
@@ -234,6 +255,8 @@ class _Search:
         if any(t.spreads() for t in self.space.recipe.techniques.values()):
             self.space.context(self.space.recipe)
         size, world = self.space.recipe.batch.size, self.space.world
+        if reasons := dict.fromkeys(why for why in self._clash.values() if why):
+            return f"techniques: nothing that may be added can be planned here: {'; '.join(list(reasons)[:3])}"
         return (
             f"batch.size: {size} rows cannot be shared out evenly among {world} devices by what may be added; use a multiple of {world}"
             f" (--batch-tokens {size // world * world * self.space.recipe.batch.length or world * self.space.recipe.batch.length}), or fewer devices"
@@ -379,6 +402,11 @@ class _Search:
             if s.plan["fits"] and s is not found.best and found.best.plan["fits"]:
                 share = s.plan["tokens_per_second"] / found.best.plan["tokens_per_second"] - 1
                 self._reject(words(s.added, s.micro), f"fits in {s.plan['peak_gib']:.1f} GiB, {share:+.0%} tokens a second")
+
+
+def _shape(layout: Settings) -> tuple[Any, ...]:
+    """A way to share out the work, but for the numbers of devices."""
+    return tuple((type(t), *(value for value in vars(t).values() if type(value) is not int)) for t in layout)
 
 
 def too_large(plan: Mapping[str, Any]) -> str:
