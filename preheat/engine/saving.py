@@ -14,7 +14,14 @@ from preheat.engine import checkpoint
 from preheat.errors import PreheatError
 from preheat.technique import Build
 
-__all__ = ["Saved", "Saving"]
+__all__ = ["Saved", "Saving", "room"]
+
+
+def room(build: Build) -> int:
+    """Bytes of the host's memory that writing a checkpoint takes beside the build's tensors: its largest file, as often as it stands while it is put together."""
+    sizes = {name: t.nbytes for name, t in checkpoint._tensors(build).items()}
+    numbers = checkpoint._files(sizes)
+    return checkpoint._COPIES * max(sum(n for name, n in sizes.items() if numbers[name] == file) for file in numbers.values())
 
 
 @dataclass(frozen=True)

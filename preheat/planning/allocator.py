@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from preheat.planning.caching import replay_caching
 from preheat.planning.holes import Holes
-from preheat.planning.recorder import Phase
+from preheat.planning.recorder import STEP, Phase
 from preheat.technique import Device
 
 __all__ = ["Heap", "HeapUse", "hold", "replay"]
@@ -106,7 +106,7 @@ def replay(log: Iterable[tuple[int, int, str]]) -> HeapUse:
 
     Args:
         log: (block, bytes: positive when made and negative when freed, phase) in order; phase `load` comes before the first
-            step, `evaluation` is left out.
+            step; what is in none of `STEP` is left out.
 
     Example:
         >>> use = replay([(0, 100_000, "load"), (1, 64 << 20, "forward"), (1, -(64 << 20), "forward")])
@@ -116,7 +116,7 @@ def replay(log: Iterable[tuple[int, int, str]]) -> HeapUse:
     heap, peak, fresh = Heap(), 0, 0
     log = list(log)
     load = [entry for entry in log if entry[2] == "load"]
-    step = [entry for entry in log if entry[2] not in ("load", "evaluation")]
+    step = [entry for entry in log if entry[2] in STEP]
     lasting = {block for block, size, _ in load if size > 0}
     for turn, entries in enumerate([load, *[step] * _STEPS]):
         before = heap.fresh
@@ -131,7 +131,7 @@ def replay(log: Iterable[tuple[int, int, str]]) -> HeapUse:
                 lasting.discard(key)
                 heap.free(key)
             peak = max(peak, heap.resident)
-        for key in living if turn else ():  # what only the evaluation frees
+        for key in living if turn else ():  # what only a later phase frees
             heap.free(key)
         fresh = heap.fresh - before
     return HeapUse(peak, fresh)

@@ -91,7 +91,11 @@ def look(
         return recall(some, vocabulary=vocabulary, device=device, world=1, how="whole")
 
     def numbers(seen: Observation) -> tuple[float, float, float, float]:
-        at, before = seen.categories["update"], seen.categories["forward"]
+        at = seen.categories["update"]
+        # Also where a backward pass has just ended: the next micro-batch finds its gradients there.
+        before = max(
+            (seen.categories[phase] for phase in ("forward", "head and loss", "update")), key=lambda c: sum(c.values())
+        )
         states = at["parameters"] + at["gradients"] + at["optimizer"]
         alive = sum(before.values()) - before["parameters"] - before["optimizer"]
         return states, at["parameters"], alive, seconds(seen, rates)

@@ -12,6 +12,7 @@ from preheat.planning.candidates import words
 from preheat.planning.estimate import seconds
 from preheat.planning.observe import Observation
 from preheat.planning.plan import GIB
+from preheat.planning.recorder import STEP
 from preheat.planning.roofline import Roofline
 from preheat.planning.search import Found, Seen
 
@@ -97,13 +98,11 @@ def figures(found: Found, seen: Observation, rates: Rates | Roofline) -> dict[st
 
 
 def _timeline(seen: Observation) -> dict[str, Any]:
-    """Bytes alive over the allocations of a step, thinned to the extremes of each stretch; the evaluation is left out."""
+    """Bytes alive over the allocations of a step, thinned to the extremes of each stretch."""
     alive, sizes, phases = 0, list[float](), list[tuple[int, str]]()
     for _, size, phase in seen.log:
         alive += size
-        if phase == "evaluation":
-            break
-        if phase != "load":
+        if phase in STEP:
             if not phases or phases[-1][1] != phase:
                 phases.append((len(sizes), phase))
             sizes.append(alive / GIB)

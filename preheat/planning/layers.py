@@ -18,7 +18,7 @@ from preheat.engine.build import context_of
 from preheat.models import adapter
 from preheat.planning.allocator import HeapUse, hold
 from preheat.planning.observe import Observation, observe, peaks
-from preheat.planning.recorder import Kernel
+from preheat.planning.recorder import STEP, Kernel
 from preheat.recipe import Recipe
 from preheat.technique import Axis, Device, Technique
 
@@ -126,7 +126,7 @@ def _carried_on(one: Observation, two: Observation, times: float, device: Device
 
 
 def _of_training(peak: Mapping[str, int]) -> list[int]:
-    return [size for phase, size in peak.items() if phase != "evaluation"]
+    return [size for phase, size in peak.items() if phase in ("load", *STEP)]
 
 
 def _kernels(one: Counter[Kernel], two: Counter[Kernel], on: Any) -> Counter[Kernel]:

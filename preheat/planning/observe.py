@@ -15,20 +15,23 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from preheat.data.kinds import examples_of
 from preheat.engine.build import build, world_of
-from preheat.engine.step import forward, gradients, transform, update
+from preheat.engine.step import gradients, update
 from preheat.models.adapter import anatomy
 from preheat.ops.again import counting
 from preheat.planning.allocator import HeapUse
+from preheat.planning.moments import evaluating, fake_batch, generating, loading, saving, tell_phases
 from preheat.planning.recorder import Kernel, Phase, Recorder
 from preheat.recipe import Recipe
-from preheat.technique import DATA, Axis, Batch, Build, Device, MaskSpec, Shape, Slot, Tag
+from preheat.technique import DATA, Axis, Batch, Build, Device, Shape, Slot, Tag
 from preheat.technique.mesh import pretended
 
-__all__ = ["CATEGORIES", "Kernel", "Observation", "Recorder", "highest", "observe", "peaks"]
+__all__ = ["BESIDE", "CATEGORIES", "Kernel", "Observation", "Recorder", "highest", "observe", "peaks"]
 
 CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "temporary")
+BESIDE = ("rounding", "gathered weights", "communication buffers")
+"""What is allocated too, and is none of these: what the allocator adds to a tensor's size, other devices' shares of weights while they are here,
+and what weights and gradients travel in."""
 
 
 @dataclass
@@ -37,7 +40,7 @@ class Observation:
 
     Attributes:
         peak: {phase: bytes} the most that was alive in each phase.
-        categories: {phase: {category: bytes}} at that phase's peak.
+        categories: {phase: {category: bytes}} at that phase's peak; categories are `CATEGORIES` and `BESIDE`.
         kernels: how often each kernel runs in one optimizer step, all micro-batches included.
         flops: by dtype, of one optimizer step.
         model_flops: of one optimizer step without what activation checkpointing computes again.
@@ -76,19 +79,6 @@ class Observation:
         return max(self.peak, key=lambda phase: self.peak[phase])
 
 
-def _fake_batch(recipe: Recipe, rows: int) -> Batch:
-    """A micro-batch of the recipe's shape, each row one example; contents do not matter to a dry run."""
-    length, kind = recipe.batch.length, examples_of(recipe).kind
-    tokens, labels, positions = (torch.empty(rows, length, dtype=torch.int64) for _ in range(3))
-    if kind == "pairs":
-        mask = MaskSpec(documents=((length - length // 2, length // 2),) * rows)
-        return Batch(tokens, labels, positions, mask, rows, tuple(range(rows)), group=2)
-    if kind == "liked":
-        mask = MaskSpec(documents=((length,),) * rows)
-        return Batch(tokens, labels, positions, mask, rows, tuple(range(rows)), liked=((1,),) * rows)
-    return Batch(tokens, labels, positions, MaskSpec(), rows * length, tuple(range(rows)))
-
-
 def observe(
     recipe: Recipe,
     *,
@@ -123,6 +113,7 @@ def _observe(recipe: Recipe, vocabulary: int | None, device: Device, by_layer: b
     made = build(recipe, vocabulary=vocabulary, device=device, dry=_Both(mode, recorder))
     with mode, recorder, counting(recorder):
         known = _known(made, recorder)
+        tell_phases(made, recorder)
         if by_layer:
             _mark(made, recorder)
         shape: Shape = made.slot(Slot.BATCH_SHAPE)(1.0)  # of the end of the run: the one that needs the most memory
@@ -131,7 +122,7 @@ def _observe(recipe: Recipe, vocabulary: int | None, device: Device, by_layer: b
         # The first micro-batch makes the gradients, the second adds to them, and every later one is like the third.
         recorder.kernels.clear()
         recorder.phase = "forward"
-        held = [_fake_batch(recipe, rows) for rows in micros]  # the host holds the whole global batch
+        held = [fake_batch(recipe, rows) for rows in micros]  # the host holds the whole global batch
         batches = held[: _enough(made, len(micros))]
         marks: list[tuple[Counter[Kernel], int]] = []
         looks: list[Counter[Kernel]] = []  # a first pass over all micro-batches takes them by number
@@ -158,12 +149,13 @@ def _observe(recipe: Recipe, vocabulary: int | None, device: Device, by_layer: b
         update(made, 1e-3)
         kernels = Counter(recorder.kernels)
         del held
-        recorder.phase = "evaluation"
-        for part in made.trained:
-            part.eval()
-        with torch.no_grad():
-            forward(made, transform(made, _fake_batch(recipe, min(recipe.evaluate.micro or shape.micro, shape.micro))))
-    at = _replay(recorder.log, recorder.places, known, grads)
+        saving(made, recorder)
+        evaluating(made, recorder, recipe, shape)
+        generating(made, recorder, recipe)
+    for beside, numbers in (("communication buffers", set(recorder.streams)), ("gathered weights", recorder.gathered)):
+        known.update(dict.fromkeys(numbers - known.keys() - grads, beside))
+    at = _replay(recorder.log, recorder.places, known, grads, recorder.rounded)
+    at["load", ""] = loading(made, at["load", ""])
     categories = peaks(at)
     flops: dict[str, int] = defaultdict(int)
     for kernel, count in kernels.items():
@@ -263,19 +255,25 @@ def _known(made: Build, recorder: Recorder) -> dict[int, str]:
 
 
 def _replay(
-    log: list[tuple[int, int, Phase]], places: list[str], known: dict[int, str], grads: set[int | None]
+    log: list[tuple[int, int, Phase]],
+    places: list[str],
+    known: Mapping[int, str],
+    grads: set[int | None],
+    rounded: Mapping[int, int],
 ) -> dict[tuple[str, str], dict[str, int]]:
     """Categories at the peak of each phase at each place."""
-    alive: dict[str, int] = dict.fromkeys(CATEGORIES, 0)
+    alive: dict[str, int] = dict.fromkeys((*CATEGORIES, *BESIDE), 0)
     category: dict[int, str] = {}
     peak: dict[tuple[str, str], int] = {}
     at_peak: dict[tuple[str, str], dict[str, int]] = {}
     for (number, size, phase), place in zip(log, places, strict=True):
         if size >= 0:
             category[number] = known.get(number) or (
-                "gradients" if number in grads else "activations" if phase in ("forward", "evaluation") else "temporary"
+                "gradients" if number in grads else "temporary" if phase in ("backward", "update", "saving") else "activations"
             )
-        alive[category[number]] += size
+        added = rounded[number] if size > 0 else -rounded[number] if size < 0 else 0
+        alive[category[number]] += size - added
+        alive["rounding"] += added
         total = sum(alive.values())
         if total > peak.get((phase, place), -1):
             peak[phase, place] = total
@@ -285,7 +283,7 @@ def _replay(
 
 def highest(recorder: Recorder) -> dict[str, int]:
     """Bytes alive at the peak of each phase that was recorded."""
-    at = _replay(recorder.log, recorder.places, {}, set())
+    at = _replay(recorder.log, recorder.places, {}, set(), recorder.rounded)
     return {phase: sum(categories.values()) for phase, categories in peaks(at).items()}
 
 

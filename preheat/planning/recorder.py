@@ -17,9 +17,11 @@ from torch.utils._pytree import tree_leaves
 
 from preheat.ops.sharded import local
 
-__all__ = ["Kernel", "Phase", "Recorder"]
+__all__ = ["STEP", "Kernel", "Phase", "Recorder"]
 
-Phase = Literal["load", "forward", "backward", "update", "evaluation"]
+Phase = Literal["load", "forward", "head and loss", "backward", "update", "saving", "evaluation", "generation"]
+STEP: tuple[Phase, ...] = ("forward", "head and loss", "backward", "update")
+"""Those that come again in every step."""
 
 
 @dataclass(frozen=True)
@@ -124,6 +126,8 @@ class Recorder(TorchDispatchMode):
         self._made = 0
         self.groups: dict[tuple[int, int], list[int]] = {}  # ranks of those that collectives were among
         self.streams: dict[int, str] = {}  # number -> stream, of storages that are made on one beside the main one
+        self.rounded: dict[int, int] = {}  # number -> bytes that rounding adds to it
+        self.gathered: set[int] = set()  # numbers of those that held gathered weights
         self._host: set[int] = set()  # ids of living storages in the host's memory, of which the device knows nothing
 
     def mark(self) -> object:
@@ -147,6 +151,7 @@ class Recorder(TorchDispatchMode):
         number = self._made
         self._made += 1
         self._numbers[id(storage)] = number
+        self.rounded[number] = size - storage.nbytes()
         self._enter(number, size)
 
         def freed(key: int = id(storage), number: int = number, size: int = size) -> None:
@@ -160,6 +165,12 @@ class Recorder(TorchDispatchMode):
         weakref.finalize(storage, freed)
         return int(size)
 
+    def begin(self, phase: Phase) -> None:
+        """From here on `phase`; what stands at its beginning is seen too."""
+        self.phase = phase
+        self._enter(self._made, 0)
+        self._made += 1
+
     def _enter(self, number: int, size: int) -> None:
         self.log.append((number, size, self._phase()))
         self.places.append(self.place)
@@ -171,6 +182,7 @@ class Recorder(TorchDispatchMode):
             if (number := self._numbers.get(id(storage))) is not None and id(storage) not in self._gathered:
                 size = -(-storage.nbytes() // self.rounding) * self.rounding
                 self._gathered[id(storage)] = (weakref.ref(storage), number, size)
+                self.gathered.add(number)
         for key, (ref, number, size) in self._gathered.items():
             empty = (storage := ref()) is not None and storage.nbytes() == 0
             if empty != (key in self._let_go):
@@ -211,7 +223,7 @@ class Recorder(TorchDispatchMode):
                 weakref.finalize(storage, self._host.discard, id(storage))
 
     def _phase(self) -> Phase:
-        if self.phase == "forward" and torch._C._current_autograd_node() is not None:
+        if self.phase in ("forward", "head and loss") and torch._C._current_autograd_node() is not None:
             return "backward"
         return self.phase
 
