@@ -66,6 +66,7 @@ PLAN_KEYS = {
     "parameters": "{total, trained}",
     "steps": "steps of the run",
     "seconds_total": "predicted time to finish",
+    "watts": "of the device's board at most; None where none is known",
 }
 
 

@@ -96,7 +96,7 @@ def searched(
         for name, other in others.items():
             would = explain(found_of(other, seconds=seconds / 2, confirm=False), devices=devices, price=price)
             if would["fits"]:
-                keys = ("peak_gib", "tokens_per_second", "seconds_per_step", "mfu", "cost")
+                keys = ("peak_gib", "tokens_per_second", "seconds_per_step", "mfu", "cost", "energy")
                 told = {key: would[key] for key in keys}
                 made["alternatives"].append(
                     {

@@ -145,7 +145,7 @@ def _observe(recipe: Recipe, vocabulary: int | None, device: Device, by_layer: b
             recorder.kernels.update(more)
             recorder.recomputed += sum(k.flops * n for k, n in (marks[0][0] - looks[0] + more).items())
         grads = {recorder.number(p.grad) for _, p in made.parameters() if p.grad is not None}
-        recorder.phase = "update"
+        recorder.begin("update")
         update(made, 1e-3)
         kernels = Counter(recorder.kernels)
         del held

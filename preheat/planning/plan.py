@@ -154,5 +154,6 @@ def describe(
         "seconds_total": total,
         "slots": seen.slots,
         "device": {"kind": device.kind, "name": device.name},
+        "watts": rates.device.watts if isinstance(rates, Roofline) else None,
         "contended": rates.contended,
     }

@@ -20,6 +20,7 @@ from preheat.ops.sharded import local
 __all__ = ["STEP", "Kernel", "Phase", "Recorder"]
 
 Phase = Literal["load", "forward", "head and loss", "backward", "update", "saving", "evaluation", "generation"]
+Place = Literal["device", "host", "out", "back"]
 STEP: tuple[Phase, ...] = ("forward", "head and loss", "backward", "update")
 """Those that come again in every step."""
 
@@ -43,6 +44,10 @@ class Kernel:
     """For attention: whether a token sees only those before it, which halves what is computed of `flops`."""
     group: tuple[int, int] | None = None
     """For collectives: among how many devices, and the distance of neighbours in rank."""
+    where: Place = "device"
+    """What does it: the device, the host's processor, or the link between their memories (to the host: out, to the device: back)."""
+    alone: bool = False
+    """It is part of the optimizer's update, when the device has nothing else to do."""
 
 
 _DTYPES = {
@@ -227,6 +232,15 @@ class Recorder(TorchDispatchMode):
             return "backward"
         return self.phase
 
+    def _where(self, name: str, inputs: list[Tensor]) -> Place:
+        if name in _LINK:
+            return _LINK[name]
+        # Single numbers decide nothing: step counters and flags are read wherever the others lie.
+        on_host = [id(_storage(t)) in self._host for t in [t for t in inputs if t.ndim] or inputs]
+        if name.endswith("::all_gather_copy_in") and any(on_host):  # which copies the shares to the device first
+            return "back"
+        return "host" if on_host and all(on_host) else "device"
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if any(is_traceable_wrapper_subclass_type(kind) for kind in types):
@@ -239,10 +253,13 @@ class Recorder(TorchDispatchMode):
             return out
         inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         outputs = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
+        where = self._where(func._schema.name, inputs)
         if func._schema.name == "preheat::lies_on_host":
             self._moved_to_host(inputs[0])
-            return out
-        if func._schema.name in _TO_HOST or (inputs and all(id(_storage(t)) in self._host for t in inputs)):
+        if func._schema.name == "preheat::copy_to_device_" and id(_storage(inputs[0])) in self._host:
+            self._host.discard(id(_storage(inputs[0])))  # room for it was made like what lies on the host, but on the device
+            self.follow(inputs[0])
+        if where == "host" or func._schema.name in _TO_HOST:
             self._on_host(outputs)
         fresh = sum(self.follow(t) for t in outputs)
         if func._schema.name in _EMPTY:
@@ -258,19 +275,24 @@ class Recorder(TorchDispatchMode):
             self._look_at_gathered(written)
         if (stream := _STREAMS.get(func._schema.name.rpartition("::")[2])) is not None:
             self.streams.update({n: stream for t in (outputs or written) if (n := self.number(t)) is not None})
+        read, made = (sum(_moved(t) for t in tensors) for tensors in (inputs, written))
+        if where in ("out", "back"):  # the host's side crosses the link
+            read = made = sum(_moved(t) for t in (*inputs, *outputs) if id(_storage(t)) in self._host)
         flops = _flops(func, args, out)
         floats = [t.dtype for t in inputs if t.dtype in _DTYPES] or [t.dtype for t in outputs if t.dtype in _DTYPES]
         kernel = Kernel(
             operator=func._schema.name.removeprefix("aten::"),
             dtype=_DTYPES.get(floats[0], "int") if floats else "int",
             flops=flops,
-            bytes_read=sum(_moved(t) for t in inputs),
-            bytes_written=sum(_moved(t) for t in written),
+            bytes_read=read,
+            bytes_written=made,
             shapes=tuple(tuple(t.shape) for t in inputs[:4]),
             fresh=fresh,
             transposed=tuple(t.ndim >= 2 and t.stride(-1) != 1 for t in inputs[:3]) if flops else (),
             causal=_argument(func, args, kwargs, "is_causal", True),
             group=self._group(func, args),
+            where=where,
+            alone=self.phase == "update",
         )
         self.kernels[kernel] += 1
         again = torch.is_grad_enabled() or func._schema.name in _FORWARD
@@ -283,6 +305,12 @@ class Recorder(TorchDispatchMode):
 _STREAMS = {"all_gather_copy_in": "gather", "_reduce_scatter_base_": "reduce"}
 _FREE = {"aten::_unsafe_view", "aten::detach", "aten::alias", "aten::_local_scalar_dense", "prim::device", "aten::set_data"}
 _FORWARD = {"preheat::grouped_linear"}  # operators of a forward pass alone, which torch runs without grad mode always
+_LINK: dict[str, Place] = {
+    "preheat::to_host": "out",
+    "preheat::copy_to_host_": "out",
+    "preheat::lies_on_host": "out",
+    "preheat::copy_to_device_": "back",
+}
 _TO_HOST = {"preheat::to_host", "preheat::host_zeros"}
 _EMPTY = {
     "aten::empty",

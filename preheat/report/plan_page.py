@@ -97,6 +97,11 @@ def _tiles(made: Mapping[str, Any]) -> str:
     if cost:
         run = f"${cost['run']:,.2f} for the run" if cost["run"] else f"${cost['hour']:,.2f} an hour"
         tiles.append(("Cost", f"${cost['million_tokens']:.3g}", f"a million tokens; {run}"))
+    if energy := made["energy"]:
+        run = f"{energy['run']:,.3g} kWh for the run" if energy["run"] else f"{energy['kilowatts']:,.3g} kW"
+        tiles.append(
+            ("Energy, at most", f"{energy['million_tokens']:.3g} kWh", f"a million tokens; {run}; boards at full power")
+        )
     return (
         '<dl class="tiles">'
         + "".join(f"<div><dt>{a}</dt><dd>{tied(b)}</dd><dd>{tied(c)}</dd></div>" for a, b, c in tiles)

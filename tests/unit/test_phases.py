@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from preheat.engine.build import build
 from preheat.engine.saving import room
+from preheat.errors import RecipeError
+from preheat.hardware.catalogue import accelerator, accelerators, stated
 from preheat.hardware.probe import probe
 from preheat.planning import overhead
+from preheat.planning.explain import energy_of
 from preheat.planning.observe import BESIDE, CATEGORIES, Observation, observe
 from preheat.planning.overhead import SOURCES
 from preheat.planning.plan import GIB, plan
-from preheat.planning.roofline import Roofline
+from preheat.planning.recorder import Kernel
+from preheat.planning.roofline import Roofline, Seconds
 from preheat.recipe import override
 from preheat.technique import Device
 
@@ -117,3 +123,75 @@ def test_an_export_compares_in_fp64_up_to_a_size() -> None:
     assert on_cpu["temporary"] == pytest.approx(3 * weights, rel=0.01)
     shared_out = plan(override(tiny("{fsdp: {}}"), "parallel.devices=2"), vocabulary=96, device=rates.as_device, rates=rates)
     assert shared_out["export"] is None
+
+
+def test_energy_is_at_most_that_of_boards_at_full_power() -> None:
+    made = {"watts": 700.0, "seconds_total": 7200.0, "tokens_per_second": 1e6}
+    found = energy_of(made, 8)
+    assert found == pytest.approx({"kilowatts": 5.6, "million_tokens": 5.6 / 3600, "run": 11.2})
+    assert energy_of(made | {"seconds_total": None}, 1)["run"] is None  # type: ignore[index]
+    assert energy_of(made | {"watts": None}, 8) is None
+
+
+def test_power_is_the_data_sheets_or_stated_and_never_guessed() -> None:
+    rates = Roofline(stated("memory=24GiB,bandwidth=1008,bf16=165,fp32=20,watts=450,host=31.5"))
+    assert (rates.device.watts, rates.device.host) == (450, 31.5e9)
+    assert plan(tiny(), vocabulary=96, device=rates.as_device, rates=rates)["watts"] == 450
+    assert accelerator("H100").watts == 700
+    assert accelerator("GB200").watts is None
+    assert all(one.watts is None or 50 < one.watts < 2000 for one in accelerators().values())
+    with pytest.raises(RecipeError, match="watts: 'much' is no power; write a number of watts"):
+        stated("memory=24GiB,bandwidth=1008,bf16=165,watts=much")
+
+
+def _crossing(techniques: str, world: int = 1) -> tuple[Observation, dict[tuple[str, bool], int]]:
+    seen = seen_of(techniques, device=ACCELERATOR, world=world)
+    found: dict[tuple[str, bool], int] = defaultdict(int)
+    for kernel, count in seen.kernels.items():
+        if kernel.where in ("out", "back"):
+            found[kernel.where, kernel.alone] += kernel.bytes_written * count
+    return seen, found
+
+
+def test_what_crosses_the_link_is_counted_where_it_crosses() -> None:
+    plain, found = _crossing("{}")
+    assert not found
+    weights = 4 * plain.parameters
+    _, found = _crossing("{optimizer_offload: {}}")
+    assert found == pytest.approx({("out", True): weights, ("back", True): weights}, rel=0.001)
+    _, found = _crossing("{optimizer_offload: {weights: bf16}}")
+    assert found == pytest.approx({("out", True): weights / 2, ("back", True): weights / 2}, rel=0.001)
+    _, found = _crossing("{activation_offload: {least_kib: 1}}")
+    assert found["out", False] == found["back", False] > 0
+    assert found.keys() == {("out", False), ("back", False)}
+    seen, found = _crossing("{fsdp: {offload: true}}", world=4)  # shares: gathered for each pass, the gradients' sent out once
+    assert found["out", False] == pytest.approx(weights / 4, rel=0.02)
+    assert found["back", False] == pytest.approx(2 * weights / 4, rel=0.02)
+    assert any("adamw" in kernel.operator and kernel.where == "host" for kernel in seen.kernels)
+
+
+def test_activations_that_come_back_stand_on_the_device_again() -> None:
+    away = seen_of("{activation_offload: {least_kib: 1}}", device=ACCELERATOR)
+    fetched = sum(k.bytes_written * n for k, n in away.kernels.items() if k.where == "back") / 2  # of two layers
+    assert away.peak["backward"] > away.peak["head and loss"] - 4 * 64 * VOCABULARY * 4 + fetched / 2
+
+
+def test_the_device_waits_for_the_update_on_the_host_and_for_copies_that_outlast_the_computing() -> None:
+    def seconds(kernels: dict[Kernel, int], host: float) -> Seconds:
+        seen = Observation({}, {}, Counter(kernels), {}, 0, 0, 0, 0)
+        return Roofline(stated(f"memory=24GiB,bandwidth=1000,bf16=100,host={host}")).seconds(seen)
+
+    def copy(where: Any, size: int, *, alone: bool) -> Kernel:
+        return Kernel("a copy", "bf16", 0, size, size, (), 0, where=where, alone=alone)
+
+    work = Kernel("mm", "bf16", 10**12, 10**6, 10**6, ((4096, 4096), (4096, 4096)), 0)
+    plain = seconds({work: 3}, 10)
+    assert plain.link == 0
+    both = {copy("out", 10**9, alone=True): 1, copy("back", 2 * 10**9, alone=True): 1}
+    assert seconds({work: 3, **both}, 10).link == pytest.approx(2 / 8), "both ways at once, at 0.8 of the link"
+    assert seconds({copy("host", 127 * 10**8, alone=True): 1, **both}, 1000).link == pytest.approx(0.2)
+    computing = plain.products + plain.attention + plain.moved
+    beside = {copy("out", 10**9, alone=False): 1}
+    assert seconds({work: 3, **beside}, 1000).link == 0, "hidden behind the forward pass"
+    assert seconds({work: 3, **beside}, 1).link == pytest.approx(1 / 0.8 - computing / 3)
+    assert seconds({work: 3, **beside}, 1).total == pytest.approx(plain.total + 1 / 0.8 - computing / 3)
