@@ -121,13 +121,14 @@ def _memory(made: Mapping[str, Any]) -> str:
         f'<tr><td><span class="key" style="--c: var(--{_COLOURS[category]})"></span>{escape(category)}</td><td class="n">{tied(gib(size))}</td></tr>'
         for category, size in parts
     )
+    bars, split = _phases(made)
     return (
         f'<div class="two"><div>{drawing}<table><tbody>{rows}<tr class="sum"><td>peak</td><td class="n">{tied(gib(made["peak_gib"]))}</td></tr></tbody></table>'
-        f"</div><div>{_phases(made)}</div></div>{_overhead(made)}"
+        f"</div><div>{bars}</div></div>{split}{_overhead(made)}"
     )
 
 
-def _phases(made: Mapping[str, Any]) -> str:
+def _phases(made: Mapping[str, Any]) -> tuple[str, str]:
     """A bar a phase, and the same in figures."""
     split = made["phase_memory"] | ({"export, later": made["export"]} if made["export"] else {})
     drawing = plots.stacked(
@@ -143,8 +144,9 @@ def _phases(made: Mapping[str, Any]) -> str:
         for phase, found in split.items()
     )
     return (
-        f'<h3>Peak by phase, GiB</h3>{drawing}<table><thead><tr><th scope="col">phase</th>{head}<th scope="col" class="n">all</th></tr></thead>'
-        f"<tbody>{rows}</tbody></table>"
+        f"<h3>Peak by phase</h3>{drawing}",
+        f'<table><thead><tr><th scope="col">phase, GiB</th>{head}<th scope="col" class="n">all</th></tr></thead>'
+        f"<tbody>{rows}</tbody></table>",
     )
 
 
