@@ -50,10 +50,14 @@ PLAN_KEYS = {
     "peak_gib_interval": "[low, high]: nine in ten measured peaks lay between",
     "available_gib": "what the device has",
     "memory": "{category: GiB} at the peak: parameters, gradients, optimizer, activations, temporary, overhead",
-    "overhead": "{what: GiB} of memory.overhead: what the allocator keeps of freed tensors, the process or the driver's context, saving",
+    "overhead": "{what: GiB} of memory.overhead: rounding, gathered weights, communication buffers, what the allocator keeps, context, workspaces, process, saving",
+    "overhead_sources": "{what: where its figure is from}",
     "allocated_gib": "of it tensors alone",
     "reserved_gib": "tensors, and what the allocator keeps of freed ones: torch's max_memory_reserved on a GPU",
-    "phases": "{phase: GiB}, the peak of each phase of a step",
+    "phases": "{phase: GiB}, the peak of each: load, forward, head and loss, backward, update, saving, evaluation, generation (where there are samples)",
+    "phase_memory": "{phase: {category: GiB}} at the peak of each phase, categories as of memory",
+    "export": "{category: GiB} at the peak of `preheat export`, a command of its own; None for several devices",
+    "peak_phase": "the one that is the peak of all",
     "seconds_per_step": "predicted",
     "tokens_per_second": "predicted",
     "tokens_per_second_interval": "[low, high]: nine in ten measured speeds lay between",
@@ -62,6 +66,7 @@ PLAN_KEYS = {
     "parameters": "{total, trained}",
     "steps": "steps of the run",
     "seconds_total": "predicted time to finish",
+    "watts": "of the device's board at most; None where none is known",
 }
 
 

@@ -27,6 +27,8 @@ def whole_picture(made: Mapping[str, Any], name: str) -> Any:
     parts.append(picture(made, name))
     if made["cost"]:
         parts.append(Text(f"  cost     {_cost(made['cost'])}"))
+    if made["energy"]:
+        parts.append(Text(f"  energy   {_energy(made['energy'])}"))
     if made["alternatives"]:
         parts += [Text("alternatives"), _alternatives(made)]
     if made["rejected"]:
@@ -39,6 +41,13 @@ def _cost(cost: Mapping[str, Any] | None) -> str:
         return "-"
     run = f", ${cost['run']:,.2f} for the run" if cost["run"] else ""
     return f"${cost['million_tokens']:.3g} a million tokens, ${cost['hour']:,.2f} an hour{run}"
+
+
+def _energy(energy: Mapping[str, Any]) -> str:
+    run = f", {energy['run']:,.3g} kWh for the run" if energy["run"] else ""
+    return (
+        f"at most {energy['million_tokens']:.3g} kWh a million tokens{run}: boards at full power, {energy['kilowatts']:,.3g} kW"
+    )
 
 
 def _alternatives(made: Mapping[str, Any]) -> Any:

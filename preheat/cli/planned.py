@@ -23,9 +23,9 @@ def stated(
     """A recipe as it is; and what draws its figures."""
     from preheat.planning.candidates import worst
     from preheat.planning.explain import explain, figures
+    from preheat.planning.found import Found, Seen
     from preheat.planning.plan import plan, settled
     from preheat.planning.recall import recall
-    from preheat.planning.search import Found, Seen
     from preheat.training.asked import hardware
     from preheat.training.session import rows_of, vocabulary_of
 
@@ -96,7 +96,7 @@ def searched(
         for name, other in others.items():
             would = explain(found_of(other, seconds=seconds / 2, confirm=False), devices=devices, price=price)
             if would["fits"]:
-                keys = ("peak_gib", "tokens_per_second", "seconds_per_step", "mfu", "cost")
+                keys = ("peak_gib", "tokens_per_second", "seconds_per_step", "mfu", "cost", "energy")
                 told = {key: would[key] for key in keys}
                 made["alternatives"].append(
                     {

@@ -107,7 +107,8 @@ def picture(plan: Mapping[str, Any], name: str) -> Any:
         if plan["fits"]
         else Text(f"does not fit: needs {memory(peak)}, has {memory(has)}", style="bold red")
     )
-    parts: list[Any] = [head, Text(f"memory at its peak (in {plan['peak_phase']})"), bars, Text("time"), speed, verdict]
+    parts: list[Any] = [head, Text(f"memory at its peak (in {plan['peak_phase']})"), bars]
+    parts += [_phases(plan), Text("time"), speed, verdict]
     if plan.get("contended"):
         parts.append(
             Text(
@@ -116,6 +117,28 @@ def picture(plan: Mapping[str, Any], name: str) -> Any:
             )
         )
     return Group(*parts)
+
+
+def _phases(plan: Mapping[str, Any]) -> Any:
+    """A row a phase, a column a category; the phase that is the peak stands out."""
+    from rich.table import Table
+
+    unit, scale = ("GiB", 1) if plan["peak_gib"] >= 1 else ("MiB", 1024)
+
+    def size(gib: float) -> str:
+        text = f"{gib * scale:,.2f}" if scale == 1 else f"{gib * scale:,.0f}"
+        return text if float(text.replace(",", "")) else "-"
+
+    heads = ("params", "grads", "optim", "activ", "temp", "overhead")
+    table = Table(f"peak by phase, {unit}", *heads, "all", box=None, pad_edge=False, header_style="")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for phase, found in plan["phase_memory"].items():
+        style = "bold" if phase == plan["peak_phase"] else None
+        table.add_row(f"  {phase}", *map(size, found.values()), size(plan["phases"][phase]), style=style)
+    if plan["export"]:
+        table.add_row("  export, later", *map(size, plan["export"].values()), size(sum(plan["export"].values())), style="dim")
+    return table
 
 
 class Alarms(Watch):

@@ -35,6 +35,8 @@ class Accelerator:
         achieved_bf16, achieved_fp8: the best rate measured over many shapes of matrix product, FLOP/s.
         link: to its neighbours in the host (MI300X and its kin: to each of them), one direction, bytes a second.
         network: its share of the usual host's network to others, one direction, bytes a second.
+        watts: of the whole board at most, by its data sheet; a Grace Hopper's is shared with its CPU and memory, so it has none.
+        host: to the host's memory, one direction, bytes a second.
         units: processors that share out the tiles of a matrix product (SMs, CUs).
         generation: of its design; what was measured of one device holds roughly for its kin.
     """
@@ -50,6 +52,8 @@ class Accelerator:
     achieved_fp8: float | None
     link: float | None
     network: float | None
+    watts: float | None = None
+    host: float | None = None
     units: int | None = None
     generation: str = "other"
 
@@ -85,43 +89,45 @@ _SUSTAINED = {"ampere": 0.92, "ada": 0.85, "hopper": 0.72, "blackwell": 0.55, "c
 # Achieved: the "maximum achievable matmul FLOPS" finder of stas00/ml-engineering: A100 torch 2.6, A100-PCIe 2.5.1, H100 to B200 2.7 (H200's
 # bf16 is stated to be H100's), B300 2.9.1, GB200 2.10, MI300X 2.5.1, MI355X 2.8.
 # fp32, units: vendors' data sheets. fp16 is bf16's rate on all that have both. T4 and V100 have no bf16 matrix unit.
+# Watts: vendors' data sheets, where they state one figure for the device (H100-96GB, A800: as their kin of that power limit).
+# Host: x16 of PCI Express by generation, 15.75, 31.5 or 63 GB/s (PCI-SIG), as the data sheets name it; GH200: NVLink-C2C, 900 GB/s both ways.
 # The memory of 141, 180, 186 ... is what the vendors print as GB; tools show about as many GiB.
 _TABLE = """
-name                  GiB   GB/s   bf16  fp16  fp32   fp8   bf16-achieved fp8-achieved link    network units generation  # TFLOP/s, GB/s
-A100-80GB             80    2039   312   312   19.5   -     271.2         -            300     -               108   ampere
-A100-40GB             40    1555   312   312   19.5   -     -             -            300     -               108   ampere
-A100-PCIe-80GB        80    1940   312   312   19.5   -     252.9         -            31      -               108   ampere
-A800-80GB             80    2039   312   312   19.5   -     -             -            200     -               108   ampere  # A100 for export
-H100                  80    3350   989   989   67     1979  794.5         1402.6       450     50              132   hopper
-H100-SXM-96GB         96    2400   989   989   67     1979  -             -            450     50              132   hopper  # HBM2e, 500 W
-H100-PCIe             80    2000   756   756   51     1513  -             -            63      -               114   hopper
-H200                  141   4800   989   989   67     1979  794.5         1453.4       450     50              132   hopper
-GH200-SXM             141   4800   989   989   67     1979  828.6         1535.0       450     -               132   hopper  # the 96 GB one has 4.0 TB/s
-B200                  180   8000   2250  2250  75     4500  1745.0        3432.5       900     50              148   blackwell
-B300                  288   8000   2250  2250  75     4500  1769.0        3353.3       900     100             148   blackwell
-GB200                 186   8000   2500  2500  80     5000  1822.0        3615.6       900     -               148   blackwell
-GB300                 288   8000   2500  2500  80     5000  -             -            900     -               148   blackwell
-L40S                  48    864    362   362   91.6   733   -             -            31      -               142   ada
-A10G-24GB             24    600    70    70    31.2   -     -             -            31      -               72    ampere
-A6000-48GB            48    768    155   155   38.7   -     -             -            56      -               84    ampere
-A6000-Ada-48GB        48    960    364   364   91.1   728   -             -            31      -               142   ada
-A5000-24GB            24    768    111   111   27.8   -     -             -            56      -               64    ampere
-RTX-3090              24    936    71    71    35.6   -     -             -            56      -               82    ampere
-RTX-4090              24    1008   165   165   82.6   330   -             -            31      -               128   ada
-RTX-4070Ti-SUPER      16    672    88    88    44.1   176   -             -            31      -               66    ada
-T4                    16    320    -     65    8.1    -     -             -            16      -               40    turing
-V100-32GB             32    900    -     125   15.7   -     -             -            150     -               80    volta  # 30 to 60 TFLOP/s in training
-MI250X                128   3280   383   383   47.9   -     -             -            50      -               220   cdna
-MI300X                192   5300   1307  1307  163.4  2610  668.4         -            64      -               304   cdna  # link: to each peer
-MI325X                256   6000   1300  1300  163.4  2610  784.9         -            64      -               304   cdna
-MI355X                288   8000   2500  2500  157.3  5000  1565.0        -            76.5    -               256   cdna
-Gaudi2                96    2460   432   432   -      865   418.7         826.5        300     -               -     other
-Gaudi3                128   3700   1677  1677  -      1677  1243.0        1289.5       600     -               -     other
-TPU-v4                32    1200   275   -     -      -     -             -            -       -               -     other
-TPU-v5p               95    2760   459   -     -      -     -             -            -       -               -     other
-TPU-v5e               16    820    197   -     -      -     -             -            -       -               -     other
-TPU-v6e               -     -      918   -     -      918   -             -            -       -               -     other
-Trainium2             96    2900   667   667   181    1299  -             -            640     -               -     other
+name                  GiB   GB/s   bf16  fp16  fp32   fp8   bf16-achieved fp8-achieved link    network units watts host  generation  # TFLOP/s, GB/s
+A100-80GB             80    2039   312   312   19.5   -     271.2         -            300     -               108   400   31.5  ampere
+A100-40GB             40    1555   312   312   19.5   -     -             -            300     -               108   400   31.5  ampere
+A100-PCIe-80GB        80    1940   312   312   19.5   -     252.9         -            31      -               108   300   31.5  ampere
+A800-80GB             80    2039   312   312   19.5   -     -             -            200     -               108   400   31.5  ampere  # A100 for export
+H100                  80    3350   989   989   67     1979  794.5         1402.6       450     50              132   700   63    hopper
+H100-SXM-96GB         96    2400   989   989   67     1979  -             -            450     50              132   500   63    hopper  # HBM2e, 500 W
+H100-PCIe             80    2000   756   756   51     1513  -             -            63      -               114   350   63    hopper
+H200                  141   4800   989   989   67     1979  794.5         1453.4       450     50              132   700   63    hopper
+GH200-SXM             141   4800   989   989   67     1979  828.6         1535.0       450     -               132   -     450   hopper  # the 96 GB one has 4.0 TB/s
+B200                  180   8000   2250  2250  75     4500  1745.0        3432.5       900     50              148   1000  63    blackwell
+B300                  288   8000   2250  2250  75     4500  1769.0        3353.3       900     100             148   -     -     blackwell
+GB200                 186   8000   2500  2500  80     5000  1822.0        3615.6       900     -               148   -     -     blackwell
+GB300                 288   8000   2500  2500  80     5000  -             -            900     -               148   -     -     blackwell
+L40S                  48    864    362   362   91.6   733   -             -            31      -               142   350   31.5  ada
+A10G-24GB             24    600    70    70    31.2   -     -             -            31      -               72    -     31.5  ampere
+A6000-48GB            48    768    155   155   38.7   -     -             -            56      -               84    300   31.5  ampere
+A6000-Ada-48GB        48    960    364   364   91.1   728   -             -            31      -               142   300   31.5  ada
+A5000-24GB            24    768    111   111   27.8   -     -             -            56      -               64    230   31.5  ampere
+RTX-3090              24    936    71    71    35.6   -     -             -            56      -               82    350   31.5  ampere
+RTX-4090              24    1008   165   165   82.6   330   -             -            31      -               128   450   31.5  ada
+RTX-4070Ti-SUPER      16    672    88    88    44.1   176   -             -            31      -               66    285   31.5  ada
+T4                    16    320    -     65    8.1    -     -             -            16      -               40    70    15.75 turing
+V100-32GB             32    900    -     125   15.7   -     -             -            150     -               80    300   15.75 volta  # 30 to 60 TFLOP/s in training
+MI250X                128   3280   383   383   47.9   -     -             -            50      -               220   560   -     cdna
+MI300X                192   5300   1307  1307  163.4  2610  668.4         -            64      -               304   750   63    cdna  # link: to each peer
+MI325X                256   6000   1300  1300  163.4  2610  784.9         -            64      -               304   1000  63    cdna
+MI355X                288   8000   2500  2500  157.3  5000  1565.0        -            76.5    -               256   1400  63    cdna
+Gaudi2                96    2460   432   432   -      865   418.7         826.5        300     -               -     600   -     other
+Gaudi3                128   3700   1677  1677  -      1677  1243.0        1289.5       600     -               -     900   -     other
+TPU-v4                32    1200   275   -     -      -     -             -            -       -               -     -     -     other
+TPU-v5p               95    2760   459   -     -      -     -             -            -       -               -     -     -     other
+TPU-v5e               16    820    197   -     -      -     -             -            -       -               -     -     -     other
+TPU-v6e               -     -      918   -     -      918   -             -            -       -               -     -     -     other
+Trainium2             96    2900   667   667   181    1299  -             -            640     -               -     -     -     other
 """
 
 # What people and drivers say for a row above, without the words that `_key` drops.
@@ -181,7 +187,9 @@ def _rows() -> dict[str, Accelerator]:
             link=_number(link, 1e9),
             network=_number(network, 1e9),
             units=None if more[0] == "-" else int(more[0]),
-            generation=more[1],
+            watts=_number(more[1], 1),
+            host=_number(more[2], 1e9),
+            generation=more[3],
         )
     return found
 
@@ -206,11 +214,23 @@ def accelerator(name: str) -> Accelerator:
     return rows[found]
 
 
-_RATES = {"bf16": 1e12, "fp16": 1e12, "fp32": 1e12, "fp8": 1e12, "bandwidth": 1e9, "link": 1e9, "network": 1e9}
+_RATES = {
+    "bf16": 1e12,
+    "fp16": 1e12,
+    "fp32": 1e12,
+    "fp8": 1e12,
+    "bandwidth": 1e9,
+    "link": 1e9,
+    "network": 1e9,
+    "host": 1e9,
+    "watts": 1.0,
+}
 
 
 def stated(text: str) -> Accelerator:
     """An accelerator in the user's own figures: `name=X,memory=24GiB,bandwidth=1008,bf16=165`, in GB/s and TFLOP/s as data sheets have them.
+
+    Others: fp16, fp32, fp8; link (to neighbours), network, host (to its memory) in GB/s; watts.
 
     Raises:
         RecipeError: a key that is not known or not a number, or memory, bandwidth or a matrix rate is missing.
@@ -233,8 +253,10 @@ def stated(text: str) -> Accelerator:
         elif key == "memory":
             values[key] = parse_memory(value)
         elif not re.fullmatch(r"\d+(\.\d+)?", value) or float(value) == 0:
-            unit = "TFLOP/s" if _RATES[key] == 1e12 else "GB/s"
-            raise RecipeError(f"--gpu: {key}: '{value}' is no rate; write a number of {unit}")
+            unit = {1e12: "TFLOP/s", 1e9: "GB/s", 1.0: "watts"}[_RATES[key]]
+            raise RecipeError(
+                f"--gpu: {key}: '{value}' is no {'power' if key == 'watts' else 'rate'}; write a number of {unit}"
+            )
         else:
             values[key] = float(value) * _RATES[key]
     lacking = [key for key in ("memory", "bandwidth") if values[key] is None]

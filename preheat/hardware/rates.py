@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from preheat.errors import RunError
+from preheat.errors import RecipeError, RunError
 from preheat.hardware.links import LinkRate, cache_folder, load_links, seconds_of, store_json
 
 __all__ = ["LAYOUTS", "MOVERS", "AttentionRate", "Layout", "LinkRate", "MatrixRate", "MovedRate", "Rates", "load", "stored_at"]
@@ -217,7 +217,10 @@ def stored_at(hardware: str, torch: str, threads: int) -> Path:
 def load(hardware: str, torch: str, threads: int) -> Rates | None:
     """The stored rates of this hardware, version of torch and number of threads; None where there are none.
 
-    A file of another machine, of an older format or cut short counts as none: it is a cache, and storing anew says what is wrong with it.
+    A file of an older format or cut short counts as none: it is a cache, and storing anew says what is wrong with it.
+
+    Raises:
+        RecipeError: what stands under this machine's name was measured on another one: somebody put it there.
     """
     path = stored_at(hardware, torch, threads)
     try:
@@ -225,6 +228,10 @@ def load(hardware: str, torch: str, threads: int) -> Rates | None:
     except (OSError, ValueError):
         return None
     expected = {"format": _FORMAT, "hardware": hardware, "torch": torch, "threads": threads}
+    if isinstance(values, dict) and values.get("hardware") not in (None, hardware):
+        raise RecipeError(
+            f"{path}: was measured on {values['hardware']}, and this is {hardware}; delete it, and it is measured here (preheat calibrate)"
+        )
     if not isinstance(values, dict) or {key: values.get(key) for key in expected} != expected:
         return None
     del values["format"]

@@ -110,6 +110,12 @@ def _whole(modules: Iterable[nn.Module], held: dict[int, Any], drawn_too: bool =
             p.to_local().copy_(_share(found.detach(), p))
 
 
+def _near(module: nn.Module) -> list[nn.Module]:
+    """A module and those whose parameters its initialisation may draw too."""
+    children = list(module.children())
+    return [module, *children, *(m for child in children for name, m in child.named_children() if name == "base_layer")]
+
+
 class WeightSource:
     """Values for parameters: from safetensors in a folder, or freshly drawn as transformers draws them.
 
@@ -199,6 +205,31 @@ class WeightSource:
                         draw(everything.get_submodule(name))
             self._uncovered(model)
 
+    def beside(self, model: Any, *, drawn: bool, on_cpu: bool) -> int:
+        """Bytes of the model's device that `fill` takes at most beside the model, of which only shapes are looked at.
+
+        Drawn are a module and its children at once: in fp32 where they are kept in less, and whole where devices share them out. Read is one
+        value at a time, which is on the device only where that is the CPU, or where devices share it out.
+
+        Args:
+            drawn: no checkpoint has them.
+            on_cpu: the device is the CPU, whatever shapes are given on.
+        """
+        from torch.distributed.tensor import DTensor
+
+        def drawing(p: Any) -> int:
+            whole_too = p.nbytes if isinstance(p, DTensor) else 0  # of a DTensor the size of all shares together
+            return whole_too + (p.numel() * 4 if p.is_floating_point() and p.element_size() == 2 else 0)
+
+        if drawn:
+            return max(
+                sum(drawing(p) for m in _near(module) for p in m.parameters(recurse=False)) for module in model.modules()
+            )
+        largest: Any = max(model.parameters(), key=lambda p: p.numel())
+        if isinstance(largest, DTensor):
+            return largest.nbytes
+        return largest.nbytes if on_cpu else 0
+
     def _is_fresh(self, name: str) -> bool:
         return any(pattern.search(name) for pattern, _, _ in self._fresh)
 
@@ -217,21 +248,17 @@ class WeightSource:
         for name, p in model.named_parameters():  # transformers skips what is marked, and draws nothing for it
             p._is_hf_initialized = self._is_fresh(name)
 
-        def near(module: nn.Module) -> list[nn.Module]:
-            children = list(module.children())
-            return [module, *children, *(m for child in children for name, m in child.named_children() if name == "base_layer")]
-
         def visit(module: nn.Module) -> None:
             for child in module.children():
                 visit(child)
-            with _whole(near(module), held):
+            with _whole(_near(module), held):
                 draw(module)
             for p in module.parameters(recurse=False):
                 if owners[id(p)] > 1:  # a shared parameter is drawn once
                     p._is_hf_initialized = True  # type: ignore[attr-defined]
 
         def draw(module: nn.Module) -> None:
-            own = [p for m in near(module) for p in m.parameters(recurse=False)]
+            own = [p for m in _near(module) for p in m.parameters(recurse=False)]
             kept = {id(p): (p, p.data) for p in own if p.dtype in (torch.bfloat16, torch.float16)}
             for p, low in kept.values():
                 p.data = low.float()

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from preheat.planning.caching import replay_caching
 from preheat.planning.holes import Holes
-from preheat.planning.recorder import Phase
+from preheat.planning.recorder import STEP, Phase
 from preheat.technique import Device
 
 __all__ = ["Heap", "HeapUse", "hold", "replay"]
@@ -112,7 +112,7 @@ def replay(log: Iterable[tuple[int, int, str]], repeats: Iterable[tuple[int, int
 
     Args:
         log: (block, bytes: positive when made and negative when freed, phase) in order; phase `load` comes before the first
-            step, `evaluation` is left out.
+            step; what is in none of `STEP` is left out.
         repeats: (start, end, times): entries that stand for so many more like them, which take as much from the system again.
 
     Example:
@@ -127,7 +127,7 @@ def replay(log: Iterable[tuple[int, int, str]], repeats: Iterable[tuple[int, int
         times[start:end] = [n * (1 + more) for n in times[start:end]]
     counted = list(zip(log, times, strict=True))
     load = [entry for entry in counted if entry[0][2] == "load"]
-    step = [entry for entry in counted if entry[0][2] not in ("load", "evaluation")]
+    step = [entry for entry in counted if entry[0][2] in STEP]
     lasting = {block for (block, size, _), _ in load if size > 0}
     for turn, entries in enumerate([load, *[step] * _STEPS]):
         fresh = 0
@@ -144,6 +144,6 @@ def replay(log: Iterable[tuple[int, int, str]], repeats: Iterable[tuple[int, int
                 heap.free(key)
             peak = max(peak, heap.resident)
             fresh += (heap.fresh - before) * like
-        for key in living if turn else ():  # what only the evaluation frees
+        for key in living if turn else ():  # what only a later phase frees
             heap.free(key)
     return HeapUse(peak, fresh)

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from preheat.planning.holes import Holes
+from preheat.planning.recorder import STEP
 
 __all__ = ["Caching", "Reserved", "replay_caching"]
 
@@ -144,7 +145,7 @@ def replay_caching(
     """Replays the allocations of a dry run: what comes before the first step once, its step some times over.
 
     Args:
-        log: (block, bytes: positive when made and negative when freed, phase) in order; phase `evaluation` is left out.
+        log: (block, bytes: positive when made and negative when freed, phase) in order; after `load` those of `STEP` alone.
         streams: {block: name} of those that are made on a stream beside the main one.
 
     Example:
@@ -155,7 +156,7 @@ def replay_caching(
     held, streams = Caching(expandable=expandable, limit=limit), streams or {}
     log = list(log)
     load = [entry for entry in log if entry[2] == "load"]
-    step = [entry for entry in log if entry[2] not in ("load", "evaluation")]
+    step = [entry for entry in log if entry[2] in STEP]
     lasting = {block for block, size, _ in load if size > 0}
     reserved = allocated = 0
     fits = True
@@ -175,6 +176,6 @@ def replay_caching(
                 reserved = held.reserved
             if held.allocated > allocated:
                 allocated = held.allocated
-        for key in living if turn else ():  # what only the evaluation frees
+        for key in living if turn else ():  # what only a later phase frees
             held.free(key)
     return Reserved(reserved, allocated, fits)

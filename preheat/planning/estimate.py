@@ -7,6 +7,7 @@ are multiplied and divided from there; what devices send each other is taken fro
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -73,7 +74,7 @@ def seconds(seen: Observation, rates: Rates | Roofline) -> float:
 
 def _of_update(seen: Observation, rates: Rates | Roofline) -> float:
     """Seconds of the device for the update; the host hands its kernels out while the step's others still run."""
-    only = replace(seen, kernels=seen.updating)
+    only = replace(seen, kernels=Counter({kernel: n for kernel, n in seen.kernels.items() if kernel.alone}))
     if isinstance(rates, Roofline):
         parts = rates.seconds(only)
         return parts.total - parts.host

@@ -10,12 +10,13 @@ from preheat import recipe as recipes
 from preheat.hardware.rates import Rates
 from preheat.planning.candidates import words
 from preheat.planning.estimate import seconds
+from preheat.planning.found import Found, Seen
 from preheat.planning.observe import Observation
 from preheat.planning.plan import GIB
+from preheat.planning.recorder import STEP
 from preheat.planning.roofline import Roofline
-from preheat.planning.search import Found, Seen
 
-__all__ = ["cost_of", "explain", "figures"]
+__all__ = ["cost_of", "energy_of", "explain", "figures"]
 
 
 def cost_of(plan: Mapping[str, Any], devices: int, price: float | None) -> dict[str, float | None] | None:
@@ -27,8 +28,20 @@ def cost_of(plan: Mapping[str, Any], devices: int, price: float | None) -> dict[
     return {"hour": hourly, "million_tokens": hourly / 3600 / plan["tokens_per_second"] * 1e6, "run": run}
 
 
+def energy_of(plan: Mapping[str, Any], devices: int) -> dict[str, float | None] | None:
+    """What a plan takes at most, its boards at their full power all the time, in kWh; None where no power is known. `run` where the length of the run is known.
+
+    Hosts, network and cooling are not in it.
+    """
+    if plan["watts"] is None:
+        return None
+    kilowatts = plan["watts"] * devices / 1000
+    run = plan["seconds_total"] / 3600 * kilowatts if plan["seconds_total"] else None
+    return {"kilowatts": kilowatts, "million_tokens": kilowatts / 3600 / plan["tokens_per_second"] * 1e6, "run": run}
+
+
 def explain(found: Found, *, devices: int, price: float | None = None) -> dict[str, Any]:
-    """What a search found, with the keys that scripts rely on: those of a plan, and cost, recipe, alternatives, rejected.
+    """What a search found, with the keys that scripts rely on: those of a plan, and cost, energy, recipe, alternatives, rejected.
 
     Args:
         price: dollars for an hour of a device.
@@ -41,12 +54,14 @@ def explain(found: Found, *, devices: int, price: float | None = None) -> dict[s
             "recipe": recipes.as_values(s.recipe)["techniques"],
             **{key: s.plan[key] for key in ("peak_gib", "tokens_per_second", "seconds_per_step", "mfu")},
             "cost": cost_of(s.plan, devices, price),
+            "energy": energy_of(s.plan, devices),
             "gives_up": _given_up(s, best),
         }
 
     return {
         **best.plan,
         "cost": cost_of(best.plan, devices, price),
+        "energy": energy_of(best.plan, devices),
         "devices": devices,
         "chosen": words(best.added, best.micro),
         "numerics": best.trades,
@@ -97,13 +112,11 @@ def figures(found: Found, seen: Observation, rates: Rates | Roofline) -> dict[st
 
 
 def _timeline(seen: Observation) -> dict[str, Any]:
-    """Bytes alive over the allocations of a step, thinned to the extremes of each stretch; the evaluation is left out."""
+    """Bytes alive over the allocations of a step, thinned to the extremes of each stretch."""
     alive, sizes, phases = 0, list[float](), list[tuple[int, str]]()
     for _, size, phase in seen.log:
         alive += size
-        if phase == "evaluation":
-            break
-        if phase != "load":
+        if phase in STEP:
             if not phases or phases[-1][1] != phase:
                 phases.append((len(sizes), phase))
             sizes.append(alive / GIB)

@@ -18,7 +18,7 @@ from preheat.engine.build import context_of
 from preheat.models import adapter
 from preheat.planning.allocator import HeapUse, hold
 from preheat.planning.observe import Observation, observe, peaks
-from preheat.planning.recorder import Kernel
+from preheat.planning.recorder import STEP, Kernel
 from preheat.recipe import Recipe
 from preheat.technique import Axis, Device, Technique
 
@@ -119,7 +119,6 @@ def _carried_on(one: Observation, two: Observation, times: float, device: Device
         peak=peak,
         categories=categories,
         kernels=_kernels(one.kernels, two.kernels, on),
-        updating=_kernels(one.updating, two.updating, on),
         flops={dtype: on(one.flops.get(dtype, 0), count) for dtype, count in two.flops.items()},
         model_flops=on(one.model_flops, two.model_flops),
         parameters=on(one.parameters, two.parameters),
@@ -136,17 +135,17 @@ def _carried_on(one: Observation, two: Observation, times: float, device: Device
 
 
 def _of_training(peak: Mapping[str, int]) -> list[int]:
-    return [size for phase, size in peak.items() if phase != "evaluation"]
+    return [size for phase, size in peak.items() if phase in ("load", *STEP)]
 
 
 def _kernels(one: Counter[Kernel], two: Counter[Kernel], on: Any) -> Counter[Kernel]:
     found = Counter({kernel: on(count, two[kernel]) for kernel, count in one.items() if kernel in two})
     # Others take all layers at once, such as a norm over all gradients: their sizes grow, not their number.
-    sums: dict[tuple[str, str], list[list[int]]] = defaultdict(lambda: [[0] * 5, [0] * 5])
-    like: dict[tuple[str, str], Kernel] = {}
+    sums: dict[Any, list[list[int]]] = defaultdict(lambda: [[0] * 5, [0] * 5])
+    like: dict[Any, Kernel] = {}
     for side, (mine, other) in enumerate(((one, two), (two, one))):
         for kernel in mine.keys() - other.keys():
-            key, n = (kernel.operator, kernel.dtype), mine[kernel]
+            key, n = (kernel.operator, kernel.dtype, kernel.where, kernel.alone), mine[kernel]
             whole = (1, kernel.flops, kernel.bytes_read, kernel.bytes_written, kernel.fresh)
             sums[key][side] = [a + n * b for a, b in zip(sums[key][side], whole, strict=True)]
             like[key] = kernel

@@ -8,8 +8,9 @@ from dataclasses import replace
 from preheat.hardware.rates import Rates
 from preheat.models import adapter
 from preheat.planning.candidates import Space
+from preheat.planning.found import Found, too_large
 from preheat.planning.roofline import Roofline
-from preheat.planning.search import Found, search, too_large
+from preheat.planning.search import search
 
 __all__ = ["longest"]
 

@@ -15,20 +15,23 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from preheat.data.kinds import examples_of
 from preheat.engine.build import build, world_of
-from preheat.engine.step import forward, gradients, transform, update
+from preheat.engine.step import gradients, update
 from preheat.models.adapter import anatomy
 from preheat.ops.again import counting
 from preheat.planning.allocator import HeapUse
-from preheat.planning.recorder import Kernel, Mark, Phase, Recorder
+from preheat.planning.moments import evaluating, fake_batch, generating, loading, saving, tell_phases
+from preheat.planning.recorder import STEP, Kernel, Mark, Phase, Recorder
 from preheat.recipe import Recipe
-from preheat.technique import DATA, Axis, Batch, Build, Device, MaskSpec, Shape, Slot, Tag
+from preheat.technique import DATA, Axis, Batch, Build, Device, Shape, Slot, Tag
 from preheat.technique.mesh import pretended
 
-__all__ = ["CATEGORIES", "Kernel", "Observation", "Recorder", "highest", "observe", "peaks"]
+__all__ = ["BESIDE", "CATEGORIES", "Kernel", "Observation", "Recorder", "highest", "observe", "peaks"]
 
 CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "temporary")
+BESIDE = ("rounding", "gathered weights", "communication buffers")
+"""What is allocated too, and is none of these: what the allocator adds to a tensor's size, other devices' shares of weights while they are here,
+and what weights and gradients travel in."""
 
 
 @dataclass
@@ -37,8 +40,8 @@ class Observation:
 
     Attributes:
         peak: {phase: bytes} the most that was alive in each phase.
-        categories: {phase: {category: bytes}} at that phase's peak.
-        kernels: how often each kernel runs in one optimizer step, all micro-batches included; updating: those of its update.
+        categories: {phase: {category: bytes}} at that phase's peak; categories are `CATEGORIES` and `BESIDE`.
+        kernels: how often each kernel runs in one optimizer step, all micro-batches included.
         flops: by dtype, of one optimizer step.
         model_flops: of one optimizer step without what activation checkpointing computes again.
         parameters, trained: number of elements.
@@ -73,25 +76,11 @@ class Observation:
     groups: dict[tuple[int, int], tuple[Axis, ...]] = field(default_factory=dict)
     compiled: bool = False
     idle: float = 0.0
-    updating: Counter[Kernel] = field(default_factory=Counter)
     repeats: list[tuple[int, int, int]] = field(default_factory=list)
 
     @property
     def peak_phase(self) -> str:
         return max(self.peak, key=lambda phase: self.peak[phase])
-
-
-def _fake_batch(recipe: Recipe, rows: int) -> Batch:
-    """A micro-batch of the recipe's shape, each row one example; contents do not matter to a dry run."""
-    length, kind = recipe.batch.length, examples_of(recipe).kind
-    tokens, labels, positions = (torch.empty(rows, length, dtype=torch.int64) for _ in range(3))
-    if kind == "pairs":
-        mask = MaskSpec(documents=((length - length // 2, length // 2),) * rows)
-        return Batch(tokens, labels, positions, mask, rows, tuple(range(rows)), group=2)
-    if kind == "liked":
-        mask = MaskSpec(documents=((length,),) * rows)
-        return Batch(tokens, labels, positions, mask, rows, tuple(range(rows)), liked=((1,),) * rows)
-    return Batch(tokens, labels, positions, MaskSpec(), rows * length, tuple(range(rows)))
 
 
 def observe(
@@ -112,7 +101,7 @@ def observe(
         world: devices; as many as the recipe names when not given.
         rank: which of them.
         by_layer: tell apart in `at` which layer runs; not for compiled layers.
-        evaluated: False leaves the evaluation out.
+        evaluated: False leaves out what comes beside the steps: saving, evaluation, samples.
 
     Raises:
         RecipeError: the recipe cannot be built.
@@ -130,6 +119,7 @@ def _observe(recipe: Recipe, vocabulary: int | None, device: Device, by_layer: b
     made = build(recipe, vocabulary=vocabulary, device=device, dry=_Both(mode, recorder))
     with mode, recorder, counting(recorder):
         known = _known(made, recorder)
+        tell_phases(made, recorder)
         if by_layer:
             _mark(made, recorder)
         shape: Shape = made.slot(Slot.BATCH_SHAPE)(1.0)  # of the end of the run: the one that needs the most memory
@@ -138,7 +128,7 @@ def _observe(recipe: Recipe, vocabulary: int | None, device: Device, by_layer: b
         # The first micro-batch makes the gradients, the second adds to them, and every later one is like it; but a CPU's heap takes a third to settle.
         recorder.kernels.clear()
         recorder.phase = "forward"
-        held = [_fake_batch(recipe, rows) for rows in micros]  # the host holds the whole global batch
+        held = [fake_batch(recipe, rows) for rows in micros]  # the host holds the whole global batch
         batches = held[: _enough(made, len(micros))]
         marks: list[Mark] = []
         looks: list[Counter[Kernel]] = []  # a first pass over all micro-batches takes them by number
@@ -146,8 +136,6 @@ def _observe(recipe: Recipe, vocabulary: int | None, device: Device, by_layer: b
         def marked(batches: list[Batch]) -> Iterator[Batch]:
             for batch in batches:
                 marks.append(recorder.mark())
-                if made.mesh.size(Axis.PIPELINE) == 1:
-                    recorder.begin()
                 yield batch
 
         gradients(made, _Sequence(marked, batches, looks, recorder.kernels))
@@ -161,18 +149,18 @@ def _observe(recipe: Recipe, vocabulary: int | None, device: Device, by_layer: b
             recorder.kernels.update(first)
             recorder.recomputed += sum(k.flops * n for k, n in (marks[0].kernels - looks[0] + first).items())
         grads = {recorder.number(p.grad) for _, p in made.parameters() if p.grad is not None}
-        recorder.phase = "update"
-        before = Counter(recorder.kernels)
+        recorder.begin("update")
         update(made, 1e-3)
         kernels = Counter(recorder.kernels)
         del held
         if evaluated:
-            recorder.phase = "evaluation"
-            for part in made.trained:
-                part.eval()
-            with torch.no_grad():
-                forward(made, transform(made, _fake_batch(recipe, min(recipe.evaluate.micro or shape.micro, shape.micro))))
-    at, passing = _replay(recorder.log, recorder.places, known, grads)
+            saving(made, recorder)
+            evaluating(made, recorder, recipe, shape)
+            generating(made, recorder, recipe)
+    for beside, numbers in (("communication buffers", set(recorder.streams)), ("gathered weights", recorder.gathered)):
+        known.update(dict.fromkeys(numbers - known.keys() - grads, beside))
+    at, passing = _replay(recorder.log, recorder.places, known, grads, recorder.rounded)
+    at["load", ""] = loading(made, at["load", ""])
     categories = peaks(at)
     flops: dict[str, int] = defaultdict(int)
     for kernel, count in kernels.items():
@@ -195,7 +183,6 @@ def _observe(recipe: Recipe, vocabulary: int | None, device: Device, by_layer: b
         groups={key: made.mesh.along(ranks) for key, ranks in recorder.groups.items()},
         compiled=Tag("compiled-layers") in made.tags,
         idle=made.idle(len(micros)),
-        updating=kernels - before,
         repeats=recorder.repeats,
     )
 
@@ -275,10 +262,14 @@ def _known(made: Build, recorder: Recorder) -> dict[int, str]:
 
 
 def _replay(
-    log: list[tuple[int, int, Phase]], places: list[str], known: dict[int, str], grads: set[int | None]
+    log: list[tuple[int, int, Phase]],
+    places: list[str],
+    known: Mapping[int, str],
+    grads: set[int | None],
+    rounded: Mapping[int, int],
 ) -> tuple[dict[tuple[str, str], dict[str, int]], int]:
     """Categories at the peak of each phase at each place; and the most at once of those that pass, in a step."""
-    alive: dict[str, int] = dict.fromkeys(CATEGORIES, 0)
+    alive: dict[str, int] = dict.fromkeys((*CATEGORIES, *BESIDE), 0)
     category: dict[int, str] = {}
     peak: dict[tuple[str, str], int] = {}
     at_peak: dict[tuple[str, str], dict[str, int]] = {}
@@ -286,21 +277,23 @@ def _replay(
     for (number, size, phase), place in zip(log, places, strict=True):
         if size >= 0:
             category[number] = known.get(number) or (
-                "gradients" if number in grads else "activations" if phase in ("forward", "evaluation") else "temporary"
+                "gradients" if number in grads else "temporary" if phase in ("backward", "update", "saving") else "activations"
             )
-        alive[category[number]] += size
+        added = rounded[number] if size > 0 else -rounded[number] if size < 0 else 0
+        alive[category[number]] += size - added
+        alive["rounding"] += added
         total = sum(alive.values())
         if total > peak.get((phase, place), -1):
             peak[phase, place] = total
             at_peak[phase, place] = dict(alive)
-        if phase in ("forward", "backward"):
+        if phase in STEP and phase != "update":
             passing = max(passing, alive["activations"] + alive["temporary"])
     return at_peak, passing
 
 
 def highest(recorder: Recorder) -> dict[str, int]:
     """Bytes alive at the peak of each phase that was recorded."""
-    at, _ = _replay(recorder.log, recorder.places, {}, set())
+    at, _ = _replay(recorder.log, recorder.places, {}, set(), recorder.rounded)
     return {phase: sum(categories.values()) for phase, categories in peaks(at).items()}
 
 

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from preheat.engine.build import context_of
-from preheat.engine.checkpoint import beside_steps
 from preheat.hardware.rates import Rates
 from preheat.models import adapter
-from preheat.planning.allocator import hold
 from preheat.planning.layers import observe_few
-from preheat.planning.observe import CATEGORIES, Observation
+from preheat.planning.observe import BESIDE, CATEGORIES, Observation
+from preheat.planning.overhead import SOURCES, beside, exporting
 from preheat.planning.predict import step_seconds
 from preheat.planning.roofline import Roofline
 from preheat.recipe import Recipe
@@ -21,10 +21,6 @@ from preheat.technique import Device, Tag, Technique
 __all__ = ["describe", "plan", "settled"]
 
 GIB = 2**30
-
-
-_CPU_BASE = 64 * 2**20  # stacks and scratch of the threads, oneDNN's kernels, autograd's objects; measured
-_CUDA_BASE = round(0.5 * GIB)  # context and cuBLAS workspaces, as commonly reported; not yet measured here
 
 
 # Measured over predicted, of nine in ten: (memory, speed). On a CPU of the recipes of benchmarks/results/plan_vs_measured.json and plan_vs_measured-drawn.md,
@@ -38,25 +34,6 @@ _NINE_IN_TEN: dict[str, tuple[tuple[float, float], tuple[float, float]]] = {
 
 def _interval(value: float, factors: tuple[float, float]) -> list[float]:
     return [value * factor for factor in factors]
-
-
-def _beside(observation: Observation, device: Device) -> tuple[dict[str, int], int]:
-    """Bytes that a process holds beside its tensors, {what: bytes}, and those that a step has from the system anew."""
-    held = observation.held or hold(observation.log, observation.streams, device, observation.repeats)
-    kept = max(held.peak - max(size for phase, size in observation.peak.items() if phase != "evaluation"), 0)
-    if device.kind == "cpu":
-        return {"process": _CPU_BASE, "allocator": kept}, held.fresh
-    return {"context": _CUDA_BASE, "allocator": kept}, 0
-
-
-def _copy_to_save(recipe: Recipe, seen: Observation, device: Device) -> int:
-    """Bytes of the device that a checkpoint takes while it is written beside the steps: on a CPU, where the host's memory is the device's."""
-    if device.kind != "cpu" or not beside_steps(recipe, device):
-        return 0
-    held = seen.categories[seen.peak_phase]
-    # Frozen weights that stand in a folder already are not saved again.
-    share = seen.trained / seen.parameters if recipe.model.path and recipe.model.weights == "pretrained" else 1.0
-    return held["optimizer"] + round(held["parameters"] * share)
 
 
 def steps_of(recipe: Recipe, rows: int | None) -> int | None:
@@ -123,17 +100,23 @@ def settled(
     return recipe
 
 
+def _memory(found: Mapping[str, int], added: int) -> dict[str, float]:
+    """GiB by category, of an observation's bytes and those beside them."""
+    overhead = sum(found[what] for what in BESIDE) + added
+    return {category: found[category] / GIB for category in CATEGORIES} | {"overhead": overhead / GIB}
+
+
 def describe(
     recipe: Recipe, seen: Observation, *, device: Device, rates: Rates | Roofline, rows: int | None, in_use: int
 ) -> dict[str, Any]:
     """An observation as a plan."""
-    beside, fresh = _beside(seen, device)
-    beside["saving"] = _copy_to_save(recipe, seen, device)
-    overhead = sum(beside.values())
-    memory = {category: seen.categories[seen.peak_phase][category] / GIB for category in CATEGORIES} | {
-        "overhead": overhead / GIB
-    }
-    peak = (seen.peak[seen.peak_phase] + overhead) / GIB
+    more, fresh = beside(recipe, seen, device)
+    added = sum(more.values())
+    phases = {phase: _memory(found, added) for phase, found in seen.categories.items()}
+    lines = {what: seen.categories[seen.peak_phase][what] for what in BESIDE} | more
+    exported = exporting(recipe, seen, device)
+    lines = {what: size for what, size in lines.items() if size}
+    peak = (seen.peak[seen.peak_phase] + added) / GIB
     available = (device.memory - in_use) / GIB
     seconds = rates.seconds(seen).total if isinstance(rates, Roofline) else step_seconds(seen, rates, fresh=fresh)
     ceiling = rates.peak_matrix_rate[
@@ -148,11 +131,15 @@ def describe(
         "peak_gib": peak,
         "peak_gib_interval": _interval(peak, of_memory),
         "available_gib": available,
-        "memory": memory,
-        "overhead": {what: size / GIB for what, size in beside.items() if size},
+        "memory": phases[seen.peak_phase],
+        "overhead": {what: size / GIB for what, size in lines.items()},
+        "overhead_sources": {what: SOURCES[what] for what in lines},
         "allocated_gib": seen.peak[seen.peak_phase] / GIB,
-        "reserved_gib": (seen.peak[seen.peak_phase] + beside["allocator"]) / GIB,
-        "phases": {phase: (size + overhead) / GIB for phase, size in seen.peak.items()},
+        "reserved_gib": (seen.peak[seen.peak_phase] + more["allocator"]) / GIB,
+        "phases": {phase: (size + added) / GIB for phase, size in seen.peak.items()},
+        "phase_memory": phases,
+        "export": exported
+        and _memory(exported, sum(size for what, size in more.items() if what not in ("allocator", "saving"))),
         "peak_phase": seen.peak_phase,
         "seconds_per_step": seconds,
         "tokens_per_second": seen.tokens / seconds,
@@ -167,5 +154,6 @@ def describe(
         "seconds_total": total,
         "slots": seen.slots,
         "device": {"kind": device.kind, "name": device.name},
+        "watts": rates.device.watts if isinstance(rates, Roofline) else None,
         "contended": rates.contended,
     }

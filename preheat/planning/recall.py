@@ -148,7 +148,6 @@ def _values(seen: Observation) -> dict[str, Any]:
     return {
         **{key: getattr(seen, key) for key in plain},
         "kernels": _rows(seen.kernels),
-        "updating": _rows(seen.updating),
         "at": [[*key, found] for key, found in seen.at.items()],
         "groups": [[key, axes] for key, axes in seen.groups.items()],
         "held": dataclasses.astuple(seen.held) if seen.held else None,
@@ -169,13 +168,11 @@ def _load(path: Path) -> Observation | None:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    kernels, updating = _counted(values.pop("kernels")), _counted(values.pop("updating"))
+    kernels = _counted(values.pop("kernels"))
     at = {(phase, place): found for phase, place, found in values.pop("at")}
     groups = {_frozen(key): tuple(map(Axis, axes)) for key, axes in values.pop("groups")}
     held = values.pop("held")
-    return Observation(
-        **values, kernels=kernels, updating=updating, at=at, groups=groups, held=HeapUse(*held) if held else None
-    )
+    return Observation(**values, kernels=kernels, at=at, groups=groups, held=HeapUse(*held) if held else None)
 
 
 def _frozen(value: Any) -> Any:

@@ -19,9 +19,12 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from preheat.ops.sharded import local
 from preheat.planning.fakes import call, tensors
 
-__all__ = ["Kernel", "Mark", "Phase", "Recorder"]
+__all__ = ["STEP", "Kernel", "Mark", "Phase", "Recorder"]
 
-Phase = Literal["load", "forward", "backward", "update", "evaluation"]
+Phase = Literal["load", "forward", "head and loss", "backward", "update", "saving", "evaluation", "generation"]
+Place = Literal["device", "host", "out", "back"]
+STEP: tuple[Phase, ...] = ("forward", "head and loss", "backward", "update")
+"""Those that come again in every step."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,10 @@ class Kernel:
     """For attention: whether a token sees only those before it, which halves what is computed of `flops`."""
     group: tuple[int, int] | None = None
     """For collectives: among how many devices, and the distance of neighbours in rank."""
+    where: Place = "device"
+    """What does it: the device, the host's processor, or the link between their memories (to the host: out, to the device: back)."""
+    alone: bool = False
+    """It is part of the optimizer's update, when the device has nothing else to do."""
 
 
 class Mark(NamedTuple):
@@ -141,9 +148,6 @@ class Recorder(TorchDispatchMode):
         self._let_go: set[int] = set()  # ids of those that are empty now
         self.phase: Phase = "load"
         self.log: list[tuple[int, int, Phase]] = []  # (storage's number, bytes: positive when made, negative when freed, phase)
-        self._behind: bool | None = (
-            None  # the micro-batch's backward pass has begun; None where they are not taken one behind the other
-        )
         self.place = ""  # what of the model runs
         self.places: list[str] = []  # of each entry of the log
         self.kernels: Counter[Kernel] = Counter()
@@ -155,6 +159,8 @@ class Recorder(TorchDispatchMode):
         self._made = 0
         self.groups: dict[tuple[int, int], list[int]] = {}  # ranks of those that collectives were among
         self.streams: dict[int, str] = {}  # number -> stream, of storages that are made on one beside the main one
+        self.rounded: dict[int, int] = {}  # number -> bytes that rounding adds to it
+        self.gathered: set[int] = set()  # numbers of those that held gathered weights
         self._host: set[int] = set()  # ids of living storages in the host's memory, of which the device knows nothing
 
     def mark(self) -> Mark:
@@ -178,6 +184,7 @@ class Recorder(TorchDispatchMode):
         number = self._made
         self._made += 1
         self._numbers[id(storage)] = number
+        self.rounded[number] = size - storage.nbytes()
         self._enter(number, size)
 
         def freed(key: int = id(storage), number: int = number, size: int = size) -> None:
@@ -191,6 +198,12 @@ class Recorder(TorchDispatchMode):
         weakref.finalize(storage, freed)
         return int(size)
 
+    def begin(self, phase: Phase) -> None:
+        """From here on `phase`; what stands at its beginning is seen too."""
+        self.phase = phase
+        self._enter(self._made, 0)
+        self._made += 1
+
     def _enter(self, number: int, size: int) -> None:
         self.log.append((number, size, self._phase()))
         self.places.append(self.place)
@@ -202,6 +215,7 @@ class Recorder(TorchDispatchMode):
             if (number := self._numbers.get(id(storage))) is not None and id(storage) not in self._gathered:
                 size = -(-storage.nbytes() // self.rounding) * self.rounding
                 self._gathered[id(storage)] = (weakref.ref(storage), number, size)
+                self.gathered.add(number)
         for key, (ref, number, size) in self._gathered.items():
             empty = (storage := ref()) is not None and storage.nbytes() == 0
             if empty != (key in self._let_go):
@@ -241,17 +255,21 @@ class Recorder(TorchDispatchMode):
                 self._host.add(id(storage))
                 weakref.finalize(storage, self._host.discard, id(storage))
 
-    def begin(self) -> None:
-        """A micro-batch's forward pass begins: what comes behind its backward pass is not of another."""
-        self._behind = False
-
     def _phase(self) -> Phase:
-        if self.phase != "forward":
-            return self.phase
-        if torch._C._current_autograd_node() is not None:
-            self._behind = self._behind is not None or None
+        if self.phase in ("forward", "head and loss") and torch._C._current_autograd_node() is not None:
             return "backward"
-        return "backward" if self._behind else "forward"
+        return self.phase
+
+    def _where(self, name: str, inputs: list[Tensor]) -> Place:
+        if name in _LINK:
+            return _LINK[name]
+        if not self._host:
+            return "device"
+        # Single numbers decide nothing: step counters and flags are read wherever the others lie.
+        on_host = [id(_storage(t)) in self._host for t in [t for t in inputs if t.ndim] or inputs]
+        if name.endswith("::all_gather_copy_in") and any(on_host):  # which copies the shares to the device first
+            return "back"
+        return "host" if on_host and all(on_host) else "device"
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
@@ -269,10 +287,13 @@ class Recorder(TorchDispatchMode):
         if known.free:
             return out
         outputs = list(tensors(out))
+        where = self._where(known.name, inputs)
         if known.name == "preheat::lies_on_host":
             self._moved_to_host(inputs[0])
-            return out
-        if known.name in _TO_HOST or (self._host and inputs and all(id(_storage(t)) in self._host for t in inputs)):
+        if known.name == "preheat::copy_to_device_" and id(_storage(inputs[0])) in self._host:
+            self._host.discard(id(_storage(inputs[0])))  # room for it was made like what lies on the host, but on the device
+            self.follow(inputs[0])
+        if where == "host" or known.name in _TO_HOST:
             self._on_host(outputs)
         fresh = sum(self.follow(t) for t in outputs)
         if known.name in _EMPTY:
@@ -282,19 +303,24 @@ class Recorder(TorchDispatchMode):
             self._look_at_gathered(written)
         if known.stream is not None:
             self.streams.update({n: known.stream for t in (outputs or written) if (n := self.number(t)) is not None})
+        read, made = (sum(_moved(t) for t in some) for some in (inputs, written))
+        if where in ("out", "back"):  # the host's side crosses the link
+            read = made = sum(_moved(t) for t in (*inputs, *outputs) if id(_storage(t)) in self._host)
         flops = _flops(known.formula, args, out)
         floats = [t.dtype for t in inputs if t.dtype in _DTYPES] or [t.dtype for t in outputs if t.dtype in _DTYPES]
         kernel = Kernel(
             operator=known.name.removeprefix("aten::"),
             dtype=_DTYPES.get(floats[0], "int") if floats else "int",
             flops=flops,
-            bytes_read=sum(_moved(t) for t in inputs),
-            bytes_written=sum(_moved(t) for t in written),
+            bytes_read=read,
+            bytes_written=made,
             shapes=tuple(tuple(t.shape) for t in inputs[:4]),
             fresh=fresh,
             transposed=tuple(t.ndim >= 2 and t.stride(-1) != 1 for t in inputs[:3]) if flops else (),
             causal=_argument(func, args, kwargs, "is_causal", True) if flops else True,
             group=self._group(func, args) if known.collective else None,
+            where=where,
+            alone=self.phase == "update",
         )
         self.kernels[kernel] += 1
         again = torch.is_grad_enabled() or known.name in _FORWARD
@@ -334,6 +360,12 @@ def _operator(func: Any) -> _Operator:
 _STREAMS = {"all_gather_copy_in": "gather", "_reduce_scatter_base_": "reduce"}
 _FREE = {"aten::_unsafe_view", "aten::detach", "aten::alias", "aten::_local_scalar_dense", "prim::device", "aten::set_data"}
 _FORWARD = {"preheat::grouped_linear"}  # operators of a forward pass alone, which torch runs without grad mode always
+_LINK: dict[str, Place] = {
+    "preheat::to_host": "out",
+    "preheat::copy_to_host_": "out",
+    "preheat::lies_on_host": "out",
+    "preheat::copy_to_device_": "back",
+}
 _TO_HOST = {"preheat::to_host", "preheat::host_zeros"}
 _EMPTY = {
     "aten::empty",

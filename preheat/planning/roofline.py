@@ -12,6 +12,7 @@ is slower than the device, it decides.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -28,6 +29,9 @@ _LINK = (
     0.8  # of a link's, that collectives of large buffers reach (8 H100s: 361 of 450 GB/s, nccl-tests in stas00/ml-engineering)
 )
 _NETWORK = 25e9  # bytes a second a device, where the catalogue has none: 200 Gbit/s, as of hosts with eight of them at 1,600
+_HOST_LINK = 31.5e9  # bytes a second to the host's memory, where the catalogue has none: PCI Express 4.0 x16
+# Bytes a second of an optimizer on the host: a billion parameters in 0.22 s (ZeRO-Offload, arXiv:2101.06840, CPU-Adam), 28 bytes each.
+_HOST_MEMORY = 127e9
 _LATENCY, _LATENCY_NETWORK = 20e-6, 40e-6  # of a collective within a host and across hosts
 _LAUNCH = 3e-6  # between two kernels on the device
 _HOST, _HOST_COMPILED = 9e-6, 3e-6  # Python, autograd and the launch of a kernel, with its views; of a compiled layer's
@@ -113,6 +117,7 @@ class Seconds:
         products, attention, moved: matrix products, attention, and what moves more than it computes.
         waiting: for collectives that nothing hides.
         hidden: collectives beside the computing.
+        link: for copies to and from the host's memory and for what the host computes, as far as nothing hides them.
         host: that the host takes longer to hand kernels out than the device to run them.
         idle: a pipeline's bubble.
     """
@@ -124,10 +129,11 @@ class Seconds:
     hidden: float
     host: float
     idle: float
+    link: float = 0.0
 
     @property
     def total(self) -> float:
-        return self.products + self.attention + self.moved + self.waiting + self.host + self.idle
+        return self.products + self.attention + self.moved + self.waiting + self.host + self.idle + self.link
 
 
 @dataclass(frozen=True)
@@ -210,6 +216,8 @@ class Roofline:
         products = attention = moved = waiting = beside = 0.0
         launches = 0
         for kernel, count in observation.kernels.items():
+            if kernel.where != "device":
+                continue  # `_link` has them
             if kernel.group is not None:
                 seconds = self.collective(kernel) * count
                 axes = observation.groups[kernel.group]
@@ -232,7 +240,27 @@ class Roofline:
         host = max(launches * (_HOST_COMPILED if observation.compiled else _HOST) - computing, 0.0)
         waiting += max(beside - computing, 0.0)
         working = computing + host + waiting
-        return Seconds(products, attention, moved, waiting, min(beside, computing), host, working * observation.idle)
+        idle, link = working * observation.idle, self._link(observation, computing)
+        return Seconds(products, attention, moved, waiting, min(beside, computing), host, idle, link)
+
+    def _link(self, observation: Observation, computing: float) -> float:
+        """What copies between the memories add, in both directions at once.
+
+        Those of the forward pass run beside it, and those of the backward pass beside that, which takes twice as long. In the update the device
+        waits: for gradients that arrive, for the host that computes with them, for weights that come back, one parameter behind the other.
+        """
+        found: dict[tuple[str, bool], float] = defaultdict(float)
+        for kernel, count in observation.kernels.items():
+            if kernel.where == "host":
+                seconds = (kernel.bytes_read + kernel.bytes_written) / _HOST_MEMORY
+            elif kernel.where != "device":
+                seconds = kernel.bytes_written / ((self.device.host or _HOST_LINK) * _LINK)
+            else:
+                continue
+            found[kernel.where, kernel.alone] += seconds * count
+        update = max(found["out", True], found["back", True], found["host", True])
+        beside = max(found["out", False] - computing / 3, 0.0) + max(found["back", False] - computing * 2 / 3, 0.0)
+        return update + beside + found["host", False]
 
 
 def _last_wave(kernel: Kernel, units: int | None) -> float:

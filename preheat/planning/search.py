@@ -8,23 +8,23 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from preheat.errors import RecipeError
 from preheat.hardware.rates import Rates
 from preheat.models import adapter
-from preheat.planning.candidates import NUMERICS, Numerics, Settings, Space, problems_of, words, worst
+from preheat.planning.candidates import NUMERICS, Settings, Space, problems_of, words, worst
 from preheat.planning.estimate import Guess, guess
+from preheat.planning.found import Found, Seen, too_large
 from preheat.planning.kinds import Kind, kinds_of
 from preheat.planning.plan import GIB, describe
 from preheat.planning.recall import recall
 from preheat.planning.roofline import Roofline
-from preheat.recipe import Recipe
 from preheat.technique import DATA, Axis, Technique
 
-__all__ = ["AIMS", "Aim", "Found", "Seen", "search", "too_large"]
+__all__ = ["AIMS", "Aim", "search"]
 
 Aim = Literal["fastest", "cheapest", "largest-batch", "closest"]
 AIMS: tuple[Aim, ...] = ("fastest", "cheapest", "largest-batch", "closest")
@@ -53,49 +53,6 @@ class Candidate:
     def micro(self) -> int:
         """Rows of a micro-batch."""
         return math.ceil(self.rows / (self.cuts.cuts() if self.cuts else 1))
-
-
-@dataclass(frozen=True)
-class Seen:
-    """A candidate that was looked at.
-
-    Attributes:
-        plan: as of `planning.plan.plan`.
-        trades: the most that it gives up of its numbers beyond the recipe as it was given.
-    """
-
-    recipe: Recipe
-    plan: dict[str, Any]
-    trades: Numerics
-    micro: int
-    added: Settings
-
-    @property
-    def names(self) -> frozenset[str]:
-        return frozenset(t.name() for t in self.added if t.cuts() == 1)
-
-
-@dataclass
-class Found:
-    """What a search came to.
-
-    Attributes:
-        best: what serves the aim best of what fits; where nothing does, what needs the least memory of what was looked at.
-        others: what fits besides, of other techniques, the best of each.
-        seen: all that was looked at, in order.
-        rejected: (settings in words, why not), a line each.
-        guessed: how many candidates were put in order.
-        confirmed: the best was dry-run with all its layers.
-        front: (GiB, tokens a second) of those guesses that no other one betters in both, from the smallest on.
-    """
-
-    best: Seen
-    others: list[Seen] = field(default_factory=list)
-    seen: list[Seen] = field(default_factory=list)
-    rejected: list[tuple[str, str]] = field(default_factory=list)
-    guessed: int = 0
-    confirmed: bool = False
-    front: list[tuple[float, float]] = field(default_factory=list)
 
 
 def search(
@@ -255,7 +212,7 @@ class _Search:
         if any(t.spreads() for t in self.space.recipe.techniques.values()):
             self.space.context(self.space.recipe)
         size, world = self.space.recipe.batch.size, self.space.world
-        if reasons := dict.fromkeys(why for why in self._clash.values() if why):
+        if size % world == 0 and (reasons := dict.fromkeys(why for why in self._clash.values() if why)):
             return f"techniques: nothing that may be added can be planned here: {'; '.join(list(reasons)[:3])}"
         return (
             f"batch.size: {size} rows cannot be shared out evenly among {world} devices by what may be added; use a multiple of {world}"
@@ -407,11 +364,3 @@ class _Search:
 def _shape(layout: Settings) -> tuple[Any, ...]:
     """A way to share out the work, but for the numbers of devices."""
     return tuple((type(t), *(value for value in vars(t).values() if type(value) is not int)) for t in layout)
-
-
-def too_large(plan: Mapping[str, Any]) -> str:
-    """Why a plan does not fit, with what fills the most."""
-    most = sorted(plan["memory"].items(), key=lambda item: -item[1])[:2]
-    return f"needs {plan['peak_gib']:.1f} GiB of {plan['available_gib']:.1f}: " + ", ".join(
-        f"{category} {size:.1f}" for category, size in most
-    )

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 __all__ = ["pareto", "roofline", "timeline"]
 
-_SHADES = {"forward": "series-1", "backward": "series-2", "update": "series-3"}
+_SHADES = {"forward": "series-1", "head and loss": "series-4", "backward": "series-2", "update": "series-3"}
 
 
 def _figure(title: str, words: str, drawing: str, legend: Sequence[tuple[str, str]] = ()) -> str:

@@ -97,6 +97,11 @@ def _tiles(made: Mapping[str, Any]) -> str:
     if cost:
         run = f"${cost['run']:,.2f} for the run" if cost["run"] else f"${cost['hour']:,.2f} an hour"
         tiles.append(("Cost", f"${cost['million_tokens']:.3g}", f"a million tokens; {run}"))
+    if energy := made["energy"]:
+        run = f"{energy['run']:,.3g} kWh for the run" if energy["run"] else f"{energy['kilowatts']:,.3g} kW"
+        tiles.append(
+            ("Energy, at most", f"{energy['million_tokens']:.3g} kWh", f"a million tokens; {run}; boards at full power")
+        )
     return (
         '<dl class="tiles">'
         + "".join(f"<div><dt>{a}</dt><dd>{tied(b)}</dd><dd>{tied(c)}</dd></div>" for a, b, c in tiles)
@@ -116,14 +121,42 @@ def _memory(made: Mapping[str, Any]) -> str:
         f'<tr><td><span class="key" style="--c: var(--{_COLOURS[category]})"></span>{escape(category)}</td><td class="n">{tied(gib(size))}</td></tr>'
         for category, size in parts
     )
-    beside = ", ".join(f"{what} {gib(size)}" for what, size in made["overhead"].items())
-    phases = "".join(
-        f'<tr><td>{escape(phase)}</td><td class="n">{tied(gib(size))}</td></tr>' for phase, size in made["phases"].items()
-    )
+    bars, split = _phases(made)
     return (
         f'<div class="two"><div>{drawing}<table><tbody>{rows}<tr class="sum"><td>peak</td><td class="n">{tied(gib(made["peak_gib"]))}</td></tr></tbody></table>'
-        f'<p class="small">Overhead: {tied(beside)}.</p></div><div><h3>Peak by phase</h3><table><tbody>{phases}</tbody></table></div></div>'
+        f"</div><div>{bars}</div></div>{split}{_overhead(made)}"
     )
+
+
+def _phases(made: Mapping[str, Any]) -> tuple[str, str]:
+    """A bar a phase, and the same in figures."""
+    split = made["phase_memory"] | ({"export, later": made["export"]} if made["export"] else {})
+    drawing = plots.stacked(
+        "plan-phases",
+        [(phase, [(_COLOURS[c], size) for c, size in found.items()]) for phase, found in split.items()],
+        "Peak by phase: " + ", ".join(f"{phase} {gib(size)}" for phase, size in made["phases"].items()),
+    )
+    head = "".join(f'<th scope="col" class="n">{escape(c)}</th>' for c in made["memory"])
+    rows = "".join(
+        f"<tr{' class=sum' if phase == made['peak_phase'] else ''}><td>{escape(phase)}</td>"
+        + "".join(f'<td class="n">{size:,.2f}</td>' for size in (*found.values(), sum(found.values())))
+        + "</tr>"
+        for phase, found in split.items()
+    )
+    return (
+        f"<h3>Peak by phase</h3>{drawing}",
+        f'<table><thead><tr><th scope="col">phase, GiB</th>{head}<th scope="col" class="n">all</th></tr></thead>'
+        f"<tbody>{rows}</tbody></table>",
+    )
+
+
+def _overhead(made: Mapping[str, Any]) -> str:
+    rows = "".join(
+        f'<tr><td>{escape(what)}</td><td class="n">{tied(gib(size))}</td><td class="free">{escape(made["overhead_sources"][what])}</td></tr>'
+        for what, size in made["overhead"].items()
+    )
+    head = '<th scope="col">overhead at the peak</th><th scope="col" class="n">size</th><th scope="col">where the figure is from</th>'
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
 
 
 def _alternatives(made: Mapping[str, Any]) -> str:

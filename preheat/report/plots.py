@@ -244,7 +244,7 @@ def stacked(
         axes.grid(axis="x", color=SENTINEL["grid"], linewidth=0.8)
         axes.set_xlabel("GiB", loc="right", labelpad=2)
 
-    return drawn(name, SHORT, words, draw)
+    return drawn(name, SHORT if len(rows) < 4 else NARROW, words, draw)
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,8 @@ What: tensors that a layer saves are copied to pinned memory on a stream of thei
 layer ahead of the backward pass. Tensors below `least_kib` and the last layers' stay. Same numbers, bit for bit.
 Helps: activations of about two layers on the device in place of all, without computing anything twice; with activation checkpointing,
 the layers' inputs go too. Hurts: where a layer computes for less time than its activations take over the link (short sequences, slow links)
-the device waits; pinned memory cannot be swapped. The plan counts the device's memory; it does not know the link's speed yet. Not yet run on a GPU.
+the device waits; pinned memory cannot be swapped. The plan counts what crosses by the data sheet's link, and what the
+passes do not hide of it as waiting. Not yet run on a GPU.
 Source: Rhu et al. 2016, "vDNN" (arXiv:1602.08124); torch.autograd.graph.saved_tensors_hooks.
 """
 

@@ -5,7 +5,8 @@ processor and sends the weights back, one parameter computed while others are on
 weights and gradients, rounded from the fp32 weights on the host.
 Helps: 8 bytes a parameter fewer on the device, 12 with bf16 weights; for models whose optimizer does not fit. Hurts: gradients and
 weights cross the link to the host in each step and the host computes the update, which the device waits for: seconds a step for
-billions of parameters. The plan counts the device's memory; it does not know the link's speed yet. Not yet run on a GPU.
+billions of parameters. The plan counts what crosses by the data sheet's link, and the host's update
+by a published rate. Not yet run on a GPU.
 Source: Ren et al. 2021, "ZeRO-Offload" (arXiv:2101.06840).
 """
 

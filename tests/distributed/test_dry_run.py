@@ -112,7 +112,7 @@ def test_of_a_pipeline_the_end_that_needs_more_is_planned() -> None:
     """The last stage makes the logits: with a large vocabulary it needs more than the first, which keeps more micro-batches."""
     techniques = "{pipeline_parallel: {degree: 2, micro_batches: 4}}"
     recipe = recipes.override(
-        tiny(rows=8),
+        tiny(rows=16),
         "model={layers: 4, width: 32, heads: 4, vocabulary: 8192}",
         f"techniques={techniques}",
         "parallel.devices=2",

@@ -160,12 +160,15 @@ def test_rates_come_back_as_stored_and_only_for_the_same_machine(monkeypatch: py
     assert load("made up", "2.13.0", 2) == made
     assert load("made up", "2.13.0", 1) is None
     assert load("made up", "2.11.0", 2) is None
-    # A file under this machine's name that was recorded on another, or that was cut, counts as none.
-    for other in ({"hardware": "another"}, {"torch": "2.11.0"}, {"threads": 4}, {"format": 0}):
+    # A file under this machine's name that is of another version, or that was cut, counts as none.
+    for other in ({"torch": "2.11.0"}, {"threads": 4}, {"format": 0}):
         path.write_text(json.dumps({"format": 1, **dataclasses.asdict(made), **other}))
         assert load("made up", "2.13.0", 2) is None, other
     path.write_text(path.read_text()[:100])
     assert load("made up", "2.13.0", 2) is None
+    path.write_text(json.dumps({"format": 1, **dataclasses.asdict(made), "hardware": "another"}))
+    with pytest.raises(RecipeError, match=r"calibration-\w+\.json: was measured on another, and this is made up; delete it"):
+        load("made up", "2.13.0", 2)
 
 
 def test_a_cache_that_cannot_be_written_is_one_clear_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

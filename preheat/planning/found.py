@@ -1,0 +1,63 @@
+"""What a search comes to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from preheat.planning.candidates import Numerics, Settings
+from preheat.recipe import Recipe
+
+__all__ = ["Found", "Seen", "too_large"]
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A candidate that was looked at.
+
+    Attributes:
+        plan: as of `planning.plan.plan`.
+        trades: the most that it gives up of its numbers beyond the recipe as it was given.
+    """
+
+    recipe: Recipe
+    plan: dict[str, Any]
+    trades: Numerics
+    micro: int
+    added: Settings
+
+    @property
+    def names(self) -> frozenset[str]:
+        return frozenset(t.name() for t in self.added if t.cuts() == 1)
+
+
+@dataclass
+class Found:
+    """What a search came to.
+
+    Attributes:
+        best: what serves the aim best of what fits; where nothing does, what needs the least memory of what was looked at.
+        others: what fits besides, of other techniques, the best of each.
+        seen: all that was looked at, in order.
+        rejected: (settings in words, why not), a line each.
+        guessed: how many candidates were put in order.
+        confirmed: the best was dry-run with all its layers.
+        front: (GiB, tokens a second) of those guesses that no other one betters in both, from the smallest on.
+    """
+
+    best: Seen
+    others: list[Seen] = field(default_factory=list)
+    seen: list[Seen] = field(default_factory=list)
+    rejected: list[tuple[str, str]] = field(default_factory=list)
+    guessed: int = 0
+    confirmed: bool = False
+    front: list[tuple[float, float]] = field(default_factory=list)
+
+
+def too_large(plan: Mapping[str, Any]) -> str:
+    """Why a plan does not fit, with what fills the most."""
+    most = sorted(plan["memory"].items(), key=lambda item: -item[1])[:2]
+    return f"needs {plan['peak_gib']:.1f} GiB of {plan['available_gib']:.1f}: " + ", ".join(
+        f"{category} {size:.1f}" for category, size in most
+    )

@@ -1,0 +1,110 @@
+"""What a run does beside its steps, under a dry run: building, saving, evaluating, writing samples; and the head apart from the layers.
+
+Each is the program's own code on fake tensors where that reads no values; where it does (drawing weights, choosing tokens), what it holds is
+asked of the code that does it, or seen of a pass that holds at least as much.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from preheat.data.kinds import examples_of
+from preheat.engine.saving import room
+from preheat.engine.step import forward, transform
+from preheat.planning.recorder import STEP, Phase, Recorder
+from preheat.recipe import Recipe
+from preheat.technique import Batch, Build, MaskSpec, Shape, Slot
+
+__all__ = ["evaluating", "fake_batch", "generating", "loading", "saving", "tell_phases"]
+
+_PROMPTS = 8  # that are written after at a time, as `models.generate.generate` does
+
+
+def fake_batch(recipe: Recipe, rows: int) -> Batch:
+    """A micro-batch of the recipe's shape, each row one example; contents do not matter to a dry run."""
+    length, kind = recipe.batch.length, examples_of(recipe).kind
+    tokens, labels, positions = (torch.empty(rows, length, dtype=torch.int64) for _ in range(3))
+    if kind == "pairs":
+        mask = MaskSpec(documents=((length - length // 2, length // 2),) * rows)
+        return Batch(tokens, labels, positions, mask, rows, tuple(range(rows)), group=2)
+    if kind == "liked":
+        mask = MaskSpec(documents=((length,),) * rows)
+        return Batch(tokens, labels, positions, mask, rows, tuple(range(rows)), liked=((1,),) * rows)
+    return Batch(tokens, labels, positions, MaskSpec(), rows * length, tuple(range(rows)))
+
+
+def tell_phases(made: Build, recorder: Recorder) -> None:
+    """Has the recorder know when a forward pass begins and ends, and when head and loss run in it; in place."""
+
+    def within(slot: Slot, during: Phase, then: Phase) -> None:
+        inner = made.slot(slot)
+
+        def told(*args: Any, **kwargs: Any) -> Any:
+            if recorder.phase not in STEP:
+                return inner(*args, **kwargs)
+            recorder.phase = during
+            try:
+                return inner(*args, **kwargs)
+            finally:
+                recorder.phase = then
+
+        made.own(slot, told, made.owner(slot))
+
+    within(Slot.HIDDEN, "forward", "forward")
+    within(Slot.OVER_LOGITS, "head and loss", "head and loss")  # until the pass ends, or another one through the layers begins
+    within(Slot.WHOLE_FORWARD, "forward", "backward")  # what finishes a backward pass runs under no node of its graph
+
+
+def loading(made: Build, found: Mapping[str, int]) -> dict[str, int]:
+    """Categories at the peak of building: weights with what giving them values takes, or weights with the optimizer's state, which comes after.
+
+    Args:
+        found: those that the dry run saw, which gives no values.
+    """
+    model = made.recipe.model
+    drawn = model.weights == "random" or not (model.path or model.preset)
+    how = {"drawn": drawn, "on_cpu": made.device.kind == "cpu"}
+    filling = max(made.weights.beside(part, **how) for parts in made.parts.values() for part in parts)
+    return dict(found) if found["optimizer"] >= filling else {**found, "optimizer": 0, "temporary": filling}
+
+
+def saving(made: Build, recorder: Recorder) -> None:
+    """A checkpoint between two steps. On a CPU its files are put together in the device's memory; a copy beside the steps is `plan`'s to add."""
+    recorder.begin("saving")
+    needed = room(made)
+    if made.device.kind == "cpu":
+        torch.empty(needed, dtype=torch.uint8)
+
+
+def evaluating(made: Build, recorder: Recorder, recipe: Recipe, shape: Shape) -> None:
+    """A batch of validation rows."""
+    recorder.begin("evaluation")
+    for part in made.trained:
+        part.eval()
+    with torch.no_grad():
+        forward(made, transform(made, fake_batch(recipe, min(recipe.evaluate.micro or shape.micro, shape.micro))))
+
+
+def generating(made: Build, recorder: Recorder, recipe: Recipe) -> None:
+    """The samples of the recipe, as if a text were read at once that is as long as it gets: keys and values of all of it are kept, and one token's logits made.
+
+    Written token by token less is alive beside the cache. A prompt has at most as many tokens as bytes.
+    """
+    prompts = [p if isinstance(p, str) else "".join(str(m["content"]) for m in p) for p in recipe.sample.prompts]
+    if not prompts:
+        return
+    recorder.begin("generation")
+    length = max(len(p.encode()) for p in prompts) + 1 + recipe.sample.tokens
+    length = min(length, made.model.positions or length)
+    tokens = torch.empty(min(len(prompts), _PROMPTS), length, dtype=torch.int64)
+    model: Any = made.trained[0]
+    attention = model.config._attn_implementation
+    model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
+    try:
+        with torch.no_grad():
+            model(input_ids=tokens, use_cache=True, logits_to_keep=1)
+    finally:
+        model.set_attn_implementation(attention)

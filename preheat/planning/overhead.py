@@ -1,0 +1,65 @@
+"""What a device holds beside weights, gradients, optimizer states and activations: each by its name, and where the figure is from."""
+
+from __future__ import annotations
+
+from preheat.engine.checkpoint import beside_steps
+from preheat.planning.allocator import hold
+from preheat.planning.observe import Observation
+from preheat.planning.recorder import STEP
+from preheat.recipe import Recipe
+from preheat.technique import Device
+
+__all__ = ["EXACT", "SOURCES", "beside", "exporting"]
+
+_MIB = 2**20
+_CPU_BASE = 64 * _MIB  # stacks and scratch of the threads, oneDNN's kernels, autograd's objects; measured
+_CUDA_BASE, _CUBLAS = 480 * _MIB, 32 * _MIB  # 0.5 GiB together, as commonly reported; not yet measured here
+
+SOURCES = {
+    "rounding": "the allocator rounds every tensor up, to 512 bytes on a GPU and 64 on a CPU: summed over the tensors alive at the peak",
+    "gathered weights": "other devices' shares of the weights, while a layer uses them or they are fetched ahead for the next one: seen by the dry run",
+    "communication buffers": "what weights and gradients are packed into to be sent and received: seen by the dry run; what the library of collectives has of its own is not",
+    "allocator": "freed memory that is kept, and too scattered for what comes: the dry run's allocations replayed through a model of torch's caching allocator, or of glibc's heap",
+    "process": "threads' stacks and scratch, compiled kernels of products, autograd's objects: 64 MiB, measured on CPUs",
+    "context": "the driver's context and loaded kernels: 480 MiB, as commonly reported, not measured here",
+    "workspaces": "scratch of cuBLAS: 32 MiB at most, torch's setting for Hopper (8 MiB before it)",
+    "saving": "a copy of what a checkpoint holds while it is written beside the steps: sizes from the dry run",
+}
+"""Name of a line of `overhead` -> where its figure is from."""
+
+
+def beside(recipe: Recipe, seen: Observation, device: Device) -> tuple[dict[str, int], int]:
+    """Bytes that a process holds beside what the dry run saw, {what: bytes}, and those that a step has from the system anew."""
+    held = seen.held or hold(seen.log, seen.streams, device, seen.repeats)
+    kept = max(held.peak - max(size for phase, size in seen.peak.items() if phase in ("load", *STEP)), 0)
+    if device.kind == "cpu":
+        return {"process": _CPU_BASE, "allocator": kept, "saving": _copy_to_save(recipe, seen, device)}, held.fresh
+    return {"context": _CUDA_BASE, "workspaces": _CUBLAS, "allocator": kept}, 0
+
+
+EXACT = 1 << 29  # weights up to which an export compares in fp64, as compress/export/shared.py has it
+
+
+def exporting(recipe: Recipe, seen: Observation, device: Device) -> dict[str, int] | None:
+    """Categories at the peak of `preheat export` of the run, a command of its own that builds the recipe anew on one device.
+
+    The trained model is compared with what was written in fp64 (large ones in fp32). On a CPU what was written stands there too: read again, and its
+    file's pages. None for a run on several devices, whose whole model no dry run saw.
+    """
+    if any(t.spreads() for t in recipe.techniques.values()) or (recipe.parallel.devices or 1) > 1:
+        return None
+    found = dict.fromkeys(seen.categories["saving"], 0) | {k: seen.categories["saving"][k] for k in ("parameters", "optimizer")}
+    compared = seen.parameters * (8 if seen.parameters <= EXACT else 4)
+    if device.kind == "cpu":
+        return {**found, "temporary": compared + found["parameters"]}
+    return {**found, "temporary": max(compared - found["parameters"], 0)}  # it takes the place of the model
+
+
+def _copy_to_save(recipe: Recipe, seen: Observation, device: Device) -> int:
+    """On a CPU, where the host's memory is the device's; a GPU's copy is on the host."""
+    if not beside_steps(recipe, device):
+        return 0
+    held = seen.categories["saving"]
+    # Frozen weights that stand in a folder already are not saved again.
+    share = seen.trained / seen.parameters if recipe.model.path and recipe.model.weights == "pretrained" else 1.0
+    return held["optimizer"] + round(held["parameters"] * share)
