@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -78,7 +77,6 @@ def plan(
     planned as it is: `preheat plan demo --set batch.size=64`. Exit code 3: it does not fit.
     """
     from preheat.cli.planned import budget, searched, served, stated
-    from preheat.planning.crew import crew
 
     if compute_budget is not None:
         budget(compute_budget, json)
@@ -94,28 +92,23 @@ def plan(
         return asked(what, set or [], method=method, length=length, batch_tokens=batch_tokens, devices=devices)
 
     gc.set_threshold(50_000)  # while torch is imported the collector finds nothing, and takes a tenth of the time
-    with ExitStack() as beside:
-        if gpu is not None and not inference and not (what or "").endswith((".yaml", ".yml")):
-            beside.enter_context(crew())  # others import what a search needs while this process does
-        from preheat.training.asked import asked
+    from preheat.training.asked import asked
 
-        first = question(method or "full")
-        if first.given and method is not None:
-            raise RecipeError(
-                f"--method: {method}: a recipe says how it trains by its techniques; leave --method out, or name a model"
-            )
-        if inference:
-            served(first, gpu, devices, json)
-            return
-        if first.given and aim is None and allow is None:
-            made, page = stated(first, gpu, devices, per_host, price)
-        else:
-            others = {name: question(name) for name in ("lora", "qlora")} if method is None and not first.given else {}
-            limit = allow or ("exact" if first.given else "rounding")
-            made, page = searched(
-                first, others, gpu, devices, per_host, aim=aim or "fastest", allow=limit, price=price, quiet=json
-            )
-        finish(made, page, first, out=out, html=html, json=json)
+    first = question(method or "full")
+    if first.given and method is not None:
+        raise RecipeError(
+            f"--method: {method}: a recipe says how it trains by its techniques; leave --method out, or name a model"
+        )
+    if inference:
+        served(first, gpu, devices, json)
+        return
+    if first.given and aim is None and allow is None:
+        made, page = stated(first, gpu, devices, per_host, price)
+    else:
+        others = {name: question(name) for name in ("lora", "qlora")} if method is None and not first.given else {}
+        limit = allow or ("exact" if first.given else "rounding")
+        made, page = searched(first, others, gpu, devices, per_host, aim=aim or "fastest", allow=limit, price=price, quiet=json)
+    finish(made, page, first, out=out, html=html, json=json)
 
 
 def finish(made: dict[str, Any], page: Any, asked: Question, *, out: Path | None, html: Path | None, json: bool) -> None:

@@ -63,6 +63,7 @@ def searched(
         quiet: nothing is told while it goes on.
     """
     from preheat.planning.candidates import Space
+    from preheat.planning.crew import crew
     from preheat.planning.explain import explain, figures
     from preheat.planning.longest import longest
     from preheat.planning.recall import recall
@@ -88,24 +89,25 @@ def searched(
         more: dict[str, Any] = {} if aim == "longest-context" else {"aim": aim}
         return run(space, rates=rates, in_use=in_use, seconds=how.pop("seconds", seconds), tell=tell, **more, **how)
 
-    found = found_of(question)
-    if sys.stderr.isatty() and not quiet:
-        print("\r\x1b[2K", end="", file=sys.stderr, flush=True)
-    made = explain(found, devices=devices, price=price)
-    if not made["fits"]:
-        for name, other in others.items():
-            would = explain(found_of(other, seconds=seconds / 2, confirm=False), devices=devices, price=price)
-            if would["fits"]:
-                keys = ("peak_gib", "tokens_per_second", "seconds_per_step", "mfu", "cost", "energy")
-                told = {key: would[key] for key in keys}
-                made["alternatives"].append(
-                    {
-                        "what": f"--method {name}: {would['chosen']}",
-                        "recipe": would["recipe"]["techniques"],
-                        **told,
-                        "gives_up": "trains an adapter" + (" on a base in 4 bits" if name == "qlora" else ""),
-                    }
-                )
+    with crew():
+        found = found_of(question)
+        if sys.stderr.isatty() and not quiet:
+            print("\r\x1b[2K", end="", file=sys.stderr, flush=True)
+        made = explain(found, devices=devices, price=price)
+        if not made["fits"]:
+            for name, other in others.items():
+                would = explain(found_of(other, seconds=seconds / 2, confirm=False), devices=devices, price=price)
+                if would["fits"]:
+                    keys = ("peak_gib", "tokens_per_second", "seconds_per_step", "mfu", "cost", "energy")
+                    told = {key: would[key] for key in keys}
+                    made["alternatives"].append(
+                        {
+                            "what": f"--method {name}: {would['chosen']}",
+                            "recipe": would["recipe"]["techniques"],
+                            **told,
+                            "gives_up": "trains an adapter" + (" on a base in 4 bits" if name == "qlora" else ""),
+                        }
+                    )
 
     def page() -> dict[str, Any]:
         best = found.best.recipe

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import gc
 import os
-import subprocess
-import sys
+import signal
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
-from typing import Any
+from typing import Any, NoReturn
 
 __all__ = ["crew", "processes", "share"]
 
@@ -28,19 +27,14 @@ def processes() -> int:
 
 
 class _Helper:
-    """A process of the crew: `ready` once it has imported what it needs and after each task, `busy` while it has one."""
+    """A copy of this process: `ready` when it waits for a task, `busy` while it has one."""
 
     def __init__(self) -> None:
         self.pipe, far = Pipe()
-        self.ready = self.busy = False
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "preheat.planning.crew", str(far.fileno())],
-            pass_fds=[far.fileno()],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,  # what fails there is done again here, and says so then
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
+        self.ready, self.busy = True, False
+        self.process = os.fork()
+        if self.process == 0:
+            _serve(far)
         far.close()
 
     def take(self, task: Task) -> None:
@@ -50,8 +44,9 @@ class _Helper:
 
     def end(self) -> None:
         self.pipe.close()
-        self.process.terminate()
-        self.process.wait()
+        with suppress(ProcessLookupError):
+            os.kill(self.process, signal.SIGTERM)
+        os.waitpid(self.process, 0)
 
 
 _helpers: list[_Helper] = []
@@ -59,11 +54,19 @@ _helpers: list[_Helper] = []
 
 @contextmanager
 def crew(size: int | None = None) -> Iterator[None]:
-    """Within, `share` has as many processes as `size` says with this one; `processes()` when not given."""
+    """Within, `share` has as many processes as `size` says with this one; `processes()` when not given.
+
+    They are copies of this process, which must have run no backward pass yet: torch's threads for those would be missing in them.
+    """
+    import transformers.modeling_utils  # noqa: F401  # both are needed by all: else each would import them
+
+    gc.collect()
+    gc.freeze()  # what the collector would touch would be copied
     _helpers.extend(_Helper() for _ in range((size or processes()) - 1))
     try:
         yield
     finally:
+        gc.unfreeze()
         while _helpers:
             _helpers.pop().end()
 
@@ -97,23 +100,21 @@ def _hear(seconds: float | None) -> None:
             helper.end()
 
 
-def _serve(pipe: Connection) -> None:
-    from preheat.planning import recall  # takes seconds
-    from preheat.planning.observe import observe
-    from preheat.recipe import parse
-    from preheat.technique import Device
+def _serve(pipe: Connection) -> NoReturn:
+    import torch
 
-    tiny = parse("model: {layers: 1, width: 16, heads: 2, vocabulary: 64}\nbatch: {size: 1, length: 8}\nstop: {steps: 1}")
-    observe(tiny, vocabulary=None, device=Device("cpu", "", 1), world=1)  # so does the first
-    gc.freeze()
-    with suppress(EOFError, OSError):
+    from preheat.planning import recall
+
+    null = os.open(os.devnull, os.O_RDWR)
+    for standard in (0, 1, 2):  # what fails here is done again by whoever asked, and says so there
+        os.dup2(null, standard)
+    try:
+        torch.set_num_threads(1)
         while True:
-            pipe.send("ready")
             task = pipe.recv()
-            with suppress(Exception):  # whoever asked tries it again and finds the same
+            with suppress(Exception):
                 recall.recall(**task)
             recall.forget()
-
-
-if __name__ == "__main__":
-    _serve(Connection(int(sys.argv[1])))
+            pipe.send("done")
+    finally:
+        os._exit(0)

@@ -71,9 +71,10 @@ class _Kinds:
                 for c in chosen:
                     made = made if c.setting is None else made.with_change(c.look, c.beside)
                 kinds.append((kind, made))
+        sums = [self._sums(made) for _, made in kinds]
         return [
-            Kind(kind, made, frozenset(n for n, (_, other) in enumerate(kinds) if self._worse(made, other)))
-            for kind, made in kinds
+            Kind(kind, made, frozenset(n for n, other in enumerate(sums) if _worse(mine, other)))
+            for (kind, made), mine in zip(kinds, sums, strict=True)
         ]
 
     def _choices(self, plain: Look) -> list[list[Choice]]:
@@ -178,11 +179,8 @@ class _Kinds:
         """Of a row, with its part of the update."""
         return self._whole(seen.seconds) + self._whole(seen.update) / self.space.recipe.batch.size * self.space.world
 
-    def _worse(self, a: Look, b: Look) -> bool:
-        """Whether `a` is worse than `b` in one thing and better in none, by more than a guess is worth."""
-        pairs = [(self._whole(x), self._whole(y)) for x, y in ((a.states, b.states), (a.kept, b.kept))]
-        pairs.append((self._seconds(a), self._seconds(b)))
-        return all(x >= y * 0.995 for x, y in pairs) and any(x > y * 1.005 for x, y in pairs)
+    def _sums(self, seen: Look) -> tuple[float, float, float]:
+        return self._whole(seen.states), self._whole(seen.kept), self._seconds(seen)
 
     def _worth(self, choices: list[Choice]) -> list[Choice]:
         """Those that are better than each other one in something; of equals the first."""
@@ -201,3 +199,9 @@ class _Kinds:
 def _of_the_ends(added: Settings) -> bool:
     """Whether the last of these leaves the layers as they are."""
     return bool(added) and Slot.OVER_LOGITS in added[-1].owned()
+
+
+def _worse(mine: tuple[float, ...], other: tuple[float, ...]) -> bool:
+    """Whether the one is worse in something and better in nothing, by more than a guess is worth."""
+    better = any(a < b * 0.995 for a, b in zip(mine, other, strict=True))
+    return not better and any(a > b * 1.005 for a, b in zip(mine, other, strict=True))

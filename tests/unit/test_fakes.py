@@ -107,8 +107,6 @@ def test_a_crew_observes_what_one_process_does(tmp_path: Path, monkeypatch: pyte
     how: dict[str, Any] = {"vocabulary": 96, "device": DEVICE, "world": 1, "how": "step"}
     with crew.crew(2):
         [helper] = crew._helpers
-        while not helper.ready:  # it imports for some seconds
-            crew._hear(None)
         here: list[int] = []
         tasks = [{"recipe": recipe, **how} for recipe in recipes]
         crew.share(tasks, lambda task: here.append(task["recipe"].batch.size))
@@ -120,8 +118,7 @@ def test_a_crew_observes_what_one_process_does(tmp_path: Path, monkeypatch: pyte
             found = recall.recall(recipes[rows - 1], **how)
             seen = observe(recipes[rows - 1], vocabulary=96, device=DEVICE, world=1, evaluated=False)
             assert (found.kernels, found.peak, found.passing) == (seen.kernels, seen.peak, seen.passing)
-        os.kill(helper.process.pid, signal.SIGKILL)
-        helper.process.wait()
+        os.kill(helper.process, signal.SIGKILL)
         recall.together({"recipe": override(tiny(), f"batch.size={rows}"), **how} for rows in (5, 6))
         assert recall.known(override(tiny(), "batch.size=6"), **how), "left undone when a process ended"
     assert not crew._helpers
