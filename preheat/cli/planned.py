@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 __all__ = ["budget", "searched", "served", "stated", "write_recipe"]
 
 _SECONDS = {1: 8.0, 64: 50.0}  # for trying, by the number of devices up to which
-_MANY = 100.0
+_MANY = 60.0
 
 
 def stated(

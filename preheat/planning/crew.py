@@ -12,7 +12,7 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from typing import Any, NoReturn
 
-__all__ = ["crew", "processes", "share"]
+__all__ = ["alone", "crew", "processes", "share"]
 
 Task = dict[str, Any]
 """Arguments of `planning.recall.recall`."""
@@ -69,6 +69,11 @@ def crew(size: int | None = None) -> Iterator[None]:
         gc.unfreeze()
         while _helpers:
             _helpers.pop().end()
+
+
+def alone() -> bool:
+    """Whether `share` has no process but this one."""
+    return not _helpers
 
 
 def share(tasks: Iterable[Task], do: Callable[[Task], None]) -> None:

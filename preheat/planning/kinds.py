@@ -81,26 +81,33 @@ class _Kinds:
         """What is worth choosing from for each technique; each is tried beside the best of those before it."""
         base, under = Settings(), plain
         choices: list[list[Choice]] = []
-        waiting = [cls for cls in self.space.on_one_device() if self.resort or not cls.last_resort]
-        for last in (False, True):  # some serve only beside what comes later
-            refused = []
-            for cls in waiting:
-                options = self._options(cls, base)
-                self._prepare([(*base, t) for t in options])
-                tried = [found for t in options if (found := self._try(t, base, under, choices, last))]
-                if not tried:
-                    refused.append(cls)
-                    continue
-                without = Choice(None, under, under)
-                kept = self._worth([without, *tried])
-                # Worse by itself, but what excludes this technique may be worth more.
-                choices.append(kept if without in kept else [without, *kept])
-                # What brings an optimizer excludes others that do, and is slow to observe: not beside everything else.
-                light = [c for c in kept if c.setting is None or Slot.OPTIMIZER not in c.setting.owned()]
-                best = min(light or kept, key=lambda c: self._cost(c.look) / self._cost(c.beside))
-                if best.setting is not None and best.beside is under:
-                    base, under = (*base, best.setting), best.look
-            waiting = refused
+
+        def added(cls: type[Technique], last: bool) -> bool:
+            """Whether some setting of it can be; the best becomes part of the base."""
+            nonlocal base, under
+            options = self._options(cls, base)
+            self._prepare([(*base, t) for t in options])
+            tried = [found for t in options if (found := self._try(t, base, under, choices, last))]
+            if not tried:
+                return False
+            without = Choice(None, under, under)
+            kept = self._worth([without, *tried])
+            # Worse by itself, but what excludes this technique may be worth more.
+            choices.append(kept if without in kept else [without, *kept])
+            # What brings an optimizer excludes others that do, and is slow to observe: not beside everything else.
+            light = [c for c in kept if c.setting is None or Slot.OPTIMIZER not in c.setting.owned()]
+            best = min(light or kept, key=lambda c: self._cost(c.look) / self._cost(c.beside))
+            if best.setting is not None and best.beside is under:
+                base, under = (*base, best.setting), best.look
+            return True
+
+        found = [cls for cls in self.space.on_one_device() if self.resort or not cls.last_resort]
+        refused: list[type[Technique]] = []  # some serve only beside what comes later
+        # What only the ends have shows its worth beside layers that are small already.
+        for cls in sorted(found, key=lambda cls: _of_the_ends((cls(),))):
+            refused = [other for other in (cls, *refused) if not added(other, last=False)]
+        for cls in refused:
+            added(cls, last=True)
         return choices
 
     def _options(self, cls: type[Technique], base: Settings) -> list[Technique]:

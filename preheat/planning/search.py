@@ -16,6 +16,7 @@ from preheat.errors import RecipeError
 from preheat.hardware.rates import Rates
 from preheat.models import adapter
 from preheat.planning.candidates import NUMERICS, Settings, Space, problems_of, words, worst
+from preheat.planning.crew import alone
 from preheat.planning.estimate import Guess, guess
 from preheat.planning.found import Found, Seen, too_large
 from preheat.planning.kinds import Kind, kinds_of
@@ -130,7 +131,7 @@ class _Search:
         best = min(fitting, key=self._rank) if fitting else min(self.seen, key=lambda s: s.plan["peak_gib"])
         confirmed = False
         layers = self.model.layers / self.space.sizes_of(best.recipe)[Axis.PIPELINE]
-        if confirm and fitting and self._took * layers / 9 <= self.seconds:  # 4 layers and 5 were looked at
+        if confirm and fitting and self._took * layers / (9 if alone() else 5) <= self.seconds:  # 4 layers and 5 were looked at
             best, confirmed = self._confirm(best)
         front = self._front(candidates)
         found = Found(best, self._others(best), self.seen, self.rejected, self.guessed, confirmed, front)
@@ -307,7 +308,7 @@ class _Search:
             self._reject(words(c.added), why[0])
             return None
         self.tell(words(c.added, c.micro))
-        began = time.process_time()
+        began = time.perf_counter()
         try:
             seen = recall(recipe, vocabulary=self.space.vocabulary, device=self.space.device, world=self.space.world, how="few")
         except RecipeError as error:  # what only a build finds out
@@ -316,7 +317,7 @@ class _Search:
         plan = describe(recipe, seen, device=self.space.device, rates=self.rates, rows=None, in_use=self.in_use)
         made = Seen(recipe, plan, worst(c.added), c.micro, c.added)
         self.seen.append(made)
-        self._took = time.process_time() - began
+        self._took = time.perf_counter() - began
         scale = (plan["peak_gib"] * GIB / c.guess.bytes, plan["tokens_per_second"] / c.guess.tokens_per_second)
         self._scale[c.kind] = self._scale[None] = scale
         if not plan["fits"]:
