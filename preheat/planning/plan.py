@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from preheat.engine.build import context_of
+from preheat.errors import RecipeError
 from preheat.hardware.rates import Rates
 from preheat.models import adapter
 from preheat.planning.layers import observe_few
@@ -119,9 +120,12 @@ def describe(
     peak = (seen.peak[seen.peak_phase] + added) / GIB
     available = (device.memory - in_use) / GIB
     seconds = rates.seconds(seen).total if isinstance(rates, Roofline) else step_seconds(seen, rates, fresh=fresh)
-    ceiling = rates.peak_matrix_rate[
-        "bf16" if any(Tag("bf16-compute") in t.provided() for t in recipe.techniques.values()) else "fp32"
-    ]
+    dtype = "bf16" if any(Tag("bf16-compute") in t.provided() for t in recipe.techniques.values()) else "fp32"
+    ceiling = rates.peak_matrix_rate.get(dtype)
+    if not ceiling:
+        raise RecipeError(
+            f"--gpu: {device.name} has no rate for {dtype}, in which the recipe computes; state {dtype}=TFLOP/s too"
+        )
     known = "measured" if not isinstance(rates, Roofline) else "catalogue, 8 bits" if "float8" in seen.flops else "catalogue"
     of_memory, of_speed = _NINE_IN_TEN[known]
     steps = steps_of(recipe, rows)

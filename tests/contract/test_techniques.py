@@ -25,6 +25,8 @@ from preheat.engine.step import gradients, update
 from preheat.errors import RecipeError
 from preheat.models.adapter import configure
 from preheat.planning import observe as observing
+from preheat.planning.moments import fake_batch, tell_phases
+from preheat.planning.recorder import STEP
 from preheat.recipe import field_docs
 from preheat.technique import Build, Slot, Tag, Technique, conflicts_of, registry
 
@@ -134,22 +136,21 @@ def test_what_the_dry_run_sees_is_what_a_real_step_does(name: str, settings: dic
             *(t for s in real.optimizer.state.values() for t in s.values()),
         ]:
             recorder.follow(t)
+        tell_phases(real, recorder)
         with recorder:
             recorder.phase = "forward"
             rows, micro = 4, -(-4 // real.accumulation)
             shapes = [micro] * (rows // micro) + ([rows % micro] if rows % micro else [])
-            batches = [observing._fake_batch(r, n) for n in shapes]
+            batches = [fake_batch(r, n) for n in shapes]
             for batch in batches:
                 for t in (batch.tokens, batch.labels, batch.positions):
                     t.zero_()
             recorder.kernels.clear()
             gradients(real, batches)
-            recorder.phase = "update"
+            recorder.begin("update")
             update(real, 1e-3)
     peak = observing.highest(recorder)
-    assert {k: seen.peak[k] for k in ("forward", "backward", "update")} == {
-        k: peak[k] for k in ("forward", "backward", "update")
-    }
+    assert {phase: seen.peak[phase] for phase in STEP} == {phase: peak[phase] for phase in STEP}
     assert sum(seen.flops.values()) == sum(k.flops * n for k, n in recorder.kernels.items())
 
 

@@ -112,7 +112,7 @@ def test_it_is_dry_run_with_all_experts_loaded_alike() -> None:
     from torch.testing._internal.distributed.fake_pg import FakeStore
     from torch.utils.flop_counter import FlopCounterMode
 
-    from preheat.planning.observe import _fake_batch
+    from preheat.planning.moments import fake_batch
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
     try:
@@ -123,7 +123,7 @@ def test_it_is_dry_run_with_all_experts_loaded_alike() -> None:
             b = build(recipe, vocabulary=96, device=DEVICE, dry=mode)
             b.mesh.group(*DATA)
             with mode, FlopCounterMode(display=False) as counter:
-                gradients(b, [_fake_batch(recipe, 1)], 0.01)
+                gradients(b, [fake_batch(recipe, 1)], 0.01)
                 update(b, 0.01)
             counted.append(counter.get_total_flops())
             held = [p.to_local().numel() for n, p in b.parameters() if ".experts." in n]  # type: ignore[attr-defined]
