@@ -87,13 +87,14 @@ class Space:
             return
         alone = set(self.on_one_device())
         spread = [cls for cls in self.searched() if cls not in alone and cls().cuts() == 1]
-        stated = any(0 in t.degrees().values() for t in self.recipe.techniques.values())
+        given = list(self.recipe.techniques.values())
+        stated = any(0 in t.degrees().values() for t in given)
         rest = [t for cls in spread if 0 in cls().degrees().values() and not _inner(cls) for t in self._options(cls)]
         beside = [t for cls in spread if not cls.spreads() for t in self._options(cls)]
         inner = [[None, *self._options(cls)] for cls in spread if cls.spreads() and _inner(cls)]
         for cut in itertools.product(*inner):
             chosen = tuple(t for t in cut if t is not None)
-            taken = math.prod(size for t in chosen for size in t.degrees().values() if size)
+            taken = math.prod(size for t in (*given, *chosen) for size in t.degrees().values() if size)
             if self.world % taken or any(t.degrees().get(Axis.TENSOR, 1) > self.per_host for t in chosen):
                 continue
             if taken == self.world or stated:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -31,7 +32,9 @@ Aim = Literal["fastest", "cheapest", "largest-batch", "closest"]
 AIMS: tuple[Aim, ...] = ("fastest", "cheapest", "largest-batch", "closest")
 _SLACK = 1.03  # guesses up to so much over the memory are looked at all the same
 _LAYOUTS = 40  # ways to share out the work, of which all is guessed
+_ALIKE = 10  # of these, by the same techniques
 _LOOKS = 3  # however long they take
+_CONFIRM = 1.5  # of the seconds for looking, for the best with all its layers
 _OTHERS = 3  # alternatives
 _WORTH = 1.01  # how much faster another must promise to be
 
@@ -49,6 +52,11 @@ class Candidate:
     @property
     def added(self) -> Settings:
         return (*self.kind, *self.layout, *([self.cuts] if self.cuts else []))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What shares out the work."""
+        return tuple(t.name() for t in self.layout)
 
     @property
     def micro(self) -> int:
@@ -102,7 +110,9 @@ class _Search:
         self.seen: list[Seen] = []
         self.rejected: list[tuple[str, str]] = []
         self.guessed = 0
-        self._scale: dict[Any, tuple[float, float]] = {}  # kind -> looks over guesses: memory, tokens a second
+        self._scale: dict[
+            Any, tuple[float, float]
+        ] = {}  # (kind, names of the layout), these, None -> the last look over its guess: memory, tokens a second
         self._clash: dict[Any, str | None] = {}  # (kind, layout) -> why the two do not go together
         self._cut: dict[int, list[Technique]] = {}  # rows of a device -> settings that cut them
         self._took = 0.0  # seconds of the last look by few layers
@@ -131,7 +141,9 @@ class _Search:
         best = min(fitting, key=self._rank) if fitting else min(self.seen, key=lambda s: s.plan["peak_gib"])
         confirmed = False
         layers = self.model.layers / self.space.sizes_of(best.recipe)[Axis.PIPELINE]
-        if confirm and fitting and self._took * layers / (9 if alone() else 5) <= self.seconds:  # 4 layers and 5 were looked at
+        if (
+            confirm and fitting and self._took * layers / (9 if alone() else 5) <= _CONFIRM * self.seconds
+        ):  # 4 layers and 5 were looked at
             best, confirmed = self._confirm(best)
         front = self._front(candidates)
         found = Found(best, self._others(best), self.seen, self.rejected, self.guessed, confirmed, front)
@@ -141,36 +153,47 @@ class _Search:
     # Candidates
 
     def _candidates(self, kinds: list[Kind]) -> list[Candidate]:
-        """All of the most promising layouts; which these are is told by a few kinds of each, the fastest and the smallest among them."""
-        by_size = sorted(kinds, key=lambda k: k.look.states[0] + k.look.kept[0])
-        every = max(len(kinds) // 10, 1)  # to try them all would take as long as looking
-        orders = [
-            some[::every] for some in (by_size, by_size[len(by_size) // 2 :], sorted(kinds, key=lambda k: k.look.seconds[0]))
-        ]
+        """All of the most promising layouts, of each set of techniques some; which these are is told by the best kinds."""
         layouts = list(self._meshes())
         if len(layouts) > _LAYOUTS:
-            some: dict[
-                Any, list[Kind]
-            ] = {}  # by layouts that differ in numbers of devices alone, which go with the same kinds, mostly
-            for layout, _ in layouts:
+            best = [k for k in kinds if not k.better]
+            others = [
+                sorted(kinds, key=lambda k: k.look.seconds[0]),
+                sorted(kinds, key=lambda k: k.look.states[0] + k.look.kept[0]),
+            ]
+            every = max(len(kinds) // 10, 1)  # to try them all would take as long as looking
+            some: dict[Any, list[Kind]] = {}  # layouts that differ in numbers of devices alone go with the same kinds, mostly
+            # Those of most rows a device first, which can be cut for a pipeline.
+            for layout, _ in sorted(layouts, key=lambda pair: math.prod(pair[1][axis] for axis in DATA)):
                 if (shape := _shape(layout)) not in some:
-                    firsts = (next((k for k in order if self._go_together(k, layout)), None) for order in orders)
-                    some[shape] = [k for k in firsts if k is not None]
+                    found = [k for k in best if self._go_together(k, layout)]
+                    firsts = (next((k for k in order[::every] if self._go_together(k, layout)), None) for order in others)
+                    some[shape] = found or [k for k in firsts if k is not None]
             tried = [self._of(layout, sizes, some[_shape(layout)]) for layout, sizes in layouts]
             self.guessed += sum(map(len, tried))
-            ranked = [(self._hope(made), n) for n, made in enumerate(tried)]
-            layouts = [layouts[n] for _, n in sorted(ranked)[:_LAYOUTS]]
-        found = []
+            taken: Counter[tuple[str, ...]] = Counter()
+            ranked = []
+            for _, n in sorted((self._hope(made), n) for n, made in enumerate(tried)):
+                taken[names := tuple(t.name() for t in layouts[n][0])] += 1
+                if taken[names] <= _ALIKE:
+                    ranked.append(layouts[n])
+            layouts = ranked[:_LAYOUTS]
+        candidates = []
         for layout, sizes in layouts:
             possible = {n: k for n, k in enumerate(kinds) if self._go_together(k, layout)}
-            found += self._of(layout, sizes, [k for k in possible.values() if not k.better & possible.keys()])
-        self.guessed += len(found)
-        return found
+            candidates += self._of(layout, sizes, [k for k in possible.values() if not k.better & possible.keys()])
+        self.guessed += len(candidates)
+        return candidates
 
     def _go_together(self, kind: Kind, layout: Settings) -> bool:
+        """Whether a kind and a layout can be, with the whole batch at once or cut as small as it may be."""
         key = (kind.settings, layout)
         if key not in self._clash:
-            why = problems_of(self.space, self.space.having((*kind.settings, *layout)))
+            both = (*kind.settings, *layout)
+            why = problems_of(self.space, self.space.having(both))
+            cuts = self._ways_to_cut(layout) if why else [None]
+            if cuts[-1] is not None:
+                why = problems_of(self.space, self.space.having((*both, cuts[-1])))
             self._clash[key] = why[0] if why else None
         return self._clash[key] is None
 
@@ -186,11 +209,10 @@ class _Search:
             if sizes is not None and self.space.even(sizes):
                 yield layout, sizes
 
-    def _of(self, layout: Settings, sizes: dict[Axis, int], kinds: list[Kind]) -> list[Candidate]:
-        stated = tuple(self.space.recipe.techniques.values())
-        fixed, batch = math.prod(t.cuts() for t in stated), self.space.recipe.batch
-        rows = batch.size // math.prod(sizes[axis] for axis in DATA)
-        cuts: list[Technique | None] = [None, *(self._cuts(rows, layout) if fixed == 1 and rows > 1 else [])]
+    def _of(self, layout: Settings, sizes: dict[Axis, int], kinds: Iterable[Kind]) -> list[Candidate]:
+        stated, batch = tuple(self.space.recipe.techniques.values()), self.space.recipe.batch
+        fixed, rows = math.prod(t.cuts() for t in stated), batch.size // math.prod(sizes[axis] for axis in DATA)
+        cuts = self._ways_to_cut(layout)
         made = []
         for kind in kinds:
             tags = frozenset(tag for t in (*stated, *kind.settings, *layout) for tag in t.provided())
@@ -201,12 +223,17 @@ class _Search:
                     made.append(Candidate(kind.settings, layout, cut, rows, guessed))
         return made
 
-    def _cuts(self, rows: int, layout: Settings) -> list[Technique]:
-        """Ways to cut so many rows into micro-batches."""
+    def _ways_to_cut(self, layout: Settings) -> list[Technique | None]:
+        """Ways to cut a device's rows into micro-batches, from none on, which is the only one where the recipe states how."""
+        stated = self.space.recipe.techniques.values()
+        sizes = self.space.sizes((*stated, *layout))
+        rows = self.space.recipe.batch.size // math.prod(sizes[axis] for axis in DATA) if sizes else 1
+        if rows == 1 or any(t.cuts() > 1 for t in stated):
+            return [None]
         if rows not in self._cut:
             context = self.space.context(self.space.having(layout))
             self._cut[rows] = [t for cls in self.space.searched() if cls().cuts() > 1 for t in cls().options(context)]
-        return self._cut[rows]
+        return [None, *self._cut[rows]]
 
     def _why_none(self) -> str:
         """Raises where what the recipe states contradicts itself already."""
@@ -223,9 +250,13 @@ class _Search:
     # Looks
 
     def _corrected(self, c: Candidate) -> tuple[float, float]:
-        """Bytes and tokens a second of a guess, as looks at its kin were beside theirs."""
-        own, any_other = self._scale.get(c.kind), self._scale.get(None, (1.0, 1.0))
-        memory, speed = own or (math.sqrt(any_other[0]), any_other[1])  # of memory, kinds tell less about each other
+        """Bytes and tokens a second of a guess, as looks at its kin were beside theirs: the less they have in common, the less they tell."""
+        if own := self._scale.get((c.kind, c.names)):
+            memory, speed = own
+        elif alike := self._scale.get(c.names):
+            memory, speed = math.sqrt(alike[0]), alike[1]
+        else:
+            memory, speed = 1.0, math.sqrt(self._scale.get(None, (1.0, 1.0))[1])
         return c.guess.bytes * memory, c.guess.tokens_per_second * speed
 
     def _promise(self, c: Candidate) -> tuple[float, ...]:
@@ -319,7 +350,7 @@ class _Search:
         self.seen.append(made)
         self._took = time.perf_counter() - began
         scale = (plan["peak_gib"] * GIB / c.guess.bytes, plan["tokens_per_second"] / c.guess.tokens_per_second)
-        self._scale[c.kind] = self._scale[None] = scale
+        self._scale[c.kind, c.names] = self._scale[c.names] = self._scale[None] = scale
         if not plan["fits"]:
             key = (c.kind, c.layout)
             self._failed[key] = min(c.micro, self._failed.get(key, c.micro))

@@ -12,6 +12,7 @@ from preheat.errors import RecipeError
 from preheat.hardware.catalogue import Accelerator, accelerator, stated
 from preheat.planning import recall as recalling
 from preheat.planning.candidates import Space, worst
+from preheat.planning.estimate import look
 from preheat.planning.explain import explain, figures
 from preheat.planning.plan import plan
 from preheat.planning.roofline import Roofline
@@ -173,3 +174,33 @@ def test_a_configuration_that_lacks_a_size_is_refused(tmp_path: Path) -> None:
 def test_what_contradicts_itself_is_told_in_one_line(more: str, rows: int, words: str) -> None:
     with pytest.raises(RecipeError, match=words):
         found(override(small(rows=rows), more), 4000, world=8)
+
+
+def test_a_look_tells_what_a_layer_keeps_from_what_its_gradients_take() -> None:
+    rates = gpu(8192)
+    how: dict[str, Any] = {"vocabulary": None, "device": rates.as_device, "rates": rates}
+    single = override(small(), "batch.size=1")
+    plain = look(single, **how)
+    spare = look(override(single, "techniques.activation_checkpointing={}"), **how)
+    hidden = 512 * 256 * 4  # of a row's tokens, fp32: the one thing that a layer keeps whose rest is computed again
+    assert hidden <= spare.kept[0] <= 1.1 * hidden
+    assert plain.kept[0] > 8 * hidden
+    layer = 4 * 256**2 + 3 * 256 * 1024 + 2 * 256  # four projections, a gated feed-forward of four widths, two norms
+    assert plain.states[0] == spare.states[0] == pytest.approx(16 * layer, rel=0.35)
+    assert 0 < plain.update[0] < plain.seconds[0] < spare.seconds[0]
+    both = plain.with_change(spare, plain)
+    assert both == spare
+
+
+def test_only_what_goes_with_a_way_to_share_out_is_a_candidate() -> None:
+    rates, recipe = (
+        gpu(8192),
+        parse(
+            "model: {layers: 2, width: 256, heads: 4, vocabulary: 2048}\nbatch: {size: 8, length: 512}\nstop: {steps: 1}\n"
+            "techniques: {tensor_parallel: {degree: 2}, efficient_attention: {}}"
+        ),
+    )
+    made = search(Space(recipe, None, rates.as_device, 2, "rounding"), rates=rates, seconds=1, confirm=False)
+    assert made.best.plan["fits"]
+    assert made.guessed
+    assert not any("owns the slot" in why for what, why in made.rejected if "tensor_parallel" in what), made.rejected
