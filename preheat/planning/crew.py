@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -21,9 +22,11 @@ _MOST = 4  # each holds torch and transformers: 0.6 GiB
 
 
 def processes() -> int:
-    """How many a search takes: $PREHEAT_PROCESSES, or one a core and four at most."""
+    """How many a search takes: $PREHEAT_PROCESSES, or one a core and four at most; one where a process cannot be copied safely."""
+    if sys.platform != "linux":
+        return 1
     stated = os.environ.get("PREHEAT_PROCESSES", "")
-    return int(stated) if stated.isdigit() and int(stated) else min(len(os.sched_getaffinity(0)), _MOST)
+    return max(int(stated), 1) if stated.isdigit() else min(len(os.sched_getaffinity(0)), _MOST)
 
 
 class _Helper:
