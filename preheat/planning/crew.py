@@ -30,18 +30,18 @@ def processes() -> int:
 
 
 class _Helper:
-    """A copy of this process: `ready` when it waits for a task, `busy` while it has one."""
+    """A copy of this process, with the task that it has."""
 
     def __init__(self) -> None:
         self.pipe, far = Pipe()
-        self.ready, self.busy = True, False
+        self.task: Task | None = None
         self.process = os.fork()
         if self.process == 0:
             _serve(far)
         far.close()
 
     def take(self, task: Task) -> None:
-        self.ready, self.busy = False, True
+        self.task = task
         with suppress(OSError):  # it has ended, which is heard next
             self.pipe.send(task)
 
@@ -86,26 +86,28 @@ def share(tasks: Iterable[Task], do: Callable[[Task], None]) -> None:
         do: does one here.
     """
     left = deque(tasks)
-    while left or any(helper.busy for helper in _helpers):
-        _hear(0.0 if left else None)
+    while left or any(helper.task for helper in _helpers):
+        left.extend(_hear(0.0 if left else None))
         for helper in _helpers:
-            if helper.ready and left:
+            if helper.task is None and left:
                 helper.take(left.pop())
         if left:
             do(left.popleft())
 
 
-def _hear(seconds: float | None) -> None:
-    """Takes note of who is done; one that has ended is no longer asked."""
+def _hear(seconds: float | None) -> list[Task]:
+    """Takes note of who is done. One that has ended is no longer asked; gives what it has left undone."""
+    undone = []
     for pipe in wait([helper.pipe for helper in _helpers], seconds):
         helper = next(h for h in _helpers if h.pipe is pipe)
-        helper.busy = False
         try:
             helper.pipe.recv()
-            helper.ready = True
         except (EOFError, OSError):
+            undone += [helper.task] if helper.task else []
             _helpers.remove(helper)
             helper.end()
+        helper.task = None
+    return undone
 
 
 def _serve(pipe: Connection) -> NoReturn:
