@@ -44,7 +44,7 @@ class OptimizerOffload(Technique):
     numerics: ClassVar[Any] = "rounding"
     last_resort: ClassVar[bool] = True
     owns: ClassVar[frozenset[Slot]] = frozenset({Slot.OPTIMIZER})
-    provides: ClassVar[frozenset[Tag]] = frozenset({Tag("bf16-compute")})
+    provides: ClassVar[frozenset[Tag]] = frozenset({Tag("bf16-compute"), Tag("bf16-weights")})
 
     weights: Literal["fp32", "bf16"] = "fp32"
     """The device's weights and gradients; the host's are fp32."""

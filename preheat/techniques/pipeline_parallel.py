@@ -238,8 +238,10 @@ class PipelineParallel(Technique):
             build.accumulation = self.micro_batches
         if adapter.embedding(part).weight is adapter.head(part).weight:
             self._tie(build, me)
-        # Hidden states have the embedding's precision, which residual connections keep, or that in which fsdp gathers it.
-        dtype = torch.bfloat16 if Tag("bf16-gather") in build.tags else adapter.embedding(part).weight.dtype
+        # Hidden states have the embedding's precision, which residual connections keep: or that in which it is gathered, or cast to later where it is trained.
+        cast = Tag("bf16-weights") in build.tags and Tag("frozen-base") not in build.tags
+        half = cast or Tag("bf16-gather") in build.tags
+        dtype = torch.bfloat16 if half else adapter.embedding(part).weight.dtype
         runner = _Runner(build, self.schedule, dict(zip(numbers, build.trained, strict=True)), count, dtype)
         build.own(Slot.FORWARD_BACKWARD, runner.forward_backward, self.name())
         build.own(Slot.WHOLE_FORWARD, runner.forward, self.name())

@@ -121,3 +121,10 @@ def test_of_a_pipeline_the_end_that_needs_more_is_planned() -> None:
     first, last = (observe(recipe, **how, rank=rank).peak for rank in (0, 1))
     assert max(last.values()) > max(first.values())
     assert observe_few(recipe, **how).peak == last
+
+
+def test_a_pipeline_sends_what_weights_that_are_cast_later_give() -> None:
+    spread = "{pipeline_parallel: {degree: 2, micro_batches: 2}, optimizer_offload: {weights: bf16}}"
+    recipe = recipes.override(tiny(spread, rows=4), "parallel.devices=2")
+    found = observe(recipe, vocabulary=96, device=Device("cuda", "H100", 80 * 2**30, (9, 0), at_hand=False))
+    assert {kernel.dtype for kernel in found.kernels if kernel.operator == "c10d::send"} == {"bf16"}
