@@ -59,16 +59,16 @@ def tell_phases(made: Build, recorder: Recorder) -> None:
 
 
 def loading(made: Build, found: Mapping[str, int]) -> dict[str, int]:
-    """Categories at the peak of building: weights with what giving them values takes, or weights with the optimizer's state, which comes after.
+    """Categories while weights get their values: they and what giving them values takes. The optimizer's state comes after.
 
     Args:
-        found: those that the dry run saw, which gives no values.
+        found: those at the end of building that the dry run saw, which gives no values.
     """
     model = made.recipe.model
     drawn = model.weights == "random" or not (model.path or model.preset)
     how = {"drawn": drawn, "on_cpu": made.device.kind == "cpu"}
     filling = max(made.weights.beside(part, **how) for parts in made.parts.values() for part in parts)
-    return dict(found) if found["optimizer"] >= filling else {**found, "optimizer": 0, "temporary": filling}
+    return {**found, "optimizer": 0, "temporary": filling}
 
 
 def saving(made: Build, recorder: Recorder) -> None:

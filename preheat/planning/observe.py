@@ -160,7 +160,7 @@ def _observe(recipe: Recipe, vocabulary: int | None, device: Device, by_layer: b
     for beside, numbers in (("communication buffers", set(recorder.streams)), ("gathered weights", recorder.gathered)):
         known.update(dict.fromkeys(numbers - known.keys() - grads, beside))
     at, passing = _replay(recorder.log, recorder.places, known, grads, recorder.rounded)
-    at["load", ""] = loading(made, at["load", ""])
+    at["load", "values"] = loading(made, at["load", ""])  # a place of its own, since only each by itself is affine in layers
     categories = peaks(at)
     flops: dict[str, int] = defaultdict(int)
     for kernel, count in kernels.items():

@@ -128,3 +128,13 @@ def test_a_pipeline_sends_what_weights_that_are_cast_later_give() -> None:
     recipe = recipes.override(tiny(spread, rows=4), "parallel.devices=2")
     found = observe(recipe, vocabulary=96, device=Device("cuda", "H100", 80 * 2**30, (9, 0), at_hand=False))
     assert {kernel.dtype for kernel in found.kernels if kernel.operator == "c10d::send"} == {"bf16"}
+
+
+def test_what_building_takes_is_carried_on_where_optimizer_and_drawing_change_places() -> None:
+    """With few layers the drawing of the embedding is the most, with many the optimizer's states."""
+    wide = "model={family: llama, layers: 24, width: 128, heads: 4, kv_heads: 2, vocabulary: 3400}"
+    recipe = recipes.override(tiny(rows=WORLD), wide, "techniques={fsdp: {}}", f"parallel.devices={WORLD}")
+    how: dict[str, Any] = {"vocabulary": 3400, "device": Device("cuda", "H100", 80 * 2**30, (9, 0), at_hand=False)}
+    few, whole = observe_few(recipe, **how), observe(recipe, **how)
+    assert few.peak["load"] == pytest.approx(whole.peak["load"], rel=0.001)
+    assert few.at["load", "values"]["optimizer"] == 0 < few.at["load", ""]["optimizer"]
