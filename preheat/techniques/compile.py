@@ -47,6 +47,7 @@ class CompiledLayers:
             return forward(*args, **kwargs)
 
         self.graphs, self.limit = 0, limit
+        self._planning: Any = None
         self.planned: list[tuple[Any, Any]] = []
         # torch keeps graphs with the code object: one of our own, so that another model's are neither used nor counted.
         own = types.FunctionType(layer.__code__.replace(), globals())
@@ -61,9 +62,17 @@ class CompiledLayers:
 
         # Under a dispatch mode (fake tensors for one) nothing can be compiled, and a growing cache has another shape each token.
         if is_in_torch_dispatch_mode():
+            from torch._guards import detect_fake_mode
+
             from preheat.models.kernels import computed_by
 
-            with computed_by(self.planned):
+            within = computed_by(self.planned)
+            if detect_fake_mode(args) is not None:  # for good: what is computed again in the backward pass is so, too
+                if self._planning is None:
+                    self._planning = within
+                    within.__enter__()
+                return forward(*args, **kwargs)
+            with within:
                 return forward(*args, **kwargs)
         if kwargs.get("past_key_values") is not None:
             return forward(*args, **kwargs)

@@ -21,6 +21,7 @@ from preheat.models.adapter import anatomy
 from preheat.ops.attention import reference_attention, sdpa_attention
 from preheat.ops.attention_blocks import blocked_attention
 from preheat.ops.opaque import OpaqueAttention, OpaqueMask
+from preheat.planning.observe import observe
 from preheat.technique import Build, MaskSpec
 from preheat.techniques.compile import compile_layers
 
@@ -187,3 +188,12 @@ def test_a_machine_without_a_compiler_is_told(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(shutil, "which", lambda name: None)
     with pytest.raises(RecipeError, match="needs a C\\+\\+ compiler"):
         build(tiny("{compile: {}}"), vocabulary=96, device=DEVICE)
+
+
+@pytest.mark.parametrize("mode", ["full", "selective", "budget, budget: 0.5"])
+def test_compiled_layers_are_planned_with_every_way_to_checkpoint(mode: str) -> None:
+    both = f"{{compile: {{}}, activation_checkpointing: {{mode: {mode}}}, efficient_attention: {{}}}}"
+    fused = f"{{fused_operators: {{}}, activation_checkpointing: {{mode: {mode}}}, efficient_attention: {{}}}}"
+    seen, like = (observe(tiny(techniques), vocabulary=96, device=DEVICE) for techniques in (both, fused))
+    assert seen.flops == like.flops
+    assert seen.peak["backward"] == pytest.approx(like.peak["backward"], rel=0.02)
