@@ -86,11 +86,10 @@ def total_norm(tensors: Iterable[Tensor], chunk: int = 1 << 20) -> Tensor:
     def norms(some: Iterable[Tensor]) -> Tensor:
         found = []
         for t in some:
+            parts: Iterable[Tensor] = [t]
             if t.device.type == "cpu" and t.dtype != torch.float32 and t.is_contiguous():
                 flat = t.view(-1)
                 parts = (flat[start : start + chunk] for start in alike(range(0, max(len(flat), 1), chunk)))
-            else:
-                parts = (whole for whole in [t])
             found += [torch.linalg.vector_norm(part, dtype=torch.float32) for part in parts]
         return torch.stack(found)
 

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from preheat.hardware.rates import Rates
+from preheat.planning.layers import of_layers
 from preheat.planning.observe import Observation
 from preheat.planning.predict import step_seconds
 from preheat.planning.recall import recall
@@ -20,7 +21,7 @@ from preheat.planning.roofline import Roofline
 from preheat.recipe import Batch, Recipe
 from preheat.technique import DATA, Axis, Device, ModelFacts, Tag
 
-__all__ = ["Guess", "Look", "few", "guess", "look", "seconds"]
+__all__ = ["Guess", "Look", "guess", "look", "seconds"]
 
 
 @dataclass(frozen=True)
@@ -81,11 +82,6 @@ def _of_update(seen: Observation, rates: Rates | Roofline) -> float:
     return step_seconds(only, rates)
 
 
-def few(recipe: Recipe, layers: int) -> Recipe:
-    """The same with so many layers."""
-    return replace(recipe, model=replace(recipe.model, config={**recipe.model.config, "num_hidden_layers": layers}))
-
-
 def look(
     recipe: Recipe,
     *,
@@ -105,7 +101,7 @@ def look(
     """
 
     def numbers(layers: int) -> tuple[float, ...]:
-        seen = recall(few(recipe, layers), vocabulary=vocabulary, device=device, world=1, how="step")
+        seen = recall(of_layers(recipe, layers), vocabulary=vocabulary, device=device, world=1, how="step")
         at = seen.categories["update"]
         update = _of_update(seen, rates)
         states = at["parameters"] + at["gradients"] + at["optimizer"]

@@ -11,7 +11,8 @@ from preheat.errors import RecipeError
 from preheat.hardware.rates import Rates
 from preheat.models import adapter
 from preheat.planning.candidates import Settings, Space, problems_of, words
-from preheat.planning.estimate import Look, few, look
+from preheat.planning.estimate import Look, look
+from preheat.planning.layers import of_layers
 from preheat.planning.recall import together
 from preheat.planning.roofline import Roofline
 from preheat.technique import Slot, Technique
@@ -132,7 +133,9 @@ class _Kinds:
         """Has what is about to be looked at observed by all processes at once."""
         singles = [(self.space.single(added), _of_the_ends(added)) for added in tried if not self._problems(added)]
         how = {"vocabulary": self.space.vocabulary, "device": self.space.device, "world": 1, "how": "step"}
-        together({"recipe": few(recipe, layers), **how} for recipe, ends in singles for layers in ((1,) if ends else (1, 2)))
+        together(
+            {"recipe": of_layers(recipe, layers), **how} for recipe, ends in singles for layers in ((1,) if ends else (1, 2))
+        )
 
     def _try(self, t: Technique, base: Settings, under: Look, choices: list[list[Choice]], last: bool) -> Choice | None:
         """A setting beside the base; where the two exclude each other, beside a variant of the base."""

@@ -22,7 +22,7 @@ from preheat.planning.recorder import STEP, Kernel
 from preheat.recipe import Recipe
 from preheat.technique import Axis, Device, Technique
 
-__all__ = ["observe_few"]
+__all__ = ["observe_few", "of_layers"]
 
 FEWEST = 4  # layers from which on a step's places are affine
 MANY = 12  # layers below which two observations cost as much as one of them all
@@ -58,7 +58,7 @@ def observe_few(
         seen = see([{"recipe": recipe, "rank": rank, **how} for rank in ends])
         return max(seen, key=lambda one: one.peak[one.peak_phase])
     fewer, more = few
-    one, two = see([{"recipe": _of(recipe, count), "by_layer": True, **how} for count in (fewer, more)])
+    one, two = see([{"recipe": of_layers(recipe, count), "by_layer": True, **how} for count in (fewer, more)])
     return _carried_on(one, two, (layers - fewer) / (more - fewer), device)
 
 
@@ -72,7 +72,8 @@ def _ends(recipe: Recipe, config: Any, device: Device, world: int | None) -> lis
     )
 
 
-def _of(recipe: Recipe, layers: int) -> Recipe:
+def of_layers(recipe: Recipe, layers: int) -> Recipe:
+    """The same with so many layers."""
     return replace(recipe, model=replace(recipe.model, config={**recipe.model.config, "num_hidden_layers": layers}))
 
 
