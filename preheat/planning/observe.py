@@ -175,7 +175,7 @@ def _observe(recipe: Recipe, vocabulary: int | None, device: Device, by_layer: b
         trained=sum(p.numel() for _, p in made.parameters()),
         tokens=shape.rows * shape.length,
         passing=passing,
-        log=recorder.log,
+        log=list(recorder.log),  # what stands at the end goes when Python collects it, which is nothing of the step's
         slots=made.slots(),
         changes=made.changes,
         at=at,
