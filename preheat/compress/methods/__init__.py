@@ -1,0 +1,7 @@
+"""One file a method. Importing this package imports every module of the folder; errors propagate. No torch."""
+
+import importlib
+import pkgutil
+
+for _module in pkgutil.iter_modules(__path__):
+    importlib.import_module(f"{__name__}.{_module.name}")
