@@ -51,8 +51,10 @@ class Grid:
         (512, 4096),
         (288, 32000),
         (768, 32000),
+        (512, 8),
+        (8, 512),
     )
-    """(inputs, outputs) of a linear layer."""
+    """(inputs, outputs) of a linear layer; the last two are an adapter's."""
     products: tuple[int, ...] = (2048, 4096)
     """Sizes of the square products that give the peak."""
     elements: tuple[int, ...] = (2**16, 2**20, 2**22, 3 * 2**21)
