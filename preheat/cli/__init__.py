@@ -14,6 +14,7 @@ from preheat.cli import (
     bench,
     calibrate,
     chat,
+    compress,
     data,
     demo,
     doctor,
@@ -66,6 +67,7 @@ app.command("report")(report.report)
 app.command("eval")(evaluate.evaluate)
 app.command("generate")(generate.generate)
 app.command("chat")(chat.chat)
+app.command("compress")(compress.compress)
 app.command("export")(export.export)
 app.command("demo")(demo.demo)
 app.add_typer(models.app, name="models")

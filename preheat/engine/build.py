@@ -86,13 +86,21 @@ def context_of(recipe: Recipe, config: Any, device: Device, world: int | None = 
     return Context(recipe, adapter.facts(config), device, tags, sizes)
 
 
-def build(recipe: Recipe, *, vocabulary: int | None, device: Device, dry: AbstractContextManager[Any] | None = None) -> Build:
+def build(
+    recipe: Recipe,
+    *,
+    vocabulary: int | None,
+    device: Device,
+    dry: AbstractContextManager[Any] | None = None,
+    reading: bool = False,
+) -> Build:
     """Builds the recipe's model, optimizer and slots on a device.
 
     Args:
         vocabulary: pieces of the tokenizer; None when `model` decides.
         device: where to.
         dry: a mode (fake tensors) to allocate under; parameters then get no values. Everything before stays on meta.
+        reading: the build is not trained, so that its model may be one that `preheat compress` made.
 
     Raises:
         RecipeError: the model cannot be had, or techniques cannot serve here; all reasons are named.
@@ -125,10 +133,7 @@ def build(recipe: Recipe, *, vocabulary: int | None, device: Device, dry: Abstra
     made.parts["trained"] = [adapter.build_on_meta(config, trust=recipe.model.trust_remote_code)]
     made.weights = WeightSource(_weights_folder(recipe))
     if made.weights.folder and (stored := getattr(config, "quantization_config", None)):
-        kind = stored.get("quant_method") if isinstance(stored, dict) else stored.quant_method
-        raise RecipeError(
-            f"model.path: {recipe.model.path} is stored quantized ({kind}), which preheat does not read; name the model it was made from, and add techniques.nf4 for a base in 4 bits"
-        )
+        _stored_quantized(made, stored, reading)
     plain_slots(made)
     balance(made, config)
     if where.type != "cpu":
@@ -160,6 +165,31 @@ def build(recipe: Recipe, *, vocabulary: int | None, device: Device, dry: Abstra
     if context.model.experts:
         made.scores = scores(made.scores)
     return made
+
+
+def _stored_quantized(made: Build, stored: Any, reading: bool) -> None:
+    """Gives the model on meta the modules of a folder that `preheat compress` wrote; any other quantized folder is refused."""
+    from preheat.ops import quantized_folder as ours
+
+    path, told = made.recipe.model.path, stored if isinstance(stored, dict) else stored.to_dict()
+    kind = told.get("quant_method")
+    if kind != ours.STORED:
+        raise RecipeError(
+            f"model.path: {path} is stored quantized ({kind}), which preheat does not read; name the model it was made from, and add techniques.nf4 for a base in 4 bits"
+        )
+    if not reading:
+        raise RecipeError(
+            f"model.path: {path} is compressed ({told.get('method')}): what is rounded is not trained, nor does it carry adapters; name the model it was made from, "
+            "and add techniques.quantization_aware to train towards few bits, or techniques.nf4 for a base in 4 bits"
+        )
+    (part,) = made.trained
+    try:
+        names = ours.open_on_meta(part, told)
+    except (KeyError, AttributeError, ValueError) as error:
+        raise RecipeError(
+            f"model.path: {path}: its config.json does not say how its weights stand ({error}); compress it again"
+        ) from None
+    made.weights.fresh(r"(?!)", names, ours.tables_of)  # no parameter is fresh, only the tables
 
 
 def _lie_on_host(part: Any) -> None:

@@ -49,7 +49,7 @@ class Opened:
 
 
 def open_model(path: str | Path, *, base: str | None = None, step: int | None = None, at_start: bool = False) -> Opened:
-    """Builds a run's model with a whole checkpoint, the model of a Hugging Face folder, or an adapter of peft's on its base.
+    """Builds a run's model with a whole checkpoint, the model of a Hugging Face folder (compressed ones too), or an adapter of peft's on its base.
 
     Args:
         path: a run, one of its checkpoints (`runs/x/checkpoints/step-N`), a model's folder or an adapter's.
@@ -139,7 +139,7 @@ def _told(path: Path) -> dict[str, Any]:
     return dict(json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else {}
 
 
-def _folder(model: str, tokenizer_folder: str) -> Opened:
+def _folder(model: str, tokenizer_folder: str, *, reading: bool = True) -> Opened:
     from preheat.data.tokenizer import load_tokenizer
     from preheat.models.adapter import configure, facts
 
@@ -148,7 +148,8 @@ def _folder(model: str, tokenizer_folder: str) -> Opened:
     tokenizer = load_tokenizer(tokenizer_folder)
     recipe = replace(recipe, batch=replace(recipe.batch, size=8, length=min(512, positions or 512)))
     device, _ = resolve(recipe)
-    return Opened(recipe, build(recipe, vocabulary=len(tokenizer), device=device), tokenizer, None, tokenizer_folder)
+    made = build(recipe, vocabulary=len(tokenizer), device=device, reading=reading)
+    return Opened(recipe, made, tokenizer, None, tokenizer_folder)
 
 
 def _adapter(path: Path, base: str | None) -> Opened:
@@ -161,7 +162,7 @@ def _adapter(path: Path, base: str | None) -> Opened:
         raise RecipeError(f"adapter: {path} names no base model; name it with --base")
     own = any((path / name).exists() for name in ("tokenizer.json", "tokenizer.model"))
     try:
-        opened = _folder(named, str(path) if own else named)
+        opened = _folder(named, str(path) if own else named, reading=False)
     except RecipeError as error:
         if base is not None:
             raise RecipeError(str(error).replace("model.path:", "--base:", 1)) from None

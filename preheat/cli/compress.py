@@ -1,0 +1,147 @@
+"""preheat compress"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from preheat.cli.show import Json
+
+__all__ = ["compress"]
+
+
+def compress(
+    model: Annotated[
+        str,
+        typer.Argument(metavar="RUN|MODEL", help="The folder of a run, of one of its checkpoints, or of a Hugging Face model."),
+    ],
+    method: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--method",
+            metavar="NAME[,KEY=VALUE...]",
+            help="How: `preheat compress RUN` without it lists them. May stand several times: each is tried.",
+        ),
+    ] = None,
+    bits: Annotated[
+        float | None,
+        typer.Option(
+            "--bits", help="A budget: so many bits a weight on average, spent where it saves most loss (method bit_budget)."
+        ),
+    ] = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set", metavar="KEY=VALUE", help="A setting of the method, e.g. --set group=64. May stand several times."
+        ),
+    ] = None,
+    data: Annotated[
+        str | None,
+        typer.Option(
+            "--data",
+            help="A text to calibrate with and to measure on, by parts; the run's own data when not given. A model's folder needs it.",
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="The folder to write; MODEL/compressed-NAME when not given.")
+    ] = None,
+    rows: Annotated[int, typer.Option("--rows", min=1, help="Calibration rows, at most.")] = 128,
+    length: Annotated[
+        int | None, typer.Option("--length", min=2, help="Tokens a row; the run's, or 512, when not given.")
+    ] = None,
+    measured: Annotated[
+        int, typer.Option("--measured", min=1, help="Held-out rows that perplexity is measured on, at most.")
+    ] = 64,
+    within: Annotated[
+        float,
+        typer.Option(
+            "--within", min=0.0, help="Of several, the smallest is chosen whose perplexity rises by this share at most."
+        ),
+    ] = 0.02,
+    json: Json = False,
+) -> None:
+    """Makes a trained model smaller and faster: quality, size and speed before and after, a model card, and a page.
+
+    Example: `preheat compress runs/demo --method int8`; `preheat compress runs/demo --method int4 --method gptq --bits 5`;
+    `preheat compress my-model --method awq --set group=64 --data text.txt`
+    """
+    from contextlib import nullcontext
+
+    from rich.console import Console
+    from transformers.utils.logging import disable_progress_bar
+
+    from preheat.cli.show import console, emit
+    from preheat.compress.compressing import compress as run
+    from preheat.compress.compressing import read_variant, trained_for
+    from preheat.report.compress_page import write_compress
+
+    named = [read_variant(text, settings or []) for text in method or []]
+    if not named and bits is None and not settings:
+        named = trained_for(model)
+    if bits is not None:
+        named.append(read_variant(f"bit_budget,bits={bits}", [] if method else settings or []))
+    if not named:
+        _list_methods()
+    disable_progress_bar()
+    label = named[0].name if len(named) == 1 else "variants"
+    target = out or Path(model) / f"compressed-{label}"
+    with nullcontext() if json else Console(stderr=True).status("opening") as status:
+        made = run(
+            model,
+            named,
+            target,
+            data=data,
+            rows=rows,
+            length=length,
+            measured=measured,
+            within=within,
+            say=status.update if status is not None else lambda words: None,
+        )
+    write_compress(target)
+    if json:
+        emit(made)
+        return
+    screen = console()
+    screen.print(_table(made))
+    for variant in made["variants"]:
+        screen.print(f"{variant['name']}: {variant['what'].partition('. By map')[0]}", soft_wrap=True, style="dim")
+    screen.print(
+        f"wrote {made['path']}; chosen as {made['chosen_because']}; all of it: {target / 'compress.html'}", soft_wrap=True
+    )
+
+
+def _list_methods() -> None:
+    import sys
+
+    from preheat.compress.method import methods
+    from preheat.errors import RecipeError
+
+    told = [f"  {name}: {(sys.modules[cls.__module__].__doc__ or '').splitlines()[0]}" for name, cls in methods().items()]
+    raise RecipeError("\n".join(["--method: name one (or a budget with --bits):", *told]))
+
+
+def _table(made: dict[str, Any]) -> Any:
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    for n, title in enumerate(("", "perplexity", "rise", "MiB", "tokens/s", "x bf16", "first token ms")):
+        table.add_column(title, justify="right" if n else "left", no_wrap=True)
+    first = made["variants"][0]["before"]
+    for name, told, before, rise in [
+        ("bf16", first, first, None),
+        *((v["name"], v["after"], v["before"], v["perplexity_rise"]) for v in made["variants"]),
+    ]:
+        faster = told["decode_tokens_per_second"] / before["decode_tokens_per_second"]
+        table.add_row(
+            name,
+            f"{told['perplexity']:.4f}",
+            "" if rise is None else f"{rise:+.2%}",
+            f"{told['bytes'] / 2**20:.2f}",
+            f"{told['decode_tokens_per_second']:.1f}",
+            f"{faster:.2f}",
+            f"{1e3 * told['first_token_seconds']:.1f}",
+            style="bold" if name == made["chosen"] else None,
+        )
+    return table

@@ -1,0 +1,154 @@
+"""What calibration looks at: rows that can teach something, and the inputs of linear maps, layer by layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from preheat.errors import DataError
+from preheat.models.adapter import STANDALONE
+from preheat.models.generate import patterned
+from preheat.models.roles import layer_names
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+__all__ = ["LEAST", "Inputs", "Layer", "require_rows", "standing_alone", "walk"]
+
+LEAST = 8
+"""Rows that must differ from each other."""
+
+
+def require_rows(rows: Sequence[Tensor]) -> None:
+    """Raises DataError, with the numbers, where rows [1, length] cannot stand for the model's inputs."""
+    many, different = len(rows), len({tuple(row.flatten().tolist()) for row in rows})
+    if many < LEAST:
+        raise DataError(f"calibration: {many} rows, and {LEAST} are needed; name more text with --data, or lower --length")
+    if different < LEAST:
+        raise DataError(
+            f"calibration: {many} rows, of which only {different} differ, and {LEAST} are needed; name other text with --data"
+        )
+    pieces = len(torch.cat([row.flatten() for row in rows]).unique())
+    if pieces < LEAST:
+        raise DataError(f"calibration: the rows hold only {pieces} different tokens; name real text with --data")
+
+
+@contextmanager
+def standing_alone(model: PreTrainedModel) -> Iterator[None]:
+    """The model as its own forward runs it, in place: without dropout, by transformers' attention (or preheat's where layers have patterns)."""
+    training, attention = model.training, model.config._attn_implementation
+    model.eval()
+    capped = getattr(model.config.get_text_config(), "attn_logit_softcapping", None)
+    plain = "eager" if capped or not model._supports_sdpa else "sdpa"
+    model.set_attn_implementation(STANDALONE if patterned(model) else plain)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(attention)
+        model.train(training)
+
+
+@dataclass
+class Inputs:
+    """What a linear map's inputs were over the calibration rows.
+
+    Attributes:
+        gram: sum(x x^T) [in, in], fp32.
+        largest: the largest magnitude of each, [in].
+        tokens: how many.
+    """
+
+    gram: Tensor
+    largest: Tensor
+    tokens: int = 0
+
+    def see(self, x: Tensor) -> None:
+        x = x.detach().reshape(-1, x.shape[-1]).float()
+        self.gram.addmm_(x.t(), x)
+        torch.maximum(self.largest, x.abs().amax(dim=0), out=self.largest)
+        self.tokens += x.shape[0]
+
+
+class Layer:
+    """A transformer layer with the hidden states that come into it, from layers before as they are by now."""
+
+    def __init__(self, name: str, module: nn.Module, hidden: list[Tensor], how: list[tuple[tuple[Any, ...], dict[str, Any]]]):
+        self.name, self.module = name, module
+        self._hidden, self._how = hidden, how
+
+    def run(self) -> list[Tensor]:
+        """The hidden states that go out."""
+        with torch.no_grad():
+            out = [self.module(x, *args, **kwargs) for x, (args, kwargs) in zip(self._hidden, self._how, strict=True)]
+        return [x[0] if isinstance(x, tuple) else x for x in out]
+
+    def inputs(self, maps: Mapping[str, nn.Module]) -> dict[str, Inputs]:
+        """What comes into some of its maps.
+
+        Args:
+            maps: by whatever names.
+        """
+
+        def hear(name: str) -> Callable[..., None]:
+            def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
+                x: Tensor = args[0]
+                if name not in found:
+                    width = x.shape[-1]
+                    found[name] = Inputs(torch.zeros(width, width, device=x.device), torch.zeros(width, device=x.device))
+                found[name].see(x)
+
+            return hook
+
+        found: dict[str, Inputs] = {}
+        hooks = [module.register_forward_pre_hook(hear(name)) for name, module in maps.items()]
+        try:
+            self.run()
+        finally:
+            for handle in hooks:
+                handle.remove()
+        return found
+
+
+def walk(model: PreTrainedModel, rows: Sequence[Tensor]) -> Iterator[Layer]:
+    """The model's layers in order; what is changed in one is what the next one's inputs are made with.
+
+    The arguments of each layer beside the hidden states (masks, rotary tables) are those of one plain pass at the beginning.
+
+    Args:
+        rows: [1, length] tokens each.
+
+    Raises:
+        DataError: too few rows, or all alike.
+    """
+    require_rows(rows)
+    names = layer_names(model)
+    layers = [model.get_submodule(name) for name in names]
+    seen: list[list[tuple[tuple[Any, ...], dict[str, Any]]]] = [[] for _ in layers]
+    hidden: list[Tensor] = []
+
+    def hear(number: int) -> Callable[..., None]:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if number == 0:
+                hidden.append(args[0])
+            seen[number].append((args[1:], dict(kwargs)))
+
+        return hook
+
+    with standing_alone(model):
+        hooks = [layer.register_forward_pre_hook(hear(n), with_kwargs=True) for n, layer in enumerate(layers)]
+        try:
+            with torch.no_grad():
+                for row in rows:
+                    model.base_model(input_ids=row.to(model.device), use_cache=False)
+        finally:
+            for handle in hooks:
+                handle.remove()
+        for number, (name, module) in enumerate(zip(names, layers, strict=True)):
+            layer = Layer(name, module, hidden, seen[number])
+            yield layer
+            hidden = layer.run()

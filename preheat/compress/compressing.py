@@ -1,0 +1,402 @@
+"""One verb: a trained model, one or several methods -> folders, each measured against what it came from, and a page about them."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from preheat.compress import card, folder, speed
+from preheat.compress.export import shared
+from preheat.compress.method import Method, methods
+from preheat.errors import DataError, RecipeError, RunError, nearest
+from preheat.recipe.boundary import RecipeReader
+from preheat.training.opened import Opened, open_model
+
+if TYPE_CHECKING:
+    from preheat.data import Rows
+    from preheat.evaluation.results import Result
+
+__all__ = ["Variant", "compress", "read_variant", "trained_for"]
+
+Say = Callable[[str], None]
+_SHARE = 5
+"""One row of so many of a text that is named by --data is measured on, and not calibrated with."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A method with its settings, and what it is called among several."""
+
+    name: str
+    method: Method
+
+
+def read_variant(text: str, overrides: Sequence[str] = ()) -> Variant:
+    """A method from `NAME[,key=value...]` and further `key=value`s; lists are written key=[a, b] in `overrides`.
+
+    Raises:
+        RecipeError: no such method or setting, or a value that it cannot have.
+
+    Example:
+        >>> read_variant("int4,group=64").method.group
+        64
+    """
+    from preheat.recipe.text import compose
+
+    name, *pairs = text.split(",")
+    known = methods()
+    if name not in known:
+        raise RecipeError(f"--method {name}: no such method; {nearest(name, list(known))}")
+    values: dict[str, Any] = {}
+    for pair in (*pairs, *overrides):
+        key, equals, raw = pair.partition("=")
+        if not equals:
+            raise RecipeError(f"--method {text}: write settings as key=value, e.g. --method int4,group=64")
+        values[key.strip()] = compose(raw, f"--set {pair}")[0]
+    reader = RecipeReader("--method", {})
+    method = reader.flat(known[name], values, (name,))
+    if reader.found:
+        raise RecipeError("\n".join(reader.found))
+    label = "-".join([name, *(f"{key}-{_plain(value)}" for key, value in sorted(values.items()))])
+    return Variant(label, method)
+
+
+def _plain(value: Any) -> str:
+    return "".join(c if c.isalnum() or c in "._" else "-" for c in (",".join(value) if isinstance(value, list) else str(value)))
+
+
+def trained_for(source: str | Path) -> list[Variant]:
+    """The method that a run with quantization-aware training was trained for, with its settings; nothing for any other."""
+    from preheat import recipe as recipes
+
+    file = Path(source) / "recipe.yaml"
+    technique: Any = recipes.load(file).techniques.get("quantization_aware") if file.is_file() else None
+    if technique is None:
+        return []
+    return [Variant("int4", methods()["int4"](**dataclasses.asdict(technique)))]
+
+
+@dataclass
+class _Texts:
+    """Rows to look at and rows to measure on, and where they are from."""
+
+    calibration: list[Tensor]
+    held_out: Any  # Rows, or some of them
+    words: str
+
+
+def compress(
+    source: str | Path,
+    variants: Sequence[Variant],
+    out: str | Path,
+    *,
+    data: str | None = None,
+    rows: int = 128,
+    length: int | None = None,
+    measured: int = 64,
+    within: float = 0.02,
+    turns: int = 5,
+    say: Say = lambda words: None,
+) -> dict[str, Any]:
+    """Compresses a model by each of the variants, from its weights in fp32 with adapters merged.
+
+    One variant becomes the folder `out`; several become folders in it, by name. Each is written beside and renamed, opened again by
+    `open_model`, and must then give the very logits that it gave in memory. `compress.json` stands in `out` (`preheat.report.compress_page` makes the page of it).
+
+    Args:
+        source: a run, a checkpoint, or a model's folder.
+        data: a text to calibrate with and to measure on, by parts; a run's own training and validation rows when not given.
+        rows: calibration rows, at most.
+        length: tokens a row; the run's, or 512, when not given.
+        measured: held-out rows, at most.
+        within: the variant that is chosen is the smallest whose perplexity is higher by this share at most.
+        turns: of the timing.
+        say: told what is being done.
+
+    Returns:
+        {path, bytes, before, after, max_logit_difference, chosen, variants: [...]}; the first of the chosen variant.
+
+    Raises:
+        RecipeError, DataError, RunError: see the methods; `out` stands already; the folder does not give what was compressed.
+    """
+    out = Path(out)
+    shared.must_be_new(out)
+    if not variants:
+        raise RecipeError(f"--method: none is named; {', '.join(methods())}")
+    if len({v.name for v in variants}) < len(variants):
+        raise RecipeError("--method: the same method with the same settings stands twice; leave one out")
+    say("opening")
+    opened = open_model(source)
+    _require(opened, variants, source)
+    texts = _texts(opened, data, rows=rows, length=length)
+    before = _plainly(opened, texts, measured, say)
+    prompt = texts.calibration[0][:, : max(2, min(128, texts.calibration[0].shape[1] - 1))]
+    found = []
+    with shared.beside(out) as beside:
+        for variant in variants:
+            place = beside if len(variants) == 1 else beside / variant.name
+            place.mkdir(exist_ok=True)
+            job = _Job(variant, opened, texts, measured, turns, say)
+            found.append(job.run(before, prompt, place, str(source)))
+        made = _summed(out, found, within, str(source), texts)
+        (beside / "compress.json").write_text(json.dumps(made, indent=1), encoding="utf-8")
+    return made
+
+
+def _require(opened: Opened, variants: Sequence[Variant], source: Any) -> None:
+    from preheat.models.adapter import head
+    from preheat.ops.class_head import ClassHead
+    from preheat.ops.quantized_folder import quantized_modules
+
+    model: Any = opened.build.trained[0]
+    if isinstance(head(model), ClassHead):
+        raise RecipeError(
+            f"{source}: has a head over classes, for which there is no perplexity to measure; compress the model it was made from"
+        )
+    if quantized_modules(model) and opened.step is None:
+        raise RecipeError(f"{source}: is compressed already; name the model it was made from")
+    problems = [f"--method {v.name}: {words}" for v in variants for words in v.method.check(opened.build.model)]
+    if problems:
+        raise RecipeError("\n".join(problems))
+
+
+def _texts(opened: Opened, data: str | None, *, rows: int, length: int | None) -> _Texts:
+    from preheat.data import Rows, prepare
+    from preheat.evaluation.texts import rows_of_text
+
+    recipe, positions = opened.recipe, opened.build.model.positions
+    cut = min(length or recipe.batch.length, positions or (1 << 30))
+    if data is not None:
+        all_of = rows_of_text(recipe.data, data, knob="--data", length=cut, seed=recipe.seed, tokenizer=opened.tokenizer_folder)
+        return _parted(all_of, rows, cut, f"{data}: every {_SHARE}th row held out")
+    if opened.step is None:
+        raise RecipeError("--data: is needed with a model's folder: name the text to calibrate with and to measure on")
+    prepared = prepare(
+        replace(recipe.data, tokenizer=opened.tokenizer_folder),
+        length=cut,
+        seed=recipe.seed,
+        add_tokens=recipe.model.add_tokens,
+    )
+    if not isinstance(prepared.train, Rows):
+        raise RecipeError("--data: is needed, since the run's data is read as a stream: name a text to calibrate with")
+    words = f"the run's own data ({recipe.data.source})"
+    if prepared.validation is None or not len(prepared.validation):
+        return _parted(
+            prepared.train, rows, cut, f"{words}, which has no validation rows: every {_SHARE}th training row held out"
+        )
+    chosen = _spread(len(prepared.train), rows)
+    return _Texts(_tokens(prepared.train, chosen), prepared.validation, f"{words}: training rows, measured on validation rows")
+
+
+def _parted(all_of: Rows, rows: int, cut: int, words: str) -> _Texts:
+
+    held = [n for n in range(len(all_of)) if n % _SHARE == _SHARE - 1]
+    others = [n for n in range(len(all_of)) if n % _SHARE != _SHARE - 1]
+    if not held:
+        raise DataError(
+            f"--data: is {len(all_of)} rows of {cut} tokens, of which none can be held out; name more text, or lower --length"
+        )
+    return _Texts(_tokens(all_of, [others[n] for n in _spread(len(others), rows)]), _Some(all_of, held), words)
+
+
+class _Some:
+    """Some rows of others, by number: what an evaluation reads of `Rows`."""
+
+    def __init__(self, rows: Rows, numbers: Sequence[int]):
+        self.rows, self.numbers = rows, numbers
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def row(self, index: int) -> Any:
+        return self.rows.row(self.numbers[index])
+
+
+def _spread(total: int, limit: int) -> list[int]:
+    from preheat.data.loader import evaluation_rows
+
+    return list(evaluation_rows(total, limit))
+
+
+def _tokens(rows: Rows, numbers: Sequence[int]) -> list[Tensor]:
+    return [torch.from_numpy(rows.row(n).tokens)[None] for n in numbers]
+
+
+@dataclass
+class _Before:
+    """The model as it was: a copy in bf16, to be timed against; what was measured of it; its bytes in bf16; its logits over rows of text."""
+
+    plain: Any
+    quality: Result
+    bytes: int
+    logits: list[Tensor]
+
+
+def _plainly(opened: Opened, texts: _Texts, measured: int, say: Say) -> _Before:
+    """Measures the model as it is; then merges it, in fp32, for the methods to begin from."""
+    from preheat.ops.adapters import merge, names_of
+    from preheat.ops.quantized_training import unfake_
+
+    say("measuring the model as it is")
+    model: Any = opened.build.trained[0]
+    before = _quality(opened, texts, measured)
+    wanted = _logits(model, _compared(opened))
+    if names_of(model):
+        merge(model)
+    unfake_(model)
+    model.float().requires_grad_(False)
+    plain = _half(model)
+    unique = {id(p): p.numel() for p in model.parameters()}
+    return _Before(plain, before, 2 * sum(unique.values()), wanted)
+
+
+def _half(model: Any) -> Any:
+    """A copy in bf16: what compressed models are timed against."""
+    from preheat.ops.quantized_folder import to_half
+
+    made = copy.deepcopy(model)
+    to_half(made)
+    return made
+
+
+def _compared(opened: Opened) -> list[Tensor]:
+    return shared.rows(opened.tokenizer, opened.build.model.positions, [])
+
+
+def _logits(model: Any, rows: Sequence[Tensor]) -> list[Tensor]:
+    from preheat.models.adapter import plain_logits
+
+    return [plain_logits(model, row).cpu() for row in rows]
+
+
+def _quality(opened: Opened, texts: _Texts, measured: int) -> Result:
+    """Loss and perplexity of held-out text."""
+    from preheat.evaluation.texts import bytes_of_tokens, measure_text
+
+    micro = min(8, opened.recipe.batch.size)
+    return measure_text(opened.build, texts.held_out, micro=micro, limit=measured, sizes=bytes_of_tokens(opened.tokenizer))
+
+
+def _told(result: Result) -> dict[str, Any]:
+    from preheat.evaluation.results import described
+
+    found = described(result)
+    loss, perplexity = (found["metrics"][key] for key in ("loss", "perplexity"))
+    return {
+        "loss": loss["value"],
+        "perplexity": perplexity["value"],
+        "perplexity_interval": [perplexity["low"], perplexity["high"]],
+        "rows": found["rows"],
+        "tokens": found["tokens"],
+    }
+
+
+def _rise(before: Result, after: Result) -> dict[str, Any]:
+    """How much higher the perplexity is, as a share, and between what (95 % of paired bootstrap resamples of the rows)."""
+    from preheat.evaluation.results import compared
+
+    loss = compared(before, after)["metrics"]["loss"]
+    low, high = (None if v is None else math.expm1(v) for v in (loss["low"], loss["high"]))
+    return {"perplexity_rise": math.expm1(loss["value"]), "perplexity_rise_interval": [low, high]}
+
+
+@dataclass
+class _Job:
+    """One variant: applied, written, opened again, compared, measured, described."""
+
+    variant: Variant
+    opened: Opened
+    texts: _Texts
+    measured: int
+    turns: int
+    say: Say
+
+    def run(self, before: _Before, prompt: Tensor, place: Path, source: str) -> dict[str, Any]:
+        name, method = self.variant.name, self.variant.method
+        self.say(f"{name}: compressing")
+        model = copy.deepcopy(self.opened.build.trained[0])
+        change = method.apply(model, self.texts.calibration if method.reads_rows else [])
+        dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
+        folder.write_model(model, self.opened.tokenizer, place, method=name, base=self.opened.build.weights.folder, dtype=dtype)
+        rows = _compared(self.opened)
+        held = _logits(model, rows)
+        del model
+        self.say(f"{name}: opening what was written")
+        again = open_model(place)
+        found = _logits(again.build.trained[0], rows)
+        if (off := shared.compare(held, found).largest) != 0:
+            raise RunError(
+                f"{place.name}: opened again, its logits differ by up to {off:.2g} from those of the model that was written; nothing was written; please report it"
+            )
+        self.say(f"{name}: measuring")
+        difference = shared.compare(before.logits, found)
+        agree = (
+            sum(int((a.argmax(-1) == b.argmax(-1)).sum()) for a, b in zip(before.logits, found, strict=True))
+            / difference.tokens
+        )
+        after = _quality(again, self.texts, self.measured)
+        timed = speed.speeds({"before": before.plain, "after": again.build.trained[0]}, prompt, turns=self.turns)
+        made = {
+            "name": name,
+            "method": method.name(),
+            "settings": dataclasses.asdict(method),
+            "what": change.what,
+            "before": {**_told(before.quality), "bytes": before.bytes, "dtype": "bfloat16", **_timed(timed["before"])},
+            "after": {
+                **_told(after),
+                **_timed(timed["after"]),
+                "bytes": sum(p.stat().st_size for p in place.glob("*.safetensors")),
+            },
+            "max_logit_difference": difference.largest,
+            "largest_logit": difference.scale,
+            "top_1_agreement": agree,
+            **_rise(before.quality, after),
+        }
+        text = card.write(
+            made, source=source, texts=self.texts.words, calibration=self.texts.calibration, reads=method.reads_rows
+        )
+        (place / "README.md").write_text(text, encoding="utf-8")
+        return made
+
+
+def _timed(found: speed.Speed) -> dict[str, Any]:
+    return {
+        "prompt_tokens": found.prompt,
+        "first_token_seconds": found.first_token,
+        "decode_tokens_per_second": found.decode,
+        "decode_interval": [found.low, found.high],
+    }
+
+
+def _summed(out: Path, found: list[dict[str, Any]], within: float, source: str, texts: _Texts) -> dict[str, Any]:
+    """The whole as data: the chosen variant first, then all of them."""
+    near = [v for v in found if v["perplexity_rise"] <= within]
+    chosen = min(near, key=lambda v: v["after"]["bytes"]) if near else min(found, key=lambda v: v["perplexity_rise"])
+    path = out if len(found) == 1 else out / chosen["name"]
+    words = (
+        f"the smallest whose perplexity is at most {within:.0%} higher"
+        if near
+        else f"none is within {within:.0%}: the one with the least perplexity"
+    )
+    return {
+        "path": str(path),
+        "bytes": chosen["after"]["bytes"],
+        "before": chosen["before"],
+        "after": chosen["after"],
+        "max_logit_difference": chosen["max_logit_difference"],
+        "chosen": chosen["name"],
+        "chosen_because": words,
+        "source": source,
+        "texts": texts.words,
+        "calibration_rows": len(texts.calibration),
+        "variants": found,
+    }

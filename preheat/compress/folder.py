@@ -1,0 +1,75 @@
+"""A compressed model as a folder: weights, what says how they stand, tokenizer and generation settings; opened again and compared."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from preheat.errors import RunError
+
+__all__ = ["finish", "write_model"]
+
+WEIGHTS = "model.safetensors"
+
+
+def finish(model: Any) -> bool:
+    """Brings what is not quantized into bf16, in place, where anything is; returns whether."""
+    from preheat.ops.quantized_folder import quantized_modules, to_half
+
+    found = bool(quantized_modules(model))
+    if found:
+        to_half(model)
+    return found
+
+
+def write_model(model: Any, tokenizer: Any, folder: Path, *, method: str, base: Path | None, dtype: torch.dtype) -> None:
+    """Writes a model into a folder that `open_model` opens; one without quantized weights is plain transformers'.
+
+    Args:
+        method: the name of what compressed it.
+        base: the folder whose generation settings it goes on with.
+        dtype: of the weights, where none is quantized.
+
+    Raises:
+        RunError: transformers has no class for its architecture.
+    """
+    from safetensors.torch import save_file
+    from transformers import GenerationConfig
+
+    from preheat.models.roles import roles
+    from preheat.models.surgery import beyond_transformers
+    from preheat.ops.quantized_folder import stored
+
+    if beyond := beyond_transformers(model):
+        raise RunError(
+            f"the model has {' and '.join(beyond)}, which no class of transformers can load; compress the model before that"
+        )
+    quantized = finish(model)
+    attention, kept = model.config._attn_implementation, model.config.use_cache
+    model.set_attn_implementation("eager")  # the folder must not name our own attention
+    model.config.use_cache = True
+    if base is not None and (base / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(base)
+    for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        own = getattr(tokenizer, key)
+        for place in (model.config, model.generation_config):
+            if getattr(place, key, None) is None and own is not None:
+                setattr(place, key, own)
+    if quantized:
+        places = roles(model)
+        told = stored(model, method, (places["embedding"][0], places["head"][0]))
+        config = type(model.config).from_dict(model.config.to_dict())
+        config.architectures, config.dtype, config.quantization_config = [type(model).__name__], torch.bfloat16, told
+        config.save_pretrained(folder)
+        model.generation_config.save_pretrained(folder)
+        # Parameters that two modules share are told once; `named_parameters` gives the first of their names, as reading does.
+        weights = {name: p.detach().contiguous().cpu() for name, p in model.named_parameters()}
+        save_file(weights, folder / WEIGHTS, metadata={"format": "pt"})
+    else:
+        model.to(dtype)
+        model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    model.set_attn_implementation(attention)
+    model.config.use_cache = kept

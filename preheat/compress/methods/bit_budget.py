@@ -1,0 +1,223 @@
+"""A budget of bits, spent where it saves most loss: hybrid precision by search.
+
+What: each map of the layers stands in four bits (groups of 128, of 32, of 32 with zeros), eight or sixteen, such that all of them together
+take `bits` a weight, scales included, on average. How much each choice of each map raises the loss is measured on calibration rows: one
+backward pass a row gives every token's gradient, and with it the rise to second order (`preheat.ops.quantized_budget`); what was
+predicted for the whole is told beside what was measured. Embedding and head stay in eight bits, outside the budget. The codes of four bits
+are then chosen by GPTQ or to the nearest. Helps: for a size between those of two uniform ones, and at the same size as a uniform one,
+where some maps can bear less than others. Hurts: takes a backward pass over calibration rows (`rows`), in fp32.
+Source: sensitivity by the Fisher information as in Kim et al. 2023, SqueezeLLM (arXiv:2306.07629), section 4.1, here by map and token;
+sharing out along convex hulls: Shoham and Gersho 1988, "Efficient bit allocation for an arbitrary set of quantizers".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from preheat.compress.method import Method
+from preheat.compress.quantizing import High, group_for, keep_high, weights_and_bits
+from preheat.errors import RecipeError
+from preheat.recipe import Count, Positive
+from preheat.technique import Change
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from transformers import PreTrainedModel
+
+__all__ = ["BitBudget", "sensitivity", "spend_bits"]
+
+CHOICES = ("int4 in groups of 128", "int4 in groups of 32", "int4 in groups of 32 with zeros", "int8", "bf16")
+
+
+def _grid(name: str, module: nn.Module, choice: str) -> tuple[int, bool]:
+    """Group and whether it is symmetric, of one of the choices in four bits."""
+    from preheat.ops.quantized import divisor
+    from preheat.ops.quantized_linear import map_weight
+
+    if choice == CHOICES[0]:
+        return divisor(map_weight(module).shape[1], 128), True
+    return group_for(name, module, "auto", "bit_budget"), choice == CHOICES[1]
+
+
+def _made(name: str, module: nn.Module, choice: str) -> Any:
+    """The map as one of the choices has it; itself in bf16."""
+    from preheat.ops.quantized_linear import Int4Linear, Int8Linear
+
+    if choice == "bf16":
+        return module
+    if choice == "int8":
+        return Int8Linear.of(module)
+    group, symmetric = _grid(name, module, choice)
+    return Int4Linear.of(module, group=group, symmetric=symmetric)
+
+
+def sensitivity(
+    model: PreTrainedModel, maps: dict[str, nn.Module], rows: Sequence[Tensor], choices: Sequence[str] = CHOICES
+) -> dict[str, list[float]]:
+    """How much each choice of each map raises the mean loss of a token over the rows, in nats, to second order.
+
+    Args:
+        maps: linear maps of the model, by name.
+        rows: [1, length] tokens each.
+
+    Returns:
+        For each map a rise for each choice.
+
+    Example:
+        >>> sensitivity(model, {"lm_head": model.lm_head}, rows)["lm_head"]                         # doctest: +SKIP
+    """
+    import torch
+
+    from preheat.compress.calibrate import standing_alone
+    from preheat.ops.quantized_budget import loss_rise
+    from preheat.ops.quantized_linear import map_weight
+
+    found = {name: [0.0] * len(choices) for name in maps}
+
+    def hear(name: str) -> Callable[..., None]:
+        def forward(module: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> None:
+            x = args[0].detach().flatten(0, -2)
+
+            def backward(gradient: Tensor) -> None:
+                weight = map_weight(module).detach()
+                for n, choice in enumerate(choices):
+                    change = map_weight(_made(name, module, choice)).detach() - weight
+                    if choice == "bf16":
+                        change = weight.bfloat16().float() - weight
+                    found[name][n] += loss_rise(x, change, gradient.flatten(0, -2))
+
+            out.register_hook(backward)
+
+        return forward
+
+    hooks = [module.register_forward_hook(hear(name)) for name, module in maps.items()]
+    tokens = 0
+    try:
+        with standing_alone(model), torch.enable_grad():
+            for row in rows:
+                row = row.to(model.device)
+                # Only what lies between the maps is differentiated, and no weight: the embedding's output begins it.
+                begun = model.get_input_embeddings()(row).detach().requires_grad_()
+                logits = model(inputs_embeds=begun, use_cache=False).logits[0, :-1].float()
+                torch.nn.functional.cross_entropy(logits, row[0, 1:], reduction="sum").backward(inputs=[begun])
+                tokens += row.shape[1] - 1
+    finally:
+        for handle in hooks:
+            handle.remove()
+    return {name: [rise / tokens for rise in rises] for name, rises in found.items()}
+
+
+def spend_bits(model: PreTrainedModel, rows: Sequence[Tensor], settings: BitBudget | None = None) -> Change:
+    """Quantizes the linear maps of a transformers model within a budget of bits, in place.
+
+    Args:
+        rows: calibration rows, [1, length] tokens each.
+
+    Raises:
+        RecipeError: a budget below the least or above 16.
+        DataError: rows too few, or all alike.
+
+    Example:
+        >>> spend_bits(model, rows, BitBudget(bits=5))                                              # doctest: +SKIP
+    """
+    from preheat.compress.calibrate import require_rows, walk
+    from preheat.compress.quantizing import chosen_maps
+    from preheat.ops.quantized_budget import share_out
+    from preheat.ops.quantized_folder import put_in
+    from preheat.ops.quantized_linear import Int4Linear, map_weight
+    from preheat.ops.quantized_search import gptq
+
+    chosen = settings or BitBudget()
+    require_rows(rows)
+    maps, kept = chosen_maps(model, chosen, "bit_budget")
+    tied = model.get_input_embeddings().weight is model.get_output_embeddings().weight
+    rises = sensitivity(model, maps, rows[: chosen.rows])
+    sizes = {name: [_bits(name, module, choice) for choice in CHOICES] for name, module in maps.items()}
+    weights = sum(map_weight(module).numel() for module in maps.values())
+    try:
+        numbers = share_out(list(sizes.values()), [rises[name] for name in maps], chosen.bits * weights)
+    except ValueError:
+        least = sum(map(min, sizes.values())) / weights
+        raise RecipeError(
+            f"--bits {chosen.bits:g}: the least that there is takes {least:.2f} bits a weight (four bits and a scale for each group); ask for more"
+        ) from None
+    plan = {name: CHOICES[n] for name, n in zip(maps, numbers, strict=True)}
+    predicted = sum(rises[name][n] for name, n in zip(maps, numbers, strict=True))
+    before = _loss(model, rows[: chosen.rows])
+    if chosen.rounding == "gptq":
+        for layer in walk(model, rows):
+            own = {name: m for name, m in maps.items() if name.startswith(f"{layer.name}.")}
+            seen = layer.inputs({name: m for name, m in own.items() if plan[name].startswith("int4")})
+            for name, module in own.items():
+                new = _made(name, module, plan[name])
+                if name in seen:
+                    group, symmetric = _grid(name, module, plan[name])
+                    new = Int4Linear.of(module, gptq(map_weight(module), seen[name].gram, group, symmetric=symmetric))
+                if new is not module:
+                    put_in(model, name, new)
+    for name, module in maps.items():  # all of them to the nearest, or with GPTQ those outside the layers
+        if plan[name] != "bf16" and model.get_submodule(name) is module:
+            put_in(model, name, _made(name, module, plan[name]))
+    measured = _loss(model, rows[: chosen.rows]) - before
+    keep_high(model, kept, chosen.high, tied=tied)
+    return Change(_words(model, plan, predicted, measured, chosen), len(maps))
+
+
+def _bits(name: str, module: nn.Module, choice: str) -> float:
+    from preheat.ops.quantized_linear import map_weight
+
+    if choice == "bf16":
+        return 16.0 * map_weight(module).numel()
+    made = _made(name, module, choice)
+    return float(sum(8 * p.nbytes for key, p in made.named_parameters() if key != "bias"))
+
+
+def _loss(model: PreTrainedModel, rows: Sequence[Tensor]) -> float:
+    """The mean loss of a token."""
+    import torch
+
+    from preheat.compress.calibrate import standing_alone
+
+    total = count = 0.0
+    with standing_alone(model), torch.no_grad():
+        for row in rows:
+            row = row.to(model.device)
+            logits = model(input_ids=row, use_cache=False).logits[0, :-1].float()
+            total += float(torch.nn.functional.cross_entropy(logits, row[0, 1:], reduction="sum"))
+            count += row.shape[1] - 1
+    return total / count
+
+
+def _words(model: PreTrainedModel, plan: dict[str, str], predicted: float, measured: float, settings: BitBudget) -> str:
+    weights, held = weights_and_bits(model, list(plan))
+    by_choice = {choice: [name for name in plan if plan[name] == choice] for choice in CHOICES}
+    counts = "; ".join(f"{len(names)} in {choice}" for choice, names in by_choice.items() if names)
+    named = "; ".join(f"{name}: {choice}" for name, choice in plan.items())
+    return (
+        f"{len(plan)} linear maps in {held / weights:.2f} bits a weight on average ({settings.bits:g} asked), four bits by "
+        f"{'GPTQ' if settings.rounding == 'gptq' else 'the nearest'}: {counts}. To the nearest the loss on calibration rows would rise by "
+        f"{predicted:.4f} (predicted); it rose by {measured:.4f}. By map: {named}"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class BitBudget(High, Method):
+    reads_rows: ClassVar[bool] = True
+
+    bits: Positive = 4.5
+    """Bits a weight over the maps that are quantized, scales included, on average."""
+    keep: str | tuple[str, ...] = ("embedding", "head")
+    """What stays in `high`, outside the budget: embedding, head, first and last (layer), last parts of names, or regular expressions for whole names."""
+    rounding: Literal["gptq", "nearest"] = "gptq"
+    """How four-bit codes are chosen."""
+    rows: Count = 32
+    """Calibration rows that the sensitivity is measured on, at most."""
+
+    def __post_init__(self) -> None:
+        if self.bits > 16:
+            raise ValueError(f"bits: {self.bits:g} is more than the 16 of bf16; ask for less")
+
+    def apply(self, model: PreTrainedModel, rows: Sequence[Tensor]) -> Change:
+        return spend_bits(model, rows, self)

@@ -1,0 +1,44 @@
+"""Eight bits for weights and inputs: products of whole numbers, each token's scale taken as it comes.
+
+What: as int8, and each token's inputs of a map are divided by their largest magnitude and rounded to whole numbers from -127 to 127; the
+product is one of eight-bit integers with 32-bit sums. Helps: prompts and large batches, where integer products have up to twice
+bf16's rate; no calibration. Hurts: an input with outliers leaves few steps for the rest (int8_static moves them into the weight),
+and the rounding of inputs costs time at a few rows.
+Source: Dettmers et al. 2022 (arXiv:2208.07339), section 2.1; Yao et al. 2022 (arXiv:2206.01861), section 4.1, for a scale a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from preheat.compress.method import Method
+from preheat.compress.quantizing import High, quantize
+from preheat.technique import Change
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedModel
+
+__all__ = ["Int8Dynamic", "to_int8_dynamic"]
+
+
+def to_int8_dynamic(model: PreTrainedModel, settings: High | None = None) -> Change:
+    """Lets the linear maps of a transformers model multiply in eight-bit integers, in place.
+
+    Example:
+        >>> to_int8_dynamic(model, Int8Dynamic(keep=("head",)))                                     # doctest: +SKIP
+    """
+    from preheat.ops.quantized_linear import Int8Linear
+
+    words = "int8, inputs too, with a scale for each token"
+    return quantize(
+        model, settings or Int8Dynamic(), "int8_dynamic", lambda name, module: Int8Linear.of(module, inputs="dynamic"), words
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Int8Dynamic(High, Method):
+    def apply(self, model: PreTrainedModel, rows: Sequence[Tensor]) -> Change:
+        return to_int8_dynamic(model, self)

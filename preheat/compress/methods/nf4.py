@@ -1,0 +1,48 @@
+"""NF4: four bits on levels that a normal distribution's weights use evenly.
+
+What: blocks of 64 weights with one scale, each weight the nearest of 16 levels placed as a normal distribution's quantiles, the scales in
+eight bits themselves: 4.13 bits a weight. Helps: smaller than int4 in groups of 32, and about as good, without calibration; the format of
+QLoRA. Hurts: no kernel of a CPU multiplies it as it stands, so every use makes the weight anew: decoding is slower than with int4.
+Source: QLoRA, Dettmers et al. 2023 (arXiv:2305.14314).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from preheat.compress.method import Method
+from preheat.compress.quantizing import High, chosen_maps, keep_high, told
+from preheat.technique import Change
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedModel
+
+__all__ = ["Nf4", "to_nf4"]
+
+
+def to_nf4(model: PreTrainedModel, settings: Nf4 | None = None) -> Change:
+    """Puts the linear maps of a transformers model into NF4, in place; the rest into eight bits.
+
+    Example:
+        >>> to_nf4(model, Nf4(double_quantization=False))                                           # doctest: +SKIP
+    """
+    from preheat.ops.nf4 import pack_
+
+    settings = settings or Nf4()
+    chosen, kept = chosen_maps(model, settings, "nf4")
+    tied = model.get_input_embeddings().weight is model.get_output_embeddings().weight
+    pack_(list(chosen.values()), double=settings.double_quantization)
+    keep_high(model, kept, settings.high, tied=tied)
+    return told(model, list(chosen), "NF4, blocks of 64")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Nf4(High, Method):
+    double_quantization: bool = True
+    """Quantize the scales too: 4.13 bits a weight instead of 4.5."""
+
+    def apply(self, model: PreTrainedModel, rows: Sequence[Tensor]) -> Change:
+        return to_nf4(model, self)

@@ -1,0 +1,160 @@
+"""Weights as integers: grids, codes, and how codes lie in memory. Tensors in, tensors out.
+
+Two grids. Eight bits: one scale for each output, w = code * scale. Four bits: one scale for each `group` of inputs of an output,
+w = (code - 8) * scale (+ zero). Scales and zeros are rounded to bf16 *before* codes are chosen, so that what is stored is what was
+rounded to. Where a group is symmetric its extreme value is code 0, that is -8 scales, and the scale has the extreme's opposite sign:
+all sixteen codes are used, quantizing what was quantized changes nothing, and it is the grid of llama.cpp's Q4_0 (group 32), which
+holds the same codes without a loss. Source: Q4_0 in ggml; groups with a zero: Frantar et al. 2022 (arXiv:2210.17323), section 4.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "HALF",
+    "Groups",
+    "divisor",
+    "group_grid",
+    "group_values",
+    "pack",
+    "quantize_groups",
+    "quantize_rows",
+    "round_groups",
+    "round_inputs",
+    "unpack",
+]
+
+HALF = torch.bfloat16
+"""What scales, zeros and all that is not quantized are stored in."""
+_TINY = 1e-30
+
+
+class Groups(NamedTuple):
+    """A weight [out, in] in four bits.
+
+    Attributes:
+        codes: uint8 [out, in], from 0 to 15.
+        scales: bf16 [out, in / group].
+        zeros: bf16 [out, in / group]; None: symmetric.
+    """
+
+    codes: Tensor
+    scales: Tensor
+    zeros: Tensor | None
+
+
+def quantize_rows(weight: Tensor, limit: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """A weight in eight bits, a scale for each output.
+
+    Args:
+        weight: [out, in].
+        limit: [out], the magnitude that becomes 127; the row's largest when not given.
+
+    Returns:
+        codes int8 [out, in] and scales bf16 [out].
+
+    Example:
+        >>> codes, scales = quantize_rows(torch.tensor([[1.0, -0.5, 0.25]]))
+        >>> codes.tolist()
+        [[127, -64, 32]]
+    """
+    weight = weight.detach().float()
+    limit = weight.abs().amax(dim=1) if limit is None else limit
+    scales = (limit / 127).clamp(min=_TINY).to(HALF)
+    return (weight / scales.float()[:, None]).round().clamp(-127, 127).to(torch.int8), scales
+
+
+def group_grid(weight: Tensor, group: int, *, symmetric: bool, shrink: float = 1.0) -> tuple[Tensor, Tensor | None]:
+    """Scales and zeros for a weight [out, in], bf16 [out, in / group] each; the zeros None where symmetric.
+
+    Args:
+        group: inputs that share a scale; divides `in`.
+        symmetric: no zeros.
+        shrink: how much of a group's range the codes span; what lies beyond is clipped.
+    """
+    blocks = weight.detach().float().unflatten(1, (-1, group))
+    if symmetric:
+        at = blocks.abs().argmax(dim=2, keepdim=True)
+        extreme = blocks.gather(2, at)[..., 0] * shrink
+        scales = (extreme / -8).to(HALF)
+        return torch.where(scales.abs() < _TINY, torch.ones_like(scales), scales), None
+    low, high = blocks.amin(dim=2) * shrink, blocks.amax(dim=2) * shrink
+    scales = ((high - low) / 15).clamp(min=_TINY).to(HALF)
+    return scales, (low + 8 * scales.float()).to(HALF)
+
+
+def round_groups(weight: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor:
+    """The nearest codes, uint8 [out, in], on a given grid."""
+    blocks = weight.detach().float().unflatten(1, (scales.shape[1], -1))
+    if zeros is not None:
+        blocks = blocks - zeros.float()[..., None]
+    return (blocks / scales.float()[..., None] + 8).round().clamp(0, 15).to(torch.uint8).flatten(1)
+
+
+def quantize_groups(weight: Tensor, group: int, *, symmetric: bool = True, shrink: float = 1.0) -> Groups:
+    """A weight [out, in] in four bits, each value to its nearest code.
+
+    Example:
+        >>> made = quantize_groups(torch.tensor([[-8.0, 7.0, 0.4, 1.0]]), 4)
+        >>> made.codes.tolist(), group_values(made).tolist()
+        ([[0, 15, 8, 9]], [[-8.0, 7.0, 0.0, 1.0]])
+    """
+    scales, zeros = group_grid(weight, group, symmetric=symmetric, shrink=shrink)
+    return Groups(round_groups(weight, scales, zeros), scales, zeros)
+
+
+def group_values(made: Groups, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The weight [out, in] that codes stand for."""
+    codes = made.codes.to(dtype).unflatten(1, (made.scales.shape[1], -1)).sub_(8)
+    codes.mul_(made.scales.to(dtype)[..., None])
+    if made.zeros is not None:
+        codes.add_(made.zeros.to(dtype)[..., None])
+    return codes.flatten(1)
+
+
+def pack(codes: Tensor) -> Tensor:
+    """Codes [out, in] below 16, two a byte: uint8 [out, ceil(in / 2)], that of the even place in the low half.
+
+    Example:
+        >>> pack(torch.tensor([[1, 2, 3]], dtype=torch.uint8)).tolist()
+        [[33, 3]]
+    """
+    low, high = codes[:, 0::2], codes[:, 1::2]
+    packed = low.clone()
+    packed[:, : high.shape[1]] |= high << 4
+    return packed
+
+
+def unpack(packed: Tensor, inputs: int) -> Tensor:
+    """The codes uint8 [out, inputs] of `pack`."""
+    return torch.stack([packed & 15, packed >> 4], dim=2).flatten(1)[:, :inputs]
+
+
+def round_inputs(x: Tensor, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Inputs of a map in eight bits.
+
+    Args:
+        x: [tokens, in].
+        scale: of all of them, known before (static); None: a scale for each token, from its largest value (dynamic).
+
+    Returns:
+        Codes as fp32 [tokens, in], whole numbers from -127 to 127, and scales fp32, [tokens, 1] or [].
+    """
+    wide = x.float()
+    scale = (wide.abs().amax(dim=1, keepdim=True) / 127).clamp(min=_TINY) if scale is None else scale.float()
+    return (wide / scale).round_().clamp_(-127, 127), scale
+
+
+def divisor(inputs: int, wanted: int) -> int:
+    """The divisor of `inputs` nearest to `wanted`, the smaller of two as near; never 1 unless there is no other.
+
+    Example:
+        >>> divisor(172, 32), divisor(768, 32), divisor(7, 4)
+        (43, 32, 7)
+    """
+    found = [n for n in range(2, inputs + 1) if inputs % n == 0] or [1]
+    return min(found, key=lambda n: (abs(n - wanted), n))

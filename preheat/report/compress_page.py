@@ -1,0 +1,159 @@
+"""Compressed variants as one page: quality against size and against speed, the table, the one that was chosen.
+
+compress.json ──write_compress──▶ compress.html
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from preheat.errors import RunError
+from preheat.report.page import document
+from preheat.report.plots import NARROW, SENTINEL, drawn
+from preheat.report.words import escape
+from preheat.run import write_asked
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+__all__ = ["front", "write_compress"]
+
+
+def front(points: Sequence[tuple[float, float]]) -> list[int]:
+    """Numbers of the points that no other is at most as large as in both and smaller in one, by their first value.
+
+    Example:
+        >>> front([(1.0, 3.0), (2.0, 2.0), (2.5, 2.5), (3.0, 1.0)])
+        [0, 1, 3]
+    """
+    kept, least = [], float("inf")
+    for n in sorted(range(len(points)), key=lambda n: points[n]):
+        if points[n][1] < least:
+            kept.append(n)
+            least = points[n][1]
+    return kept
+
+
+def write_compress(folder: str | Path) -> Path:
+    """Writes `compress.html` beside a `compress.json` and returns its path.
+
+    Raises:
+        RunError: there is no compress.json, it is damaged, or the page cannot be written.
+    """
+    source = Path(folder) / "compress.json"
+    try:
+        made = json.loads(source.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise RunError(f"{source}: no such file; preheat compress writes it") from None
+    except ValueError as error:
+        raise RunError(f"{source}: is damaged ({error}); run preheat compress again") from None
+    return write_asked(source.with_suffix(".html"), _page(made), fix="make the folder writable or free some room")
+
+
+def _page(made: dict[str, Any]) -> str:
+    chosen = next(v for v in made["variants"] if v["name"] == made["chosen"])
+    before, after = chosen["before"], chosen["after"]
+    faster = after["decode_tokens_per_second"] / before["decode_tokens_per_second"]
+    headline = (
+        f"{chosen['name']}: {after['bytes'] / before['bytes']:.0%} of bf16's bytes, {faster:.2f} times its tokens a second, "
+        f"perplexity {chosen['perplexity_rise']:+.2%}; chosen as {made['chosen_because']}."
+    )
+    said = "".join(f"<li><b>{escape(v['name'])}</b>: {escape(v['what'])}</li>" for v in made["variants"])
+    return document(
+        f"{made['source']} · preheat compress",
+        f"""<header id="verdict"><p class="eyebrow">preheat compress</p><h1>{escape(Path(made["source"]).name)}</h1>
+<p class="verdict">{escape(headline)}</p></header>
+<section id="pareto"><h2>Quality against size and speed</h2><div class="two">{_pareto(made, "size")}{_pareto(made, "time")}</div></section>
+<section id="variants"><h2>Every variant</h2>{_table(made)}</section>
+<section id="what"><h2>What was done</h2><ul>{said}</ul></section>
+<footer>Data: {escape(made["texts"])}; {made["calibration_rows"]} calibration rows, {after["tokens"]:,} held-out tokens. Bytes: of the weights. Times: medians of
+turns taken alternately with the same model in bf16, one row, a prompt of {after["prompt_tokens"]} tokens. All figures as data: compress.json.</footer>""",
+    )
+
+
+def _points(made: dict[str, Any], by: str) -> list[tuple[str, float, float]]:
+    """(name, MiB or milliseconds a token, perplexity); the model as it was first."""
+
+    def at(told: dict[str, Any]) -> float:
+        return told["bytes"] / 2**20 if by == "size" else 1e3 / told["decode_tokens_per_second"]  # type: ignore[no-any-return]
+
+    first = made["variants"][0]["before"]
+    return [("bf16", at(first), first["perplexity"])] + [
+        (v["name"], at(v["after"]), v["after"]["perplexity"]) for v in made["variants"]
+    ]
+
+
+def _pareto(made: dict[str, Any], by: str) -> str:
+    points = _points(made, by)
+    best = front([(x, y) for _, x, y in points])
+    unit = "MiB of weights" if by == "size" else "milliseconds a token, one row"
+    words = f"The lower left is better; on the line is what no other beats in both: {', '.join(points[n][0] for n in best)}."
+
+    def draw(axes: Axes) -> None:
+        line = [points[n] for n in best]
+        axes.step(
+            [x for _, x, _ in line], [y for _, _, y in line], where="post", color=SENTINEL["muted"], linewidth=1.2, zorder=1
+        )
+        for n, (name, x, y) in enumerate(points):
+            colour = SENTINEL["ink" if n == 0 else f"series-{(n - 1) % 6 + 1}"]
+            filled = name == made["chosen"]
+            axes.plot(
+                [x],
+                [y],
+                marker="o",
+                markersize=9 if filled else 7,
+                color=colour,
+                markerfacecolor=colour if filled else SENTINEL["page"],
+            )
+        axes.set_xlim(0, None)
+        axes.margins(y=0.15)
+        axes.xaxis.set_major_formatter(lambda v, _: f"{v:g}")
+        axes.yaxis.set_major_formatter(lambda v, _: f"{v:,.4g}")
+        axes.grid(axis="y", color=SENTINEL["grid"], linewidth=0.8)
+        axes.set_xlabel(unit, loc="right", labelpad=2)
+
+    legend = "".join(
+        f'<li class="line" style="--c: var(--{"ink" if n == 0 else f"series-{(n - 1) % 6 + 1}"})">{escape(name)}</li>'
+        for n, (name, _, _) in enumerate(points)
+    )
+    title = f"Perplexity against {'size' if by == 'size' else 'latency'}"
+    drawing = drawn(f"compress-{by}", NARROW, words, draw)
+    return f'<figure><figcaption><h3>{title}</h3><p>{escape(words)}</p></figcaption><ul class="legend">{legend}</ul>{drawing}</figure>'
+
+
+def _table(made: dict[str, Any]) -> str:
+    titles = (
+        "variant",
+        "perplexity",
+        "rise",
+        "weights, MiB",
+        "tokens/s",
+        "against bf16",
+        "first token, ms",
+        "largest logit difference",
+        "top-1 the same",
+    )
+    head = "".join(f'<th scope="col"{" class=n" if n else ""}>{title}</th>' for n, title in enumerate(titles))
+    first = made["variants"][0]["before"]
+    rows = [_row("bf16", first, first, None)] + [
+        _row(v["name"] + (" (chosen)" if v["name"] == made["chosen"] else ""), v["after"], v["before"], v)
+        for v in made["variants"]
+    ]
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
+
+
+def _row(name: str, told: dict[str, Any], before: dict[str, Any], variant: dict[str, Any] | None) -> str:
+    cells = [
+        f"{told['perplexity']:.4f}",
+        f"{variant['perplexity_rise']:+.2%}" if variant else "",
+        f"{told['bytes'] / 2**20:.2f}",
+        f"{told['decode_tokens_per_second']:.1f}",
+        f"{told['decode_tokens_per_second'] / before['decode_tokens_per_second']:.2f}" if variant else "",
+        f"{1e3 * told['first_token_seconds']:.1f}",
+        f"{variant['max_logit_difference']:.3g}" if variant else "",
+        f"{variant['top_1_agreement']:.1%}" if variant else "",
+    ]
+    return f'<tr><th scope="row">{escape(name)}</th>' + "".join(f'<td class="n">{cell}</td>' for cell in cells) + "</tr>"

@@ -1,0 +1,121 @@
+"""Quantization-aware training: forward passes see the weights as four bits will round them, so that training makes up for it.
+
+What: the linear maps of the layers are rounded to the grid of `preheat compress --method int4` in each forward pass, those of the first
+and last layer to int8's; gradients pass as if nothing was rounded, and the weights that are trained stay full. With `inputs: int8` each
+token's inputs are rounded to eight bits, too (ExecuTorch's 8da4w). With LoRA the sum W + s B A is rounded, which is what merging
+gives. `preheat compress RUN` then converts with the same settings, and no weight of these maps differs from what was trained with. Helps:
+less loss at four bits than any method after training; best as the last part of a training, from a trained model with a low learning
+rate. Hurts: each forward pass rounds every weight (about one more pass over the weights), and keeps the rounded one until its backward pass.
+Source: Jacob et al. 2018 (arXiv:1712.05877); for language models, Liu et al. 2023 (arXiv:2305.17888).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from preheat.errors import RecipeError
+from preheat.technique import Build, Change, Context, Stage, Tag, Technique
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from preheat.ops.quantized_training import Grid
+
+__all__ = ["QuantizationAware", "grids_of", "round_weights"]
+
+
+def grids_of(model: PreTrainedModel, settings: QuantizationAware) -> dict[str, Grid]:
+    """What each linear map of a model's layers is rounded to, by name.
+
+    Raises:
+        ValueError: `keep` matches nothing, or a group does not divide a map's inputs.
+    """
+    from torch import nn
+    from transformers.pytorch_utils import Conv1D
+
+    from preheat.models.roles import layer_names, roles
+    from preheat.ops.quantized_choice import group_of, kept_names
+    from preheat.ops.quantized_linear import map_weight
+    from preheat.ops.quantized_training import Grid
+
+    layers = tuple(f"{name}." for name in layer_names(model))
+    # Under an adapter the map itself is its `base_layer`, and the adapter's own matrices stand beside it.
+    bases = {name.removesuffix(".base_layer"): m for name, m in model.named_modules() if name.endswith(".base_layer")}
+    under = tuple(f"{name}." for name in bases)
+    maps = {
+        name: m for name, m in model.named_modules() if type(m) in (nn.Linear, Conv1D) and not name.startswith(under)
+    } | bases
+    kept = kept_names(maps, settings.keep, roles(model))
+    found = {}
+    for name, module in maps.items():
+        if not name.startswith(layers):
+            continue
+        if name not in kept:
+            group = group_of(name, map_weight(module).shape[1], settings.group)
+            found[name] = Grid(4, group, settings.symmetric, settings.inputs == "int8")
+        elif settings.high == "int8":
+            found[name] = Grid(8)
+    return found
+
+
+def round_weights(model: PreTrainedModel, settings: QuantizationAware | None = None) -> tuple[int, int]:
+    """Lets the linear maps of a transformers model see their weights rounded, in place; works on meta too.
+
+    Returns:
+        How many maps in four bits, and how many in eight.
+
+    Raises:
+        ValueError: see `grids_of`; an adapter that is no plain LoRA, or has dropout.
+
+    Example:
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> config = LlamaConfig(hidden_size=16, num_hidden_layers=3, num_attention_heads=2, intermediate_size=16, vocab_size=16)
+        >>> round_weights(LlamaForCausalLM(config))
+        (7, 14)
+    """
+    from preheat.ops.quantized_training import fake_
+
+    grids = grids_of(model, settings or QuantizationAware())
+    fake_(model, grids)
+    four = sum(grid.bits == 4 for grid in grids.values())
+    return four, len(grids) - four
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantizationAware(Technique):
+    stage: ClassVar[Stage] = Stage.FAKE_QUANTIZE
+    numerics: ClassVar[Any] = "different"
+    provides: ClassVar[frozenset[Tag]] = frozenset({Tag("rounded-weights")})
+    conflicts: ClassVar[frozenset[Tag]] = frozenset({Tag("packed-base"), Tag("fp8-compute"), Tag("rounded-weights")})
+
+    group: int | Literal["auto"] = "auto"
+    """Inputs that share a scale; auto: of each map the divisor nearest to 32."""
+    symmetric: bool = True
+    """A scale alone; without, a zero besides."""
+    inputs: Literal["full", "int8"] = "full"
+    """int8: inputs are rounded to eight bits, with a scale for each token."""
+    keep: str | tuple[str, ...] = ("embedding", "head", "first", "last")
+    """What stays high: embedding, head, first and last (layer), last parts of names, or regular expressions for whole names."""
+    high: Literal["int8", "bf16"] = "int8"
+    """What is kept in the layers is rounded to int8, or not at all; embedding and head are never rounded in training."""
+
+    def check(self, context: Context) -> list[str]:
+        if context.model.experts:
+            return [
+                f"the {context.model.experts} experts of a layer stand in one parameter, which is no linear map; leave it out"
+            ]
+        return []
+
+    def apply(self, build: Build, part: Any) -> Change:
+        try:
+            four, eight = round_weights(part, self)
+        except ValueError as error:
+            raise RecipeError(f"techniques.quantization_aware.{error}") from None
+        if not four:
+            raise RecipeError(
+                f"techniques.quantization_aware.keep: {self.keep!r} leaves no linear map for four bits; keep less"
+            )
+        inputs = ", their inputs to eight for each token" if self.inputs == "int8" else ""
+        words = f"{four} linear maps see their weights rounded to four bits{inputs}" + (f", {eight} to eight" if eight else "")
+        return Change(words, four + eight)
