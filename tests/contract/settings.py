@@ -44,6 +44,7 @@ FURTHER: list[tuple[str, dict[str, Any]]] = [
     ("rope_scaling", {"kind": "linear"}),
     ("shifted_groups", {"group": 10}),
     ("sliding_window", {"window": 5, "every": 2}),
+    ("sparse_weights", {"prune": "2:4"}),
 ]
 
 # What the first loss is near to, for those whose objective is not next-token prediction: technique, and its `loss` or `classes`.
@@ -77,6 +78,7 @@ CANNOT_RUN_HERE: dict[str, str] = {
     "optimizer_offload": "needs a CUDA device",
     "pipeline_parallel": "pipeline 2 does not multiply to 1 device",
     "tensor_parallel": "shares out matrices among devices, and there is one",
+    "sparse_weights": "keeps the zeros of weights that are read",  # of a folder; FURTHER has it on a new model
     "zero1": "there is one",
 }
 

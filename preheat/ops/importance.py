@@ -1,0 +1,86 @@
+"""What a model can do without: scores of weights and of units from what passes through them, and masks of the lowest. Tensors in, tensors out."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["added", "highest", "influence", "lowest", "moments", "two_of_four", "wanda"]
+
+
+def wanda(weight: Tensor, squares: Tensor) -> Tensor:
+    """Scores of single weights: |weight| times the norm of the input that it multiplies.
+
+    Args:
+        weight: [out, in].
+        squares: sum of squares of each input over the calibration tokens, [in].
+
+    Source: Sun et al. 2023 (arXiv:2306.11695), equation 1.
+    """
+    return weight.abs() * squares.sqrt()
+
+
+def lowest(scores: Tensor, share: float, *, by_row: bool) -> Tensor:
+    """A mask, true at the lowest `share` of the scores [rows, columns]: of each row, or of all. Ties go to the first.
+
+    Example:
+        >>> lowest(torch.tensor([[1.0, 2, 3, 4], [5, 6, 7, 8]]), 0.5, by_row=True).int().tolist()
+        [[1, 1, 0, 0], [1, 1, 0, 0]]
+    """
+    flat = scores if by_row else scores.reshape(1, -1)
+    count = round(share * flat.shape[1])
+    order = flat.argsort(dim=1, stable=True)[:, :count]
+    return torch.zeros_like(flat, dtype=torch.bool).scatter_(1, order, True).view_as(scores)
+
+
+def two_of_four(scores: Tensor) -> Tensor:
+    """A mask, true at the two lowest of each four neighbours along the inputs. scores: [out, in], `in` a multiple of 4.
+
+    It is the pattern that NVIDIA's sparse matrix units run at up to twice the rate (Mishra et al. 2021, arXiv:2104.08378).
+    """
+    fours = scores.reshape(scores.shape[0], -1, 4)
+    order = fours.argsort(dim=2, stable=True)[..., :2]
+    return torch.zeros_like(fours, dtype=torch.bool).scatter_(2, order, True).view_as(scores)
+
+
+def moments(x: Tensor, units: int) -> Tensor:
+    """Second moments of each unit's part, summed over tokens: x [..., units * size] -> [units, size, size].
+
+    Example:
+        >>> moments(torch.tensor([[1.0, 2], [3, 4]]), 2).flatten().tolist()
+        [10.0, 20.0]
+    """
+    parts = x.reshape(-1, units, x.shape[-1] // units).transpose(0, 1)
+    return parts.transpose(1, 2) @ parts
+
+
+def added(weight: Tensor, second: Tensor) -> Tensor:
+    """How much each unit adds to the stream: |its columns of `weight` @ its part|², summed over the tokens of `second`.
+
+    Args:
+        weight: of the map that writes to the stream, [width, units * size].
+        second: `moments` of what it reads, [units, size, size].
+
+    Returns:
+        [units]; 0 exactly where leaving the unit out changes nothing.
+    """
+    parts = weight.reshape(weight.shape[0], *second.shape[:2]).transpose(0, 1)
+    return ((parts @ second) * parts).sum(dim=(1, 2)).clamp(min=0)
+
+
+def influence(before: Tensor, after: Tensor) -> Tensor:
+    """How much a layer turns the stream: 1 - cosine of what goes in and what comes out, mean over tokens. [..., width] each.
+
+    Source: block influence, Men et al. 2024 (arXiv:2403.03853), equation 1.
+    """
+    return 1 - torch.nn.functional.cosine_similarity(before, after, dim=-1).mean()
+
+
+def highest(scores: Tensor, count: int) -> Tensor:
+    """Numbers of the `count` highest scores [n], ascending; of equal ones the first.
+
+    Example:
+        >>> highest(torch.tensor([3.0, 1, 2]), 2).tolist()
+        [0, 2]
+    """
+    return scores.argsort(descending=True, stable=True)[:count].sort().values

@@ -1,0 +1,122 @@
+"""Sparse weights: training that keeps zeros at zero.
+
+What: weights of the layers' linear maps that are zero take no part in training: their gradients are dropped before clipping, and after each
+update they are zero again, whatever the optimizer did. With `prune: 2:4` the two smallest of each four neighbouring inputs become zero
+first; else the zeros are those that `preheat compress --method wanda` or `magnitude` made, in the folder of `model.path`.
+Helps: recovers what pruning cost without undoing it; 2:4 is what NVIDIA's sparse matrix units run faster afterwards. Hurts: nothing becomes
+faster or smaller in training itself; a byte a weight between gradients and update. An adapter beside such weights would fill the zeros as it
+is merged, so the whole weights are trained.
+Source: Han et al. 2015 (arXiv:1506.02626), section 3.4; 2:4: Mishra et al. 2021 (arXiv:2104.08378).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from preheat.errors import RecipeError
+from preheat.technique import Build, Change, Context, Finish, Stage, Tag, Technique
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+__all__ = ["KeptZeros", "SparseWeights", "zero_two_of_four"]
+
+
+class KeptZeros:
+    """Keeps the zeros of parameters, tensors of any optimizer and any sharding, around its update.
+
+    Example:
+        >>> import torch
+        >>> weight = torch.nn.Parameter(torch.tensor([0.0, 1.0]))
+        >>> optimizer, zeros = torch.optim.AdamW([weight], lr=0.1), KeptZeros([weight])
+        >>> weight.sum().backward()
+        >>> zeros.before_update(); optimizer.step(); zeros.after_update(); round(float(weight.detach()[0]), 3)
+        0.0
+    """
+
+    def __init__(self, weights: Sequence[nn.Parameter]):
+        self.weights = weights
+        self._zeros: list[Tensor] = []
+
+    def before_update(self) -> None:
+        """Notes which elements are zero, and drops their gradients, so that neither norm nor moments know of them."""
+        from preheat.ops.sharded import local
+
+        self._zeros = [local(p.detach()) == 0 for p in self.weights]
+        for p, zeros in zip(self.weights, self._zeros, strict=True):
+            if p.grad is not None:
+                local(p.grad).masked_fill_(zeros, 0.0)
+
+    def after_update(self) -> None:
+        """Sets the same elements to zero."""
+        from preheat.ops.sharded import local
+
+        for p, zeros in zip(self.weights, self._zeros, strict=True):
+            local(p.detach()).masked_fill_(zeros, 0.0)
+        self._zeros = []
+
+
+def zero_two_of_four(maps: Sequence[nn.Module]) -> None:
+    """Sets the two smallest of each four neighbouring inputs of linear maps (torch's or GPT-2's) to zero, in place.
+
+    Raises:
+        ValueError: a map has a number of inputs, or a device a share of them, that fours do not divide.
+    """
+    from transformers.pytorch_utils import Conv1D
+
+    from preheat.ops.importance import two_of_four
+    from preheat.ops.sharded import local
+
+    for module in maps:
+        weight: Any = local(module.weight.detach())  # type: ignore[union-attr,operator,arg-type]
+        weight = weight.t() if isinstance(module, Conv1D) else weight
+        if weight.shape[1] % 4:
+            raise ValueError(f"prune: 2:4 goes by fours of inputs, and a map has {weight.shape[1]} (on one device)")
+        weight.masked_fill_(two_of_four(weight.abs()), 0.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SparseWeights(Technique):
+    stage: ClassVar[Stage] = Stage.OPTIMIZER
+    numerics: ClassVar[Any] = "different"
+    conflicts: ClassVar[frozenset[Tag]] = frozenset({Tag("frozen-base"), Tag("frees-gradients")})
+
+    prune: Literal["none", "2:4"] = "none"
+    """What becomes zero before the first step besides what is: nothing, or the two smallest of each four neighbouring inputs."""
+
+    def check(self, context: Context) -> list[str]:
+        model = context.recipe.model
+        if self.prune == "none" and (model.path is None or model.weights == "random"):
+            return [
+                "keeps the zeros of weights that are read, and this model is drawn new, without any; name a pruned folder as model.path, or set prune: 2:4"
+            ]
+        return []
+
+    def apply(self, build: Build, part: Any) -> Change:
+        from torch._subclasses.fake_tensor import FakeTensor
+
+        from preheat.models.calibration import linear_maps
+        from preheat.ops.sharded import local
+
+        maps = list(linear_maps(part).values())
+        if self.prune == "2:4":
+            try:
+                zero_two_of_four(maps)
+            except ValueError as error:
+                raise RecipeError(f"techniques.sparse_weights.{error}") from None
+        weights: list[Any] = [m.weight for m in maps]
+        share = ""
+        if not isinstance(local(weights[0]), FakeTensor):  # a dry run has no values
+            zeros = sum(int((local(p.detach()) == 0).sum()) for p in weights)
+            if zeros == 0 and build.mesh.world == 1:
+                raise RecipeError(
+                    f"techniques.sparse_weights: the weights of {build.recipe.model.path} have no zeros to keep; prune them first "
+                    "(preheat compress --method wanda), or set prune: 2:4"
+                )
+            share = f" ({zeros / sum(local(p).numel() for p in weights):.1%})"
+        kept = KeptZeros(weights)
+        build.finish_gradients.append((Finish.UNSCALE, lambda b: kept.before_update()))
+        build.after_update.append(lambda b: kept.after_update())
+        return Change(f"zeros of {len(maps)} linear maps are kept{share}", len(maps))
