@@ -6,12 +6,14 @@ seconds: after which no further step is begun, or null}.
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 import time
 
 _BEGUN = time.perf_counter()  # before anything heavy is imported: start-up is measured from here
 
+from collections.abc import Iterator  # noqa: E402
 from contextlib import closing  # noqa: E402
 from pathlib import Path  # noqa: E402
 from typing import Any  # noqa: E402
@@ -54,13 +56,20 @@ def take_steps(job: dict[str, Any]) -> dict[str, Any]:
     made = build(recipe, vocabulary=len(data.tokenizer), device=device)
     lr = peak_learning_rate(made)
     shape = made.slot(Slot.BATCH_SHAPE)
+    samples = job["steps"] * recipe.batch.size
+
+    def order() -> Iterator[int]:
+        found: Iterator[int] = made.slot(Slot.SAMPLE_ORDER)(data.train, recipe.seed, 0, samples)
+        return found
+
+    made.look(data.train, itertools.islice(order(), samples), lambda what, done, whole: None)
     seconds, losses, tokens, startup = [], [], [], 0.0
     stream = batches(
         data.train,
         seed=recipe.seed,
         committed=0,
         shape=lambda step: shape(step / job["steps"]),  # as a whole run has them
-        order=made.slot(Slot.SAMPLE_ORDER)(data.train, recipe.seed, 0, job["steps"] * recipe.batch.size),
+        order=order(),
         workers=recipe.data.workers,
         prefetch=recipe.data.prefetch,
         pin=device.kind == "cuda",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import heapq
 import json
 from collections.abc import Iterable, Sequence
@@ -17,7 +18,7 @@ from preheat.hardware.network import hub_reachable
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-__all__ = ["END", "PAD", "Encoded", "Encoder", "load_tokenizer", "train_tokenizer"]
+__all__ = ["END", "PAD", "Encoded", "Encoder", "load_tokenizer", "train_tokenizer", "unlike", "unlike_folders"]
 
 SAMPLE = 4_000_000
 """Characters of the training documents that a BPE is trained on: those with the lowest content hash, so that the sample
@@ -104,6 +105,39 @@ def _look_at(knob: str, path: Path) -> None:
         raise DataError(f"{file}: not a tokenizer: {error}") from None
     if not isinstance(found, dict) or not isinstance(found.get("model"), dict):
         raise DataError(f"{file}: not a tokenizer: it has no 'model'")
+
+
+@functools.lru_cache(maxsize=32)  # a search asks for each of its candidates, and a large tokenizer takes a second to read
+def unlike_folders(own: str, other: str, *, knob: str, add_tokens: tuple[str, ...] = ()) -> str | None:
+    """`unlike` of the tokenizers of two folders, the first with `add_tokens`; `knob` names the second in errors."""
+    return unlike(load_tokenizer(own, add_tokens=add_tokens), load_tokenizer(other, knob=knob))
+
+
+_SEVERAL_KINDS = (
+    'Once upon a time, there was a girl who didn\'t like rain.  She said: "Well, 3,141.59 drops!"\n\n',
+    "def mean(values: list[float]) -> float:\n\treturn sum(values) / len(values)  # ZeroDivisionError\n",
+    "Zoë naïvely chose Łódź over 東京 and Санкт-Петербург… 😀 50 % off, x²≤y",
+)
+
+
+def unlike(a: PreTrainedTokenizerFast, b: PreTrainedTokenizerFast) -> str | None:
+    """What tells two tokenizers apart, in words; None: they have the same pieces under the same numbers, and cut texts alike.
+
+    Which pieces begin, end and pad a text is left aside: that is decided where data is read, by one of the two.
+    """
+    mine, theirs = ({number: piece for piece, number in t.get_vocab().items()} for t in (a, b))
+    if mine != theirs:
+        number = min(n for n in mine.keys() | theirs.keys() if mine.get(n) != theirs.get(n))
+        one, other = (repr(pieces[number]) if number in pieces else "nothing" for pieces in (mine, theirs))
+        return f"piece {number} is {one} in the one and {other} in the other ({len(mine):,} and {len(theirs):,} pieces)"
+    for text in _SEVERAL_KINDS:
+        one, other = (t.convert_ids_to_tokens(t.encode(text, add_special_tokens=False)) for t in (a, b))
+        if one != other:
+            at = next(
+                (n for n, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]), min(len(one), len(other))
+            )
+            return f"they cut text otherwise: {one[at : at + 3]} in the one is {other[at : at + 3]} in the other"
+    return None
 
 
 def train_tokenizer(documents: Iterable[tuple[str, str]], *, vocabulary: int) -> PreTrainedTokenizerFast:

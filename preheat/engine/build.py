@@ -150,13 +150,13 @@ def build(
     if recipe.model.add_tokens:
         _add_rows(made, len(recipe.model.add_tokens), vocabulary or context.model.vocabulary)
     with dry or nullcontext():
-        for parts in made.parts.values():
+        for role, parts in made.parts.items():
             for part in parts:
                 materialize(part, made.torch_device, home=made.home)
                 if dry is not None and made.home is not None:
                     _lie_on_host(part)
                 if dry is None:
-                    made.weights.fill(part, seed=recipe.seed)
+                    made.sources.get(role, made.weights).fill(part, seed=recipe.seed)
         apply(Stage.MATERIALIZE, Stage.OPTIMIZER)
         if not made.parameters():
             raise RecipeError("techniques: nothing is left to train: every parameter is frozen")
@@ -269,5 +269,7 @@ def _weights_folder(recipe: Recipe) -> Path | None:
 
 
 def _move(batch: Batch, device: Any) -> Batch:
-    tokens, labels, positions = (t.to(device, non_blocking=True) for t in (batch.tokens, batch.labels, batch.positions))
-    return replace(batch, tokens=tokens, labels=labels, positions=positions)
+    tokens, labels, positions, *beside = (
+        t.to(device, non_blocking=True) for t in (batch.tokens, batch.labels, batch.positions, *batch.beside)
+    )
+    return replace(batch, tokens=tokens, labels=labels, positions=positions, beside=tuple(beside))

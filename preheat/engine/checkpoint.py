@@ -87,7 +87,7 @@ def _tensors(build: Build, rank: int | None = None) -> dict[str, Any]:
     assert all(id(p) in known for p in build.optimizer.state), (
         "the optimizer's state is of parameters that the model does not have now"
     )
-    for role in sorted(build.parts.keys() - {"trained"}) if frozen_too else ():
+    for role in sorted(build.parts.keys() - {"trained"} - build.sources.keys()) if frozen_too else ():
         for index, part in enumerate(build.parts[role]):
             found |= {f"{role}.{index}.{name}": p.detach() for name, p in part.named_parameters()}
     rank = build.mesh.rank if rank is None else rank

@@ -131,7 +131,8 @@ def _of_logits(
     part = build.trained[0]
     rows, length = batch.tokens.shape
     # Labels stay beside their tokens wherever a row is cut: with places in their stead each device knows which it has.
-    mine = transform(build, replace(batch, labels=torch.arange(rows * length).view(rows, length)))
+    with reading(build):
+        mine = transform(build, replace(batch, labels=torch.arange(rows * length).view(rows, length)))
     held = mine.labels.flatten().cpu()
     at = torch.full((rows * length,), -1)
     at[held[held >= 0]] = torch.arange(len(held))[held >= 0]

@@ -210,7 +210,7 @@ def whole_logits(hidden: Tensor, head: torch.nn.Module, row_loss: RowLoss, *alig
     """The sum of the row losses, all logits in memory at once: the plain form.
 
     Args:
-        hidden: [rows, length, width]; aligned: [rows, length] each; head: a linear map without bias.
+        hidden: [rows, length, width]; aligned: [rows, length] or [rows, length, n] each; head: a linear map without bias.
     """
     logits = head(hidden).flatten(0, 1)
     return row_loss(logits, *(a.flatten(0, 1) for a in aligned)).sum()
@@ -282,7 +282,8 @@ def chunked_logits(hidden: Tensor, head: torch.nn.Module, row_loss: RowLoss, *al
     Works in autocast's dtype where autocast is on, else in that of `hidden`.
 
     Args:
-        hidden: [..., width]; aligned: [...] each; head: a module with a `weight` [vocabulary, width] and no bias.
+        hidden: [..., width]; head: a module with a `weight` [vocabulary, width] and no bias.
+        aligned: [...] each, or [..., n]: what a row loss reads beside the logits of a place.
         row_loss: with `value_and_grad_` its gradient is made in place; otherwise by autograd, chunk by chunk.
 
     Example:
@@ -298,7 +299,13 @@ def chunked_logits(hidden: Tensor, head: torch.nn.Module, row_loss: RowLoss, *al
     flat = hidden.reshape(-1, hidden.shape[-1])
     with torch.autocast(device, enabled=False):
         return _Chunked.apply(
-            flat, _weight(head), row_loss, rows, dtype, torch.is_grad_enabled(), *(a.reshape(-1) for a in aligned)
+            flat,
+            _weight(head),
+            row_loss,
+            rows,
+            dtype,
+            torch.is_grad_enabled(),
+            *(a.reshape(-1, *a.shape[hidden.dim() - 1 :]) for a in aligned),
         )
 
 

@@ -106,7 +106,7 @@ def replicate_all(module: nn.Module, layers: Iterable[nn.Module], mesh: Any) -> 
 
 def forward_through(part: Any) -> Callable[[Any, Callable[[], T]], T]:
     """A function of (module, run) that runs as one call of the module, be it `part` or another of which this was asked: its weights are there
-    for it, whichever of its modules it uses.
+    for it, whichever of its modules it uses. Of a module that nobody shared out they are there anyway.
 
     After a call without gradients the weights are let go: nothing else would do that where they are kept for a backward pass, and to
     whoever looks then (a checkpoint) they would not be those that the optimizer knows.
@@ -123,6 +123,9 @@ def forward_through(part: Any) -> Callable[[Any, Callable[[], T]], T]:
     part.register_forward_hook(let_go)
 
     def forward(module: Any, run: Callable[[], T]) -> T:
+        shared_out = isinstance(module, FSDPModule)
+        if not shared_out:
+            return run()
         made: T = module.preheat_forward(run)
         let_go(module)
         return made

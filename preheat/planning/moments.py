@@ -18,7 +18,7 @@ from preheat.planning.recorder import STEP, Phase, Recorder
 from preheat.recipe import Recipe
 from preheat.technique import Batch, Build, MaskSpec, Shape, Slot
 
-__all__ = ["evaluating", "fake_batch", "generating", "loading", "saving", "tell_phases"]
+__all__ = ["evaluating", "fake_batch", "generating", "loading", "looking", "saving", "tell_phases"]
 
 _PROMPTS = 8  # that are written after at a time, as `models.generate.generate` does
 
@@ -67,8 +67,23 @@ def loading(made: Build, found: Mapping[str, int]) -> dict[str, int]:
     model = made.recipe.model
     drawn = model.weights == "random" or not (model.path or model.preset)
     how = {"drawn": drawn, "on_cpu": made.device.kind == "cpu"}
-    filling = max(made.weights.beside(part, **how) for parts in made.parts.values() for part in parts)
+    filling = max(
+        made.sources[role].beside(part, drawn=False, on_cpu=how["on_cpu"])
+        if role in made.sources
+        else made.weights.beside(part, **how)
+        for role, parts in made.parts.items()
+        for part in parts
+    )
     return {**found, "optimizer": 0, "temporary": filling}
+
+
+def looking(made: Build, recorder: Recorder, recipe: Recipe, shape: Shape) -> None:
+    """What looks at the training rows before the first is read: the build stands, and no step was taken."""
+    for beforehand in made.before_rows:
+        recorder.begin("load")
+        recorder.place = "rows"
+        beforehand.once(fake_batch(recipe, shape.micro))
+        recorder.place = ""
 
 
 def saving(made: Build, recorder: Recorder) -> None:

@@ -20,7 +20,7 @@ from preheat.engine.step import gradients, update
 from preheat.models.adapter import anatomy
 from preheat.ops.again import counting
 from preheat.planning.allocator import HeapUse
-from preheat.planning.moments import evaluating, fake_batch, generating, loading, saving, tell_phases
+from preheat.planning.moments import evaluating, fake_batch, generating, loading, looking, saving, tell_phases
 from preheat.planning.recorder import STEP, Kernel, Mark, Phase, Recorder
 from preheat.recipe import Recipe
 from preheat.technique import DATA, Axis, Batch, Build, Device, Shape, Slot, Tag
@@ -157,6 +157,7 @@ def _observe(recipe: Recipe, vocabulary: int | None, device: Device, by_layer: b
             saving(made, recorder)
             evaluating(made, recorder, recipe, shape)
             generating(made, recorder, recipe)
+            looking(made, recorder, recipe, shape)
     for beside, numbers in (("communication buffers", set(recorder.streams)), ("gathered weights", recorder.gathered)):
         known.update(dict.fromkeys(numbers - known.keys() - grads, beside))
     at, passing = _replay(recorder.log, recorder.places, known, grads, recorder.rounded)

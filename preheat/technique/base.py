@@ -83,6 +83,8 @@ class Technique(ABC):
     roles: ClassVar[frozenset[str]] = frozenset({"trained"})
     last_resort: ClassVar[bool] = False
     """Costs time that a plan does not see yet: a search takes it only where nothing else fits."""
+    leaves_nothing: ClassVar[bool] = False
+    """It changes how a model is trained, and nothing of what it is then: whoever opens a run to read from it leaves it out."""
     relieves: ClassVar[bool] = False
     """Whether a run that is out of memory may add it, with any of its `options`: the same weights, data and loss in less memory. A run may
     be resumed with it, without it or with other settings of it."""

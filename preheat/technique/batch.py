@@ -51,6 +51,7 @@ class Batch:
         rows: which rows of the data these are, for messages and for `rerun`.
         group: sequences of an example, which stand side by side: 2 where they are compared, what is preferred first.
         liked: for each row, and each of its sequences without the padding, 1 where the answer was liked and 0 where not; (): not said.
+        beside: [rows, length, ...] each, what a technique put beside every token.
         hidden: [rows, length, width], what the stage of a pipeline before this one gives in place of the tokens' embeddings.
     """
 
@@ -63,6 +64,7 @@ class Batch:
     group: int = 1
     liked: tuple[tuple[int, ...], ...] = ()
     hidden: Tensor | None = None
+    beside: tuple[Tensor, ...] = ()
 
 
 @dataclass

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from preheat.technique.base import Device, ModelFacts, registry
 from preheat.technique.batch import Batch, Stateful
@@ -18,7 +18,17 @@ if TYPE_CHECKING:
 
     from preheat.recipe import Recipe
 
-__all__ = ["Build"]
+__all__ = ["Beforehand", "Build"]
+
+
+class Beforehand(Protocol):
+    """What looks at the training rows before the first of them is read."""
+
+    def __call__(self, rows: Any, numbers: Iterable[int], progress: Callable[[str, float, float], None]) -> None:
+        """Looks at `numbers` of the `rows` (data.Rows or StreamRows), those that will be read; `progress` is told (what, done, of how much)."""
+
+    def once(self, batch: Batch) -> None:
+        """What it does to one micro-batch, for a dry run to see."""
 
 
 @dataclass
@@ -39,6 +49,8 @@ class Build:
     """Role -> pipeline parts; on meta until MATERIALIZE."""
     weights: Any = None
     """models.weights.WeightSource: where the values of the parameters come from."""
+    sources: dict[str, Any] = field(default_factory=dict)
+    """Role -> another WeightSource, where a part's values stand in a folder of their own: no checkpoint holds them, and a resumed run must find the same."""
     optimizer: Any = None
     around_optimizer: list[Callable[[Callable[..., Any]], Callable[..., Any]]] = field(default_factory=list)
     """Each takes what makes the optimizer and gives what makes it otherwise: over shares of the parameters, for one."""
@@ -63,6 +75,7 @@ class Build:
     """Micro-batches of a step -> time that this device will wait for others, as a share of that in which it works."""
     copies: set[str] = field(default_factory=set)
     """Names of parameters that another device of the pipeline has too, and counts in the norm."""
+    before_rows: list[Beforehand] = field(default_factory=list)
     before_backward: list[Callable[[bool], None]] = field(default_factory=list)
     """Told before each micro-batch whether it is the last of its global batch: whose backward pass must leave gradients complete."""
     changes: dict[str, list[Change]] = field(default_factory=dict)
@@ -86,6 +99,11 @@ class Build:
         for _, change in sorted(self.transforms, key=lambda pair: pair[0]):
             batch = change(batch)
         return batch
+
+    def look(self, rows: Any, numbers: Iterable[int], progress: Callable[[str, float, float], None]) -> None:
+        """Lets those who asked look at the rows that will be read, before the first is."""
+        for beforehand in self.before_rows:
+            beforehand(rows, numbers, progress)
 
     def slot(self, slot: Slot) -> Callable[..., Any]:
         """What stands in a slot."""

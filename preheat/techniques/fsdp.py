@@ -48,6 +48,7 @@ class FSDP(Technique):
         {Tag("sharded-weights"), Tag("summed-gradients"), Tag("gathers-again"), Tag("reduces-each"), Tag("bf16-gather")}
     )
     owns: ClassVar[frozenset[Slot]] = frozenset({Slot.FORWARD})
+    roles: ClassVar[frozenset[str]] = frozenset({"trained", "teacher"})
 
     reshard: bool = True
     """Let go of a layer's weights after its forward pass and gather them again for backward (ZeRO-3); false keeps them (ZeRO-2)."""

@@ -119,6 +119,7 @@ def _run(path: Path, step: int | None) -> Opened:
     techniques = {
         name: replace(t, start=None) if "start" in {f.name for f in dataclasses.fields(t)} else t  # type: ignore[call-arg]
         for name, t in recipe.techniques.items()
+        if not t.leaves_nothing
     }
     made = build(replace(recipe, techniques=techniques), vocabulary=len(tokenizer), device=device)
     progress = checkpoint.read_progress(found)

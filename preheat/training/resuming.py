@@ -33,7 +33,7 @@ def fingerprints(made: Build, data: Any) -> dict[str, str]:
         "data": data.fingerprint,
         "model": hashlib.sha256(config.encode()).hexdigest()[:16],
         "weights": made.weights.fingerprint(),
-    }
+    } | {role: source.fingerprint() for role, source in made.sources.items()}
 
 
 def compare(recipe: Recipe, before: str) -> bool:
@@ -95,7 +95,7 @@ def resumed(
     kept = checkpoint.read_progress(found)
     differs = [name for name, value in fresh.fingerprints.items() if kept.fingerprints.get(name) != value]
     if differs:
-        words = {
+        words = {role: f"{role}'s weights" for role in made.sources} | {
             "data": "data (the source, tokenizer or packing)",
             "model": "model's configuration",
             "weights": "model's weights",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import asdict, dataclass, field, replace
@@ -109,6 +110,16 @@ class Session:
         """Rows come from where the run stands."""
         self.shape = _shape(self.build, self.total)
         self.order = _order(self.build, self.data.train, self.progress.samples, self.shape, self.total)
+        if self.build.before_rows:
+            from preheat.data.loader import samples_of
+
+            steps = range(self.progress.step, self.total or 0)
+            left = sum(samples_of(self.shape(step), self.recipe.batch.length) for step in steps)
+            order = _order(self.build, self.data.train, self.progress.samples, self.shape, self.total)
+            ahead = (
+                itertools.islice(order, left) if self.total else range(_length(self.data) or 0)
+            )  # all, where only the clock ends it
+            self.build.look(self.data.train, ahead, self.watch.progress)
 
     def rows(self) -> Generator[list[Batch], None, None]:
         """Global batches from where the run stands, without end; to be closed."""

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
 import math
+import shutil
+import tempfile
+from pathlib import Path
 from typing import Any
 
 # Settings that take other paths than the defaults do.
@@ -15,6 +20,8 @@ FURTHER: list[tuple[str, dict[str, Any]]] = [
     ("classification", {"classes": 5}),
     ("chunked_loss", {"rows": 7, "kernel": "torch"}),
     ("difficulty_curriculum", {"by": "length", "curve": "linear"}),
+    ("distillation", {"divergence": "reverse", "temperature": 2.0}),
+    ("distillation", {"hidden": 0.05, "matched": 2}),
     ("dynamic_batch", {"start": 1, "every": 2}),
     ("efficient_attention", {"kernel": "blocks"}),
     ("feed_forward", {"activation": "relu"}),
@@ -51,6 +58,7 @@ FURTHER: list[tuple[str, dict[str, Any]]] = [
 BEGINS: dict[tuple[str, Any], float] = {
     ("classification", None): math.log(2),
     ("classification", 5): math.log(5),
+    ("distillation", None): 0.5 * math.log(96),  # the teacher is drawn as the student is: near to even, so near to each other
     ("preference", None): math.log(2),
     ("preference", "orpo"): math.log(96) + 0.1 * math.log(2),
     ("preference", "simpo"): 0.9 * math.log(1 + math.exp(0.5)) + 0.1 * math.log(1 + math.exp(-0.5)),
@@ -83,7 +91,38 @@ CANNOT_RUN_HERE: dict[str, str] = {
 }
 
 # What a technique asks of the rest of the recipe.
-RECIPE: dict[str, list[str]] = {"optimizer_in_backward": ["optimizer.clip=0"]}
+RECIPE: dict[str, list[str]] = {
+    "distillation": ["techniques.distillation.teacher={teacher}", "data.tokenizer={teacher}"],
+    "optimizer_in_backward": ["optimizer.clip=0"],
+}
+
+
+def asked(name: str) -> list[str]:
+    """RECIPE of a technique, as --set takes it."""
+    return [words.format(teacher=teacher()) if "{" in words else words for words in RECIPE.get(name, [])]
+
+
+@functools.cache
+def teacher(vocabulary: int = 96, **sizes: int) -> Path:
+    """The folder of a Llama that is drawn at random, twice as wide as the tiny one and with its vocabulary, and of its tokenizer."""
+    import torch
+    from tokenizers import Tokenizer, models
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    folder = Path(tempfile.mkdtemp(prefix="preheat-teacher-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    config = LlamaConfig(
+        **{"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 96} | sizes,
+        vocab_size=vocabulary, max_position_embeddings=64, tie_word_embeddings=False,
+    )  # fmt: skip
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(7)
+        LlamaForCausalLM(config).save_pretrained(folder)
+    pieces = {"</s>": 0} | {f"w{n}": n for n in range(1, vocabulary)}
+    backend = Tokenizer(models.WordLevel(pieces, unk_token="</s>"))
+    PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>").save_pretrained(folder)
+    return folder
+
 
 # What a recorder cannot look into: under it, and in the plan, something else stands there, so that "what the dry run sees" compares
 # only that with itself. Name -> what stands there, and the tests that look at the real thing instead.

@@ -31,7 +31,7 @@ from preheat.recipe import field_docs
 from preheat.technique import Build, Slot, Tag, Technique, conflicts_of, registry
 
 from ..conftest import DEVICE, difference, split, tiny, uneven
-from .settings import BEGINS, BRINGS, CANNOT_RUN_HERE, FAMILY, FIRST, FURTHER, RECIPE
+from .settings import BEGINS, BRINGS, CANNOT_RUN_HERE, FAMILY, FIRST, FURTHER, asked
 
 # Relative norm of each gradient against the plain model, by what a technique says of its numerics.
 BOUND = {"exact": 5e-6, "rounding": 0.05}
@@ -56,8 +56,8 @@ def complete(techniques: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]
 def recipe_of(techniques: dict[str, dict[str, Any]], **more: Any) -> recipes.Recipe:
     """The tiny model's recipe with techniques, of the family that serves them and with what they ask of the rest."""
     family = next(iter(families(techniques)), "llama")
-    asked = [words for name in techniques for words in RECIPE.get(name, [])]
-    return recipes.override(tiny(family=family, **more), f"techniques={complete(techniques)}", *asked)
+    more_asked = [words for name in techniques for words in asked(name)]
+    return recipes.override(tiny(family=family, **more), f"techniques={complete(techniques)}", *more_asked)
 
 
 def made(techniques: dict[str, dict[str, Any]], **more: Any) -> Build:
@@ -83,8 +83,8 @@ def fitting(b: Build) -> Any:
 
 def begins(techniques: dict[str, dict[str, Any]], plain: float) -> float:
     """What the first loss is near to."""
-    asked = [(name, found.get("loss", found.get("classes"))) for name, found in techniques.items()]
-    return next((BEGINS[key] for key in asked if key in BEGINS), plain)
+    keys = [(name, found.get("loss", found.get("classes"))) for name, found in techniques.items()]
+    return next((BEGINS[key] for key in keys if key in BEGINS), plain)
 
 
 @pytest.fixture(scope="module")
@@ -294,6 +294,9 @@ def test_all_together(objective: str | None) -> None:
         ("{preference: {}, regularized_loss: {}}", "'row_loss'"),
         ("{preference: {}, chunked_loss: {kernel: torch}}", "plain cross entropy only"),
         ("{preference: {}, length_curriculum: {}}", "whole-examples"),
+        ("{distillation: {}}", "teacher: is not stated"),
+        ("{distillation: {}, preference: {}}", "'objective', which distillation owns already"),
+        ("{distillation: {}, classification: {}}", "'objective', which classification owns already"),
         ("{classification: {}, tied_embeddings: {}}", "class-head"),
     ],
 )

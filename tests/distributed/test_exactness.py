@@ -15,7 +15,7 @@ from preheat.errors import RecipeError
 from preheat.technique import registry
 
 from ..conftest import DEVICE
-from ..contract.settings import BRINGS, CANNOT_RUN_HERE, FAMILY, FURTHER, RECIPE
+from ..contract.settings import BRINGS, CANNOT_RUN_HERE, FAMILY, FURTHER, asked
 from .exactness import Case, run, verdict
 from .processes import ALL
 
@@ -57,7 +57,7 @@ def of(scale: str, name: str, settings: dict[str, Any]) -> Case:
     if "mixed_precision" in parts[-1] or cls.numerics == "rounding":
         bounds = HALF
     together = name == "optimizer_in_backward"
-    return Case(family, scale, ", ".join(parts), " ".join(RECIPE.get(name, [])), together, **bounds)
+    return Case(family, scale, ", ".join(parts), " ".join(asked(name)), together, **bounds)
 
 
 def everything() -> list[Case]:
@@ -130,8 +130,10 @@ def check(cases: list[Case], world: int, folder: Path, timeout: float = 600) -> 
 
 
 def test_two_processes_are_one(tmp_path: Path) -> None:
-    found = check(QUICK, 2, tmp_path)
-    for case, (one, *many) in zip(QUICK, found, strict=True):
+    distilled = [of("fsdp: {}", "distillation", {"hidden": 0.05}), of("data_parallel: {}", "distillation", {})]
+    cases = [*QUICK, *distilled]
+    found = check(cases, 2, tmp_path)
+    for case, (one, *many) in zip(cases, found, strict=True):
         if case.instead is None and ("muon" in case.rest or not case.rest):  # what each process keeps of the optimizer's states
             for made in many:
                 assert made["states"] == pytest.approx(one["states"] / 2, rel=0.05), case.name

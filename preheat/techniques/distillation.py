@@ -1,0 +1,399 @@
+"""Distillation: a student learns from a larger teacher's probabilities for every next token, beside the labels.
+
+What: the loss is (1 - mixture) times the labels' cross entropy and mixture times the divergence of the student's probabilities from the
+teacher's, both at a temperature; `hidden` adds how far the student's hidden states, through a linear map that is trained with it and
+thrown away, are from the teacher's. With chunked_loss neither's logits are ever whole in memory. The teacher is a Hugging Face folder: frozen,
+planned for, never in a checkpoint, shared out under fsdp as the student is. With `cache` it runs once: in a first pass its likeliest
+tokens at every place are written to disk, and training reads them by row. An evaluation measures the labels alone, as any other run's does.
+Helps: a small model reaches a lower loss from the same tokens, since a distribution says more than one token. Hurts: the teacher's
+forward pass costs about a third of what training a model of its size does; a teacher that is bad on the data teaches that; forward
+divergence spreads a very small student over all that the teacher can say.
+A teacher with another tokenizer is refused: probabilities of other pieces cannot be compared (there is no method for that here yet).
+Source: Hinton et al. 2015 (arXiv:1503.02531); reverse divergence: Gu et al. 2023, MiniLLM (arXiv:2306.08543); hidden states: Romero et al.
+2014, FitNets (arXiv:1412.6550); layers of the teacher to begin from: Sanh et al. 2019, DistilBERT (arXiv:1910.01108).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+
+from preheat.errors import PreheatError, RunError
+from preheat.recipe import Bound, NonNegative, Positive, Recipe, Share
+from preheat.technique import Batch, Build, Change, Context, LossSum, ModelFacts, Order, Slot, Stage, Tag, Technique
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["Distillation", "distillation_loss", "hidden_distance"]
+
+
+def distillation_loss(
+    student: Tensor,
+    teacher: Tensor,
+    labels: Tensor,
+    *,
+    divergence: Literal["forward", "reverse"] = "forward",
+    **settings: float,
+) -> Tensor:
+    """Losses [n] of logits [n, vocabulary] against labels [n] (-100: not trained) and a teacher's logits, differentiable: for a loop of your own.
+
+    Args:
+        divergence: forward: KL(teacher || student); reverse: KL(student || teacher).
+        settings: mixture (0.5), the teacher's share, and temperature (1.0): see `preheat.ops.distill.Distilled`.
+
+    Example:
+        >>> import torch
+        >>> distillation_loss(torch.zeros(1, 2), torch.tensor([[0.0, 2.0]]), torch.tensor([1]), mixture=1.0)
+        tensor([0.3278])
+    """
+    from preheat.ops.distill import Distilled
+
+    return Distilled(lambda given: given, direction=divergence, **settings)(student, labels, teacher.detach())
+
+
+def hidden_distance(states: Tensor, teacher: Tensor) -> Tensor:
+    """How far hidden states [..., width] are from the teacher's, ||a - b||² / ||b||² of each place, [...]; differentiable.
+
+    Example:
+        >>> import torch
+        >>> hidden_distance(torch.tensor([[1.0, 0.0]]), torch.tensor([[2.0, 0.0]]))
+        tensor([0.2500])
+    """
+    from preheat.ops.distill import distance
+
+    return distance(states, teacher)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Distillation(Technique):
+    # After what makes the student what it is, so that its adapters and precision are not the teacher's, nor what is thrown away in the end.
+    stage: ClassVar[Stage] = Stage.SPLIT
+    numerics: ClassVar[Any] = "different"
+    owns: ClassVar[frozenset[Slot]] = frozenset({Slot.OBJECTIVE, Slot.ROW_LOSS})
+    # Metrics that only the last stage of a pipeline knows; logits of which each device of a tensor-parallel head has a part.
+    conflicts: ClassVar[frozenset[Tag]] = frozenset({Tag("stages"), Tag("tensor-parallel")})
+    leaves_nothing: ClassVar[bool] = True
+
+    teacher: str = ""
+    """A Hugging Face folder: the model to learn from, of the student's tokenizer. A run is exported first: preheat export RUN."""
+    divergence: Literal["forward", "reverse"] = "forward"
+    """forward: KL(teacher || student), covers all that the teacher holds likely; reverse: KL(student || teacher), keeps to its likeliest."""
+    temperature: Positive = 1.0
+    """Both models' logits are divided by it; above 1 unlikely tokens count for more. The divergence is multiplied by its square."""
+    mixture: Share = 0.5
+    """Share of the teacher in the loss; the labels have the rest."""
+    hidden: NonNegative = 0.0
+    """Weight of the relative squared distance of hidden states, added to the loss; 0: they are left alone."""
+    matched: Annotated[int, Bound(1, 4)] = 1
+    """With `hidden`: at how many places, evenly spaced over the depth, states are compared; 1: the last hidden states alone."""
+    precision: Literal["auto", "fp32", "bf16"] = "auto"
+    """Of the teacher's weights; auto: bf16 where the student computes in bf16."""
+    layers: Literal["own", "spread"] = "own"
+    """spread: a student with fewer layers of the teacher (model.path: the teacher, model.config: {num_hidden_layers: N}) begins from layers evenly
+    spaced over all of them, the first and last among them; own: from its own weights, which in such a student are the first layers."""
+    cache: str | None = None
+    """A folder for the teacher's likeliest tokens at every place: made in a first pass (and where rows are missing), read afterwards, so that
+    the teacher is not in memory while training."""
+    top: Annotated[int, Bound(1)] = 32
+    """With `cache`: so many tokens a place; all others count together."""
+
+    def check(self, context: Context) -> list[str]:
+        from preheat.models import adapter, teachers
+
+        recipe, model, why = context.recipe, context.model, []
+        if not self.teacher:
+            return ["teacher: is not stated; name the Hugging Face folder of the model to learn from"]
+        try:
+            found = adapter.facts(teachers.config_of(Path(self.teacher), recipe.batch.length))
+            if words := _other_tokenizer(recipe, self.teacher):
+                why.append(words)
+        except PreheatError as error:
+            return [str(error)]
+        if model.vocabulary > found.vocabulary:
+            why.append(
+                f"teacher: its head has {found.vocabulary:,} rows and the student's {model.vocabulary:,}, so it says nothing of some of them; "
+                f"set model.vocabulary: {found.vocabulary} for a new student, or take another teacher"
+            )
+        if not self.mixture and not self.hidden:
+            why.append(
+                "mixture: with 0, and without hidden, the teacher counts for nothing; use 0.5, or leave distillation out"
+            )
+        changed = recipe.model.config or any(
+            t.stage < Stage.KERNEL and t.stage != Stage.ADAPT for t in recipe.techniques.values()
+        )
+        if self.mixture == 1 and not self.hidden and not changed and self._reads_teacher(recipe):
+            why.append(
+                "teacher: is the very model that the student begins as, and the labels count for nothing (mixture: 1), so there is nothing to "
+                "learn; name a larger teacher, change the student, or lower mixture"
+            )
+        fewest = min(model.layers, found.layers)
+        if self.matched > fewest:
+            why.append(f"matched: {self.matched} places, but the shallower model has {fewest}; use at most {fewest}")
+        if self.matched > 1 and not self.hidden:
+            why.append("matched: says which hidden states are compared, and hidden is 0; set hidden: 0.1, or leave matched out")
+        if self.layers == "spread":
+            why += self._spreading(context, found)
+        if self.cache is not None:
+            why += self._caching(context)
+        return why
+
+    def _reads_teacher(self, recipe: Recipe) -> bool:
+        """Whether the student's weights are read from its teacher's folder."""
+        model = recipe.model
+        return (
+            model.path is not None and model.weights != "random" and Path(model.path).resolve() == Path(self.teacher).resolve()
+        )
+
+    def _spreading(self, context: Context, found: Any) -> list[str]:
+        recipe, why = context.recipe, []
+        if not self._reads_teacher(recipe):
+            why.append(
+                "layers: spread is for a student made of the teacher: set model.path to the teacher, and model.config: {num_hidden_layers: N}"
+            )
+        elif context.model.layers >= found.layers:
+            why.append(
+                f"layers: spread needs fewer layers than the teacher's {found.layers}; set model.config: {{num_hidden_layers: N}}"
+            )
+        others = [t.name() for t in recipe.techniques.values() if t.stage <= Stage.ADAPT and t is not self]
+        if others:
+            why.append(
+                f"layers: spread changes which layers are read, and {others[0]} what is read; leave one out (or export such a student first)"
+            )
+        return why
+
+    def _caching(self, context: Context) -> list[str]:
+        why = []
+        if self.hidden:
+            why.append("cache: holds no hidden states; set hidden: 0, or leave cache out")
+        if context.recipe.data.streaming:
+            why.append(
+                "cache: rows that are read while training have no number to be found again by; set data.streaming: false"
+            )
+        if Tag("growing-length") in context.tags:
+            why.append("cache: holds whole rows, and shorter ones are cut from them here; leave one out")
+        return why
+
+    def apply(self, build: Build, part: Any) -> Change:
+        from preheat.models import adapter, teachers
+        from preheat.models.weights import WeightSource
+        from preheat.ops.losses import CrossEntropy
+
+        folder = Path(self.teacher)
+        config = teachers.config_of(folder, build.recipe.batch.length)
+        bf16 = self.precision == "bf16" or (self.precision == "auto" and Tag("bf16-compute") in build.tags)
+        teacher = _Teacher(build, teachers.on_meta(config, bf16=bf16), adapter.facts(config))
+        build.sources["teacher"] = WeightSource(folder)
+        count = sum(p.numel() for p in teacher.model.parameters())
+        words = (
+            f"{self.divergence} divergence at temperature {self.temperature:g} from a teacher of {count:,} parameters in "
+            f"{'bf16' if bf16 else 'fp32'}, {self.mixture:.0%} of the loss"
+        )
+        if self.hidden:
+            maps = teachers.add_maps(part, teacher.facts.width, self.matched, build.weights)
+            words += f"; hidden states at {len(maps)} place{'s' * (len(maps) > 1)} x {self.hidden:g}"
+        if self.layers == "spread":
+            words += (
+                f"; begins from the teacher's layers {teachers.begin_from_spread(part, build.weights, teacher.facts.layers)}"
+            )
+        build.own(Slot.ROW_LOSS, CrossEntropy(), self.name())  # of an evaluation; a step states its own
+        if self.cache is None:
+            build.parts["teacher"] = [teacher.model]
+            says = self._live(part, teacher)
+        else:
+            kept = _Kept(teacher, part, Path(self.cache), top=self.top, temperature=self.temperature)
+            build.before_rows.append(kept)
+            build.transforms.append((Order.PACK, kept.beside))
+            says = self._read
+            words += f", whose {kept.top} likeliest tokens a place are read from {self.cache}, {kept.bytes:,} bytes a place"
+
+        def objective(batch: Batch, hidden: Callable[[Batch], Tensor], over_logits: Callable[..., Tensor]) -> LossSum:
+            if not part.training:
+                return LossSum(over_logits(hidden(batch), batch.labels), batch.weight)
+            return says(batch, hidden, over_logits)
+
+        build.own(Slot.OBJECTIVE, objective, self.name())
+        build.scores = lambda sums, weight: {name: float(total) / weight for name, total in sums.items()}
+        return Change(words, count)
+
+    def _row_loss(self, head: Any) -> Any:
+        from preheat.ops.distill import Distilled
+
+        return Distilled(head, direction=self.divergence, temperature=self.temperature, mixture=self.mixture)
+
+    def _read(self, batch: Batch, hidden: Callable[[Batch], Tensor], over_logits: Callable[..., Tensor]) -> LossSum:
+        """The loss where what the teacher said stands beside the tokens."""
+        row_loss = self._row_loss(None)
+        total = over_logits(hidden(batch), batch.labels, *batch.beside, row_loss=row_loss)
+        return LossSum(total, batch.weight, row_loss.sums)
+
+    def _live(self, part: Any, teacher: _Teacher) -> Callable[..., LossSum]:
+        """The loss where the teacher reads each micro-batch too: before the student, so that only its hidden states stand beside the student's."""
+        from preheat.models import teachers
+        from preheat.ops.distill import mapped_distance
+
+        places = self.matched if self.hidden else 0
+
+        def says(batch: Batch, hidden: Callable[[Batch], Tensor], over_logits: Callable[..., Tensor]) -> LossSum:
+            last, theirs = teacher.read(batch, places)
+            row_loss = self._row_loss(teacher.head(last.dtype))
+            states, own = teachers.watched(part, places, lambda: hidden(batch))
+            total = over_logits(states, batch.labels, last, row_loss=row_loss)
+            if not places:
+                return LossSum(total, batch.weight, row_loss.sums)
+            maps = part.get_submodule(teachers.MAPS)
+            apart = mapped_distance(own, theirs, [m.weight for m in maps], batch.labels)
+            return LossSum(total + self.hidden * apart, batch.weight, row_loss.sums | {"hidden_distance": apart.detach()})
+
+        return says
+
+
+def _other_tokenizer(recipe: Recipe, teacher: str) -> str | None:
+    """Why the teacher's probabilities are not of the student's tokens; None where they are."""
+    from preheat.data.tokenizer import unlike_folders
+    from preheat.models.adapter import tokenizer_folder
+
+    own = recipe.data.tokenizer or tokenizer_folder(recipe)
+    if own is None:
+        return (
+            f"teacher: knows its own tokens, and the student's tokenizer is trained on the data; set data.tokenizer: {teacher}"
+        )
+    if Path(own).resolve() == Path(teacher).resolve() and not recipe.model.add_tokens:
+        return None
+    words = unlike_folders(own, teacher, knob="teacher:", add_tokens=recipe.model.add_tokens)
+    if words is None:
+        return None
+    return (
+        f"teacher: its tokenizer is not the student's ({own}), so probabilities cannot be compared token by token: {words}; "
+        f"set data.tokenizer: {teacher} for a new student, or take a teacher of the student's family"
+    )
+
+
+@dataclass
+class _Teacher:
+    """The teacher of a build: what it says of a micro-batch, by the build's own slots and contexts."""
+
+    build: Build
+    model: Any
+    facts: ModelFacts
+
+    def read(self, batch: Batch, places: int = 0) -> tuple[Tensor, list[Tensor]]:
+        """Its last hidden states in the dtype of its products, and those at the places that are compared; without gradients."""
+        import torch
+
+        from preheat.models import adapter, teachers
+        from preheat.ops.attention_blocks import blocked_attention
+
+        def run() -> Tensor:
+            # The student's kernel may know neither windows nor capped scores.
+            if (self.facts.window or self.facts.score_softcap) and self.build.owner(Slot.ATTENTION_KERNEL) != "plain":
+                return adapter.hidden_states(self.model, batch.tokens, batch.positions, batch.mask, blocked_attention)
+            found: Tensor = self.build.slot(Slot.HIDDEN)(self.model, batch)
+            return found
+
+        with torch.no_grad():
+            last, states = self.build.slot(Slot.FORWARD)(self.model, lambda: teachers.watched(self.model, places, run))
+        kind = last.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else last.dtype
+        return last.to(dtype), states
+
+    def head(self, dtype: Any) -> Any:
+        """Its head, whole where devices share it out."""
+        from preheat.models import adapter
+        from preheat.ops.distill import TeacherHead
+        from preheat.ops.sharded import whole
+
+        weight: Any = adapter.head(self.model).weight
+        return TeacherHead(whole(weight.detach()).to(dtype), self.build.model.vocabulary, adapter.softcap(self.model))
+
+
+class _Kept:
+    """What a teacher holds likeliest at every place of the rows, on disk: made before training where it is missing, read by row then."""
+
+    ROWS = 512  # of logits at a time
+
+    def __init__(self, teacher: _Teacher, student: Any, folder: Path, *, top: int, temperature: float):
+        self.teacher, self.student, self.folder, self.temperature = teacher, student, folder, temperature
+        vocabulary = teacher.build.model.vocabulary
+        self.top = min(top, vocabulary - 1)
+        # Log-probabilities with 10 bits of fraction: rounded by half a thousandth of their size. Most numbers of tokens need no 32 bits.
+        self.kind = "uint16" if vocabulary <= 1 << 16 else "int32"
+        self.bytes = 2 * (self.top + 1) + (2 if self.kind == "uint16" else 4) * self.top
+        self.rows: Any = None
+
+    def __call__(self, rows: Any, numbers: Iterable[int], progress: Callable[[str, float, float], None]) -> None:
+        from preheat.data.kept import KeptRows, content_of
+        from preheat.data.sources import digest
+        from preheat.models.weights import materialize
+
+        build, length = self.teacher.build, rows.length
+        shapes = {"values": ((length, self.top + 1), "float16"), "indices": ((length, self.top), self.kind)}
+        of = {
+            "teacher": build.sources["teacher"].fingerprint(),
+            "config": digest((build.sources["teacher"].folder / "config.json").read_text(encoding="utf-8")),
+            "precision": str(next(self.teacher.model.parameters()).dtype),
+            "temperature": self.temperature,
+            "top": self.top,
+            "data": content_of(rows),
+        }
+        self.rows = KeptRows(self.folder, rows=len(rows), of=of, arrays=shapes, knob="techniques.distillation.cache")
+        missing = self.rows.missing(numbers)
+        if not missing:
+            return
+        if build.mesh.world > 1:
+            raise RunError(
+                f"techniques.distillation.cache: {self.folder} lacks {len(missing):,} rows, and several processes only read it; train with one "
+                "process until its first step, or leave cache out"
+            )
+        teacher = replace(
+            self.teacher, model=copy.deepcopy(self.teacher.model)
+        )  # on meta so far: it is here for this pass alone
+        materialize(teacher.model, build.torch_device)
+        build.sources["teacher"].fill(teacher.model, seed=0)
+        micro = build.slot(Slot.BATCH_SHAPE)(1.0).micro
+        self.rows.fill(rows, missing, lambda batch: self._said(teacher, batch), micro=micro, progress=progress)
+        size = len(missing) * length * self.bytes / 2**20
+        build.events.append(
+            {"kind": "notice", "words": f"the teacher read {len(missing):,} rows: {size:,.1f} MiB in {self.folder}"}
+        )
+
+    def once(self, batch: Batch) -> None:
+        from preheat.models.weights import materialize
+
+        materialize(self.teacher.model, self.teacher.build.torch_device)
+        self._said(self.teacher, batch)
+
+    def _said(self, teacher: _Teacher, batch: Batch) -> list[Tensor]:
+        """Values [rows, length, top + 1] and indices [rows, length, top] of a batch, as they are kept."""
+        import torch
+
+        from preheat.ops.distill import likeliest
+
+        device = teacher.build.torch_device
+        with ExitStack() as stack:
+            stack.enter_context(torch.no_grad())
+            for context in teacher.build.around_forward:
+                stack.enter_context(context())
+            last, _ = teacher.read(replace(batch, tokens=batch.tokens.to(device), positions=batch.positions.to(device)))
+            head = teacher.head(last.dtype)
+            found = [likeliest(head(states), self.top, self.temperature) for states in last.flatten(0, 1).split(self.ROWS)]
+        values = torch.cat([f.values for f in found]).to(torch.float16)
+        indices = torch.cat([f.indices for f in found]).to(getattr(torch, self.kind))
+        return [t.unflatten(0, batch.tokens.shape) for t in (values, indices)]
+
+    def beside(self, batch: Batch) -> Batch:
+        """The batch with what the teacher said of its rows; for training alone: an evaluation does without."""
+        import torch
+        from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+
+        if not self.student.training:
+            return batch
+        if not is_in_torch_dispatch_mode():
+            return replace(batch, beside=self.rows.beside(batch))
+        shape = batch.tokens.shape  # a dry run's rows hold nothing
+        values = torch.empty(*shape, self.top + 1, dtype=torch.float16)
+        return replace(batch, beside=(values, torch.empty(*shape, self.top, dtype=getattr(torch, self.kind))))
