@@ -14,21 +14,18 @@ __all__ = ["app", "init"]
 app = typer.Typer(help="The built-in recipes: list, show, and the JSON schema for editors.", invoke_without_command=True)
 
 
-def _folder() -> Path:
-    return Path(__file__).parents[1] / "recipes"
-
-
 def _words(path: Path) -> str:
     return path.read_text(encoding="utf-8").splitlines()[0].lstrip("# ")
 
 
 def _find(name: str) -> Path:
     from preheat.errors import RecipeError, nearest
+    from preheat.recipe import built_in
 
-    path = _folder() / f"{name}.yaml"
-    if not path.exists():
-        raise RecipeError(f"{name}: no such built-in recipe; {nearest(name, sorted(p.stem for p in _folder().glob('*.yaml')))}")
-    return path
+    known = built_in()
+    if name not in known:
+        raise RecipeError(f"{name}: no such built-in recipe; {nearest(name, list(known))}")
+    return known[name]
 
 
 @app.callback()
@@ -40,8 +37,9 @@ def recipes(context: typer.Context, json: Json = False) -> None:
     if context.invoked_subcommand is not None:
         return
     from preheat.cli.show import console, emit
+    from preheat.recipe import built_in
 
-    found = {p.stem: _words(p) for p in sorted(_folder().glob("*.yaml"))}
+    found = {name: _words(path) for name, path in built_in().items()}
     if json:
         emit({"recipes": found})
         return
@@ -86,4 +84,6 @@ def init(
         target.write_text(source.read_text(encoding="utf-8"), encoding="utf-8")
     except OSError as error:
         raise RecipeError(f"{target}: cannot be written ({error.strerror})") from None
-    print(f"wrote {target}; next: preheat plan {target}, then preheat train {target}")
+    chain = source.parent.name == "chains"
+    then = f"preheat compress RUN --recipe {target}" if chain else f"preheat plan {target}, then preheat train {target}"
+    print(f"wrote {target}; next: {then}")

@@ -56,6 +56,7 @@ __all__ = [
     "Stop",
     "Whole",
     "as_values",
+    "built_in",
     "dump",
     "field_docs",
     "json_schema",
@@ -104,6 +105,11 @@ def _assign(values: Any, item: str) -> Any:
     return values
 
 
+def built_in() -> dict[str, Path]:
+    """The files of the built-in recipes by name, chains of steps (`preheat compress RUN --recipe NAME`) included."""
+    return {file.stem: file for file in sorted((Path(__file__).parents[1] / "recipes").rglob("*.yaml"), key=lambda f: f.stem)}
+
+
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     """A recipe from a YAML file, or by the name of a built-in one.
 
@@ -113,13 +119,12 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     """
     file = Path(path)
     if not file.is_file():  # a folder of the same name is no reason to hide a built-in recipe
-        built_in = Path(__file__).parents[1] / "recipes" / f"{path}.yaml"
-        if not built_in.exists() and file.is_dir():
+        known = built_in()
+        if str(path) not in known and file.is_dir():
             raise RecipeError(f"{path}: is a folder; name a recipe file")
-        if not built_in.exists():
-            names = sorted(p.stem for p in built_in.parent.glob("*.yaml"))
-            raise RecipeError(f"{path}: no such file, and no built-in recipe of that name; {nearest(str(path), names)}")
-        file = built_in
+        if str(path) not in known:
+            raise RecipeError(f"{path}: no such file, and no built-in recipe of that name; {nearest(str(path), list(known))}")
+        file = known[str(path)]
     try:
         text = file.read_text(encoding="utf-8")
     except UnicodeDecodeError:

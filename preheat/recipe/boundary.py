@@ -125,6 +125,10 @@ class RecipeReader:
     def recipe(self, values: Any) -> Recipe:
         if not isinstance(values, Mapping):
             raise RecipeError(f"{self.where}: a recipe is a mapping of keys, got {type(values).__name__}")
+        if "chain" in values:
+            raise RecipeError(
+                f"{self.where}: is a chain of steps over a trained model; run it with: preheat compress RUN --recipe {self.where}"
+            )
         parts = {f.name: f for f in dataclasses.fields(Recipe)}
         top = _top_scalars()
         made: dict[str, Any] = {}

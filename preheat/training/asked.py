@@ -87,8 +87,7 @@ def _is_recipe(what: str) -> bool:
     file = Path(what)
     if file.is_file():
         return file.name != "config.json"
-    built_in = Path(recipes.__file__).parents[1] / "recipes" / f"{what}.yaml"
-    return built_in.exists() or file.suffix in (".yaml", ".yml")
+    return what in recipes.built_in() or file.suffix in (".yaml", ".yml")
 
 
 def _model(what: str | None) -> tuple[dict[str, Any], int | None, str | None]:
