@@ -6,30 +6,28 @@ import copy
 import dataclasses
 import json
 import math
+import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from preheat.compress import card, folder, speed
 from preheat.compress.export import shared
 from preheat.compress.method import Method, methods
-from preheat.errors import DataError, RecipeError, RunError, nearest
+from preheat.compress.texts import Texts, find_texts
+from preheat.errors import RecipeError, RunError, nearest
 from preheat.recipe.boundary import RecipeReader
 from preheat.training.opened import Opened, open_model
 
 if TYPE_CHECKING:
-    from preheat.data import Rows
     from preheat.evaluation.results import Result
 
 __all__ = ["Variant", "compress", "read_variant", "trained_for"]
 
 Say = Callable[[str], None]
-_SHARE = 5
-"""One row of so many of a text that is named by --data is measured on, and not calibrated with."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +39,7 @@ class Variant:
 
 
 def read_variant(text: str, overrides: Sequence[str] = ()) -> Variant:
-    """A method from `NAME[,key=value...]` and further `key=value`s; lists are written key=[a, b] in `overrides`.
+    """A method from `NAME[,key=value...]` and further `key=value`s; a list is written key=[a, b].
 
     Raises:
         RecipeError: no such method or setting, or a value that it cannot have.
@@ -52,7 +50,7 @@ def read_variant(text: str, overrides: Sequence[str] = ()) -> Variant:
     """
     from preheat.recipe.text import compose
 
-    name, *pairs = text.split(",")
+    name, *pairs = re.split(r",(?![^\[]*\])", text)  # not at those inside a list
     known = methods()
     if name not in known:
         raise RecipeError(f"--method {name}: no such method; {nearest(name, list(known))}")
@@ -83,15 +81,6 @@ def trained_for(source: str | Path) -> list[Variant]:
     if technique is None:
         return []
     return [Variant("int4", methods()["int4"](**dataclasses.asdict(technique)))]
-
-
-@dataclass
-class _Texts:
-    """Rows to look at and rows to measure on, and where they are from."""
-
-    calibration: list[Tensor]
-    held_out: Any  # Rows, or some of them
-    words: str
 
 
 def compress(
@@ -137,7 +126,7 @@ def compress(
     say("opening")
     opened = open_model(source)
     _require(opened, variants, source)
-    texts = _texts(opened, data, rows=rows, length=length)
+    texts = find_texts(opened, data, rows=rows, length=length)
     before = _plainly(opened, texts, measured, say)
     prompt = texts.calibration[0][:, : max(2, min(128, texts.calibration[0].shape[1] - 1))]
     found = []
@@ -169,68 +158,6 @@ def _require(opened: Opened, variants: Sequence[Variant], source: Any) -> None:
         raise RecipeError("\n".join(problems))
 
 
-def _texts(opened: Opened, data: str | None, *, rows: int, length: int | None) -> _Texts:
-    from preheat.data import Rows, prepare
-    from preheat.evaluation.texts import rows_of_text
-
-    recipe, positions = opened.recipe, opened.build.model.positions
-    cut = min(length or recipe.batch.length, positions or (1 << 30))
-    if data is not None:
-        all_of = rows_of_text(recipe.data, data, knob="--data", length=cut, seed=recipe.seed, tokenizer=opened.tokenizer_folder)
-        return _parted(all_of, rows, cut, f"{data}: every {_SHARE}th row held out")
-    if opened.step is None:
-        raise RecipeError("--data: is needed with a model's folder: name the text to calibrate with and to measure on")
-    prepared = prepare(
-        replace(recipe.data, tokenizer=opened.tokenizer_folder),
-        length=cut,
-        seed=recipe.seed,
-        add_tokens=recipe.model.add_tokens,
-    )
-    if not isinstance(prepared.train, Rows):
-        raise RecipeError("--data: is needed, since the run's data is read as a stream: name a text to calibrate with")
-    words = f"the run's own data ({recipe.data.source})"
-    if prepared.validation is None or not len(prepared.validation):
-        return _parted(
-            prepared.train, rows, cut, f"{words}, which has no validation rows: every {_SHARE}th training row held out"
-        )
-    chosen = _spread(len(prepared.train), rows)
-    return _Texts(_tokens(prepared.train, chosen), prepared.validation, f"{words}: training rows, measured on validation rows")
-
-
-def _parted(all_of: Rows, rows: int, cut: int, words: str) -> _Texts:
-
-    held = [n for n in range(len(all_of)) if n % _SHARE == _SHARE - 1]
-    others = [n for n in range(len(all_of)) if n % _SHARE != _SHARE - 1]
-    if not held:
-        raise DataError(
-            f"--data: is {len(all_of)} rows of {cut} tokens, of which none can be held out; name more text, or lower --length"
-        )
-    return _Texts(_tokens(all_of, [others[n] for n in _spread(len(others), rows)]), _Some(all_of, held), words)
-
-
-class _Some:
-    """Some rows of others, by number: what an evaluation reads of `Rows`."""
-
-    def __init__(self, rows: Rows, numbers: Sequence[int]):
-        self.rows, self.numbers = rows, numbers
-
-    def __len__(self) -> int:
-        return len(self.numbers)
-
-    def row(self, index: int) -> Any:
-        return self.rows.row(self.numbers[index])
-
-
-def _spread(total: int, limit: int) -> list[int]:
-    from preheat.data.loader import evaluation_rows
-
-    return list(evaluation_rows(total, limit))
-
-
-def _tokens(rows: Rows, numbers: Sequence[int]) -> list[Tensor]:
-    return [torch.from_numpy(rows.row(n).tokens)[None] for n in numbers]
-
-
 @dataclass
 class _Before:
     """The model as it was: a copy in bf16, to be timed against; what was measured of it; its bytes in bf16; its logits over rows of text."""
@@ -241,7 +168,7 @@ class _Before:
     logits: list[Tensor]
 
 
-def _plainly(opened: Opened, texts: _Texts, measured: int, say: Say) -> _Before:
+def _plainly(opened: Opened, texts: Texts, measured: int, say: Say) -> _Before:
     """Measures the model as it is; then merges it, in fp32, for the methods to begin from."""
     from preheat.ops.adapters import merge, names_of
     from preheat.ops.quantized_training import unfake_
@@ -278,7 +205,7 @@ def _logits(model: Any, rows: Sequence[Tensor]) -> list[Tensor]:
     return [plain_logits(model, row).cpu() for row in rows]
 
 
-def _quality(opened: Opened, texts: _Texts, measured: int) -> Result:
+def _quality(opened: Opened, texts: Texts, measured: int) -> Result:
     """Loss and perplexity of held-out text."""
     from preheat.evaluation.texts import bytes_of_tokens, measure_text
 
@@ -315,7 +242,7 @@ class _Job:
 
     variant: Variant
     opened: Opened
-    texts: _Texts
+    texts: Texts
     measured: int
     turns: int
     say: Say
@@ -377,7 +304,7 @@ def _timed(found: speed.Speed) -> dict[str, Any]:
     }
 
 
-def _summed(out: Path, found: list[dict[str, Any]], within: float, source: str, texts: _Texts) -> dict[str, Any]:
+def _summed(out: Path, found: list[dict[str, Any]], within: float, source: str, texts: Texts) -> dict[str, Any]:
     """The whole as data: the chosen variant first, then all of them."""
     near = [v for v in found if v["perplexity_rise"] <= within]
     chosen = min(near, key=lambda v: v["after"]["bytes"]) if near else min(found, key=lambda v: v["perplexity_rise"])

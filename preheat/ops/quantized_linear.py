@@ -40,6 +40,7 @@ __all__ = [
 
 FEW = 16
 """Rows up to which the kernels for packed weights are used: beyond, the matrix units are worth unpacking the weight for."""
+_KERNEL_INPUTS = 16  # aten's eight-bit kernel reads beyond the end of rows that are no multiple of it
 _KERNEL_GROUPS = (32, 64, 128, 256)  # what aten's four-bit kernel takes
 _FP8 = torch.float8_e4m3fn
 Form = dict[str, Any]
@@ -143,7 +144,8 @@ class Int8Linear(QuantizedMap):
         return self.codes.to(dtype) * self.scales.to(dtype)[:, None]
 
     def product(self, x: Tensor) -> Tensor:
-        if x.dtype == HALF and x.device.type == "cpu" and x.shape[0] <= FEW:
+        fits = self.in_features % _KERNEL_INPUTS == 0
+        if fits and x.dtype == HALF and x.device.type == "cpu" and x.shape[0] <= FEW:
             return torch.ops.aten._weight_int8pack_mm(x.contiguous(), self.codes, self.scales.to(HALF))
         return F.linear(x, self.codes.to(x.dtype)).mul_(self.scales.to(x.dtype))  # codes are exact in bf16
 
