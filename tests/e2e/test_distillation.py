@@ -13,12 +13,12 @@ from .conftest import Command, losses
 
 RECIPE = """\
 name: student
-model: {{path: {teacher}, weights: random, config: {{num_hidden_layers: 2, intermediate_size: 96}}}}
-data: {{source: stories.txt, validation: 0.1, preflight: {{encoding: warn}}}}
+model: {{layers: 2, width: 48, heads: 4}}
+data: {{source: stories.txt, tokenizer: {teacher}, validation: 0.1, preflight: {{encoding: warn}}}}
 batch: {{size: 8, length: 64}}
-optimizer: {{lr: 0.005}}
-stop: {{steps: 24}}
-checkpoint: {{every: 12}}
+optimizer: {{lr: 0.02}}
+stop: {{steps: 12}}
+checkpoint: {{every: 6}}
 evaluate: {{rows: 16}}
 techniques:
   chunked_loss: {{rows: 128}}
@@ -33,7 +33,7 @@ def teacher(preheat: Command, data_folder: Path) -> Path:
     """A copy of a really trained model that a test may take away, beside a recipe (d.yaml) and stories."""
     folder = preheat.folder / "teacher"
     shutil.copytree(data_folder / "stories260K-hf", folder)
-    text = (data_folder / "text/tinystories_train_excerpt.txt").read_text()[:150_000]
+    text = (data_folder / "text/tinystories_train_excerpt.txt").read_text()[:80_000]
     (preheat.folder / "stories.txt").write_text(text)
     (preheat.folder / "d.yaml").write_text(RECIPE.format(teacher=folder))
     return folder
@@ -50,7 +50,7 @@ def test_a_student_learns_from_its_teacher_and_is_exported_without_it(preheat: C
     run = preheat.folder / "run"
     assert told["predicted"]["peak_gib"] > 0
     steps = logged(run)
-    assert len(steps) == 24
+    assert len(steps) == 12
     assert steps[-1]["divergence"] < 0.8 * steps[0]["divergence"]
     assert "a teacher of 260,032 parameters" in (run / "changes.json").read_text()
     shutil.rmtree(teacher)  # it is not needed any more
@@ -69,31 +69,23 @@ def test_resumed_every_loss_is_the_same(preheat: Command, teacher: Path, cache: 
     whole, part = preheat.folder / "whole", preheat.folder / "part"
     wanted = losses(whole)
     shutil.copytree(whole, part)
-    shutil.rmtree(part / "checkpoints" / "step-24")
-    said = preheat.here("train", "d.yaml", "--out", "part", "--resume", *more)
+    shutil.rmtree(part / "checkpoints" / "step-12")
+    preheat.here("train", "d.yaml", "--out", "part", "--resume", *more)
     assert [step for step in wanted if losses(part)[step] != wanted[step]] == []
     if cache:
         assert "the teacher read" in (whole / "events.jsonl").read_text()
         assert (part / "events.jsonl").read_text().count("the teacher read") == 1  # of the run that it is a copy of
-        file = preheat.folder / "kept" / "rows.bin"
-        content = bytearray(file.read_bytes())
-        content[16::4096] = bytes(255 - byte for byte in content[16::4096])
-        file.write_bytes(content)
-        _, error = preheat.here("train", "d.yaml", "--out", "damaged", *more, code=1)
-        assert "is damaged; remove the folder" in error
     else:
         file = teacher / "model.safetensors"
         content = bytearray(file.read_bytes())
-        content[-3] ^= 64
+        content[len(content) // 64 * 32 + 7] ^= 1
         file.write_bytes(content)
-        shutil.rmtree(part / "checkpoints" / "step-24")
+        shutil.rmtree(part / "checkpoints" / "step-12")
         _, error = preheat.here("train", "d.yaml", "--out", "part", "--resume", *more, code=1)
         assert "teacher's weights changed" in error
-    assert said
 
 
 def test_a_teacher_of_other_tokens_is_refused_in_a_line(preheat: Command, teacher: Path) -> None:
-    more = ["--set", "model={layers: 2, width: 32, heads: 2}", "--set", "data.tokenizer=null"]
-    _, error = preheat.here("train", "d.yaml", "--out", "run", *more, code=2)
+    _, error = preheat.here("train", "d.yaml", "--out", "run", "--set", "data.tokenizer=null", code=2)
     assert f"set data.tokenizer: {teacher}" in error
     assert "Traceback" not in error

@@ -206,7 +206,7 @@ def test_a_student_of_fewer_layers_begins_from_layers_all_over_its_teacher(data_
     mine, theirs = b.trained[0].model.layers, b.parts["teacher"][0].model.layers  # type: ignore[union-attr,index]
     assert spread(3, 5) == [0, 2, 4]
     for n, of in enumerate(spread(3, 5)):
-        assert difference(dict(mine[n].named_parameters()), dict(theirs[of].named_parameters())) == 0  # type: ignore[index,union-attr]
+        assert difference(mine[n].state_dict(), theirs[of].state_dict()) == 0  # type: ignore[index,union-attr]
 
 
 # --- kept on disk -------------------------------------------------------------------------------------------------
@@ -322,6 +322,15 @@ def test_at_32_000_pieces_memory_is_near_that_of_plain_chunked_training_and_the_
     assert live.trained == plain.trained
 
 
+def test_under_fsdp_the_teacher_is_shared_out_as_the_student_is() -> None:
+    recipe = recipes.override(
+        tiny(f"{{fsdp: {{}}, distillation: {{teacher: {teacher()}}}}}"), f"data.tokenizer={teacher()}", "parallel.devices=4"
+    )
+    seen = observe(recipe, vocabulary=96, device=DEVICE, evaluated=False)
+    whole = sum(p.numel() for parts in made().parts.values() for part in parts for p in part.parameters())
+    assert seen.at["load", ""]["parameters"] == pytest.approx(4 * whole / 4, rel=0.1)  # bytes of fp32, a fourth of them
+
+
 def test_the_pass_that_fills_a_cache_is_planned_too(large: Path) -> None:
     recipe = recipes.override(
         tiny("{}", more=f"data: {{tokenizer: {teacher()}}}"),
@@ -388,7 +397,7 @@ def test_tokenizers_that_cut_alike_are_told_from_those_that_do_not(data_folder: 
     folder = data_folder / "tokenizers/gpt2"
     gpt2 = load_tokenizer(str(folder))
     assert unlike(gpt2, load_tokenizer(str(folder))) is None
-    assert "pieces)" in str(unlike(gpt2, load_tokenizer(str(data_folder / "tokenizers/llama2"))))
+    assert "pieces)" in str(unlike(gpt2, load_tokenizer(str(teacher()))))
     shutil.copytree(folder, tmp_path / "cut")
     file = tmp_path / "cut" / "tokenizer.json"
     file.write_text(file.read_text().replace('"add_prefix_space": false', '"add_prefix_space": true').replace('"add_prefix_space":false', '"add_prefix_space":true'))  # fmt: skip
