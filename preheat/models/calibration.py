@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from preheat.errors import RecipeError
-from preheat.models.adapter import anatomy, head
+from preheat.models.adapter import STANDALONE, anatomy, head
+from preheat.models.generate import patterned
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,10 +30,15 @@ def require_rows(rows: Sequence[Tensor], who: str) -> None:
 
 @contextmanager
 def plainly(model: PreTrainedModel) -> Iterator[None]:
-    """Within, the model is read only, and attends by transformers' own function, so that its plain forward can be called."""
+    """Within, the model is read only, and attends by transformers' own function, so that its plain forward can be called.
+
+    Layers with a pattern of preheat's attend by preheat's function; capped scores by the plain one, since the fast one leaves caps out.
+    """
     training, attention, cached = model.training, model.config._attn_implementation, model.config.use_cache
     model.eval()
-    model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
+    capped = getattr(model.config.get_text_config(), "attn_logit_softcapping", None)
+    plain = "eager" if capped or not model._supports_sdpa else "sdpa"
+    model.set_attn_implementation(STANDALONE if patterned(model) else plain)
     model.config.use_cache = False
     try:
         with torch.no_grad():

@@ -87,3 +87,23 @@ def test_alone_rope_scaling() -> None:
     model = transformers.LlamaForCausalLM(config)
     assert model.model.rotary_emb.attention_scaling == pytest.approx(1 + 0.1 * 0.6931, rel=1e-4)
     _trains(model)
+
+
+def test_alone_sparse_weights() -> None:
+    from preheat.techniques.sparse_weights import KeptZeros, zero_two_of_four
+
+    model, tokens = by_hand()
+    maps = [m for m in model.model.layers.modules() if isinstance(m, torch.nn.Linear)]
+    zero_two_of_four(maps)
+    places = [m.weight == 0 for m in maps]
+    assert all(bool((zeros.view(-1, 4).sum(1) == 2).all()) for zeros in places)
+    zeros = KeptZeros([m.weight for m in maps])
+
+    class Keeping(torch.optim.AdamW):
+        def step(self, closure: Any = None) -> None:
+            zeros.before_update()
+            super().step()
+            zeros.after_update()
+
+    falls(model, tokens, Keeping(model.parameters(), lr=0.01), plain_backward)
+    assert all(torch.equal(m.weight == 0, place) for m, place in zip(maps, places, strict=True))

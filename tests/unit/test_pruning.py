@@ -23,11 +23,12 @@ from preheat.engine.build import build
 from preheat.engine.step import gradients, update
 from preheat.errors import RecipeError
 from preheat.models import slicing
-from preheat.models.adapter import anatomy, facts, plain_logits
+from preheat.models.adapter import PATTERN, anatomy, facts, plain_logits
 from preheat.models.calibration import linear_maps, loss, matrix, plainly
 from preheat.models.slicing import Kept, Sizes
 from preheat.ops import importance as ops
 from preheat.recipe import parse
+from preheat.techniques.sliding_window import add_sliding_window
 
 from ..conftest import DEVICE, uneven
 
@@ -357,6 +358,21 @@ def test_a_built_model_is_pruned_and_attends_as_before(tmp_path: Path) -> None:
     assert model.training
     assert model.config._attn_implementation == "preheat"
     assert torch.equal(plain_logits(model, TOKENS), plain_logits(plain, TOKENS))
+
+
+def test_rows_are_read_with_capped_scores_and_with_preheats_patterns() -> None:
+    torch.manual_seed(0)
+    capped = transformers.Gemma2ForCausalLM(transformers.Gemma2Config(**GATED, attn_logit_softcapping=0.05)).eval()
+    limited = made("qwen3")
+    add_sliding_window(limited, window=3)
+    for model, attention in ((capped, "eager"), (limited, limited.config._attn_implementation)):
+        with plainly(model):
+            found = loss(model, ROWS[:1])
+        model.set_attn_implementation(attention)
+        with torch.no_grad():
+            assert found == pytest.approx(float(model(input_ids=ROWS[0], labels=ROWS[0]).loss), rel=1e-5)
+    prune_width(limited, ROWS, channels=0.5)
+    assert all(hasattr(m, PATTERN) for m in anatomy(limited).attentions)
 
 
 # --- shapes under a budget ------------------------------------------------------------------------------------------
