@@ -41,8 +41,7 @@ def write(
         base: as in `open_model`.
 
     Returns:
-        {path, bytes, dtype, max_logit_difference, largest_logit, tolerance, tokens, merged, tokens_that_end, note}: what the
-        folder cannot say, or "".
+        {path, bytes, dtype, merged, tokens_that_end, note} and `shared.figures`; note: what the folder cannot say, or "".
 
     Raises:
         RunError: no run or checkpoint there; `out` stands already or cannot be written; the model's architecture is one that
@@ -59,7 +58,7 @@ def write(
             f"{run}: has {' and '.join(beyond)}, which no class of transformers can load; evaluate and generate from the run itself"
         )
     kept = dtype or next(p.dtype for p in model.parameters() if p.is_floating_point())
-    accepted = shared.TOLERANCE[kept] if tolerance is None else tolerance
+    accepted = shared.Bound(shared.TOLERANCE[kept] if tolerance is None else tolerance)
     first = len(opened.tokenizer) - len(opened.recipe.model.add_tokens)
     rows = shared.rows(opened.tokenizer, opened.build.model.positions, list(range(first, len(opened.tokenizer))))
     reader: Any = AutoModelForCausalLM
@@ -86,7 +85,7 @@ def write(
         opened.build.parts.clear()
         del model
         again = reader.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
-        found = shared.compare(wanted, shared.logits(again, rows))
+        found = shared.compare(wanted, shared.logits(again, rows), None if classifies else rows)
         hint = (
             "raise --tolerance only if you know why" if kept == torch.float32 else "use --dtype float32, or raise --tolerance"
         )
@@ -99,10 +98,7 @@ def write(
         "path": str(out),
         "bytes": sum(p.stat().st_size for p in out.iterdir()),
         "dtype": str(kept).removeprefix("torch."),
-        "max_logit_difference": found.largest,
-        "largest_logit": found.scale,
-        "tolerance": accepted,
-        "tokens": found.tokens,
+        **shared.figures(found, accepted),
         "merged": merged,
         "tokens_that_end": ends if isinstance(ends, list) else [ends],
         "note": "; ".join(notes),

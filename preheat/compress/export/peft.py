@@ -39,7 +39,7 @@ def write(run: str | Path, out: str | Path, *, tolerance: float | None = None) -
         tolerance: largest difference of a logit, as a share of the largest logit (at least of 1).
 
     Returns:
-        {path, bytes, base, max_logit_difference, largest_logit, tolerance, tokens, adapted, note}
+        {path, bytes, base, adapted, note} and `shared.figures`
 
     Raises:
         RunError: the run has no adapter, or none that fits a base which others have; `out` stands already; the difference exceeds
@@ -53,7 +53,7 @@ def write(run: str | Path, out: str | Path, *, tolerance: float | None = None) -
     model: Any = opened.build.trained[0]
     names = names_of(model)
     base = _base(opened, names, run)
-    accepted = shared.TOLERANCE[torch.float32] if tolerance is None else tolerance
+    accepted = shared.Bound(shared.TOLERANCE[torch.float32] if tolerance is None else tolerance)
     rows = shared.rows(opened.tokenizer, opened.build.model.positions, [])
     wanted = shared.logits(model, rows)
     config = copy.deepcopy(model.peft_config["default"])
@@ -98,7 +98,7 @@ def write(run: str | Path, out: str | Path, *, tolerance: float | None = None) -
             unrounded = shared.compare(wanted, shared.logits(again.get_base_model(), rows))
             notes.append(_NF4.format(", double quantization" if double else "", unrounded.largest))
             _round(again.get_base_model(), written["nf4"]["modules"], double=double)
-        found = shared.compare(wanted, shared.logits(again.get_base_model(), rows))
+        found = shared.compare(wanted, shared.logits(again.get_base_model(), rows), rows)
         shared.refuse_beyond(
             found, accepted, str(out), "a base that the run held in less precision cannot be had by peft: write --to hf"
         )
@@ -106,10 +106,7 @@ def write(run: str | Path, out: str | Path, *, tolerance: float | None = None) -
         "path": str(out),
         "bytes": sum(p.stat().st_size for p in out.iterdir()),
         "base": base,
-        "max_logit_difference": found.largest,
-        "largest_logit": found.scale,
-        "tolerance": accepted,
-        "tokens": found.tokens,
+        **shared.figures(found, accepted),
         "adapted": len(names),
         "note": "; ".join(notes),
     }
