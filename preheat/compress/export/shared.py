@@ -21,6 +21,7 @@ from preheat.ops.nf4 import PackedMap
 __all__ = [
     "BOUNDS",
     "EXACT",
+    "TEXTS",
     "TOLERANCE",
     "Bound",
     "Difference",
@@ -32,6 +33,7 @@ __all__ = [
     "must_be_new",
     "refuse_beyond",
     "rows",
+    "size",
 ]
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}
@@ -84,10 +86,21 @@ BOUNDS: dict[str, dict[str, Bound]] = {
         "float32": Bound(1e-4, 1e-5, 0.99, 1e-4),
         "bfloat16": Bound(0.1, 0.02, 0.85, 0.02),
     },
+    # Plain weights with symmetric scales by group of 32 (int4) or by row (int8), as vLLM reads them.
+    "vllm": {
+        "bfloat16": Bound(5e-2, 1e-2, 0.9, 1e-2),
+        "int8": Bound(0.1, 0.02, 0.85, 0.02),
+        "int4": Bound(0.75, 0.1, 0.5, 0.3),
+    },
+    # Image classifiers, over calibration images: weights by channel and activations by tensor in 8 bits, whose ranges are calibrated.
+    "vision": {
+        "float32": Bound(1e-4, 1e-5, 0.99),
+        "int8": Bound(0.5, 0.1, 0.8),
+    },
 }
 """What is accepted by default, by format and `--dtype`; set before the writers were written. `--tolerance` takes the place of all four."""
 
-_TEXTS = (  # of several kinds, so that no token of common use is left out
+TEXTS = (  # of several kinds, so that no token of common use is left out
     "The ferry left at seven. By the time the fog lifted, nobody on deck could say which of the two islands lay behind us, and the "
     "captain, who had made the crossing for thirty years, kept looking at his watch rather than at the water.",
     "def mean(values: list[float]) -> float:\n    if not values:\n        raise ValueError('no values')\n    return sum(values) / len(values)\n",
@@ -102,7 +115,7 @@ EXACT = 1 << 29
 def rows(tokenizer: Any, positions: int, extra: list[int]) -> list[Tensor]:
     """Real text as tokens, a row [1, n] each; `extra` tokens (those added to the model) follow in a row of their own."""
     limit = min(_LENGTH, positions or _LENGTH)
-    found = [tokenizer.encode(text)[:limit] for text in _TEXTS]
+    found = [tokenizer.encode(text)[:limit] for text in TEXTS]
     if extra:
         found.append([token for pair in zip(extra, found[0], strict=False) for token in pair][:limit])
     return [torch.tensor([row]) for row in found if row]
@@ -239,6 +252,11 @@ def beside(out: Path) -> Iterator[Path]:
         raise RunError(f"{out}: cannot be written ({error.strerror or error})") from None
     finally:
         shutil.rmtree(made, ignore_errors=True)
+
+
+def size(folder: Path, name: str = "") -> int:
+    """Bytes of the files of a folder whose names begin so."""
+    return sum(file.stat().st_size for file in folder.iterdir() if file.name.startswith(name))
 
 
 def must_be_new(out: Path) -> None:
