@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from preheat.compress.export import shared
+from preheat.compress.export import card, shared
 from preheat.errors import RunError
 from preheat.models.adapter import head
 from preheat.models.surgery import beyond_transformers
@@ -41,7 +41,7 @@ def write(
         base: as in `open_model`.
 
     Returns:
-        {path, bytes, dtype, merged, tokens_that_end, note} and `shared.figures`; note: what the folder cannot say, or "".
+        {path, bytes, dtype, merged, tokens_that_end, read_by, note} and `shared.figures`; note: what the folder cannot say, or "".
 
     Raises:
         RunError: no run or checkpoint there; `out` stands already or cannot be written; the model's architecture is one that
@@ -79,6 +79,7 @@ def write(
     notes = [_NO_WINDOW] if Tag("window") in opened.build.tags else []
     notes += _name_ends(model, opened.tokenizer, opened.build.weights.folder)
     ends = model.generation_config.eos_token_id
+    name = str(kept).removeprefix("torch.")
     with shared.beside(out) as folder:
         model.save_pretrained(folder)
         opened.tokenizer.save_pretrained(folder)
@@ -94,15 +95,19 @@ def write(
             raise RunError(
                 f"{out}: embedding and head are {'one matrix' if tied else 'two matrices'} in the run, but not in the folder"
             )
-    return {
-        "path": str(out),
-        "bytes": sum(p.stat().st_size for p in out.iterdir()),
-        "dtype": str(kept).removeprefix("torch."),
-        **shared.figures(found, accepted),
-        "merged": merged,
-        "tokens_that_end": ends if isinstance(ends, list) else [ends],
-        "note": "; ".join(notes),
-    }
+        made = {
+            "path": str(out),
+            "bytes": shared.size(folder),
+            "dtype": name,
+            "merged": merged,
+            "tokens_that_end": ends if isinstance(ends, list) else [ends],
+            "read_by": card.version_of("transformers"),
+            **shared.figures(found, accepted),
+            "note": "; ".join(notes),
+        }
+        use = f'import transformers\nmodel = transformers.{reader.__name__}.from_pretrained(".")'
+        card.write(folder, run, made, title=f"Hugging Face folder, {name}", use=use)
+    return made
 
 
 def _pad(tokenizer: Any, run: str | Path) -> int:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from preheat.compress.export import shared
+from preheat.compress.export import card, shared
 from preheat.errors import RunError
 from preheat.ops.adapters import base_of, names_of, own_of
 from preheat.ops.nf4 import PackedMap, dequantize, quantize, tables
@@ -39,7 +39,7 @@ def write(run: str | Path, out: str | Path, *, tolerance: float | None = None) -
         tolerance: largest difference of a logit, as a share of the largest logit (at least of 1).
 
     Returns:
-        {path, bytes, base, adapted, note} and `shared.figures`
+        {path, bytes, base, adapted, read_by, note} and `shared.figures`
 
     Raises:
         RunError: the run has no adapter, or none that fits a base which others have; `out` stands already; the difference exceeds
@@ -102,14 +102,18 @@ def write(run: str | Path, out: str | Path, *, tolerance: float | None = None) -
         shared.refuse_beyond(
             found, accepted, str(out), "a base that the run held in less precision cannot be had by peft: write --to hf"
         )
-    return {
-        "path": str(out),
-        "bytes": sum(p.stat().st_size for p in out.iterdir()),
-        "base": base,
-        **shared.figures(found, accepted),
-        "adapted": len(names),
-        "note": "; ".join(notes),
-    }
+        made = {
+            "path": str(out),
+            "bytes": shared.size(folder),
+            "base": base,
+            "adapted": len(names),
+            "read_by": card.version_of("peft"),
+            **shared.figures(found, accepted),
+            "note": "; ".join(notes),
+        }
+        use = f'import peft, transformers\nbase = transformers.AutoModelForCausalLM.from_pretrained("{base}")\nmodel = peft.PeftModel.from_pretrained(base, ".")'
+        card.write(folder, run, made, title="adapter for peft", use=use)
+    return made
 
 
 def _base(opened: Opened, names: list[str], run: str | Path) -> str:

@@ -88,7 +88,6 @@ BOUNDS: dict[str, dict[str, Bound]] = {
     },
     # Plain weights with symmetric scales by group of 32 (int4) or by row (int8), as vLLM reads them.
     "vllm": {
-        "bfloat16": Bound(5e-2, 1e-2, 0.9, 1e-2),
         "int8": Bound(0.1, 0.02, 0.85, 0.02),
         "int4": Bound(0.75, 0.1, 0.5, 0.3),
     },
@@ -133,7 +132,7 @@ def logits(model: Any, tokens: list[Tensor]) -> list[Tensor]:
         if isinstance(module, PackedMap):  # what 4 bits stand for is defined in fp32
             module.nf4_pairs, module.nf4_levels = module.nf4_pairs.float(), module.nf4_levels.float()
     found = [plain_logits(model, row).cpu() for row in tokens]
-    model.float()
+    model.to(torch.float32)
     return found
 
 
