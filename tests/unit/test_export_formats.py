@@ -149,7 +149,7 @@ def test_the_order_of_rotated_rows_and_the_scaling_are_checked(
         with pytest.raises(RunError, match="differ by up to"):
             gguf.write(source, tmp_path / "out", dtype="f32")
     with monkeypatch.context() as patch:
-        patch.setattr(gguf_reading, "_complete", lambda config, reader: None)
+        patch.setattr(gguf, "_add_rope", lambda writer, model, _: writer.add_rope_freq_base(5e5))
         with pytest.raises(RunError, match="differ by up to"):
             gguf.write(source, tmp_path / "out", dtype="f32")
     assert not (tmp_path / "out").exists()
@@ -177,29 +177,34 @@ def test_a_really_pretrained_model_in_each_type(
         data_folder / "stories260K-hf", dtype=torch.float32
     ).state_dict()
     again, _ = gguf_reading.load(file)
-    steps = {"f16": 2**-11, "bf16": 2**-8, "q8_0": 0.51 / 127, "q4_0": 1.01 / 8}  # of the block's largest value
+    steps = {
+        "f16": 2**-11,
+        "bf16": 2**-8,
+        "q8_0": 0.57 / 127,
+        "q4_0": 1.01 / 8,
+    }  # of the block's largest value; scales are in f16
     for name in ("model.layers.2.mlp.up_proj.weight", "model.layers.2.self_attn.q_proj.weight"):
         blocks = weights[name].reshape(-1, 32)
         apart = (again.state_dict()[name].reshape(-1, 32) - blocks).abs()
         assert bool((apart <= steps[dtype] * blocks.abs().amax(1, keepdim=True) + 1e-7).all()), name
 
 
-def real_tokenizer(data_folder: Path, name: str, out: Path) -> tuple[Path, Any]:
-    found = transformers.AutoTokenizer.from_pretrained(data_folder / "tokenizers" / name)
-    source = folder_of(
-        "llama", found, out, hidden_size=16, intermediate_size=16, num_hidden_layers=1, eos_token_id=found.eos_token_id
-    )
-    return source, found
-
-
 @pytest.mark.parametrize("name", ["llama2", "gpt2"])
 def test_real_tokenizers_cut_real_text_the_same_from_the_file(data_folder: Path, tmp_path: Path, name: str) -> None:
-    source, wanted = real_tokenizer(data_folder, name, tmp_path / "model")
-    made = gguf.write(source, tmp_path / "out", dtype="f16")
-    _, found = gguf_reading.load(tmp_path / "out" / made["file"])
+    from gguf import GGUFWriter
+
+    wanted = transformers.AutoTokenizer.from_pretrained(data_folder / "tokenizers" / name)
+    writer = GGUFWriter(tmp_path / "model.gguf", "llama")
+    gguf_vocabulary.add_vocabulary(writer, wanted, len(wanted) + 3, [wanted.eos_token_id])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    writer.close()
+    found = gguf_reading.tokenizer_of(tmp_path / "model.gguf")
     text = (data_folder / "text/war_and_peace.txt").read_text(encoding="utf-8")[200_000:215_000]
     assert found.encode(text) == wanted.encode(text)
     assert found.decode(found.encode(text), skip_special_tokens=True).strip() == text.strip()
+    assert (found.encode("a")[0] == wanted.bos_token_id) == (name == "llama2")
 
 
 def test_scores_are_in_the_order_of_sentencepieces_own(data_folder: Path) -> None:
@@ -213,14 +218,19 @@ def test_scores_are_in_the_order_of_sentencepieces_own(data_folder: Path) -> Non
         real.append(score)
         at += 8 + size
     made = [n for n, piece in enumerate(pieces) if -own[n] < len(told["merges"])]
-    assert len(made) > 31_000
+    assert len(made) > 29_000  # others are single characters
     order = np.array(made)[np.argsort(-own[made], kind="stable")]
     assert bool((np.diff(np.array(real)[order]) <= 0).all())
 
 
 def test_another_tokenizer_in_the_file_is_refused(tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = train_tokenizer(
+        [("0", "in the mean of values, how many rows remain after minutes of watching the water")], vocabulary=290
+    )
+    add = gguf.add_vocabulary
+    monkeypatch.setattr(gguf, "add_vocabulary", lambda writer, _, rows, ends: add(writer, other, rows, ends))
+    monkeypatch.setattr(tokenizer, "chat_template", None)
     source = folder_of("qwen2", tokenizer, tmp_path / "model")
-    monkeypatch.setattr(gguf_vocabulary, "_rule", lambda told: "qwen2")  # which cuts numbers digit by digit
     with pytest.raises(RunError, match="the file's tokenizer cuts"):
         gguf.write(source, tmp_path / "out")
 
@@ -250,13 +260,16 @@ def test_what_gguf_has_no_name_for_is_refused(tokenizer: Any, tmp_path: Path, mo
 # --- ONNX -------------------------------------------------------------------------------------------------------------
 
 
-def test_onnx_runtime_gives_the_same_logits_alone_and_in_a_padded_batch(tokenizer: Any, tmp_path: Path) -> None:
+def test_onnx_runtime_gives_the_same_logits_alone_and_in_a_padded_batch_and_near_ones_in_8_bits(
+    tokenizer: Any, tmp_path: Path
+) -> None:
     import onnxruntime
 
-    source = folder_of("qwen3", tokenizer, tmp_path / "model")
+    source = folder_of("qwen3", tokenizer, tmp_path / "model", num_hidden_layers=1)
     made = onnx.write(source, tmp_path / "out")
     assert made["max_logit_difference"] < 1e-4 * made["largest_logit"]
     assert "onnxruntime" in made["read_by"]
+    assert transformers.AutoTokenizer.from_pretrained(tmp_path / "out").encode("fox") == tokenizer.encode("fox")
     session = onnxruntime.InferenceSession(tmp_path / "out/model.onnx")
     ids = np.arange(24).reshape(2, 12) * 5 % VOCABULARY
     mask = np.ones_like(ids)
@@ -265,16 +278,13 @@ def test_onnx_runtime_gives_the_same_logits_alone_and_in_a_padded_batch(tokenize
     alone = session.run(None, {"input_ids": ids[1:, :7], "attention_mask": mask[1:, :7]})[0]
     assert float(np.abs(both[1, :7] - alone[0]).max()) < 1e-4
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
-    assert float((plain_logits(model, torch.from_numpy(ids[:1])) - torch.from_numpy(both[:1])).abs().max()) < 1e-3
+    wanted = plain_logits(model, torch.from_numpy(ids[:1]))
+    assert float((wanted - torch.from_numpy(both[:1])).abs().max()) < 1e-3
 
-
-def test_onnx_in_8_bits_is_smaller_and_near(data_folder: Path, tmp_path: Path) -> None:
-    whole = onnx.write(data_folder / "stories260K-hf", tmp_path / "whole")
-    small = onnx.write(data_folder / "stories260K-hf", tmp_path / "small", dtype="int8")
-    assert small["bytes"] < 0.6 * whole["bytes"]
-    assert 0 < small["mean_logit_difference"] < 0.05 * small["largest_logit"]
-    again = transformers.AutoTokenizer.from_pretrained(tmp_path / "small")
-    assert again.encode("Once upon a time")[0] == again.bos_token_id
+    onnx.quantize(tmp_path / "out/model.onnx")
+    assert shared.size(tmp_path / "out", "model.onnx") < 0.6 * made["bytes"], "the data beside it is gone, too"
+    found = shared.compare([wanted], onnx.replay(tmp_path / "out/model.onnx", [torch.from_numpy(ids[:1])]))
+    assert 0 < found.largest < 0.4 * found.scale
 
 
 class Unsupported(torch.nn.Module):
@@ -285,7 +295,7 @@ class Unsupported(torch.nn.Module):
 
 def test_an_operator_without_a_form_in_onnx_is_named(tmp_path: Path) -> None:
     with pytest.raises(RunError, match=r"--to onnx: the operator aten._?linalg_eig\w+ has no form there; use --to aoti"):
-        onnx.to_onnx(Unsupported(), tmp_path / "model.onnx", 16)
+        traced.to_onnx(traced.trace(Unsupported(), 16), tmp_path / "model.onnx", ("input_ids", "attention_mask"))
 
 
 # --- AOTInductor, ExecuTorch ------------------------------------------------------------------------------------------
@@ -314,7 +324,9 @@ def test_a_traced_model_takes_any_batch_and_length(tokenizer: Any, tmp_path: Pat
     module: Any = traced.trace(traced.Logits(model), 128).module()
     for shape in ((1, 1), (1, 77), (3, 128)):
         ids = torch.arange(shape[0] * shape[1]).reshape(shape) % VOCABULARY
-        assert float((module(ids, torch.ones_like(ids)) - plain_logits(model, ids)).abs().max()) < 1e-4
+        with torch.no_grad():
+            found = module(ids, torch.ones_like(ids))
+        assert float((found - plain_logits(model, ids)).abs().max()) < 1e-4
 
 
 @pytest.mark.parametrize("dtype", ["float32", "8da4w"])

@@ -13,7 +13,7 @@ from preheat.compress.export import shared
 from preheat.compress.export.plain import Plain
 from preheat.errors import RunError
 
-__all__ = ["compare", "load", "types_of"]
+__all__ = ["compare", "load", "tokenizer_of", "types_of"]
 
 
 def compare(plain: Plain, file: Path) -> shared.Difference:
@@ -28,68 +28,72 @@ def compare(plain: Plain, file: Path) -> shared.Difference:
 
 
 def load(file: Path) -> tuple[Any, Any]:
-    """transformers' model in fp32 and its tokenizer, from nothing but the file.
+    """transformers' model in fp32 and its tokenizer, from nothing but the file."""
+    from transformers import AutoModelForCausalLM
+    from transformers.integrations.gguf import GgufHeader, load_gguf_state_dict, read_gguf_metadata
 
-    transformers leaves out some settings of a GGUF file (the size of a head in qwen3, rotary scaling, soft caps), so these are read here.
-    """
-    import gguf
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-
+    told, names = read_gguf_metadata(str(file))
+    config = _config(told, set(names))
     where = {"gguf_file": file.name, "local_files_only": True}
-    reader = gguf.GGUFReader(file)
-    config = AutoConfig.from_pretrained(file.parent, **where)
-    factors = _complete(config, reader)
     with contextlib.redirect_stderr(io.StringIO()):  # a progress bar that nothing turns off
         model: Any = AutoModelForCausalLM.from_pretrained(file.parent, config=config, dtype=torch.float32, **where)
-    if factors is not None:
+    if "rope_freqs.weight" in names:
+        factors = load_gguf_state_dict(GgufHeader.from_file(str(file)))["rope_freqs.weight"][...]
         with torch.no_grad():
             model.model.rotary_emb.inv_freq.div_(factors)
-    return model, AutoTokenizer.from_pretrained(file.parent, **where)
+    return model, tokenizer_of(file)
 
 
-def _complete(config: Any, reader: Any) -> torch.Tensor | None:
-    """Puts settings of the file into a configuration, in place; returns what divides the rotary frequencies, [head_dim / 2]."""
-    architecture = reader.get_field("general.architecture").contents()
+def tokenizer_of(file: Path) -> Any:
+    """transformers' tokenizer from the file's fields."""
+    from transformers import PreTrainedTokenizerFast
 
-    def told(key: str) -> Any:
-        field = reader.get_field(f"{architecture}.{key}")
-        return None if field is None else field.contents()
+    return PreTrainedTokenizerFast.from_pretrained(file.parent, gguf_file=file.name, local_files_only=True)
 
-    for key, name in {
+
+def _config(told: dict[str, Any], tensors: set[str]) -> Any:
+    """The configuration that a file tells: by transformers' table of keys, and some that this leaves out.
+
+    These are the size of a head in qwen3, rotary scaling, soft caps, biases. `AutoConfig` reads a file's vocabulary piece by piece in
+    Python to leave it, which takes half a minute for a large one.
+    """
+    from transformers import AutoConfig
+    from transformers.integrations import GGUF_CONFIG_MAPPING
+
+    architecture = told["general.architecture"]
+    table = GGUF_CONFIG_MAPPING[architecture] | {
         "attention.key_length": "head_dim",
         "attn_logit_softcapping": "attn_logit_softcapping",
         "final_logit_softcapping": "final_logit_softcapping",
-    }.items():
-        if (value := told(key)) is not None:
-            setattr(config, name, value)
-    if architecture == "gemma2":
-        config.query_pre_attn_scalar = config.head_dim  # as llama.cpp has it
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": told("rope.freq_base")}
-    if (kind := told("rope.scaling.type")) is not None:
-        rope |= {"rope_type": kind, "factor": told("rope.scaling.factor")}
-    if kind == "yarn":
-        rope |= {
-            "original_max_position_embeddings": told("rope.scaling.original_context_length"),
-            "beta_fast": told("rope.scaling.yarn_beta_fast"),
-            "beta_slow": told("rope.scaling.yarn_beta_slow"),
+        "rope.dimension_count": None,
+        "rope.freq_base": None,
+    }
+    made = {name: told[f"{architecture}.{key}"] for key, name in table.items() if name and f"{architecture}.{key}" in told}
+    rope = {key.removeprefix(f"{architecture}.rope."): value for key, value in told.items() if ".rope." in key}
+    made["rope_parameters"] = {"rope_type": rope.get("scaling.type", "default"), "rope_theta": rope["freq_base"]}
+    if "scaling.type" in rope:
+        made["rope_parameters"]["factor"] = rope["scaling.factor"]
+    if rope.get("scaling.type") == "yarn":
+        made["rope_parameters"] |= {
+            "original_max_position_embeddings": rope["scaling.original_context_length"],
+            "beta_fast": rope["scaling.yarn_beta_fast"],
+            "beta_slow": rope["scaling.yarn_beta_slow"],
         }
-    config.rope_parameters = rope
-    tensors = {tensor.name: tensor for tensor in reader.tensors}
     if architecture == "llama":
-        config.attention_bias = "blk.0.attn_q.bias" in tensors
-        config.mlp_bias = "blk.0.ffn_gate.bias" in tensors
-    factors = tensors.get("rope_freqs.weight")
-    return None if factors is None else torch.tensor(factors.data.copy())
+        made |= {"attention_bias": "blk.0.attn_q.bias" in tensors, "mlp_bias": "blk.0.ffn_gate.bias" in tensors}
+    if architecture == "gemma2":
+        made["query_pre_attn_scalar"] = made["head_dim"]  # as llama.cpp has it
+    ids = {f"{mark}_token_id": told.get(f"tokenizer.ggml.{mark}_token_id") for mark in ("bos", "eos")}
+    return AutoConfig.for_model(architecture, tie_word_embeddings="output.weight" not in tensors, **made, **ids)
 
 
 def types_of(file: Path) -> dict[str, int]:
     """How many tensors of a file have which type."""
     import gguf
+    from transformers.integrations.gguf import GgufHeader
 
-    found: dict[str, int] = {}
-    for tensor in gguf.GGUFReader(file).tensors:
-        found[tensor.tensor_type.name] = found.get(tensor.tensor_type.name, 0) + 1
-    return found
+    kinds = [gguf.GGMLQuantizationType(kind).name for kind in GgufHeader.from_file(str(file)).ggml_types.values()]
+    return {kind: kinds.count(kind) for kind in sorted(set(kinds))}
 
 
 def _same_tokens(wanted: Any, found: Any, file: Path) -> None:

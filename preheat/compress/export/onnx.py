@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from preheat.compress.export import card, shared
 from preheat.compress.export.plain import plain, require
-from preheat.compress.export.traced import Logits, refused, trace
+from preheat.compress.export.traced import Logits, to_onnx, trace
 from preheat.models.adapter import facts
 
-__all__ = ["quantize", "replay", "to_onnx", "write"]
+__all__ = ["quantize", "replay", "write"]
 
 _USE = """\
 import onnxruntime, numpy, transformers
@@ -54,7 +54,8 @@ def write(
     with shared.beside(out) as folder:
         with plain(run, folder, base=base) as model:
             file = folder / "model.onnx"
-            to_onnx(Logits(model.model), file, facts(model.model.config).positions)
+            program = trace(Logits(model.model), facts(model.model.config).positions)
+            to_onnx(program, file, ("input_ids", "attention_mask"))
             if dtype == "int8":
                 quantize(file)
             found = shared.compare(model.wanted, replay(file, model.rows), model.rows)
@@ -64,27 +65,6 @@ def write(
             made |= {"read_by": card.version_of("onnxruntime"), **shared.figures(found, bound), "note": "; ".join(model.notes)}
         card.write(folder, run, made, title=f"ONNX, {dtype}", use=_USE)
     return made
-
-
-def to_onnx(module: nn.Module, file: Path, positions: int) -> None:
-    """Writes a module of `Logits`' inputs and output.
-
-    Args:
-        positions: the longest sequence; 0: not limited.
-
-    Raises:
-        RunError: an operator has no form in ONNX.
-    """
-    program = trace(module, positions)
-    try:
-        torch.onnx.export(
-            program, (), file, dynamo=True, verbose=False, input_names=("input_ids", "attention_mask"), output_names=("logits",)
-        )
-    except torch.onnx.errors.OnnxExporterError as error:
-        known = refused(error, "onnx", "use --to aoti, which has PyTorch's own, or --to gguf")
-        if known is None:
-            raise
-        raise known from None
 
 
 def quantize(file: Path) -> None:

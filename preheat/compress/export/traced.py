@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import warnings
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,7 +12,7 @@ from torch import Tensor, nn
 
 from preheat.errors import RunError
 
-__all__ = ["Logits", "refused", "trace"]
+__all__ = ["Logits", "refused", "to_onnx", "trace"]
 
 
 class Logits(nn.Module):
@@ -41,6 +43,36 @@ def trace(module: nn.Module, positions: int) -> torch.export.ExportedProgram:
     shapes = {name: {0: batch, 1: length} for name in ("input_ids", "attention_mask")}
     with torch.no_grad():
         return torch.export.export(module, (ids, torch.ones_like(ids)), dynamic_shapes=shapes)
+
+
+def to_onnx(program: torch.export.ExportedProgram, file: Path, inputs: tuple[str, ...], *, beside: bool = True) -> None:
+    """Writes a traced graph as ONNX.
+
+    Args:
+        inputs: names of its inputs; its output is called logits.
+        beside: weights in a file of their own, FILE.data: one that holds all may have 2 GiB.
+
+    Raises:
+        RunError: an operator has no form in ONNX.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=r"`isinstance\(treespec, LeafSpec\)`")  # torch's exporter, of torch
+        try:
+            torch.onnx.export(
+                program,
+                (),
+                file,
+                dynamo=True,
+                verbose=False,
+                external_data=beside,
+                input_names=inputs,
+                output_names=("logits",),
+            )
+        except torch.onnx.errors.OnnxExporterError as error:
+            known = refused(error, "onnx", "use --to aoti, which has PyTorch's own, or --to gguf")
+            if known is None:
+                raise
+            raise known from None
 
 
 def refused(error: BaseException, to: str, alternative: str) -> RunError | None:

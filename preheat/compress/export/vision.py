@@ -13,9 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from preheat.compress.export import shared
+from preheat.compress.export import shared, traced
 from preheat.compress.export.plain import require
-from preheat.compress.export.traced import refused
 
 __all__ = ["replay_executorch", "replay_onnx", "to_executorch", "to_onnx"]
 
@@ -56,21 +55,7 @@ def to_onnx(
     whole = file.with_name(file.name + ".float") if int8 else file
     with torch.no_grad():
         program = torch.export.export(module, (images[:2],), dynamic_shapes=({0: torch.export.Dim("batch", min=1)},))
-        try:
-            torch.onnx.export(
-                program,
-                (),
-                whole,
-                dynamo=True,
-                verbose=False,
-                external_data=False,
-                input_names=("pixel_values",),
-                output_names=("logits",),
-            )
-        except torch.onnx.errors.OnnxExporterError as error:
-            if (known := refused(error, "onnx", "use ExecuTorch, which falls back on PyTorch's kernels")) is None:
-                raise
-            raise known from None
+    traced.to_onnx(program, whole, ("pixel_values",), beside=False)
     if int8:
         _calibrated(whole, file, images)
         whole.unlink()
@@ -129,7 +114,7 @@ def to_executorch(
         try:
             lowered = to_edge_transform_and_lower(program, partitioner=[XnnpackPartitioner()]).to_executorch()
         except (RuntimeError, torch._export.verifier.SpecViolationError) as error:
-            if (known := refused(error, "executorch", "use ONNX")) is None:
+            if (known := traced.refused(error, "executorch", "use ONNX")) is None:
                 raise
             raise known from None
     with file.open("wb") as written:
