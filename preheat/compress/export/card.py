@@ -25,7 +25,7 @@ def write(folder: Path, run: str | Path, made: Mapping[str, Any], *, title: str,
     """
     name = Path(run).resolve().name
     parts = [
-        f"---\ntags:\n- preheat\n---\n\n# {name}: {title}\n",
+        f"---\ntags:\n- preheat\n---\n\n# {name}: {title}",
         "\n".join(_origin(Path(run), made)),
         "\n".join(["## Compared with the model it came from\n", *_compared(made)]),
         f"## Use\n\n```\n{use}\n```",

@@ -8,6 +8,7 @@ Source: transformers' integrations/executorch.py (the module that is exported); 
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -131,12 +132,16 @@ def lower(model: Any, file: Path, length: int, *, quantized: bool = False) -> No
     ids = torch.zeros(1, 3, dtype=torch.int64)
     tokens = torch.export.Dim("tokens", min=1, max=length - 1)
     partitioners = [XnnpackDynamicallyQuantizedPartitioner(), XnnpackPartitioner()] if quantized else [XnnpackPartitioner()]
-    with torch.no_grad():
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=r"`isinstance\(treespec, LeafSpec\)`")  # torch's own
+        warnings.filterwarnings(
+            "ignore", message="While compiling, we found certain side effects"
+        )  # transformers' hooks, unused
         program = module.export(
             input_ids=ids,
             cache_position=torch.arange(3),
             dynamic_shapes={"input_ids": {1: tokens}, "cache_position": {0: tokens}},
-            strict=False,
+            strict=True,  # else the cache is in the graph twice
         )
         try:
             lowered = to_edge_transform_and_lower(program, partitioner=partitioners).to_executorch()

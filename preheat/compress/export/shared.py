@@ -71,6 +71,18 @@ BOUNDS: dict[str, dict[str, Bound]] = {
         "q4_k_m": Bound(0.6, 0.08, 0.6, 0.2),
         "q4_0": Bound(0.75, 0.1, 0.5, 0.3),
     },
+    # llama.cpp itself: a cache of keys and values in f16 whatever the file's type, and with q8_0 and q4_0 activations in 8 bits. Over
+    # logarithms of probabilities.
+    "llama.cpp": {
+        "f32": Bound(2e-2, 4e-3, 0.95),
+        "f16": Bound(2e-2, 4e-3, 0.95),
+        "bf16": Bound(8e-2, 2e-2, 0.85),
+        "q8_0": Bound(0.15, 0.03, 0.8),
+        "q6_k": Bound(0.25, 0.05, 0.75),
+        "q5_k_m": Bound(0.45, 0.07, 0.65),
+        "q4_k_m": Bound(0.65, 0.1, 0.55),
+        "q4_0": Bound(0.8, 0.12, 0.45),
+    },
     # Another runtime's products in fp32: a few units in the seventh place, summed over layers. int8: weights by row, activations by tensor.
     "onnx": {
         "float32": Bound(1e-4, 1e-5, 0.99, 1e-4),

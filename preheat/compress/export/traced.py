@@ -58,21 +58,15 @@ def to_onnx(program: torch.export.ExportedProgram, file: Path, inputs: tuple[str
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=r"`isinstance\(treespec, LeafSpec\)`")  # torch's exporter, of torch
         try:
-            torch.onnx.export(
-                program,
-                (),
-                file,
-                dynamo=True,
-                verbose=False,
-                external_data=beside,
-                input_names=inputs,
-                output_names=("logits",),
-            )
+            made: Any = torch.onnx.export(program, (), dynamo=True, verbose=False, input_names=inputs, output_names=("logits",))
         except torch.onnx.errors.OnnxExporterError as error:
             known = refused(error, "onnx", "use --to aoti, which has PyTorch's own, or --to gguf")
             if known is None:
                 raise
             raise known from None
+    for node in made.model.graph:
+        node.metadata_props.clear()  # each has the lines of source that it came from, with this machine's paths
+    made.save(file, external_data=beside)
 
 
 def refused(error: BaseException, to: str, alternative: str) -> RunError | None:
