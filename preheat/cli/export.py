@@ -78,6 +78,12 @@ def export(
         f"same most likely token at {made['top1_agreement']:.1%}" + _perplexity(made),
         soft_wrap=True,
     )
+    if other := made.get("llama_cpp"):
+        console().print(
+            f"run by llama.cpp ({other['version']}): logarithms of probabilities differ by at most {other['max_logprob_difference']:.2g}; same most "
+            f"likely token at {other['top1_agreement']:.1%} of {other['places']} positions",
+            soft_wrap=True,
+        )
     if made["note"]:
         console().print(f"note: {made['note']}", soft_wrap=True)
 

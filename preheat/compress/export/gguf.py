@@ -2,7 +2,8 @@
 
 What is written: weights by llama.cpp's names (rows of q and k in its order for llama), in a float format or in blocks of 32 by gguf's own
 quantizers; sizes, rotary positions and their scaling; the tokenizer with its special tokens and chat template. Norms and biases stay
-in fp32. K-quants are made by llama.cpp's `llama-quantize`, where that is on the PATH.
+in fp32. K-quants are made by llama.cpp's `llama-quantize`, where that is on the PATH. With llama.cpp's wheel installed (xllamacpp, the
+extra llama-cpp), llama.cpp runs the file, too.
 Source: the GGUF specification (ggml's docs/gguf.md); names of tensors and keys: the `gguf` package.
 """
 
@@ -14,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from preheat.compress.export import card, gguf_reading, shared
+from preheat.compress.export import card, gguf_reading, llama_cpp, shared
 from preheat.compress.export.gguf_vocabulary import add_vocabulary
 from preheat.compress.export.plain import Plain, plain, require
 from preheat.errors import RunError
@@ -28,6 +29,7 @@ _ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3
 _ACTIVATIONS = {"gemma2": "gelu_pytorch_tanh"}  # of the others: silu
 _TOOL = "llama-quantize"
 _BLOCK = 32
+_HINT = "use --dtype q8_0 or f16, or raise --tolerance"
 
 
 def write(
@@ -43,7 +45,8 @@ def write(
         base: as in `open_model`.
 
     Returns:
-        {path, file, bytes, dtype, types: {type: tensors}, merged, read_by, note} and `shared.figures`
+        {path, file, bytes, dtype, types: {type: tensors}, merged, read_by, note}, `shared.figures`, and llama_cpp: {version,
+        max_logprob_difference, mean_logprob_difference, top1_agreement, places} where it ran the file
 
     Raises:
         RunError: a model, a tokenizer or a scaling that llama.cpp has no name for; no `gguf` package or tool; beyond the bound.
@@ -70,14 +73,35 @@ def write(
                 whole.unlink()
                 types = gguf_reading.types_of(file)
             found = gguf_reading.compare(model, file)
-            shared.refuse_beyond(found, bound, str(out), "use --dtype q8_0 or f16, or raise --tolerance")
+            shared.refuse_beyond(found, bound, str(out), _HINT)
+            others = _by_llama_cpp(model, file, dtype, tolerance)
             notes = [*model.notes, *_notes(model, types, dtype)]
             made = {"path": str(out), "file": file.name, "bytes": file.stat().st_size, "dtype": dtype, "types": types}
-            made |= {"merged": model.merged, "read_by": card.version_of("transformers")}
+            made |= {"merged": model.merged, "read_by": card.version_of("transformers"), **others}
             made |= {**shared.figures(found, bound), "note": "; ".join(notes)}
         use = f"llama-cli -m {made['file']} -p 'Once upon a time'"
         card.write(folder, run, made, title=f"GGUF, {dtype}", use=use)
     return made
+
+
+def _by_llama_cpp(model: Plain, file: Path, dtype: str, tolerance: float | None) -> dict[str, Any]:
+    """The same by llama.cpp itself, where it is installed."""
+    if not llama_cpp.installed():
+        return {}
+    found = llama_cpp.compare(file, model.tokenizer, model.rows, model.wanted)
+    bound = shared.BOUNDS["llama.cpp"][dtype]
+    if tolerance is not None:
+        bound = shared.Bound(max(tolerance, bound.largest))
+    shared.refuse_beyond(found, bound, f"{file.name}, run by llama.cpp", _HINT)
+    return {
+        "llama_cpp": {
+            "version": card.version_of("xllamacpp"),
+            "max_logprob_difference": found.largest,
+            "mean_logprob_difference": found.mean,
+            "top1_agreement": found.agreement,
+            "places": found.tokens,
+        }
+    }
 
 
 def _tool(dtype: str) -> str:
