@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -11,61 +11,115 @@ from preheat.cli.show import Base, Json
 
 __all__ = ["export"]
 
+To = Literal["hf", "peft", "gguf", "onnx", "executorch", "aoti", "vllm"]
+
 
 def export(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder; for --to hf also an adapter's folder of peft's.")],
+    run: Annotated[
+        Path,
+        typer.Argument(metavar="RUN", help="A run's folder, a model's in Hugging Face's layout, or an adapter's of peft's."),
+    ],
     to: Annotated[
-        Literal["hf", "peft"], typer.Option("--to", help="hf: a Hugging Face folder, adapters merged. peft: the adapter alone.")
+        To,
+        typer.Option(
+            "--to",
+            help="hf: a Hugging Face folder, adapters merged. peft: the adapter alone. gguf: one file for llama.cpp. onnx: for ONNX Runtime. "
+            "executorch: a .pte for devices, with a cache. aoti: a compiled .pt2 for PyTorch. vllm: a folder in fewer bits, in compressed-tensors' layout.",
+        ),
     ] = "hf",
     out: Annotated[
-        Path | None, typer.Option("--out", help="The folder to write; RUN/export-hf or -peft when not given.")
+        Path | None, typer.Option("--out", help="The folder to write; RUN/export-hf, -gguf-q8_0 and so on when not given.")
     ] = None,
     dtype: Annotated[
-        Literal["float32", "bfloat16", "float16"] | None,
-        typer.Option("--dtype", help="hf: precision of the weights; the run's when not given."),
+        str | None,
+        typer.Option(
+            "--dtype",
+            help="Precision of the weights. hf: float32, bfloat16, float16 (the run's). gguf: f32, f16 (when not given), bf16, q8_0, q4_0, and with "
+            "llama-quantize on the PATH q4_k_m, q5_k_m, q6_k. onnx: float32, int8. executorch: float32, 8da4w. aoti: float32, bfloat16. vllm: int8, int4.",
+        ),
     ] = None,
     tolerance: Annotated[
         float | None,
         typer.Option(
             "--tolerance",
             min=0.0,
-            help="Largest accepted difference of a logit, as a share of the largest logit; by precision (1e-5 in float32) when not given.",
+            help="Largest accepted difference of a logit, as a share of the largest logit, in place of the format's own bounds.",
         ),
+    ] = None,
+    length: Annotated[
+        int | None,
+        typer.Option("--length", min=2, help="executorch: positions of the cache; the model's, up to 2,048, when not given."),
     ] = None,
     base: Base = None,
     json: Json = False,
 ) -> None:
     """Writes a run's model, or its adapter alone, for other tools; reads it back with them and compares the logits.
 
-    Example: `preheat export runs/demo --to hf`, `preheat export runs/mine --to peft`
+    Example: `preheat export runs/demo --to gguf --dtype q8_0`, `preheat export runs/mine --to peft`
     """
-    import torch
     from transformers.utils.logging import disable_progress_bar
 
     from preheat.cli.show import console, emit
-    from preheat.compress.export import huggingface, peft
     from preheat.errors import RecipeError
 
-    target = out or run / f"export-{to}"
+    if length is not None and to != "executorch":
+        raise RecipeError(f"--length: is of executorch's cache; --to {to} has none")
     disable_progress_bar()
-    if to == "peft":
-        if dtype is not None or base is not None:
-            raise RecipeError(
-                f"--{'dtype' if dtype else 'base'}: is for --to hf alone; an adapter is written as it was trained"
-            )
-        made = peft.write(run, target, tolerance=tolerance)
-        what = f"{made['adapted']} maps' adapters, for {made['base']}"
-    else:
-        made = huggingface.write(run, target, dtype=getattr(torch, dtype) if dtype else None, tolerance=tolerance, base=base)
-        what = made["dtype"] + (f", {made['merged']} adapters merged" if made["merged"] else "")
+    made = _written(to, run, out, dtype, {"tolerance": tolerance}, base, length)
     if json:
         emit(made)
         return
+    what = f"{made['adapted']} maps' adapters, for {made['base']}" if to == "peft" else made["dtype"]
+    what += f", {made['merged']} adapters merged" if made.get("merged") else ""
     console().print(
-        f"wrote {made['path']} ({made['bytes'] / 2**20:.1f} MiB; {what}); read back by {'peft' if to == 'peft' else 'transformers'}, its logits "
+        f"wrote {made['path']} ({made['bytes'] / 2**20:.1f} MiB; {what}); read back by {made['read_by']}, its logits "
         f"differ by at most {made['max_logit_difference']:.2g} over {made['tokens']} tokens "
-        f"(largest logit {made['largest_logit']:.3g}; {made['tolerance']:g} of it accepted)",
+        f"(largest logit {made['largest_logit']:.3g}; {made['tolerance']:g} of it accepted), by {made['mean_logit_difference']:.2g} in the mean; "
+        f"same most likely token at {made['top1_agreement']:.1%}" + _perplexity(made),
         soft_wrap=True,
     )
+    if other := made.get("llama_cpp"):
+        console().print(
+            f"run by llama.cpp ({other['version']}): logarithms of probabilities differ by at most {other['max_logprob_difference']:.2g}; same most "
+            f"likely token at {other['top1_agreement']:.1%} of {other['places']} positions",
+            soft_wrap=True,
+        )
     if made["note"]:
         console().print(f"note: {made['note']}", soft_wrap=True)
+
+
+def _perplexity(made: dict[str, Any]) -> str:
+    before, after = made["before"]["perplexity"], made["after"]["perplexity"]
+    return "" if before is None else f"; perplexity {before:.5g} before, {after:.5g} after"
+
+
+def _written(
+    to: To, run: Path, out: Path | None, dtype: str | None, how: dict[str, Any], base: str | None, length: int | None
+) -> dict[str, Any]:
+    """Calls the format's writer with what it takes.
+
+    Raises:
+        RecipeError: a dtype that the format has not.
+    """
+    import torch
+
+    from preheat.compress.export import aoti, executorch, gguf, huggingface, onnx, peft, shared, vllm
+    from preheat.errors import RecipeError
+
+    if to == "peft":
+        if dtype is not None or base is not None:
+            raise RecipeError(
+                f"--{'dtype' if dtype else 'base'}: is not for --to peft; an adapter is written as it was trained"
+            )
+        return peft.write(run, out or run / "export-peft", **how)
+    known = [str(kind).removeprefix("torch.") for kind in shared.TOLERANCE] if to == "hf" else list(shared.BOUNDS[to])
+    if dtype is not None and dtype not in known:
+        raise RecipeError(f"--dtype {dtype}: --to {to} has {', '.join(known)}")
+    how |= {"base": base}
+    if to == "hf":
+        return huggingface.write(run, out or run / "export-hf", dtype=getattr(torch, dtype) if dtype else None, **how)
+    dtype = dtype or {"gguf": "f16", "vllm": "int8"}.get(to, "float32")
+    target = out or run / f"export-{to}-{dtype}"
+    if to == "executorch":
+        return executorch.write(run, target, dtype=dtype, length=length, **how)
+    return {"gguf": gguf, "onnx": onnx, "aoti": aoti, "vllm": vllm}[to].write(run, target, dtype=dtype, **how)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from preheat.compress.export import shared
+from preheat.compress.export import card, shared
 from preheat.errors import RunError
 from preheat.models.adapter import head
 from preheat.models.surgery import beyond_transformers
@@ -41,8 +41,7 @@ def write(
         base: as in `open_model`.
 
     Returns:
-        {path, bytes, dtype, max_logit_difference, largest_logit, tolerance, tokens, merged, tokens_that_end, note}: what the
-        folder cannot say, or "".
+        {path, bytes, dtype, merged, tokens_that_end, read_by, note} and `shared.figures`; note: what the folder cannot say, or "".
 
     Raises:
         RunError: no run or checkpoint there; `out` stands already or cannot be written; the model's architecture is one that
@@ -59,7 +58,7 @@ def write(
             f"{run}: has {' and '.join(beyond)}, which no class of transformers can load; evaluate and generate from the run itself"
         )
     kept = dtype or next(p.dtype for p in model.parameters() if p.is_floating_point())
-    accepted = shared.TOLERANCE[kept] if tolerance is None else tolerance
+    accepted = shared.Bound(shared.TOLERANCE[kept] if tolerance is None else tolerance)
     first = len(opened.tokenizer) - len(opened.recipe.model.add_tokens)
     rows = shared.rows(opened.tokenizer, opened.build.model.positions, list(range(first, len(opened.tokenizer))))
     reader: Any = AutoModelForCausalLM
@@ -80,13 +79,14 @@ def write(
     notes = [_NO_WINDOW] if Tag("window") in opened.build.tags else []
     notes += _name_ends(model, opened.tokenizer, opened.build.weights.folder)
     ends = model.generation_config.eos_token_id
+    name = str(kept).removeprefix("torch.")
     with shared.beside(out) as folder:
         model.save_pretrained(folder)
         opened.tokenizer.save_pretrained(folder)
         opened.build.parts.clear()
         del model
         again = reader.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
-        found = shared.compare(wanted, shared.logits(again, rows))
+        found = shared.compare(wanted, shared.logits(again, rows), None if classifies else rows)
         hint = (
             "raise --tolerance only if you know why" if kept == torch.float32 else "use --dtype float32, or raise --tolerance"
         )
@@ -95,18 +95,19 @@ def write(
             raise RunError(
                 f"{out}: embedding and head are {'one matrix' if tied else 'two matrices'} in the run, but not in the folder"
             )
-    return {
-        "path": str(out),
-        "bytes": sum(p.stat().st_size for p in out.iterdir()),
-        "dtype": str(kept).removeprefix("torch."),
-        "max_logit_difference": found.largest,
-        "largest_logit": found.scale,
-        "tolerance": accepted,
-        "tokens": found.tokens,
-        "merged": merged,
-        "tokens_that_end": ends if isinstance(ends, list) else [ends],
-        "note": "; ".join(notes),
-    }
+        made = {
+            "path": str(out),
+            "bytes": shared.size(folder),
+            "dtype": name,
+            "merged": merged,
+            "tokens_that_end": ends if isinstance(ends, list) else [ends],
+            "read_by": card.version_of("transformers"),
+            **shared.figures(found, accepted),
+            "note": "; ".join(notes),
+        }
+        use = f'import transformers\nmodel = transformers.{reader.__name__}.from_pretrained(".")'
+        card.write(folder, run, made, title=f"Hugging Face folder, {name}", use=use)
+    return made
 
 
 def _pad(tokenizer: Any, run: str | Path) -> int:

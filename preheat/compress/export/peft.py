@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from preheat.compress.export import shared
+from preheat.compress.export import card, shared
 from preheat.errors import RunError
 from preheat.ops.adapters import base_of, names_of, own_of
 from preheat.ops.nf4 import PackedMap, dequantize, quantize, tables
@@ -39,7 +39,7 @@ def write(run: str | Path, out: str | Path, *, tolerance: float | None = None) -
         tolerance: largest difference of a logit, as a share of the largest logit (at least of 1).
 
     Returns:
-        {path, bytes, base, max_logit_difference, largest_logit, tolerance, tokens, adapted, note}
+        {path, bytes, base, adapted, read_by, note} and `shared.figures`
 
     Raises:
         RunError: the run has no adapter, or none that fits a base which others have; `out` stands already; the difference exceeds
@@ -53,7 +53,7 @@ def write(run: str | Path, out: str | Path, *, tolerance: float | None = None) -
     model: Any = opened.build.trained[0]
     names = names_of(model)
     base = _base(opened, names, run)
-    accepted = shared.TOLERANCE[torch.float32] if tolerance is None else tolerance
+    accepted = shared.Bound(shared.TOLERANCE[torch.float32] if tolerance is None else tolerance)
     rows = shared.rows(opened.tokenizer, opened.build.model.positions, [])
     wanted = shared.logits(model, rows)
     config = copy.deepcopy(model.peft_config["default"])
@@ -98,21 +98,22 @@ def write(run: str | Path, out: str | Path, *, tolerance: float | None = None) -
             unrounded = shared.compare(wanted, shared.logits(again.get_base_model(), rows))
             notes.append(_NF4.format(", double quantization" if double else "", unrounded.largest))
             _round(again.get_base_model(), written["nf4"]["modules"], double=double)
-        found = shared.compare(wanted, shared.logits(again.get_base_model(), rows))
+        found = shared.compare(wanted, shared.logits(again.get_base_model(), rows), rows)
         shared.refuse_beyond(
             found, accepted, str(out), "a base that the run held in less precision cannot be had by peft: write --to hf"
         )
-    return {
-        "path": str(out),
-        "bytes": sum(p.stat().st_size for p in out.iterdir()),
-        "base": base,
-        "max_logit_difference": found.largest,
-        "largest_logit": found.scale,
-        "tolerance": accepted,
-        "tokens": found.tokens,
-        "adapted": len(names),
-        "note": "; ".join(notes),
-    }
+        made = {
+            "path": str(out),
+            "bytes": shared.size(folder),
+            "base": base,
+            "adapted": len(names),
+            "read_by": card.version_of("peft"),
+            **shared.figures(found, accepted),
+            "note": "; ".join(notes),
+        }
+        use = f'import peft, transformers\nbase = transformers.AutoModelForCausalLM.from_pretrained("{base}")\nmodel = peft.PeftModel.from_pretrained(base, ".")'
+        card.write(folder, run, made, title="adapter for peft", use=use)
+    return made
 
 
 def _base(opened: Opened, names: list[str], run: str | Path) -> str:

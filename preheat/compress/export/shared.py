@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,13 +18,100 @@ from preheat.models.adapter import plain_logits
 from preheat.ops.adapters import shares
 from preheat.ops.nf4 import PackedMap
 
-__all__ = ["EXACT", "TOLERANCE", "Difference", "beside", "compare", "logits", "must_be_new", "refuse_beyond", "rows"]
+__all__ = [
+    "BOUNDS",
+    "EXACT",
+    "TEXTS",
+    "TOLERANCE",
+    "Bound",
+    "Difference",
+    "beside",
+    "bound_of",
+    "compare",
+    "figures",
+    "logits",
+    "must_be_new",
+    "refuse_beyond",
+    "rows",
+    "size",
+]
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 """Accepted by default: the largest difference of a logit as a share of the largest logit (or of 1, where that is smaller), by the
 precision of the weights that are written. Both sides multiply in fp64 or fp32 (`logits`), so this is what merging and rounding did."""
 
-_TEXTS = (  # of several kinds, so that no token of common use is left out
+
+@dataclass(frozen=True)
+class Bound:
+    """How far an export may be from the model that it came from.
+
+    Attributes:
+        largest: difference of a logit, as a share of the largest logit (of 1, where that is smaller).
+        mean: difference of the logits, as the same share.
+        agreement: share of positions, at least, whose most likely token is the same.
+        perplexity: change either way over the compared rows, as a share of the perplexity before.
+    """
+
+    largest: float
+    mean: float = math.inf
+    agreement: float = 0.0
+    perplexity: float = math.inf
+
+
+BOUNDS: dict[str, dict[str, Bound]] = {
+    # Weights rounded, products in fp32 or fp64. A block of 32 normal values has its largest at 2.2 standard deviations, so rounding in
+    # steps of largest / 127 (q8_0) leaves 0.5 % of a weight, in steps of largest / 8 (q4_0) 8 %; a bfloat16 has 0.17 %.
+    "gguf": {
+        "f32": Bound(1e-5, 1e-6, 0.99, 1e-4),
+        "f16": Bound(1e-2, 1e-3, 0.97, 2e-3),
+        "bf16": Bound(5e-2, 1e-2, 0.9, 1e-2),
+        "q8_0": Bound(0.1, 0.02, 0.85, 0.02),
+        "q6_k": Bound(0.2, 0.04, 0.8, 0.04),
+        "q5_k_m": Bound(0.4, 0.06, 0.7, 0.1),
+        "q4_k_m": Bound(0.6, 0.08, 0.6, 0.2),
+        "q4_0": Bound(0.75, 0.1, 0.5, 0.3),
+    },
+    # llama.cpp itself: a cache of keys and values in f16 whatever the file's type, and with q8_0 and q4_0 activations in 8 bits. Over
+    # logarithms of probabilities.
+    "llama.cpp": {
+        "f32": Bound(2e-2, 4e-3, 0.95),
+        "f16": Bound(2e-2, 4e-3, 0.95),
+        "bf16": Bound(8e-2, 2e-2, 0.85),
+        "q8_0": Bound(0.15, 0.03, 0.8),
+        "q6_k": Bound(0.25, 0.05, 0.75),
+        "q5_k_m": Bound(0.45, 0.07, 0.65),
+        "q4_k_m": Bound(0.65, 0.1, 0.55),
+        "q4_0": Bound(0.8, 0.12, 0.45),
+    },
+    # Another runtime's products in fp32: a few units in the seventh place, summed over layers. int8: weights by row, activations by tensor.
+    "onnx": {
+        "float32": Bound(1e-4, 1e-5, 0.99, 1e-4),
+        "int8": Bound(0.4, 0.05, 0.75, 0.1),
+    },
+    # 8da4w: weights in 4 bits by groups of 32, activations in 8 bits by token.
+    "executorch": {
+        "float32": Bound(1e-4, 1e-5, 0.99, 1e-4),
+        "8da4w": Bound(0.75, 0.1, 0.5, 0.3),
+    },
+    # bfloat16: activations are rounded, too.
+    "aoti": {
+        "float32": Bound(1e-4, 1e-5, 0.99, 1e-4),
+        "bfloat16": Bound(0.1, 0.02, 0.85, 0.02),
+    },
+    # Plain weights with symmetric scales by group of 32 (int4) or by row (int8), as vLLM reads them.
+    "vllm": {
+        "int8": Bound(0.1, 0.02, 0.85, 0.02),
+        "int4": Bound(0.75, 0.1, 0.5, 0.3),
+    },
+    # Image classifiers, over calibration images: weights by channel and activations by tensor in 8 bits, whose ranges are calibrated.
+    "vision": {
+        "float32": Bound(1e-4, 1e-5, 0.99),
+        "int8": Bound(0.5, 0.1, 0.8),
+    },
+}
+"""What is accepted by default, by format and `--dtype`; set before the writers were written. `--tolerance` takes the place of all four."""
+
+TEXTS = (  # of several kinds, so that no token of common use is left out
     "The ferry left at seven. By the time the fog lifted, nobody on deck could say which of the two islands lay behind us, and the "
     "captain, who had made the crossing for thirty years, kept looking at his watch rather than at the water.",
     "def mean(values: list[float]) -> float:\n    if not values:\n        raise ValueError('no values')\n    return sum(values) / len(values)\n",
@@ -38,7 +126,7 @@ EXACT = 1 << 29
 def rows(tokenizer: Any, positions: int, extra: list[int]) -> list[Tensor]:
     """Real text as tokens, a row [1, n] each; `extra` tokens (those added to the model) follow in a row of their own."""
     limit = min(_LENGTH, positions or _LENGTH)
-    found = [tokenizer.encode(text)[:limit] for text in _TEXTS]
+    found = [tokenizer.encode(text)[:limit] for text in TEXTS]
     if extra:
         found.append([token for pair in zip(extra, found[0], strict=False) for token in pair][:limit])
     return [torch.tensor([row]) for row in found if row]
@@ -56,7 +144,7 @@ def logits(model: Any, tokens: list[Tensor]) -> list[Tensor]:
         if isinstance(module, PackedMap):  # what 4 bits stand for is defined in fp32
             module.nf4_pairs, module.nf4_levels = module.nf4_pairs.float(), module.nf4_levels.float()
     found = [plain_logits(model, row).cpu() for row in tokens]
-    model.float()
+    model.to(torch.float32)
     return found
 
 
@@ -68,30 +156,94 @@ class Difference:
         largest: difference of a logit.
         scale: the largest logit of the first.
         tokens: over so many.
+        mean: difference of a logit.
+        agreement: share of positions whose most likely token is the same.
+        perplexity: of the first and of the second; None where rows were not given, or have no next token.
     """
 
     largest: float
     scale: float
     tokens: int
+    mean: float
+    agreement: float
+    perplexity: tuple[float, float] | None = None
 
     def share(self) -> float:
         return self.largest / max(self.scale, 1.0)
 
+    def beyond(self, bound: Bound) -> str:
+        """What exceeds the bound, in words; empty when nothing does. What is no number exceeds it."""
+        unit, those = max(self.scale, 1.0), "from those of the trained model"
+        if not self.share() <= bound.largest:
+            return f"by up to {self.largest:.2g} {those} (largest logit {self.scale:.3g}), more than the {bound.largest:g} of it that is accepted"
+        if not self.mean / unit <= bound.mean:
+            return f"by {self.mean:.2g} in the mean {those} (largest logit {self.scale:.3g}), more than the {bound.mean:g} of it that is accepted"
+        if not self.agreement >= bound.agreement:
+            return f"{those} so that {self.agreement:.1%} of positions have the same most likely token, less than the {bound.agreement:.0%} that is accepted"
+        if self.perplexity is not None:
+            before, after = self.perplexity
+            if not abs(after / before - 1) <= bound.perplexity:
+                return f"{those} so that perplexity goes from {before:.4g} to {after:.4g}, by more than the {bound.perplexity:.2g} of it that is accepted"
+        return ""
 
-def compare(wanted: list[Tensor], found: list[Tensor]) -> Difference:
-    largest = max(
-        float((a[..., : b.shape[-1]] - b[..., : a.shape[-1]]).abs().max()) for a, b in zip(wanted, found, strict=True)
+
+def compare(wanted: list[Tensor], found: list[Tensor], tokens: Sequence[Tensor] | None = None) -> Difference:
+    """Compares logits [rows, length, vocabulary], list by list; where one has more pieces (padding of a vocabulary), the rest is left out.
+
+    Args:
+        tokens: what the logits were made from, [rows, length] each, for the perplexity.
+    """
+    pairs = [(a[..., : b.shape[-1]].double(), b[..., : a.shape[-1]].double()) for a, b in zip(wanted, found, strict=True)]
+    apart = [(a - b).abs() for a, b in pairs]
+    places = sum(a[..., 0].numel() for a in apart)
+    same = sum(int((a.argmax(-1) == b.argmax(-1)).sum()) for a, b in pairs)
+    return Difference(
+        largest=max(float(a.max()) for a in apart),
+        scale=max(float(row.abs().max()) for row in wanted),
+        tokens=places,
+        mean=sum(float(a.sum()) for a in apart) / sum(a.numel() for a in apart),
+        agreement=same / places,
+        perplexity=None if tokens is None else _perplexities(pairs, tokens),
     )
-    return Difference(largest, max(float(row.abs().max()) for row in wanted), sum(row.shape[1] for row in wanted))
 
 
-def refuse_beyond(difference: Difference, tolerance: float, what: str, hint: str) -> None:
-    """Raises RunError where the difference exceeds the tolerance, or is no number."""
-    if not difference.share() <= tolerance:
-        raise RunError(
-            f"{what}: its logits differ by up to {difference.largest:.2g} from those of the trained model (largest logit {difference.scale:.3g}), "
-            f"more than the {tolerance:g} of it that is accepted; nothing was written; {hint}"
-        )
+def _perplexities(pairs: list[tuple[Tensor, Tensor]], tokens: Sequence[Tensor]) -> tuple[float, float] | None:
+    count = sum(row[:, 1:].numel() for row in tokens)
+    if not count:
+        return None
+    sums = [0.0, 0.0]
+    for both, row in zip(pairs, tokens, strict=True):
+        for side, logits in enumerate(both):
+            sums[side] += float(
+                torch.nn.functional.cross_entropy(logits[:, :-1].transpose(1, 2), row[:, 1:].to(logits.device), reduction="sum")
+            )
+    return math.exp(sums[0] / count), math.exp(sums[1] / count)
+
+
+def bound_of(format: str, dtype: str, tolerance: float | None) -> Bound:
+    """The format's bound for a dtype; with `--tolerance`, that one alone."""
+    return BOUNDS[format][dtype] if tolerance is None else Bound(tolerance)
+
+
+def figures(difference: Difference, bound: Bound) -> dict[str, Any]:
+    """What a writer says of its comparison."""
+    before, after = difference.perplexity or (None, None)
+    return {
+        "max_logit_difference": difference.largest,
+        "mean_logit_difference": difference.mean,
+        "largest_logit": difference.scale,
+        "top1_agreement": difference.agreement,
+        "before": {"perplexity": before},
+        "after": {"perplexity": after},
+        "tolerance": bound.largest,
+        "tokens": difference.tokens,
+    }
+
+
+def refuse_beyond(difference: Difference, bound: Bound, what: str, hint: str) -> None:
+    """Raises RunError where the difference exceeds the bound, or is no number."""
+    if words := difference.beyond(bound):
+        raise RunError(f"{what}: its logits differ {words}; nothing was written; {hint}")
 
 
 @contextmanager
@@ -111,6 +263,11 @@ def beside(out: Path) -> Iterator[Path]:
         raise RunError(f"{out}: cannot be written ({error.strerror or error})") from None
     finally:
         shutil.rmtree(made, ignore_errors=True)
+
+
+def size(folder: Path, name: str = "") -> int:
+    """Bytes of the files of a folder whose names begin so."""
+    return sum(file.stat().st_size for file in folder.iterdir() if file.name.startswith(name))
 
 
 def must_be_new(out: Path) -> None:

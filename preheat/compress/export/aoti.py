@@ -1,0 +1,82 @@
+"""A model compiled ahead of time into one .pt2 package (AOTInductor), for PyTorch without Python's interpreter; loaded again and compared.
+
+The package has machine code for the kind of processor that it was compiled on. Whole sequences go in and logits come out, batch and
+length open. Compiling takes minutes and a C++ compiler.
+Source: torch.export and torch._inductor.aoti_compile_and_package (PyTorch's page "AOTInductor").
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from preheat.compress.export import card, shared
+from preheat.compress.export.plain import plain
+from preheat.compress.export.traced import Logits, trace
+from preheat.errors import RunError
+from preheat.models.adapter import facts
+
+__all__ = ["compile_package", "replay", "write"]
+
+_USE = """\
+import torch, transformers
+tokenizer = transformers.AutoTokenizer.from_pretrained(".")
+model = torch._inductor.aoti_load_package("model.pt2")
+ids = torch.tensor([tokenizer.encode("Once upon a time")])
+logits = model(ids, torch.ones_like(ids))"""
+
+
+def write(
+    run: str | Path, out: str | Path, *, dtype: str = "float32", tolerance: float | None = None, base: str | None = None
+) -> dict[str, Any]:
+    """Writes `out`/model.pt2, tokenizer, configuration and a model card.
+
+    Args:
+        run: a run, a model's folder, or an adapter's.
+        dtype: float32 or bfloat16, of weights and activations.
+        tolerance: largest difference of a logit, as a share of the largest logit; `shared.BOUNDS` when None.
+        base: as in `open_model`.
+
+    Returns:
+        {path, bytes, dtype, merged, read_by, note} and `shared.figures`
+
+    Raises:
+        RunError: no C++ compiler; beyond the bound.
+    """
+    from transformers import AutoModelForCausalLM
+
+    out = Path(out)
+    shared.must_be_new(out)
+    if not any(map(shutil.which, ("g++", "clang++", "c++"))):
+        raise RunError("--to aoti: needs a C++ compiler and found none on the PATH: apt install g++, or use --to onnx")
+    bound = shared.bound_of("aoti", dtype, tolerance)
+    with shared.beside(out) as folder:
+        with plain(run, folder, base=base) as model:
+            file = folder / "model.pt2"
+            positions = facts(model.model.config).positions
+            # Read anew: casting a model casts the frequencies of its rotary positions, too.
+            cast = AutoModelForCausalLM.from_pretrained(model.folder, dtype=getattr(torch, dtype), local_files_only=True)
+            compile_package(Logits(cast), file, positions)
+            found = shared.compare(model.wanted, replay(file, model.rows), model.rows)
+            shared.refuse_beyond(found, bound, str(out), "use --dtype float32, or raise --tolerance")
+            model.copy_settings(folder)
+            made = {"path": str(out), "bytes": shared.size(folder, file.name), "dtype": dtype, "merged": model.merged}
+            made |= {"read_by": card.version_of("torch"), **shared.figures(found, bound), "note": "; ".join(model.notes)}
+        card.write(folder, run, made, title=f"AOTInductor package, {dtype}", use=_USE)
+    return made
+
+
+def compile_package(module: torch.nn.Module, file: Path, positions: int) -> None:
+    """Compiles a module of `Logits`' inputs and output for this machine's processor."""
+    torch._inductor.aoti_compile_and_package(trace(module, positions), package_path=str(file))
+
+
+def replay(file: Path, rows: list[Tensor]) -> list[Tensor]:
+    """Logits [1, length, vocabulary] of rows of tokens, in fp32, by the loaded package."""
+    model = torch._inductor.aoti_load_package(str(file))
+    with torch.no_grad():
+        return [model(row, torch.ones_like(row)).float() for row in rows]

@@ -1,0 +1,286 @@
+"""A model as one GGUF file, for llama.cpp and what is built on it, read back by transformers and compared.
+
+What is written: weights by llama.cpp's names (rows of q and k in its order for llama), in a float format or in blocks of 32 by gguf's own
+quantizers; sizes, rotary positions and their scaling; the tokenizer with its special tokens and chat template. Norms and biases stay
+in fp32. K-quants are made by llama.cpp's `llama-quantize`, where that is on the PATH. With llama.cpp's wheel installed (xllamacpp, the
+extra llama-cpp), llama.cpp runs the file, too.
+Source: the GGUF specification (ggml's docs/gguf.md); names of tensors and keys: the `gguf` package.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from preheat.compress.export import card, gguf_reading, llama_cpp, shared
+from preheat.compress.export.gguf_vocabulary import add_vocabulary
+from preheat.compress.export.plain import Plain, plain, require
+from preheat.errors import RunError
+
+if TYPE_CHECKING:
+    import numpy as np
+
+__all__ = ["write"]
+
+_ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma2": "gemma2"}
+_ACTIVATIONS = {"gemma2": "gelu_pytorch_tanh"}  # of the others: silu
+_TOOL = "llama-quantize"
+_BLOCK = 32
+_HINT = "use --dtype q8_0 or f16, or raise --tolerance"
+
+
+def write(
+    run: str | Path, out: str | Path, *, dtype: str = "f16", tolerance: float | None = None, base: str | None = None
+) -> dict[str, Any]:
+    """Writes `out`/NAME-DTYPE.gguf and a model card.
+
+    Args:
+        run: a run, a model's folder, or an adapter's.
+        dtype: f32, f16, bf16, q8_0, q4_0; q4_k_m, q5_k_m, q6_k with llama.cpp's `llama-quantize` on the PATH. A matrix whose rows are no
+            whole blocks of 32 stays in f16; with q4_0, embedding and head are q8_0.
+        tolerance: largest difference of a logit, as a share of the largest logit; `shared.BOUNDS` when None.
+        base: as in `open_model`.
+
+    Returns:
+        {path, file, bytes, dtype, types: {type: tensors}, merged, read_by, note}, `shared.figures`, and llama_cpp: {version,
+        max_logprob_difference, mean_logprob_difference, top1_agreement, places} where it ran the file
+
+    Raises:
+        RunError: a model, a tokenizer or a scaling that llama.cpp has no name for; no `gguf` package or tool; beyond the bound.
+
+    Example:
+        >>> write("runs/demo", "demo-gguf", dtype="q8_0")["top1_agreement"]      # doctest: +SKIP
+        0.997
+    """
+    out = Path(out)
+    shared.must_be_new(out)
+    require("gguf", "gguf")
+    bound = shared.bound_of("gguf", dtype, tolerance)
+    tool = _tool(dtype) if "_k" in dtype else None
+    with shared.beside(out) as folder:
+        with plain(run, folder, base=base) as model:
+            name = Path(run).resolve().name
+            file = folder / f"{name}-{dtype}.gguf"
+            if tool is None:
+                types = _write(model, file, dtype, name)
+            else:
+                whole = folder / f"{name}-f32.gguf"
+                _write(model, whole, "f32", name)
+                _quantize(tool, whole, file, dtype)
+                whole.unlink()
+                types = gguf_reading.types_of(file)
+            found = gguf_reading.compare(model, file)
+            shared.refuse_beyond(found, bound, str(out), _HINT)
+            others = _by_llama_cpp(model, file, dtype, tolerance)
+            notes = [*model.notes, *_notes(model, types, dtype)]
+            made = {"path": str(out), "file": file.name, "bytes": file.stat().st_size, "dtype": dtype, "types": types}
+            made |= {"merged": model.merged, "read_by": card.version_of("transformers"), **others}
+            made |= {**shared.figures(found, bound), "note": "; ".join(notes)}
+        use = f"llama-cli -m {made['file']} -p 'Once upon a time'"
+        card.write(folder, run, made, title=f"GGUF, {dtype}", use=use)
+    return made
+
+
+def _by_llama_cpp(model: Plain, file: Path, dtype: str, tolerance: float | None) -> dict[str, Any]:
+    """The same by llama.cpp itself, where it is installed."""
+    if not llama_cpp.installed():
+        return {}
+    found = llama_cpp.compare(file, model.tokenizer, model.rows, model.wanted)
+    bound = shared.BOUNDS["llama.cpp"][dtype]
+    if tolerance is not None:
+        bound = shared.Bound(max(tolerance, bound.largest))
+    shared.refuse_beyond(found, bound, f"{file.name}, run by llama.cpp", _HINT)
+    return {
+        "llama_cpp": {
+            "version": card.version_of("xllamacpp"),
+            "max_logprob_difference": found.largest,
+            "mean_logprob_difference": found.mean,
+            "top1_agreement": found.agreement,
+            "places": found.tokens,
+        }
+    }
+
+
+def _tool(dtype: str) -> str:
+    found = shutil.which(_TOOL)
+    if found is None:
+        raise RunError(
+            f"--dtype {dtype}: K-quants are made by llama.cpp's {_TOOL}, which is not on the PATH; build llama.cpp, or use --dtype q4_0 or q8_0"
+        )
+    return found
+
+
+def _quantize(tool: str, whole: Path, file: Path, dtype: str) -> None:
+    done = subprocess.run([tool, str(whole), str(file), dtype.upper()], capture_output=True, text=True)
+    if done.returncode or not file.is_file():
+        last = ((done.stderr or done.stdout).strip().splitlines() or ["it said nothing"])[-1]
+        raise RunError(f"--dtype {dtype}: {tool} failed ({done.returncode}): {last}")
+
+
+def _write(plain: Plain, file: Path, dtype: str, name: str) -> dict[str, int]:
+    """Writes the file; returns how many tensors have which type."""
+    import gguf
+
+    config = plain.model.config
+    architecture = _architecture(config)
+    writer = gguf.GGUFWriter(file, architecture)
+    writer.add_name(name)
+    _add_sizes(writer, config, gguf)
+    types: dict[str, int] = {}
+    factors = _add_rope(writer, plain.model, gguf)
+    for title, data in _tensors(plain.model, architecture, gguf, factors):
+        kind = _type(title, data, dtype)
+        encoded = gguf.quants.quantize(data, gguf.GGMLQuantizationType[kind])
+        if kind == "F16" and not bool(_finite(encoded)):
+            raise RunError(f"--dtype {dtype}: {title} has values beyond f16's 65,504; use --dtype bf16 or f32")
+        writer.add_tensor(title, encoded, raw_dtype=gguf.GGMLQuantizationType[kind])
+        types[kind] = types.get(kind, 0) + 1
+    writer.add_file_type(gguf.LlamaFileType["ALL_F32" if dtype == "f32" else f"MOSTLY_{dtype.upper()}"])
+    if dtype.startswith("q"):
+        writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+    add_vocabulary(writer, plain.tokenizer, config.vocab_size, plain.ends)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return types
+
+
+def _finite(data: np.ndarray) -> Any:
+    import numpy as np
+
+    return np.isfinite(data).all()
+
+
+def _architecture(config: Any) -> str:
+    """llama.cpp's name of the family.
+
+    Raises:
+        RunError: it has none that computes the same.
+    """
+    family = config.model_type
+    if family not in _ARCHITECTURES:
+        raise RunError(
+            f"--to gguf: writes {', '.join(_ARCHITECTURES)}, and this is a {family}; use --to hf and llama.cpp's converter"
+        )
+    activation = getattr(config, "hidden_act", None) or getattr(config, "hidden_activation", None)
+    if activation != _ACTIVATIONS.get(family, "silu"):
+        raise RunError(
+            f"--to gguf: llama.cpp's {family} has {_ACTIVATIONS.get(family, 'silu')}, and this model {activation}; use --to hf"
+        )
+    if family == "gemma2" and config.query_pre_attn_scalar != config.head_dim:
+        raise RunError(
+            f"--to gguf: llama.cpp scales gemma2's scores by its head size {config.head_dim}, and this model by {config.query_pre_attn_scalar}; use --to hf"
+        )
+    if family != "gemma2" and "sliding_attention" in (getattr(config, "layer_types", None) or ()):
+        raise RunError(f"--to gguf: some layers attend in a window, which llama.cpp's {family} does not; use --to hf")
+    return _ARCHITECTURES[family]
+
+
+def _head_dim(config: Any) -> int:
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+
+
+def _add_sizes(writer: Any, config: Any, gguf: Any) -> None:
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(_head_dim(config))
+    writer.add_value_length(_head_dim(config))
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_vocab_size(config.vocab_size)
+    if config.model_type == "gemma2":
+        writer.add_sliding_window(config.sliding_window)
+        writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
+        writer.add_final_logit_softcapping(config.final_logit_softcapping)
+
+
+def _add_rope(writer: Any, model: Any, gguf: Any) -> Any:
+    """Adds rotary positions; returns what divides their frequencies one by one, [head_dim / 2], where the kind of scaling asks for it."""
+    config = model.config
+    rope = config.rope_parameters
+    kind = rope.get("rope_type", "default")
+    writer.add_rope_dimension_count(_head_dim(config))
+    writer.add_rope_freq_base(rope["rope_theta"])
+    if rope.get("partial_rotary_factor", 1.0) != 1.0:
+        raise RunError("--to gguf: a part of each head is rotated, which llama.cpp's model of the family does not; use --to hf")
+    if kind == "default":
+        return None
+    if kind == "linear":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(rope["factor"])
+        return None
+    if kind == "llama3":
+        base = rope["rope_theta"] ** -(_arange(_head_dim(config)))
+        return (base / model.model.rotary_emb.inv_freq.double()).float().numpy()
+    if kind == "yarn" and not {"attention_factor", "mscale", "mscale_all_dim"} & {k for k, v in rope.items() if v is not None}:
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(rope["factor"])
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+        writer.add_rope_scaling_yarn_beta_fast(rope.get("beta_fast") or 32.0)
+        writer.add_rope_scaling_yarn_beta_slow(rope.get("beta_slow") or 1.0)
+        return None
+    own = "yarn with an attention factor of its own" if kind == "yarn" else kind
+    raise RunError(f"--to gguf: rotary scaling {own} has no place there; linear, yarn and llama3 have; use --to hf")
+
+
+def _arange(size: int) -> Any:
+    import torch
+
+    return torch.arange(0, size, 2, dtype=torch.float64) / size
+
+
+def _tensors(model: Any, architecture: str, gguf: Any, factors: Any) -> Iterator[tuple[str, np.ndarray]]:
+    """Every tensor of the file, in fp32, by llama.cpp's names and in its layout."""
+    config = model.config
+    names = gguf.get_tensor_name_map(
+        next(a for a, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture), config.num_hidden_layers
+    )
+    tied = model.get_input_embeddings().weight is model.get_output_embeddings().weight
+    for name, value in model.state_dict().items():
+        if tied and name == "lm_head.weight":
+            continue  # llama.cpp takes the embedding where there is no head
+        stem, _, last = name.rpartition(".")
+        title = names.get_name(stem)
+        if title is None:
+            raise RunError(f"--to gguf: llama.cpp's {architecture} has no place for {name}; use --to hf")
+        data = value.detach().float()
+        if architecture == "llama" and title.endswith(("attn_q", "attn_k")):
+            heads = config.num_attention_heads if title.endswith("attn_q") else config.num_key_value_heads
+            data = _interleaved(data, heads)
+        if architecture == "gemma2" and title.endswith("norm"):
+            data = data + 1  # transformers' gemma adds the one as it multiplies
+        yield f"{title}.{last}", data.contiguous().numpy()
+    if factors is not None:
+        yield "rope_freqs.weight", factors
+
+
+def _interleaved(rows: Any, heads: int) -> Any:
+    """Rows of q or k, [heads * head_dim, ...], from halves that rotate together (i, i + head_dim / 2) to neighbours (2 i, 2 i + 1)."""
+    return rows.reshape(heads, 2, -1, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
+
+
+def _type(title: str, data: np.ndarray, dtype: str) -> str:
+    """The type of one tensor."""
+    if data.ndim == 1:
+        return "F32"
+    if dtype.startswith("q") and data.shape[-1] % _BLOCK:
+        return "F16"
+    if dtype == "q4_0" and title in ("token_embd.weight", "output.weight"):
+        return "Q8_0"
+    return dtype.upper()
+
+
+def _notes(plain: Plain, types: dict[str, int], dtype: str) -> list[str]:
+    notes = []
+    if dtype.startswith("q") and types.get("F16"):
+        notes.append(f"{types['F16']} matrices stay in f16: their rows are no whole blocks of {_BLOCK}")
+    if plain.model.config.model_type == "mistral" and (window := plain.model.config.sliding_window):
+        notes.append(f"llama.cpp attends in full where the model has a window of {window:,} positions")
+    return notes

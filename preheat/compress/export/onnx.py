@@ -1,0 +1,94 @@
+"""A model as ONNX with open batch and length, for ONNX Runtime and what reads ONNX; run again by ONNX Runtime and compared.
+
+Whole sequences go in and logits come out, without a cache of keys and values: for scoring, classification by likelihood and short
+texts; to write long ones, GGUF and ExecuTorch have caches. int8: weights by row, activations by tensor as they come (ONNX Runtime's
+dynamic quantization).
+Source: torch.onnx.export(dynamo=True); onnxruntime.quantization.quantize_dynamic.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from preheat.compress.export import card, shared
+from preheat.compress.export.plain import plain, require
+from preheat.compress.export.traced import Logits, to_onnx, trace
+from preheat.models.adapter import facts
+
+__all__ = ["quantize", "replay", "write"]
+
+_USE = """\
+import onnxruntime, numpy, transformers
+tokenizer = transformers.AutoTokenizer.from_pretrained(".")
+session = onnxruntime.InferenceSession("model.onnx")
+ids = numpy.array([tokenizer.encode("Once upon a time")])
+logits, = session.run(None, {"input_ids": ids, "attention_mask": numpy.ones_like(ids)})"""
+
+
+def write(
+    run: str | Path, out: str | Path, *, dtype: str = "float32", tolerance: float | None = None, base: str | None = None
+) -> dict[str, Any]:
+    """Writes `out`/model.onnx (weights beside it in model.onnx.data), tokenizer, configuration and a model card.
+
+    Args:
+        run: a run, a model's folder, or an adapter's.
+        dtype: float32 or int8.
+        tolerance: largest difference of a logit, as a share of the largest logit; `shared.BOUNDS` when None.
+        base: as in `open_model`.
+
+    Returns:
+        {path, bytes, dtype, merged, read_by, note} and `shared.figures`
+
+    Raises:
+        RunError: onnx, onnxscript or onnxruntime is not installed; an operator has no form in ONNX; beyond the bound.
+    """
+    out = Path(out)
+    shared.must_be_new(out)
+    require("onnx", "onnx", "onnxscript", "onnxruntime")
+    bound = shared.bound_of("onnx", dtype, tolerance)
+    with shared.beside(out) as folder:
+        with plain(run, folder, base=base) as model:
+            file = folder / "model.onnx"
+            program = trace(Logits(model.model), facts(model.model.config).positions)
+            to_onnx(program, file, ("input_ids", "attention_mask"))
+            if dtype == "int8":
+                quantize(file)
+            found = shared.compare(model.wanted, replay(file, model.rows), model.rows)
+            shared.refuse_beyond(found, bound, str(out), "use --dtype float32, or raise --tolerance")
+            model.copy_settings(folder)
+            made = {"path": str(out), "bytes": shared.size(folder, file.name), "dtype": dtype, "merged": model.merged}
+            made |= {"read_by": card.version_of("onnxruntime"), **shared.figures(found, bound), "note": "; ".join(model.notes)}
+        card.write(folder, run, made, title=f"ONNX, {dtype}", use=_USE)
+    return made
+
+
+def quantize(file: Path) -> None:
+    """Quantizes the weights of a file's matrix products to 8 bits by row, in place; activations as they come."""
+    from onnxruntime.quantization import QuantType, quantize_dynamic
+
+    whole = file.with_name("float.onnx")
+    data = file.with_name(file.name + ".data")
+    logging.getLogger().setLevel(max(logging.ERROR, logging.getLogger().level))
+    import onnx
+
+    onnx.save_model(onnx.load(file), whole)
+    data.unlink(missing_ok=True)
+    file.unlink()
+    quantize_dynamic(whole, file, weight_type=QuantType.QInt8, per_channel=True)
+    whole.unlink()
+
+
+def replay(file: Path, rows: list[Tensor]) -> list[Tensor]:
+    """Logits [1, length, vocabulary] of rows of tokens by ONNX Runtime on the CPU."""
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = torch.get_num_threads()
+    session = onnxruntime.InferenceSession(file, options, providers=["CPUExecutionProvider"])
+    fed = [{"input_ids": row.numpy(), "attention_mask": torch.ones_like(row).numpy()} for row in rows]
+    return [torch.from_numpy(session.run(None, inputs)[0]) for inputs in fed]
