@@ -68,9 +68,11 @@ class _Worker:
         self._errors.close()
 
     def ask(self, asked: Any = None) -> dict[str, Any]:
-        """The answer to a question, or the first one, that comes unasked; empty when it failed."""
+        """The answer to a question, or the first one, that comes unasked; empty once it failed."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
+        if self.failed:
+            return {}
         if asked is not None:
             self._process.stdin.write(json.dumps(asked) + "\n")
             self._process.stdin.flush()
@@ -140,10 +142,11 @@ def bench_inference(
                 raise RunError(f"{speech.name}: {worker.failed}")
         running = [worker for worker in workers if not worker.failed]
         _require_room(running, cells, tokens)
+        for worker in running:
+            worker.ask("begin")
         _take_turns(running, cells, repeats, say)
         for worker in running:
-            if not worker.failed:
-                worker.about |= worker.ask("end")
+            worker.about |= worker.ask("end")
     if workers[0].failed:
         raise RunError(f"{workers[0].speech.name}: {workers[0].failed}")
     made = {
@@ -189,7 +192,7 @@ def _take_turns(workers: Sequence[_Worker], cells: Sequence[tuple[int, int]], re
             first = number % len(workers)
             for worker in [*workers[first:], *workers[:first]]:
                 say(f"{worker.speech.name}, {cell[0]} x {cell[1]}{'' if number else ', first time'}", done, total)
-                if not worker.failed and (found := worker.ask(cell)) and number:
+                if (found := worker.ask(cell)) and number:
                     worker.turns.setdefault(cell, []).append(found)
                 done += 1
     say("done", total, total)

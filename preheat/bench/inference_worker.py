@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 __all__ = ["Speaker", "main"]
 
 _ROWS = 16
-"""Rows of the longest length, at most, that the loss is of."""
+"""Rows of the longest length that the loss is of."""
+_TEXT = 1 << 20
+"""Tokens of text that are read at most."""
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
@@ -36,7 +38,6 @@ class Speaker:
     """
 
     def __init__(self, job: dict[str, Any]):
-        from preheat.hardware.probe import begin_peak, can_begin_peak, peak_bytes
         from preheat.models.adapter import facts
         from preheat.recipe import Sample
         from preheat.training.opened import open_draft, open_model
@@ -55,27 +56,39 @@ class Speaker:
         if self.draft is not None and job["dtype"] is not None:
             _cast(self.draft, job["dtype"])
         self.facts = facts(self.model.config)
-        self._text = self._read(job["text"])
+        self._text: list[int] = []
         self._held: int | None = None
+
+    def begin(self) -> dict[str, Any]:
+        """Reads the text that prompts are cut from: of a file, or what every Python carries; from here on memory is watched.
+
+        Raises:
+            DataError: there is less than one prompt of it.
+        """
+        from preheat.data.sources import open_source
+        from preheat.errors import DataError
+        from preheat.hardware.probe import begin_peak, can_begin_peak, peak_bytes
+        from preheat.recipe import Data
+
+        file, cells = self.job["text"], self.job["cells"]
+        for _, row in open_source(Data(source=file or "stdlib", layout="text")).rows():
+            text = row if isinstance(row, str) else row["text"]
+            self._text += self.tokenizer.encode(text, add_special_tokens=False, verbose=False)
+            if len(self._text) >= min(_TEXT, max(max(rows, _ROWS) * length for rows, length in cells)):
+                break
+        if len(self._text) < (longest := max(length for _, length in cells)):
+            raise DataError(
+                f"--text {file}: has {len(self._text):,} tokens, and a prompt has {longest:,}; name a longer one, or shorter --lengths"
+            )
         if can_begin_peak(self.device.kind):
             begin_peak(self.device.kind)
             self._held = peak_bytes(self.device.kind, since_begun=True)
+        return {}
 
-    def _read(self, file: str | None) -> list[int]:
-        """As many tokens as the prompts of the largest shape have: of a file, or of the text that every Python carries."""
-        from preheat.data.sources import open_source
-        from preheat.errors import DataError
-        from preheat.recipe import Data
-
-        wanted = max(2, *(rows * length for rows, length in self.job["cells"]))
-        source = open_source(Data(source=file or "stdlib", layout="text"))
-        found: list[int] = []
-        for _, row in source.rows():
-            text = row if isinstance(row, str) else row["text"]
-            found += self.tokenizer.encode(text, add_special_tokens=False, verbose=False)
-            if len(found) >= wanted:
-                return found
-        raise DataError(f"--text {file}: has {len(found):,} tokens, and the prompts need {wanted:,}; name a longer one")
+    def _prompt(self, row: int, length: int) -> list[int]:
+        """Prompts follow one another; where the text ends they begin anew."""
+        start = row % (len(self._text) // length) * length
+        return self._text[start : start + length]
 
     def about(self) -> dict[str, Any]:
         """What is known before anything is measured: sizes, and what the cache of each shape will take."""
@@ -113,7 +126,7 @@ class Speaker:
         """
         from preheat.models.generate import Timed, generate
 
-        prompts = [self._text[row * length : (row + 1) * length] for row in range(rows)]
+        prompts = [self._prompt(row, length) for row in range(rows)]
         timed = Timed()
         if self.job["engine"] == "transformers":
             texts = self._transformers(prompts, timed)
@@ -178,8 +191,8 @@ class Speaker:
         from preheat.models.generate import cached_loss
 
         beyond = None if self._held is None else (peak_bytes(self.device.kind, since_begun=True) - self._held) / 2**30
-        length = max(2, *(length for _, length in self.job["cells"]))
-        rows = torch.tensor(self._text[: len(self._text) // length * length]).view(-1, length)[:_ROWS]
+        length = max(length for _, length in self.job["cells"])
+        rows = torch.tensor([self._prompt(row, length) for row in range(_ROWS)])
         return {"beyond_weights_gib": beyond, "loss": cached_loss(self.model, rows, self.settings)}
 
 
@@ -197,14 +210,16 @@ def _joined(parts: list[Timed]) -> dict[str, Any]:
 def _plain(job: dict[str, Any], device: Any) -> Any:
     """The folder's model as transformers itself loads it."""
     import torch
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, GenerationConfig
 
     from preheat.errors import RunError
 
     if not (Path(job["model"]) / "config.json").is_file():
         raise RunError(f"{job['model']}: engine=transformers opens Hugging Face folders only (no config.json); export the run")
     dtype = getattr(torch, DTYPES[job["dtype"] or "fp32"])
-    return AutoModelForCausalLM.from_pretrained(job["model"], dtype=dtype, local_files_only=True).to(device).eval()
+    model = AutoModelForCausalLM.from_pretrained(job["model"], dtype=dtype, local_files_only=True)
+    model.generation_config = GenerationConfig()  # no token ends a text early
+    return model.to(device).eval()
 
 
 def _cast(model: Any, dtype: str) -> None:
@@ -244,7 +259,7 @@ def main() -> None:
         answer(speaker.about())
         for line in sys.stdin:
             asked = json.loads(line)
-            answer(speaker.end() if asked == "end" else speaker.measure(*asked))
+            answer({"begin": speaker.begin, "end": speaker.end}[asked]() if isinstance(asked, str) else speaker.measure(*asked))
     except PreheatError as error:
         answer({"failed": str(error).splitlines()[0], "code": error.exit_code})
 

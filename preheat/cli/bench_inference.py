@@ -38,7 +38,7 @@ def inference(
     folder = out or Path("bench") / (Path(models[0]).resolve().name + "-inference")
     how: dict[str, Any] = {
         "batches": _numbers("--batches", batches, 1),
-        "lengths": _numbers("--lengths", lengths, 1),
+        "lengths": _numbers("--lengths", lengths, 2),
         "tokens": tokens,
         "repeats": repeats,
         "text": text,

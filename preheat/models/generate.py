@@ -267,17 +267,20 @@ def _attention(model: PreTrainedModel, settings: Sample, alone: bool) -> str:
 
 @contextmanager
 def _writing(model: PreTrainedModel, attention: str, alone: bool) -> Iterator[None]:
-    """The model without dropout and gradients, its attention that of that name."""
+    """The model without dropout and gradients, its attention that of that name, and nothing of its folder's on how to write."""
     import torch
+    from transformers import GenerationConfig
 
-    training, before = model.training, model.config._attn_implementation
+    training, before, folder = model.training, model.config._attn_implementation, model.generation_config
     model.eval()
     model.set_attn_implementation(attention)
+    model.generation_config = GenerationConfig()  # an end token of the folder's would end texts that no token is to end
     try:
         # A text that is read again for each token has another length each time: a compiled layer would be compiled for each.
         with torch.no_grad(), torch.compiler.set_stance("force_eager") if alone else nullcontext():
             yield
     finally:
+        model.generation_config = folder
         model.set_attn_implementation(before)
         model.train(training)
 
@@ -332,7 +335,7 @@ def _write(
     drawn = settings.temperature > 0
     compiling = CompileConfig(mode="reduce-overhead" if device.type == "cuda" else "default", dynamic=False)
     compiling._compile_all_devices = True  # type: ignore[assignment]
-    # Everything is said: what is left out comes from the model's folder or from transformers' defaults (which keep 50 tokens).
+    # Everything is said: what is left out is transformers' default (which keeps 50 tokens).
     how = GenerationConfig(
         max_new_tokens=room,
         do_sample=drawn,

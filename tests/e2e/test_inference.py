@@ -17,20 +17,17 @@ def model(data_folder: Path) -> str:
 
 def test_models_as_they_write_side_by_side(preheat: Command, model: str) -> None:
     made = preheat.here.json("bench", model, "--inference", "--batches", "1,2", "--lengths", "16", "--tokens", "6", "--repeats", "2", "--out", "b",
-                        "--variant", "cache=int8", "--variant", "lookup=3", "--variant", "engine=transformers", "--variant", "dtype=bf16,cache=static")  # fmt: skip
+                        "--variant", "cache=int8", "--variant", "engine=transformers")  # fmt: skip
     names = [m["name"] for m in made["models"]]
-    assert names == [
-        f"stories260K-hf{v}" for v in ("", ", cache=int8", ", lookup=3", ", engine=transformers", ", dtype=bf16,cache=static")
-    ]
+    assert names == ["stories260K-hf", "stories260K-hf, cache=int8", "stories260K-hf, engine=transformers"]
     assert all(m["parameters"] == 260_032 and not m["failed"] and m["startup_seconds"] > 0 for m in made["models"])
     losses = [m["loss"] for m in made["models"]]
-    assert losses[2] == losses[0] == pytest.approx(losses[3], abs=1e-4)
-    assert losses[1] == pytest.approx(losses[0], abs=0.05) != losses[0]
+    assert losses[0] == pytest.approx(losses[2], abs=1e-4)
+    assert 1e-5 < abs(losses[1] - losses[0]) < 0.05
     assert made["models"][0]["weights_bytes"] == pytest.approx(4 * 260_032, rel=0.01)
-    assert made["models"][4]["weights_bytes"] == pytest.approx(2 * 260_032, rel=0.01)
     rows = {(r["name"], r["rows"]): r for r in made["rows"]}
-    assert len(rows) == 5 * 2
-    for (name, count), row in rows.items():
+    assert len(rows) == 3 * 2
+    for (_, count), row in rows.items():
         for key in (
             "first_token_seconds",
             "prefill_tokens_per_second",
@@ -39,36 +36,25 @@ def test_models_as_they_write_side_by_side(preheat: Command, model: str) -> None
             "first_token_ratio",
         ):
             assert 0 < row[key]["low"] <= row[key]["value"] <= row[key]["high"]
-        assert row["first_token_seconds"]["value"] * row["prefill_tokens_per_second"]["value"] == pytest.approx(
-            16 * count, rel=0.5
-        )
-        if "lookup" in name:
-            assert row["tokens_per_pass"] >= 1
-        else:
-            assert row["tokens_per_pass"] == 1
-            assert row["cache_bytes"] == row["cache_predicted_bytes"]
-        if "int8" not in name and "bf16" not in name:
-            assert row["same_text"] == 1
+        fastest = 16 * count / row["first_token_seconds"]["low"]
+        assert row["prefill_tokens_per_second"]["high"] == pytest.approx(fastest)
+        assert row["tokens_per_pass"] == 1
+        assert row["cache_bytes"] == row["cache_predicted_bytes"]
     plain = rows[names[0], 2]
     assert plain["cache_bytes"] == 2 * 21 * 5 * 2 * 4 * 8 * 4  # rows, tokens read, layers, keys and values, heads, width, fp32
     assert rows[names[1], 2]["cache_bytes"] == plain["cache_bytes"] * 12 / 32
     assert plain["ratio"] == {"value": 1, "low": 1, "high": 1}
+    assert rows[names[2], 1]["same_text"] == rows[names[2], 2]["same_text"] == 1
     page = (preheat.folder / "b" / "inference.html").read_text()
     assert page.count("<svg") == 2
     assert all(name in page for name in names)
-    assert [r["name"] for r in json.loads((preheat.folder / "b" / "inference.json").read_text())["rows"]] == [
-        r["name"] for r in made["rows"]
-    ]
+    kept = json.loads((preheat.folder / "b" / "inference.json").read_text())
+    assert [r["name"] for r in kept["rows"]] == [r["name"] for r in made["rows"]]
 
 
 def test_what_cannot_be_measured_is_said(preheat: Command, model: str) -> None:
     inference = ("bench", model, "--inference", "--repeats", "1", "--tokens", "4")
     for arguments, code, words in (
-        (
-            (*inference, "--lengths", "600", "--batches", "1"),
-            2,
-            "more than the 512 positions of stories260K-hf; use 508 or less",
-        ),
         (
             (*inference, "--lengths", "64", "--batches", "90000000"),
             3,
