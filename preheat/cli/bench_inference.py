@@ -62,7 +62,7 @@ def inference(
     if json:
         emit(made)
         return
-    screen.print(_table(made, wide=screen.width >= 120))
+    screen.print(_table(made, wide=screen.width >= 140))
     for model in made["models"]:
         if model["failed"]:
             screen.print(f"[red]{model['name']}: {model['failed']}[/red]", soft_wrap=True)
@@ -115,8 +115,8 @@ def _table(made: dict[str, Any], wide: bool) -> Any:
 
     table = Table(box=None, pad_edge=False)
     table.add_column("model", no_wrap=True)
-    more = ("prefill tokens/s", "tokens a pass", "predicted", "same text") if wide else ()
-    for title in ("rows x tokens", "first token", "decode tokens/s", "times the first", "cache", *more):
+    more = ("low to high", "prefill/s", "a pass", "predicted", "same text") if wide else ()
+    for title in ("rows x tokens", "first token", "tokens/s", "times the first", "cache", *more):
         table.add_column(title, justify="right", no_wrap=True)
     for row in made["rows"]:
         first, speed, ratio = row["first_token_seconds"], row["decode_tokens_per_second"], row["ratio"]
@@ -124,11 +124,12 @@ def _table(made: dict[str, Any], wide: bool) -> Any:
             row["name"],
             f"{row['rows']} x {row['length']}",
             f"{first['value'] * 1e3:,.1f} ms",
-            f"{rate(speed['value'])} ({rate(speed['low'])} to {rate(speed['high'])})",
+            rate(speed["value"]),
             f"{ratio['value']:.2f} ({ratio['low']:.2f} to {ratio['high']:.2f})",
             size(row["cache_bytes"]),
             *(
                 (
+                    f"{rate(speed['low'])} to {rate(speed['high'])}",
                     rate(row["prefill_tokens_per_second"]["value"]),
                     f"{row['tokens_per_pass']:.2f}",
                     size(row["cache_predicted_bytes"]),

@@ -333,7 +333,7 @@ def _write(
             return torch.tensor([text.ended is not None for text in texts], device=input_ids.device)
 
     drawn = settings.temperature > 0
-    compiling = CompileConfig(mode="reduce-overhead" if device.type == "cuda" else "default", dynamic=False)
+    compiling = CompileConfig(mode="reduce-overhead" if device.type == "cuda" else "default")
     compiling._compile_all_devices = True  # type: ignore[assignment]
     # Everything is said: what is left out is transformers' default (which keeps 50 tokens).
     how = GenerationConfig(

@@ -17,16 +17,15 @@ def model(data_folder: Path) -> str:
 
 def test_models_as_they_write_side_by_side(preheat: Command, model: str) -> None:
     made = preheat.here.json("bench", model, "--inference", "--batches", "1,2", "--lengths", "16", "--tokens", "6", "--repeats", "2", "--out", "b",
-                        "--variant", "cache=int8", "--variant", "engine=transformers")  # fmt: skip
+                        "--variant", "cache=int8")  # fmt: skip
     names = [m["name"] for m in made["models"]]
-    assert names == ["stories260K-hf", "stories260K-hf, cache=int8", "stories260K-hf, engine=transformers"]
+    assert names == ["stories260K-hf", "stories260K-hf, cache=int8"]
     assert all(m["parameters"] == 260_032 and not m["failed"] and m["startup_seconds"] > 0 for m in made["models"])
     losses = [m["loss"] for m in made["models"]]
-    assert losses[0] == pytest.approx(losses[2], abs=1e-4)
     assert 1e-5 < abs(losses[1] - losses[0]) < 0.05
     assert made["models"][0]["weights_bytes"] == pytest.approx(4 * 260_032, rel=0.01)
     rows = {(r["name"], r["rows"]): r for r in made["rows"]}
-    assert len(rows) == 3 * 2
+    assert len(rows) == 2 * 2
     for (_, count), row in rows.items():
         for key in (
             "first_token_seconds",
@@ -44,7 +43,7 @@ def test_models_as_they_write_side_by_side(preheat: Command, model: str) -> None
     assert plain["cache_bytes"] == 2 * 21 * 5 * 2 * 4 * 8 * 4  # rows, tokens read, layers, keys and values, heads, width, fp32
     assert rows[names[1], 2]["cache_bytes"] == plain["cache_bytes"] * 12 / 32
     assert plain["ratio"] == {"value": 1, "low": 1, "high": 1}
-    assert rows[names[2], 1]["same_text"] == rows[names[2], 2]["same_text"] == 1
+    assert 0.5 <= rows[names[1], 2]["same_text"] <= plain["same_text"] == 1
     page = (preheat.folder / "b" / "inference.html").read_text()
     assert page.count("<svg") == 2
     assert all(name in page for name in names)

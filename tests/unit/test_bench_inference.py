@@ -55,6 +55,15 @@ def test_a_contender_measures_itself(model: str, data_folder: Path, settings: di
     assert 1.5 < speaker.end()["loss"] < 2.6 + 2 * ("window" in settings), "1.8 on whole stories; short rows and windows cost"
 
 
+def test_transformers_by_itself_writes_the_same_texts(model: str, data_folder: Path) -> None:
+    text = str(data_folder / "text" / "tinystories_train_excerpt.txt")
+    theirs = Speaker(_job(model, {}, engine="transformers", text=text))
+    theirs.begin()
+    found = theirs.measure(2, 24)
+    assert found["texts"] == _texts(model, text)
+    assert (found["passes"], found["drawn"], found["cache_bytes"]) == (7, 14, theirs.about()["cache_bytes"][0])
+
+
 def _texts(model: str, text: str) -> list[list[int]]:
     plain = Speaker(_job(model, {}, text=text))
     plain.begin()

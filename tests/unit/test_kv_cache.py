@@ -166,3 +166,28 @@ def test_a_kept_cache_in_eight_bits_goes_on(stories: Opened) -> None:
     assert went_on.tokens == generate(model, stories.tokenizer, [second], settings)[0].tokens
     generate(model, stories.tokenizer, [second], Sample(tokens=4), kept=kept)
     assert kept.reused == 0, "another kind of cache is not taken for this one"
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")  # in torch's own compiler
+def test_a_compiled_model_writes_the_same_and_is_compiled_once(stories: Opened) -> None:
+    """For prompts and texts of other lengths, too."""
+    from torch._dynamo.utils import counters
+
+    from preheat.engine.build import build
+    from preheat.recipe import parse
+
+    from ..conftest import DEVICE
+
+    sizes = "{layers: 1, width: 32, heads: 4, kv_heads: 2, vocabulary: 512, positions: 256}"
+    made = build(parse(f"model: {sizes}\nbatch: {{size: 2, length: 16}}\nstop: {{steps: 1}}"), vocabulary=512, device=DEVICE)
+    model: Any = made.trained[0]
+    torch.nn.init.normal_(model.get_input_embeddings().weight, generator=torch.Generator().manual_seed(0))
+    before = counters["stats"]["unique_graphs"]
+    for prompt, tokens in (([5, 9, 77, 4], 12), ([8, 2, 6, 4, 300, 12, 7], 20)):
+        wanted = generate(model, stories.tokenizer, [prompt], Sample(tokens=tokens))
+        timed = Timed()
+        settings = Sample(tokens=tokens, cache="static", compile=True)
+        assert generate(model, stories.tokenizer, [prompt], settings, timed=timed) == wanted
+        assert timed.cache_bytes == cache_bytes(model.config, 128, size=4), "room for 128 tokens, whatever the length"
+    assert counters["stats"]["unique_graphs"] == before + 1
