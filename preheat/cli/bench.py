@@ -7,13 +7,19 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from preheat.cli.show import Json, RecipeArgument, Set
+from preheat.cli.show import Json, Set
 
 __all__ = ["bench"]
 
 
 def bench(
-    recipe: RecipeArgument,
+    what: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="RECIPE|RUN|MODEL...",
+            help="A recipe to compare techniques in; with --inference the folders of runs or models, of which each is measured.",
+        ),
+    ],
     set: Set = None,
     ablate: Annotated[
         bool, typer.Option("--ablate", help="The recipe whole, without each technique, and each technique alone.")
@@ -23,6 +29,23 @@ def bench(
     ] = None,
     steps: Annotated[int, typer.Option("--steps", min=3, help="Steps of a turn; the first two are not timed.")] = 12,
     repeats: Annotated[int, typer.Option("--repeats", min=1, help="Turns of each contender.")] = 3,
+    inference: Annotated[
+        bool, typer.Option("--inference", help="How models write: first token, tokens/s and cache, by batch and length.")
+    ] = False,
+    batches: Annotated[str, typer.Option("--batches", help="With --inference: rows at a time.")] = "1,8",
+    lengths: Annotated[str, typer.Option("--lengths", help="With --inference: tokens of a prompt.")] = "128,512",
+    tokens: Annotated[int, typer.Option("--tokens", min=2, help="With --inference: written after each prompt.")] = 32,
+    variant: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--variant",
+            metavar="KEY=VALUE,...",
+            help="With --inference: measure each model like this too: keys of sample (cache=int8, lookup=4, draft=FOLDER), dtype=bf16, engine=transformers. May stand several times.",
+        ),
+    ] = None,
+    text: Annotated[
+        str | None, typer.Option("--text", help="With --inference: a file of text for the prompts; else Python's own library.")
+    ] = None,
     device: Annotated[
         Literal["cpu", "cuda"] | None,
         typer.Option("--device", help="Where to run; the recipe's hardware.device when not given."),
@@ -30,9 +53,10 @@ def bench(
     out: Annotated[Path | None, typer.Option("--out", help="Where the results go; bench/NAME when not given.")] = None,
     json: Json = False,
 ) -> None:
-    """Techniques side by side on this machine: speed with its spread, memory, start-up time, loss and gradients.
+    """Techniques side by side on this machine: speed with its spread, memory, start-up time, loss and gradients; or models as they write.
 
-    Example: `preheat bench demo --ablate`, or `preheat bench demo --techniques lora,lion`.
+    Example: `preheat bench demo --ablate`, `preheat bench demo --techniques lora,lion`, or
+    `preheat bench runs/mine compressed/mine --inference --variant cache=int8`.
     """
     from preheat import recipe as recipes
     from preheat.bench.compare import ablation, chosen
@@ -41,6 +65,28 @@ def bench(
     from preheat.errors import RecipeError
     from preheat.report import write_bench
 
+    if inference:
+        if ablate or techniques or device:
+            named = "--ablate" if ablate else "--techniques" if techniques else "--device"
+            raise RecipeError(f"{named}: is for recipes, and --inference measures models; leave one of them out")
+        from preheat.cli.bench_inference import inference as measure
+
+        measure(
+            what,
+            variant or [],
+            set or [],
+            batches=batches,
+            lengths=lengths,
+            tokens=tokens,
+            repeats=repeats,
+            text=text,
+            out=out,
+            json=json,
+        )
+        return
+    if len(what) > 1:
+        raise RecipeError(f"bench: {what[1]}: techniques are compared in one recipe; for models side by side add --inference")
+    (recipe,) = what
     if ablate == bool(techniques):
         raise RecipeError("bench: say what to compare: --ablate, or --techniques A,B,C")
     made = recipes.load(recipe, [*(set or []), *([f"hardware.device={device}"] if device else [])])

@@ -40,6 +40,7 @@ def chat(
     min_p: writing.MinP = 0.0,
     repetition_penalty: writing.Penalty = 1.0,
     stop: writing.Stop = None,
+    set: writing.Set = None,
     seed: writing.Seed = 0,
     step: writing.Step = None,
     template: writing.ChatTemplate = None,
@@ -54,6 +55,7 @@ def chat(
     from preheat.training.opened import open_model
 
     settings = writing.sampling(
+        set or (),
         tokens=tokens,
         temperature=temperature,
         top_p=top_p,

@@ -35,6 +35,7 @@ def generate(
     min_p: writing.MinP = 0.0,
     repetition_penalty: writing.Penalty = 1.0,
     stop: writing.Stop = None,
+    set: writing.Set = None,
     seed: writing.Seed = 0,
     step: writing.Step = None,
     chat: Annotated[
@@ -59,6 +60,7 @@ def generate(
 
     prompts: list[Any] = list(prompt or []) + (read_prompts(file) if file is not None else [])
     settings = writing.sampling(
+        set or (),
         tokens=tokens,
         temperature=temperature,
         top_p=top_p,

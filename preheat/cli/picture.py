@@ -87,23 +87,30 @@ def serving_picture(made: Mapping[str, Any]) -> Any:
     d = made["device"]
     table = Table(
         "weights in",
+        "cache in",
         "weights",
         f"KV cache of {made['length']:,} tokens",
         "rows that fit",
         "longest row",
-        "tokens/s at most",
+        "first token",
+        "tokens/s of one",
+        "of all",
         box=None,
         pad_edge=False,
     )
-    for column in table.columns[1:]:
+    for column in table.columns[2:]:
         column.justify = "right"
     for f in made["formats"]:
+        first = f["seconds_to_first_token"]
         table.add_row(
             f"  {f['weights']}",
+            f["cache"],
             memory(f["weights_gib"]),
             memory(f["cache_gib_per_row"]),
             f"{f['rows']:,}",
             f"{f['longest_context']:,}" if f["rows"] else "-",
+            "-" if first is None else f"{first * 1e3:,.0f} ms" if first < 1 else f"{first:,.1f} s",
+            rate(f["tokens_per_second_alone"]) if f["rows"] else "-",
             rate(f["tokens_per_second_at_most"]) if f["rows"] else "does not fit",
         )
     many = f"{d['count']} x " if d["count"] > 1 else ""
@@ -115,7 +122,8 @@ def serving_picture(made: Mapping[str, Any]) -> Any:
         Text(f"a token takes {made['cache_bytes_per_token'] / 1024:,.0f} KiB of cache; what each device holds:"),
         table,
         Text(
-            "tokens/s: the memory's bandwidth over weights and caches, all rows together; the cache in bf16, embedding and head too",
+            "at best: tokens/s are the memory's bandwidth over weights and caches, of one row and of all that fit; the first token comes when the prompt's "
+            "FLOPs are done; embedding and head are in bf16",
             style="dim",
         ),
     )

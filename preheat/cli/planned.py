@@ -133,23 +133,37 @@ def write_recipe(made: Mapping[str, Any], question: Question, path: Path) -> Non
 
 
 def served(question: Question, gpu: str | None, devices: int, json: bool) -> None:
-    """Weights, KV cache and rows that fit, by the weights' format."""
+    """Weights, KV cache, rows that fit, and speed at best, by the formats of weights and cache."""
     from preheat.cli.picture import serving_picture
     from preheat.cli.show import console, emit
-    from preheat.planning.closed import cache_bytes, parameters_of, serving
+    from preheat.hardware.rates import Rates
+    from preheat.planning.closed import CACHES, cache_bytes, parameters_of, serving
     from preheat.training.asked import hardware
 
     recipe = question.recipe
     config, whole, ends = parameters_of(recipe)
-    if gpu is None:
-        from preheat.training.session import resolve
-
-        device, bandwidth = resolve(recipe)[0], None
+    device, rates, _ = hardware(gpu, recipe, devices)
+    if isinstance(rates, Rates):
+        bandwidth, peaks = rates.bandwidth, rates.peak_matrix_rate  # measured here
     else:
-        device, rates, _ = hardware(gpu, recipe, devices)
-        bandwidth = rates.device.bandwidth  # type: ignore[union-attr]
+        assert rates.device.bandwidth is not None
+        bandwidth, peaks = rates.device.bandwidth, rates.device.sustained()
     length = recipe.batch.length
-    rows = serving(config, whole, ends, memory=device.memory, length=length, devices=devices, bandwidth=bandwidth)
+    rows = [
+        found
+        for kept in CACHES
+        for found in serving(
+            config,
+            whole,
+            ends,
+            memory=device.memory,
+            length=length,
+            devices=devices,
+            bandwidth=bandwidth,
+            matrix_rate=peaks.get("bf16") or max(peaks.values()),
+            kept=kept,
+        )
+    ]
     made = {
         "model": recipe.name,
         "device": {"kind": device.kind, "name": device.name, "memory_gib": device.memory / 2**30, "count": devices},
@@ -160,11 +174,14 @@ def served(question: Question, gpu: str | None, devices: int, json: bool) -> Non
         "formats": [
             {
                 "weights": s.format,
+                "cache": s.kept,
                 "weights_gib": s.weights / 2**30,
                 "cache_gib_per_row": s.cache / 2**30,
                 "rows": s.rows,
                 "longest_context": s.longest,
                 "tokens_per_second_at_most": s.tokens_per_second,
+                "tokens_per_second_alone": s.alone,
+                "seconds_to_first_token": s.first_token,
             }
             for s in rows
         ],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -20,6 +21,7 @@ __all__ = [
     "MinP",
     "Penalty",
     "Seed",
+    "Set",
     "Step",
     "Stop",
     "Temperature",
@@ -39,6 +41,14 @@ TopK = Annotated[int, typer.Option("--top-k", min=0, help=HELP["top_k"])]
 MinP = Annotated[float, typer.Option("--min-p", min=0.0, max=1.0, help=HELP["min_p"])]
 Penalty = Annotated[float, typer.Option("--repetition-penalty", min=0.01, help=HELP["repetition_penalty"])]
 Stop = Annotated[list[str] | None, typer.Option("--stop", metavar="TEXT", help=HELP["stop"] + " May stand several times.")]
+Set = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="sample.KEY=VALUE",
+        help="A setting of writing without an option of its own: sample.cache=int8, sample.draft=FOLDER, sample.lookup=4 … May stand several times.",
+    ),
+]
 Seed = Annotated[int, typer.Option("--seed", min=0, help="Decides the draws at a temperature above 0.")]
 Step = Annotated[
     int | None, typer.Option("--step", min=0, help="The checkpoint of a run; the newest whole one when not given.")
@@ -53,17 +63,33 @@ ChatTemplate = Annotated[
 ]
 
 
-def sampling(**values: Any) -> Sample:
+def sampling(overrides: Sequence[str] = (), **values: Any) -> Sample:
     """The settings of the command line.
 
+    Args:
+        overrides: `sample.key=value` each, for what has no option of its own.
+
     Raises:
-        RecipeError: they contradict each other.
+        RecipeError: one that is no setting of writing, or they contradict each other.
     """
     from preheat.errors import RecipeError
+    from preheat.recipe.boundary import RecipeReader
+    from preheat.recipe.text import compose
 
-    made = Sample(**values)
+    asked = {}
+    for item in overrides:
+        key, equals, raw = item.partition("=")
+        name = key.strip().removeprefix("sample.")
+        if not equals or name == key.strip() or name == "prompts":
+            raise RecipeError(f"--set {item}: here it sets how text is written, e.g. --set sample.cache=int8")
+        asked[name] = compose(raw, f"--set {item}")[0]
+    reader = RecipeReader("--set", {})
+    made: Sample = reader.flat(Sample, {**values, **asked}, ("sample",))
+    if reader.found:
+        raise RecipeError("\n".join(reader.found))
     if problems := made.problems():
-        raise RecipeError("; ".join(f"--{name.replace('_', '-')}: {words}" for name, words in problems))
+        said = [(f"sample.{name}" if name in asked else f"--{name.replace('_', '-')}", words) for name, words in problems]
+        raise RecipeError("; ".join(f"{name}: {words}" for name, words in said))
     return made
 
 

@@ -2,45 +2,24 @@
 
 from __future__ import annotations
 
-import re
+import functools
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
-from preheat.errors import RunError
+from preheat.errors import RecipeError, RunError
 from preheat.models.adapter import PATTERN, STANDALONE, head
+from preheat.models.text import Ended, GrowingText, Written, alike
 from preheat.recipe import Sample
 
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-__all__ = ["Kept", "Written", "generate", "patterned", "stop_tokens"]
-
-_CONTEXT = 8
-"""Tokens of the prompt that its continuation is decoded after."""
-
-_BYTE = re.compile(r"<0x[0-9A-F]{2}>")
-"""A piece that spells one byte."""
-
-Ended = Literal["stop token", "stop string", "length", "context"]
-
-
-@dataclass
-class Written:
-    """What was written after one prompt.
-
-    Attributes:
-        text: without special tokens, and without the string that ended it.
-        tokens: as drawn, with the token that ended it.
-        ended: by a stop token, a stop string, at the number of tokens asked for, or where the model's positions end.
-    """
-
-    text: str
-    tokens: list[int]
-    ended: Ended
+__all__ = ["Kept", "Timed", "Written", "cached_loss", "generate", "patterned", "stop_tokens"]
 
 
 @dataclass
@@ -49,30 +28,66 @@ class Kept:
 
     Attributes:
         reused: tokens of the last prompt that the cache held already.
+        kind: which cache it is, and its window.
     """
 
     cache: Any = None
     tokens: list[int] = field(default_factory=list)
     reused: int = 0
+    kind: tuple[str, int | None] = ("dynamic", None)
 
-    def begin(self, model: PreTrainedModel, prompt: Sequence[int]) -> None:
-        """Makes the cache hold a beginning of `prompt`, of which at least one token is left to be read."""
-        from transformers import DynamicCache
+    def begin(self, prompt: Sequence[int], settings: Sample, empty: Callable[[], Any]) -> Any:
+        """The cache, holding a beginning of `prompt`, of which at least one token is left to be read; an `empty` one where it holds another text."""
+        same = alike(self.tokens, prompt[:-1])
+        if self.kind != (settings.cache, settings.window):
+            same, self.kind = 0, (settings.cache, settings.window)
+        if not same or not self._forget(len(self.tokens) - same):
+            self.cache, self.tokens = empty(), []
+        self.reused = len(self.tokens)
+        return self.cache
+
+    def end(self, tokens: Sequence[int]) -> None:
+        """The cache has been written on by the texts of `tokens`, of which it may have read too many: proposals behind the end."""
+        self.tokens = list(tokens[: self.cache.get_seq_length()])
+        extra = self.cache.get_seq_length() - len(self.tokens)
+        self.tokens += [-1] * extra  # no token at all
+        if not self._forget(extra):
+            self.clear()
+
+    def _forget(self, extra: int) -> bool:
+        """Takes back the last tokens. False: a layer with a window has forgotten what would have to come back."""
         from transformers.cache_utils import DynamicLayer
 
-        same = _alike(self.tokens, prompt[:-1])
-        extra = len(self.tokens) - same
-        # A layer with a window of its own has forgotten what would have to come back.
-        if not same or (extra and not all(type(layer) is DynamicLayer for layer in self.cache.layers)):
-            self.cache, self.tokens, self.reused = DynamicCache(config=model.config), [], 0
-            return
-        if extra:
-            self.cache.crop(-extra)
-        self.tokens, self.reused = list(prompt[:same]), same
+        from preheat.models.kv_cache import Int8Layer
+
+        if not extra:
+            return True
+        if not all(type(layer) in (DynamicLayer, Int8Layer) and not layer.is_sliding for layer in self.cache.layers):
+            return False
+        self.cache.crop(-extra)
+        del self.tokens[-extra:]
+        return True
 
     def clear(self) -> None:
         """Forgets everything: after a generation that was broken off, layers may hold different numbers of tokens."""
         self.cache, self.tokens, self.reused = None, [], 0
+
+
+@dataclass
+class Timed:
+    """When the tokens of one batch came, and what its cache took.
+
+    Attributes:
+        begun: when the first pass was begun; seconds of `time.perf_counter`.
+        at: when the tokens of each pass were there.
+        tokens: how many each pass gave, over all rows.
+        cache_bytes: of keys and values after the last pass.
+    """
+
+    begun: float = 0.0
+    at: list[float] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    cache_bytes: int = 0
 
 
 def patterned(model: PreTrainedModel) -> bool:
@@ -104,15 +119,17 @@ def generate(
     cached: bool = True,
     on_text: Callable[[int, str | None], None] | None = None,
     kept: Kept | None = None,
+    draft: PreTrainedModel | None = None,
+    timed: Timed | None = None,
 ) -> list[Written]:
     """Continues each prompt.
 
-    Prompts are written `batch` at a time, padded on the left; one at a time where layers have an attention pattern, which count
-    tokens from the row's beginning and read everything again for each token. Random generators are left as they were.
+    Prompts are written `batch` at a time, padded on the left; one at a time where tokens are proposed, and where layers have an attention pattern,
+    which count tokens from the row's beginning and read everything again for each token. Random generators are left as they were.
 
     Args:
         prompts: tokens, at least one each, and fewer than `positions`.
-        settings: how many tokens, how they are drawn, and strings that end a text.
+        settings: how many tokens, how they are drawn and kept, and strings that end a text.
         stop: tokens that end a text.
         positions: tokens that the model can read; 0: not stated.
         batch: prompts at a time.
@@ -121,12 +138,15 @@ def generate(
         on_text: told (prompt's number, text) as text becomes certain: whole characters, and nothing that may begin a
             stop string; None when it has ended.
         kept: a cache to go on from and to leave for the next call; for one prompt.
+        draft: the model that `settings.draft` names.
+        timed: told when tokens came; for one batch.
 
     Returns:
         One `Written` for each prompt.
 
     Raises:
         RunError: the model's head is over classes.
+        RecipeError: this model cannot be written with in the way that `settings` ask for.
 
     Example:
         >>> from transformers import AutoModelForCausalLM, AutoTokenizer                             # doctest: +SKIP
@@ -140,21 +160,60 @@ def generate(
         raise RunError(f"this model's head is over {pieces} classes: it writes no text; measure it with `preheat eval`")
     assert all(prompts), "a prompt without a token"
     assert kept is None or (cached and len(prompts) == 1)
+    assert (draft is None) == (settings.draft is None), "the model that settings.draft names is opened by the caller"
     alone = patterned(model)
+    _require(model, settings, alone, cached, kept)
     rooms = [min(settings.tokens, positions - len(p)) if positions else settings.tokens for p in prompts]
     assert min(rooms, default=1) > 0, "a prompt that fills the model's positions"
     device = next(model.parameters()).device
     made: list[Written] = []
     devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices), _writing(model, alone):
-        for rows in _batches(rooms, settings.tokens, 1 if alone else batch):
+    attention = _attention(model, settings, alone)
+    with (
+        torch.random.fork_rng(devices=devices),
+        _writing(model, attention, alone),
+        nullcontext() if draft is None else _writing(draft, _plain_attention(draft), False),
+    ):
+        for rows in _batches(rooms, settings.tokens, 1 if alone or settings.speculates else batch):
             torch.manual_seed(seed)
-            listeners = [_Text(tokenizer, prompts[row], settings.stop, _told(on_text, row)) for row in rows]
-            _write(model, [prompts[row] for row in rows], rooms[rows[0]], settings, stop, listeners, cached and not alone, kept)
+            listeners = [GrowingText(tokenizer, prompts[row], settings.stop, _told(on_text, row)) for row in rows]
+            _write(
+                model,
+                [prompts[row] for row in rows],
+                rooms[rows[0]],
+                settings,
+                stop,
+                listeners,
+                cached=cached and not alone,
+                kept=kept,
+                draft=draft,
+                timed=timed,
+            )
             for row, text in zip(rows, listeners, strict=True):
                 cut: Ended = "length" if rooms[row] == settings.tokens else "context"
                 made.append(text.finish(cut))
     return made
+
+
+def cached_loss(model: PreTrainedModel, rows: Tensor, settings: Sample) -> float:
+    """Mean loss of a token, nats, when rows are read through the cache and the window that `settings` ask for: what these cost in quality.
+
+    Args:
+        rows: tokens [rows, length], each row a text.
+    """
+    import torch
+
+    from preheat.models.kv_cache import make_cache
+
+    alone = patterned(model)
+    _require(model, settings, alone, True, None)
+    total = 0.0
+    with _writing(model, _attention(model, settings, alone), alone):
+        for row in rows.to(model.device):
+            held: dict[str, Any] = {} if alone else {"past_key_values": make_cache(model.config, settings, len(row))}
+            logits = model(input_ids=row[None], use_cache=bool(held), **held).logits[0, :-1]
+            total += float(torch.nn.functional.cross_entropy(logits.float(), row[1:], reduction="sum"))
+    return total / (rows.numel() - len(rows))
 
 
 def _told(on_text: Callable[[int, str | None], None] | None, row: int) -> Callable[[str | None], None]:
@@ -176,20 +235,53 @@ def _batches(rooms: Sequence[int], wanted: int, size: int) -> Iterator[list[int]
         yield rows
 
 
-@contextmanager
-def _writing(model: PreTrainedModel, alone: bool) -> Iterator[None]:
-    """The model without dropout and gradients, its attention that of transformers (or preheat's own where layers have patterns)."""
-    import torch
+def _require(model: PreTrainedModel, settings: Sample, alone: bool, cached: bool, kept: Kept | None) -> None:
+    """Raises RecipeError where this model cannot be written with as `settings` ask for, which say nothing of a model."""
+    chosen = [
+        f"sample.{name}"
+        for name, plain in (("cache", "dynamic"), ("window", None), ("draft", None), ("lookup", None))
+        if getattr(settings, name) != plain
+    ]
+    if chosen and (alone or not cached):
+        raise RecipeError(
+            f"{chosen[0]}: this model's layers have attention patterns (block_sparse_attention, shifted_groups, sliding_window), so it reads everything again for each token and keeps no cache; leave it out"
+        )
+    if kept is not None and settings.cache == "static":
+        raise RecipeError("sample.cache: static has room for one text, and a chat goes on and on; use dynamic or int8")
+    if settings.window is not None and _plain_attention(model) != "sdpa":
+        raise RecipeError(
+            f"sample.window: {settings.window}: this model's attention (capped scores, or one of its own) takes no further window; leave it out"
+        )
 
-    training, attention = model.training, model.config._attn_implementation
+
+def _attention(model: PreTrainedModel, settings: Sample, alone: bool) -> str:
+    """The name of what the model attends by while it writes."""
+    if alone:
+        return STANDALONE
+    if settings.window is None:
+        return _plain_attention(model)
+    from preheat.models.kv_cache import window_attention
+
+    return window_attention(settings.window)
+
+
+@contextmanager
+def _writing(model: PreTrainedModel, attention: str, alone: bool) -> Iterator[None]:
+    """The model without dropout and gradients, its attention that of that name, and nothing of its folder's on how to write."""
+    import torch
+    from transformers import GenerationConfig
+
+    training, before, folder = model.training, model.config._attn_implementation, model.generation_config
     model.eval()
-    model.set_attn_implementation(STANDALONE if alone else _plain_attention(model))
+    model.set_attn_implementation(attention)
+    model.generation_config = GenerationConfig()  # an end token of the folder's would end texts that no token is to end
     try:
         # A text that is read again for each token has another length each time: a compiled layer would be compiled for each.
         with torch.no_grad(), torch.compiler.set_stance("force_eager") if alone else nullcontext():
             yield
     finally:
-        model.set_attn_implementation(attention)
+        model.generation_config = folder
+        model.set_attn_implementation(before)
         model.train(training)
 
 
@@ -205,12 +297,17 @@ def _write(
     room: int,
     settings: Sample,
     stop: frozenset[int],
-    texts: list[_Text],
+    texts: list[GrowingText],
+    *,
     cached: bool,
     kept: Kept | None,
+    draft: PreTrainedModel | None,
+    timed: Timed | None,
 ) -> None:
     import torch
-    from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
+    from transformers import CompileConfig, GenerationConfig, StoppingCriteria, StoppingCriteriaList
+
+    from preheat.models.kv_cache import cache_nbytes, make_cache
 
     device = next(model.parameters()).device
     longest = max(map(len, prompts))
@@ -219,16 +316,26 @@ def _write(
     mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=device)
 
     class Listener(StoppingCriteria):
-        """Hears each token as it is drawn. Stop strings stand in text and not in tokens, so the text is made here, not by a streamer,
-        which is told only after it was decided whether to go on."""
+        """Hears the tokens of each pass as they are drawn. Stop strings stand in text and not in tokens, so the text is made here, not by a
+        streamer, which is told only after it was decided whether to go on."""
+
+        heard = longest
 
         def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:  # type: ignore[override]
-            for text, token in zip(texts, input_ids[:, -1].tolist(), strict=True):
-                text.add(token, token in stop)
+            fresh = input_ids[:, self.heard :].tolist()
+            if timed is not None:  # after the tokens have come from the device
+                timed.at.append(time.perf_counter())
+                timed.tokens.append(sum(map(len, fresh)))
+            self.heard = input_ids.shape[1]
+            for text, tokens in zip(texts, fresh, strict=True):
+                for token in tokens:
+                    text.add(token, token in stop)
             return torch.tensor([text.ended is not None for text in texts], device=input_ids.device)
 
     drawn = settings.temperature > 0
-    # Everything is said: what is left out comes from the model's folder or from transformers' defaults (which keep 50 tokens).
+    compiling = CompileConfig(mode="reduce-overhead" if device.type == "cuda" else "default")
+    compiling._compile_all_devices = True  # type: ignore[assignment]
+    # Everything is said: what is left out is transformers' default (which keeps 50 tokens).
     how = GenerationConfig(
         max_new_tokens=room,
         do_sample=drawn,
@@ -236,6 +343,8 @@ def _write(
         use_cache=cached,
         eos_token_id=sorted(stop) or None,
         pad_token_id=pad,
+        disable_compile=not settings.compile,
+        compile_config=compiling if settings.compile else None,
         **(
             {
                 "temperature": settings.temperature,
@@ -248,9 +357,13 @@ def _write(
         ),
     )
     more: dict[str, Any] = {}
-    if kept is not None and cached:
-        kept.begin(model, prompts[0])
-        more["past_key_values"] = kept.cache
+    if cached:
+        empty = functools.partial(make_cache, model.config, settings, longest + room - 1)  # the last token is not read
+        more["past_key_values"] = empty() if kept is None else kept.begin(prompts[0], settings, empty)
+    if settings.speculates:
+        more["custom_generate"] = _speculation(model, settings, draft)
+    if timed is not None:
+        timed.begun = time.perf_counter()
     try:
         model.generate(
             ids, attention_mask=mask, generation_config=how, stopping_criteria=StoppingCriteriaList([Listener()]), **more
@@ -259,91 +372,20 @@ def _write(
         if kept is not None:
             kept.clear()
         raise
-    if more and kept is not None:  # the last token was drawn and not read
-        kept.tokens = [*prompts[0], *texts[0].tokens][: kept.cache.get_seq_length()]
+    if kept is not None and cached:  # the last token was drawn and not read
+        kept.end([*prompts[0], *texts[0].tokens])
+    if timed is not None and cached:
+        timed.cache_bytes = cache_nbytes(more["past_key_values"])
 
 
-class _Text:
-    """One text as it grows: tokens to characters, held back where a character is not whole or a stop string may begin."""
+def _speculation(model: PreTrainedModel, settings: Sample, draft: PreTrainedModel | None) -> Callable[..., Tensor]:
+    """What decodes in place of transformers' own loop, with a proposer for one text."""
+    from preheat.models.speculative import Draft, Lookup, Proposer, speculate
 
-    def __init__(
-        self,
-        tokenizer: PreTrainedTokenizerFast,
-        prompt: Sequence[int],
-        stops: Sequence[str],
-        tell: Callable[[str | None], None],
-    ):
-        self.tokenizer, self.stops, self.tell = tokenizer, stops, tell
-        self.tokens: list[int] = []
-        self.text, self.said = "", 0
-        self.ended: Ended | None = None
-        # Tokens are decoded after those before them, since decoders treat the first word of a text otherwise.
-        self._before, self._fresh = list(prompt[-_CONTEXT:]), list[int]()
-
-    def add(self, token: int, last: bool) -> None:
-        if self.ended is not None:  # rows that ended are padded until all have
-            return
-        self.tokens.append(token)
-        if last:
-            self._end("stop token")
-            return
-        self._fresh.append(token)
-        more = self._decoded()
-        if not more.endswith("\ufffd"):
-            self._before, self._fresh = self._fresh, []
-            self._grow(more)
-
-    def _decoded(self) -> str:
-        if self._before and all(map(self._is_byte, (self._before[-1], self._fresh[0]))):
-            # Decoders drop a whole run of such pieces when its end is no character: what was told stays as it is.
-            return self.tokenizer.decode(self._fresh, skip_special_tokens=True)
-        before, whole = (
-            self.tokenizer.decode(ids, skip_special_tokens=True) for ids in (self._before, self._before + self._fresh)
-        )
-        return whole[_alike(before, whole) :]
-
-    def _grow(self, more: str) -> None:
-        searched = max(0, len(self.text) - max(map(len, self.stops), default=0))
-        self.text += more
-        at = min((i for stop in self.stops if (i := self.text.find(stop, searched)) >= 0), default=None)
-        if at is not None:
-            self.text, self._fresh = self.text[:at], []
-            self._end("stop string")
-        else:
-            self._say(len(self.text) - max((_begun(self.text, stop) for stop in self.stops), default=0))
-
-    def _say(self, upto: int) -> None:
-        if upto > self.said:
-            self.tell(self.text[self.said : upto])
-            self.said = upto
-
-    def _is_byte(self, token: int) -> bool:
-        return _BYTE.fullmatch(self.tokenizer.convert_ids_to_tokens(token) or "") is not None
-
-    def _end(self, ended: Ended) -> None:
-        self.ended = ended
-        if self._fresh:  # bytes that are no whole character
-            self.text += self._decoded()
-        self._say(len(self.text))
-        self.tell(None)
-
-    def finish(self, cut: Ended) -> Written:
-        """The whole text; what was held back is told."""
-        if self.ended is None:
-            self._end(cut)
-        assert self.ended is not None
-        return Written(self.text, self.tokens, self.ended)
-
-
-def _alike(a: Sequence[Any], b: Sequence[Any]) -> int:
-    """How many elements at the beginnings are the same."""
-    return next((n for n, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-
-
-def _begun(text: str, stop: str) -> int:
-    """How many characters at the end of `text` begin `stop`.
-
-    >>> _begun("one\\nUs", "\\nUser:"), _begun("one", "\\nUser:")
-    (3, 0)
-    """
-    return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
+    proposer: Proposer
+    if draft is not None:
+        proposer = Draft(draft, settings.draft_tokens, model.config.get_text_config().vocab_size)
+    else:
+        assert settings.lookup is not None
+        proposer = Lookup(settings.lookup)
+    return functools.partial(speculate, proposer=proposer)

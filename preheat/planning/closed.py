@@ -6,7 +6,7 @@ They hold exactly where they hold at all; what a step needs beside states is for
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -14,7 +14,17 @@ from preheat.errors import RecipeError
 from preheat.models import adapter, configs
 from preheat.recipe import Recipe
 
-__all__ = ["Optimal", "Serving", "cache_bytes", "compute_optimal", "parameters_of", "serving", "state_bytes"]
+__all__ = [
+    "CACHES",
+    "Optimal",
+    "Serving",
+    "cache_bytes",
+    "compute_optimal",
+    "parameters_of",
+    "prefill_flops",
+    "serving",
+    "state_bytes",
+]
 
 
 def parameters_of(recipe: Recipe) -> tuple[Any, int, int]:
@@ -64,14 +74,17 @@ def state_bytes(
     return parameters * sum(size / devices if stage < zero else size for stage, size in enumerate(sizes))
 
 
-def cache_bytes(config: Any, length: int, rows: int = 1, size: float = 2) -> float:
+def cache_bytes(
+    config: Any, length: int, rows: int = 1, size: float = 2, *, scale: float = 0, window: int | None = None
+) -> float:
     """Bytes of the KV cache of some rows.
 
     Layers with a window keep the keys and values of its tokens; latent attention (DeepSeek) keeps one latent vector and one rotary key a token.
 
     Args:
         config: transformers' configuration of the model.
-        size: bytes of a number.
+        size: bytes of a number. scale: bytes beside each vector (a head's keys of a token, or its values).
+        window: tokens that are kept at most, whatever the model has.
 
     Example:
         >>> from transformers import LlamaConfig
@@ -81,15 +94,16 @@ def cache_bytes(config: Any, length: int, rows: int = 1, size: float = 2) -> flo
     """
     text = config.get_text_config()
     if (latent := getattr(text, "kv_lora_rank", None)) is not None:
-        return float(rows * length * text.num_hidden_layers * (latent + text.qk_rope_head_dim) * size)
+        kept = min(length, window or length)
+        return float(rows * kept * text.num_hidden_layers * ((latent + text.qk_rope_head_dim) * size + 2 * scale))
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    window = adapter.facts(config).window
+    own, most = adapter.facts(config).window, min(length, window or length)
     kinds: Sequence[str] = getattr(text, "layer_types", None) or (
-        ["sliding_attention" if window else "full_attention"] * text.num_hidden_layers
+        ["sliding_attention" if own else "full_attention"] * text.num_hidden_layers
     )
-    tokens = sum(min(length, window) if window and kind == "sliding_attention" else length for kind in kinds)
-    return float(rows * tokens * 2 * heads * width * size)
+    tokens = sum(min(most, own) if own and kind == "sliding_attention" else most for kind in kinds)
+    return float(rows * tokens * 2 * heads * (width * size + scale))
 
 
 @dataclass(frozen=True)
@@ -97,21 +111,29 @@ class Serving:
     """What serving a model needs on each of some devices.
 
     Attributes:
+        format, kept: of the weights, and of the keys and values.
         weights, cache: bytes; the cache is that of one row of the length asked for.
         rows: of that length that fit at the same time; 0: the weights leave no room for one.
         longest: tokens of a single row that fit.
         tokens_per_second: at most, of all rows together: every weight and cache is read once for each token. None: the bandwidth is not known.
+        alone: the same for a single row.
+        first_token: seconds at least until a row of that length is read: its FLOPs over the matrix rate, or its weights over the bandwidth. None: not known.
     """
 
     format: str
+    kept: str
     weights: float
     cache: float
     rows: int
     longest: int
     tokens_per_second: float | None
+    alone: float | None
+    first_token: float | None
 
 
 _FORMATS = {"bf16": 2.0, "int8": 1.0, "4 bits": 0.516}  # bytes a weight; 4 bits with scales in 8 (arXiv:2305.14314)
+CACHES: Mapping[str, tuple[float, float]] = {"bf16": (2.0, 0.0), "int8": (1.0, 4.0)}
+"""Bytes of a number of the cache, and of the scale beside each vector (models/kv_cache.py: fp32)."""
 
 
 def serving(
@@ -123,16 +145,19 @@ def serving(
     length: int,
     devices: int = 1,
     bandwidth: float | None = None,
+    matrix_rate: float | None = None,
+    kept: str = "bf16",
     beside: int = 2**29,
 ) -> list[Serving]:
-    """Weights, KV cache and the batch that fits, by the weights' format; the cache is in bf16.
+    """Weights, KV cache, the batch that fits and how fast it can be at best, by the weights' format.
 
     Args:
         parameters, ends: number of weights, and how many of these are embedding and head, which stay in bf16.
         memory: of a device, bytes. `beside`: what is not for tensors (the driver's context and workspaces).
         length: tokens of a row, prompt and answer together.
         devices: among which weights are shared out, and the cache by its heads.
-        bandwidth: of a device's memory, bytes a second.
+        bandwidth: of a device's memory, bytes a second. matrix_rate: FLOP/s of a device.
+        kept: the cache's format, of `CACHES`.
 
     Example:
         >>> from transformers import LlamaConfig
@@ -142,23 +167,48 @@ def serving(
     """
     heads = getattr(config.get_text_config(), "num_key_value_heads", None) or config.get_text_config().num_attention_heads
     apart = min(devices, heads)
+    size, scale = CACHES[kept]
     found = []
-    for name, size in _FORMATS.items():
-        weights = ((parameters - ends) * size + ends * 2) / devices
-        cache = cache_bytes(config, length) / apart
+    for name, bytes in _FORMATS.items():
+        weights = ((parameters - ends) * bytes + ends * 2) / devices
+        cache = cache_bytes(config, length, size=size, scale=scale) / apart
         room = memory - beside - weights
         rows = max(0, math.floor(room / cache))
-        speed = bandwidth * rows / (weights + rows * cache) if bandwidth and rows else None
-        found.append(Serving(name, weights, cache, rows, _longest(config, room * apart), speed))
+
+        def speed(rows: int, weights: float = weights, cache: float = cache) -> float | None:
+            return bandwidth * rows / (weights + rows * cache) if bandwidth and rows else None
+
+        first = None
+        if bandwidth and matrix_rate and rows:
+            first = max(prefill_flops(config, parameters, ends, length) / devices / matrix_rate, weights / bandwidth)
+        longest = _longest(lambda n: cache_bytes(config, n, size=size, scale=scale), room * apart)
+        found.append(Serving(name, kept, weights, cache, rows, longest, speed(rows), speed(min(rows, 1)), first))
     return found
 
 
-def _longest(config: Any, room: float) -> int:
+def prefill_flops(config: Any, parameters: int, ends: int, length: int) -> float:
+    """FLOPs of reading a prompt: two a weight and token, and causal attention; the head makes logits of the last token alone, and of experts the chosen ones count.
+
+    Example:
+        >>> from transformers import LlamaConfig
+        >>> config = LlamaConfig(hidden_size=4096, num_attention_heads=32, num_key_value_heads=8, num_hidden_layers=32)
+        >>> round(prefill_flops(config, 8_030_261_248, 1_050_673_152, 8192) / 1e12)
+        132
+    """
+    model = adapter.facts(config)
+    idle = 0.0
+    if model.experts and model.experts_per_token:
+        idle = 3.0 * model.layers * (model.experts - model.experts_per_token) * model.width * (model.expert_width or 0)
+    scores = 2 * model.layers * model.heads * model.head_dim * length * length  # q k and p v, half of each hidden
+    return 2 * (parameters - ends - idle) * length + scores
+
+
+def _longest(cache: Callable[[int], float], room: float) -> int:
     """Tokens of a row whose cache fits; the cache may grow slower than the row, where layers have windows."""
     low, high = 0, 1 << 30
     while low < high:
         middle = (low + high + 1) // 2
-        low, high = (middle, high) if cache_bytes(config, middle) <= room else (low, middle - 1)
+        low, high = (middle, high) if cache(middle) <= room else (low, middle - 1)
     return low
 
 

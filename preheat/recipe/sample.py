@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from preheat.recipe.bounds import Bound, Count, NonNegative, Positive, Share, Whole
 
@@ -31,6 +31,23 @@ class Sample:
     """Above 1: what stands in the text already becomes less likely (Keskar et al. 2019, arXiv:1909.05858)."""
     stop: tuple[str, ...] = ()
     """Strings that end a text, which stops before them. The model's own end tokens always do."""
+    cache: Literal["dynamic", "static", "int8"] = "dynamic"
+    """How keys and values are kept: dynamic grows with the text; static is taken whole at the beginning; int8 grows, in a quarter of fp32's memory."""
+    window: Annotated[int, Bound(2)] | None = None
+    """Each token sees at most so many tokens back, itself included, and the cache keeps no more: other text, once it is longer; null: the model's own."""
+    draft: str | None = None
+    """A smaller model with the same tokenizer (a run or a folder) that proposes tokens, which the model checks several at a time: the same greedy text."""
+    draft_tokens: Count = 4
+    """Tokens that the draft proposes at a time."""
+    lookup: Count | None = None
+    """Propose so many tokens at a time by looking up what followed the last ones where they stood before: the same greedy text, without a draft."""
+    compile: bool = False
+    """Compile the model for single tokens: takes seconds to minutes at the first one, and a static cache."""
+
+    @property
+    def speculates(self) -> bool:
+        """Whether tokens are proposed and then checked."""
+        return self.draft is not None or self.lookup is not None
 
     def problems(self) -> list[tuple[str, str]]:
         """What contradicts itself, as (key, words)."""
@@ -40,6 +57,18 @@ class Sample:
                 found.append(
                     (name, f"{value:g} chooses among drawn tokens, and temperature 0 draws none; set a temperature, e.g. 0.8")
                 )
+        if self.speculates:
+            name = "draft" if self.draft is not None else "lookup"
+            if self.draft is not None and self.lookup is not None:
+                found.append(("lookup", "proposes tokens, and so does the draft; leave one of them out"))
+            if self.temperature > 0:
+                found.append((name, "proposes tokens of greedy text, and a temperature draws others; set temperature 0"))
+            if self.cache == "static":
+                found.append(
+                    ("cache", f"static cannot forget proposals that were wrong; use dynamic or int8, or leave {name} out")
+                )
+        if self.compile and self.cache != "static":
+            found.append(("compile", f"needs a cache that does not grow, and this one is {self.cache}; set cache: static"))
         if "" in self.stop:
             found.append(("stop", "an empty string would end every text at once; remove it"))
         for number, prompt in enumerate(self.prompts, 1):

@@ -164,9 +164,16 @@ def curves(
 
 
 def by_size(
-    name: str, lines: Sequence[Curve], words: str, *, format: Callable[[float], str], size: tuple[float, float] = NARROW
+    name: str,
+    lines: Sequence[Curve],
+    words: str,
+    *,
+    format: Callable[[float], str],
+    label: str = "size",
+    legend: bool = False,
+    size: tuple[float, float] = NARROW,
 ) -> str:
-    """Points over sizes that grow by factors, both axes logarithmic, as an SVG element; `format` writes a size."""
+    """Points over sizes that grow by factors, both axes logarithmic, as an SVG element; `format` writes a size, `label` says of what."""
 
     def draw(axes: Axes) -> None:
         from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
@@ -177,7 +184,9 @@ def by_size(
                 axes.annotate(line.name, (1, line.y[0]), xycoords=("axes fraction", "data"), xytext=(-2, 3), textcoords="offset points",
                               ha="right", va="bottom", color=SENTINEL["muted"], fontsize=10.5, parse_math=False)  # fmt: skip
             else:
-                axes.plot(line.x, line.y, color=SENTINEL[line.colour], linewidth=1.6, marker="o", markersize=4.5)
+                axes.plot(
+                    line.x, line.y, color=SENTINEL[line.colour], linewidth=1.6, marker="o", markersize=4.5, label=line.name
+                )
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
         axes.xaxis.set_major_locator(LogLocator(base=2, numticks=6))
@@ -187,7 +196,9 @@ def by_size(
             one.set_minor_formatter(NullFormatter())
         axes.tick_params(which="minor", length=0)
         axes.grid(axis="y", color=SENTINEL["grid"], linewidth=0.8)
-        axes.set_xlabel("size", loc="right", labelpad=2)
+        axes.set_xlabel(label, loc="right", labelpad=2)
+        if legend:
+            axes.legend(frameon=False, labelcolor=SENTINEL["ink"], fontsize=10.5)
 
     return drawn(name, size, words, draw)
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from preheat.errors import RecipeError
 from preheat.models.generate import Kept, Written
 from preheat.recipe import Sample
-from preheat.training.texts import prompt_tokens, write_texts
+from preheat.training.texts import prompt_tokens
 
 if TYPE_CHECKING:
     from preheat.data.templates import Template
@@ -98,9 +98,7 @@ class Conversation:
 
         try:
             count, dropped = self._fit()
-            (written,) = write_texts(
-                self.opened.build,
-                self.opened.tokenizer,
+            (written,) = self.opened.write(
                 [self.messages],
                 self.settings,
                 template=self.template,

@@ -6,7 +6,7 @@ import dataclasses
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from preheat.technique import Build
 from preheat.training.session import resolve
 from preheat.training.texts import Prompt, write_texts
 
-__all__ = ["Opened", "open_model", "require_model"]
+__all__ = ["Opened", "open_draft", "open_model", "require_model"]
 
 
 @dataclass
@@ -38,14 +38,19 @@ class Opened:
     """Name of the chat template that a run was trained with, which its tokenizer has; None: it was trained on texts."""
     classes: tuple[str, ...] = ()
     """Names of the classes that a run was trained on, in the order of its head's rows."""
+    _drafts: dict[str, Any] = field(default_factory=dict)
+    """Models that proposed tokens so far, by the path that names them."""
 
     def write(self, prompts: Sequence[Prompt], settings: Sample | None = None, **how: Any) -> list[Written]:
-        """Continues texts, and answers chats: `write_texts` with this model; `how` is its template, seed, batch, on_text and kept.
+        """Continues texts, and answers chats: `write_texts` with this model; `how` is its template, seed, batch, on_text, kept and timed.
 
         Example:
             >>> open_model("runs/demo").write(["import os\\n"])[0].text                                 # doctest: +SKIP
         """
-        return write_texts(self.build, self.tokenizer, prompts, settings, **how)
+        path = settings.draft if settings is not None else None
+        if path is not None and path not in self._drafts:
+            self._drafts[path] = open_draft(path, self.tokenizer)
+        return write_texts(self.build, self.tokenizer, prompts, settings, draft=self._drafts.get(path or ""), **how)
 
 
 def open_model(path: str | Path, *, base: str | None = None, step: int | None = None, at_start: bool = False) -> Opened:
@@ -81,6 +86,36 @@ def open_model(path: str | Path, *, base: str | None = None, step: int | None = 
         raise RecipeError(f"--base: {path} is no adapter (no adapter_config.json); leave it out")
     require_model(path)
     return _folder(str(path), str(path))
+
+
+def open_draft(path: str, tokenizer: Any) -> Any:
+    """The model that proposes tokens for another one, whose tokenizer is given.
+
+    Raises:
+        RecipeError: it has another tokenizer, or reads whole texts only.
+        RunError: there is no model.
+    """
+    from preheat.models.generate import patterned
+
+    try:
+        found = open_model(path)
+    except RunError as error:
+        raise RunError(f"sample.draft: {error}") from None
+    ours, theirs = tokenizer.get_vocab(), found.tokenizer.get_vocab()
+    if ours != theirs:
+        odd = next((piece for piece in ours if theirs.get(piece) != ours[piece]), None)
+        odd = odd if odd is not None else next(piece for piece in theirs if piece not in ours)
+        told = [str(vocabulary.get(odd, "no piece")) for vocabulary in (ours, theirs)]
+        raise RecipeError(
+            f"sample.draft: {path}: has another tokenizer ({len(theirs):,} pieces, the model {len(ours):,}; {odd!r} is {told[1]} there and {told[0]} here), and a "
+            "draft proposes tokens: use a smaller model of the same family, or sample.lookup, which needs none"
+        )
+    model: Any = found.build.trained[0]
+    if patterned(model):
+        raise RecipeError(
+            f"sample.draft: {path}: its layers have attention patterns, so it reads everything again for each token; use a draft without"
+        )
+    return model
 
 
 def require_model(path: str | Path) -> None:

@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 from preheat.data.formats import SUGGESTIONS
 from preheat.errors import DataError, RecipeError
-from preheat.models.generate import Kept, Written, generate, stop_tokens
+from preheat.models.generate import Kept, Timed, Written, generate, stop_tokens
 from preheat.recipe import Sample
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from preheat.data.layouts import Layout
     from preheat.data.templates import Template
     from preheat.technique import Build
@@ -58,16 +60,19 @@ def write_texts(
     batch: int = 8,
     on_text: Callable[[int, str | None], None] | None = None,
     kept: Kept | None = None,
+    draft: PreTrainedModel | None = None,
+    timed: Timed | None = None,
 ) -> list[Written]:
     """Continues texts, and answers chats.
 
     Args:
         settings: how many tokens, and how they are drawn; the likeliest, at most 64, when not given.
         template: lays out chats; a text is then the user's message of one.
-        seed, batch, on_text, kept: see `preheat.models.generate.generate`.
+        draft: the model that `settings.draft` names (`open_draft`); opened here, for this call, when not given.
+        seed, batch, on_text, kept, timed: see `preheat.models.generate.generate`.
 
     Raises:
-        RecipeError, DataError: a prompt that cannot be written after; see `prompt_tokens`.
+        RecipeError, DataError: a prompt that cannot be written after; see `prompt_tokens`. Settings that this model cannot be written with.
     """
     settings, positions = settings or Sample(), build.model.positions
     names = ["--prompt"] if len(prompts) == 1 else [f"prompt {n}" for n in range(1, len(prompts) + 1)]
@@ -78,9 +83,24 @@ def write_texts(
     if template is not None:
         tokens, strings = turn_ends(template, tokenizer)
         stop, settings = stop | tokens, replace(settings, stop=(*settings.stop, *strings))
+    if settings.draft is not None and draft is None:
+        from preheat.training.opened import open_draft
+
+        draft = open_draft(settings.draft, tokenizer)
     model: Any = build.trained[0]
     return generate(
-        model, tokenizer, ids, settings, stop=stop, positions=positions, batch=batch, seed=seed, on_text=on_text, kept=kept
+        model,
+        tokenizer,
+        ids,
+        settings,
+        stop=stop,
+        positions=positions,
+        batch=batch,
+        seed=seed,
+        on_text=on_text,
+        kept=kept,
+        draft=draft,
+        timed=timed,
     )
 
 

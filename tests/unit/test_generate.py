@@ -86,20 +86,20 @@ def test_told_text_is_the_whole_text_and_never_taken_back(stories: Opened) -> No
 
 def test_characters_of_several_tokens_are_told_whole(stories: Opened) -> None:
     """The model's 512 pieces spell most characters byte by byte: told text holds no half of one."""
-    from preheat.models.generate import _Text
+    from preheat.models.text import GrowingText
 
     said: list[str] = []
 
     def hear(part: str | None) -> None:
         said.append(part or "")
 
-    text = _Text(stories.tokenizer, [1], (), hear)
+    text = GrowingText(stories.tokenizer, [1], (), hear)
     for token in stories.tokenizer.encode("é 日本 🙂", add_special_tokens=False):
         text.add(token, False)
     assert "".join(said).strip() == "é 日本 🙂"
     assert not any("\ufffd" in part for part in said)
     cut = stories.tokenizer.encode("🙂", add_special_tokens=False)[:-1]
-    text = _Text(stories.tokenizer, [1], (), hear)
+    text = GrowingText(stories.tokenizer, [1], (), hear)
     for token in cut:
         text.add(token, False)
     made = text.finish("length")
@@ -107,7 +107,7 @@ def test_characters_of_several_tokens_are_told_whole(stories: Opened) -> None:
         "what is left at the end is told as it is"
     )
     said.clear()
-    text = _Text(stories.tokenizer, [1], (), hear)
+    text = GrowingText(stories.tokenizer, [1], (), hear)
     for token in [
         *stories.tokenizer.encode("日", add_special_tokens=False),
         cut[0],
@@ -221,14 +221,14 @@ def test_told_pieces_join_to_what_the_tokenizer_decodes(data_folder: Path, name:
     """Leading spaces, line ends, characters of several tokens: whatever the decoder, after whatever prompt."""
     from transformers import AutoTokenizer
 
-    from preheat.models.generate import _Text
+    from preheat.models.text import GrowingText
 
     tokenizer = AutoTokenizer.from_pretrained(data_folder / name, local_files_only=True)
     text = "Once upon  a time,\n\n\tHéllo 日本語 🙂 — it's done. def f(x):\n    return x\n"
     ids = tokenizer.encode(text, add_special_tokens=False)
     for cut in (1, 3, 5):
         said: list[str] = []
-        grown = _Text(tokenizer, ids[:cut], ("never there",), lambda part, said=said: said.append(part or ""))  # type: ignore[misc]
+        grown = GrowingText(tokenizer, ids[:cut], ("never there",), lambda part, said=said: said.append(part or ""))  # type: ignore[misc]
         for token in ids[cut:]:
             grown.add(token, False)
         whole, before = (tokenizer.decode(part, skip_special_tokens=True) for part in (ids, ids[:cut]))

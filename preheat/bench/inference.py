@@ -1,0 +1,236 @@
+"""Models side by side as they write: time to the first token, tokens a second, and the memory of the cache, in one alternating run.
+
+contenders ──a process each──▶ rounds over shapes ──medians──▶ inference.json, inference.html
+
+Any folder that `open_model` opens can stand beside any other, compressed or not, and one model beside itself with other settings.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from statistics import median
+from typing import IO, Any, Literal
+
+from preheat.errors import DoesNotFit, RecipeError, RunError
+from preheat.recipe import Sample
+from preheat.run import strict, write_atomic
+
+__all__ = ["Speech", "bench_inference"]
+
+Say = Callable[[str, int, int], None]
+
+
+@dataclass
+class Speech:
+    """A contender: a model, and how it is written with.
+
+    Attributes:
+        name: in tables.
+        model: a path that `open_model` takes.
+        settings: how tokens are kept and proposed; `tokens` is the run's.
+        dtype: that the weights are cast to; None: as the model is opened.
+        engine: transformers: its own model and `generate`, greedy, with nothing of preheat's.
+    """
+
+    name: str
+    model: str
+    settings: Sample = field(default_factory=Sample)
+    dtype: Literal["fp32", "bf16", "fp16"] | None = None
+    engine: Literal["preheat", "transformers"] = "preheat"
+
+
+class _Worker:
+    """The process of a contender, and what it answers."""
+
+    def __init__(self, speech: Speech, job: dict[str, Any], folder: Path):
+        self.speech, self.failed, self.about, self.turns = speech, "", dict[str, Any](), dict[tuple[int, int], list[Any]]()
+        file = folder / f"{id(self)}.json"
+        file.write_text(json.dumps(job), encoding="utf-8")
+        self._errors: IO[str] = (folder / f"{id(self)}.log").open("w+", encoding="utf-8")
+        command = [sys.executable, "-m", "preheat.bench.inference_worker", str(file)]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True)
+
+    def __enter__(self) -> _Worker:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._process.kill()
+        self._process.communicate()
+        self._errors.close()
+
+    def ask(self, asked: Any = None) -> dict[str, Any]:
+        """The answer to a question, or the first one, that comes unasked; empty once it failed."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        if self.failed:
+            return {}
+        if asked is not None:
+            self._process.stdin.write(json.dumps(asked) + "\n")
+            self._process.stdin.flush()
+        line = self._process.stdout.readline()
+        found: dict[str, Any] = json.loads(line) if line else self._ended()
+        self.failed = found.get("failed", "")
+        return {} if self.failed else found
+
+    def _ended(self) -> dict[str, Any]:
+        code = self._process.wait()
+        self._errors.seek(0)
+        last = (self._errors.read().strip().splitlines() or [""])[-1]
+        return {"failed": last or f"its process ended with {code} (killed for memory, perhaps)"}
+
+
+def bench_inference(
+    speeches: Sequence[Speech],
+    *,
+    batches: Sequence[int] = (1, 8),
+    lengths: Sequence[int] = (128, 512),
+    tokens: int = 32,
+    repeats: int = 5,
+    text: str | None = None,
+    out: Path,
+    say: Say | None = None,
+) -> dict[str, Any]:
+    """Measures contenders in turns, shape by shape, and writes `inference.json`.
+
+    Every shape is written once by each contender before it is timed: kernels are chosen, and models compiled, then.
+
+    Args:
+        speeches: the first is what the others are compared with.
+        batches: rows at a time. lengths: tokens of a prompt. Each is measured with each.
+        tokens: written after each prompt, 2 at least; no token ends a text early.
+        repeats: rounds; each begins with the next contender.
+        text: a file that prompts are cut from; Python's own library when not given.
+
+    Returns:
+        {machine, batches, lengths, tokens, repeats, models: [{name, model, parameters, weights_bytes, dtype, loss, startup_seconds, beyond_weights_gib,
+        failed}], rows: [{name, rows, length, first_token_seconds, prefill_tokens_per_second, decode_tokens_per_second, ratio, first_token_ratio: each
+        {value, low, high}, tokens_per_pass, cache_bytes, cache_predicted_bytes, same_text}]}. `same_text`: the share of rows whose tokens are those of
+        the first contender.
+
+    Raises:
+        RecipeError: a prompt with its answer is longer than a model's positions.
+        DoesNotFit: weights and cache of a shape are more than the memory.
+        RunError: the first contender failed, or the folder cannot be written.
+    """
+    say = say or (lambda what, done, total: None)
+    cells = [(rows, length) for length in lengths for rows in batches]
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RunError(f"{out}: cannot be made ({error.strerror}); name another folder with --out") from None
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        workers = []
+        for n, speech in enumerate(speeches):  # one after the other: what start-up takes is told
+            say(f"opening {speech.name}", n, len(speeches))
+            settings = dataclasses.asdict(speech.settings)
+            del settings["tokens"], settings["prompts"]
+            job = {"model": speech.model, "settings": settings, "dtype": speech.dtype, "engine": speech.engine}
+            worker = stack.enter_context(_Worker(speech, job | {"tokens": tokens, "cells": cells, "text": text}, folder))
+            worker.about = worker.ask()
+            workers.append(worker)
+            if worker.failed and not n:
+                raise RunError(f"{speech.name}: {worker.failed}")
+        running = [worker for worker in workers if not worker.failed]
+        _require_room(running, cells, tokens)
+        for worker in running:
+            worker.ask("begin")
+        _take_turns(running, cells, repeats, say)
+        for worker in running:
+            worker.about |= worker.ask("end")
+    if workers[0].failed:
+        raise RunError(f"{workers[0].speech.name}: {workers[0].failed}")
+    made = {
+        "machine": workers[0].about["device"] | {"torch": version("torch")},
+        "batches": list(batches),
+        "lengths": list(lengths),
+        "tokens": tokens,
+        "repeats": repeats,
+        "models": [_model(worker) for worker in workers],
+        "rows": [
+            _row(worker, workers[0], cell, number)
+            for number, cell in enumerate(cells)
+            for worker in workers
+            if not worker.failed
+        ],
+    }
+    write_atomic(out / "inference.json", json.dumps(strict(made), indent=1) + "\n")
+    return made
+
+
+def _require_room(workers: Sequence[_Worker], cells: Sequence[tuple[int, int]], tokens: int) -> None:
+    """Raises where a shape is beyond a model's positions, or beyond the memory, in which all models lie at the same time."""
+    weights = sum(worker.about["weights_bytes"] for worker in workers)
+    for worker in workers:
+        positions, device = worker.about["positions"], worker.about["device"]
+        for (rows, length), cache in zip(cells, worker.about["cache_bytes"], strict=True):
+            if positions and length + tokens > positions:
+                raise RecipeError(
+                    f"--lengths {length}: with {tokens} tokens more than the {positions:,} positions of {worker.speech.name}; use {positions - tokens} or less"
+                )
+            logits = 4 * rows * worker.about["vocabulary"]
+            if (needed := weights + cache + logits) > device["memory"]:
+                raise DoesNotFit(
+                    f"--batches {rows}: with prompts of {length} tokens the cache of {worker.speech.name} needs {cache / 2**30:.2f} GiB beside {weights / 2**30:.2f} GiB of "
+                    f"weights, {needed / 2**30:.2f} GiB in all, and {device['name']} has {device['memory'] / 2**30:.2f} GiB; use fewer rows or sample.cache=int8"
+                )
+
+
+def _take_turns(workers: Sequence[_Worker], cells: Sequence[tuple[int, int]], repeats: int, say: Say) -> None:
+    total, done = len(workers) * len(cells) * (repeats + 1), 0
+    for number in range(repeats + 1):  # the first round is not timed
+        for cell in cells:
+            first = number % len(workers)
+            for worker in [*workers[first:], *workers[:first]]:
+                say(f"{worker.speech.name}, {cell[0]} x {cell[1]}{'' if number else ', first time'}", done, total)
+                if (found := worker.ask(cell)) and number:
+                    worker.turns.setdefault(cell, []).append(found)
+                done += 1
+    say("done", total, total)
+
+
+def _model(worker: _Worker) -> dict[str, Any]:
+    keys = ("parameters", "weights_bytes", "dtype", "loss", "startup_seconds", "beyond_weights_gib")
+    speech = worker.speech
+    return {
+        "name": speech.name,
+        "model": speech.model,
+        "engine": speech.engine,
+        **{key: worker.about.get(key) for key in keys},
+        "failed": worker.failed,
+    }
+
+
+def _row(worker: _Worker, baseline: _Worker, cell: tuple[int, int], number: int) -> dict[str, Any]:
+    turns, others = worker.turns[cell], baseline.turns[cell]
+    rows, length = cell
+    speeds = [turn["drawn"] / turn["rest"] for turn in turns]
+    pairs = list(zip(turns, others, strict=True))
+    texts, theirs = turns[0]["texts"], others[0]["texts"]
+    return {
+        "name": worker.speech.name,
+        "rows": rows,
+        "length": length,
+        "first_token_seconds": _spread([turn["first"] for turn in turns]),
+        "prefill_tokens_per_second": _spread([rows * length / turn["first"] for turn in turns]),
+        "decode_tokens_per_second": _spread(speeds),
+        "ratio": _spread([a["drawn"] / a["rest"] * b["rest"] / b["drawn"] for a, b in pairs]),
+        "first_token_ratio": _spread([a["first"] / b["first"] for a, b in pairs]),
+        "tokens_per_pass": turns[0]["drawn"] / turns[0]["passes"] / (1 if worker.speech.settings.speculates else rows),
+        "cache_bytes": turns[0]["cache_bytes"],
+        "cache_predicted_bytes": worker.about["cache_bytes"][number],
+        "same_text": sum(a == b for a, b in zip(texts, theirs, strict=True)) / rows,
+    }
+
+
+def _spread(values: Sequence[float]) -> dict[str, float]:
+    return {"value": median(values), "low": min(values), "high": max(values)}

@@ -1,0 +1,142 @@
+"""What `preheat bench --inference` does: contenders from the command line, progress, and the table."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from preheat.bench.inference import Speech
+
+__all__ = ["inference"]
+
+
+def inference(
+    models: Sequence[str],
+    variants: Sequence[str],
+    set: Sequence[str],
+    *,
+    batches: str,
+    lengths: str,
+    tokens: int,
+    repeats: int,
+    text: str | None,
+    out: Path | None,
+    json: bool,
+) -> None:
+    """Measures models as they write, side by side."""
+    from preheat.bench.inference import bench_inference
+    from preheat.cli.show import console, emit
+    from preheat.report import write_inference
+    from preheat.training.opened import require_model
+
+    for model in models:
+        require_model(model)
+    speeches = _speeches(models, variants, set)
+    folder = out or Path("bench") / (Path(models[0]).resolve().name + "-inference")
+    how: dict[str, Any] = {
+        "batches": _numbers("--batches", batches, 1),
+        "lengths": _numbers("--lengths", lengths, 2),
+        "tokens": tokens,
+        "repeats": repeats,
+        "text": text,
+        "out": folder,
+    }
+    screen = console()
+    if json:
+        made = bench_inference(speeches, **how)
+    else:
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn(), TimeRemainingColumn())
+        with Progress(*columns, console=screen, transient=True) as progress:
+            task = progress.add_task("starting", total=None)
+            made = bench_inference(
+                speeches,
+                **how,
+                say=lambda what, done, total: progress.update(task, description=what, completed=done, total=total),
+            )
+    made["report"] = str(write_inference(folder))
+    if json:
+        emit(made)
+        return
+    screen.print(_table(made, wide=screen.width >= 140))
+    for model in made["models"]:
+        if model["failed"]:
+            screen.print(f"[red]{model['name']}: {model['failed']}[/red]", soft_wrap=True)
+    screen.print(f"report: {made['report']}", soft_wrap=True)
+
+
+def _numbers(name: str, text: str, least: int) -> list[int]:
+    from preheat.errors import RecipeError
+
+    if not re.fullmatch(r"\d+(,\d+)*", text) or min(map(int, text.split(","))) < least:
+        raise RecipeError(f"{name} {text}: write numbers of {least} or more with commas between, e.g. {name} 1,8")
+    return sorted({int(number) for number in text.split(",")})
+
+
+def _speeches(models: Sequence[str], variants: Sequence[str], set: Sequence[str]) -> list[Speech]:
+    """Every model as `--set` says, and then under each of the variants."""
+    from preheat.bench.inference import Speech
+    from preheat.cli.writing import sampling
+    from preheat.errors import RecipeError
+
+    short = [Path(model).name for model in models]
+    names = [name if short.count(name) == 1 else model for name, model in zip(short, models, strict=True)]
+    found = []
+    for name, model in zip(names, models, strict=True):
+        for variant in ("", *variants):
+            own = [item.strip() for item in variant.split(",") if item.strip()]
+            rest = dict(item.partition("=")[::2] for item in own if item.partition("=")[0] in ("dtype", "engine"))
+            settings = sampling([*set, *(f"sample.{item}" for item in own if item.partition("=")[0] not in rest)])
+            for key, known in (("dtype", ("fp32", "bf16", "fp16")), ("engine", ("preheat", "transformers"))):
+                if (value := rest.get(key, known[0])) not in known:
+                    raise RecipeError(f"--variant {key}={value}: must be one of {', '.join(known)}")
+            if settings.temperature:
+                raise RecipeError("--set sample.temperature: texts are compared, so each token is the likeliest; leave it out")
+            if rest.get("engine") == "transformers" and settings != sampling():
+                raise RecipeError(f"--variant {variant}: transformers' own generate stands for itself; only dtype goes with it")
+            found.append(Speech(f"{name}, {variant}" if variant else name, model, settings, **rest))  # type: ignore[arg-type]
+    if len({speech.name for speech in found}) < len(found):
+        raise RecipeError("preheat bench --inference: a model or a variant stands twice; name each once")
+    return found
+
+
+def _table(made: dict[str, Any], wide: bool) -> Any:
+    """The report has every column; a narrow terminal gets speed and the cache."""
+    from rich.table import Table
+
+    from preheat.cli.show import rate
+
+    def size(count: float) -> str:
+        return f"{count / 2**20:,.1f} MiB" if count >= 2**20 else f"{count / 2**10:,.0f} KiB"
+
+    table = Table(box=None, pad_edge=False)
+    table.add_column("model", no_wrap=True)
+    more = ("low to high", "prefill/s", "a pass", "predicted", "same text") if wide else ()
+    for title in ("rows x tokens", "first token", "tokens/s", "times the first", "cache", *more):
+        table.add_column(title, justify="right", no_wrap=True)
+    for row in made["rows"]:
+        first, speed, ratio = row["first_token_seconds"], row["decode_tokens_per_second"], row["ratio"]
+        table.add_row(
+            row["name"],
+            f"{row['rows']} x {row['length']}",
+            f"{first['value'] * 1e3:,.1f} ms",
+            rate(speed["value"]),
+            f"{ratio['value']:.2f} ({ratio['low']:.2f} to {ratio['high']:.2f})",
+            size(row["cache_bytes"]),
+            *(
+                (
+                    f"{rate(speed['low'])} to {rate(speed['high'])}",
+                    rate(row["prefill_tokens_per_second"]["value"]),
+                    f"{row['tokens_per_pass']:.2f}",
+                    size(row["cache_predicted_bytes"]),
+                    f"{row['same_text']:.0%}",
+                )
+                if wide
+                else ()
+            ),
+        )
+    return table

@@ -1,0 +1,122 @@
+"""Tokens to text while it grows: whole characters, and nothing that may begin a string that ends it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+__all__ = ["Ended", "GrowingText", "Written", "alike"]
+
+_CONTEXT = 8
+"""Tokens of the prompt that its continuation is decoded after."""
+
+_BYTE = re.compile(r"<0x[0-9A-F]{2}>")
+"""A piece that spells one byte."""
+
+Ended = Literal["stop token", "stop string", "length", "context"]
+
+
+@dataclass
+class Written:
+    """What was written after one prompt.
+
+    Attributes:
+        text: without special tokens, and without the string that ended it.
+        tokens: as drawn, with the token that ended it.
+        ended: by a stop token, a stop string, at the number of tokens asked for, or where the model's positions end.
+    """
+
+    text: str
+    tokens: list[int]
+    ended: Ended
+
+
+class GrowingText:
+    """One text as it grows: tokens to characters, held back where a character is not whole or a stop string may begin."""
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerFast,
+        prompt: Sequence[int],
+        stops: Sequence[str],
+        tell: Callable[[str | None], None],
+    ):
+        self.tokenizer, self.stops, self.tell = tokenizer, stops, tell
+        self.tokens: list[int] = []
+        self.text, self.said = "", 0
+        self.ended: Ended | None = None
+        # Tokens are decoded after those before them, since decoders treat the first word of a text otherwise.
+        self._before, self._fresh = list(prompt[-_CONTEXT:]), list[int]()
+
+    def add(self, token: int, last: bool) -> None:
+        if self.ended is not None:  # rows that ended are padded until all have
+            return
+        self.tokens.append(token)
+        if last:
+            self._end("stop token")
+            return
+        self._fresh.append(token)
+        more = self._decoded()
+        if not more.endswith("\ufffd"):
+            self._before, self._fresh = self._fresh, []
+            self._grow(more)
+
+    def _decoded(self) -> str:
+        if self._before and all(map(self._is_byte, (self._before[-1], self._fresh[0]))):
+            # Decoders drop a whole run of such pieces when its end is no character: what was told stays as it is.
+            return self.tokenizer.decode(self._fresh, skip_special_tokens=True)
+        before, whole = (
+            self.tokenizer.decode(ids, skip_special_tokens=True) for ids in (self._before, self._before + self._fresh)
+        )
+        return whole[alike(before, whole) :]
+
+    def _grow(self, more: str) -> None:
+        searched = max(0, len(self.text) - max(map(len, self.stops), default=0))
+        self.text += more
+        at = min((i for stop in self.stops if (i := self.text.find(stop, searched)) >= 0), default=None)
+        if at is not None:
+            self.text, self._fresh = self.text[:at], []
+            self._end("stop string")
+        else:
+            self._say(len(self.text) - max((_begun(self.text, stop) for stop in self.stops), default=0))
+
+    def _say(self, upto: int) -> None:
+        if upto > self.said:
+            self.tell(self.text[self.said : upto])
+            self.said = upto
+
+    def _is_byte(self, token: int) -> bool:
+        return _BYTE.fullmatch(self.tokenizer.convert_ids_to_tokens(token) or "") is not None
+
+    def _end(self, ended: Ended) -> None:
+        self.ended = ended
+        if self._fresh:  # bytes that are no whole character
+            self.text += self._decoded()
+        self._say(len(self.text))
+        self.tell(None)
+
+    def finish(self, cut: Ended) -> Written:
+        """The whole text; what was held back is told."""
+        if self.ended is None:
+            self._end(cut)
+        assert self.ended is not None
+        return Written(self.text, self.tokens, self.ended)
+
+
+def alike(a: Sequence[Any], b: Sequence[Any]) -> int:
+    """How many elements at the beginnings are the same."""
+    return next((n for n, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def _begun(text: str, stop: str) -> int:
+    """How many characters at the end of `text` begin `stop`.
+
+    >>> _begun("one\\nUs", "\\nUser:"), _begun("one", "\\nUser:")
+    (3, 0)
+    """
+    return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)

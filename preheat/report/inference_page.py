@@ -1,0 +1,158 @@
+"""How models write, side by side, as one page: a sentence, speed by batch and length, and every figure.
+
+inference.json ──render──▶ inference.html
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from preheat.errors import RunError
+from preheat.report import plots
+from preheat.report.page import document
+from preheat.report.words import escape, gib, grouped, loss, percent, tied
+from preheat.run import write_asked
+
+__all__ = ["write_inference"]
+
+
+def write_inference(folder: str | Path) -> Path:
+    """Writes `inference.html` beside an `inference.json` and returns its path.
+
+    Raises:
+        RunError: there is no inference.json, it is damaged, or the page cannot be written.
+    """
+    source = Path(folder) / "inference.json"
+    try:
+        found = json.loads(source.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise RunError(f"{source}: no such file; preheat bench --inference writes it") from None
+    except ValueError as error:
+        raise RunError(f"{source}: is damaged ({error}); run preheat bench --inference again") from None
+    return write_asked(source.with_suffix(".html"), _page(found), fix="make the folder writable or free some room")
+
+
+def _page(found: dict[str, Any]) -> str:
+    models, machine = found["models"], found["machine"]
+    names = ", ".join(model["name"] for model in models)
+    return document(
+        f"{names} · preheat bench --inference",
+        f"""<header id="verdict"><p class="eyebrow">preheat bench --inference</p><h1>{escape(names)}</h1>
+<p class="verdict">{escape(_headline(found))}</p></header>
+<section id="speed"><h2>Speed</h2><div class="two">{"".join(_drawings(found))}</div></section>
+<section id="shapes"><h2>Every shape</h2>{_table(_SHAPES, map(_shape, found["rows"]))}</section>
+<section id="models"><h2>Models</h2>{_table(_MODELS, map(_model, models))}</section>
+<footer>{found["repeats"]} rounds in alternation on {escape(machine["name"])}, each model in a process of its own, every shape written once before it was
+timed; {found["tokens"]} tokens after each prompt, the likeliest each time. Median over the rounds, below it the lowest and the highest; ratios within a
+round, to {escape(models[0]["name"])}. Cache: bytes of keys and values at the end, beside the closed form. Loss: nats a token of the prompts' text, read through the cache. Beside the weights: the
+most memory that writing took. All figures as data: inference.json.</footer>""",
+    )
+
+
+def _headline(found: dict[str, Any]) -> str:
+    first, ran = found["models"][0]["name"], {row["name"] for row in found["rows"]}
+    if len(ran) < 2:
+        row = found["rows"][0]
+        return f"{first}: {grouped(row['decode_tokens_per_second']['value'])} tokens/s of {row['rows']} rows after {row['length']} tokens."
+    shape = found["rows"][0]["rows"], found["rows"][0]["length"]
+    same = [row for row in found["rows"] if (row["rows"], row["length"]) == shape and row["name"] != first]
+    best = max(same, key=lambda row: row["ratio"]["value"])
+    return (
+        f"Rows at a time {shape[0]}, prompts of {shape[1]} tokens: {best['name']} writes {best['ratio']['value']:.2f} times as fast as {first}, the first token "
+        f"after {best['first_token_ratio']['value']:.2f} times its time."
+    )
+
+
+def _drawings(found: dict[str, Any]) -> list[str]:
+    """Tokens a second over rows, and time to the first token over lengths: the longest prompts, and the most rows."""
+    rows, batches, lengths = found["rows"], found["batches"], found["lengths"]
+    drawn = []
+    for key, title, unit, at, fixed, most in (
+        ("decode_tokens_per_second", "Decode", "tokens/s", "rows", "length", lengths[-1]),
+        ("first_token_seconds", "Time to first token", "seconds", "length", "rows", batches[-1]),
+    ):
+        held = [row for row in rows if row[fixed] == most]
+        names = list(dict.fromkeys(row["name"] for row in held))
+        lines = []
+        for number, name in enumerate(names):
+            points = sorted((row[at], row[key]["value"]) for row in held if row["name"] == name)
+            x, y = zip(*points, strict=True)
+            lines.append(plots.Curve(name, x, y, f"series-{number % 6 + 1}", "points"))
+        said = "; ".join(
+            f"{line.name} " + ", ".join(f"{v:.3g} at {n}" for n, v in zip(line.x, line.y, strict=True)) for line in lines
+        )
+        caption = f"By {at}, both axes by factors; {fixed} {most}."
+        drawing = plots.by_size(
+            f"inference-{at}", lines, f"{title} in {unit} by {at}: {said}", format=lambda v: f"{v:g}", label=at, legend=True
+        )
+        drawn.append(f"<figure><figcaption><h3>{title}, {unit}</h3><p>{caption}</p></figcaption>{drawing}</figure>")
+    return drawn
+
+
+_SHAPES = (
+    "model",
+    "rows x tokens",
+    "first token",
+    "prefill tokens/s",
+    "decode tokens/s",
+    "times the first",
+    "tokens a pass",
+    "cache",
+    "same text",
+)
+_MODELS = ("model", "parameters", "weights", "in", "loss", "beside them", "start-up")
+
+
+def _table(head: Sequence[str], rows: Any) -> str:
+    titles = "".join(f'<th scope="col"{" class=n" if n else ""}>{title}</th>' for n, title in enumerate(head))
+    return f"<table><thead><tr>{titles}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
+
+
+def _cells(name: str, cells: Sequence[tuple[str, str]]) -> str:
+    shown = "".join(
+        f'<td class="n">{tied(value)}' + (f'<br><span class="small">{tied(below)}</span>' if below else "") + "</td>"
+        for value, below in cells
+    )
+    return f'<tr><th scope="row">{escape(name)}</th>{shown}</tr>'
+
+
+def _spread(found: dict[str, float], show: Callable[[float], str]) -> tuple[str, str]:
+    return show(found["value"]), f"{show(found['low'])} to {show(found['high'])}"
+
+
+def _shape(row: dict[str, Any]) -> str:
+    def size(value: float) -> str:
+        return gib(value / 2**30)
+
+    return _cells(
+        row["name"],
+        (
+            (f"{row['rows']} x {row['length']}", ""),
+            _spread(row["first_token_seconds"], lambda v: f"{v * 1e3:,.1f} ms"),
+            _spread(row["prefill_tokens_per_second"], grouped),
+            _spread(row["decode_tokens_per_second"], lambda v: grouped(v, 0 if v >= 100 else 1)),
+            _spread(row["ratio"], lambda v: f"{v:.2f}"),
+            (f"{row['tokens_per_pass']:.2f}", ""),
+            (size(row["cache_bytes"]), f"predicted {size(row['cache_predicted_bytes'])}"),
+            (percent(row["same_text"]), ""),
+        ),
+    )
+
+
+def _model(model: dict[str, Any]) -> str:
+    if model["failed"]:
+        return f'<tr><th scope="row">{escape(model["name"])}</th><td class="free bad" colspan="{len(_MODELS) - 1}">{escape(model["failed"])}</td></tr>'
+    return _cells(
+        model["name"],
+        (
+            (grouped(model["parameters"]), ""),
+            (gib(model["weights_bytes"] / 2**30), ""),
+            (model["dtype"], ""),
+            (loss(model["loss"]), ""),
+            (gib(model["beyond_weights_gib"]), ""),
+            (f"{model['startup_seconds']:.1f} s", ""),
+        ),
+    )
