@@ -25,6 +25,13 @@ def compress(
             help="How: `preheat compress RUN` without it lists them. May stand several times: each is tried.",
         ),
     ] = None,
+    recipe: Annotated[
+        str | None,
+        typer.Option(
+            "--recipe",
+            help="A chain of steps in place of methods: inference-speed, edge, or a file (preheat recipes show edge).",
+        ),
+    ] = None,
     bits: Annotated[
         float | None,
         typer.Option(
@@ -65,18 +72,37 @@ def compress(
     """Makes a trained model smaller and faster: quality, size and speed before and after, a model card, and a page.
 
     Example: `preheat compress runs/demo --method int8`; `preheat compress runs/demo --method int4 --method gptq --bits 5`;
-    `preheat compress my-model --method awq --set group=64 --data text.txt`
+    `preheat compress my-model --method awq --set group=64 --data text.txt`; `preheat compress runs/demo --recipe edge`
     """
     from contextlib import nullcontext
 
     from rich.console import Console
     from transformers.utils.logging import disable_progress_bar
 
-    from preheat.cli.show import console, emit
+    from preheat.compress.chain import load_chain, run_chain
     from preheat.compress.compressing import compress as run
     from preheat.compress.compressing import read_variant, trained_for
-    from preheat.report.compress_page import write_compress
+    from preheat.errors import RecipeError
 
+    if recipe is not None:
+        if method or settings or bits is not None:
+            raise RecipeError(
+                "--recipe: says itself what is done; leave --method, --bits and --set out, or copy it (preheat init) and edit the copy"
+            )
+        chain = load_chain(recipe)
+        target = out or Path(model) / chain.name
+        disable_progress_bar()
+        with nullcontext() if json else Console(stderr=True).status("opening") as status:
+            made = run_chain(
+                model,
+                chain,
+                target,
+                data=data,
+                measured=measured,
+                say=status.update if status is not None else lambda words: None,
+            )
+        _show(made, target, json=json)
+        return
     named = [read_variant(text, settings or []) for text in method or []]
     if not named and bits is None and not settings:
         named = trained_for(model)
@@ -99,6 +125,14 @@ def compress(
             within=within,
             say=status.update if status is not None else lambda words: None,
         )
+    _show(made, target, json=json)
+
+
+def _show(made: dict[str, Any], target: Path, *, json: bool) -> None:
+    """Writes the page and tells what was found."""
+    from preheat.cli.show import console, emit
+    from preheat.report.compress_page import write_compress
+
     write_compress(target)
     if json:
         emit(made)
@@ -107,6 +141,13 @@ def compress(
     screen.print(_table(made))
     for variant in made["variants"]:
         screen.print(f"{variant['name']}: {variant['what'].partition('. By map')[0]}", soft_wrap=True, style="dim")
+    for words in made.get("said", ()):
+        screen.print(f"note: {words}", soft_wrap=True)
+    for told in made.get("exports", ()):
+        screen.print(
+            f"wrote {told['path']} ({told['bytes'] / 2**20:.1f} MiB); its logits differ by at most {told['max_logit_difference']:.2g} (largest {told['largest_logit']:.3g})",
+            soft_wrap=True,
+        )
     screen.print(
         f"wrote {made['path']}; chosen as {made['chosen_because']}; all of it: {target / 'compress.html'}", soft_wrap=True
     )

@@ -60,12 +60,11 @@ def export(
     from transformers.utils.logging import disable_progress_bar
 
     from preheat.cli.show import console, emit
-    from preheat.errors import RecipeError
+    from preheat.compress.export import formats
 
-    if length is not None and to != "executorch":
-        raise RecipeError(f"--length: is of executorch's cache; --to {to} has none")
     disable_progress_bar()
-    made = _written(to, run, out, dtype, {"tolerance": tolerance}, base, length)
+    target = out or formats.place_of(run, to, dtype)
+    made = formats.write(to, run, target, dtype=dtype, tolerance=tolerance, base=base, length=length)
     if json:
         emit(made)
         return
@@ -91,35 +90,3 @@ def export(
 def _perplexity(made: dict[str, Any]) -> str:
     before, after = made["before"]["perplexity"], made["after"]["perplexity"]
     return "" if before is None else f"; perplexity {before:.5g} before, {after:.5g} after"
-
-
-def _written(
-    to: To, run: Path, out: Path | None, dtype: str | None, how: dict[str, Any], base: str | None, length: int | None
-) -> dict[str, Any]:
-    """Calls the format's writer with what it takes.
-
-    Raises:
-        RecipeError: a dtype that the format has not.
-    """
-    import torch
-
-    from preheat.compress.export import aoti, executorch, gguf, huggingface, onnx, peft, shared, vllm
-    from preheat.errors import RecipeError
-
-    if to == "peft":
-        if dtype is not None or base is not None:
-            raise RecipeError(
-                f"--{'dtype' if dtype else 'base'}: is not for --to peft; an adapter is written as it was trained"
-            )
-        return peft.write(run, out or run / "export-peft", **how)
-    known = [str(kind).removeprefix("torch.") for kind in shared.TOLERANCE] if to == "hf" else list(shared.BOUNDS[to])
-    if dtype is not None and dtype not in known:
-        raise RecipeError(f"--dtype {dtype}: --to {to} has {', '.join(known)}")
-    how |= {"base": base}
-    if to == "hf":
-        return huggingface.write(run, out or run / "export-hf", dtype=getattr(torch, dtype) if dtype else None, **how)
-    dtype = dtype or {"gguf": "f16", "vllm": "int8"}.get(to, "float32")
-    target = out or run / f"export-{to}-{dtype}"
-    if to == "executorch":
-        return executorch.write(run, target, dtype=dtype, length=length, **how)
-    return {"gguf": gguf, "onnx": onnx, "aoti": aoti, "vllm": vllm}[to].write(run, target, dtype=dtype, **how)

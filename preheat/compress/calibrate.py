@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -11,14 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from preheat.errors import DataError
-from preheat.models.adapter import STANDALONE
-from preheat.models.generate import patterned
-from preheat.models.roles import layer_names
+from preheat.models.calibration import layer_by_layer, plainly
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["LEAST", "Inputs", "Layer", "require_rows", "standing_alone", "walk"]
+__all__ = ["LEAST", "Inputs", "Layer", "require_rows", "walk"]
 
 LEAST = 8
 """Rows that must differ from each other."""
@@ -36,21 +33,6 @@ def require_rows(rows: Sequence[Tensor]) -> None:
     pieces = len(torch.cat([row.flatten() for row in rows]).unique())
     if pieces < LEAST:
         raise DataError(f"calibration: the rows hold only {pieces} different tokens; name real text with --data")
-
-
-@contextmanager
-def standing_alone(model: PreTrainedModel) -> Iterator[None]:
-    """The model as its own forward runs it, in place: without dropout, by transformers' attention (or preheat's where layers have patterns)."""
-    training, attention = model.training, model.config._attn_implementation
-    model.eval()
-    capped = getattr(model.config.get_text_config(), "attn_logit_softcapping", None)
-    plain = "eager" if capped or not model._supports_sdpa else "sdpa"
-    model.set_attn_implementation(STANDALONE if patterned(model) else plain)
-    try:
-        yield
-    finally:
-        model.set_attn_implementation(attention)
-        model.train(training)
 
 
 @dataclass
@@ -74,18 +56,17 @@ class Inputs:
         self.tokens += x.shape[0]
 
 
+@dataclass
 class Layer:
-    """A transformer layer with the hidden states that come into it, from layers before as they are by now."""
+    """A transformer layer with the hidden states that come into it, from layers before as they are by now.
 
-    def __init__(self, name: str, module: nn.Module, hidden: list[Tensor], how: list[tuple[tuple[Any, ...], dict[str, Any]]]):
-        self.name, self.module = name, module
-        self._hidden, self._how = hidden, how
+    Attributes:
+        run: gives the hidden states that go out.
+    """
 
-    def run(self) -> list[Tensor]:
-        """The hidden states that go out."""
-        with torch.no_grad():
-            out = [self.module(x, *args, **kwargs) for x, (args, kwargs) in zip(self._hidden, self._how, strict=True)]
-        return [x[0] if isinstance(x, tuple) else x for x in out]
+    name: str
+    module: nn.Module
+    run: Callable[[], list[Tensor]]
 
     def inputs(self, maps: Mapping[str, nn.Module]) -> dict[str, Inputs]:
         """What comes into some of its maps.
@@ -126,29 +107,6 @@ def walk(model: PreTrainedModel, rows: Sequence[Tensor]) -> Iterator[Layer]:
         DataError: too few rows, or all alike.
     """
     require_rows(rows)
-    names = layer_names(model)
-    layers = [model.get_submodule(name) for name in names]
-    seen: list[list[tuple[tuple[Any, ...], dict[str, Any]]]] = [[] for _ in layers]
-    hidden: list[Tensor] = []
-
-    def hear(number: int) -> Callable[..., None]:
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if number == 0:
-                hidden.append(args[0])
-            seen[number].append((args[1:], dict(kwargs)))
-
-        return hook
-
-    with standing_alone(model):
-        hooks = [layer.register_forward_pre_hook(hear(n), with_kwargs=True) for n, layer in enumerate(layers)]
-        try:
-            with torch.no_grad():
-                for row in rows:
-                    model.base_model(input_ids=row.to(model.device), use_cache=False)
-        finally:
-            for handle in hooks:
-                handle.remove()
-        for number, (name, module) in enumerate(zip(names, layers, strict=True)):
-            layer = Layer(name, module, hidden, seen[number])
-            yield layer
-            hidden = layer.run()
+    with plainly(model):
+        for name, module, run in layer_by_layer(model, rows):
+            yield Layer(name, module, run)

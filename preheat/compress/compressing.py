@@ -5,27 +5,27 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
-import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
-
-from preheat.compress import card, folder, speed
+from preheat.compress import card, folder
+from preheat.compress.calibrate import require_rows
 from preheat.compress.export import shared
+from preheat.compress.measuring import Before, held_logits
 from preheat.compress.method import Method, methods
 from preheat.compress.texts import Texts, find_texts
 from preheat.errors import RecipeError, RunError, nearest
+from preheat.models.adapter import plain_logits
 from preheat.recipe.boundary import RecipeReader
 from preheat.training.opened import Opened, open_model
 
 if TYPE_CHECKING:
-    from preheat.evaluation.results import Result
+    pass
 
-__all__ = ["Variant", "compress", "read_variant", "trained_for"]
+__all__ = ["Variant", "compress", "made_of", "read_variant", "summed", "trained_for"]
 
 Say = Callable[[str], None]
 
@@ -51,15 +51,24 @@ def read_variant(text: str, overrides: Sequence[str] = ()) -> Variant:
     from preheat.recipe.text import compose
 
     name, *pairs = re.split(r",(?![^\[]*\])", text)  # not at those inside a list
-    known = methods()
-    if name not in known:
-        raise RecipeError(f"--method {name}: no such method; {nearest(name, list(known))}")
     values: dict[str, Any] = {}
     for pair in (*pairs, *overrides):
         key, equals, raw = pair.partition("=")
         if not equals:
             raise RecipeError(f"--method {text}: write settings as key=value, e.g. --method int4,group=64")
         values[key.strip()] = compose(raw, f"--set {pair}")[0]
+    return made_of(name, values)
+
+
+def made_of(name: str, values: Mapping[str, Any]) -> Variant:
+    """A method by its name with settings.
+
+    Raises:
+        RecipeError: no such method or setting, or a value that it cannot have.
+    """
+    known = methods()
+    if name not in known:
+        raise RecipeError(f"--method {name}: no such method; {nearest(name, list(known))}")
     reader = RecipeReader("--method", {})
     method = reader.flat(known[name], values, (name,))
     if reader.found:
@@ -89,6 +98,7 @@ def compress(
     out: str | Path,
     *,
     data: str | None = None,
+    texts: Texts | None = None,
     rows: int = 128,
     length: int | None = None,
     measured: int = 64,
@@ -104,6 +114,7 @@ def compress(
     Args:
         source: a run, a checkpoint, or a model's folder.
         data: a text to calibrate with and to measure on, by parts; a run's own training and validation rows when not given.
+        texts: what was found of them before, in place of `data`, `rows` and `length`.
         rows: calibration rows, at most.
         length: tokens a row; the run's, or 512, when not given.
         measured: held-out rows, at most.
@@ -126,17 +137,18 @@ def compress(
     say("opening")
     opened = open_model(source)
     _require(opened, variants, source)
-    texts = find_texts(opened, data, rows=rows, length=length)
-    before = _plainly(opened, texts, measured, say)
-    prompt = texts.calibration[0][:, : max(2, min(128, texts.calibration[0].shape[1] - 1))]
+    texts = texts or find_texts(opened, data, rows=rows, length=length)
+    if any(v.method.reads_rows for v in variants):
+        require_rows(texts.calibration)
+    say("measuring the model as it is")
+    before = Before.of(opened, texts, measured=measured, turns=turns)
     found = []
     with shared.beside(out) as beside:
         for variant in variants:
             place = beside if len(variants) == 1 else beside / variant.name
             place.mkdir(exist_ok=True)
-            job = _Job(variant, opened, texts, measured, turns, say)
-            found.append(job.run(before, prompt, place, str(source)))
-        made = _summed(out, found, within, str(source), texts)
+            found.append(_applied(variant, opened, before, place, str(source), say))
+        made = summed(out, found, _chosen(found, within), str(source), texts)
         (beside / "compress.json").write_text(json.dumps(made, indent=1), encoding="utf-8")
     return made
 
@@ -158,172 +170,65 @@ def _require(opened: Opened, variants: Sequence[Variant], source: Any) -> None:
         raise RecipeError("\n".join(problems))
 
 
-@dataclass
-class _Before:
-    """The model as it was: a copy in bf16, to be timed against; what was measured of it; its bytes in bf16; its logits over rows of text."""
-
-    plain: Any
-    quality: Result
-    bytes: int
-    logits: list[Tensor]
-
-
-def _plainly(opened: Opened, texts: Texts, measured: int, say: Say) -> _Before:
-    """Measures the model as it is; then merges it, in fp32, for the methods to begin from."""
-    from preheat.ops.adapters import merge, names_of
-    from preheat.ops.quantized_training import unfake_
-
-    say("measuring the model as it is")
-    model: Any = opened.build.trained[0]
-    before = _quality(opened, texts, measured)
-    wanted = _logits(model, _compared(opened))
-    if names_of(model):
-        merge(model)
-    unfake_(model)
-    model.float().requires_grad_(False)
-    plain = _half(model)
-    unique = {id(p): p.numel() for p in model.parameters()}
-    return _Before(plain, before, 2 * sum(unique.values()), wanted)
-
-
-def _half(model: Any) -> Any:
-    """A copy in bf16: what compressed models are timed against."""
-    from preheat.ops.quantized_folder import to_half
-
-    made = copy.deepcopy(model)
-    to_half(made)
+def _applied(variant: Variant, opened: Opened, before: Before, place: Path, source: str, say: Say) -> dict[str, Any]:
+    """One variant: applied, written, opened again, compared, measured, described."""
+    name, method = variant.name, variant.method
+    say(f"{name}: compressing")
+    texts, model = before.texts, copy.deepcopy(opened.build.trained[0])
+    change = method.apply(model, texts.calibration if method.reads_rows else [])  # type: ignore[arg-type]
+    dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
+    folder.write_model(model, opened.tokenizer, place, method=name, base=opened.build.weights.folder, dtype=dtype)
+    rows = shared.rows(opened.tokenizer, opened.build.model.positions, [])
+    held = [plain_logits(model, row).cpu() for row in rows]
+    del model
+    say(f"{name}: opening what was written")
+    again = open_model(place)
+    if (off := shared.compare(held, held_logits(again)).largest) != 0:
+        raise RunError(
+            f"{place.name}: opened again, its logits differ by up to {off:.2g} from those of the model that was written; nothing was written; please report it"
+        )
+    say(f"{name}: measuring")
+    made = {
+        "name": name,
+        "method": method.name(),
+        "settings": dataclasses.asdict(method),
+        "what": change.what,
+        **before.against(again, place),
+    }
+    text = card.write(made, source=source, texts=texts.words, calibration=texts.calibration, reads=method.reads_rows)
+    (place / "README.md").write_text(text, encoding="utf-8")
     return made
 
 
-def _compared(opened: Opened) -> list[Tensor]:
-    return shared.rows(opened.tokenizer, opened.build.model.positions, [])
-
-
-def _logits(model: Any, rows: Sequence[Tensor]) -> list[Tensor]:
-    from preheat.models.adapter import plain_logits
-
-    return [plain_logits(model, row).cpu() for row in rows]
-
-
-def _quality(opened: Opened, texts: Texts, measured: int) -> Result:
-    """Loss and perplexity of held-out text."""
-    from preheat.evaluation.texts import bytes_of_tokens, measure_text
-
-    micro = min(8, opened.recipe.batch.size)
-    return measure_text(opened.build, texts.held_out, micro=micro, limit=measured, sizes=bytes_of_tokens(opened.tokenizer))
-
-
-def _told(result: Result) -> dict[str, Any]:
-    from preheat.evaluation.results import described
-
-    found = described(result)
-    loss, perplexity = (found["metrics"][key] for key in ("loss", "perplexity"))
-    return {
-        "loss": loss["value"],
-        "perplexity": perplexity["value"],
-        "perplexity_interval": [perplexity["low"], perplexity["high"]],
-        "rows": found["rows"],
-        "tokens": found["tokens"],
-    }
-
-
-def _rise(before: Result, after: Result) -> dict[str, Any]:
-    """How much higher the perplexity is, as a share, and between what (95 % of paired bootstrap resamples of the rows)."""
-    from preheat.evaluation.results import compared
-
-    loss = compared(before, after)["metrics"]["loss"]
-    low, high = (None if v is None else math.expm1(v) for v in (loss["low"], loss["high"]))
-    return {"perplexity_rise": math.expm1(loss["value"]), "perplexity_rise_interval": [low, high]}
-
-
-@dataclass
-class _Job:
-    """One variant: applied, written, opened again, compared, measured, described."""
-
-    variant: Variant
-    opened: Opened
-    texts: Texts
-    measured: int
-    turns: int
-    say: Say
-
-    def run(self, before: _Before, prompt: Tensor, place: Path, source: str) -> dict[str, Any]:
-        name, method = self.variant.name, self.variant.method
-        self.say(f"{name}: compressing")
-        model = copy.deepcopy(self.opened.build.trained[0])
-        change = method.apply(model, self.texts.calibration if method.reads_rows else [])
-        dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
-        folder.write_model(model, self.opened.tokenizer, place, method=name, base=self.opened.build.weights.folder, dtype=dtype)
-        rows = _compared(self.opened)
-        held = _logits(model, rows)
-        del model
-        self.say(f"{name}: opening what was written")
-        again = open_model(place)
-        found = _logits(again.build.trained[0], rows)
-        if (off := shared.compare(held, found).largest) != 0:
-            raise RunError(
-                f"{place.name}: opened again, its logits differ by up to {off:.2g} from those of the model that was written; nothing was written; please report it"
-            )
-        self.say(f"{name}: measuring")
-        difference = shared.compare(before.logits, found)
-        agree = (
-            sum(int((a.argmax(-1) == b.argmax(-1)).sum()) for a, b in zip(before.logits, found, strict=True))
-            / difference.tokens
-        )
-        after = _quality(again, self.texts, self.measured)
-        timed = speed.speeds({"before": before.plain, "after": again.build.trained[0]}, prompt, turns=self.turns)
-        made = {
-            "name": name,
-            "method": method.name(),
-            "settings": dataclasses.asdict(method),
-            "what": change.what,
-            "before": {**_told(before.quality), "bytes": before.bytes, "dtype": "bfloat16", **_timed(timed["before"])},
-            "after": {
-                **_told(after),
-                **_timed(timed["after"]),
-                "bytes": sum(p.stat().st_size for p in place.glob("*.safetensors")),
-            },
-            "max_logit_difference": difference.largest,
-            "largest_logit": difference.scale,
-            "top_1_agreement": agree,
-            **_rise(before.quality, after),
-        }
-        text = card.write(
-            made, source=source, texts=self.texts.words, calibration=self.texts.calibration, reads=method.reads_rows
-        )
-        (place / "README.md").write_text(text, encoding="utf-8")
-        return made
-
-
-def _timed(found: speed.Speed) -> dict[str, Any]:
-    return {
-        "prompt_tokens": found.prompt,
-        "first_token_seconds": found.first_token,
-        "decode_tokens_per_second": found.decode,
-        "decode_interval": [found.low, found.high],
-    }
-
-
-def _summed(out: Path, found: list[dict[str, Any]], within: float, source: str, texts: Texts) -> dict[str, Any]:
-    """The whole as data: the chosen variant first, then all of them."""
+def _chosen(found: Sequence[dict[str, Any]], within: float) -> tuple[str, str]:
+    """Name of the variant to take, and why."""
     near = [v for v in found if v["perplexity_rise"] <= within]
-    chosen = min(near, key=lambda v: v["after"]["bytes"]) if near else min(found, key=lambda v: v["perplexity_rise"])
-    path = out if len(found) == 1 else out / chosen["name"]
-    words = (
-        f"the smallest whose perplexity is at most {within:.0%} higher"
-        if near
-        else f"none is within {within:.0%}: the one with the least perplexity"
-    )
+    if near:
+        best = min(near, key=lambda v: v["after"]["bytes"])
+        return best["name"], f"the smallest whose perplexity is at most {within:.0%} higher"
+    return min(found, key=lambda v: v["perplexity_rise"])[
+        "name"
+    ], f"none is within {within:.0%}: the one with the least perplexity"
+
+
+def summed(path: Path, found: Sequence[dict[str, Any]], choice: tuple[str, str], source: str, texts: Texts) -> dict[str, Any]:
+    """The whole as data: the chosen variant first, then all of them.
+
+    Args:
+        path: the folder that they stand in; of a single one its own.
+        choice: name of the one that is chosen, and why.
+    """
+    chosen = next(v for v in found if v["name"] == choice[0])
     return {
-        "path": str(path),
+        "path": str(path if len(found) == 1 else path / chosen["name"]),
         "bytes": chosen["after"]["bytes"],
         "before": chosen["before"],
         "after": chosen["after"],
         "max_logit_difference": chosen["max_logit_difference"],
         "chosen": chosen["name"],
-        "chosen_because": words,
+        "chosen_because": choice[1],
         "source": source,
         "texts": texts.words,
         "calibration_rows": len(texts.calibration),
-        "variants": found,
+        "variants": list(found),
     }

@@ -110,7 +110,8 @@ def quantize_by_inputs(
     words: str,
 ) -> Change:
     """As `quantize`, layer by layer, each map with its inputs over the calibration rows as the layers before, quantized, make them."""
-    from preheat.compress.calibrate import standing_alone, walk
+    from preheat.compress.calibrate import walk
+    from preheat.models.calibration import plainly
     from preheat.ops.quantized_folder import put_in
 
     chosen, kept = chosen_maps(model, settings, method)
@@ -123,7 +124,7 @@ def quantize_by_inputs(
             put_in(model, name, make(name, module, found[name]))
             del left[name]
     if left:
-        with standing_alone(model):
+        with plainly(model):
             for name, seen in _inputs_of(model, left, rows).items():
                 put_in(model, name, make(name, left[name], seen))
     keep_high(model, kept, settings.high, tied=tied)
@@ -134,11 +135,10 @@ def _inputs_of(model: PreTrainedModel, maps: dict[str, nn.Module], rows: Sequenc
     """The inputs of maps outside the layers: the head's, where it is not kept."""
     from preheat.compress.calibrate import Layer
 
-    def run(row: Tensor) -> Any:
-        return model(input_ids=row.to(model.device), use_cache=False).logits
+    def run() -> list[Tensor]:
+        return [model(input_ids=row.to(model.device), use_cache=False).logits for row in rows]
 
-    whole: Any = run
-    return Layer("", whole, list(rows), [((), {})] * len(rows)).inputs(maps)
+    return Layer("", model, run).inputs(maps)
 
 
 def keep_high(model: PreTrainedModel, kept: set[str], high: str, *, tied: bool) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from preheat.compress.calibrate import standing_alone
+from preheat.models.calibration import plainly
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -49,7 +49,7 @@ def speeds(models: Mapping[str, Any], prompt: Tensor, *, tokens: int = 32, turns
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in models}
     for turn in range(turns + 1):
         for name, model in models.items():
-            with standing_alone(model):
+            with plainly(model):
                 once = _once(model, prompt, tokens)
             if turn:
                 found[name].append(once)

@@ -14,12 +14,13 @@ from torch import Tensor, nn
 
 from preheat import recipe as recipes
 from preheat.compress import folder
-from preheat.compress.calibrate import require_rows, standing_alone, walk
+from preheat.compress.calibrate import require_rows, walk
 from preheat.compress.compressing import compress, read_variant
 from preheat.compress.method import methods
 from preheat.engine.build import build
 from preheat.errors import DataError, RecipeError, RunError
 from preheat.models.adapter import head, plain_logits, softcap
+from preheat.models.calibration import plainly
 from preheat.ops.quantized_linear import Int4Linear, Int8Linear
 from preheat.training.opened import Opened, open_model
 
@@ -53,7 +54,7 @@ def compressed(source: Path, text: str, rows: list[Tensor]) -> tuple[Opened, str
 
 @torch.no_grad()
 def loss(model: Any, rows: list[Tensor]) -> float:
-    with standing_alone(model):
+    with plainly(model):
         found = [
             nn.functional.cross_entropy(model(input_ids=row, use_cache=False).logits[0, :-1].float(), row[0, 1:])
             for row in rows
@@ -137,7 +138,7 @@ def test_a_layer_is_given_the_inputs_that_the_model_gives_it(stories: Path, rows
         )
         for name, m in places.items()
     ]
-    with torch.no_grad(), standing_alone(model):
+    with torch.no_grad(), plainly(model):
         for row in rows[:8]:
             model(input_ids=row)
     for hook in hooks:

@@ -70,7 +70,7 @@ def sensitivity(
     """
     import torch
 
-    from preheat.compress.calibrate import standing_alone
+    from preheat.models.calibration import plainly
     from preheat.ops.quantized_budget import loss_rise
     from preheat.ops.quantized_linear import map_weight
 
@@ -95,7 +95,7 @@ def sensitivity(
     hooks = [module.register_forward_hook(hear(name)) for name, module in maps.items()]
     tokens = 0
     try:
-        with standing_alone(model), torch.enable_grad():
+        with plainly(model), torch.enable_grad():
             for row in rows:
                 row = row.to(model.device)
                 # Only what lies between the maps is differentiated, and no weight: the embedding's output begins it.
@@ -178,10 +178,10 @@ def _loss(model: PreTrainedModel, rows: Sequence[Tensor]) -> float:
     """The mean loss of a token."""
     import torch
 
-    from preheat.compress.calibrate import standing_alone
+    from preheat.models.calibration import plainly
 
     total = count = 0.0
-    with standing_alone(model), torch.no_grad():
+    with plainly(model), torch.no_grad():
         for row in rows:
             row = row.to(model.device)
             logits = model(input_ids=row, use_cache=False).logits[0, :-1].float()

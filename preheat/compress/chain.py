@@ -1,0 +1,285 @@
+"""A chain: steps that make a trained model smaller one after the other, each measured on the same held-out text.
+
+    name: edge
+    chain:
+      - {compress: width, settings: {parameters: 0.7}}
+      - {train: 0.1, techniques: {distillation: {teacher: $start}}}
+      - {compress: int8}
+
+`run_chain` writes a folder with one for each step (a model's, a run's, or an export), `compress.json` as `compressing.compress` writes it, with
+the steps as its variants, and so the same page.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+from preheat import recipe as recipes
+from preheat.compress import compressing
+from preheat.compress.compressing import Variant
+from preheat.compress.export import formats, huggingface, shared
+from preheat.compress.measuring import Before
+from preheat.compress.texts import Texts, find_texts
+from preheat.engine.build import alone
+from preheat.errors import RecipeError, nearest
+from preheat.recipe import Bound, Model, Recipe, Sample, Stop
+from preheat.recipe.boundary import RecipeReader
+from preheat.recipe.text import compose
+from preheat.technique import Slot, Stage, Technique
+from preheat.training.opened import open_model
+
+__all__ = ["Chain", "Step", "load_chain", "run_chain"]
+
+START = "$start"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """One step: exactly one of compress, train and export."""
+
+    compress: str | None = None
+    """A method of `preheat compress`."""
+    train: Annotated[float, Bound(0, open_low=True)] | None = None
+    """Goes on training: over this share of the tokens that the run was trained on, or of its data once where a model's folder is begun with."""
+    export: str | None = None
+    """A format of `preheat export`."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """compress: the method's; train: keys of the recipe, `optimizer.lr: 1e-4`; export: `dtype`."""
+    techniques: Mapping[str, Any] = field(default_factory=dict)
+    """train: with their settings, beside those that the run was trained with. `$start` is the folder of the model that the chain begins with."""
+    where_possible: tuple[str, ...] = ()
+    """train: of the techniques, those that are left out where this model cannot have them, which is said."""
+
+    def __post_init__(self) -> None:
+        kinds = [kind for kind in ("compress", "train", "export") if getattr(self, kind) is not None]
+        if len(kinds) != 1:
+            raise ValueError(f"a step is one of compress, train, export; this one states {' and '.join(kinds) or 'none'}")
+        if self.train is None and (self.techniques or self.where_possible):
+            raise ValueError("techniques and where_possible are for a step that trains")
+        if strange := [name for name in self.where_possible if name not in self.techniques]:
+            raise ValueError(f"where_possible: {strange[0]} does not stand in the step's techniques")
+
+
+@dataclass(frozen=True)
+class Chain:
+    name: str
+    steps: tuple[Step, ...]
+
+
+def load_chain(path: str | Path) -> Chain:
+    """A chain from a YAML file, or by the name of a built-in one.
+
+    Raises:
+        RecipeError: no such file, or what is wrong in it, a line each.
+
+    Example:
+        >>> [next(k for k in ("compress", "train", "export") if getattr(s, k)) for s in load_chain("inference-speed").steps]
+        ['train', 'compress']
+    """
+    file = Path(path)
+    if not file.is_file():
+        known = {name: found for name, found in recipes.built_in().items() if found.parent.name == "chains"}
+        if str(path) not in known:
+            raise RecipeError(
+                f"--recipe {path}: no such file, and no built-in chain of that name; {nearest(str(path), list(known))}"
+            )
+        file = known[str(path)]
+    values, lines = compose(file.read_text(encoding="utf-8"), str(path))
+    if not isinstance(values, Mapping) or not isinstance(values.get("chain"), list) or not values["chain"]:
+        raise RecipeError(f"{path}: is no chain: it has no list of steps under `chain`; preheat recipes show edge shows one")
+    reader = RecipeReader(str(path), lines)
+    for key in values:
+        if key not in ("name", "chain"):
+            reader.say((key,), f"unknown key '{key}'; a chain has a name and its steps")
+    steps = [reader.flat(Step, step, ("chain", str(n))) for n, step in enumerate(values["chain"])]
+    if reader.found:
+        raise RecipeError("\n".join(reader.found))
+    return Chain(str(values.get("name", file.stem)), tuple(steps))
+
+
+@dataclass
+class _State:
+    """Where a chain stands.
+
+    Attributes:
+        place: what the next step begins from: a model's folder or a run's.
+        recipe: whose data and techniques the steps that train go on with.
+        texts: to calibrate with and to measure on.
+        start: the folder of the model that the chain began with.
+        tokens: that a run was trained on; None: of one pass over the data.
+        said: what is to be known of the steps. exports: what the writers gave.
+    """
+
+    place: Path
+    recipe: Recipe
+    texts: Texts
+    start: Path
+    out: Path
+    tokens: int | None
+    said: list[str] = field(default_factory=list)
+    exports: list[dict[str, Any]] = field(default_factory=list)
+
+
+def run_chain(
+    source: str | Path,
+    chain: Chain,
+    out: str | Path,
+    *,
+    data: str | None = None,
+    measured: int = 64,
+    turns: int = 5,
+    say: Callable[[str], None] = lambda words: None,
+) -> dict[str, Any]:
+    """Runs a chain on a trained model; `out` and what each step wrote stay where a later one fails.
+
+    Args:
+        source: a run, whose data and techniques its steps go on with; or a model's folder, with `data`.
+        data: a text to calibrate, train and measure with.
+        measured: held-out rows, at most.
+        turns: of the timing.
+        say: told what is being done.
+
+    Returns:
+        As `compressing.compress`, of the last step; `variants` are the steps, `said` is what was left out and why, `exports` what was written for others.
+
+    Raises:
+        RecipeError, DataError, RunError: before the first step where that can be known.
+    """
+    out = Path(out)
+    shared.must_be_new(out)
+    methods = _methods(chain)
+    opened = open_model(source)
+    ran = opened.step is not None
+    if not ran and data is None:
+        raise RecipeError("--data: is needed with a model's folder: name the text to calibrate, train and measure with")
+    recipe = replace(alone(opened.recipe), data=replace(opened.recipe.data, tokenizer=opened.tokenizer_folder))
+    if data is not None:
+        validation = recipe.data.validation if ran else 0.1
+        recipe = replace(recipe, data=replace(recipe.data, source=data, validation=validation))
+    # Not by parts of a named text, as `compress` does: the steps train on it, so what is measured on is what training holds out.
+    texts = find_texts(replace(opened, recipe=recipe, step=opened.step or 0), None, rows=128, length=None)
+    out.mkdir(parents=True)
+    say("writing the model that it begins with")
+    start = out / "0-start"
+    huggingface.write(source, start)
+    tokens = (opened.step or 0) * recipe.batch.size * recipe.batch.length
+    state = _State(start, recipe, texts, start, out, tokens or None)
+    say("measuring the model that it begins with")
+    before = Before.of(opened, texts, measured=measured, turns=turns)
+    del opened
+    found: list[dict[str, Any]] = []
+    for number, step in enumerate(chain.steps, 1):
+        say(f"step {number} of {len(chain.steps)}: {_words(step)}")
+        name, words = _take(step, number, state, methods.get(number))
+        if step.export is None:
+            say(f"step {number} of {len(chain.steps)}: measuring")
+            told = before.against(open_model(state.place), state.place)
+            found.append({"name": name, "method": _words(step), "settings": dict(step.settings), "what": words, **told})
+        made = compressing.summed(out, found, (found[-1]["name"], "the last step of the chain"), str(source), texts)
+        made |= {"path": str(state.place), "said": state.said, "exports": state.exports}
+        (out / "compress.json").write_text(json.dumps(made, indent=1), encoding="utf-8")
+    return made
+
+
+def _methods(chain: Chain) -> dict[int, Variant]:
+    """By the step's number: what is wrong with any is said before the first begins."""
+    if chain.steps[0].export is not None:
+        raise RecipeError("chain.0: exports what the chain begins with; use preheat export")
+    for step in chain.steps:
+        if step.export is not None:
+            formats.place_of(Path(), step.export, step.settings.get("dtype"))
+            if strange := sorted(step.settings.keys() - {"dtype", "tolerance", "length"}):
+                raise RecipeError(
+                    f"chain: export to {step.export} has no setting '{strange[0]}'; it has dtype, tolerance, length"
+                )
+    return {
+        n: compressing.made_of(step.compress, step.settings)
+        for n, step in enumerate(chain.steps, 1)
+        if step.compress is not None
+    }
+
+
+def _words(step: Step) -> str:
+    if step.compress is not None:
+        return step.compress
+    return f"export to {step.export}" if step.export else " + ".join(["train", *step.techniques])
+
+
+def _take(step: Step, number: int, state: _State, variant: Variant | None) -> tuple[str, str]:
+    """Takes a step; the state's place is what it wrote. Returns its name and what was done."""
+    if variant is not None:
+        name = f"{number}-{variant.name}"
+        made = compressing.compress(state.place, [variant], state.out / name, texts=state.texts, measured=1, turns=1)
+        state.place = state.out / name
+        return name, made["variants"][0]["what"]
+    if step.export is not None:
+        name = f"{number}-{step.export}"
+        state.exports.append(formats.write(step.export, state.place, state.out / name, **step.settings))
+        return name, ""
+    name = f"{number}-train"
+    if (state.place / "recipe.yaml").is_file():
+        folder = state.out / f"{number}-from"
+        huggingface.write(state.place, folder)
+        state.place = folder
+    trained = _trained(step, state, state.out / name)
+    state.place = state.out / name
+    return name, trained
+
+
+def _trained(step: Step, state: _State, out: Path) -> str:
+    from preheat.training.loop import train
+    from preheat.training.session import plan_here
+
+    wanted = {name: _filled(settings or {}, state) for name, settings in step.techniques.items()}
+    left: list[str] = []
+    while True:
+        recipe = _recipe(step, state, {name: wanted[name] for name in wanted if name not in left})
+        try:
+            plan_here(recipe)
+            break
+        except RecipeError as error:
+            refused = next(
+                (n for n in step.where_possible if n not in left and str(error).startswith(f"techniques.{n}:")), None
+            )
+            if refused is None:
+                raise
+            left.append(refused)
+            state.said.append(f"{refused} was left out: {str(error).partition(': ')[2]}")
+    made = train(recipe, out=out)
+    names = ", ".join(name for name in wanted if name not in left)
+    return f"trained {made['steps']} steps with {names or 'no further technique'}; loss {made['validation_loss']:.4f}"
+
+
+def _filled(settings: Mapping[str, Any], state: _State) -> dict[str, Any]:
+    return {key: str(state.start) if value == START else value for key, value in settings.items()}
+
+
+def _kept(recipe: Recipe) -> dict[str, Technique]:
+    """The run's techniques that a model's folder does not have in it, and that leave the objective to the step."""
+    return {
+        name: t
+        for name, t in recipe.techniques.items()
+        if t.stage >= Stage.KERNEL and Slot.OBJECTIVE not in t.owned() and not t.spreads()
+    }
+
+
+def _recipe(step: Step, state: _State, techniques: Mapping[str, Any]) -> Recipe:
+    reader = RecipeReader("chain", {})
+    added = reader.techniques(techniques)
+    if reader.found:
+        raise RecipeError("\n".join(reader.found))
+    base, share = state.recipe, step.train or 0.0
+    stop = Stop(epochs=share) if state.tokens is None else Stop(tokens=max(1, round(share * state.tokens)))
+    made = replace(
+        base,
+        model=Model(path=str(state.place)),
+        techniques=_kept(base) | added,
+        stop=stop,
+        sample=Sample(),
+    )
+    items = [f"{key}={json.dumps(value)}" for key, value in step.settings.items()]
+    return recipes.override(made, *items) if items else made

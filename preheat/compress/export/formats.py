@@ -1,0 +1,89 @@
+"""The formats that a model can be written in, each by its writer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from preheat.errors import RecipeError, nearest
+
+__all__ = ["FORMATS", "place_of", "write"]
+
+FORMATS: dict[str, str | None] = {  # -> the dtype where none is named; None: that of the run
+    "hf": None,
+    "peft": None,
+    "gguf": "f16",
+    "onnx": "float32",
+    "executorch": "float32",
+    "aoti": "float32",
+    "vllm": "int8",
+}
+
+
+def dtype_of(to: str, dtype: str | None) -> str | None:
+    """The dtype that is written.
+
+    Raises:
+        RecipeError: no such format, or a dtype that it has not.
+    """
+    from preheat.compress.export import shared
+
+    if to not in FORMATS:
+        raise RecipeError(f"--to {to}: no such format; {nearest(to, list(FORMATS))}")
+    if to == "peft":
+        if dtype is not None:
+            raise RecipeError("--dtype: is not for --to peft; an adapter is written as it was trained")
+        return None
+    known = [str(kind).removeprefix("torch.") for kind in shared.TOLERANCE] if to == "hf" else list(shared.BOUNDS[to])
+    if dtype is not None and dtype not in known:
+        raise RecipeError(f"--dtype {dtype}: --to {to} has {', '.join(known)}")
+    return dtype or FORMATS[to]
+
+
+def place_of(run: Path, to: str, dtype: str | None) -> Path:
+    """Where an export goes when nobody says."""
+    kind = dtype_of(to, dtype)
+    return run / (f"export-{to}" if to in ("hf", "peft") else f"export-{to}-{kind}")
+
+
+def write(
+    to: str,
+    run: str | Path,
+    out: str | Path,
+    *,
+    dtype: str | None = None,
+    tolerance: float | None = None,
+    base: str | None = None,
+    length: int | None = None,
+) -> dict[str, Any]:
+    """Writes a model in a format, reads it back and compares the logits: see the writers.
+
+    Args:
+        to: of `FORMATS`.
+        run: a run, a model's folder, or an adapter's.
+        dtype: of the weights; the format's usual one when None.
+        length: executorch: positions of the cache.
+
+    Raises:
+        RecipeError: no such format or dtype, or a setting that is not its.
+        RunError: as the writer's.
+    """
+    import torch
+
+    from preheat.compress.export import aoti, executorch, gguf, huggingface, onnx, peft, vllm
+
+    kind = dtype_of(to, dtype)
+    if length is not None and to != "executorch":
+        raise RecipeError(f"--length: is of executorch's cache; --to {to} has none")
+    if to == "peft":
+        if base is not None:
+            raise RecipeError("--base: is not for --to peft; an adapter is written as it was trained")
+        return peft.write(run, out, tolerance=tolerance)
+    if to == "hf":
+        return huggingface.write(run, out, dtype=getattr(torch, kind) if kind else None, tolerance=tolerance, base=base)
+    assert kind is not None
+    if to == "executorch":
+        return executorch.write(run, out, dtype=kind, length=length, tolerance=tolerance, base=base)
+    writers: dict[str, Any] = {"gguf": gguf, "onnx": onnx, "aoti": aoti, "vllm": vllm}
+    made: dict[str, Any] = writers[to].write(run, out, dtype=kind, tolerance=tolerance, base=base)
+    return made
