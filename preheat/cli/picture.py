@@ -114,6 +114,7 @@ def serving_picture(made: Mapping[str, Any]) -> Any:
             rate(f["tokens_per_second_at_most"]) if f["rows"] else "does not fit",
         )
     many = f"{d['count']} x " if d["count"] > 1 else ""
+    measured = " (as copies reach it here; reading alone may go beyond)" if d["kind"] == "cpu" else ""
     return Group(
         Text(
             f"{made['model']}: {made['parameters']:,} parameters, served on {many}{d['name']} of {memory(d['memory_gib'])}",
@@ -122,8 +123,8 @@ def serving_picture(made: Mapping[str, Any]) -> Any:
         Text(f"a token takes {made['cache_bytes_per_token'] / 1024:,.0f} KiB of cache; what each device holds:"),
         table,
         Text(
-            "at best: tokens/s are the memory's bandwidth over weights and caches, of one row and of all that fit; the first token comes when the prompt's "
-            "FLOPs are done; embedding and head are in bf16",
+            f"at best: tokens/s are the memory's bandwidth over weights and caches, of one row and of all that fit{measured}; the first token comes when the "
+            "prompt's FLOPs are done; embedding and head are in bf16",
             style="dim",
         ),
     )

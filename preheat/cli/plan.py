@@ -61,7 +61,7 @@ def plan(
     ] = None,
     price: Annotated[float | None, typer.Option("--price", min=0, help="Dollars for an hour of a device.")] = None,
     inference: Annotated[
-        bool, typer.Option("--inference", help="What serving needs: weights, KV cache, rows that fit.")
+        bool, typer.Option("--inference", help="What serving needs: weights, KV cache, rows that fit; and how fast it can be.")
     ] = False,
     compute_budget: Annotated[
         float | None,

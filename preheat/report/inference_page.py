@@ -37,7 +37,7 @@ def write_inference(folder: str | Path) -> Path:
 
 def _page(found: dict[str, Any]) -> str:
     models, machine = found["models"], found["machine"]
-    names = ", ".join(model["name"] for model in models)
+    names = " · ".join(model["name"] for model in models)
     return document(
         f"{names} · preheat bench --inference",
         f"""<header id="verdict"><p class="eyebrow">preheat bench --inference</p><h1>{escape(names)}</h1>
@@ -48,7 +48,7 @@ def _page(found: dict[str, Any]) -> str:
 <footer>{found["repeats"]} rounds in alternation on {escape(machine["name"])}, each model in a process of its own, every shape written once before it was
 timed; {found["tokens"]} tokens after each prompt, the likeliest each time. Median over the rounds, below it the lowest and the highest; ratios within a
 round, to {escape(models[0]["name"])}. Cache: bytes of keys and values at the end, beside the closed form. Loss: nats a token of the prompts' text, read through the cache. Beside the weights: the
-most memory that writing took. All figures as data: inference.json.</footer>""",
+most memory that writing took. Where tokens are proposed, rows are written one after the other and their seconds added. All figures as data: inference.json.</footer>""",
     )
 
 
@@ -70,15 +70,15 @@ def _drawings(found: dict[str, Any]) -> list[str]:
     """Tokens a second over rows, and time to the first token over lengths: the longest prompts, and the most rows."""
     rows, batches, lengths = found["rows"], found["batches"], found["lengths"]
     drawn = []
-    for key, title, unit, at, fixed, most in (
-        ("decode_tokens_per_second", "Decode", "tokens/s", "rows", "length", lengths[-1]),
-        ("first_token_seconds", "Time to first token", "seconds", "length", "rows", batches[-1]),
+    for key, title, unit, scale, at, fixed, most in (
+        ("decode_tokens_per_second", "Decode", "tokens/s", 1.0, "rows", "length", lengths[-1]),
+        ("first_token_seconds", "Time to first token", "milliseconds", 1e3, "length", "rows", batches[-1]),
     ):
         held = [row for row in rows if row[fixed] == most]
         names = list(dict.fromkeys(row["name"] for row in held))
         lines = []
         for number, name in enumerate(names):
-            points = sorted((row[at], row[key]["value"]) for row in held if row["name"] == name)
+            points = sorted((row[at], row[key]["value"] * scale) for row in held if row["name"] == name)
             x, y = zip(*points, strict=True)
             lines.append(plots.Curve(name, x, y, f"series-{number % 6 + 1}", "points"))
         said = "; ".join(

@@ -191,6 +191,7 @@ def by_size(
         axes.set_yscale("log")
         axes.xaxis.set_major_locator(LogLocator(base=2, numticks=6))
         axes.xaxis.set_major_formatter(FuncFormatter(lambda v, _: format(v)))
+        axes.yaxis.set_major_locator(LogLocator(base=10, subs=(1, 2, 5), numticks=8))
         axes.yaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:g}"))
         for one in (axes.xaxis, axes.yaxis):
             one.set_minor_formatter(NullFormatter())

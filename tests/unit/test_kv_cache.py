@@ -191,3 +191,40 @@ def test_a_compiled_model_writes_the_same_and_is_compiled_once(stories: Opened) 
         assert generate(model, stories.tokenizer, [prompt], settings, timed=timed) == wanted
         assert timed.cache_bytes == cache_bytes(model.config, 128, size=4), "room for 128 tokens, whatever the length"
     assert counters["stats"]["unique_graphs"] == before + 1
+
+
+def test_layers_with_windows_of_their_own_keep_and_forget_alike(stories: Opened) -> None:
+    """Every sixth layer full, as Gemma 3 has them: every cache, with proposals taken back or without."""
+    from transformers import AutoModelForCausalLM, Gemma3TextConfig
+
+    config = Gemma3TextConfig(
+        hidden_size=32,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        intermediate_size=64,
+        vocab_size=512,
+        max_position_embeddings=256,
+        sliding_window=8,
+    )
+    torch.manual_seed(0)
+    model: Any = AutoModelForCausalLM.from_config(config)
+    for p in model.parameters():
+        if p.ndim > 1:
+            torch.nn.init.normal_(p, std=0.3)
+    prompts = [list(range(5, 25)), [7, 8, 9, 7, 8]]
+
+    def write(timed: Timed | None = None, smaller: Any = None, **settings: Any) -> list[list[int]]:
+        made = generate(model, stories.tokenizer, prompts, Sample(tokens=24, **settings), draft=smaller, timed=timed)
+        return [m.tokens for m in made]
+
+    assert cache_bytes(config, 43, 2, 4) == 2 * (5 * 8 + 43) * 2 * 2 * 16 * 4
+    for kind, (size, scale) in (("dynamic", (4.0, 0.0)), ("static", (4.0, 0.0)), ("int8", CACHES["int8"])):
+        timed = Timed()
+        wanted = write(timed, cache=kind)
+        assert timed.cache_bytes == cache_bytes(config, 20 + 23, 2, size, scale=scale)
+        if kind == "static":
+            assert wanted == write()
+        else:
+            assert write(cache=kind, lookup=3) == write(cache=kind, draft="itself", smaller=model) == wanted
