@@ -100,7 +100,8 @@ def build(
         vocabulary: pieces of the tokenizer; None when `model` decides.
         device: where to.
         dry: a mode (fake tensors) to allocate under; parameters then get no values. Everything before stays on meta.
-        reading: the build is not trained, so that its model may be one that `preheat compress` made.
+        reading: the build is not trained: its weights have the dtype that they stand in on disk, where training begins with fp32 unless the recipe
+            says otherwise, and its model may be one that `preheat compress` made.
 
     Raises:
         RecipeError: the model cannot be had, or techniques cannot serve here; all reasons are named.
@@ -130,7 +131,7 @@ def build(
     where = torch.device(device.kind if dry is None or torch.cuda.is_available() else "cpu")
     made = Build(recipe=recipe, device=device, model=context.model, tags=context.tags, torch_device=where)
     made.mesh = Mesh.form(context.sizes, where.type)
-    made.parts["trained"] = [adapter.build_on_meta(config, trust=recipe.model.trust_remote_code)]
+    made.parts["trained"] = [adapter.build_on_meta(config, trust=recipe.model.trust_remote_code, as_stored=reading)]
     made.weights = WeightSource(_weights_folder(recipe))
     if made.weights.folder and (stored := getattr(config, "quantization_config", None)):
         _stored_quantized(made, stored, reading)

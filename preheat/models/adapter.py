@@ -221,8 +221,12 @@ def _refuse(config: PretrainedConfig) -> None:
             raise RecipeError(f"model: {config.model_type} has {key} = {value}, which preheat does not handle yet")
 
 
-def build_on_meta(config: PretrainedConfig, *, trust: bool = False) -> PreTrainedModel:
+def build_on_meta(config: PretrainedConfig, *, trust: bool = False, as_stored: bool = False) -> PreTrainedModel:
     """The model with its parameters on the meta device: no memory, no values. Its attention goes through preheat's slots.
+
+    Args:
+        as_stored: parameters have the dtype that the configuration names; fp32 otherwise, whatever it names: what is trained in less says so
+            in its recipe.
 
     Raises:
         RecipeError: preheat cannot train this kind of model; the message says why.
@@ -235,9 +239,12 @@ def build_on_meta(config: PretrainedConfig, *, trust: bool = False) -> PreTraine
     _refuse(config)
     _register_attention()
     ours = {"experts_implementation": experts.register()} if experts.sizes_of(config)[0] else {}
+    dtype = (as_stored and config.get_text_config().dtype) or torch.float32
     try:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION, trust_remote_code=trust, **ours)
+            model = AutoModelForCausalLM.from_config(
+                config, attn_implementation=ATTENTION, trust_remote_code=trust, dtype=dtype, **ours
+            )
     except ValueError as error:
         raise RecipeError(
             f"model: {config.model_type} is no decoder-only model that transformers can build ({str(error).splitlines()[0][:200]})"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 __all__ = ["hooked", "layer_by_layer", "linear_maps", "loss", "matrix", "plainly", "require_rows", "run", "skipping"]
+
+
+_AT_ONCE = 8
+"""Rows that pass through a model together."""
 
 
 def require_rows(rows: Sequence[Tensor], who: str) -> None:
@@ -83,11 +88,12 @@ def run(model: PreTrainedModel, rows: Sequence[Tensor]) -> None:
 def loss(model: PreTrainedModel, rows: Sequence[Tensor]) -> float:
     """Mean cross entropy of the rows' next tokens, in nats. To be called within `plainly`."""
     total, tokens = 0.0, 0
-    for row in rows:
-        row = row.to(model.device)
-        logits = model(input_ids=row).logits[:, :-1].flatten(0, 1).float()
-        total += float(nn.functional.cross_entropy(logits, row[:, 1:].flatten(), reduction="sum"))
-        tokens += row[:, 1:].numel()
+    for _, alike in itertools.groupby(rows, key=lambda row: row.shape[-1]):
+        for some in torch.cat(list(alike)).split(_AT_ONCE):
+            some = some.to(model.device)
+            logits = model(input_ids=some).logits[:, :-1].flatten(0, 1).float()
+            total += float(nn.functional.cross_entropy(logits, some[:, 1:].flatten(), reduction="sum"))
+            tokens += some[:, 1:].numel()
     return total / tokens
 
 

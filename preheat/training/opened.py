@@ -175,7 +175,7 @@ def _told(path: Path) -> dict[str, Any]:
     return dict(json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else {}
 
 
-def _folder(model: str, tokenizer_folder: str, *, reading: bool = True) -> Opened:
+def _folder(model: str, tokenizer_folder: str) -> Opened:
     from preheat.data.tokenizer import load_tokenizer
     from preheat.models.adapter import configure, facts
 
@@ -184,13 +184,14 @@ def _folder(model: str, tokenizer_folder: str, *, reading: bool = True) -> Opene
     tokenizer = load_tokenizer(tokenizer_folder)
     recipe = replace(recipe, batch=replace(recipe.batch, size=8, length=min(512, positions or 512)))
     device, _ = resolve(recipe)
-    made = build(recipe, vocabulary=len(tokenizer), device=device, reading=reading)
+    made = build(recipe, vocabulary=len(tokenizer), device=device, reading=True)
     return Opened(recipe, made, tokenizer, None, tokenizer_folder)
 
 
 def _adapter(path: Path, base: str | None) -> Opened:
     from preheat.ops.nf4 import pack_
     from preheat.ops.peft_folder import put_in, read_folder
+    from preheat.ops.quantized_folder import quantized_modules
 
     folder = read_folder(path, "adapter")
     named = base or folder.base
@@ -198,7 +199,7 @@ def _adapter(path: Path, base: str | None) -> Opened:
         raise RecipeError(f"adapter: {path} names no base model; name it with --base")
     own = any((path / name).exists() for name in ("tokenizer.json", "tokenizer.model"))
     try:
-        opened = _folder(named, str(path) if own else named, reading=False)
+        opened = _folder(named, str(path) if own else named)
     except RecipeError as error:
         if base is not None:
             raise RecipeError(str(error).replace("model.path:", "--base:", 1)) from None
@@ -208,6 +209,11 @@ def _adapter(path: Path, base: str | None) -> Opened:
             ) from None
         raise
     model = opened.build.trained[0]
+    if quantized_modules(model):
+        knob = "--base" if base is not None else f"adapter: {path}"
+        raise RecipeError(
+            f"{knob}: {named} is compressed, and what is rounded carries no adapters; name the model it was made from"
+        )
     folder.on_base(named, opened.build.weights, stated=base is not None)
     if packed := folder.written.get("nf4"):
         pack_([model.get_submodule(name) for name in packed["modules"]], double=packed["double_quantization"])

@@ -164,3 +164,19 @@ def test_the_dial_meets_its_size(size: str, gated: bool) -> None:
 def test_the_learning_rate_of_the_dial_is_the_published_fit() -> None:
     # Kaplan et al. 2020 give 0.003239 - 0.0001395 ln N; at a billion parameters that is 3.5e-4.
     assert sizes.learning_rate(10**9) == pytest.approx(3.48e-4, rel=0.01)
+
+
+def test_training_begins_in_fp32_whatever_the_folder_stands_in_and_reading_keeps_it(tmp_path: Path) -> None:
+    config = transformers.LlamaConfig(
+        hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=48, vocab_size=96, max_position_embeddings=64
+    )
+    transformers.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path)
+    recipe = f"model: {{path: {tmp_path}}}\nbatch: {{size: 1, length: 16}}\nstop: {{steps: 1}}\n"
+    for techniques, reading, wanted in (
+        ("{}", False, torch.float32),
+        ("{mixed_precision: {mode: bf16}}", False, torch.float32),
+        ("{mixed_precision: {mode: bf16_weights}}", False, torch.bfloat16),
+        ("{}", True, torch.bfloat16),
+    ):
+        made = build(parse(f"{recipe}techniques: {techniques}"), vocabulary=96, device=DEVICE, reading=reading)
+        assert made.trained[0].get_input_embeddings().weight.dtype == wanted, (techniques, reading)
