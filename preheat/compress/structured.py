@@ -15,9 +15,9 @@ import torch
 from preheat.errors import RecipeError
 from preheat.models import slicing
 from preheat.models.adapter import anatomy
-from preheat.models.calibration import hooked, loss, matrix, plainly, run, skipping
+from preheat.models.calibration import hooked, layer_by_layer, loss, matrix, plainly, run, skipping
 from preheat.models.slicing import Kept, Sizes
-from preheat.ops.importance import added, highest, influence, moments
+from preheat.ops.importance import added, highest, influence, moments, refit
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -163,11 +163,16 @@ def chosen(importance: Importance, now: Sizes, wanted: Sizes) -> Kept:
     return kept
 
 
-def pruned(model: PreTrainedModel, importance: Importance, wanted: Sizes) -> PreTrainedModel:
+def pruned(
+    model: PreTrainedModel, importance: Importance, wanted: Sizes, rows: Sequence[Tensor] | None = None
+) -> PreTrainedModel:
     """A new model of the wanted sizes from the most important parts of `model`, which stays as it is.
 
     A norm over fewer dimensions divides by their own size: its weight is scaled by what the size of the stream changes over the
     calibration rows, so that what is left of it stays as large as it was.
+
+    Args:
+        rows: to fit what the heads and channels that stay write to the stream to what all of them wrote, by least squares; None: slices alone.
     """
     kept = chosen(importance, slicing.sizes_of(model.config), wanted)
     made = slicing.smaller(model, kept)
@@ -177,7 +182,40 @@ def pruned(model: PreTrainedModel, importance: Importance, wanted: Sizes) -> Pre
             for name, norm in slicing.norms_over_stream(made).items():
                 squares = importance.streams[before(name)[1]]
                 norm.weight.mul_((squares[kept.hidden].mean() / squares.mean()).sqrt())  # type: ignore[operator,union-attr]
+    if rows is not None and (kept.heads is not None or kept.channels is not None):
+        _refit(model, made, kept, rows)
     return made
+
+
+def _refit(model: PreTrainedModel, made: PreTrainedModel, kept: Kept, rows: Sequence[Tensor]) -> None:
+    """Fits the maps of `made` that read heads and channels, in place; of one layer at a time, whose inputs' products are large."""
+    before, indices = slicing.origin(model, kept), slicing.Indices(model, kept)
+    targets = {before(name)[1]: module for what in ("heads", "channels") for _, name, module in slicing.readers(made, what)}
+    sources = {
+        name: (layer, what, module) for what in ("heads", "channels") for layer, name, module in slicing.readers(model, what)
+    }
+    with plainly(model):
+        for prefix, _, through in layer_by_layer(model, rows):
+            here = [
+                (indices.of(what, layer), module, targets[name])
+                for name, (layer, what, module) in sources.items()
+                if name.startswith(f"{prefix}.") and name in targets and indices.of(what, layer) is not None
+            ]
+            grams = [matrix(module).new_zeros(2 * matrix(module).shape[1:]) for _, module, _ in here]
+            with hooked([(module, _summing(gram)) for (_, module, _), gram in zip(here, grams, strict=True)]):
+                through()
+            for (index, module, target), gram in zip(here, grams, strict=True):
+                assert index is not None
+                fitted = refit(matrix(module), gram, index.to(gram.device))
+                matrix(target).copy_(fitted if kept.hidden is None else fitted[kept.hidden.to(gram.device)])
+
+
+def _summing(gram: Tensor) -> Any:
+    def tell(before: Tensor, after: Tensor) -> None:
+        x = before.float().flatten(0, -2)
+        gram.addmm_(x.t(), x)
+
+    return tell
 
 
 def heads_at_once(now: Sizes) -> int:
