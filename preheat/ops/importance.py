@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["added", "highest", "influence", "lowest", "moments", "refit", "two_of_four", "wanda"]
+__all__ = ["added", "blocks", "highest", "influence", "lowest", "moments", "refit", "two_of_four", "wanda"]
 
 
 def wanda(weight: Tensor, squares: Tensor) -> Tensor:
@@ -52,6 +52,12 @@ def moments(x: Tensor, units: int) -> Tensor:
     """
     parts = x.reshape(-1, units, x.shape[-1] // units).transpose(0, 1)
     return parts.transpose(1, 2) @ parts
+
+
+def blocks(gram: Tensor, units: int) -> Tensor:
+    """`moments` for so many units out of the products of all inputs with one another: [in, in] -> [units, size, size]."""
+    size = len(gram) // units
+    return gram.view(units, size, units, size).diagonal(dim1=0, dim2=2).permute(2, 0, 1)
 
 
 def added(weight: Tensor, second: Tensor) -> Tensor:

@@ -115,6 +115,7 @@ def test_what_a_unit_adds_is_the_size_of_its_part() -> None:
             for u in range(units)
         ]
         assert torch.allclose(ops.added(weight, ops.moments(x, units)), torch.stack(slow))
+        assert torch.allclose(ops.blocks(ops.moments(x, 1)[0], units), ops.moments(x, units))
     turned = ops.influence(torch.tensor([[1.0, 0], [1, 0]]), torch.tensor([[0.0, 2], [3, 0]]))
     assert float(turned) == pytest.approx(0.5), "one token is turned by a right angle, one not at all"
 
@@ -411,10 +412,10 @@ def test_the_lottery_keeps_the_shape_of_the_lowest_loss() -> None:
     settings: dict[str, Any] = {"draws": 5, "smallest": 0.3, "multiple": 4, "seed": 1}
     model, whole = made("qwen3"), made("qwen3")
     words, gone = prune_by_lottery(model, ROWS, parameters=0.7, **settings)
-    importance = structured.measure(whole, ROWS)
+    importance = structured.measure(whole, ROWS, products=True)
     losses = []
     for sizes in shapes.draw(whole, parameters=0.7, **settings):
-        cut = structured.pruned(whole, importance, sizes, ROWS)
+        cut = structured.pruned(whole, importance, sizes, refit=True)
         with plainly(cut):
             losses.append(loss(cut, ROWS))
     with plainly(model):
@@ -439,17 +440,18 @@ def test_importance_knows_what_a_trained_model_needs(data_folder: Path) -> None:
     tokens = torch.tensor(tokenizer.encode(text))
     rows, held_out = [tokens[:1024].view(-1, 256), tokens[1024:2048].view(-1, 256)]
     calibration = list(rows.split(1))
-    now, importance = slicing.sizes_of(model.config), structured.measure(model, calibration)
+    now, importance = slicing.sizes_of(model.config), structured.measure(model, calibration, products=True)
     turned = structured.Importance(
         heads=[-scores for scores in importance.heads],
         channels=[-scores for scores in importance.channels],
         hidden=-importance.hidden,
         layers=-importance.layers,
         streams=importance.streams,
+        products={},
     )
 
     def after(importance: Any, refit: bool = False, **changed: int) -> float:
-        cut = structured.pruned(model, importance, replace(now, **changed), calibration if refit else None)
+        cut = structured.pruned(model, importance, replace(now, **changed), refit=refit)
         with plainly(cut):
             return loss(cut, [held_out])
 

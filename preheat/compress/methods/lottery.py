@@ -4,7 +4,7 @@ What: importance is measured once, as `width` and `depth` do; shapes that the bu
 model, and the one with the lowest loss over the calibration rows is kept. The budget is a share of the parameters, of the latency (a row's
 forward pass, measured here against the whole model's), or both.
 Helps: one number in place of four; what a family can do without differs, and the mixture is found by trying. Hurts: a short measurement
-and four passes over the rows for each draw; the loss before recovery ranks shapes well, not exactly as the loss after it; a latency is
+and a pass over the rows for each draw; the loss before recovery ranks shapes well, not exactly as the loss after it; a latency is
 that of this machine.
 Serves llama, mistral, qwen2, qwen3 and gpt2; not experts.
 Source: the search of Minitron, Muralidharan et al. 2024 (arXiv:2407.14679), section 2.3, at random instead of over all.
@@ -75,11 +75,11 @@ def prune_by_lottery(
             f"parameters: {parameters:g} is met by no shape that keeps {smallest:g} of each kind: the smallest has {least:.2f} of the parameters; "
             f"raise parameters to {least + 0.05:.2f}, or lower smallest"
         )
-    importance, fitted = structured.measure(model, rows), rows if refit else None
+    importance = structured.measure(model, rows, products=refit)
     found: list[tuple[float, int, slicing.Sizes]] = []
     times: list[float] = []
     for sizes in drawn:
-        made = structured.pruned(model, importance, sizes, fitted)
+        made = structured.pruned(model, importance, sizes, refit=refit)
         if latency:
             times.append(shapes.relative_time(made, model, rows))
             if times[-1] > latency:
@@ -91,7 +91,7 @@ def prune_by_lottery(
             f"latency: {latency:g} is met by none of {len(drawn)} shapes; the quickest takes {min(times):.2f} of the whole model's time; raise latency, or lower smallest{' and parameters' if parameters else ''}"
         )
     best, _, sizes = min(found)
-    slicing.become(model, structured.pruned(model, importance, sizes, fitted))
+    slicing.become(model, structured.pruned(model, importance, sizes, refit=refit))
     after = model.num_parameters()
     tried = f"the best of {len(found)} shapes by loss over {len(rows)} rows: {best:.3f} (the worst {max(found)[0]:.3f})"
     late = f"; {len(drawn) - len(found)} took more than {latency:g} of the time" if latency else ""
@@ -115,7 +115,7 @@ class Lottery(Method):
     seed: Whole = 0
     """Of the draws."""
     refit: bool = True
-    """Fit the maps behind heads and channels to what all of them wrote over the calibration rows, by least squares; false: plain slices."""
+    """Fit the maps behind heads and channels to what all of them wrote over the calibration rows, by least squares; false: plain slices. It takes about the model's memory again."""
 
     def check(self, model: ModelFacts) -> list[str]:
         found = [

@@ -73,8 +73,8 @@ def prune_width(
         raise RecipeError(
             f"heads: {heads:g}, channels: {channels:g}, hidden: {hidden:g}: leave the model as it is, to the next multiple; ask for smaller shares"
         )
-    before = model.num_parameters()
-    slicing.become(model, structured.pruned(model, structured.measure(model, rows), wanted, rows if refit else None))
+    before, importance = model.num_parameters(), structured.measure(model, rows, products=refit)
+    slicing.become(model, structured.pruned(model, importance, wanted, refit=refit))
     after = model.num_parameters()
     return structured.told(now, wanted, before, after), before - after
 
@@ -93,7 +93,7 @@ class Width(Method):
     """Channels and dimensions come in multiples of it: 64 or 128 for a GPU's kernels."""
 
     refit: bool = True
-    """Fit the maps behind heads and channels to what all of them wrote over the calibration rows, by least squares; false: plain slices."""
+    """Fit the maps behind heads and channels to what all of them wrote over the calibration rows, by least squares; false: plain slices. It takes about the model's memory again."""
 
     def check(self, model: ModelFacts) -> list[str]:
         found = [
