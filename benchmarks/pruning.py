@@ -66,6 +66,8 @@ def of_run(run: Path, folder: Path) -> tuple[Recipe, int]:
     huggingface.write(run, folder / "whole")
     data = replace(recipe.data, tokenizer=str(run / "tokenizer"))
     tokens = steps * recipe.batch.size * recipe.batch.length
+    if recipe.optimizer.lr != "auto":  # what a new model learns fast by unlearns a trained one
+        recipe = replace(recipe, optimizer=replace(recipe.optimizer, lr=recipe.optimizer.lr / 4))
     return replace(recipe, data=data, model=Model(path=str(folder / "whole")), parallel=recipes.Parallel()), tokens
 
 
@@ -127,7 +129,7 @@ def main() -> None:
     parser.add_argument("--share", type=float, default=0.7, help="of the parameters that stays")
     parser.add_argument("--recover", type=float, default=0.1, help="share of the trained tokens that recovery reads")
     parser.add_argument("--methods", nargs="+", default=["lottery", "width", "depth"], choices=["lottery", "width", "depth"])
-    parser.add_argument("--lr", type=float, help="of recovery; the recipe's when not given")
+    parser.add_argument("--lr", type=float, help="of recovery; a quarter of the run's when not given")
     parser.add_argument(
         "--distil", action="store_true", help="recover by distillation from the whole model instead of by labels"
     )

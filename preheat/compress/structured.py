@@ -6,7 +6,7 @@ The methods `width`, `depth` and `lottery` are settings over these functions.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,8 @@ from preheat.models import slicing
 from preheat.models.adapter import anatomy
 from preheat.models.calibration import hooked, loss, matrix, plainly, run, skipping
 from preheat.models.slicing import Kept, Sizes
-from preheat.ops.importance import added, highest, influence, moments
+from preheat.ops.importance import added, blocks, highest, influence, moments
+from preheat.ops.importance import refit as fitted_map
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -48,6 +49,8 @@ class Importance:
         hidden: size of each dimension of the stream behind its norms, root mean square over tokens, summed over the norms: [width].
         layers: how much each layer turns the stream (block influence): [layers].
         streams: mean square of what each norm over the stream reads, by the norm's name: [width].
+        products: of the inputs of each map that reads heads or channels with one another, summed over tokens, by its name: [in, in]. For all
+            layers they take about the memory that the model's weights take in fp32; empty where they were not asked for.
     """
 
     heads: list[Tensor]
@@ -55,6 +58,7 @@ class Importance:
     hidden: Tensor
     layers: Tensor
     streams: dict[str, Tensor]
+    products: dict[str, Tensor]
 
 
 class _Mean:
@@ -71,7 +75,7 @@ class _Mean:
         return self.total / self.tokens  # type: ignore[no-any-return]
 
 
-def measure(model: PreTrainedModel, rows: Sequence[Tensor]) -> Importance:
+def measure(model: PreTrainedModel, rows: Sequence[Tensor], *, products: bool = False) -> Importance:
     """Passes the rows through the model once and looks at all its parts. `model` is one of `slicing.FAMILIES`.
 
     Heads and channels count by what they add to the stream, the map behind them included, where Minitron (arXiv:2407.14679) looks at
@@ -79,6 +83,7 @@ def measure(model: PreTrainedModel, rows: Sequence[Tensor]) -> Importance:
 
     Args:
         rows: calibration rows, [1, length] tokens each.
+        products: keep the inputs' products too, which a refit needs.
 
     Raises:
         RecipeError: another family.
@@ -86,16 +91,17 @@ def measure(model: PreTrainedModel, rows: Sequence[Tensor]) -> Importance:
     sizes = slicing.sizes_of(model.config)
     hooks: list[Any] = []
 
-    def watch(units: int) -> Any:
-        mean = _Mean()
-        return mean, lambda before, after: mean.add(moments(before.float(), units), 1)
+    def watch(units: int) -> tuple[_Mean, Any]:
+        mean = _Mean()  # one unit of all inputs: products of everything with everything
+        return mean, lambda before, after: mean.add(moments(before.float(), 1 if products else units), 1)
 
-    found: dict[str, list[tuple[_Mean, Any]]] = {"heads": [], "channels": []}
-    for what, units in (("heads", sizes.heads), ("channels", sizes.channels)):
-        for _, _, module in slicing.readers(model, what):
-            mean, tell = watch(units)
-            hooks.append((module, tell))
-            found[what].append((mean, module))
+    found: dict[str, list[tuple[str, _Mean, Any]]] = {"heads": [], "channels": []}
+    units = {"heads": sizes.heads, "channels": sizes.channels}
+    for what, count in units.items():
+        for _, name, module in slicing.readers(model, what):
+            mean, tell_products = watch(count)
+            hooks.append((module, tell_products))
+            found[what].append((name, mean, module))
     outs, streams = {}, {}
     for name, norm in slicing.norms_over_stream(model).items():
         outs[name], streams[name] = _Mean(), _Mean()
@@ -110,13 +116,18 @@ def measure(model: PreTrainedModel, rows: Sequence[Tensor]) -> Importance:
     turns, more = _influence_hooks(model)
     with plainly(model), hooked(hooks + more):
         run(model, rows)
-    scores = {what: [added(matrix(module), mean.total).cpu() for mean, module in parts] for what, parts in found.items()}
+    scores: dict[str, list[Tensor]] = {what: [] for what in found}
+    for what, parts in found.items():
+        for _, mean, module in parts:
+            second = blocks(mean.total[0], units[what]) if products else mean.total
+            scores[what].append(added(matrix(module), second).cpu())
     return Importance(
         heads=scores["heads"],
         channels=scores["channels"],
         hidden=torch.stack([mean.value().sqrt() for mean in outs.values()]).sum(0).cpu(),
         layers=torch.stack([mean.value() for mean in turns]).cpu(),
         streams={name: mean.value().cpu() for name, mean in streams.items()},
+        products={name: mean.total[0] for parts in found.values() for name, mean, _ in parts} if products else {},
     )
 
 
@@ -163,11 +174,14 @@ def chosen(importance: Importance, now: Sizes, wanted: Sizes) -> Kept:
     return kept
 
 
-def pruned(model: PreTrainedModel, importance: Importance, wanted: Sizes) -> PreTrainedModel:
+def pruned(model: PreTrainedModel, importance: Importance, wanted: Sizes, *, refit: bool = False) -> PreTrainedModel:
     """A new model of the wanted sizes from the most important parts of `model`, which stays as it is.
 
     A norm over fewer dimensions divides by their own size: its weight is scaled by what the size of the stream changes over the
     calibration rows, so that what is left of it stays as large as it was.
+
+    Args:
+        refit: fit what the heads and channels that stay write to the stream to what all of them wrote, by least squares; else slices alone.
     """
     kept = chosen(importance, slicing.sizes_of(model.config), wanted)
     made = slicing.smaller(model, kept)
@@ -177,7 +191,23 @@ def pruned(model: PreTrainedModel, importance: Importance, wanted: Sizes) -> Pre
             for name, norm in slicing.norms_over_stream(made).items():
                 squares = importance.streams[before(name)[1]]
                 norm.weight.mul_((squares[kept.hidden].mean() / squares.mean()).sqrt())  # type: ignore[operator,union-attr]
+    if refit:
+        with torch.no_grad():
+            _refit(model, made, kept, importance.products)
     return made
+
+
+def _refit(model: PreTrainedModel, made: PreTrainedModel, kept: Kept, products: Mapping[str, Tensor]) -> None:
+    """Fits the maps of `made` that read heads and channels, in place."""
+    before, indices = slicing.origin(model, kept), slicing.Indices(model, kept)
+    for what in ("heads", "channels"):
+        for _, name, module in slicing.readers(made, what):
+            layer, source = before(name)
+            index = indices.of(what, layer) if indices.narrow else None
+            if index is None:
+                continue
+            fitted = fitted_map(matrix(model.get_submodule(source)), products[source], index.to(products[source].device))
+            matrix(module).copy_(fitted if kept.hidden is None else fitted[kept.hidden.to(fitted.device)])
 
 
 def heads_at_once(now: Sizes) -> int:

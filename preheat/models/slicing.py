@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "FAMILIES",
+    "Indices",
     "Kept",
     "Sizes",
     "become",
@@ -234,7 +235,7 @@ def smaller(model: PreTrainedModel, kept: Kept) -> PreTrainedModel:
     if any(isinstance(m, DynamicRotary | LongRotary) for m in model.modules()):
         own_rotary(made)
     before = origin(model, kept)
-    indices = _Indices(model, kept)
+    indices = Indices(model, kept)
     modules = dict(model.named_modules())
     with torch.no_grad():
         for name, module in made.named_modules():
@@ -267,7 +268,7 @@ def become(model: PreTrainedModel, made: PreTrainedModel) -> None:
     model.config = made.config
 
 
-class _Indices:
+class Indices:
     """Which elements of each dimension of each parameter stay."""
 
     def __init__(self, model: PreTrainedModel, kept: Kept):
@@ -283,12 +284,13 @@ class _Indices:
             return value.clone()
         found = value
         for dimension, axis in enumerate(_axes(self.config, name, value.ndim)):
-            index = self._of(axis, layer)
+            index = self.of(axis, layer)
             if index is not None:
                 found = torch.index_select(found, dimension, index.to(found.device))
         return found.contiguous() if found is not value else value.clone()
 
-    def _of(self, axis: str, layer: int) -> Tensor | None:
+    def of(self, axis: str, layer: int) -> Tensor | None:
+        """The elements that stay along `hidden`, `channels`, `heads` ... of a layer; None: all."""
         import torch
 
         kept, sizes = self.kept, self.sizes

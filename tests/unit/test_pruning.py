@@ -115,8 +115,21 @@ def test_what_a_unit_adds_is_the_size_of_its_part() -> None:
             for u in range(units)
         ]
         assert torch.allclose(ops.added(weight, ops.moments(x, units)), torch.stack(slow))
+        assert torch.allclose(ops.blocks(ops.moments(x, 1)[0], units), ops.moments(x, units))
     turned = ops.influence(torch.tensor([[1.0, 0], [1, 0]]), torch.tensor([[0.0, 2], [3, 0]]))
     assert float(turned) == pytest.approx(0.5), "one token is turned by a right angle, one not at all"
+
+
+def test_a_refit_map_is_the_least_squares_solution() -> None:
+    torch.manual_seed(0)
+    x, weight, kept = torch.randn(40, 9) @ torch.randn(9, 9), torch.randn(5, 9), torch.tensor([0, 2, 3, 7])
+    found = ops.refit(weight, x.t() @ x, kept, ridge=0.1)
+    part, root = x[:, kept], (0.1 * x[:, kept].square().sum(0).mean()).sqrt()
+    rows = torch.cat([part, root * torch.eye(4)])
+    wanted = torch.cat([x @ weight.t(), root * weight[:, kept].t()])
+    assert off(found, torch.linalg.lstsq(rows, wanted).solution.t()) < 1e-4
+    gone = torch.tensor([1, 4, 5, 6, 8])
+    assert torch.equal(ops.refit(weight.index_fill(1, gone, 0), x.t() @ x, kept), weight[:, kept])
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
@@ -399,10 +412,10 @@ def test_the_lottery_keeps_the_shape_of_the_lowest_loss() -> None:
     settings: dict[str, Any] = {"draws": 5, "smallest": 0.3, "multiple": 4, "seed": 1}
     model, whole = made("qwen3"), made("qwen3")
     words, gone = prune_by_lottery(model, ROWS, parameters=0.7, **settings)
-    importance = structured.measure(whole, ROWS)
+    importance = structured.measure(whole, ROWS, products=True)
     losses = []
     for sizes in shapes.draw(whole, parameters=0.7, **settings):
-        cut = structured.pruned(whole, importance, sizes)
+        cut = structured.pruned(whole, importance, sizes, refit=True)
         with plainly(cut):
             losses.append(loss(cut, ROWS))
     with plainly(model):
@@ -411,9 +424,9 @@ def test_the_lottery_keeps_the_shape_of_the_lowest_loss() -> None:
     assert whole.num_parameters() - model.num_parameters() == gone
     assert "the best of 5 shapes" in words
     late = made("qwen3")
-    words, _ = prune_by_lottery(late, ROWS, parameters=0, latency=0.99, **settings | {"draws": 12})
+    words, _ = prune_by_lottery(late, ROWS, parameters=0, latency=0.99, **settings | {"draws": 6})
     assert late.num_parameters() < whole.num_parameters()
-    assert "of 12 shapes" in words or "took more than 0.99" in words
+    assert "of 6 shapes" in words or "took more than 0.99" in words
 
 
 # --- the real model -------------------------------------------------------------------------------------------------
@@ -427,17 +440,18 @@ def test_importance_knows_what_a_trained_model_needs(data_folder: Path) -> None:
     tokens = torch.tensor(tokenizer.encode(text))
     rows, held_out = [tokens[:1024].view(-1, 256), tokens[1024:2048].view(-1, 256)]
     calibration = list(rows.split(1))
-    now, importance = slicing.sizes_of(model.config), structured.measure(model, calibration)
+    now, importance = slicing.sizes_of(model.config), structured.measure(model, calibration, products=True)
     turned = structured.Importance(
         heads=[-scores for scores in importance.heads],
         channels=[-scores for scores in importance.channels],
         hidden=-importance.hidden,
         layers=-importance.layers,
         streams=importance.streams,
+        products={},
     )
 
-    def after(importance: Any, **changed: int) -> float:
-        cut = structured.pruned(model, importance, replace(now, **changed))
+    def after(importance: Any, refit: bool = False, **changed: int) -> float:
+        cut = structured.pruned(model, importance, replace(now, **changed), refit=refit)
         with plainly(cut):
             return loss(cut, [held_out])
 
@@ -446,6 +460,8 @@ def test_importance_knows_what_a_trained_model_needs(data_folder: Path) -> None:
     for changed in ({"heads": 4, "kv_heads": 2}, {"channels": 88}, {"hidden": 48}, {"layers": 4}):
         assert after(importance, **changed) < after(turned, **changed) - 0.1, changed
     assert after(importance, channels=152) < before + 0.4
+    for changed in ({"heads": 4, "kv_heads": 2}, {"channels": 88}, {"channels": 128, "layers": 4, "hidden": 56}):
+        assert after(importance, refit=True, **changed) < after(importance, **changed) - 0.1, changed
     zeros: Any = transformers.AutoModelForCausalLM.from_pretrained(data_folder / "stories260K-hf").eval()
     prune_by_wanda(model, calibration)
     prune_by_magnitude(zeros)

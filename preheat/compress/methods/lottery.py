@@ -37,6 +37,7 @@ def prune_by_lottery(
     smallest: float = 0.4,
     multiple: int = 8,
     seed: int = 0,
+    refit: bool = True,
 ) -> tuple[str, int]:
     """Makes a transformers model the best of the smaller shapes that are drawn for a budget, in place.
 
@@ -48,6 +49,7 @@ def prune_by_lottery(
         smallest: least share of each kind that is tried.
         multiple: channels and dimensions are multiples of it.
         seed: of the draws.
+        refit: as in `prune_width`.
 
     Returns:
         What was done, in words, and the number of parameters that went away.
@@ -73,11 +75,11 @@ def prune_by_lottery(
             f"parameters: {parameters:g} is met by no shape that keeps {smallest:g} of each kind: the smallest has {least:.2f} of the parameters; "
             f"raise parameters to {least + 0.05:.2f}, or lower smallest"
         )
-    importance = structured.measure(model, rows)
+    importance = structured.measure(model, rows, products=refit)
     found: list[tuple[float, int, slicing.Sizes]] = []
     times: list[float] = []
     for sizes in drawn:
-        made = structured.pruned(model, importance, sizes)
+        made = structured.pruned(model, importance, sizes, refit=refit)
         if latency:
             times.append(shapes.relative_time(made, model, rows))
             if times[-1] > latency:
@@ -89,7 +91,7 @@ def prune_by_lottery(
             f"latency: {latency:g} is met by none of {len(drawn)} shapes; the quickest takes {min(times):.2f} of the whole model's time; raise latency, or lower smallest{' and parameters' if parameters else ''}"
         )
     best, _, sizes = min(found)
-    slicing.become(model, structured.pruned(model, importance, sizes))
+    slicing.become(model, structured.pruned(model, importance, sizes, refit=refit))
     after = model.num_parameters()
     tried = f"the best of {len(found)} shapes by loss over {len(rows)} rows: {best:.3f} (the worst {max(found)[0]:.3f})"
     late = f"; {len(drawn) - len(found)} took more than {latency:g} of the time" if latency else ""
@@ -112,6 +114,8 @@ class Lottery(Method):
     """Channels and dimensions come in multiples of it: 64 or 128 for a GPU's kernels."""
     seed: Whole = 0
     """Of the draws."""
+    refit: bool = True
+    """Fit the maps behind heads and channels to what all of them wrote over the calibration rows, by least squares; false: plain slices. It takes about the model's memory again."""
 
     def check(self, model: ModelFacts) -> list[str]:
         found = [
@@ -136,5 +140,6 @@ class Lottery(Method):
                 smallest=self.smallest,
                 multiple=self.multiple,
                 seed=self.seed,
+                refit=self.refit,
             )
         )

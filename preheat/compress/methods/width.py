@@ -1,13 +1,14 @@
 """Width pruning: fewer heads, feed-forward channels and stream dimensions; an ordinary, narrower model of the family.
 
 What: over calibration rows each head and channel counts by what it adds to the residual stream, each dimension of the stream by its size
-behind the norms. The least are cut out of every matrix. Query heads go with their key-value head; each layer chooses its own heads and
-channels, the stream is one for all.
+behind the norms. The least are cut out of every matrix, and the maps that read the heads and channels that stay are fitted to what all of
+them wrote (least squares over the rows). Query heads go with their key-value head; each layer chooses its own heads and channels, the
+stream is one for all.
 Helps: fewer parameters, operations and bytes in every step, on any machine and under any kernel; of the ways to cut a model by a third it
 keeps the most after recovery. Hurts: quality falls at once and must be trained back: go on from the written folder (`model.path`), by
 distillation from the larger model if there is one to spare. Dimensions of the stream cost the most quality for each parameter.
 Serves llama, mistral, qwen2, qwen3 and gpt2; not experts.
-Source: Minitron, Muralidharan et al. 2024 (arXiv:2407.14679).
+Source: Minitron, Muralidharan et al. 2024 (arXiv:2407.14679); the fit: Kurtic et al. 2023 (arXiv:2302.04089).
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ def prune_width(
     channels: float = 1.0,
     hidden: float = 1.0,
     multiple: int = 8,
+    refit: bool = True,
 ) -> tuple[str, int]:
     """Makes a transformers model narrower, configuration and all, in place.
 
@@ -44,6 +46,7 @@ def prune_width(
         channels: share of the feed-forward channels that stay.
         hidden: share of the stream's dimensions that stay.
         multiple: channels and dimensions are multiples of it.
+        refit: fit what the heads and channels that stay write to what all of them wrote.
 
     Returns:
         What was done, in words, and the number of parameters that went away.
@@ -70,8 +73,8 @@ def prune_width(
         raise RecipeError(
             f"heads: {heads:g}, channels: {channels:g}, hidden: {hidden:g}: leave the model as it is, to the next multiple; ask for smaller shares"
         )
-    before = model.num_parameters()
-    slicing.become(model, structured.pruned(model, structured.measure(model, rows), wanted))
+    before, importance = model.num_parameters(), structured.measure(model, rows, products=refit)
+    slicing.become(model, structured.pruned(model, importance, wanted, refit=refit))
     after = model.num_parameters()
     return structured.told(now, wanted, before, after), before - after
 
@@ -88,6 +91,9 @@ class Width(Method):
     """Share of the stream's dimensions that stay, the same in all layers."""
     multiple: Count = 8
     """Channels and dimensions come in multiples of it: 64 or 128 for a GPU's kernels."""
+
+    refit: bool = True
+    """Fit the maps behind heads and channels to what all of them wrote over the calibration rows, by least squares; false: plain slices. It takes about the model's memory again."""
 
     def check(self, model: ModelFacts) -> list[str]:
         found = [
