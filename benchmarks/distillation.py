@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import re
 import statistics
@@ -85,6 +86,8 @@ def main() -> None:
                 recipe = recipe_of(model, source, technique, steps=options.steps, lr=options.lr, tokenizer=stories, seed=seed)
                 out = folder / f"{seed}-{name.replace(' ', '-')}"
                 summary = train(recipe, out=out)
+                if math.isnan(summary["validation_loss"]):
+                    raise SystemExit(f"{name}: was stopped before its end")
                 found[name].append(summary)
                 print(f"seed {seed} {name}: {summary['validation_loss']:.4f}", flush=True)
         student = sum(p.numel() for p in open_model(out).build.trained[0].parameters())

@@ -105,16 +105,16 @@ class Distillation(Technique):
     def check(self, context: Context) -> list[str]:
         from preheat.models import adapter, teachers
 
-        recipe, model, why = context.recipe, context.model, []
+        recipe, model = context.recipe, context.model
         if not self.teacher:
             return ["teacher: is not stated; name the Hugging Face folder of the model to learn from"]
         try:
             found = adapter.facts(teachers.config_of(Path(self.teacher), recipe.batch.length))
-            if words := _other_tokenizer(recipe, self.teacher):
-                why.append(words)
+            other = _other_tokenizer(recipe, self.teacher)
         except PreheatError as error:
             return [str(error)]
-        if model.vocabulary > found.vocabulary:
+        why = [other] if other else []
+        if not other and model.vocabulary > found.vocabulary:
             why.append(
                 f"teacher: its head has {found.vocabulary:,} rows and the student's {model.vocabulary:,}, so it says nothing of some of them; "
                 f"set model.vocabulary: {found.vocabulary} for a new student, or take another teacher"

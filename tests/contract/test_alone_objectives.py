@@ -7,6 +7,7 @@ from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from preheat.techniques.classification import accuracy_and_f1, classify, confusion
+from preheat.techniques.distillation import distillation_loss, hidden_distance
 from preheat.techniques.preference import preference_loss
 
 
@@ -55,3 +56,23 @@ def test_alone_classification() -> None:
         optimizer.step()
     found = accuracy_and_f1(confusion(model(tokens).logits[:, -1].argmax(1), truth, 3))
     assert found == {"accuracy": 1.0, "macro_f1": 1.0}
+
+
+def test_alone_distillation() -> None:
+    student, teacher, tokens = _model(), _model(), torch.randint(0, 32, (8, 10))
+    with torch.no_grad():
+        for p in teacher.parameters():
+            p.mul_(3.0)  # surer of what it says
+    said = teacher(tokens, output_hidden_states=True)
+    optimizer = torch.optim.AdamW(student.parameters(), lr=1e-2, weight_decay=0.0)
+    losses, apart = [], []
+    for _ in range(40):
+        found = student(tokens, output_hidden_states=True)
+        logits, theirs = found.logits.flatten(0, 1), said.logits.flatten(0, 1)
+        losses.append(distillation_loss(logits, theirs, tokens.flatten(), mixture=1.0, temperature=2.0).mean())
+        apart.append(hidden_distance(found.hidden_states[-1], said.hidden_states[-1].detach()).mean())
+        optimizer.zero_grad()
+        (losses[-1] + apart[-1]).backward()
+        optimizer.step()
+    assert losses[-1].item() < 0.2 * losses[0].item()
+    assert apart[-1].item() < 0.5 * apart[0].item()
