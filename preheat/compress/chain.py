@@ -24,7 +24,7 @@ from preheat.compress.compressing import Variant
 from preheat.compress.export import formats, huggingface, shared
 from preheat.compress.measuring import Before
 from preheat.compress.texts import Texts, find_texts
-from preheat.engine.build import alone
+from preheat.engine.build import alone, peak_learning_rate
 from preheat.errors import RecipeError, nearest
 from preheat.recipe import Bound, Model, Recipe, Sample, Stop
 from preheat.recipe.boundary import RecipeReader
@@ -45,6 +45,8 @@ class Step:
     """A method of `preheat compress`."""
     train: Annotated[float, Bound(0, open_low=True)] | None = None
     """Goes on training: over this share of the tokens that the run was trained on, or of its data once where a model's folder is begun with."""
+    rate: Annotated[float, Bound(0, open_low=True)] = 0.25
+    """train: learning rate at its peak, as a share of the run's: a trained model that was changed wants less than a new one."""
     export: str | None = None
     """A format of `preheat export`."""
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -110,7 +112,7 @@ class _State:
         recipe: whose data and techniques the steps that train go on with.
         texts: to calibrate with and to measure on.
         start: the folder of the model that the chain began with.
-        tokens: that a run was trained on; None: of one pass over the data.
+        tokens: that a run was trained on; None: of one pass over the data. rate: its learning rate at the peak.
         said: what is to be known of the steps. exports: what the writers gave.
     """
 
@@ -120,6 +122,7 @@ class _State:
     start: Path
     out: Path
     tokens: int | None
+    rate: float
     said: list[str] = field(default_factory=list)
     exports: list[dict[str, Any]] = field(default_factory=list)
 
@@ -167,7 +170,7 @@ def run_chain(
     start = out / "0-start"
     huggingface.write(source, start)
     tokens = (opened.step or 0) * recipe.batch.size * recipe.batch.length
-    state = _State(start, recipe, texts, start, out, tokens or None)
+    state = _State(start, recipe, texts, start, out, tokens or None, peak_learning_rate(opened.build))
     say("measuring the model that it begins with")
     before = Before.of(opened, texts, measured=measured, turns=turns)
     del opened
@@ -278,6 +281,7 @@ def _recipe(step: Step, state: _State, techniques: Mapping[str, Any]) -> Recipe:
         base,
         model=Model(path=str(state.place)),
         techniques=_kept(base) | added,
+        optimizer=replace(base.optimizer, lr=step.rate * state.rate),
         stop=stop,
         sample=Sample(),
     )

@@ -96,10 +96,13 @@ def held_logits(opened: Opened) -> list[Tensor]:
 
 
 def _bytes(made: Opened, place: Path) -> int:
-    """Of the weights as they stand in a model's folder; of a run, whose checkpoint holds more, as bf16."""
-    if made.step is None:
+    """Of the weights: as they stand on disk where any are quantized; in bf16 otherwise, as those of the model before."""
+    from preheat.ops.quantized_folder import quantized_modules
+
+    model: Any = made.build.trained[0]
+    if quantized_modules(model):
         return sum(p.stat().st_size for p in place.glob("*.safetensors"))
-    return 2 * sum({id(p): p.numel() for p in made.build.trained[0].parameters()}.values())
+    return 2 * sum({id(p): p.numel() for p in model.parameters()}.values())
 
 
 def _quality(opened: Opened, texts: Texts, measured: int) -> Result:

@@ -168,7 +168,12 @@ def test_the_learning_rate_of_the_dial_is_the_published_fit() -> None:
 
 def test_training_begins_in_fp32_whatever_the_folder_stands_in_and_reading_keeps_it(tmp_path: Path) -> None:
     config = transformers.LlamaConfig(
-        hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=48, vocab_size=96, max_position_embeddings=64
+        hidden_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=48,
+        vocab_size=96,
+        max_position_embeddings=64,
     )
     transformers.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path)
     recipe = f"model: {{path: {tmp_path}}}\nbatch: {{size: 1, length: 16}}\nstop: {{steps: 1}}\n"
