@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from preheat.compress import card, folder, speed
+from preheat.compress import card, folder
 from preheat.compress.export import shared
 from preheat.compress.method import Method, methods
+from preheat.compress.speed import Speed, speeds
 from preheat.compress.texts import Texts, find_texts
 from preheat.errors import RecipeError, RunError, nearest
 from preheat.recipe.boundary import RecipeReader
@@ -129,13 +130,21 @@ def compress(
     texts = find_texts(opened, data, rows=rows, length=length)
     before = _plainly(opened, texts, measured, say)
     prompt = texts.calibration[0][:, : max(2, min(128, texts.calibration[0].shape[1] - 1))]
-    found = []
+    found, timed = [], {"before": before.plain}
     with shared.beside(out) as beside:
-        for variant in variants:
-            place = beside if len(variants) == 1 else beside / variant.name
+        places = [beside if len(variants) == 1 else beside / variant.name for variant in variants]
+        for variant, place in zip(variants, places, strict=True):
             place.mkdir(exist_ok=True)
-            job = _Job(variant, opened, texts, measured, turns, say)
-            found.append(job.run(before, prompt, place, str(source)))
+            told, timed[variant.name] = _one(variant, opened, before, texts, place, measured, say)
+            found.append(told)
+        say("timing")
+        for name, speed in speeds(timed, prompt, turns=turns).items():
+            for told in found:
+                if name in ("before", told["name"]):
+                    told["before" if name == "before" else "after"] |= _timed(speed)
+        for told, variant, place in zip(found, variants, places, strict=True):
+            text = card.write(told, source=str(source), texts=texts, reads=variant.method.reads_rows)
+            (place / "README.md").write_text(text, encoding="utf-8")
         made = _summed(out, found, within, str(source), texts)
         (beside / "compress.json").write_text(json.dumps(made, indent=1), encoding="utf-8")
     return made
@@ -143,6 +152,7 @@ def compress(
 
 def _require(opened: Opened, variants: Sequence[Variant], source: Any) -> None:
     from preheat.models.adapter import head
+    from preheat.models.surgery import beyond_transformers
     from preheat.ops.class_head import ClassHead
     from preheat.ops.quantized_folder import quantized_modules
 
@@ -151,7 +161,11 @@ def _require(opened: Opened, variants: Sequence[Variant], source: Any) -> None:
         raise RecipeError(
             f"{source}: has a head over classes, for which there is no perplexity to measure; compress the model it was made from"
         )
-    if quantized_modules(model) and opened.step is None:
+    if beyond := beyond_transformers(model):
+        raise RecipeError(
+            f"{source}: has {' and '.join(beyond)}, which no class of transformers can load; compress the model before that"
+        )
+    if quantized_modules(model):
         raise RecipeError(f"{source}: is compressed already; name the model it was made from")
     problems = [f"--method {v.name}: {words}" for v in variants for words in v.method.check(opened.build.model)]
     if problems:
@@ -236,66 +250,48 @@ def _rise(before: Result, after: Result) -> dict[str, Any]:
     return {"perplexity_rise": math.expm1(loss["value"]), "perplexity_rise_interval": [low, high]}
 
 
-@dataclass
-class _Job:
-    """One variant: applied, written, opened again, compared, measured, described."""
+def _one(
+    variant: Variant, opened: Opened, before: _Before, texts: Texts, place: Path, measured: int, say: Say
+) -> tuple[dict[str, Any], Any]:
+    """One variant applied, written, opened again, compared and measured: what is told of it, and the model, to be timed."""
+    from preheat.ops.quantized_folder import quantized_modules
 
-    variant: Variant
-    opened: Opened
-    texts: Texts
-    measured: int
-    turns: int
-    say: Say
-
-    def run(self, before: _Before, prompt: Tensor, place: Path, source: str) -> dict[str, Any]:
-        name, method = self.variant.name, self.variant.method
-        self.say(f"{name}: compressing")
-        model = copy.deepcopy(self.opened.build.trained[0])
-        change = method.apply(model, self.texts.calibration if method.reads_rows else [])
-        dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
-        folder.write_model(model, self.opened.tokenizer, place, method=name, base=self.opened.build.weights.folder, dtype=dtype)
-        rows = _compared(self.opened)
-        held = _logits(model, rows)
-        del model
-        self.say(f"{name}: opening what was written")
-        again = open_model(place)
-        found = _logits(again.build.trained[0], rows)
-        if (off := shared.compare(held, found).largest) != 0:
-            raise RunError(
-                f"{place.name}: opened again, its logits differ by up to {off:.2g} from those of the model that was written; nothing was written; please report it"
-            )
-        self.say(f"{name}: measuring")
-        difference = shared.compare(before.logits, found)
-        agree = (
-            sum(int((a.argmax(-1) == b.argmax(-1)).sum()) for a, b in zip(before.logits, found, strict=True))
-            / difference.tokens
+    name, method = variant.name, variant.method
+    say(f"{name}: compressing")
+    model = copy.deepcopy(opened.build.trained[0])
+    change = method.apply(model, texts.calibration if method.reads_rows else [])
+    folder.write_model(model, opened.tokenizer, place, method=name, base=opened.build.weights.folder)
+    rows = _compared(opened)
+    held = _logits(model, rows)
+    del model
+    say(f"{name}: opening what was written")
+    again = open_model(place)
+    new: Any = again.build.trained[0]
+    found = _logits(new, rows)
+    if (off := shared.compare(held, found).largest) != 0:
+        raise RunError(
+            f"{place.name}: opened again, its logits differ by up to {off:.2g} from those of the model that was written; nothing was written; please report it"
         )
-        after = _quality(again, self.texts, self.measured)
-        timed = speed.speeds({"before": before.plain, "after": again.build.trained[0]}, prompt, turns=self.turns)
-        made = {
-            "name": name,
-            "method": method.name(),
-            "settings": dataclasses.asdict(method),
-            "what": change.what,
-            "before": {**_told(before.quality), "bytes": before.bytes, "dtype": "bfloat16", **_timed(timed["before"])},
-            "after": {
-                **_told(after),
-                **_timed(timed["after"]),
-                "bytes": sum(p.stat().st_size for p in place.glob("*.safetensors")),
-            },
-            "max_logit_difference": difference.largest,
-            "largest_logit": difference.scale,
-            "top_1_agreement": agree,
-            **_rise(before.quality, after),
-        }
-        text = card.write(
-            made, source=source, texts=self.texts.words, calibration=self.texts.calibration, reads=method.reads_rows
-        )
-        (place / "README.md").write_text(text, encoding="utf-8")
-        return made
+    say(f"{name}: measuring")
+    difference = shared.compare(before.logits, found)
+    same = sum(int((a.argmax(-1) == b.argmax(-1)).sum()) for a, b in zip(before.logits, found, strict=True))
+    after = _quality(again, texts, measured)
+    told = {
+        "name": name,
+        "method": method.name(),
+        "settings": dataclasses.asdict(method),
+        "what": change.what,
+        "before": {**_told(before.quality), "bytes": before.bytes, "dtype": "bfloat16"},
+        "after": {**_told(after), "bytes": sum(p.stat().st_size for p in place.glob("*.safetensors"))},
+        "max_logit_difference": difference.largest,
+        "largest_logit": difference.scale,
+        "top_1_agreement": same / difference.tokens,
+        **_rise(before.quality, after),
+    }
+    return told, new if quantized_modules(new) else _half(new)
 
 
-def _timed(found: speed.Speed) -> dict[str, Any]:
+def _timed(found: Speed) -> dict[str, Any]:
     return {
         "prompt_tokens": found.prompt,
         "first_token_seconds": found.first_token,
