@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from preheat.compress import card, folder
@@ -26,7 +27,7 @@ from preheat.training.opened import Opened, open_model
 if TYPE_CHECKING:
     from preheat.evaluation.results import Result
 
-__all__ = ["Variant", "compress", "read_variant", "trained_for"]
+__all__ = ["Variant", "compress", "quality", "read_variant", "trained_for"]
 
 Say = Callable[[str], None]
 
@@ -113,7 +114,8 @@ def compress(
         say: told what is being done.
 
     Returns:
-        {path, bytes, before, after, max_logit_difference, chosen, variants: [...]}; the first of the chosen variant.
+        {path, bytes, before, after, max_logit_difference, chosen, variants: [...]}; the first of the chosen variant. `bytes` is the size
+        of its files of weights; `before` and `after` have the bytes of weights with what is not quantized in bf16.
 
     Raises:
         RecipeError, DataError, RunError: see the methods; `out` stands already; the folder does not give what was compressed.
@@ -174,11 +176,13 @@ def _require(opened: Opened, variants: Sequence[Variant], source: Any) -> None:
 
 @dataclass
 class _Before:
-    """The model as it was: a copy in bf16, to be timed against; what was measured of it; its bytes in bf16; its logits over rows of text."""
+    """The model as it was: a copy in bf16, to be timed against; what was measured of it; its bytes in bf16; its own precision; its logits
+    over rows of text."""
 
     plain: Any
     quality: Result
     bytes: int
+    dtype: torch.dtype
     logits: list[Tensor]
 
 
@@ -189,15 +193,15 @@ def _plainly(opened: Opened, texts: Texts, measured: int, say: Say) -> _Before:
 
     say("measuring the model as it is")
     model: Any = opened.build.trained[0]
-    before = _quality(opened, texts, measured)
+    before = quality(opened, texts, measured)
     wanted = _logits(model, _compared(opened))
     if names_of(model):
         merge(model)
     unfake_(model)
+    dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
     model.float().requires_grad_(False)
     plain = _half(model)
-    unique = {id(p): p.numel() for p in model.parameters()}
-    return _Before(plain, before, 2 * sum(unique.values()), wanted)
+    return _Before(plain, before, _bytes(plain), dtype, wanted)
 
 
 def _half(model: Any) -> Any:
@@ -207,6 +211,11 @@ def _half(model: Any) -> Any:
     made = copy.deepcopy(model)
     to_half(made)
     return made
+
+
+def _bytes(model: Any) -> int:
+    """Of the weights, those that modules share once."""
+    return sum({id(p): p.nbytes for p in model.parameters()}.values())
 
 
 def _compared(opened: Opened) -> list[Tensor]:
@@ -219,7 +228,7 @@ def _logits(model: Any, rows: Sequence[Tensor]) -> list[Tensor]:
     return [plain_logits(model, row).cpu() for row in rows]
 
 
-def _quality(opened: Opened, texts: Texts, measured: int) -> Result:
+def quality(opened: Opened, texts: Texts, measured: int) -> Result:
     """Loss and perplexity of held-out text."""
     from preheat.evaluation.texts import bytes_of_tokens, measure_text
 
@@ -260,7 +269,7 @@ def _one(
     say(f"{name}: compressing")
     model = copy.deepcopy(opened.build.trained[0])
     change = method.apply(model, texts.calibration if method.reads_rows else [])
-    folder.write_model(model, opened.tokenizer, place, method=name, base=opened.build.weights.folder)
+    folder.write_model(model, opened.tokenizer, place, method=name, base=opened.build.weights.folder, dtype=before.dtype)
     rows = _compared(opened)
     held = _logits(model, rows)
     del model
@@ -275,20 +284,22 @@ def _one(
     say(f"{name}: measuring")
     difference = shared.compare(before.logits, found)
     same = sum(int((a.argmax(-1) == b.argmax(-1)).sum()) for a, b in zip(before.logits, found, strict=True))
-    after = _quality(again, texts, measured)
+    after = quality(again, texts, measured)
+    timed = new if quantized_modules(new) else _half(new)
     told = {
         "name": name,
         "method": method.name(),
         "settings": dataclasses.asdict(method),
         "what": change.what,
         "before": {**_told(before.quality), "bytes": before.bytes, "dtype": "bfloat16"},
-        "after": {**_told(after), "bytes": sum(p.stat().st_size for p in place.glob("*.safetensors"))},
+        "after": {**_told(after), "bytes": _bytes(timed)},
+        "bytes": sum(p.stat().st_size for p in place.glob("*.safetensors")),
         "max_logit_difference": difference.largest,
         "largest_logit": difference.scale,
         "top_1_agreement": same / difference.tokens,
         **_rise(before.quality, after),
     }
-    return told, new if quantized_modules(new) else _half(new)
+    return told, timed
 
 
 def _timed(found: Speed) -> dict[str, Any]:
@@ -312,7 +323,7 @@ def _summed(out: Path, found: list[dict[str, Any]], within: float, source: str, 
     )
     return {
         "path": str(path),
-        "bytes": chosen["after"]["bytes"],
+        "bytes": chosen["bytes"],
         "before": chosen["before"],
         "after": chosen["after"],
         "max_logit_difference": chosen["max_logit_difference"],

@@ -22,20 +22,20 @@ def finish(model: Any) -> bool:
     return found
 
 
-def write_model(model: Any, tokenizer: Any, folder: Path, *, method: str, base: Path | None) -> None:
-    """Writes a model into a folder that `open_model` opens, in bf16 where it is not quantized; without quantized weights it is plain transformers'.
+def write_model(model: Any, tokenizer: Any, folder: Path, *, method: str, base: Path | None, dtype: torch.dtype) -> None:
+    """Writes a model into a folder that `open_model` opens, and leaves it as the folder gives it, in place.
 
-    The model is left as the folder gives it: quantized ones in bf16, others in fp32 with weights as bf16 rounds them.
+    With quantized weights the rest is in bf16. Without any it is a plain folder of transformers', which may be trained further.
 
     Args:
         method: the name of what compressed it.
-        base: the folder whose generation settings it goes on with.
+        base: the folder whose generation settings it goes on with.        dtype: of the weights, where none is quantized.
     """
     from safetensors.torch import save_file
     from transformers import GenerationConfig
 
     from preheat.models.roles import roles
-    from preheat.ops.quantized_folder import stored, to_half
+    from preheat.ops.quantized_folder import stored
 
     quantized = finish(model)
     attention, kept = model.config._attn_implementation, model.config.use_cache
@@ -59,10 +59,9 @@ def write_model(model: Any, tokenizer: Any, folder: Path, *, method: str, base: 
         weights = {name: p.detach().contiguous().cpu() for name, p in model.named_parameters()}
         save_file(weights, folder / WEIGHTS, metadata={"format": "pt"})
     else:
-        to_half(model)
-        model.save_pretrained(folder)
         for p in model.parameters():
-            p.data = p.data.float()
+            p.data = p.data.to(dtype)
+        model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     model.set_attn_implementation(attention)
     model.config.use_cache = kept
