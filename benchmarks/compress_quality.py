@@ -1,6 +1,6 @@
 """What each method of compression costs: perplexity before and after, bits a weight, bytes; as a table in Markdown.
 
-    python benchmarks/compress_quality.py MODEL --data TEXT [--held-out TEXT] [--train-steps 400] [--only int8,gptq] > quality.md
+    python benchmarks/compress_quality.py MODEL --data TEXT [--train-steps 400] [--only int8,gptq] > quality.md
 
 MODEL is a run or a model's folder (stories260K). Every variant begins from the same weights and is measured on the same rows, which were
 not calibrated with: losses are compared row by row, with 95 % of paired bootstrap resamples. With --train-steps a copy of the model is
@@ -21,8 +21,9 @@ import torch
 from torch import Tensor
 
 from preheat import recipe as recipes
-from preheat.compress.compressing import _quality, read_variant
+from preheat.compress.compressing import read_variant
 from preheat.compress.folder import finish
+from preheat.compress.measuring import quality
 from preheat.compress.texts import Texts, find_texts
 from preheat.data.loader import collate
 from preheat.engine.build import build
@@ -64,7 +65,7 @@ def measured(opened: Opened, texts: Texts, rows: int, model: Any) -> tuple[Resul
     opened.build.parts["trained"] = [model]
     unique = {id(p): p for p in model.parameters()}
     half = not any(p.dtype == torch.uint8 or p.dtype == torch.int8 for p in unique.values())
-    return _quality(opened, texts, rows), sum(2 * p.numel() if half else p.nbytes for p in unique.values())
+    return quality(opened, texts, rows), sum(2 * p.numel() if half else p.nbytes for p in unique.values())
 
 
 def trained(source: str, techniques: str, calibration: Sequence[Tensor], rows: Any, steps: int, lr: float) -> Any:
@@ -105,6 +106,8 @@ def main() -> None:
     parse.add_argument("--train-steps", type=int, default=0)
     parse.add_argument("--lr", type=float, default=3e-4)
     a = parse.parse_args()
+    if a.train_steps and a.data is None:
+        parse.error("--train-steps: needs --data, the text to train on")
     opened = open_model(a.model)
     texts = find_texts(opened, a.data, rows=a.rows, length=a.length)
     plain: Any = opened.build.trained[0]
@@ -129,11 +132,9 @@ def main() -> None:
         if "(predicted)" in change.what:
             told.append(f"{text}: {change.what.partition('. By map')[0]}.")
     if a.train_steps:
-        rows = texts.held_out.rows if hasattr(texts.held_out, "rows") else None
         print(f"\nAfter {a.train_steps} steps of 8 rows on the calibration text, learning rate {a.lr:g}:\n")
         print("| variant | bits a weight | bytes of weights | perplexity | rise | 95 % |\n|---|---|---|---|---|---|")
-        assert rows is not None, "--train-steps needs --data"
-        seen = _Others(rows, set(texts.held_out.numbers))
+        seen = _Others(texts.held_out.rows, set(texts.held_out.numbers))
         longer = trained(a.model, "{}", texts.calibration, seen, a.train_steps, a.lr)
         base, size = measured(opened, texts, a.measured, copy.deepcopy(longer))
         print(f"| trained, as it is | | {size:,} in bf16 | {base.metrics['perplexity'].value:.4f} | | |", flush=True)

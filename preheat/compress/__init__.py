@@ -1,1 +1,1 @@
-"""After training: export, and (later) quantize, prune, distil."""
+"""After training: quantize and prune (one file a method in `methods/`, measured by `compressing`), and export."""

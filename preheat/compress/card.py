@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from preheat.compress.texts import Texts
 
 __all__ = ["write"]
 
 
-def write(made: Mapping[str, Any], *, source: str, texts: str, calibration: Sequence[Tensor], reads: bool) -> str:
+def write(made: Mapping[str, Any], *, source: str, texts: Texts, reads: bool) -> str:
     """A card in Markdown.
 
     Args:
         made: a variant of `compressing.compress`.
         source: what was compressed.
-        texts: where calibration and held-out rows are from.
-        calibration: the rows.
+        texts: calibration and held-out rows.
         reads: whether the method looked at them.
     """
     from importlib.metadata import version
@@ -28,7 +27,8 @@ def write(made: Mapping[str, Any], *, source: str, texts: str, calibration: Sequ
     low, high = after["perplexity_interval"]
     between = f" (95 % of bootstrap resamples: {low:.4f} to {high:.4f})" if low is not None else ""
     settings = ", ".join(f"{key} {value!r}" for key, value in made["settings"].items()) or "none"
-    looked = f"{len(calibration)} rows of {calibration[0].shape[1]} tokens" if reads else "not looked at by this method"
+    rows = texts.calibration
+    looked = f"{len(rows)} rows of {rows[0].shape[1]} tokens" if reads else "not looked at by this method"
     ratio = after["decode_tokens_per_second"] / before["decode_tokens_per_second"]
     return f"""---
 library_name: preheat
@@ -41,7 +41,7 @@ What: {made["what"]}.
 
 From: `{Path(source).name}`, adapters merged, in fp32. Settings: {settings}.
 
-Calibration: {looked}. Data: {texts}.
+Calibration: {looked}. Data: {texts.words}.
 
 | | before | after |
 |---|---|---|

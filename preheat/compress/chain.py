@@ -172,7 +172,7 @@ def run_chain(
     tokens = (opened.step or 0) * recipe.batch.size * recipe.batch.length
     state = _State(start, recipe, texts, start, out, tokens or None, peak_learning_rate(opened.build))
     say("measuring the model that it begins with")
-    before = Before.of(opened, texts, measured=measured, turns=turns)
+    before = Before.of(opened, texts, measured=measured)
     del opened
     found: list[dict[str, Any]] = []
     for number, step in enumerate(chain.steps, 1):
@@ -180,10 +180,18 @@ def run_chain(
         name, words = _take(step, number, state, methods.get(number))
         if step.export is None:
             say(f"step {number} of {len(chain.steps)}: measuring")
-            told = before.against(open_model(state.place), state.place)
-            found.append({"name": name, "method": _words(step), "settings": dict(step.settings), "what": words, **told})
-        made = compressing.summed(out, found, (found[-1]["name"], "the last step of the chain"), str(source), texts)
-        made |= {"path": str(state.place), "said": state.said, "exports": state.exports}
+            told, timed = before.against(open_model(state.place))
+            told |= {
+                "name": name,
+                "method": _words(step),
+                "settings": dict(step.settings),
+                "what": words,
+                "bytes": told["after"]["bytes"],
+            }
+            before.time([told], {"before": before.plain, name: timed}, turns=turns)
+            found.append(told)
+        made = compressing.summed(state.place, found, (found[-1]["name"], "the last step of the chain"), str(source), texts)
+        made |= {"said": state.said, "exports": state.exports}
         (out / "compress.json").write_text(json.dumps(made, indent=1), encoding="utf-8")
     return made
 

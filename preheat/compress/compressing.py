@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from preheat.compress import card, folder
 from preheat.compress.calibrate import require_rows
@@ -18,12 +18,8 @@ from preheat.compress.measuring import Before, held_logits
 from preheat.compress.method import Method, methods
 from preheat.compress.texts import Texts, find_texts
 from preheat.errors import RecipeError, RunError, nearest
-from preheat.models.adapter import plain_logits
 from preheat.recipe.boundary import RecipeReader
 from preheat.training.opened import Opened, open_model
-
-if TYPE_CHECKING:
-    pass
 
 __all__ = ["Variant", "compress", "made_of", "read_variant", "summed", "trained_for"]
 
@@ -123,7 +119,8 @@ def compress(
         say: told what is being done.
 
     Returns:
-        {path, bytes, before, after, max_logit_difference, chosen, variants: [...]}; the first of the chosen variant.
+        {path, bytes, before, after, max_logit_difference, chosen, variants: [...]}; the first of the chosen variant. `bytes` is the size
+        of its files of weights; `before` and `after` have the bytes of weights with what is not quantized in bf16.
 
     Raises:
         RecipeError, DataError, RunError: see the methods; `out` stands already; the folder does not give what was compressed.
@@ -141,20 +138,28 @@ def compress(
     if any(v.method.reads_rows for v in variants):
         require_rows(texts.calibration)
     say("measuring the model as it is")
-    before = Before.of(opened, texts, measured=measured, turns=turns)
-    found = []
+    before = Before.of(opened, texts, measured=measured)
+    found, timed = [], {"before": before.plain}
     with shared.beside(out) as beside:
-        for variant in variants:
-            place = beside if len(variants) == 1 else beside / variant.name
+        places = [beside if len(variants) == 1 else beside / variant.name for variant in variants]
+        for variant, place in zip(variants, places, strict=True):
             place.mkdir(exist_ok=True)
-            found.append(_applied(variant, opened, before, place, str(source), say))
-        made = summed(out, found, _chosen(found, within), str(source), texts)
+            told, timed[variant.name] = _one(variant, opened, before, place, say)
+            found.append(told)
+        say("timing")
+        before.time(found, timed, turns=turns)
+        for told, variant, place in zip(found, variants, places, strict=True):
+            text = card.write(told, source=str(source), texts=texts, reads=variant.method.reads_rows)
+            (place / "README.md").write_text(text, encoding="utf-8")
+        choice = _chosen(found, within)
+        made = summed(out if len(found) == 1 else out / choice[0], found, choice, str(source), texts)
         (beside / "compress.json").write_text(json.dumps(made, indent=1), encoding="utf-8")
     return made
 
 
 def _require(opened: Opened, variants: Sequence[Variant], source: Any) -> None:
     from preheat.models.adapter import head
+    from preheat.models.surgery import beyond_transformers
     from preheat.ops.class_head import ClassHead
     from preheat.ops.quantized_folder import quantized_modules
 
@@ -163,41 +168,43 @@ def _require(opened: Opened, variants: Sequence[Variant], source: Any) -> None:
         raise RecipeError(
             f"{source}: has a head over classes, for which there is no perplexity to measure; compress the model it was made from"
         )
-    if quantized_modules(model) and opened.step is None:
+    if beyond := beyond_transformers(model):
+        raise RecipeError(
+            f"{source}: has {' and '.join(beyond)}, which no class of transformers can load; compress the model before that"
+        )
+    if quantized_modules(model):
         raise RecipeError(f"{source}: is compressed already; name the model it was made from")
     problems = [f"--method {v.name}: {words}" for v in variants for words in v.method.check(opened.build.model)]
     if problems:
         raise RecipeError("\n".join(problems))
 
 
-def _applied(variant: Variant, opened: Opened, before: Before, place: Path, source: str, say: Say) -> dict[str, Any]:
-    """One variant: applied, written, opened again, compared, measured, described."""
+def _one(variant: Variant, opened: Opened, before: Before, place: Path, say: Say) -> tuple[dict[str, Any], Any]:
+    """One variant applied, written, opened again, compared and measured: what is told of it, and the model, to be timed."""
     name, method = variant.name, variant.method
     say(f"{name}: compressing")
-    texts, model = before.texts, copy.deepcopy(opened.build.trained[0])
-    change = method.apply(model, texts.calibration if method.reads_rows else [])  # type: ignore[arg-type]
-    dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
-    folder.write_model(model, opened.tokenizer, place, method=name, base=opened.build.weights.folder, dtype=dtype)
-    rows = shared.rows(opened.tokenizer, opened.build.model.positions, [])
-    held = [plain_logits(model, row).cpu() for row in rows]
+    model: Any = copy.deepcopy(opened.build.trained[0])
+    change = method.apply(model, before.texts.calibration if method.reads_rows else [])
+    folder.write_model(model, opened.tokenizer, place, method=name, base=opened.build.weights.folder, dtype=before.dtype)
+    held = held_logits(model, opened)
     del model
     say(f"{name}: opening what was written")
     again = open_model(place)
-    if (off := shared.compare(held, held_logits(again)).largest) != 0:
+    if (off := shared.compare(held, held_logits(again.build.trained[0], again)).largest) != 0:
         raise RunError(
             f"{place.name}: opened again, its logits differ by up to {off:.2g} from those of the model that was written; nothing was written; please report it"
         )
     say(f"{name}: measuring")
-    made = {
+    told, timed = before.against(again)
+    told = {
         "name": name,
         "method": method.name(),
         "settings": dataclasses.asdict(method),
         "what": change.what,
-        **before.against(again, place),
+        "bytes": sum(p.stat().st_size for p in place.glob("*.safetensors")),
+        **told,
     }
-    text = card.write(made, source=source, texts=texts.words, calibration=texts.calibration, reads=method.reads_rows)
-    (place / "README.md").write_text(text, encoding="utf-8")
-    return made
+    return told, timed
 
 
 def _chosen(found: Sequence[dict[str, Any]], within: float) -> tuple[str, str]:
@@ -206,22 +213,21 @@ def _chosen(found: Sequence[dict[str, Any]], within: float) -> tuple[str, str]:
     if near:
         best = min(near, key=lambda v: v["after"]["bytes"])
         return best["name"], f"the smallest whose perplexity is at most {within:.0%} higher"
-    return min(found, key=lambda v: v["perplexity_rise"])[
-        "name"
-    ], f"none is within {within:.0%}: the one with the least perplexity"
+    best = min(found, key=lambda v: v["perplexity_rise"])
+    return best["name"], f"none is within {within:.0%}: the one with the least perplexity"
 
 
 def summed(path: Path, found: Sequence[dict[str, Any]], choice: tuple[str, str], source: str, texts: Texts) -> dict[str, Any]:
     """The whole as data: the chosen variant first, then all of them.
 
     Args:
-        path: the folder that they stand in; of a single one its own.
-        choice: name of the one that is chosen, and why.
+        path: of the chosen one.
+        choice: its name, and why.
     """
     chosen = next(v for v in found if v["name"] == choice[0])
     return {
-        "path": str(path if len(found) == 1 else path / chosen["name"]),
-        "bytes": chosen["after"]["bytes"],
+        "path": str(path),
+        "bytes": chosen["bytes"],
         "before": chosen["before"],
         "after": chosen["after"],
         "max_logit_difference": chosen["max_logit_difference"],

@@ -7,8 +7,6 @@ from typing import Any
 
 import torch
 
-from preheat.errors import RunError
-
 __all__ = ["finish", "write_model"]
 
 WEIGHTS = "model.safetensors"
@@ -25,27 +23,20 @@ def finish(model: Any) -> bool:
 
 
 def write_model(model: Any, tokenizer: Any, folder: Path, *, method: str, base: Path | None, dtype: torch.dtype) -> None:
-    """Writes a model into a folder that `open_model` opens; one without quantized weights is plain transformers'.
+    """Writes a model into a folder that `open_model` opens, and leaves it as the folder gives it, in place.
+
+    With quantized weights the rest is in bf16. Without any it is a plain folder of transformers', which may be trained further.
 
     Args:
         method: the name of what compressed it.
-        base: the folder whose generation settings it goes on with.
-        dtype: of the weights, where none is quantized.
-
-    Raises:
-        RunError: transformers has no class for its architecture.
+        base: the folder whose generation settings it goes on with.        dtype: of the weights, where none is quantized.
     """
     from safetensors.torch import save_file
     from transformers import GenerationConfig
 
     from preheat.models.roles import roles
-    from preheat.models.surgery import beyond_transformers
     from preheat.ops.quantized_folder import stored
 
-    if beyond := beyond_transformers(model):
-        raise RunError(
-            f"the model has {' and '.join(beyond)}, which no class of transformers can load; compress the model before that"
-        )
     quantized = finish(model)
     attention, kept = model.config._attn_implementation, model.config.use_cache
     model.set_attn_implementation("eager")  # the folder must not name our own attention
@@ -68,7 +59,8 @@ def write_model(model: Any, tokenizer: Any, folder: Path, *, method: str, base: 
         weights = {name: p.detach().contiguous().cpu() for name, p in model.named_parameters()}
         save_file(weights, folder / WEIGHTS, metadata={"format": "pt"})
     else:
-        model.to(dtype)
+        for p in model.parameters():
+            p.data = p.data.to(dtype)
         model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     model.set_attn_implementation(attention)

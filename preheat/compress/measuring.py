@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
-from preheat.compress import speed
 from preheat.compress.export import shared
+from preheat.compress.speed import speeds
 from preheat.compress.texts import Texts
 from preheat.training.opened import Opened
 
 if TYPE_CHECKING:
     from preheat.evaluation.results import Result
 
-__all__ = ["Before", "held_logits"]
+__all__ = ["Before", "held_logits", "quality"]
 
 
 @dataclass
@@ -29,83 +30,103 @@ class Before:
         plain: a copy in bf16, to be timed against.
         quality: loss and perplexity of the held-out rows.
         bytes: of its weights in bf16.
+        dtype: its own precision.
         logits: over rows of real text.
-        texts, measured, turns: what it is measured on, how many rows of that at most, and how often times are taken.
+        texts, measured: what it is measured on, and how many rows of that at most.
     """
 
     plain: Any
     quality: Result
     bytes: int
+    dtype: torch.dtype
     logits: list[Tensor]
     texts: Texts
     measured: int
-    turns: int
 
     @classmethod
-    def of(cls, opened: Opened, texts: Texts, *, measured: int, turns: int) -> Before:
+    def of(cls, opened: Opened, texts: Texts, *, measured: int) -> Before:
         """Measures a model as it is; then merges it in place, with all weights in fp32: what methods begin from."""
         from preheat.ops.adapters import merge, names_of
-        from preheat.ops.quantized_folder import to_half
         from preheat.ops.quantized_training import unfake_
 
         model: Any = opened.build.trained[0]
-        quality, logits = _quality(opened, texts, measured), held_logits(opened)
+        found, logits = quality(opened, texts, measured), held_logits(model, opened)
         if names_of(model):
             merge(model)
         unfake_(model)
+        dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
         model.float().requires_grad_(False)
-        plain = copy.deepcopy(model)
-        to_half(plain)
-        unique = {id(p): p.numel() for p in model.parameters()}
-        return cls(plain, quality, 2 * sum(unique.values()), logits, texts, measured, turns)
+        plain = _half(model)
+        return cls(plain, found, _bytes(plain), dtype, logits, texts, measured)
 
-    def against(self, made: Opened, place: Path) -> dict[str, Any]:
-        """What became of it.
-
-        Args:
-            made: the model after.
-            place: its folder, whose weights are counted.
+    def against(self, made: Opened) -> tuple[dict[str, Any], Any]:
+        """What became of it, and the model as it is to be timed: with what is not quantized in bf16.
 
         Returns:
-            {before, after: {loss, perplexity, perplexity_interval, rows, tokens, bytes, prompt_tokens, first_token_seconds, decode_tokens_per_second,
-            decode_interval}, max_logit_difference, largest_logit, top_1_agreement, perplexity_rise, perplexity_rise_interval}
+            {before, after: {loss, perplexity, perplexity_interval, rows, tokens, bytes}, max_logit_difference, largest_logit, top_1_agreement,
+            perplexity_rise, perplexity_rise_interval}, and the model
         """
-        found = held_logits(made)
+        from preheat.ops.quantized_folder import quantized_modules
+
+        model: Any = made.build.trained[0]
+        found = held_logits(model, made)
         difference = shared.compare(self.logits, found)
-        agree = sum(int((a.argmax(-1) == b.argmax(-1)).sum()) for a, b in zip(self.logits, found, strict=True))
-        after = _quality(made, self.texts, self.measured)
-        first = self.texts.calibration[0]
-        prompt = first[:, : max(2, min(128, first.shape[1] - 1))]
-        timed = speed.speeds({"before": self.plain, "after": made.build.trained[0]}, prompt, turns=self.turns)
-        return {
-            "before": {**_told(self.quality), "bytes": self.bytes, "dtype": "bfloat16", **_timed(timed["before"])},
-            "after": {**_told(after), **_timed(timed["after"]), "bytes": _bytes(made, place)},
+        same = sum(int((a.argmax(-1) == b.argmax(-1)).sum()) for a, b in zip(self.logits, found, strict=True))
+        after = quality(made, self.texts, self.measured)
+        timed = model if quantized_modules(model) else _half(model)
+        told = {
+            "before": {**_told(self.quality), "bytes": self.bytes, "dtype": "bfloat16"},
+            "after": {**_told(after), "bytes": _bytes(timed)},
             "max_logit_difference": difference.largest,
             "largest_logit": difference.scale,
-            "top_1_agreement": agree / difference.tokens,
+            "top_1_agreement": same / difference.tokens,
             **_rise(self.quality, after),
         }
+        return told, timed
+
+    def time(self, found: Sequence[dict[str, Any]], models: Mapping[str, Any], *, turns: int) -> None:
+        """Times models in one alternating run, and enters the figures into what is told of each, in place.
+
+        Args:
+            found: what is told, by `name`.
+            models: by that name, and this one as "before".
+        """
+        first = self.texts.calibration[0]
+        prompt = first[:, : max(2, min(128, first.shape[1] - 1))]
+        for name, speed in speeds(models, prompt, turns=turns).items():
+            for told in found:
+                if name in ("before", told["name"]):
+                    told["before" if name == "before" else "after"] |= {
+                        "prompt_tokens": speed.prompt,
+                        "first_token_seconds": speed.first_token,
+                        "decode_tokens_per_second": speed.decode,
+                        "decode_interval": [speed.low, speed.high],
+                    }
 
 
-def held_logits(opened: Opened) -> list[Tensor]:
+def _half(model: Any) -> Any:
+    """A copy in bf16."""
+    from preheat.ops.quantized_folder import to_half
+
+    made = copy.deepcopy(model)
+    to_half(made)
+    return made
+
+
+def _bytes(model: Any) -> int:
+    """Of the weights, those that modules share once."""
+    return sum({id(p): p.nbytes for p in model.parameters()}.values())
+
+
+def held_logits(model: Any, opened: Opened) -> list[Tensor]:
     """Logits of a model as it stands over rows of real text."""
     from preheat.models.adapter import plain_logits
 
     rows = shared.rows(opened.tokenizer, opened.build.model.positions, [])
-    return [plain_logits(opened.build.trained[0], row).cpu() for row in rows]  # type: ignore[arg-type]
+    return [plain_logits(model, row).cpu() for row in rows]
 
 
-def _bytes(made: Opened, place: Path) -> int:
-    """Of the weights: as they stand on disk where any are quantized; in bf16 otherwise, as those of the model before."""
-    from preheat.ops.quantized_folder import quantized_modules
-
-    model: Any = made.build.trained[0]
-    if quantized_modules(model):
-        return sum(p.stat().st_size for p in place.glob("*.safetensors"))
-    return 2 * sum({id(p): p.numel() for p in model.parameters()}.values())
-
-
-def _quality(opened: Opened, texts: Texts, measured: int) -> Result:
+def quality(opened: Opened, texts: Texts, measured: int) -> Result:
     """Loss and perplexity of held-out text."""
     from preheat.evaluation.texts import bytes_of_tokens, measure_text
 
@@ -134,12 +155,3 @@ def _rise(before: Result, after: Result) -> dict[str, Any]:
     loss = compared(before, after)["metrics"]["loss"]
     low, high = (None if v is None else math.expm1(v) for v in (loss["low"], loss["high"]))
     return {"perplexity_rise": math.expm1(loss["value"]), "perplexity_rise_interval": [low, high]}
-
-
-def _timed(found: speed.Speed) -> dict[str, Any]:
-    return {
-        "prompt_tokens": found.prompt,
-        "first_token_seconds": found.first_token,
-        "decode_tokens_per_second": found.decode,
-        "decode_interval": [found.low, found.high],
-    }

@@ -67,7 +67,7 @@ def find_texts(opened: Opened, data: str | None, *, rows: int, length: int | Non
     )
     if not isinstance(prepared.train, Rows):
         raise RecipeError("--data: is needed, since the run's data is read as a stream: name a text to calibrate with")
-    words = f"the run's own data ({Path(recipe.data.source).name})"
+    words = f"the run's own data ({', '.join(Path(str(part.source)).name for part, _ in recipe.data.parts())})"
     if prepared.validation is None or not len(prepared.validation):
         return _parted(
             prepared.train, rows, cut, f"{words}, which has no validation rows: every {_SHARE}th training row held out"

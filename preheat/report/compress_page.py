@@ -108,6 +108,7 @@ def _pareto(made: dict[str, Any], by: str) -> str:
                 color=colour,
                 markerfacecolor=colour if filled else SENTINEL["page"],
             )
+            axes.annotate(str(n), (x, y), xytext=(6, 5), textcoords="offset points", fontsize=9, color=SENTINEL["ink"])
         axes.set_xlim(0, None)
         axes.margins(y=0.15)
         axes.xaxis.set_major_formatter(lambda v, _: f"{v:g}")
@@ -116,7 +117,7 @@ def _pareto(made: dict[str, Any], by: str) -> str:
         axes.set_xlabel(unit, loc="right", labelpad=2)
 
     legend = "".join(
-        f'<li class="line" style="--c: var(--{"ink" if n == 0 else f"series-{(n - 1) % 6 + 1}"})">{escape(name)}</li>'
+        f'<li class="line" style="--c: var(--{"ink" if n == 0 else f"series-{(n - 1) % 6 + 1}"})">{n} {escape(name)}</li>'
         for n, (name, _, _) in enumerate(points)
     )
     title = f"Perplexity against {'size' if by == 'size' else 'latency'}"

@@ -122,7 +122,7 @@ def merge_peft_adapter(model: nn.Module) -> int:
 class PeftAdapter(Technique):
     stage: ClassVar[Stage] = Stage.ADAPT
     numerics: ClassVar[Any] = "different"
-    provides: ClassVar[frozenset[Tag]] = frozenset({Tag("adapter"), Tag("frozen-base")})
+    provides: ClassVar[frozenset[Tag]] = frozenset({Tag("adapter"), Tag("frozen-base"), Tag("other-adapter")})
     conflicts: ClassVar[frozenset[Tag]] = frozenset({Tag("adapter")})
 
     method: str = "oft"

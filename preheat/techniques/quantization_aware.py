@@ -87,7 +87,14 @@ class QuantizationAware(Technique):
     stage: ClassVar[Stage] = Stage.FAKE_QUANTIZE
     numerics: ClassVar[Any] = "different"
     provides: ClassVar[frozenset[Tag]] = frozenset({Tag("rounded-weights")})
-    conflicts: ClassVar[frozenset[Tag]] = frozenset({Tag("packed-base"), Tag("fp8-compute"), Tag("rounded-weights")})
+    conflicts: ClassVar[frozenset[Tag]] = frozenset(
+        {
+            Tag("packed-base"),
+            Tag("fp8-compute"),
+            Tag("rounded-weights"),
+            Tag("other-adapter"),
+        }  # only a LoRA is rounded with its base
+    )
 
     group: int | Literal["auto"] = "auto"
     """Inputs that share a scale; auto: of each map the divisor nearest to 32."""

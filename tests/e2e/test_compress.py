@@ -11,8 +11,11 @@ from .conftest import Command
 
 
 @pytest.fixture
-def stories(data_folder: Path) -> tuple[str, str]:
-    return str(data_folder / "stories260K-hf"), str(data_folder / "text" / "tinystories_train_excerpt.txt")
+def stories(data_folder: Path, tmp_path: Path) -> tuple[str, str]:
+    """The model, and some of the text that it was trained on."""
+    text = (data_folder / "text" / "tinystories_train_excerpt.txt").read_text(encoding="utf-8")
+    (tmp_path / "stories.txt").write_text(text[:60_000], encoding="utf-8")
+    return str(data_folder / "stories260K-hf"), "stories.txt"
 
 
 def test_a_model_is_compressed_measured_and_used(preheat: Command, stories: tuple[str, str]) -> None:

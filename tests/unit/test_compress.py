@@ -259,6 +259,22 @@ def test_a_folder_that_stands_is_not_written_over(stories: Path, tmp_path: Path)
         compress(stories, [read_variant("int8")], tmp_path)
 
 
+def test_a_model_without_quantized_weights_is_written_plainly(stories: Path, tmp_path: Path) -> None:
+    """As pruning leaves it."""
+    from transformers import AutoModelForCausalLM
+
+    opened = open_model(stories)
+    model: Any = opened.build.trained[0]
+    model.model.layers[0].mlp.up_proj.weight.data[::2] = 0
+    folder.write_model(model, opened.tokenizer, tmp_path, method="magnitude", base=stories, dtype=torch.float32)
+    row = torch.arange(20)[None]
+    wanted = plain_logits(model, row)
+    assert torch.equal(plain_logits(open_model(tmp_path).build.trained[0], row), wanted)  # type: ignore[arg-type]
+    again = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    with torch.no_grad():
+        assert torch.allclose(again(row).logits, wanted, atol=1e-4)
+
+
 def test_the_head_is_found_again(stories: Path) -> None:
     opened, _ = compressed(stories, "int8", [])
     assert isinstance(head(opened.build.trained[0]), Int8Linear)  # type: ignore[arg-type]

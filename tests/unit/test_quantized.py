@@ -84,7 +84,7 @@ def test_eight_bits_are_off_by_half_a_step_at_most() -> None:
     assert codes.abs().amax(dim=1).min() >= 126
 
 
-@pytest.mark.parametrize("tokens", [1, FEW, FEW + 1])
+@pytest.mark.parametrize("tokens", [1, FEW["int4"], FEW["int4"] + 1])
 @pytest.mark.parametrize(("group", "symmetric"), [(32, True), (64, False), (8, True)])
 def test_four_bits_multiply_as_the_values_they_stand_for(tokens: int, group: int, symmetric: bool) -> None:
     linear = nn.Linear(64, 48)
@@ -99,7 +99,7 @@ def test_four_bits_multiply_as_the_values_they_stand_for(tokens: int, group: int
     assert float((exact - wanted).norm() / wanted.norm()) < 1e-6
 
 
-@pytest.mark.parametrize("tokens", [1, 5, FEW + 1])
+@pytest.mark.parametrize("tokens", [1, 5, FEW["int8"] + 1])
 @pytest.mark.parametrize("columns", [80, 172, 20])  # aten's kernel reads beyond rows that are no multiple of 16
 def test_eight_bits_multiply_as_the_values_they_stand_for(tokens: int, columns: int) -> None:
     made = Int8Linear.of(nn.Linear(columns, 50))
@@ -150,6 +150,15 @@ def test_an_embedding_in_eight_bits_gives_its_rows() -> None:
     assert made(tokens).dtype == torch.bfloat16
     assert torch.allclose(made(tokens).float(), made.weight[tokens], rtol=8e-3)
     assert float((made.weight - plain.weight.detach()).abs().max()) < 0.02
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_four_bits_are_unpacked_in_bf16_as_in_fp32(symmetric: bool) -> None:
+    made = Int4Linear.of(nn.Linear(96, 300, bias=False), group=48, symmetric=symmetric)
+    wanted = made.values(torch.float32)
+    found = made.values(torch.bfloat16)
+    assert found.dtype == torch.bfloat16
+    assert float(((found.float() - wanted).abs() / wanted.abs().clamp(min=1e-2)).max()) < 2**-7
 
 
 def test_precision_and_place_may_change() -> None:

@@ -30,6 +30,8 @@ __all__ = ["BitBudget", "sensitivity", "spend_bits"]
 
 CHOICES = ("int4 in groups of 128", "int4 in groups of 32", "int4 in groups of 32 with zeros", "int8", "bf16")
 
+_TOKENS = 2048  # in a batch of the backward passes
+
 
 def _grid(name: str, module: nn.Module, choice: str) -> tuple[int, bool]:
     """Group and whether it is symmetric, of one of the choices in four bits."""
@@ -60,7 +62,7 @@ def sensitivity(
 
     Args:
         maps: linear maps of the model, by name.
-        rows: [1, length] tokens each.
+        rows: [1, length] tokens each, all of one length.
 
     Returns:
         For each map a rise for each choice.
@@ -96,13 +98,14 @@ def sensitivity(
     tokens = 0
     try:
         with plainly(model), torch.enable_grad():
-            for row in rows:
-                row = row.to(model.device)
+            # Each choice of each map is made anew for each batch, since keeping all of them would take several times the model's memory.
+            for batch in torch.cat(list(rows)).split(max(1, _TOKENS // rows[0].shape[1])):
+                batch = batch.to(model.device)
                 # Only what lies between the maps is differentiated, and no weight: the embedding's output begins it.
-                begun = model.get_input_embeddings()(row).detach().requires_grad_()
-                logits = model(inputs_embeds=begun, use_cache=False).logits[0, :-1].float()
-                torch.nn.functional.cross_entropy(logits, row[0, 1:], reduction="sum").backward(inputs=[begun])
-                tokens += row.shape[1] - 1
+                begun = model.get_input_embeddings()(batch).detach().requires_grad_()
+                logits = model(inputs_embeds=begun, use_cache=False).logits[:, :-1].float().flatten(0, 1)
+                torch.nn.functional.cross_entropy(logits, batch[:, 1:].flatten(), reduction="sum").backward(inputs=[begun])
+                tokens += batch[:, 1:].numel()
     finally:
         for handle in hooks:
             handle.remove()
