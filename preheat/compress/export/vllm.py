@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -109,7 +110,10 @@ def _load(folder: Path) -> Any:
     """transformers' model with its weights made full by compressed-tensors."""
     from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
-    with contextlib.redirect_stderr(io.StringIO()):
+    with contextlib.redirect_stderr(io.StringIO()), warnings.catch_warnings():
+        warnings.filterwarnings(
+            "ignore", message="You passed `quantization_config`"
+        )  # to be given full weights is asked for so
         return AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.float32, local_files_only=True, quantization_config=CompressedTensorsConfig(dequantize=True)
         )
