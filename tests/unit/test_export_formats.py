@@ -330,6 +330,7 @@ def test_a_traced_model_takes_any_batch_and_length(tokenizer: Any, tmp_path: Pat
         assert float((found - plain_logits(model, ids)).abs().max()) < 1e-4
 
 
+@pytest.mark.filterwarnings("ignore")  # ExecuTorch's own, of many kinds
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "8da4w"])
 def test_an_executorch_program_runs_with_its_cache(tokenizer: Any, tmp_path: Path, dtype: str) -> None:

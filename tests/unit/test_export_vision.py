@@ -52,6 +52,7 @@ def test_mobilenet_as_onnx_in_fp32_and_calibrated_in_8_bits(model: Any, tmp_path
     assert sorted(p.name for p in tmp_path.iterdir()) == ["small.onnx", "whole.onnx"]
 
 
+@pytest.mark.filterwarnings("ignore")  # ExecuTorch's own, of many kinds
 @pytest.mark.slow
 @pytest.mark.parametrize("int8", [False, True])
 def test_mobilenet_as_an_executorch_program(model: Any, tmp_path: Path, int8: bool) -> None:
