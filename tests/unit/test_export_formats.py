@@ -330,15 +330,37 @@ def test_a_traced_model_takes_any_batch_and_length(tokenizer: Any, tmp_path: Pat
         assert float((found - plain_logits(model, ids)).abs().max()) < 1e-4
 
 
+@pytest.mark.filterwarnings("ignore")  # ExecuTorch's own, of many kinds
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "8da4w"])
-def test_an_executorch_program_runs_with_its_cache(data_folder: Path, tmp_path: Path, dtype: str) -> None:
+def test_an_executorch_program_runs_with_its_cache(tokenizer: Any, tmp_path: Path, dtype: str) -> None:
     pytest.importorskip("executorch", reason="ExecuTorch is not installed here (pip install 'preheat[executorch]')")
     from preheat.compress.export import executorch
 
-    made = executorch.write(data_folder / "stories260K-hf", tmp_path / "out", dtype=dtype, length=96)
+    source = folder_of("llama", tokenizer, tmp_path / "model", num_hidden_layers=1, intermediate_size=80)
+    made = executorch.write(source, tmp_path / "out", dtype=dtype, length=96)
     assert made["length"] == 96
     if dtype == "float32":
         assert made["max_logit_difference"] < 1e-4 * made["largest_logit"]
     else:
-        assert "5 matrices stay in fp32" in made["note"]
+        assert "1 matrices stay in fp32" in made["note"]
         assert made["top1_agreement"] > 0.5
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int4"])
+def test_a_folder_for_vllm_is_read_back_from_its_packed_weights(tokenizer: Any, tmp_path: Path, dtype: str) -> None:
+    pytest.importorskip(
+        "compressed_tensors", reason="compressed-tensors is not installed here (pip install 'preheat[compressed-tensors]')"
+    )
+    from safetensors import safe_open
+
+    from preheat.compress.export import vllm
+
+    source = folder_of("qwen3", tokenizer, tmp_path / "model", intermediate_size=80)
+    made = vllm.write(source, tmp_path / "out", dtype=dtype)
+    assert 0 < made["mean_logit_difference"] < 0.1 * made["largest_logit"]
+    with safe_open(tmp_path / "out/model.safetensors", "pt") as stored:
+        packed = stored.get_tensor("model.layers.0.mlp.up_proj.weight_packed")
+    assert packed.shape == (80, 8 if dtype == "int4" else 16), "eight or four weights to a word"
+    assert packed.dtype == torch.int32
+    assert ("2 matrices stay in bfloat16" in made["note"]) == (dtype == "int4")

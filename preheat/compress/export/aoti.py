@@ -8,6 +8,7 @@ Source: torch.export and torch._inductor.aoti_compile_and_package (PyTorch's pag
 from __future__ import annotations
 
 import shutil
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +73,10 @@ def write(
 
 def compile_package(module: torch.nn.Module, file: Path, positions: int) -> None:
     """Compiles a module of `Logits`' inputs and output for this machine's processor."""
-    torch._inductor.aoti_compile_and_package(trace(module, positions), package_path=str(file))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=r"`torch\.jit\.")  # which the compiler itself uses
+        warnings.filterwarnings("ignore", message=r"`isinstance\(treespec, LeafSpec\)`")
+        torch._inductor.aoti_compile_and_package(trace(module, positions), package_path=str(file))
 
 
 def replay(file: Path, rows: list[Tensor]) -> list[Tensor]:

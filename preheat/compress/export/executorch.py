@@ -107,7 +107,8 @@ def quantize(model: Any) -> list[str]:
             return False
         return True
 
-    quantize_(model, Int8DynamicActivationIntxWeightConfig(weight_dtype=torch.int4, weight_granularity=PerGroup(GROUP)), chosen)
+    four: Any = torch.int4  # type: ignore[attr-defined]
+    quantize_(model, Int8DynamicActivationIntxWeightConfig(weight_dtype=four, weight_granularity=PerGroup(GROUP)), chosen)
     unwrap_tensor_subclass(model)
     return left
 
@@ -123,6 +124,7 @@ def lower(model: Any, file: Path, length: int, *, quantized: bool = False) -> No
         XnnpackPartitioner,
     )
     from executorch.exir import to_edge_transform_and_lower
+    from torch._export.verifier import SpecViolationError
     from transformers.integrations.executorch import TorchExportableModuleForDecoderOnlyLM
 
     model.set_attn_implementation("sdpa")
@@ -145,7 +147,7 @@ def lower(model: Any, file: Path, length: int, *, quantized: bool = False) -> No
         )
         try:
             lowered = to_edge_transform_and_lower(program, partitioner=partitioners).to_executorch()
-        except (RuntimeError, torch._export.verifier.SpecViolationError) as error:
+        except (RuntimeError, SpecViolationError) as error:
             known = refused(error, "executorch", "use --to gguf for llama.cpp on a device, or --to onnx")
             if known is None:
                 raise

@@ -105,6 +105,7 @@ def to_executorch(
     require("executorch", "executorch", "torchao")
     from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
     from executorch.exir import to_edge_transform_and_lower
+    from torch._export.verifier import SpecViolationError
 
     file, module = Path(file), _Scores(model)
     with torch.no_grad():
@@ -113,7 +114,7 @@ def to_executorch(
             program = torch.export.export(_observed(program, images), (images[:1],))
         try:
             lowered = to_edge_transform_and_lower(program, partitioner=[XnnpackPartitioner()]).to_executorch()
-        except (RuntimeError, torch._export.verifier.SpecViolationError) as error:
+        except (RuntimeError, SpecViolationError) as error:
             if (known := traced.refused(error, "executorch", "use ONNX")) is None:
                 raise
             raise known from None

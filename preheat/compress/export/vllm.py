@@ -1,15 +1,16 @@
 """A model as a Hugging Face folder in the layout of compressed-tensors, which vLLM reads; read again by that package and compared.
 
-int4: weights of the layers' matrices by groups of 32, packed eight to a word; int8: by row. Both are rounded to the nearest and
+int4: weights of the layers' matrices by groups of 32, eight to a word; int8: by row, four to a word. Both are rounded to the nearest and
 symmetric; the head and the embedding stay in bfloat16. A folder in bfloat16 (`--to hf`)
 is read by vLLM as well.
-Source: the compressed-tensors package (formats pack-quantized and naive-quantized), as vLLM loads them.
+Source: the compressed-tensors package (format pack-quantized), as vLLM loads them.
 """
 
 from __future__ import annotations
 
 import contextlib
 import io
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +80,7 @@ def pack(model: Any, bits: int, folder: Path) -> list[str]:
     )
     from compressed_tensors.quantization.utils import calculate_qparams
 
-    maps = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    maps: dict[str, Any] = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     top = next(name for name, module in maps.items() if module is head(model))
     grouped = {"strategy": "group", "group_size": GROUP} if bits == 4 else {"strategy": "channel"}
     left = [name for name, module in maps.items() if bits == 4 and module.in_features % GROUP and name != top]
@@ -109,7 +110,10 @@ def _load(folder: Path) -> Any:
     """transformers' model with its weights made full by compressed-tensors."""
     from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
-    with contextlib.redirect_stderr(io.StringIO()):
+    with contextlib.redirect_stderr(io.StringIO()), warnings.catch_warnings():
+        warnings.filterwarnings(
+            "ignore", message="You passed `quantization_config`"
+        )  # to be given full weights is asked for so
         return AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.float32, local_files_only=True, quantization_config=CompressedTensorsConfig(dequantize=True)
         )
