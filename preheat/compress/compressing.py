@@ -161,7 +161,7 @@ def _require(opened: Opened, variants: Sequence[Variant], source: Any) -> None:
     from preheat.models.adapter import head
     from preheat.models.surgery import beyond_transformers
     from preheat.ops.class_head import ClassHead
-    from preheat.ops.quantized_folder import quantized_modules
+    from preheat.ops.quantized_folder import is_compressed
 
     model: Any = opened.build.trained[0]
     if isinstance(head(model), ClassHead):
@@ -172,7 +172,7 @@ def _require(opened: Opened, variants: Sequence[Variant], source: Any) -> None:
         raise RecipeError(
             f"{source}: has {' and '.join(beyond)}, which no class of transformers can load; compress the model before that"
         )
-    if quantized_modules(model):
+    if is_compressed(model):
         raise RecipeError(f"{source}: is compressed already; name the model it was made from")
     problems = [f"--method {v.name}: {words}" for v in variants for words in v.method.check(opened.build.model)]
     if problems:

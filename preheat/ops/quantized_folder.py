@@ -15,7 +15,17 @@ from preheat.ops.nf4 import PackedMap, pack_, tables
 from preheat.ops.quantized import HALF
 from preheat.ops.quantized_linear import Fp8Linear, Int4Linear, Int8Embedding, Int8Linear, QuantizedMap, map_weight
 
-__all__ = ["STORED", "form_of", "open_on_meta", "put_in", "quantized_modules", "stored", "tables_of", "to_half"]
+__all__ = [
+    "STORED",
+    "form_of",
+    "is_compressed",
+    "open_on_meta",
+    "put_in",
+    "quantized_modules",
+    "stored",
+    "tables_of",
+    "to_half",
+]
 
 STORED = "preheat"
 """`quant_method` of what preheat writes."""
@@ -34,6 +44,12 @@ def form_of(module: nn.Module) -> Form | None:
 def quantized_modules(model: nn.Module) -> dict[str, nn.Module]:
     """Every module whose weight is quantized, by name."""
     return {name: m for name, m in model.named_modules() if form_of(m) is not None}
+
+
+def is_compressed(model: Any) -> bool:
+    """Whether it was opened from a folder that `preheat compress` wrote; a base in 4 bits under an adapter is none."""
+    told = getattr(model.config, "quantization_config", None)
+    return told is not None and (told if isinstance(told, dict) else told.to_dict()).get("quant_method") == STORED
 
 
 def put_in(model: nn.Module, name: str, new: nn.Module) -> None:

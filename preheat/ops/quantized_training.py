@@ -158,7 +158,9 @@ def _require_lora(name: str, module: Any) -> None:
 
 def unfake_(model: nn.Module) -> int:
     """Makes maps of `fake_` plain ones again, in place: their weights as they are, not rounded. Returns how many."""
-    plain = {fake: real for real, fake in _FAKE.items()}
+    from peft.tuners.lora import Linear
+
+    plain: dict[type[nn.Module], type[nn.Module]] = {fake: real for real, fake in _FAKE.items()} | {_adapted(): Linear}
     found = [m for m in model.modules() if type(m) in plain]
     for module in found:
         module.__class__ = plain[type(module)]

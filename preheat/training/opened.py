@@ -191,7 +191,7 @@ def _folder(model: str, tokenizer_folder: str) -> Opened:
 def _adapter(path: Path, base: str | None) -> Opened:
     from preheat.ops.nf4 import pack_
     from preheat.ops.peft_folder import put_in, read_folder
-    from preheat.ops.quantized_folder import quantized_modules
+    from preheat.ops.quantized_folder import is_compressed
 
     folder = read_folder(path, "adapter")
     named = base or folder.base
@@ -209,7 +209,7 @@ def _adapter(path: Path, base: str | None) -> Opened:
             ) from None
         raise
     model = opened.build.trained[0]
-    if quantized_modules(model):
+    if is_compressed(model):
         knob = "--base" if base is not None else f"adapter: {path}"
         raise RecipeError(
             f"{knob}: {named} is compressed, and what is rounded carries no adapters; name the model it was made from"

@@ -55,6 +55,8 @@ def test_a_model_is_compressed_measured_and_used(preheat: Command, stories: tupl
     assert preheat.here.json("generate", "made/int8", "--prompt", "Once upon a time", "--tokens", "6")["text"].strip()
     _, error = preheat.here("compress", model, "--method", "int8", *how, "--out", "made", code=1)
     assert "stands there already" in error
+    _, error = preheat.here("export", "made/int8", "--out", "hf", code=1)
+    assert "is compressed, and what is rounded is not written as other formats' weights" in error
     (preheat.folder / "r2.yaml").write_text(
         "model: {path: made/int8}\ndata: {source: text}\nbatch: {size: 2, length: 64}\nstop: {steps: 1}\n",
         encoding="utf-8",
@@ -76,6 +78,9 @@ def test_a_run_is_compressed_as_it_was_trained_for(preheat: Command) -> None:
     assert Path(made["path"]).name == "compressed-int4"
     assert abs(made["after"]["loss"] - made["before"]["loss"]) < 0.01 * made["before"]["loss"]
     assert made["variants"][0]["top_1_agreement"] > 0.9
+    told = preheat.here.json("export", "runs/aware", "--out", "hf")
+    assert "before rounding" in told["note"]
+    assert told["merged"] > 0
     _, error = preheat.here("compress", "runs/aware", "--method", "gptq", "--rows", "3", "--out", "x", code=4)
     assert "calibration: 3 rows, and 8 are needed" in error
     assert not (preheat.folder / "x").exists()

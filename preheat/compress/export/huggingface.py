@@ -14,11 +14,14 @@ from preheat.models.adapter import head
 from preheat.models.surgery import beyond_transformers
 from preheat.ops.adapters import merge, names_of
 from preheat.ops.class_head import ClassHead, as_sequence_classifier, pad_for
+from preheat.ops.quantized_folder import is_compressed
+from preheat.ops.quantized_training import unfake_
 from preheat.technique import Tag
 from preheat.training.opened import open_model
 
 __all__ = ["write"]
 
+_UNROUNDED = "the run was trained with rounded weights; the folder has them before rounding: preheat compress RUN writes them as they were rounded"
 _NO_WINDOW = "the run limited its attention by a technique; the folder's configuration has no place for that, so plain transformers attends in full"
 
 
@@ -57,6 +60,11 @@ def write(
         raise RunError(
             f"{run}: has {' and '.join(beyond)}, which no class of transformers can load; evaluate and generate from the run itself"
         )
+    if is_compressed(model):
+        raise RunError(
+            f"{run}: is compressed, and what is rounded is not written as other formats' weights; export the model it was made from"
+        )
+    rounded = unfake_(model)
     kept = dtype or next(p.dtype for p in model.parameters() if p.is_floating_point())
     accepted = shared.Bound(shared.TOLERANCE[kept] if tolerance is None else tolerance)
     first = len(opened.tokenizer) - len(opened.recipe.model.add_tokens)
@@ -77,6 +85,7 @@ def write(
     model.set_attn_implementation("eager")  # the folder must not name our own attention
     model.config.use_cache = True
     notes = [_NO_WINDOW] if Tag("window") in opened.build.tags else []
+    notes += [_UNROUNDED] if rounded else []
     notes += _name_ends(model, opened.tokenizer, opened.build.weights.folder)
     ends = model.generation_config.eos_token_id
     name = str(kept).removeprefix("torch.")

@@ -17,6 +17,7 @@ from preheat.errors import RunError
 from preheat.ops.adapters import base_of, names_of, own_of
 from preheat.ops.nf4 import PackedMap, dequantize, quantize, tables
 from preheat.ops.peft_folder import BASE
+from preheat.ops.quantized_training import unfake_
 from preheat.technique import Stage
 from preheat.training.opened import Opened, open_model
 
@@ -51,6 +52,7 @@ def write(run: str | Path, out: str | Path, *, tolerance: float | None = None) -
     shared.must_be_new(out)
     opened = open_model(run)
     model: Any = opened.build.trained[0]
+    unfake_(model)  # the adapter is that of the weights before rounding
     names = names_of(model)
     base = _base(opened, names, run)
     accepted = shared.Bound(shared.TOLERANCE[torch.float32] if tolerance is None else tolerance)
