@@ -174,3 +174,19 @@ def test_train_with_gradient_accumulation_refuses() -> None:
         train_with_gradient_accumulation(model, data, optimizer, 0, torch.nn.MSELoss(), 1)
     with pytest.raises(ValueError, match="scalar"):
         train_with_gradient_accumulation(model, data, optimizer, 1, torch.nn.MSELoss(reduction="none"), 1)
+
+
+def test_alone_quantization_aware() -> None:
+    from preheat.ops.quantized_training import Grid, rounded
+    from preheat.techniques.quantization_aware import QuantizationAware, round_weights
+
+    model, tokens = by_hand()
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    four, eight = round_weights(model, QuantizationAware(keep=("embedding", "head"), group=8))
+    assert (four, eight) == (21, 0)
+    name = "model.layers.1.mlp.down_proj"
+    plain = model.get_submodule(name)
+    x = torch.randn(2, plain.in_features, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(plain(x), x @ rounded(plain.weight, Grid(4, 8)).t())
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters()), "the weights that are trained stay full"
+    falls(model, tokens, torch.optim.AdamW(model.parameters(), lr=0.01), plain_backward)
