@@ -19,6 +19,8 @@ __all__ = ["LEAST", "Inputs", "Layer", "require_rows", "walk"]
 
 LEAST = 8
 """Rows that must differ from each other."""
+_RUN, _OWN = 8, 0.02
+"""Runs of so many tokens, and the share of them that must differ: of TinyStories in 512 pieces nine in ten do."""
 
 
 def require_rows(rows: Sequence[Tensor]) -> None:
@@ -33,6 +35,13 @@ def require_rows(rows: Sequence[Tensor]) -> None:
     pieces = len(torch.cat([row.flatten() for row in rows]).unique())
     if pieces < LEAST:
         raise DataError(f"calibration: the rows hold only {pieces} different tokens; name real text with --data")
+    runs = torch.cat([row.flatten().unfold(0, _RUN, 1) for row in rows if row.numel() >= _RUN] or [torch.empty(0, _RUN)])
+    if len(runs) and (own := len(runs.unique(dim=0))) < _OWN * len(
+        runs
+    ):  # rows that begin elsewhere in a text that repeats itself
+        raise DataError(
+            f"calibration: the rows say the same over and over: {own:,} different runs of {_RUN} tokens in {len(runs):,}; name other text with --data"
+        )
 
 
 @dataclass

@@ -142,6 +142,7 @@ def test_a_copy_to_save_is_done_without(preheat: Command) -> None:
         rungs = Reader(run).events("rung") if done.returncode == 0 else []
         if rungs and rungs[-1]["where"] == "saving":
             break
+    assert rungs, f"it had memory enough, or died of it\n{done.stderr[-2000:]}"
     rung = rungs[-1]
     assert (rung["where"], rung["took"]) == ("saving", ["checkpoint.asynchronous=false"])
     assert (run / "checkpoints" / "step-5" / "manifest.json").exists()

@@ -230,6 +230,8 @@ def test_rows_that_teach_nothing_are_refused_with_numbers() -> None:
         require_rows([row] * 9)
     with pytest.raises(DataError, match="only 2 different tokens"):
         require_rows([torch.bincount(torch.tensor([n]), minlength=32)[None] for n in range(9)])
+    with pytest.raises(DataError, match="the same over and over: 17 different runs of 8 tokens in 1,971"):
+        require_rows([(torch.arange(n, n + 226) % 17)[None] for n in range(9)])
 
 
 def test_eight_bit_floats_need_a_gpu(stories: Path) -> None:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import itertools
 import math
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from preheat.ops.quantized import (
     Groups,
@@ -22,7 +20,6 @@ from preheat.ops.quantized import (
     unpack,
 )
 from preheat.ops.quantized_budget import share_out
-from preheat.ops.quantized_cache import int8_cache
 from preheat.ops.quantized_choice import group_of, kept_names
 from preheat.ops.quantized_linear import FEW, Fp8Linear, Int4Linear, Int8Embedding, Int8Linear
 from preheat.ops.quantized_search import awq, gptq, output_error, smooth
@@ -284,32 +281,3 @@ def test_a_group_that_does_not_divide_names_the_map_and_the_nearest() -> None:
     assert [divisor(n, 32) for n in (768, 172, 97)] == [32, 43, 97]
     with pytest.raises(ValueError, match=r"32 does not divide the 172 inputs of m\.down_proj; the nearest that does is 43"):
         group_of("m.down_proj", 172, 32)
-
-
-# --- the cache -------------------------------------------------------------------------------------------------------
-
-
-def model(**more: Any) -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
-    return LlamaForCausalLM(LlamaConfig(**sizes, intermediate_size=48, vocab_size=64, **more)).eval()
-
-
-@torch.no_grad()
-def test_a_cache_in_eight_bits_gives_nearly_the_same_and_forgets_like_any_other() -> None:
-    made, ids = model(), torch.randint(64, (2, 24))
-    cache, plain = int8_cache(made.config), DynamicCache(config=made.config)
-    for part in (ids[:, :16], ids[:, 16:20], ids[:, 20:21]):
-        found = made(part, past_key_values=cache, use_cache=True).logits
-        wanted = made(part, past_key_values=plain, use_cache=True).logits
-        assert float((found - wanted).norm() / wanted.norm()) < 0.02
-    assert cache.get_seq_length() == 21
-    assert cache.layers[0].keys.dtype == torch.int8
-    assert cache.layers[0].keys.nbytes < 0.7 * plain.layers[0].keys.nbytes / 2, (
-        "8 codes and 2 bytes of scale against 16 in bf16"
-    )
-    again = made(ids[:, 21:], past_key_values=cache, use_cache=True).logits
-    cache.crop(-3)
-    assert torch.equal(made(ids[:, 21:], past_key_values=cache, use_cache=True).logits, again)
-    cache.reorder_cache(torch.tensor([1, 0]))
-    assert cache.get_seq_length() == 24

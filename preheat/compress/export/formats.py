@@ -20,7 +20,7 @@ FORMATS: dict[str, str | None] = {  # -> the dtype where none is named; None: th
 }
 
 
-def dtype_of(to: str, dtype: str | None) -> str | None:
+def _dtype_of(to: str, dtype: str | None) -> str | None:
     """The dtype that is written.
 
     Raises:
@@ -42,7 +42,7 @@ def dtype_of(to: str, dtype: str | None) -> str | None:
 
 def place_of(run: Path, to: str, dtype: str | None) -> Path:
     """Where an export goes when nobody says."""
-    kind = dtype_of(to, dtype)
+    kind = _dtype_of(to, dtype)
     return run / (f"export-{to}" if to in ("hf", "peft") else f"export-{to}-{kind}")
 
 
@@ -72,7 +72,7 @@ def write(
 
     from preheat.compress.export import aoti, executorch, gguf, huggingface, onnx, peft, vllm
 
-    kind = dtype_of(to, dtype)
+    kind = _dtype_of(to, dtype)
     if length is not None and to != "executorch":
         raise RecipeError(f"--length: is of executorch's cache; --to {to} has none")
     if to == "peft":
