@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from preheat.compress.calibrate import Inputs
 
 __all__ = [
-    "ENDS",
     "High",
     "chosen_maps",
     "group_for",
@@ -27,16 +26,13 @@ __all__ = [
     "weights_and_bits",
 ]
 
-ENDS = ("embedding", "head", "first", "last")
-"""What loses most when it is rounded: embedding, head, first and last layer."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class High:
     """Settings of a method that quantizes, for what it does not quantize as the rest."""
 
-    keep: str | tuple[str, ...] = ENDS
-    """What stays high: embedding, head, first and last (layer), last parts of names (down_proj), or regular expressions for whole names."""
+    keep: str | tuple[str, ...] = "auto"
+    """What stays high: auto (embedding, head, and the first and last of more than two layers), or of embedding, head, first, last (layer), last parts of names (down_proj), or regular expressions for whole names."""
     high: Literal["int8", "bf16"] = "int8"
     """What is kept stands in: int8 (a scale for each output, weights alone), which costs next to nothing, or bf16."""
 

@@ -21,6 +21,8 @@ def layer_names(model: PreTrainedModel) -> list[str]:
 def roles(model: PreTrainedModel) -> dict[str, list[str]]:
     """What `embedding`, `head`, `first` and `last` (layer) stand for: names of modules, those inside the layers included.
 
+    `auto` are all of these, without the layers where there are two or fewer: nothing would lie between.
+
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
         >>> config = LlamaConfig(hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=16, vocab_size=16)
@@ -29,9 +31,11 @@ def roles(model: PreTrainedModel) -> dict[str, list[str]]:
     """
     parts, layers = anatomy(model), layer_names(model)
     everything = list(model.named_modules())
-    return {
+    found = {
         "embedding": [name for name, m in everything if m is parts.embedding],
         "head": [name for name, m in everything if m is parts.head],
         "first": [name for name, _ in everything if name.startswith(f"{layers[0]}.")],
         "last": [name for name, _ in everything if name.startswith(f"{layers[-1]}.")],
     }
+    kept = found if len(layers) > 2 else ("embedding", "head")
+    return found | {"auto": [name for role in kept for name in found[role]]}

@@ -102,8 +102,8 @@ class QuantizationAware(Technique):
     """A scale alone; without, a zero besides."""
     inputs: Literal["full", "int8"] = "full"
     """int8: inputs are rounded to eight bits, with a scale for each token."""
-    keep: str | tuple[str, ...] = ("embedding", "head", "first", "last")
-    """What stays high: embedding, head, first and last (layer), last parts of names, or regular expressions for whole names."""
+    keep: str | tuple[str, ...] = "auto"
+    """What stays high: auto (embedding, head, and the first and last of more than two layers), or of embedding, head, first, last (layer), last parts of names, or regular expressions for whole names."""
     high: Literal["int8", "bf16"] = "int8"
     """What is kept in the layers is rounded to int8, or not at all; embedding and head are never rounded in training."""
 

@@ -234,6 +234,18 @@ def test_rows_that_teach_nothing_are_refused_with_numbers() -> None:
         require_rows([(torch.arange(n, n + 226) % 17)[None] for n in range(9)])
 
 
+def test_first_and_last_layer_are_kept_where_others_lie_between() -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from preheat.models.roles import roles
+
+    sizes = {"hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 16, "vocab_size": 16}
+    two, three = (set(roles(LlamaForCausalLM(LlamaConfig(num_hidden_layers=n, **sizes)))["auto"]) for n in (2, 3))
+    assert two == {"model.embed_tokens", "lm_head"}
+    assert {"model.layers.0.mlp.up_proj", "model.layers.2.mlp.up_proj"} < three
+    assert not any(name.startswith("model.layers.1.") for name in three)
+
+
 def test_eight_bit_floats_need_a_gpu(stories: Path) -> None:
     if torch.cuda.is_available():
         pytest.skip("a GPU is here")
