@@ -167,8 +167,8 @@ def _table(made: dict[str, Any]) -> Any:
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False)
-    for n, title in enumerate(("", "perplexity", "rise", "MiB", "tokens/s", "x bf16", "first token ms")):
-        table.add_column(title, justify="right" if n else "left", no_wrap=True)
+    for n, title in enumerate(("", "perplexity", "rise", "MiB", "tokens/s", "x bf16", "first ms")):
+        table.add_column(title, justify="right" if n else "left", no_wrap=n > 0, overflow="fold")
     first = made["variants"][0]["before"]
     for name, told, before, rise in [
         ("bf16", first, first, None),

@@ -175,6 +175,7 @@ def run_chain(
     before = Before.of(opened, texts, measured=measured)
     del opened
     found: list[dict[str, Any]] = []
+    models = {"before": before.plain}
     for number, step in enumerate(chain.steps, 1):
         say(f"step {number} of {len(chain.steps)}: {_words(step)}")
         name, words = _take(step, number, state, methods.get(number))
@@ -188,11 +189,13 @@ def run_chain(
                 "what": words,
                 "bytes": told["after"]["bytes"],
             }
-            before.time([told], {"before": before.plain, name: timed}, turns=turns)
+            models[name] = timed
             found.append(told)
-        made = compressing.summed(state.place, found, (found[-1]["name"], "the last step of the chain"), str(source), texts)
-        made |= {"said": state.said, "exports": state.exports}
-        (out / "compress.json").write_text(json.dumps(made, indent=1), encoding="utf-8")
+    say("timing")
+    before.time(found, models, turns=turns)
+    made = compressing.summed(state.place, found, (found[-1]["name"], "the last step of the chain"), str(source), texts)
+    made |= {"said": state.said, "exports": state.exports}
+    (out / "compress.json").write_text(json.dumps(made, indent=1), encoding="utf-8")
     return made
 
 

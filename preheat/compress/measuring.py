@@ -105,10 +105,12 @@ class Before:
 
 
 def _half(model: Any) -> Any:
-    """A copy in bf16."""
+    """A copy in bf16, whose weights are not rounded anew in every pass: that is for training."""
     from preheat.ops.quantized_folder import to_half
+    from preheat.ops.quantized_training import unfake_
 
     made = copy.deepcopy(model)
+    unfake_(made)
     to_half(made)
     return made
 
