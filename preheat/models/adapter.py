@@ -87,7 +87,7 @@ def configure(recipe: Recipe, vocabulary: int | None = None) -> PretrainedConfig
         config.layer_types = kinds[: config.num_hidden_layers]
     for t in sorted(recipe.techniques.values(), key=lambda t: (t.stage, t.name())):
         try:
-            t.configure(config, recipe)
+            config = t.configure(config, recipe) or config
         except ValueError as error:
             raise RecipeError(f"techniques.{t.name()}: {error}") from None
     text = config.get_text_config()
@@ -134,12 +134,13 @@ def facts(config: PretrainedConfig) -> ModelFacts:
         vocabulary=text.vocab_size,
         positions=_positions(text),
         tied=bool(config.tie_word_embeddings),
-        window=getattr(text, "sliding_window", None),
+        window=getattr(text, "sliding_window", None) or None,  # Qwen2-MoE writes 0 for none
         score_softcap=getattr(text, "attn_logit_softcapping", None),
         logit_softcap=getattr(text, "final_logit_softcapping", None),
         experts=count,
         experts_per_token=chosen,
         expert_width=width,
+        expert_layers=experts.expert_layers(text),
     )
 
 

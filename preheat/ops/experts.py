@@ -148,7 +148,7 @@ def compute_experts(experts: Any, hidden: Tensor, chosen: Tensor, weights: Tenso
         [tokens, width], in the dtype of `hidden`.
     """
     exchange = getattr(experts, EXCHANGE, None)
-    order, place, counts = group_rows(chosen.flatten(), experts.config.num_experts)
+    order, place, counts = group_rows(chosen.flatten(), experts.num_experts)
     kind = hidden.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else experts.down_proj.dtype
     rows = hidden.to(dtype)[order // chosen.shape[1]]

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import copy
+import functools
+import shutil
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +19,7 @@ from preheat.engine.balance import balance_part
 from preheat.engine.build import build
 from preheat.engine.step import gradients
 from preheat.errors import RecipeError
-from preheat.models.experts import routers
+from preheat.models.experts import biases, routers
 from preheat.ops.experts import grouped_linear
 from preheat.ops.optimizers import Adafactor
 from preheat.planning.observe import observe
@@ -23,13 +27,61 @@ from preheat.technique import Batch, Build, MaskSpec
 
 from ..conftest import DEVICE, difference, split, tiny, uneven
 
-FAMILIES = ["qwen3_moe", "mixtral"]
+FAMILIES = ["qwen3_moe", "mixtral", "qwen2_moe", "glm4_moe"]
+SIZES = {
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 96,
+    "num_experts_per_tok": 2,
+}
+SIZES |= {"intermediate_size": 64, "moe_intermediate_size": 24}
+OF_FOLDERS: dict[
+    str, dict[str, Any]
+] = {  # families that a recipe does not make new: with a layer without experts, and one that all tokens go to
+    "qwen2_moe": {**SIZES, "num_experts": 8, "mlp_only_layers": [1], "shared_expert_intermediate_size": 40},
+    "glm4_moe": {
+        **SIZES,
+        "n_routed_experts": 8,
+        "n_group": 4,
+        "topk_group": 2,
+        "routed_scaling_factor": 1.5,
+        "head_dim": 8,
+        "use_qk_norm": True,
+    },
+}
 STRONG = "model.config={router_aux_loss_coef: 0.5}"  # so that the balance loss is no rounding error of the whole
 
 
+@functools.cache
+def folder(family: str) -> Path:
+    """A folder with the configuration alone."""
+    from transformers import AutoConfig
+
+    made = Path(tempfile.mkdtemp(prefix="preheat-experts-"))
+    atexit.register(shutil.rmtree, made, ignore_errors=True)
+    AutoConfig.for_model(family, **OF_FOLDERS[family]).save_pretrained(made)
+    return made
+
+
+def recipe_of(family: str, techniques: str = "{}") -> recipes.Recipe:
+    if family not in OF_FOLDERS:
+        return tiny(techniques, family=family)
+    where = f"model={{path: {folder(family)}, weights: random}}"
+    return recipes.override(recipes.parse("stop: {steps: 20}\nbatch: {size: 4, length: 32}"), where, f"techniques={techniques}")
+
+
 def made(family: str, techniques: str = "{}", *, strong: bool = True) -> Build:
-    recipe = tiny(techniques, family=family)
+    recipe = recipe_of(family, techniques)
+    strong = strong and family != "glm4_moe"  # which has no such loss
     return build(recipes.override(recipe, STRONG) if strong else recipe, vocabulary=96, device=DEVICE)
+
+
+def uneven_biases(model: Any) -> None:
+    """So that a bias, where the model has one, matters."""
+    for n, bias in enumerate(biases(model).values()):
+        bias.copy_(torch.randn(bias.shape, generator=torch.Generator().manual_seed(n)) * 0.3)
 
 
 def grads(b: Build, batches: list[Batch]) -> tuple[float, dict[str, Any], dict[str, float]]:
@@ -57,16 +109,29 @@ def test_loss_and_gradients_are_those_of_transformers(family: str, tmp_path: Pat
     from transformers import AutoModelForCausalLM
 
     b, batch = made(family), plain_rows()
+    uneven_biases(b.trained[0])
     b.trained[0].save_pretrained(tmp_path)  # type: ignore[operator]
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager", experts_implementation="eager").train()
     labels = torch.cat([torch.full((4, 1), -100), batch.labels[:, :-1]], dim=1)  # theirs are shifted in the model
-    out = theirs(input_ids=batch.tokens, labels=labels, output_router_logits=True, use_cache=False)
+    has_loss = family != "glm4_moe"
+    out = theirs(input_ids=batch.tokens, labels=labels, use_cache=False, **({"output_router_logits": True} if has_loss else {}))
     out.loss.backward()
     loss, ours, scores = grads(b, [batch])
     assert loss == pytest.approx(float(out.loss.detach()), abs=2e-6)
-    assert scores["balance_loss"] == pytest.approx(float(out.aux_loss.detach()), rel=1e-6)
+    assert not has_loss or scores["balance_loss"] == pytest.approx(float(out.aux_loss.detach()), rel=1e-6)
     assert difference(ours, {n: p.grad for n, p in theirs.named_parameters()}) < 1e-5
     assert 1 < scores["expert_load"] <= 4  # 8 experts, 2 a token: 1 is even, 4 is all tokens to the same two
+    counts = b.metrics["expert_tokens"]
+    assert counts.sum(1).tolist() == [4 * 32 * 2] * b.model.expert_layers  # none is dropped
+    assert scores["expert_loads"] == pytest.approx((counts.max(1).values / counts.mean(1)).tolist(), abs=1e-3)
+    assert scores["experts_idle"] == int((counts == 0).sum())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_its_load_is_measured_over_the_layers_that_have_experts(family: str) -> None:
+    model = made(family)
+    assert model.model.expert_layers == len(routers(model.trained[0])) == (2 if family in OF_FOLDERS else 3)
+    assert model.model.experts == 8
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -77,7 +142,8 @@ def test_micro_batches_give_the_loss_and_gradients_of_the_whole(family: str) -> 
         again, parts, same = grads(b, split(batch, sizes))
         assert again == pytest.approx(loss, abs=2e-6)
         assert difference(parts, whole) < 1e-5
-        assert same == pytest.approx(scores, rel=1e-6)
+        assert same.pop("expert_loads") == scores["expert_loads"]
+        assert same == pytest.approx({k: v for k, v in scores.items() if k != "expert_loads"}, rel=1e-6)
 
 
 def test_the_pass_that_counts_routes_as_the_one_that_trains() -> None:
@@ -154,6 +220,7 @@ def test_a_folder_with_a_matrix_for_each_expert_is_read(family: str, tmp_path: P
     from safetensors import safe_open
 
     b = made(family)
+    uneven_biases(b.trained[0])
     b.trained[0].save_pretrained(tmp_path)  # type: ignore[operator]
     with safe_open(str(tmp_path / "model.safetensors"), framework="pt") as opened:
         keys = list(opened.keys())
