@@ -265,7 +265,10 @@ def test_what_is_refused() -> None:
         build(recipes.override(tiny(family="mixtral"), "model.config={router_jitter_noise: 0.1}"), vocabulary=96, device=DEVICE)
     with (
         pytest.warns(RuntimeWarning),
-        pytest.raises(RecipeError, match="experts' matrices in one, which adapters do not reach"),
+        pytest.raises(
+            RecipeError,
+            match="experts' matrices in one, which is no map; name those beside them",
+        ),
     ):
         made("qwen3_moe", "{lora: {}}")
 
@@ -277,3 +280,58 @@ def test_a_copy_of_a_model_routes_by_its_own_weights() -> None:
         routers(twin)[0].weight.zero_()
     scores = [routers(m)[0](torch.ones(1, 32))[0].detach().abs().max() for m in (twin, model)]
     assert scores[0] == 0 < scores[1]
+
+
+def test_adapters_on_experts_begin_as_the_base_and_are_those_of_peft(tmp_path: Path) -> None:
+    """The loss and gradients of the pairs are those of the matrices that they stand for; merged, the logits stay."""
+    from preheat.models import adapter
+    from preheat.ops.adapters import merge, without
+    from preheat.ops.expert_adapters import adapted_experts
+
+    settings = "{targets: [q_proj, v_proj], rank: 4, expert_rank: 4, alpha: 8}"
+    plain, b = made("qwen3_moe", strong=False), made("qwen3_moe", f"{{lora: {settings}}}", strong=False)
+    batch = plain_rows()
+    assert grads(b, [batch])[0] == pytest.approx(grads(plain, [batch])[0], abs=1e-6)
+    model: Any = b.trained[0]
+    names = {n for n, _ in b.parameters()}
+    assert sum(".experts." in n for n in names) == 3 * 4
+    assert not any("mlp.gate." in n for n in names)  # routers are frozen
+    g = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for _, p in b.parameters():
+            p.copy_(torch.randn(p.shape, generator=g) * 0.1)
+    loss, ours, _ = grads(b, [batch])
+    with without(model):
+        assert grads(b, [batch])[0] == pytest.approx(grads(plain, [batch])[0], abs=1e-6)
+    before = adapter.plain_logits(model, batch.tokens)
+    # The same with the sum of each expert's matrix and its addition written out, for the gradients.
+    kept = {n: p for n, p in model.named_parameters() if ".experts." in n}
+    assert len(adapted_experts(model)) == 3
+    whole = copy.deepcopy(model)
+    assert merge(whole) == 3 * 2 + 3
+    assert not adapted_experts(whole)
+    after = adapter.plain_logits(whole, batch.tokens)
+    assert float((after - before).norm() / before.norm()) < 1e-5
+    whole.requires_grad_(True)
+    b.parts["trained"] = [whole]
+    again, full, _ = grads(b, [batch])
+    assert again == pytest.approx(loss, abs=1e-6)
+    for name, grad in full.items():
+        if ".experts." in name:
+            first, second = kept[f"{name}_lora_A"].detach(), kept[f"{name}_lora_B"].detach()
+            wanted = {"A": 2.0 * second.transpose(1, 2) @ grad, "B": 2.0 * grad @ first.transpose(1, 2)}
+            assert difference({k: ours[f"{name}_lora_{k}"] for k in "AB"}, wanted) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("family", "lora", "words"),
+    [
+        ("llama", "expert_rank: 4", "expert_rank: 4 is for experts, and llama has none"),
+        ("qwen3_moe", "expert_rank: 4, variant: dora, targets: [q_proj]", "goes with lora and rslora, and variant is dora"),
+        ("qwen3_moe", "expert_rank: 4, dropout: 0.1, targets: [q_proj]", "does not go with dropout"),
+        ("qwen3_moe", "expert_rank: 99, targets: [q_proj]", "lora.expert_rank: 99 is more than the 32 directions"),
+    ],
+)
+def test_adapters_on_experts_are_refused_in_words(family: str, lora: str, words: str) -> None:
+    with pytest.raises(RecipeError, match=words):
+        made(family, f"{{lora: {{{lora}}}}}", strong=False)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from preheat.compress.export import card, shared
 from preheat.errors import RunError
 from preheat.ops.adapters import base_of, names_of, own_of
+from preheat.ops.expert_adapters import adapted_experts
 from preheat.ops.nf4 import PackedMap, dequantize, quantize, tables
 from preheat.ops.peft_folder import BASE
 from preheat.ops.quantized_training import unfake_
@@ -128,6 +129,10 @@ def _base(opened: Opened, names: list[str], run: str | Path) -> str:
     if recipe.model.path is None or recipe.model.weights == "random":
         raise RunError(
             f"{run}: its base was drawn new and stands in no folder that peft could load; write the merged model with --to hf"
+        )
+    if adapted_experts(opened.build.trained[0]):
+        raise RunError(
+            f"{run}: has adapters on its experts, which are no linear maps of peft's; write the merged model with --to hf"
         )
     changed = [t.name() for t in recipe.techniques.values() if t.stage == Stage.STRUCTURE]
     if changed:
