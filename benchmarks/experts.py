@@ -37,7 +37,7 @@ from preheat.training.opened import open_model
 WAYS = {"ours, grouped": "preheat", "transformers, eager": "eager", "transformers, grouped_mm": "grouped_mm"}
 SIZES = {8: (2, 512), 64: (8, 128)}  # experts -> for a token, width of one
 BALANCINGS = {
-    "none": "{method: loss, coefficient: 1.0e-12}",
+    "none": "",
     "loss x 0.001": "{method: loss, coefficient: 0.001}",
     "loss x 0.01": "{method: loss, coefficient: 0.01}",
     "bias, 0.001 a step": "{rate: 0.001}",
@@ -101,11 +101,13 @@ def speed(options: argparse.Namespace) -> list[str]:
 
 
 def recipe_of(experts: int, balancing: str, source: Path, stories: Path, options: argparse.Namespace, seed: int) -> Recipe:
-    model = sizes(experts, 3).replace(", config: {router_aux_loss_coef: 0}", "")
+    model, technique = sizes(experts, 3), ""
+    if how := BALANCINGS[balancing]:
+        model, technique = model.replace(", config: {router_aux_loss_coef: 0}", ""), f", expert_balancing: {how}"
     return parse(
         f"name: experts\nseed: {seed}\nmodel: {model}\ndata: {{source: {source}, validation: 0.1, tokenizer: {stories}, preflight: {{encoding: warn}}}}\n"
         f"batch: {{size: 16, length: 128}}\noptimizer: {{lr: 0.002}}\nstop: {{steps: {options.steps}}}\nevaluate: {{rows: 128, baselines: false}}\n"
-        f"techniques: {{efficient_attention: {{}}, chunked_loss: {{}}, expert_balancing: {BALANCINGS[balancing]}}}"
+        f"techniques: {{efficient_attention: {{}}, chunked_loss: {{}}{technique}}}"
     )
 
 

@@ -40,7 +40,7 @@ __all__ = [
 ]
 
 _BY_SOFTMAX = ("mixtral", "qwen2_moe", "qwen3_moe")
-_BY_SIGMOID = ("glm4_moe",)
+_BY_SIGMOID = ("deepseek_v3", "glm4_moe")
 FAMILIES = (*_BY_SOFTMAX, *_BY_SIGMOID)
 """What is known to be a router by softmax or sigmoid and top-k over gated experts, with or without an expert that all tokens go to."""
 NAME = "preheat"  # of our function in transformers' registry of experts

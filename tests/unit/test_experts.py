@@ -27,29 +27,17 @@ from preheat.technique import Batch, Build, MaskSpec
 
 from ..conftest import DEVICE, difference, split, tiny, uneven
 
-FAMILIES = ["qwen3_moe", "mixtral", "qwen2_moe", "glm4_moe"]
-SIZES = {
-    "hidden_size": 32,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 96,
-    "num_experts_per_tok": 2,
-}
-SIZES |= {"intermediate_size": 64, "moe_intermediate_size": 24}
-OF_FOLDERS: dict[
-    str, dict[str, Any]
-] = {  # families that a recipe does not make new: with a layer without experts, and one that all tokens go to
+FAMILIES = ["qwen3_moe", "mixtral", "qwen2_moe", "glm4_moe", "deepseek_v3"]
+BY_SIGMOID = ["glm4_moe", "deepseek_v3"]  # with a bias, and without a balance loss
+SIZES = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 96}
+SIZES |= {"intermediate_size": 64, "moe_intermediate_size": 24, "num_experts_per_tok": 2}
+GROUPS = {"n_routed_experts": 8, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.5, "first_k_dense_replace": 1}
+LATENT = {"q_lora_rank": 12, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 10, "v_head_dim": 6}
+# Families that a recipe does not make new: with a layer without experts, and something that all tokens go to.
+OF_FOLDERS: dict[str, dict[str, Any]] = {
     "qwen2_moe": {**SIZES, "num_experts": 8, "mlp_only_layers": [1], "shared_expert_intermediate_size": 40},
-    "glm4_moe": {
-        **SIZES,
-        "n_routed_experts": 8,
-        "n_group": 4,
-        "topk_group": 2,
-        "routed_scaling_factor": 1.5,
-        "head_dim": 8,
-        "use_qk_norm": True,
-    },
+    "glm4_moe": {**SIZES, **GROUPS, "head_dim": 8, "use_qk_norm": True},
+    "deepseek_v3": {**SIZES, **GROUPS, **LATENT, "num_key_value_heads": 4},
 }
 STRONG = "model.config={router_aux_loss_coef: 0.5}"  # so that the balance loss is no rounding error of the whole
 
@@ -74,7 +62,7 @@ def recipe_of(family: str, techniques: str = "{}") -> recipes.Recipe:
 
 def made(family: str, techniques: str = "{}", *, strong: bool = True) -> Build:
     recipe = recipe_of(family, techniques)
-    strong = strong and family != "glm4_moe"  # which has no such loss
+    strong = strong and family not in BY_SIGMOID
     return build(recipes.override(recipe, STRONG) if strong else recipe, vocabulary=96, device=DEVICE)
 
 
@@ -113,7 +101,7 @@ def test_loss_and_gradients_are_those_of_transformers(family: str, tmp_path: Pat
     b.trained[0].save_pretrained(tmp_path)  # type: ignore[operator]
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager", experts_implementation="eager").train()
     labels = torch.cat([torch.full((4, 1), -100), batch.labels[:, :-1]], dim=1)  # theirs are shifted in the model
-    has_loss = family != "glm4_moe"
+    has_loss = family not in BY_SIGMOID
     out = theirs(input_ids=batch.tokens, labels=labels, use_cache=False, **({"output_router_logits": True} if has_loss else {}))
     out.loss.backward()
     loss, ours, scores = grads(b, [batch])
