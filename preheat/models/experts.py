@@ -23,6 +23,7 @@ __all__ = [
     "FAMILIES",
     "TOKENS",
     "Ledger",
+    "adapted",
     "biases",
     "coefficient",
     "compute_by",
@@ -84,6 +85,25 @@ def has_bias(config: Any) -> bool:
     return config.model_type in _BY_SIGMOID
 
 
+def adapted(model: nn.Module, targets: Any) -> Any:
+    """What adapters go onto: `all-linear` of a model with experts is attention's maps, by name; anything else stays as it is.
+
+    peft takes the names of the maps of a feed-forward block for those of the experts, which are no maps here.
+    """
+    if targets != "all-linear" or not routers(model):
+        return targets
+    from torch import nn
+
+    found = {
+        leaf
+        for module in model.modules()
+        if type(module).__name__.lower().endswith("attention")
+        for leaf, child in module.named_children()
+        if isinstance(child, nn.Linear) or hasattr(child, "base_layer")  # under an adapter already
+    }
+    return tuple(sorted(found))
+
+
 def coefficient(config: Any) -> float:
     """How much the load-balancing loss counts; 0 where there is none."""
     return float(config.router_aux_loss_coef or 0.0) if config.model_type in _BY_SOFTMAX else 0.0
@@ -140,7 +160,7 @@ def _route(ledger: Ledger, router: Any, hidden: Tensor) -> tuple[Tensor, Tensor,
     flat = chosen.flatten()
     counts = shares.new_zeros(router.num_experts).scatter_add_(0, flat, torch.ones_like(flat, dtype=shares.dtype))
     sums = shares.sum(dim=0)
-    if ledger.open:
+    if ledger.open and router.training:  # not what a reference model, which is this one without its adapters, looks at
         held = getattr(router, ROUTED)
         setattr(router, ROUTED, (counts, sums) if held is None else (held[0] + counts, held[1] + sums))
     return scores, weights, chosen

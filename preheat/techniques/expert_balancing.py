@@ -79,6 +79,9 @@ def move_bias(biases: Sequence[Tensor], tokens: Tensor, rate: float) -> None:
 class ExpertBalancing(Technique):
     stage: ClassVar[Stage] = Stage.MATERIALIZE
     numerics: ClassVar[Any] = "different"
+    provides: ClassVar[frozenset[Tag]] = frozenset({Tag("experts")})
+    # Under an adapter routers are frozen, and no adapter's folder has a place for a bias.
+    conflicts: ClassVar[frozenset[Tag]] = frozenset({Tag("frozen-base"), Tag("packed-base")})
 
     method: Literal["bias", "loss"] = "bias"
     """bias: moved after each step by the sign of each expert's load, without a gradient; loss: added to the language model's."""
@@ -105,13 +108,6 @@ class ExpertBalancing(Technique):
                 )
             return
         config.router_aux_loss_coef = wanted
-
-    def check(self, context: Context) -> list[str]:
-        if self.method == "bias" and Tag("frozen-base") in context.tags:
-            return [
-                "method: bias is learnt with the routers, which are frozen under an adapter, whose folder could not hold it; use method: loss, or leave it out"
-            ]
-        return []
 
     def apply(self, build: Build, part: Any) -> Change:
         from preheat.models.experts import TOKENS, coefficient, has_bias, routers

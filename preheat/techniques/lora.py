@@ -3,8 +3,8 @@
 What: each chosen linear map W becomes W + s B A with A and B of `rank`; only A and B are trained. `lora`: s = alpha / rank, B begins
 at zero. `rslora`: s = alpha / sqrt(rank), so that the additions do not shrink as the rank grows. `dora`: each output's row of W + s B A is
 brought to a length that is trained besides. `pissa`: A and B begin as W's largest singular directions and W keeps the rest. On a
-base in 4 bits (`nf4`) this is QLoRA, with `dora` QDoRA. In a model with experts `targets` reaches what stands beside them (attention), and `expert_rank`
-gives each expert a pair of its own; routers stay frozen.
+base in 4 bits (`nf4`) this is QLoRA, with `dora` QDoRA. In a model with experts all-linear is attention's maps, and `expert_rank` gives each
+expert a pair of its own; routers stay frozen.
 Helps: gradients and optimizer state for a small share of the parameters; adapters of a few megabytes; merged away for
 inference. rsLoRA gains at ranks of 64 and more, DoRA at small ones, PiSSA in fewer steps to the same loss. Hurts: less capacity than full
 tuning for large shifts of domain; the base still stands in memory; DoRA makes W + s B A in every forward pass (slower, and as much
@@ -44,7 +44,7 @@ def add_lora(
     """Adds LoRA to a transformers model and freezes the rest, in place; works on meta too, where nothing is drawn.
 
     Args:
-        targets: `all-linear` (all but the head), a regular expression for module names, or their last parts (`("q_proj", "v_proj")`).
+        targets: `all-linear` (all but the head; with experts, attention's), a regular expression for module names, or their last parts (`("q_proj", "v_proj")`).
         variant: lora, rslora, dora or pissa.
         pissa_iterations: of a randomized singular value decomposition; 0: the exact one.
         expert_rank: of a pair for each expert, in models that have experts; 0: none. They are computed where the experts are, by
@@ -98,6 +98,10 @@ def _config(model: nn.Module, rank: int, alpha: float, dropout: float, targets: 
     from peft import LoraConfig
     from transformers.pytorch_utils import Conv1D
 
+    from preheat.models.experts import adapted
+
+    targets = adapted(model, targets)
+
     return LoraConfig(
         r=rank,
         lora_alpha=alpha,  # type: ignore[arg-type]
@@ -134,7 +138,7 @@ class Lora(Technique):
     dropout: Share = 0.0
     """Dropout on the additions' input."""
     targets: str | tuple[str, ...] = "all-linear"
-    """all-linear (all but the head), a regular expression for module names, or a list of their last parts."""
+    """all-linear (all but the head; with experts, attention's), a regular expression for module names, or a list of their last parts."""
     variant: Literal["lora", "rslora", "dora", "pissa"] = "lora"
     """lora; rslora: scaled for high ranks; dora: the outputs' lengths are trained besides; pissa: begins as the base's largest
     singular directions."""

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from preheat.recipe import Bound, Count, Share
-from preheat.technique import Build, Change, Context, Stage, Technique
+from preheat.technique import Build, Change, Context, Stage, Tag, Technique
 
 if TYPE_CHECKING:
     from torch import nn
@@ -54,6 +54,9 @@ def upcycle(model: nn.Module, experts: int = 8, *, chosen: int = 2, redrawn: flo
 class Upcycling(Technique):
     stage: ClassVar[Stage] = Stage.STRUCTURE
     numerics: ClassVar[Any] = "different"
+    provides: ClassVar[frozenset[Tag]] = frozenset({Tag("experts")})
+    # Frozen copies would stay alike; a block without a gate is none that experts are made of.
+    conflicts: ClassVar[frozenset[Tag]] = frozenset({Tag("frozen-base"), Tag("packed-base"), Tag("block-without-gate")})
 
     experts: Annotated[int, Bound(2)] = 8
     """Experts of each layer, each as wide as the dense block."""

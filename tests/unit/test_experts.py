@@ -17,7 +17,7 @@ import torch
 from preheat import recipe as recipes
 from preheat.engine.balance import balance_part
 from preheat.engine.build import build
-from preheat.engine.step import gradients
+from preheat.engine.step import gradients, update
 from preheat.errors import RecipeError
 from preheat.models.experts import biases, routers
 from preheat.ops.experts import grouped_linear
@@ -253,12 +253,21 @@ def test_what_is_refused() -> None:
         build(recipes.override(tiny(family="mixtral"), "model.config={router_jitter_noise: 0.1}"), vocabulary=96, device=DEVICE)
     with (
         pytest.warns(RuntimeWarning),
-        pytest.raises(
-            RecipeError,
-            match="experts' matrices in one, which is no map; name those beside them",
-        ),
+        pytest.raises(RecipeError, match="experts' matrices in one, which is no map; name those beside them"),
     ):
-        made("qwen3_moe", "{lora: {}}")
+        made("qwen3_moe", "{lora: {targets: [gate_proj, up_proj, down_proj]}}")
+    with pytest.raises(RecipeError, match=r"expert_balancing: cannot go with lora \(frozen-base\)"):
+        made("qwen3_moe", "{lora: {}, expert_balancing: {}}", strong=False)
+
+
+def test_adapters_go_onto_attention_and_leave_router_and_experts_as_they_are() -> None:
+    b = made("glm4_moe", "{lora: {}}")
+    kept = {n: p.clone() for n, p in b.trained[0].named_parameters() if ".mlp." in n}
+    assert b.changes["lora"][0].count == 3 * 4
+    assert all(".self_attn." in n for n, _ in b.parameters())
+    gradients(b, [uneven()], 0.01)
+    update(b, 0.01)
+    assert difference({n: p for n, p in b.trained[0].named_parameters() if ".mlp." in n}, kept) == 0
 
 
 def test_a_copy_of_a_model_routes_by_its_own_weights() -> None:

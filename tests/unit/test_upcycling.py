@@ -65,7 +65,11 @@ def test_the_plan_counts_the_experts() -> None:
         (tiny("{upcycling: {experts: 4, chosen: 5}}"), "chosen: 5 is more than the 4 experts"),
         (recipes.override(tiny("{upcycling: {}}"), "model.config={mlp_bias: true}"), "which has no mlp_bias as this llama has"),
         (tiny("{expert_balancing: {}}"), "balances experts, and llama has none"),
-        (tiny("{expert_balancing: {}, lora: {targets: [q_proj]}}", family="qwen3_moe"), "routers, which are frozen"),
+        (tiny("{upcycling: {}, lora: {}}"), "upcycling: cannot go with lora"),
+        (
+            tiny("{upcycling: {}, feed_forward: {activation: relu}}"),
+            "upcycling: cannot go with feed_forward .block-without-gate.",
+        ),
         (
             recipes.override(tiny("{expert_balancing: {}}", family="mixtral"), "model.config={router_aux_loss_coef: 0.1}"),
             "says the same",
