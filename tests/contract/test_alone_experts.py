@@ -27,10 +27,10 @@ def test_alone_expert_balancing() -> None:
     from preheat.models.experts import own_routers, routed, routers
     from preheat.techniques.expert_balancing import add_bias, move_bias
 
-    model, tokens = mixtral(), torch.randint(96, (8, 32))
+    model, tokens = mixtral(), torch.randint(96, (16, 32))
     with torch.no_grad():
         for router in routers(model):
-            router.weight[0] += router.weight.std() * 3  # type: ignore[operator,index]
+            router.weight *= torch.linspace(0.5, 40, 8)[:, None]  # type: ignore[operator]
     ledger = own_routers(model)
     ledger.open = True
     biases = add_bias(model)
@@ -41,12 +41,17 @@ def test_alone_expert_balancing() -> None:
         def step(self, closure: Any = None) -> None:
             super().step()
             counts = routed(model)[0]
-            assert counts.sum(1).tolist() == [8 * 32 * 2] * 2  # no token is dropped
+            assert counts.sum(1).tolist() == [16 * 32 * 2] * 2  # no token is dropped
             loads.append(float((counts.max(1).values / counts.mean(1)).max()))
             move_bias(biases, counts, 0.01)
 
     falls(model, tokens, Balanced(model.parameters(), lr=0.003), plain_backward)
-    assert max(loads[-3:]) < min(loads[:3])
+    still = Balanced(model.parameters(), lr=0.0)
+    for _ in range(30):
+        with torch.no_grad():
+            model(tokens, use_cache=False)
+        still.step()
+    assert loads[-1] - 1 < 0.5 * (max(loads) - 1), loads
     # A bias changes who is chosen, and not how the chosen are weighed; an evaluation routes without it.
     router, hidden = routers(model)[0], torch.randn(5, 32)
     shares = torch.nn.functional.linear(hidden, router.weight).softmax(-1)  # type: ignore[arg-type]
@@ -98,6 +103,7 @@ def test_a_share_of_the_channels_is_drawn_anew_in_both_matrices_of_an_expert() -
         ]
         assert int(changed[0].sum()) == 16
         assert all(torch.equal(c, changed[0]) for c in changed)
-        assert float(experts.down_proj[n][:, changed[2]].std()) == pytest.approx(float(block.down_proj.weight.std()), rel=0.15)
+        drawn, whole = experts.down_proj[n][:, changed[2]].detach(), block.down_proj.weight.detach()
+        assert float(drawn.std()) == pytest.approx(float(whole.std()), rel=0.15)
         chosen.add(tuple(changed[0].tolist()))
     assert len(chosen) == 3

@@ -25,24 +25,26 @@ def skewed(family: str, techniques: str = FAST) -> Build:
     b = made(family, techniques, strong=False)
     with torch.no_grad():
         for router in routers(b.trained[0]):
-            router.weight *= torch.linspace(0.3, 4, 8)[:, None]  # type: ignore[operator]
+            router.weight *= torch.linspace(0.5, 12, 8)[:, None]  # type: ignore[operator]
     return b
 
 
-def train(b: Build, steps: int, first: int = 0) -> list[float]:
+def train(b: Build, steps: int, first: int = 0, *, lr: float = 0.001, seed: int | None = None) -> list[float]:
     loads = []
     for n in range(first, first + steps):
-        loss = gradients(b, split(uneven(seed=n), [2, 2]), 0.001)
+        loss = gradients(b, split(uneven(seed=n if seed is None else seed), [2, 2]), lr)
         loads.append(b.scores(loss.metrics, float(loss.weight))["expert_load"])
-        update(b, 0.001)
+        update(b, lr)
     return loads
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
 def test_the_load_becomes_even_and_without_it_does_not(family: str) -> None:
-    plain, balanced = train(skewed(family, "{}"), 40), train(skewed(family), 40)
-    assert plain[0] == balanced[0]
-    assert sum(balanced[-5:]) / 5 - 1 < 0.6 * (sum(plain[-5:]) / 5 - 1), (plain, balanced)
+    """On the same rows, with weights that hardly move; on other rows and over a training: benchmarks/experts.py."""
+    plain = train(skewed(family, "{}"), 2, lr=1e-9, seed=0)
+    balanced = train(skewed(family), 24, lr=1e-9, seed=0)
+    assert plain[0] == plain[1] == balanced[0]
+    assert balanced[-1] - 1 < 0.5 * (plain[1] - 1), (plain, balanced)
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "glm4_moe"])
