@@ -4,9 +4,9 @@ recipe.yaml       the recipe with every default written out; `preheat train reci
 plan.json         what was predicted (see `PLAN_KEYS`)
 environment.json  machine, versions, threads, command
 changes.json      {technique: [{what, count, kernel}]}
-metrics.jsonl     a line a step (see `METRIC_KEYS`, what the objective scores: accuracy, and what techniques count: recompilations) and a
-                  line an evaluation ({step, validation_loss, tokens, validation_<score>, forgetting_loss, tasks}, as far as measured;
-                  tokens: what the loss is the mean over)
+metrics.jsonl     a line a step (see `METRIC_KEYS`, what the objective scores: accuracy, what techniques count: recompilations,
+                  and where there are experts expert_load, experts_idle, expert_loads and balance_loss: engine/balance.py) and a line an evaluation
+                  ({step, validation_loss, tokens, validation_<score>, forgetting_loss, tasks}, as far as measured; tokens: what the loss is the mean over)
 before.json       what was measured before the first step, row by row: {texts, tasks}
 evaluation.json   the newest evaluation: {step, after, before, difference}, each {texts, tasks: {name: {metrics: {name: {value, low, high}}}}}
 events.jsonl      {time, kind, ...}: started, resumed, checkpoint, damaged, unsaved, out_of_memory, rung, stopping, notice, measured, sample, baseline,

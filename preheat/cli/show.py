@@ -72,6 +72,17 @@ def memory(gib: float) -> str:
     return f"{gib:.2f} GiB" if gib >= 1 else f"{gib * 1024:.0f} MiB"
 
 
+def experts(metrics: Mapping[str, Any]) -> str:
+    """How evenly a step's experts were loaded, shortly.
+
+    Example:
+        >>> experts({"expert_load": 1.84, "experts_idle": 3})
+        'busiest expert x1.8, 3 idle'
+    """
+    idle = f", {metrics['experts_idle']} idle" if metrics["experts_idle"] else ""
+    return f"busiest expert x{metrics['expert_load']:.1f}{idle}"
+
+
 def picture(plan: Mapping[str, Any], name: str) -> Any:
     """A plan as rich draws it: memory by category against the device's, speed, and the verdict."""
     from rich.console import Group
@@ -204,6 +215,7 @@ class Live(Alarms):
         words = (
             f"step {metrics['step']:,}{f'/{total:,}' if total else ''}  loss {metrics['loss']:.3f}{self._validation}  "
             f"{rate(metrics['tokens_per_second'])} tok/s  MFU {metrics['mfu']:.0%}  {memory(metrics['memory'] / 2**30)}"
+            + (f"  {experts(metrics)}" if "expert_load" in metrics else "")
             + (f"  {duration(left)} left" if left is not None else "")
         )
         self._bar.update(self._task, completed=metrics["step"], total=total, words=words)

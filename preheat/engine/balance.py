@@ -27,13 +27,14 @@ from torch import Tensor
 
 from preheat.engine.step import transform
 from preheat.models import experts
+from preheat.models.experts import TOKENS
 from preheat.ops.experts import compute_experts
 from preheat.technique import DATA, Axis, Batch, Build, Change, LossSum, Slot
 
-__all__ = ["balance", "balance_part", "scores"]
+__all__ = ["balance", "balance_part", "loads", "scores"]
 
-TOKENS, TERM = "expert_tokens", "balance"
-"""Metrics: tokens of each expert [layers, experts]; the loss before its coefficient, times the weight."""
+TERM = "balance"
+"""Metric: the loss before its coefficient, times the weight."""
 
 
 def balance_part(counts: Tensor, sums: Tensor, chosen: int) -> Tensor:
@@ -134,8 +135,34 @@ def balance(build: Build, config: Any) -> None:
     for slot, around in ((Slot.PART_FORWARD, found.forward), (Slot.FORWARD_BACKWARD, found.forward_backward)):
         build.own(slot, _around(around, build.slot(slot)), "plain")
     layers = len(experts.routers(build.trained[0]))
-    words = f"{count} experts of width {width} in {layers} layers as one grouped product, {chosen} for a token; router in fp32; balance loss x {found.coefficient:g}"
+    shared = experts.shared_width(config)
+    beside = f", beside one of width {shared} that all go to" if shared else ""
+    balancing = f"balance loss x {found.coefficient:g}" if found.coefficient else "no balance loss"
+    words = f"{count} experts of width {width} in {layers} layers as one grouped product, {chosen} for a token{beside}; none is dropped; router in fp32; {balancing}"
     build.changes.setdefault("experts", []).append(Change(words, layers, "grouped_mm"))
+
+
+def loads(tokens: Tensor) -> dict[str, Any]:
+    """How evenly experts are loaded.
+
+    Args:
+        tokens: [layers, experts], tokens that went to each.
+
+    Returns:
+        expert_loads: of each layer the busiest expert's tokens over an expert's mean, 1 where all have as many; expert_load: of the worst layer;
+        experts_idle: experts, of all layers together, that no token went to.
+
+    Example:
+        >>> loads(torch.tensor([[2, 2], [4, 0]]))
+        {'expert_load': 2.0, 'experts_idle': 1, 'expert_loads': [1.0, 2.0]}
+    """
+    tokens = tokens.double()
+    of_layers = (tokens.max(dim=1).values / tokens.mean(dim=1)).tolist()
+    return {
+        "expert_load": max(of_layers),
+        "experts_idle": int((tokens == 0).sum()),
+        "expert_loads": [round(load, 3) for load in of_layers],
+    }
 
 
 def _around(function: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
@@ -143,16 +170,15 @@ def _around(function: Callable[..., Any], plain: Callable[..., Any]) -> Callable
 
 
 def scores(
-    inner: Callable[[Mapping[str, Tensor], float], dict[str, float]],
-) -> Callable[[Mapping[str, Tensor], float], dict[str, float]]:
-    """What is written down of the metrics: the objective's own, the busiest expert's tokens over an expert's mean, and the balance loss."""
+    inner: Callable[[Mapping[str, Tensor], float], dict[str, Any]],
+) -> Callable[[Mapping[str, Tensor], float], dict[str, Any]]:
+    """What is written down of the metrics: the objective's own, the load of experts (see `loads`), and the balance loss."""
 
-    def found(metrics: Mapping[str, Tensor], weight: float) -> dict[str, float]:
+    def found(metrics: Mapping[str, Tensor], weight: float) -> dict[str, Any]:
         rest = {name: value for name, value in metrics.items() if name not in (TOKENS, TERM)}
         made = inner(rest, weight)
         if TOKENS in metrics:
-            tokens = metrics[TOKENS].double()
-            made["expert_load"] = float((tokens.max(dim=1).values / tokens.mean(dim=1)).max())
+            made |= loads(metrics[TOKENS])
         if TERM in metrics:
             made["balance_loss"] = float(metrics[TERM]) / float(weight)
         return made

@@ -26,6 +26,7 @@ from typing import Any
 
 from preheat.errors import RunError
 from preheat.hardware.exhaustion import is_exhaustion, require_room
+from preheat.models.experts import biases
 from preheat.recipe import Recipe
 from preheat.technique import Build, Device
 
@@ -83,6 +84,7 @@ def _tensors(build: Build, rank: int | None = None) -> dict[str, Any]:
                 for key, value in build.optimizer.state.get(p, {}).items():
                     if torch.is_tensor(value):
                         found[f"optimizer.{name}.{key}"] = value
+        found |= {f"model.{name}": bias for name, bias in biases(part).items()}
     known = {id(p) for part in build.trained for p in part.parameters()}
     assert all(id(p) in known for p in build.optimizer.state), (
         "the optimizer's state is of parameters that the model does not have now"
@@ -90,8 +92,7 @@ def _tensors(build: Build, rank: int | None = None) -> dict[str, Any]:
     for role in sorted(build.parts.keys() - {"trained"} - build.sources.keys()) if frozen_too else ():
         for index, part in enumerate(build.parts[role]):
             found |= {f"{role}.{index}.{name}": p.detach() for name, p in part.named_parameters()}
-    rank = build.mesh.rank if rank is None else rank
-    return found | torch_generators(build, rank)
+    return found | torch_generators(build, build.mesh.rank if rank is None else rank)
 
 
 _FILE_BYTES = 64 << 20

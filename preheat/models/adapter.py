@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from preheat.errors import RecipeError, nearest
@@ -33,7 +32,6 @@ __all__ = [
     "plain_logits",
     "require_plain_head",
     "softcap",
-    "tokenizer_folder",
     "whole",
 ]
 
@@ -44,19 +42,6 @@ WHOLE = (
     "preheat_whole"  # attribute of a pipeline's stage: the model that it was cut from, in a tuple (models/stages.py sets it)
 )
 PATTERN = "preheat_pattern"  # attribute of a layer's attention: kernel -> kernel that sees less (models/attention.py sets it)
-
-
-def tokenizer_folder(recipe: Recipe) -> str | None:
-    """The model's own tokenizer, when its folder carries one."""
-    path = recipe.model.path
-    if path is None:
-        return None
-    folder = Path(path)
-    if folder.is_dir() and not any(
-        (folder / name).exists() for name in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
-    ):
-        return None
-    return path
 
 
 def configure(recipe: Recipe, vocabulary: int | None = None) -> PretrainedConfig:
@@ -87,7 +72,7 @@ def configure(recipe: Recipe, vocabulary: int | None = None) -> PretrainedConfig
         config.layer_types = kinds[: config.num_hidden_layers]
     for t in sorted(recipe.techniques.values(), key=lambda t: (t.stage, t.name())):
         try:
-            t.configure(config, recipe)
+            config = t.configure(config, recipe) or config
         except ValueError as error:
             raise RecipeError(f"techniques.{t.name()}: {error}") from None
     text = config.get_text_config()
@@ -130,16 +115,17 @@ def facts(config: PretrainedConfig) -> ModelFacts:
         width=text.hidden_size,
         heads=heads,
         kv_heads=getattr(text, "num_key_value_heads", None) or heads,
-        head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
+        head_dim=getattr(text, "qk_head_dim", None) or getattr(text, "head_dim", None) or text.hidden_size // heads,
         vocabulary=text.vocab_size,
         positions=_positions(text),
         tied=bool(config.tie_word_embeddings),
-        window=getattr(text, "sliding_window", None),
+        window=getattr(text, "sliding_window", None) or None,  # Qwen2-MoE writes 0 for none
         score_softcap=getattr(text, "attn_logit_softcapping", None),
         logit_softcap=getattr(text, "final_logit_softcapping", None),
         experts=count,
         experts_per_token=chosen,
         expert_width=width,
+        expert_layers=experts.expert_layers(text),
     )
 
 
@@ -167,6 +153,8 @@ def _attention(
     **_: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention interface: [rows, heads, length, head_dim] in, [rows, length, heads, head_dim] out."""
+    import torch
+
     name = type(module).__name__
     assert preheat_attention is not None, f"{name} does not hand keyword arguments to its attention"
     assert preheat_mask is not None
@@ -182,8 +170,11 @@ def _attention(
         mask = replace(mask, window=min(sliding_window, mask.window or sliding_window))
     if (pattern := getattr(module, PATTERN, None)) is not None:
         preheat_attention = pattern(preheat_attention)
+    width = value.shape[-1]
+    if lacks := query.shape[-1] - width:  # latent attention's values are narrower than its keys, which kernels know not of
+        value = torch.nn.functional.pad(value, (0, lacks))
     out = preheat_attention(query, key, value, mask, scaling if scaling is not None else query.shape[-1] ** -0.5)
-    return out.transpose(1, 2), None
+    return out[..., :width].transpose(1, 2), None
 
 
 _UNSUPPORTED = {  # configuration keys that change logits, loss or masks beyond what preheat computes, with their neutral values
@@ -197,8 +188,7 @@ _UNSUPPORTED = {  # configuration keys that change logits, loss or masks beyond 
 
 REFUSED = {  # families whose weights and caches can be planned, and no more
     "bloom": "adds positions to attention's scores (ALiBi), which preheat's kernels do not do",
-    "deepseek_v2": "has latent attention and experts that all tokens share, which preheat does not do",
-    "deepseek_v3": "has latent attention and a router with a bias, which preheat does not do",
+    "deepseek_v2": "has a router and rotary positions of its own, which preheat does not do",
 }
 
 

@@ -18,7 +18,20 @@ if TYPE_CHECKING:
 
     from preheat.recipe import Recipe
 
-__all__ = ["new", "of", "preset_config", "read"]
+__all__ = ["new", "of", "preset_config", "read", "tokenizer_folder"]
+
+
+def tokenizer_folder(recipe: Recipe) -> str | None:
+    """The model's own tokenizer, when its folder carries one."""
+    path = recipe.model.path
+    if path is None:
+        return None
+    folder = Path(path)
+    if folder.is_dir() and not any(
+        (folder / name).exists() for name in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
+    ):
+        return None
+    return path
 
 
 def of(recipe: Recipe, vocabulary: int | None) -> PretrainedConfig:

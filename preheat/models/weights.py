@@ -132,6 +132,7 @@ class WeightSource:
     def __init__(self, folder: Path | None = None):
         self.folder = folder
         self._maps: list[tuple[re.Pattern[str], Callable[[str, Tensor], Tensor]]] = []
+        self._composed: list[tuple[re.Pattern[str], Callable[[str], Tensor]]] = []
         self._fresh: list[tuple[re.Pattern[str], Sequence[str], Callable[[nn.Module], None]]] = []
         self._packed: dict[int, Packed] = {}  # by the module's id
         self._files: dict[str, Path] = {}
@@ -162,6 +163,10 @@ class WeightSource:
     def map(self, pattern: str, change: Callable[[str, Tensor], Tensor]) -> None:
         """Passes each value whose parameter name matches through `change(name, value)`."""
         self._maps.append((re.compile(pattern), change))
+
+    def compose(self, pattern: str, make: Callable[[str], Tensor]) -> None:
+        """Parameters whose name matches are not in the checkpoint under that name: `make(name)` puts each together of what is."""
+        self._composed.append((re.compile(pattern), make))
 
     def fresh(self, pattern: str, modules: Sequence[str], draw: Callable[[nn.Module], None]) -> None:
         """Parameters whose name matches are in no checkpoint: `draw(module)` gives them values, for each named module."""
@@ -280,17 +285,20 @@ class WeightSource:
 
         def read(name: str, target: Tensor) -> None:
             plain = name.replace(".base_layer.", ".")
-            keys = [[key]] if (key := self._key(plain)) else experts.stored(plain, self._files, target.shape[0])
-            if not keys:
-                missing.append(plain)
-                return
-            value = self._tensor(keys[0][0]) if key else self._stacked(keys)
+            if make := next((make for pattern, make in self._composed if pattern.search(plain)), None):
+                value, where = make(plain), "the folder"
+            else:
+                keys = [[key]] if (key := self._key(plain)) else experts.stored(plain, self._files, target.shape[0])
+                if not keys:
+                    missing.append(plain)
+                    return
+                value, where = self._tensor(keys[0][0]) if key else self._stacked(keys), self._files[keys[0][0]].name
             for pattern, change in self._maps:
                 if pattern.search(plain):
                     value = change(plain, value)
             if value.shape != target.shape:
                 raise RecipeError(
-                    f"model.path: {plain} is {tuple(value.shape)} in {self._files[keys[0][0]].name} but {tuple(target.shape)} by config.json; the folder's files do not belong together"
+                    f"model.path: {plain} is {tuple(value.shape)} in {where} but {tuple(target.shape)} by config.json; the folder's files do not belong together"
                 )
             if isinstance(target, DTensor):
                 target.to_local().copy_(_share(value.to(target.device, target.dtype), target))
@@ -307,13 +315,15 @@ class WeightSource:
             if packed := self._packed.get(id(module)):
                 with packed.written() as weight:
                     read(f"{name}.weight", weight)
+        for module in model.modules():  # what no checkpoint holds: rotary tables and other buffers
+            if id(module) not in self._packed and any(True for _ in module.buffers(recurse=False)):
+                model._init_weights(module)
+        for name, bias in experts.biases(model).items():  # the buffers that one does
+            read(name, bias)
         if missing:
             raise RecipeError(
                 f"model.path: {self.folder} lacks {len(missing)} parameters, {missing[0]} for one; is it a checkpoint of {type(model).__name__}?"
             )
-        for module in model.modules():  # what no checkpoint holds: rotary tables and other buffers
-            if id(module) not in self._packed and any(True for _ in module.buffers(recurse=False)):
-                model._init_weights(module)
 
     def _key(self, name: str) -> str | None:
         """What a parameter is called in the files: some leave the base model's prefix out, others add it."""

@@ -14,6 +14,8 @@ import torch
 from torch import nn
 
 from preheat.ops.class_head import ClassHead
+from preheat.ops.expert_adapters import adapted_experts, merge_pairs
+from preheat.ops.experts import ADAPTER
 from preheat.ops.nf4 import PackedMap, unpack_
 
 __all__ = ["base_of", "draw", "inject", "merge", "names_of", "own_of", "parameters_of", "shares", "under_autocast", "without"]
@@ -48,7 +50,7 @@ def inject(model: nn.Module, config: Any) -> list[str]:
     for name in names:
         if "weight" not in base_of(model, name)._parameters and not isinstance(base_of(model, name), PackedMap):
             raise ValueError(
-                f"{name} holds all its experts' matrices in one, which adapters do not reach; name maps, as [q_proj, k_proj, v_proj, o_proj]"
+                f"{name} holds all its experts' matrices in one, which is no map; name those beside them, as [q_proj, k_proj, v_proj, o_proj], and give the experts lora's expert_rank"
             )
         if any(uses[id(p)] > 1 for p in base_of(model, name).parameters()):
             raise ValueError(f"{name} shares its weight with another module, which merging would change too")
@@ -147,13 +149,18 @@ def without(model: nn.Module) -> Iterator[None]:
     By peft's own mark on each layer, set directly: `enable_adapters` would also turn gradients off and on again.
     """
     layers: list[Any] = [model.get_submodule(name) for name in names_of(model)]
+    pairs: list[Any] = [vars(experts)[ADAPTER] for experts in adapted_experts(model)]
     for layer in layers:
         layer._disable_adapters = True
+    for pair in pairs:
+        pair.off = True
     try:
         yield
     finally:
         for layer in layers:
             layer._disable_adapters = False
+        for pair in pairs:
+            pair.off = False
 
 
 def under_autocast(model: nn.Module) -> None:
@@ -197,7 +204,7 @@ def merge(model: nn.Module) -> int:
         parent, _, last = name.rpartition(".")
         setattr(model.get_submodule(parent), last, base)
     vars(model).pop("peft_config", None)
-    return len(names)
+    return len(names) + merge_pairs(model)
 
 
 def shares(model: nn.Module) -> tuple[int, int]:

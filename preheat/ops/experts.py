@@ -10,7 +10,12 @@ from torch.utils.flop_counter import register_flop_formula
 
 from preheat.ops.sharded import local
 
-__all__ = ["EXCHANGE", "Exchange", "compute_experts", "group_rows", "grouped_linear"]
+__all__ = ["ADAPTER", "EXCHANGE", "STACKS", "Exchange", "ExpertAdapter", "compute_experts", "group_rows", "grouped_linear"]
+
+STACKS = ("gate_up_proj", "down_proj")
+"""The matrices of a layer's experts, each [experts, out, in]."""
+ADAPTER = "preheat_adapter"
+"""Attribute of a layer's experts that have low-rank additions (ops/expert_adapters.py): the `ExpertAdapter`."""
 
 EXCHANGE = "preheat_exchange"
 """Attribute of a layer's experts that are shared out over devices: the `Exchange`."""
@@ -148,7 +153,7 @@ def compute_experts(experts: Any, hidden: Tensor, chosen: Tensor, weights: Tenso
         [tokens, width], in the dtype of `hidden`.
     """
     exchange = getattr(experts, EXCHANGE, None)
-    order, place, counts = group_rows(chosen.flatten(), experts.config.num_experts)
+    order, place, counts = group_rows(chosen.flatten(), experts.num_experts)
     kind = hidden.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else experts.down_proj.dtype
     rows = hidden.to(dtype)[order // chosen.shape[1]]
@@ -172,9 +177,24 @@ def _compute_unsorted(experts: Any, rows: Tensor, numbers: Tensor) -> Tensor:
 
 def _compute(experts: Any, rows: Tensor, counts: Tensor) -> Tensor:
     ends = counts.cumsum(0).to(torch.int32)
-    up, down = local(experts.gate_up_proj), local(experts.down_proj)
-    inner = experts._apply_gate(grouped_linear(rows, up.to(rows.dtype), ends))
-    return grouped_linear(inner, down.to(rows.dtype), ends)
+    return _linear(experts, "down_proj", experts._apply_gate(_linear(experts, "gate_up_proj", rows, ends)), ends)
+
+
+def _linear(experts: Any, name: str, rows: Tensor, ends: Tensor) -> Tensor:
+    """Rows by the stack `name` of a layer's experts, and by what is added to it."""
+    out = grouped_linear(rows, local(getattr(experts, name)).to(rows.dtype), ends)
+    adapter: ExpertAdapter | None = getattr(experts, ADAPTER, None)
+    if adapter is None or adapter.off:
+        return out
+    small, large = (local(getattr(experts, f"{name}_lora_{part}")).to(rows.dtype) for part in "AB")
+    return out + adapter.scale * grouped_linear(grouped_linear(rows, small, ends), large, ends)
+
+
+class ExpertAdapter:
+    """How a layer's low-rank additions count: by `scale`, and not at all while `off`."""
+
+    def __init__(self, scale: float):
+        self.scale, self.off = scale, False
 
 
 class Exchange:

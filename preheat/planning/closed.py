@@ -198,7 +198,7 @@ def prefill_flops(config: Any, parameters: int, ends: int, length: int) -> float
     model = adapter.facts(config)
     idle = 0.0
     if model.experts and model.experts_per_token:
-        idle = 3.0 * model.layers * (model.experts - model.experts_per_token) * model.width * (model.expert_width or 0)
+        idle = 3.0 * model.expert_layers * (model.experts - model.experts_per_token) * model.width * (model.expert_width or 0)
     scores = 2 * model.layers * model.heads * model.head_dim * length * length  # q k and p v, half of each hidden
     return 2 * (parameters - ends - idle) * length + scores
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from preheat.report import plots
+from preheat.report import heat, plots
 from preheat.report.plots import Axis, Curve
 from preheat.report.words import MISSING, escape, gib, grouped, loss, number, percent
 
@@ -89,7 +89,7 @@ def _some(steps: Sequence[Any]) -> str:
 
 
 def over_time(figures: dict[str, Any]) -> list[str]:
-    """Learning rate, gradient norm, tokens/s and memory over the steps."""
+    """Learning rate, gradient norm, tokens/s and memory over the steps, and the load of experts where there are some."""
     curve, predicted, measured = figures["curves"], figures["predicted"], figures["measured"]
     memory_in_gib = [v / 2**30 for v in plots.numbers(curve["memory"])]
     return [
@@ -99,6 +99,7 @@ def over_time(figures: dict[str, Any]) -> list[str]:
              level=("predicted", number(predicted["tokens_per_second"])), measured=("over the run", number(measured["tokens_per_second"]))),
         _one("memory-after-step", "Memory after each step, GiB", curve["step"], memory_in_gib, gib, Axis(lambda v: f"{v:.3g}", from_zero=True),
              level=("predicted peak", number(predicted["peak_gib"])), measured=("peak", number(measured["peak_gib"])), noisy=False),
+        *([_figure("Load of experts", *heat.loads(figures["expert_loads"]))] if figures["expert_loads"] else []),
     ]  # fmt: skip
 
 

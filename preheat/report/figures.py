@@ -20,7 +20,7 @@ def collect(path: str | Path) -> dict[str, Any]:
     """Reads a run and works out the figures of its report.
 
     Returns:
-        {title, run, state, verdict, summary, predicted, measured, difference, curves, not_finite, evaluations, evaluation,
+        {title, run, state, verdict, summary, predicted, measured, difference, curves, expert_loads, not_finite, evaluations, evaluation,
         baseline, memory, phases, changes, samples, events, environment, recipe, again}. Values that the run
         does not hold are None; losses that were not finite are NaN here and null in `report.json` (see `strict`).
 
@@ -83,6 +83,7 @@ def collect(path: str | Path) -> dict[str, Any]:
         },
         "measured": {k: measured.get(k) for k in ("peak_gib", "tokens_per_second", "seconds_per_step", "mfu")},
         "curves": {name: [line.get(name) for line in metrics] for name in METRIC_KEYS},
+        "expert_loads": [[line["step"], line["expert_loads"]] for line in metrics if line.get("expert_loads")],
         "not_finite": [m["step"] for m in metrics if not math.isfinite(_real(m["loss"])) or _bad(m.get("gradient_norm"))],
         "evaluations": evaluations,
         "evaluation": evaluation,

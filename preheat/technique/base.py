@@ -40,6 +40,7 @@ class ModelFacts:
     experts: int = 0  # of a layer; 0: one feed-forward block for all tokens
     experts_per_token: int = 0
     expert_width: int = 0  # inner width of one expert
+    expert_layers: int = 0  # layers that have experts
 
 
 @dataclass(frozen=True)
@@ -109,12 +110,16 @@ class Technique(ABC):
                 raise TypeError(f"{cls.__name__} extends the technique {base.name()}: techniques are not subclassed twice")
         _REGISTRY[cls.name()] = cls
 
-    def configure(self, config: Any, recipe: Recipe) -> None:  # noqa: B027  # most techniques leave the architecture alone
+    def configure(self, config: Any, recipe: Recipe) -> Any:
         """Changes the model's transformers configuration before it is checked and the model made, in place.
+
+        Returns:
+            None, or another configuration to go on with, where the model becomes one of another family.
 
         Raises:
             ValueError: this model cannot have it; the words begin with the knob.
         """
+        return None
 
     def examples(self) -> Examples | None:
         """What rows must hold for it; None: it does not matter."""

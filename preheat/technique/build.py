@@ -79,10 +79,12 @@ class Build:
     before_backward: list[Callable[[bool], None]] = field(default_factory=list)
     """Told before each micro-batch whether it is the last of its global batch: whose backward pass must leave gradients complete."""
     changes: dict[str, list[Change]] = field(default_factory=dict)
-    scores: Callable[[Mapping[str, Tensor], float], dict[str, float]] = lambda metrics, weight: {}
+    scores: Callable[[Mapping[str, Tensor], float], dict[str, Any]] = lambda metrics, weight: {}
     """The objective's metrics, as sums, and their weight -> what is written down of them."""
     read: Callable[[Tensor], Tensor] = lambda p: p.detach()
     """A parameter's value, to be saved: gathered where an engine has taken it apart in a way of its own."""
+    metrics: Mapping[str, Tensor] = field(default_factory=dict)
+    """Of the last gradients: the objective's and the engine's sums over this device's rows."""
     counters: dict[str, Callable[[], int]] = field(default_factory=dict)
     """What techniques count on the host while steps run (recompilations), by name: a key of each step's metrics."""
     step: int = 0

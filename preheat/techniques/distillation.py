@@ -255,7 +255,7 @@ class Distillation(Technique):
 def _other_tokenizer(recipe: Recipe, teacher: str) -> str | None:
     """Why the teacher's probabilities are not of the student's tokens; None where they are."""
     from preheat.data.tokenizer import unlike_folders
-    from preheat.models.adapter import tokenizer_folder
+    from preheat.models.configs import tokenizer_folder
 
     own = recipe.data.tokenizer or tokenizer_folder(recipe)
     if own is None:

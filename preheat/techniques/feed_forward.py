@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from preheat.technique import Build, Change, Stage, Technique
+from preheat.technique import Build, Change, Stage, Tag, Technique
 
 if TYPE_CHECKING:
     from torch import nn
@@ -60,9 +60,13 @@ def replace_feed_forward(model: nn.Module, activation: str) -> int:
 class FeedForward(Technique):
     stage: ClassVar[Stage] = Stage.STRUCTURE
     numerics: ClassVar[Any] = "different"
+    provides: ClassVar[frozenset[Tag]] = frozenset({Tag("block-without-gate")})
 
     activation: Literal["swiglu", "geglu", "reglu", "gelu", "relu"] = "geglu"
     """swiglu, geglu, reglu: gated; gelu, relu: not. A llama has swiglu by itself, a GPT-2 gelu."""
+
+    def provided(self) -> frozenset[Tag]:
+        return self.provides if self.activation in ("gelu", "relu") else frozenset()
 
     def configure(self, config: Any, recipe: Recipe) -> None:
         if recipe.model.path and recipe.model.weights == "pretrained":

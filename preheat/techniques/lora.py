@@ -3,7 +3,8 @@
 What: each chosen linear map W becomes W + s B A with A and B of `rank`; only A and B are trained. `lora`: s = alpha / rank, B begins
 at zero. `rslora`: s = alpha / sqrt(rank), so that the additions do not shrink as the rank grows. `dora`: each output's row of W + s B A is
 brought to a length that is trained besides. `pissa`: A and B begin as W's largest singular directions and W keeps the rest. On a
-base in 4 bits (`nf4`) this is QLoRA, with `dora` QDoRA.
+base in 4 bits (`nf4`) this is QLoRA, with `dora` QDoRA. In a model with experts all-linear is attention's maps, and `expert_rank` gives each
+expert a pair of its own; routers stay frozen.
 Helps: gradients and optimizer state for a small share of the parameters; adapters of a few megabytes; merged away for
 inference. rsLoRA gains at ranks of 64 and more, DoRA at small ones, PiSSA in fewer steps to the same loss. Hurts: less capacity than full
 tuning for large shifts of domain; the base still stands in memory; DoRA makes W + s B A in every forward pass (slower, and as much
@@ -15,6 +16,7 @@ Source: Hu et al. 2021 (arXiv:2106.09685); all linear maps: Dettmers et al. 2023
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
@@ -37,19 +39,22 @@ def add_lora(
     targets: str | tuple[str, ...] = "all-linear",
     variant: str = "lora",
     pissa_iterations: int = 0,
+    expert_rank: int = 0,
 ) -> list[str]:
     """Adds LoRA to a transformers model and freezes the rest, in place; works on meta too, where nothing is drawn.
 
     Args:
-        targets: `all-linear` (all but the head), a regular expression for module names, or their last parts (`("q_proj", "v_proj")`).
+        targets: `all-linear` (all but the head; with experts, attention's), a regular expression for module names, or their last parts (`("q_proj", "v_proj")`).
         variant: lora, rslora, dora or pissa.
         pissa_iterations: of a randomized singular value decomposition; 0: the exact one.
+        expert_rank: of a pair for each expert, in models that have experts; 0: none. They are computed where the experts are, by
+            `preheat.ops.experts.compute_experts`; `preheat.ops.expert_adapters.draw_pairs` gives them values where the model is on meta.
 
     Returns:
         Names of the adapted modules.
 
     Raises:
-        ValueError: no module matches `targets`, or one that does is tied to another.
+        ValueError: no module matches `targets`, or one that does is tied to another; `expert_rank` in a model without experts, or too large for them.
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -65,7 +70,23 @@ def add_lora(
     for name in names if variant == "pissa" else ():
         if min(base_of(model, name).weight.shape) < rank:
             raise ValueError(f"{name} has no {rank} singular directions to begin from; lower the rank")
+    if expert_rank:
+        _add_to_experts(
+            model, expert_rank, alpha / (math.sqrt(expert_rank) if variant == "rslora" else expert_rank), drawn=not on_meta
+        )
     return names
+
+
+def _add_to_experts(model: nn.Module, rank: int, scale: float, *, drawn: bool) -> None:
+    from preheat.models.experts import experts_of
+    from preheat.ops.expert_adapters import add_pairs, draw_pairs
+
+    found = experts_of(model)
+    if not found:
+        raise ValueError(f"expert_rank: {rank} is for experts, and the model has none; leave it out")
+    add_pairs(found, rank, scale)
+    for experts in found if drawn else ():
+        draw_pairs(experts)
 
 
 def _start(variant: str, pissa_iterations: int) -> bool | str:
@@ -76,6 +97,10 @@ def _start(variant: str, pissa_iterations: int) -> bool | str:
 def _config(model: nn.Module, rank: int, alpha: float, dropout: float, targets: Any, variant: str, start: bool | str) -> Any:
     from peft import LoraConfig
     from transformers.pytorch_utils import Conv1D
+
+    from preheat.models.experts import adapted
+
+    targets = adapted(model, targets)
 
     return LoraConfig(
         r=rank,
@@ -113,10 +138,12 @@ class Lora(Technique):
     dropout: Share = 0.0
     """Dropout on the additions' input."""
     targets: str | tuple[str, ...] = "all-linear"
-    """all-linear (all but the head), a regular expression for module names, or a list of their last parts."""
+    """all-linear (all but the head; with experts, attention's), a regular expression for module names, or a list of their last parts."""
     variant: Literal["lora", "rslora", "dora", "pissa"] = "lora"
     """lora; rslora: scaled for high ranks; dora: the outputs' lengths are trained besides; pissa: begins as the base's largest
     singular directions."""
+    expert_rank: Whole = 0
+    """Rank of an addition to each expert's matrices, in models with experts (lora and rslora); 0: the experts stay as they are."""
     pissa_iterations: Whole = 0
     """With `pissa`: iterations of a randomized decomposition (4 serve well, and take seconds where the exact one takes minutes); 0: exact."""
     start: str | None = None
@@ -131,6 +158,15 @@ class Lora(Technique):
             found.append("variant: pissa changes the base's weights, which stand packed in few bits; use lora, rslora or dora")
         if self.variant == "pissa" and self.start:
             found.append("start: pissa begins from the base's singular directions and not from an adapter; use variant: lora")
+        if self.expert_rank:
+            if not context.model.experts:
+                found.append(
+                    f"expert_rank: {self.expert_rank} is for experts, and {context.model.family} has none; leave it out"
+                )
+            if self.variant not in ("lora", "rslora"):
+                found.append(f"expert_rank: goes with lora and rslora, and variant is {self.variant}; set expert_rank: 0")
+            if self.dropout or self.start:
+                found.append(f"expert_rank: does not go with {'dropout' if self.dropout else 'start'}; leave one of them out")
         return found
 
     def apply(self, build: Build, part: Any) -> Change:
@@ -140,10 +176,18 @@ class Lora(Technique):
 
         try:
             names = add_lora(
-                part, rank=self.rank, alpha=self.alpha, dropout=self.dropout, targets=self.targets, variant=self.variant
+                part,
+                rank=self.rank,
+                alpha=self.alpha,
+                dropout=self.dropout,
+                targets=self.targets,
+                variant=self.variant,
+                expert_rank=self.expert_rank,
             )
         except ValueError as error:
-            raise RecipeError(f"techniques.lora.targets: {self.targets!r}: {str(error).splitlines()[0][:160]}") from None
+            words = str(error).splitlines()[0][:200]
+            knob = "" if words.startswith("expert_rank") else f"targets: {self.targets!r}: "
+            raise RecipeError(f"techniques.lora.{knob}{words}") from None
         start = _start(self.variant, self.pissa_iterations)
         config = _config(part, self.rank, self.alpha, self.dropout, self.targets, self.variant, start)
         begun = begin(
@@ -156,15 +200,30 @@ class Lora(Technique):
             knob="techniques.lora.start",
             called={"r": "rank", "lora_alpha": "alpha", "use_dora": "variant", "use_rslora": "variant"},
         )
+        count = len(names)
+        if self.expert_rank:
+            count += self._begin_experts(build, part)
         half = {Tag("bf16-compute"), Tag("fp16-compute")} & build.tags
         if half and self.variant != "dora":  # whose lengths are taken in fp32
             under_autocast(part)
         trained, whole = shares(part)
-        return Change(
-            f"{self.variant} of rank {self.rank} on {len(names)} linear maps{begun}: "
-            f"{trained:,} of {whole:,} parameters trained ({trained / whole:.1%})",
-            len(names),
+        beside = (
+            f", of rank {self.expert_rank} on each of {build.model.experts} experts in {count - len(names)} layers"
+            if self.expert_rank
+            else ""
         )
+        return Change(
+            f"{self.variant} of rank {self.rank} on {len(names)} linear maps{beside}{begun}: "
+            f"{trained:,} of {whole:,} parameters trained ({trained / whole:.1%})",
+            count,
+        )
+
+    def _begin_experts(self, build: Build, part: Any) -> int:
+        from preheat.ops.expert_adapters import OWN, adapted_experts, draw_pairs
+
+        found = {id(experts) for experts in adapted_experts(part)}
+        build.weights.fresh(OWN, [name for name, module in part.named_modules() if id(module) in found], draw_pairs)
+        return len(found)
 
     def options(self, context: Context) -> Iterable[Technique]:
         return [dataclasses.replace(self, rank=rank, alpha=2.0 * rank) for rank in (8, 16, 64)]

@@ -91,7 +91,7 @@ def add_peft_adapter(
 
     Args:
         method: one of METHODS.
-        targets: `all-linear` (all but the head), a regular expression for module names, or their last parts.
+        targets: `all-linear` (all but the head; with experts, attention's), a regular expression for module names, or their last parts.
         settings: of the method's own configuration in peft, e.g. `r=8`.
 
     Returns:
@@ -106,9 +106,10 @@ def add_peft_adapter(
         >>> len(add_peft_adapter(LlamaForCausalLM(config), "loha", r=2))
         7
     """
+    from preheat.models.experts import adapted
     from preheat.ops.adapters import inject
 
-    return inject(model, configure(method, settings, targets))
+    return inject(model, configure(method, settings, adapted(model, targets)))
 
 
 def merge_peft_adapter(model: nn.Module) -> int:
@@ -130,7 +131,7 @@ class PeftAdapter(Technique):
     settings: Mapping[str, Any] = field(default_factory=dict)
     """The method's own settings in peft, e.g. {r: 8, alpha: 16} for loha."""
     targets: str | tuple[str, ...] = "all-linear"
-    """all-linear (all but the head), a regular expression for module names, or a list of their last parts."""
+    """all-linear (all but the head; with experts, attention's), a regular expression for module names, or a list of their last parts."""
     start: str | None = None
     """A folder of peft's (adapter_config.json, adapter_model.safetensors) whose adapter training begins from; settings and base must agree."""
 
@@ -143,6 +144,7 @@ class PeftAdapter(Technique):
 
     def apply(self, build: Build, part: Any) -> Change:
         from preheat.errors import RecipeError
+        from preheat.models.experts import adapted
         from preheat.ops.adapters import shares
         from preheat.ops.peft_folder import begin
 
@@ -152,7 +154,7 @@ class PeftAdapter(Technique):
             raise RecipeError(
                 f"techniques.peft_adapter: {self.method} on {self.targets!r}: {str(error).splitlines()[0][:200]}"
             ) from None
-        config = configure(self.method, self.settings, self.targets)
+        config = configure(self.method, self.settings, adapted(part, self.targets))
         begun = begin(
             build.weights,
             part,

@@ -93,6 +93,7 @@ class QuantizationAware(Technique):
             Tag("fp8-compute"),
             Tag("rounded-weights"),
             Tag("other-adapter"),
+            Tag("experts"),
         }  # only a LoRA is rounded with its base
     )
 

@@ -18,7 +18,7 @@ from preheat.errors import DoesNotFit, RecipeError, RunError
 from preheat.evaluation.probes import Probes
 from preheat.hardware.exhaustion import held_bytes
 from preheat.hardware.probe import give_back
-from preheat.models import adapter, presets
+from preheat.models import adapter, configs, presets
 from preheat.planning.ladder import Planner
 from preheat.planning.plan import plan, settled, steps_of
 from preheat.recipe import Recipe
@@ -183,7 +183,7 @@ def data_of(recipe: Recipe, **how: Any) -> Prepared:
         recipe.data,
         length=recipe.batch.length,
         seed=recipe.seed,
-        tokenizer=adapter.tokenizer_folder(recipe),
+        tokenizer=configs.tokenizer_folder(recipe),
         add_tokens=recipe.model.add_tokens,
         embedding=adapter.facts(config).vocabulary,
         **how,
@@ -195,7 +195,7 @@ def vocabulary_of(recipe: Recipe) -> int:
 
     A tokenizer that is still to be trained will have `data.vocabulary` pieces (fewer only where the text is tiny).
     """
-    folder = recipe.data.tokenizer or adapter.tokenizer_folder(recipe)
+    folder = recipe.data.tokenizer or configs.tokenizer_folder(recipe)
     if folder is None:
         return recipe.data.vocabulary
     from preheat.data.tokenizer import load_tokenizer

@@ -24,6 +24,7 @@ FURTHER: list[tuple[str, dict[str, Any]]] = [
     ("distillation", {"hidden": 0.05, "matched": 2}),
     ("dynamic_batch", {"start": 1, "every": 2}),
     ("efficient_attention", {"kernel": "blocks"}),
+    ("expert_balancing", {"method": "loss"}),
     ("feed_forward", {"activation": "relu"}),
     ("fused_operators", {"gate": False}),
     ("gradient_accumulation", {"steps": 3}),
@@ -52,6 +53,7 @@ FURTHER: list[tuple[str, dict[str, Any]]] = [
     ("shifted_groups", {"group": 10}),
     ("sliding_window", {"window": 5, "every": 2}),
     ("sparse_weights", {"prune": "2:4"}),
+    ("upcycling", {"experts": 4, "chosen": 1}),
 ]
 
 # What the first loss is near to, for those whose objective is not next-token prediction: technique, and its `loss` or `classes`.
@@ -67,11 +69,13 @@ BEGINS: dict[tuple[str, Any], float] = {
 
 # The family of the tiny model, for techniques that do not serve both; llama where none of them says otherwise.
 FAMILY: dict[str, str] = {
+    "expert_balancing": "qwen3_moe",
     "grouped_queries": "llama",
     "peft_adapter": "llama",  # peft's OFT knows no Conv1D
     "rms_norm": "gpt2",
     "rope_scaling": "llama",
     "tied_embeddings": "llama",
+    "upcycling": "llama",
 }
 
 # What cannot run on a CPU, with words of the reason that `check` gives. Any other skip fails.

@@ -233,7 +233,7 @@ def test_pairs_compose(a: str, b: str, plain: Any) -> None:
         bound = BOUND["rounding"] if "rounding" in kinds else BOUND["exact"]
         assert difference(grads, plain[1]) < bound
     assert loss == pytest.approx(begins({a: {}, b: {}}, plain[0]), rel=0.05 if examples_of(both.recipe).kind == "text" else 0.2)
-    assert set(both.changes) == set(complete({a: {}, b: {}}))
+    assert set(both.changes) - {"experts"} == set(complete({a: {}, b: {}}))  # the engine itself tells of those
 
 
 def test_in_bf16_checkpointing_gives_the_very_gradients_of_the_blocks_kernel() -> None:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import copy
+import functools
+import shutil
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,9 +17,9 @@ import torch
 from preheat import recipe as recipes
 from preheat.engine.balance import balance_part
 from preheat.engine.build import build
-from preheat.engine.step import gradients
+from preheat.engine.step import gradients, update
 from preheat.errors import RecipeError
-from preheat.models.experts import routers
+from preheat.models.experts import biases, routers
 from preheat.ops.experts import grouped_linear
 from preheat.ops.optimizers import Adafactor
 from preheat.planning.observe import observe
@@ -23,13 +27,49 @@ from preheat.technique import Batch, Build, MaskSpec
 
 from ..conftest import DEVICE, difference, split, tiny, uneven
 
-FAMILIES = ["qwen3_moe", "mixtral"]
+FAMILIES = ["qwen3_moe", "mixtral", "qwen2_moe", "glm4_moe", "deepseek_v3"]
+BY_SIGMOID = ["glm4_moe", "deepseek_v3"]  # with a bias, and without a balance loss
+SIZES = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 96}
+SIZES |= {"intermediate_size": 64, "moe_intermediate_size": 24, "num_experts_per_tok": 2}
+GROUPS = {"n_routed_experts": 8, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.5, "first_k_dense_replace": 1}
+LATENT = {"q_lora_rank": 12, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 10, "v_head_dim": 6}
+# Families that a recipe does not make new: with a layer without experts, and something that all tokens go to.
+OF_FOLDERS: dict[str, dict[str, Any]] = {
+    "qwen2_moe": {**SIZES, "num_experts": 8, "mlp_only_layers": [1], "shared_expert_intermediate_size": 40},
+    "glm4_moe": {**SIZES, **GROUPS, "head_dim": 8, "use_qk_norm": True},
+    "deepseek_v3": {**SIZES, **GROUPS, **LATENT, "num_key_value_heads": 4},
+}
 STRONG = "model.config={router_aux_loss_coef: 0.5}"  # so that the balance loss is no rounding error of the whole
 
 
+@functools.cache
+def folder(family: str) -> Path:
+    """A folder with the configuration alone."""
+    from transformers import AutoConfig
+
+    made = Path(tempfile.mkdtemp(prefix="preheat-experts-"))
+    atexit.register(shutil.rmtree, made, ignore_errors=True)
+    AutoConfig.for_model(family, **OF_FOLDERS[family]).save_pretrained(made)
+    return made
+
+
+def recipe_of(family: str, techniques: str = "{}") -> recipes.Recipe:
+    if family not in OF_FOLDERS:
+        return tiny(techniques, family=family)
+    where = f"model={{path: {folder(family)}, weights: random}}"
+    return recipes.override(recipes.parse("stop: {steps: 20}\nbatch: {size: 4, length: 32}"), where, f"techniques={techniques}")
+
+
 def made(family: str, techniques: str = "{}", *, strong: bool = True) -> Build:
-    recipe = tiny(techniques, family=family)
+    recipe = recipe_of(family, techniques)
+    strong = strong and family not in BY_SIGMOID
     return build(recipes.override(recipe, STRONG) if strong else recipe, vocabulary=96, device=DEVICE)
+
+
+def uneven_biases(model: Any) -> None:
+    """So that a bias, where the model has one, matters."""
+    for n, bias in enumerate(biases(model).values()):
+        bias.copy_(torch.randn(bias.shape, generator=torch.Generator().manual_seed(n)) * 0.3)
 
 
 def grads(b: Build, batches: list[Batch]) -> tuple[float, dict[str, Any], dict[str, float]]:
@@ -57,16 +97,29 @@ def test_loss_and_gradients_are_those_of_transformers(family: str, tmp_path: Pat
     from transformers import AutoModelForCausalLM
 
     b, batch = made(family), plain_rows()
+    uneven_biases(b.trained[0])
     b.trained[0].save_pretrained(tmp_path)  # type: ignore[operator]
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager", experts_implementation="eager").train()
     labels = torch.cat([torch.full((4, 1), -100), batch.labels[:, :-1]], dim=1)  # theirs are shifted in the model
-    out = theirs(input_ids=batch.tokens, labels=labels, output_router_logits=True, use_cache=False)
+    has_loss = family not in BY_SIGMOID
+    out = theirs(input_ids=batch.tokens, labels=labels, use_cache=False, **({"output_router_logits": True} if has_loss else {}))
     out.loss.backward()
     loss, ours, scores = grads(b, [batch])
     assert loss == pytest.approx(float(out.loss.detach()), abs=2e-6)
-    assert scores["balance_loss"] == pytest.approx(float(out.aux_loss.detach()), rel=1e-6)
+    assert not has_loss or scores["balance_loss"] == pytest.approx(float(out.aux_loss.detach()), rel=1e-6)
     assert difference(ours, {n: p.grad for n, p in theirs.named_parameters()}) < 1e-5
     assert 1 < scores["expert_load"] <= 4  # 8 experts, 2 a token: 1 is even, 4 is all tokens to the same two
+    counts = b.metrics["expert_tokens"]
+    assert counts.sum(1).tolist() == [4 * 32 * 2] * b.model.expert_layers  # none is dropped
+    assert scores["expert_loads"] == pytest.approx((counts.max(1).values / counts.mean(1)).tolist(), abs=1e-3)
+    assert scores["experts_idle"] == int((counts == 0).sum())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_its_load_is_measured_over_the_layers_that_have_experts(family: str) -> None:
+    model = made(family)
+    assert model.model.expert_layers == len(routers(model.trained[0])) == (2 if family in OF_FOLDERS else 3)
+    assert model.model.experts == 8
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -77,7 +130,8 @@ def test_micro_batches_give_the_loss_and_gradients_of_the_whole(family: str) -> 
         again, parts, same = grads(b, split(batch, sizes))
         assert again == pytest.approx(loss, abs=2e-6)
         assert difference(parts, whole) < 1e-5
-        assert same == pytest.approx(scores, rel=1e-6)
+        assert same.pop("expert_loads") == scores["expert_loads"]
+        assert same == pytest.approx({k: v for k, v in scores.items() if k != "expert_loads"}, rel=1e-6)
 
 
 def test_the_pass_that_counts_routes_as_the_one_that_trains() -> None:
@@ -154,6 +208,7 @@ def test_a_folder_with_a_matrix_for_each_expert_is_read(family: str, tmp_path: P
     from safetensors import safe_open
 
     b = made(family)
+    uneven_biases(b.trained[0])
     b.trained[0].save_pretrained(tmp_path)  # type: ignore[operator]
     with safe_open(str(tmp_path / "model.safetensors"), framework="pt") as opened:
         keys = list(opened.keys())
@@ -198,9 +253,21 @@ def test_what_is_refused() -> None:
         build(recipes.override(tiny(family="mixtral"), "model.config={router_jitter_noise: 0.1}"), vocabulary=96, device=DEVICE)
     with (
         pytest.warns(RuntimeWarning),
-        pytest.raises(RecipeError, match="experts' matrices in one, which adapters do not reach"),
+        pytest.raises(RecipeError, match="experts' matrices in one, which is no map; name those beside them"),
     ):
-        made("qwen3_moe", "{lora: {}}")
+        made("qwen3_moe", "{lora: {targets: [gate_proj, up_proj, down_proj]}}")
+    with pytest.raises(RecipeError, match=r"expert_balancing: cannot go with lora \(frozen-base\)"):
+        made("qwen3_moe", "{lora: {}, expert_balancing: {}}", strong=False)
+
+
+def test_adapters_go_onto_attention_and_leave_router_and_experts_as_they_are() -> None:
+    b = made("glm4_moe", "{lora: {}}")
+    kept = {n: p.clone() for n, p in b.trained[0].named_parameters() if ".mlp." in n}
+    assert b.changes["lora"][0].count == 3 * 4
+    assert all(".self_attn." in n for n, _ in b.parameters())
+    gradients(b, [uneven()], 0.01)
+    update(b, 0.01)
+    assert difference({n: p for n, p in b.trained[0].named_parameters() if ".mlp." in n}, kept) == 0
 
 
 def test_a_copy_of_a_model_routes_by_its_own_weights() -> None:
@@ -210,3 +277,58 @@ def test_a_copy_of_a_model_routes_by_its_own_weights() -> None:
         routers(twin)[0].weight.zero_()
     scores = [routers(m)[0](torch.ones(1, 32))[0].detach().abs().max() for m in (twin, model)]
     assert scores[0] == 0 < scores[1]
+
+
+def test_adapters_on_experts_begin_as_the_base_and_are_those_of_peft(tmp_path: Path) -> None:
+    """The loss and gradients of the pairs are those of the matrices that they stand for; merged, the logits stay."""
+    from preheat.engine.evaluate import evaluate
+    from preheat.models import adapter
+    from preheat.ops.adapters import merge, without
+    from preheat.ops.expert_adapters import adapted_experts
+
+    settings = "{targets: [q_proj, v_proj], rank: 4, expert_rank: 4, alpha: 8}"
+    plain, b = made("qwen3_moe", strong=False), made("qwen3_moe", f"{{lora: {settings}}}", strong=False)
+    batch = plain_rows()
+    assert grads(b, [batch])[0] == pytest.approx(grads(plain, [batch])[0], abs=1e-6)
+    model: Any = b.trained[0]
+    names = {n for n, _ in b.parameters()}
+    assert sum(".experts." in n for n in names) == 3 * 4
+    assert not any("mlp.gate." in n for n in names)  # routers are frozen
+    g = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for _, p in b.parameters():
+            p.copy_(torch.randn(p.shape, generator=g) * 0.1)
+    loss, ours, _ = grads(b, [batch])
+    with without(model):
+        assert evaluate(b, [batch])[0] == pytest.approx(evaluate(plain, [batch])[0], abs=1e-6)
+    before = adapter.plain_logits(model, batch.tokens)
+    # The same with the sum of each expert's matrix and its addition written out, for the gradients.
+    kept = {n: p for n, p in model.named_parameters() if ".experts." in n}
+    assert len(adapted_experts(model)) == 3
+    whole = copy.deepcopy(model)
+    assert merge(whole) == 3 * 2 + 3
+    assert not adapted_experts(whole)
+    after = adapter.plain_logits(whole, batch.tokens)
+    assert float((after - before).norm() / before.norm()) < 1e-5
+    plain.trained[0].load_state_dict(whole.state_dict())
+    again, full, _ = grads(plain, [batch])
+    assert again == pytest.approx(loss, abs=1e-6)
+    for name, grad in full.items():
+        if ".experts." in name:
+            first, second = kept[f"{name}_lora_A"].detach(), kept[f"{name}_lora_B"].detach()
+            wanted = {"A": 2.0 * second.transpose(1, 2) @ grad, "B": 2.0 * grad @ first.transpose(1, 2)}
+            assert difference({k: ours[f"{name}_lora_{k}"] for k in "AB"}, wanted) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("family", "lora", "words"),
+    [
+        ("llama", "expert_rank: 4", "expert_rank: 4 is for experts, and llama has none"),
+        ("qwen3_moe", "expert_rank: 4, variant: dora, targets: [q_proj]", "goes with lora and rslora, and variant is dora"),
+        ("qwen3_moe", "expert_rank: 4, dropout: 0.1, targets: [q_proj]", "does not go with dropout"),
+        ("qwen3_moe", "expert_rank: 99, targets: [q_proj]", "lora.expert_rank: 99 is more than the 32 directions"),
+    ],
+)
+def test_adapters_on_experts_are_refused_in_words(family: str, lora: str, words: str) -> None:
+    with pytest.raises(RecipeError, match=words):
+        made(family, f"{{lora: {{{lora}}}}}", strong=False)

@@ -82,7 +82,7 @@ def test_a_model_is_found_by_its_name_on_the_hub_in_any_case() -> None:
         on_hub("Qwen/Qwen3-9B")
 
 
-@pytest.mark.parametrize("name", ["bloom-560m", "deepseek-v2-lite", "deepseek-v3"])
+@pytest.mark.parametrize("name", ["bloom-560m", "deepseek-v2-lite"])
 def test_what_the_adapter_cannot_train_says_why(name: str) -> None:
     with pytest.raises(RecipeError, match=r"cannot be trained here; preheat plan --inference"):
         adapter.configure(_recipe(name))

@@ -368,3 +368,17 @@ def test_the_command_prints_the_path_or_one_json_object(tmp_path):
     assert plain.stdout.split() == [str(one / "report.html"), str(two / "report.html")]
     found = json.loads(CliRunner().invoke(app, [str(one), "--json"]).stdout)
     assert found == {"reports": [{"run": str(one), "report": str(one / "report.html"), "data": str(one / "report.json")}]}
+
+
+def test_the_load_of_experts_is_shaded_by_layer_over_the_steps(tmp_path):
+    run = run_folder(tmp_path / "run")
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert "Load of experts" not in write(run).read_text()
+    for line in lines:
+        if "loss" in line:
+            line["expert_loads"] = [1.0 + 1 / line["step"], 1.5]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    page = write(run).read_text()
+    assert "2.00 in the worst layer at step 1, 1.50 at step 60 (layer 1)" in page
+    drawn = page[page.index("Load of experts") :]
+    assert drawn[: drawn.index("</figure>")].count("fill-opacity") >= 70  # cells in between the page and the full colour

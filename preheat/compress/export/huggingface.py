@@ -11,6 +11,7 @@ import torch
 from preheat.compress.export import card, shared
 from preheat.errors import RunError
 from preheat.models.adapter import head
+from preheat.models.experts import biases, has_bias
 from preheat.models.surgery import beyond_transformers
 from preheat.ops.adapters import merge, names_of
 from preheat.ops.class_head import ClassHead, as_sequence_classifier, pad_for
@@ -22,6 +23,7 @@ from preheat.training.opened import open_model
 __all__ = ["write"]
 
 _UNROUNDED = "the run was trained with rounded weights; the folder has them before rounding: preheat compress RUN writes them as they were rounded"
+_NO_BIAS = "the run balanced its experts by a bias on the choice; its family's folders have no place for that, so the folder routes without it, as the run's evaluations did"
 _NO_WINDOW = "the run limited its attention by a technique; the folder's configuration has no place for that, so plain transformers attends in full"
 
 
@@ -86,6 +88,7 @@ def write(
     model.config.use_cache = True
     notes = [_NO_WINDOW] if Tag("window") in opened.build.tags else []
     notes += [_UNROUNDED] if rounded else []
+    notes += [_NO_BIAS] if biases(model) and not has_bias(model.config) else []
     notes += _name_ends(model, opened.tokenizer, opened.build.weights.folder)
     ends = model.generation_config.eos_token_id
     name = str(kept).removeprefix("torch.")

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from preheat.compress.export import card, shared
 from preheat.errors import RunError
 from preheat.ops.adapters import base_of, names_of, own_of
+from preheat.ops.expert_adapters import adapted_experts
+from preheat.ops.experts import STACKS
 from preheat.ops.nf4 import PackedMap, dequantize, quantize, tables
 from preheat.ops.peft_folder import BASE
 from preheat.ops.quantized_training import unfake_
@@ -69,6 +71,7 @@ def write(run: str | Path, out: str | Path, *, tolerance: float | None = None) -
         config.init_lora_weights, config.r = True, 2 * config.r
         config.lora_alpha *= math.sqrt(2) if config.use_rslora else 2
     config.target_modules = _short(names, model)
+    pairs = _pairs(model, config)
     config.base_model_name_or_path, config.task_type, config.inference_mode = base, "CAUSAL_LM", True
     packed = {n.replace(".base_layer", ""): m for n, m in model.named_modules() if isinstance(m, PackedMap)}
     double = any(m.nf4_ranges is not None for m in packed.values())
@@ -91,6 +94,7 @@ def write(run: str | Path, out: str | Path, *, tolerance: float | None = None) -
             for name, own in values.items():
                 for key, target in own_of(made.get_submodule(f"base_model.model.{name}")):
                     target.copy_(own[key])
+            _put_pairs(made, pairs)
         made.save_pretrained(folder, save_embedding_layers=False)
         del made
         opened.tokenizer.save_pretrained(folder)
@@ -141,6 +145,31 @@ def _short(names: list[str], model: nn.Module) -> set[str]:
     """Last parts of the names where these say it all, as peft's users write them; else the names."""
     last = {name.rpartition(".")[2] for name in names}
     return last if {name for name, _ in model.named_modules() if name.rpartition(".")[2] in last} == set(names) else set(names)
+
+
+def _pairs(model: nn.Module, config: Any) -> dict[tuple[str, str], tuple[Tensor, Tensor]]:
+    """The pairs of experts, by module and stack, as peft lays them out; `config` is told of them, in place."""
+    held = {id(module) for module in adapted_experts(model)}
+    found = {}
+    for name, module in model.named_modules():
+        for stack in STACKS if id(module) in held else ():
+            first, second = (module.get_parameter(f"{stack}_lora_{part}").detach().cpu() for part in "AB")
+            # [experts, rank, in] -> [experts * rank, in]; [experts, out, rank] -> [out, rank * experts]
+            found[name, stack] = first.flatten(0, 1), second.permute(1, 2, 0).flatten(1)
+            config.target_parameters = sorted({*(config.target_parameters or ()), f"experts.{stack}"})
+            config.rank_pattern = {**config.rank_pattern, rf".*\.experts\.{stack}": first.shape[1]}
+    return found
+
+
+def _put_pairs(made: nn.Module, pairs: dict[tuple[str, str], tuple[Tensor, Tensor]]) -> None:
+    """Copies pairs into peft's wrappers of the experts' stacks, which lie one in another."""
+    from peft.tuners.lora.layer import ParamWrapper
+
+    for name, module in made.named_modules():
+        if isinstance(module, ParamWrapper):
+            first, second = pairs[name.removeprefix("base_model.model.").removesuffix(".base_layer"), module.parameter_name]
+            module.lora_A["default"].weight.copy_(first)
+            module.lora_B["default"].weight.copy_(second)
 
 
 def _loaded(source: str, name: str, read: dict[str, Any]) -> Any:

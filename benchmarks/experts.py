@@ -1,0 +1,186 @@
+"""Experts: tokens/s of a training step by how they are computed, and how evenly they are loaded by how they are balanced.
+
+    python benchmarks/experts.py [--part speed|balance|all] [--repeats 7] [--steps 200] [--seeds 3] [--data FOLDER] [--out benchmarks/results/experts.md]
+
+Speed: a small Qwen3-MoE in fp32 and under bf16 autocast; 8 experts, 2 for a token, and 64, 8 for a token, so that a token uses as many parameters. The very
+same build computes its experts by ours (one grouped product), by transformers' eager loop and by its grouped_mm, in alternation; forward, backward and update.
+Balance: TinyStories, from scratch, without balancing, with the loss, and with the bias at several rates; the load is the busiest expert's tokens over the mean
+in the worst layer. Validation loss as a folder of the model has it, and for the bias also as if the folder could hold it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from preheat.data import Rows, evaluation_batches, prepare
+from preheat.engine.build import build
+from preheat.engine.evaluate import evaluate
+from preheat.engine.step import gradients, update
+from preheat.hardware.probe import keep_heap, probe
+from preheat.models.experts import routers
+from preheat.planning.moments import fake_batch
+from preheat.recipe import Recipe, parse
+from preheat.technique import Build
+from preheat.training.loop import train
+from preheat.training.opened import open_model
+
+WAYS = {"ours, grouped": "preheat", "transformers, eager": "eager", "transformers, grouped_mm": "grouped_mm"}
+SIZES = {8: (2, 512), 64: (8, 128)}  # experts -> for a token, width of one
+BALANCINGS = {
+    "none": "",
+    "loss x 0.001": "{method: loss, coefficient: 0.001}",
+    "loss x 0.01": "{method: loss, coefficient: 0.01}",
+    "bias, 0.001 a step": "{rate: 0.001}",
+    "bias, 0.003 a step": "{rate: 0.003}",
+    "bias, 0.01 a step": "{rate: 0.01}",
+}
+
+
+def sizes(experts: int, layers: int) -> str:
+    chosen, width = SIZES[experts]
+    shape = f"layers: {layers}, width: 256, heads: 4, kv_heads: 2, feed_forward: {width}, experts: {experts}, experts_per_token: {chosen}"
+    return f"{{family: qwen3_moe, {shape}, vocabulary: 512, config: {{router_aux_loss_coef: 0}}}}"
+
+
+# --- speed ----------------------------------------------------------------------------------------------------------
+
+
+def prepared(experts: int, mode: str, rows: int, length: int) -> tuple[Build, Any]:
+    text = f"model: {sizes(experts, 4)}\nbatch: {{size: {rows}, length: {length}}}\nstop: {{steps: 1}}\ntechniques: {{efficient_attention: {{}}, chunked_loss: {{}}, mixed_precision: {{mode: {mode}}}}}"
+    recipe = parse(text)
+    made = build(recipe, vocabulary=512, device=probe("cpu"))
+    batch = fake_batch(recipe, rows)
+    batch.tokens.random_(512, generator=torch.Generator().manual_seed(0))
+    batch.labels.copy_(batch.tokens.roll(-1, dims=1))
+    return made, batch
+
+
+def once(made: Build, batch: Any, way: str) -> float:
+    """Seconds of a step whose experts are computed so."""
+    model: Any = made.trained[0]
+    model.config._experts_implementation = WAYS[way]
+    begun = time.perf_counter()
+    gradients(made, [batch], 1e-4)
+    update(made, 1e-4)
+    return time.perf_counter() - begun
+
+
+def speed(options: argparse.Namespace) -> list[str]:
+    lines = ["| experts | precision | computed by | tokens/s | ours is |", "|---|---|---|---|---|"]
+    for experts in options.experts:
+        for mode in options.modes:
+            made, batch = prepared(experts, mode, options.rows, options.length)
+            seconds: dict[str, list[float]] = {way: [] for way in WAYS}
+            for turn in range(options.repeats + 1):
+                for way in WAYS:
+                    took = once(made, batch, way)
+                    if turn:  # the first of each warms up
+                        seconds[way].append(took)
+            ours = seconds["ours, grouped"]
+            for way, found in seconds.items():
+                rates = sorted(batch.tokens.numel() / s for s in found)
+                times = [theirs / own for theirs, own in zip(found, ours, strict=True)]
+                told = "" if found is ours else f"{statistics.median(times):.2f} x ({min(times):.2f} to {max(times):.2f})"
+                cells = f"{statistics.median(rates):,.0f} ({rates[0]:,.0f} to {rates[-1]:,.0f})"
+                lines.append(f"| {experts}, {SIZES[experts][0]} for a token | {mode} | {way} | {cells} | {told} |")
+                print(lines[-1], flush=True)
+    return lines
+
+
+# --- balance --------------------------------------------------------------------------------------------------------
+
+
+def recipe_of(experts: int, balancing: str, source: Path, stories: Path, options: argparse.Namespace, seed: int) -> Recipe:
+    model, technique = sizes(experts, 3), ""
+    if how := BALANCINGS[balancing]:
+        model, technique = model.replace(", config: {router_aux_loss_coef: 0}", ""), f", expert_balancing: {how}"
+    return parse(
+        f"name: experts\nseed: {seed}\nmodel: {model}\ndata: {{source: {source}, validation: 0.1, tokenizer: {stories}, preflight: {{encoding: warn}}}}\n"
+        f"batch: {{size: 16, length: 128}}\noptimizer: {{lr: 0.002}}\nstop: {{steps: {options.steps}}}\nevaluate: {{rows: 128, baselines: false}}\n"
+        f"techniques: {{efficient_attention: {{}}, chunked_loss: {{}}{technique}}}"
+    )
+
+
+def with_the_bias(run: Path, recipe: Recipe, stories: Path) -> float:
+    """Validation loss as it were if evaluations routed by the bias."""
+    data = prepare(recipe.data, length=recipe.batch.length, seed=recipe.seed, tokenizer=str(stories))
+    assert isinstance(data.validation, Rows)
+    made = open_model(run).build
+    for router in routers(made.trained[0]):
+        router.train()
+        router.train = lambda mode=True, router=router: router  # type: ignore[method-assign,assignment,misc]
+    return evaluate(made, evaluation_batches(data.validation, micro=16, limit=128))[0]
+
+
+def balance(options: argparse.Namespace, folder: Path) -> list[str]:
+    stories, source = options.data / "stories260K-hf", folder / "stories.jsonl"
+    text = (options.data / "text/tinystories_train_excerpt.txt").read_text()
+    source.write_text("\n".join(json.dumps({"text": part}) for part in re.split(r"\n(?=Once upon a time)", text)))
+    lines = [
+        "| experts | balancing | load, first 10 steps | load, last 20 steps | idle, last 20 | validation loss | with the bias |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for experts in options.experts:
+        for name in options.balancings:
+            found: list[tuple[float, ...]] = []
+            for seed in range(options.seeds):
+                run = folder / re.sub(r"\W+", "-", f"{experts} {name} {seed}")
+                recipe = recipe_of(experts, name, source, stories, options, seed)
+                loss = float(train(recipe, out=run)["validation_loss"])
+                steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+                steps = [step for step in steps if "expert_load" in step]
+                means = [
+                    statistics.mean(s[key] for s in part)
+                    for key, part in (("expert_load", steps[:10]), ("expert_load", steps[-20:]), ("experts_idle", steps[-20:]))
+                ]
+                found.append((*means, loss, with_the_bias(run, recipe, stories) if "bias" in name else loss))
+            cells = " | ".join(spread([f[n] for f in found], ".4f" if n > 2 else ".2f") for n in range(5))
+            lines.append(f"| {experts} | {name} | {cells} |")
+            print(lines[-1], flush=True)
+    return lines
+
+
+def spread(values: list[float], form: str) -> str:
+    return f"{statistics.mean(values):{form}}" + (f" ({min(values):{form}} to {max(values):{form}})" if len(values) > 1 else "")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    default = os.environ.get("PREHEAT_DATA") or Path(__file__).parents[2] / "shared" / "data"
+    parser.add_argument("--part", choices=("all", "speed", "balance"), default="all")
+    parser.add_argument("--experts", type=int, nargs="+", choices=list(SIZES), default=list(SIZES))
+    parser.add_argument("--modes", nargs="+", choices=("fp32", "bf16"), default=["fp32", "bf16"])
+    parser.add_argument("--balancings", nargs="+", choices=list(BALANCINGS), default=list(BALANCINGS))
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--rows", type=int, default=8)
+    parser.add_argument("--length", type=int, default=256)
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--data", type=Path, default=Path(default))
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/experts.md"))
+    options = parser.parse_args()
+    keep_heap()
+    told = f"torch {torch.__version__}, {torch.get_num_threads()} threads."
+    lines = ["# Experts", "", *(__doc__ or "").strip().splitlines()[4:], "", told]
+    if options.part != "balance":
+        how = f"Steps of {options.rows} x {options.length} tokens, median (least to most) of {options.repeats}; ratios turn by turn."
+        lines += ["", "## Speed", "", how, "", *speed(options)]
+    if options.part != "speed":
+        how = f"{options.steps} steps of 16 x 128 tokens, 3 layers; mean (least to most) of {options.seeds} seeds. 1 is an even load."
+        with tempfile.TemporaryDirectory() as temporary:
+            lines += ["", "## Load", "", how, "", *balance(options, Path(temporary))]
+    options.out.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

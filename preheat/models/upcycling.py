@@ -1,0 +1,122 @@
+"""A dense model as one with experts: its configuration, and the experts' matrices made of the feed-forward block's."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["BECOMES", "EXPERTS", "expert_config", "expert_matrices", "upcycle"]
+
+BECOMES = {"llama": "mixtral", "mistral": "mixtral", "qwen3": "qwen3_moe"}
+"""The family whose layers are those of a dense one but for the experts."""
+EXPERTS = r"\.mlp\.experts\.(gate_up_proj|down_proj)$"
+"""Names of the experts' parameters."""
+_KEPT = (
+    *(
+        "vocab_size",
+        "hidden_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+        "intermediate_size",
+    ),
+    *("hidden_act", "max_position_embeddings", "initializer_range", "rms_norm_eps", "rope_parameters", "sliding_window"),
+    *("attention_dropout", "tie_word_embeddings", "pad_token_id", "bos_token_id", "eos_token_id", "dtype"),
+)
+
+
+def expert_config(config: Any, experts: int, chosen: int) -> Any:
+    """The configuration of a dense model with experts in place of each layer's feed-forward block, each as wide as that.
+
+    Args:
+        config: of a llama, mistral or qwen3.
+        experts: of a layer. chosen: that a token goes to; their weights sum to 1, so that equal experts give what one gives.
+
+    Raises:
+        ValueError: no such family, or a setting that the family with experts has not; the words begin with the knob.
+    """
+    from transformers import AutoConfig
+
+    family = config.model_type
+    if family not in BECOMES:
+        raise ValueError(f"makes experts of the feed-forward block of a {', '.join(BECOMES)}, and the model is a {family}")
+    if chosen > experts:
+        raise ValueError(f"chosen: {chosen} is more than the {experts} experts of a layer; lower it")
+    strange = [key for key in ("attention_bias", "mlp_bias") if getattr(config, key, False)]
+    if strange:
+        raise ValueError(f"makes a {BECOMES[family]}, which has no {strange[0]} as this {family} has")
+    kinds = set(getattr(config, "layer_types", None) or ())
+    if len(kinds) > 1:
+        raise ValueError(
+            f"makes a {BECOMES[family]}, whose layers are all alike, and this {family} has layers of {' and '.join(sorted(kinds))}"
+        )
+    values = {key: getattr(config, key) for key in _KEPT if hasattr(config, key)}
+    values |= {"num_experts_per_tok": chosen}
+    if BECOMES[family] == "mixtral":
+        return AutoConfig.for_model("mixtral", **values, num_local_experts=experts)
+    values["use_sliding_window"] = values.get("sliding_window") is not None
+    return AutoConfig.for_model(
+        "qwen3_moe", **values, num_experts=experts, moe_intermediate_size=config.intermediate_size, norm_topk_prob=True
+    )
+
+
+def expert_matrices(name: str, read: Callable[[str], Tensor], experts: int, redrawn: float, seed: int) -> Tensor:
+    """The value of an experts' parameter: as many copies of the dense block's matrices.
+
+    Args:
+        name: of the parameter, `model.layers.0.mlp.experts.down_proj`.
+        read: the value of a parameter of the dense model, by its name.
+        redrawn: share of each expert's inner channels whose weights are drawn anew, with the mean and deviation of the matrix; other channels in each expert.
+        seed: of what is drawn.
+
+    Returns:
+        [experts, 2 inner, width] or [experts, width, inner]; a view of one copy where nothing is drawn.
+    """
+    import torch
+
+    layer, _, leaf = name.partition(".experts.")
+    parts = [
+        read(f"{layer}.{part}.weight") for part in {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}[leaf]
+    ]
+    block = torch.cat(parts)
+    stack = block.expand(experts, *block.shape)
+    inner = parts[0].shape[0 if leaf == "gate_up_proj" else 1]
+    count = round(redrawn * inner)
+    if not count:
+        return stack
+    stack = stack.clone()
+    for expert, matrix in enumerate(stack):
+        # The same channels for both parameters of a layer, whichever is read first, and the same values on every device.
+        g = torch.Generator().manual_seed(zlib.crc32(f"{seed} {layer} {expert}".encode()))
+        channels = torch.randperm(inner, generator=g)[:count]
+        for begin, part in enumerate(parts):
+            values = torch.randn(count, part.shape[1 if leaf == "gate_up_proj" else 0], generator=g)
+            values = (values * part.float().std().cpu() + part.float().mean().cpu()).to(matrix)
+            if leaf == "gate_up_proj":
+                matrix[begin * inner + channels] = values
+            else:
+                matrix[:, channels] = values.t()
+    return stack
+
+
+def upcycle(model: Any, experts: int, chosen: int, redrawn: float, seed: int) -> Any:
+    """A model with experts made of a dense one, which stays as it is; arguments as of `expert_config` and `expert_matrices`."""
+    import re
+
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    held = dict(model.named_parameters())
+    made = AutoModelForCausalLM.from_config(expert_config(model.config, experts, chosen), dtype=model.dtype).to(model.device)
+    with torch.no_grad():
+        for name, parameter in made.named_parameters():
+            if name in held:
+                parameter.copy_(held[name])
+            elif re.search(EXPERTS, name):
+                parameter.copy_(expert_matrices(name, held.__getitem__, experts, redrawn, seed))
+    return made

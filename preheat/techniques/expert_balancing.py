@@ -1,0 +1,136 @@
+"""Expert balancing: what keeps a router from sending all tokens to the same few experts. By a bias on the choice, or by a loss.
+
+What: `bias`: each expert has a number that is added to its score where experts are chosen, and not where the chosen are weighed. After each step it moves
+by `rate`: up where the expert had fewer tokens than the mean of its layer, down where it had more, counted over the global batch of all devices. No
+gradient goes through it. `loss`: the load-balancing loss of transformers, over the global batch (engine/balance.py), times `coefficient`; models of
+Mixtral's and Qwen's kind have it by themselves, with the coefficient of their configuration.
+Helps: an idle expert is memory that learns nothing, and across devices all wait for the busiest. The bias evens out the load without a second aim for the
+weights, costs no pass over the batch, and needs no coefficient to be found. Hurts: the loss pulls the router away from what would predict best, the more the
+larger it is. The bias is part of the model only where the family has a place for it (glm4_moe); folders of Mixtral and Qwen have none, so evaluations and
+exports route without it, as whoever loads the folder will: the reported validation loss is that of the exported model, and lies a little above that with the bias.
+Source: Wang et al. 2024 (arXiv:2408.15664), DeepSeek-V3 (arXiv:2412.19437); the loss: Fedus et al. 2021 (arXiv:2101.03961).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from preheat.recipe import Positive
+from preheat.technique import DATA, Axis, Build, Change, Context, Stage, Tag, Technique
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from preheat.recipe import Recipe
+
+__all__ = ["ExpertBalancing", "add_bias", "move_bias"]
+
+
+def add_bias(model: nn.Module) -> list[Tensor]:
+    """Gives each router of a model a bias on its choice of experts, zero at first, in place; one that is part of the model stays as it is.
+
+    The routers must be ours (`preheat.models.experts.own_routers`): transformers' own of Mixtral and Qwen look at no bias.
+
+    Returns:
+        The biases, [experts] fp32 each, in the order of the layers that have experts.
+
+    Example:
+        >>> from transformers import MixtralConfig, MixtralForCausalLM
+        >>> sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}
+        >>> config = MixtralConfig(**sizes, intermediate_size=16, vocab_size=16, num_local_experts=4)
+        >>> [tuple(bias.shape) for bias in add_bias(MixtralForCausalLM(config))]
+        [(4,), (4,)]
+    """
+    import torch
+
+    from preheat.models.experts import BIAS, routers
+
+    found = routers(model)
+    for router in found:
+        if BIAS not in router._buffers:
+            weight: Any = router.weight
+            zeros = torch.zeros(weight.shape[0], dtype=torch.float32, device=weight.device)
+            router.register_buffer(BIAS, zeros, persistent=False)
+    return [router.get_buffer(BIAS) for router in found]
+
+
+def move_bias(biases: Sequence[Tensor], tokens: Tensor, rate: float) -> None:
+    """Moves each bias towards an even load, in place: by `rate`, up for experts with fewer tokens than their layer's mean, down for those with more.
+
+    Args:
+        biases: one a layer, [experts].
+        tokens: [layers, experts], tokens that went to each.
+
+    Example:
+        >>> import torch
+        >>> bias = torch.zeros(3)
+        >>> move_bias([bias], torch.tensor([[1.0, 2.0, 3.0]]), 0.5)
+        >>> bias.tolist()
+        [0.5, 0.0, -0.5]
+    """
+    wanted = (tokens.mean(dim=1, keepdim=True) - tokens).sign()
+    for bias, direction in zip(biases, wanted, strict=True):
+        bias.add_(direction.to(bias.dtype), alpha=rate)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertBalancing(Technique):
+    stage: ClassVar[Stage] = Stage.MATERIALIZE
+    numerics: ClassVar[Any] = "different"
+    provides: ClassVar[frozenset[Tag]] = frozenset({Tag("experts")})
+    # Under an adapter routers are frozen, and no adapter's folder has a place for a bias.
+    conflicts: ClassVar[frozenset[Tag]] = frozenset({Tag("frozen-base"), Tag("packed-base")})
+
+    method: Literal["bias", "loss"] = "bias"
+    """bias: moved after each step by the sign of each expert's load, without a gradient; loss: added to the language model's."""
+    rate: Positive = 0.001
+    """With `bias`: how far it moves a step. Scores lie between 0 and 1; where they are a softmax over many experts, near 1 / experts."""
+    coefficient: Literal["auto"] | Positive = "auto"
+    """How much the loss counts; auto: 0.01 with `loss`, none with `bias` (which may have a small one besides)."""
+
+    def configure(self, config: Any, recipe: Recipe) -> None:
+        from preheat.models import experts
+
+        if not experts.sizes_of(config)[0]:
+            raise ValueError(f"balances experts, and {config.model_type} has none; leave it out")
+        if "router_aux_loss_coef" in recipe.model.config:
+            raise ValueError("coefficient: model.config.router_aux_loss_coef says the same; state it here alone")
+        if self.coefficient == "auto" and self.method == "bias":
+            wanted = 0.0
+        else:
+            wanted = 0.01 if self.coefficient == "auto" else float(self.coefficient)
+        if experts.has_bias(config):
+            if wanted:
+                raise ValueError(
+                    f"coefficient: {config.model_type} is balanced by its bias, and has no loss for it; use method: bias without one"
+                )
+            return
+        config.router_aux_loss_coef = wanted
+
+    def apply(self, build: Build, part: Any) -> Change:
+        from preheat.models.experts import TOKENS, coefficient, has_bias, routers
+
+        layers = len(routers(part))
+        if self.method == "loss":
+            return Change(f"load-balancing loss x {coefficient(part.config):g} over {layers} layers with experts", layers)
+        biases = add_bias(part)
+
+        def move(build: Build) -> None:
+            tokens = build.metrics[TOKENS].clone()
+            move_bias(biases, build.mesh.add(tokens, *DATA, Axis.CONTEXT), self.rate)
+
+        build.after_update.append(move)
+        kept = (
+            "part of the model and of its folder"
+            if has_bias(part.config)
+            else "used in training alone: evaluations and exports route without it"
+        )
+        return Change(
+            f"a bias on the choice of {build.model.experts} experts in {layers} layers, moved by {self.rate:g} a step; {kept}",
+            layers,
+        )
+
+    def options(self, context: Context) -> Iterable[Technique]:
+        return [replace(self, method="bias"), replace(self, method="loss")]

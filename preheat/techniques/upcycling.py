@@ -1,0 +1,90 @@
+"""Upcycling: a dense model becomes one with experts, each a copy of its feed-forward block, and is trained on.
+
+What: each layer gets `experts` copies of its feed-forward block and a new router, by which each token goes to `chosen` of them. Their weights sum to 1, so with
+copies that are all alike the model computes what the dense one did; they come apart as the router sends them different tokens. `redrawn` draws a share of each
+copy's inner channels anew, so that they differ from the start. A llama or mistral becomes a mixtral, a qwen3 a qwen3_moe: exported folders open in transformers.
+Helps: many times the parameters for the FLOPs of `chosen` blocks, without beginning from nothing: the paper passes the dense model's further training with
+about half its pretraining compute. `redrawn` near 0.5 learns faster in long runs (its loss begins higher).
+Hurts: all experts stand in memory with gradients and optimizer state; a step costs `chosen` times the block's FLOPs; too few tokens leave the experts alike.
+Source: Komatsuzaki et al. 2022 (arXiv:2212.05055); drawn anew in part: Nakamura et al. 2025, "Drop-Upcycling" (arXiv:2502.19261).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+
+from preheat.recipe import Bound, Count, Share
+from preheat.technique import Build, Change, Context, Stage, Tag, Technique
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from preheat.recipe import Recipe
+
+__all__ = ["Upcycling", "upcycle"]
+
+
+def upcycle(model: nn.Module, experts: int = 8, *, chosen: int = 2, redrawn: float = 0.0, seed: int = 0) -> nn.Module:
+    """A transformers model with experts made of a dense one (llama, mistral, qwen3), which stays as it is.
+
+    Args:
+        experts: of each layer. chosen: that a token goes to.
+        redrawn: share of each expert's inner channels whose weights are drawn anew, normal with the mean and deviation of their matrix.
+        seed: of these; the router is drawn by torch's generator, as transformers draws it.
+
+    Raises:
+        ValueError: the model is of another family, or has settings that the family with experts has not.
+
+    Example:
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24, "vocab_size": 16}
+        >>> made = upcycle(LlamaForCausalLM(LlamaConfig(**sizes)), 4)
+        >>> type(made).__name__, tuple(made.model.layers[0].mlp.experts.down_proj.shape)
+        ('MixtralForCausalLM', (4, 16, 24))
+    """
+    from preheat.models import upcycling
+
+    made: nn.Module = upcycling.upcycle(model, experts, chosen, redrawn, seed)
+    return made
+
+
+@dataclass(frozen=True, kw_only=True)
+class Upcycling(Technique):
+    stage: ClassVar[Stage] = Stage.STRUCTURE
+    numerics: ClassVar[Any] = "different"
+    provides: ClassVar[frozenset[Tag]] = frozenset({Tag("experts")})
+    # Frozen copies would stay alike; a block without a gate is none that experts are made of.
+    conflicts: ClassVar[frozenset[Tag]] = frozenset({Tag("frozen-base"), Tag("packed-base"), Tag("block-without-gate")})
+
+    experts: Annotated[int, Bound(2)] = 8
+    """Experts of each layer, each as wide as the dense block."""
+    chosen: Count = 2
+    """Experts that a token goes to."""
+    redrawn: Share = 0.0
+    """Share of each expert's inner channels that are drawn anew; 0: the first loss is the dense model's."""
+
+    def configure(self, config: Any, recipe: Recipe) -> Any:
+        from preheat.models.upcycling import expert_config
+
+        return expert_config(config, self.experts, self.chosen)
+
+    def apply(self, build: Build, part: Any) -> Change:
+        from preheat.models.experts import routers
+        from preheat.models.upcycling import EXPERTS, expert_matrices
+
+        layers, weights, seed = len(routers(part)), build.weights, build.recipe.seed
+        how = "new weights"
+        if weights.folder is not None:
+            found = {id(router) for router in routers(part)}
+            names = [name for name, module in part.named_modules() if id(module) in found]
+            weights.compose(EXPERTS, lambda name: expert_matrices(name, weights.read, self.experts, self.redrawn, seed))
+            weights.fresh(r"\.mlp\.gate\.weight$", names, part._init_weights)
+            some = f", {self.redrawn:.0%} of the inner channels drawn anew" if self.redrawn else ""
+            how = f"each the dense block that was read{some}; routers new"
+        words = f"{self.experts} experts in each of {layers} layers, {self.chosen} for a token, {how}: now a {part.config.model_type}"
+        return Change(words, layers)
+
+    def options(self, context: Context) -> Iterable[Technique]:
+        return [replace(self, experts=n) for n in (4, 8, 16) if n >= self.chosen]

@@ -1,0 +1,51 @@
+"""A dense model upcycled to experts, balanced by a bias, through the commands: trained, resumed, reported, exported."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import transformers
+
+from .conftest import Command
+
+
+def test_an_upcycled_model_is_trained_resumed_reported_and_exported(
+    preheat: Command, data_folder: Path, tmp_path: Path
+) -> None:
+    text = (data_folder / "text/tinystories_train_excerpt.txt").read_text()[:200_000]
+    parts = re.split(r"\n(?=Once upon a time)", text)
+    (tmp_path / "stories.jsonl").write_text("\n".join(json.dumps({"text": part}) for part in parts))
+    recipe, run = tmp_path / "recipe.yaml", tmp_path / "run"
+    recipe.write_text(
+        f"name: upcycled\nmodel: {{path: {data_folder / 'stories260K-hf'}}}\n"
+        f"data: {{source: {tmp_path / 'stories.jsonl'}, validation: 0.1, preflight: {{encoding: warn}}}}\n"
+        "batch: {size: 8, length: 64}\noptimizer: {lr: 1e-3}\nstop: {steps: 12}\nevaluate: {rows: 16}\ncheckpoint: {every: 6}\n"
+        "techniques: {upcycling: {experts: 4}, expert_balancing: {rate: 0.01}}\n"
+    )
+    told = "".join(preheat.here("train", str(recipe), "--out", str(run)))
+    assert re.search(r"busiest expert x\d\.\d", told)
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if "expert_loads" in line]
+    assert [len(step["expert_loads"]) for step in steps] == [5] * 12
+    first = json.loads((run / "before.json").read_text())
+    assert first, "a pretrained model is measured before the first step"
+    changes = json.loads((run / "changes.json").read_text())
+    assert "now a mixtral" in changes["upcycling"][0]["what"]
+    # Half of it again, from its checkpoint: the same steps to the last digit.
+    half = tmp_path / "half"
+    shutil.copytree(run, half)
+    shutil.rmtree(half / "checkpoints/step-12")
+    preheat.here("train", str(recipe), "--out", str(half), "--resume")
+    again = [json.loads(line) for line in (half / "metrics.jsonl").read_text().splitlines()]
+    kept = {line["step"]: (line["loss"], line["expert_loads"]) for line in again if "expert_loads" in line}
+    assert kept == {line["step"]: (line["loss"], line["expert_loads"]) for line in steps}
+    assert "Load of experts" in Path(preheat.here.json("report", str(run))["path"]).read_text()
+    made = preheat.here.json("export", str(run), "--to", "hf", "--out", str(tmp_path / "hf"))
+    assert "so the folder routes without it" in made["note"]
+    assert made["max_logit_difference"] == pytest.approx(0, abs=1e-4)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    assert (loaded.config.model_type, loaded.config.num_local_experts) == ("mixtral", 4)
