@@ -11,14 +11,27 @@ from typing import TYPE_CHECKING, Any
 
 from preheat.errors import RecipeError, nearest
 from preheat.hardware.network import hub_reachable
-from preheat.models import experts, presets, sizes
+from preheat.models import experts, presets, sizes, vision
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
     from preheat.recipe import Recipe
 
-__all__ = ["new", "of", "preset_config", "read"]
+__all__ = ["new", "of", "preset_config", "read", "tokenizer_folder"]
+
+
+def tokenizer_folder(recipe: Recipe) -> str | None:
+    """The model's own tokenizer, when its folder carries one."""
+    path = recipe.model.path
+    if path is None:
+        return None
+    folder = Path(path)
+    if folder.is_dir() and not any(
+        (folder / name).exists() for name in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
+    ):
+        return None
+    return path
 
 
 def of(recipe: Recipe, vocabulary: int | None) -> PretrainedConfig:
@@ -92,8 +105,10 @@ def read(path: str, trust: bool) -> PretrainedConfig:
 def _require_sizes(found: PretrainedConfig, file: Path) -> None:
     """Raises for a configuration that leaves a size out: transformers would take that of some model of the family without a word."""
     stated = json.loads(file.read_text(encoding="utf-8"))
-    if found.get_text_config() is not found:
-        return  # several models in one: refused elsewhere
+    if (text := found.get_text_config()) is not found:
+        if found.model_type not in vision.FAMILIES:
+            return  # several models in one: refused elsewhere
+        found, stated = text, stated.get("text_config", {})
     names = getattr(found, "attribute_map", {})
     for key in ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size"):
         if not {key, names.get(key, key)} & stated.keys():

@@ -29,9 +29,10 @@ __all__ = [
     "routers",
     "sizes_of",
     "stored",
+    "turned",
 ]
 
-FAMILIES = ("mixtral", "qwen3_moe")
+FAMILIES = ("mixtral", "qwen3_moe", "qwen3_vl_moe_text")
 """What is known to be a router by softmax and top-k over gated experts, and nothing else: no shared experts, no bias on the choice."""
 NAME = "preheat"  # of our function in transformers' registry of experts
 COMPUTE = "preheat_compute"  # attribute of a layer's experts: the function that computes them
@@ -154,6 +155,13 @@ def stored(name: str, files: Mapping[str, Path], experts: int) -> list[list[str]
         if keys and all(key in files for expert in keys for key in expert) and keys[0]:
             return keys
     return []
+
+
+def turned(name: str, value: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """A parameter's value as transformers' modules have it: Qwen3-VL's published folders hold experts' matrices transposed."""
+    if ".mlp.experts." in name and value.ndim == 3 and value.shape != shape and value.mT.shape == shape:
+        return value.mT.contiguous()
+    return value
 
 
 def renamed(name: str) -> str:

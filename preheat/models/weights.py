@@ -284,7 +284,7 @@ class WeightSource:
             if not keys:
                 missing.append(plain)
                 return
-            value = self._tensor(keys[0][0]) if key else self._stacked(keys)
+            value = experts.turned(plain, self._tensor(keys[0][0]), target.shape) if key else self._stacked(keys)
             for pattern, change in self._maps:
                 if pattern.search(plain):
                     value = change(plain, value)

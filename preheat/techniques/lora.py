@@ -37,6 +37,7 @@ def add_lora(
     targets: str | tuple[str, ...] = "all-linear",
     variant: str = "lora",
     pissa_iterations: int = 0,
+    exclude: str | None = None,
 ) -> list[str]:
     """Adds LoRA to a transformers model and freezes the rest, in place; works on meta too, where nothing is drawn.
 
@@ -44,6 +45,7 @@ def add_lora(
         targets: `all-linear` (all but the head), a regular expression for module names, or their last parts (`("q_proj", "v_proj")`).
         variant: lora, rslora, dora or pissa.
         pissa_iterations: of a randomized singular value decomposition; 0: the exact one.
+        exclude: a regular expression for names of modules that are left as they are.
 
     Returns:
         Names of the adapted modules.
@@ -61,7 +63,7 @@ def add_lora(
 
     on_meta = next(model.parameters()).device.type == "meta"
     start = True if on_meta else _start(variant, pissa_iterations)
-    names = inject(model, _config(model, rank, alpha, dropout, targets, variant, start))
+    names = inject(model, _config(model, rank, alpha, dropout, targets, variant, start, exclude))
     for name in names if variant == "pissa" else ():
         if min(base_of(model, name).weight.shape) < rank:
             raise ValueError(f"{name} has no {rank} singular directions to begin from; lower the rank")
@@ -73,7 +75,16 @@ def _start(variant: str, pissa_iterations: int) -> bool | str:
     return True if variant != "pissa" else f"pissa_niter_{pissa_iterations}" if pissa_iterations else "pissa"
 
 
-def _config(model: nn.Module, rank: int, alpha: float, dropout: float, targets: Any, variant: str, start: bool | str) -> Any:
+def _config(
+    model: nn.Module,
+    rank: int,
+    alpha: float,
+    dropout: float,
+    targets: Any,
+    variant: str,
+    start: bool | str,
+    exclude: str | None = None,
+) -> Any:
     from peft import LoraConfig
     from transformers.pytorch_utils import Conv1D
 
@@ -86,6 +97,7 @@ def _config(model: nn.Module, rank: int, alpha: float, dropout: float, targets: 
         use_rslora=variant == "rslora",
         use_dora=variant == "dora",
         init_lora_weights=start,  # type: ignore[arg-type]
+        exclude_modules=exclude,
     )
 
 
@@ -135,17 +147,25 @@ class Lora(Technique):
 
     def apply(self, build: Build, part: Any) -> Change:
         from preheat.errors import RecipeError
+        from preheat.models.vision import tower_modules
         from preheat.ops.adapters import shares, under_autocast
         from preheat.ops.peft_folder import begin
 
+        exclude = tower_modules(part) if Tag("plain-tower") in build.tags else None
         try:
             names = add_lora(
-                part, rank=self.rank, alpha=self.alpha, dropout=self.dropout, targets=self.targets, variant=self.variant
+                part,
+                rank=self.rank,
+                alpha=self.alpha,
+                dropout=self.dropout,
+                targets=self.targets,
+                variant=self.variant,
+                exclude=exclude,
             )
         except ValueError as error:
             raise RecipeError(f"techniques.lora.targets: {self.targets!r}: {str(error).splitlines()[0][:160]}") from None
         start = _start(self.variant, self.pissa_iterations)
-        config = _config(part, self.rank, self.alpha, self.dropout, self.targets, self.variant, start)
+        config = _config(part, self.rank, self.alpha, self.dropout, self.targets, self.variant, start, exclude)
         begun = begin(
             build.weights,
             part,

@@ -19,11 +19,13 @@ from preheat.evaluation.probes import Probes
 from preheat.hardware.exhaustion import held_bytes
 from preheat.hardware.probe import give_back
 from preheat.models import adapter, presets
+from preheat.models.vision import reading
 from preheat.planning.ladder import Planner
 from preheat.planning.plan import plan, settled, steps_of
 from preheat.recipe import Recipe
 from preheat.run import Silent, Writer
 from preheat.technique import DATA, Batch, Build, Device, Shape, Slot
+from preheat.training.counted import with_images
 from preheat.training.ranks import Ranks, meet
 from preheat.training.recorded import digest, environment, remove_empty_run, versions
 from preheat.training.resuming import Looked, compare, fingerprints, resumed
@@ -186,6 +188,7 @@ def data_of(recipe: Recipe, **how: Any) -> Prepared:
         tokenizer=adapter.tokenizer_folder(recipe),
         add_tokens=recipe.model.add_tokens,
         embedding=adapter.facts(config).vocabulary,
+        **reading(config, recipe.model.path),
         **how,
     )
 
@@ -349,7 +352,8 @@ def _prepare(
     watch.stage("planning")
     how: dict[str, Any] = {"vocabulary": len(data.tokenizer), "device": device, "rates": measured, "in_use": _in_use(device)}
     # The run keeps the recipe as it was written: what a dry run chooses may differ where the run is resumed.
-    chosen = built = settled(recipe, world=ranks.world, **how)
+    vision = adapter.facts(adapter.configure(recipe, len(data.tokenizer))).vision
+    chosen = built = settled(with_images(recipe, vision, data), world=ranks.world, **how)
     planner = Planner(rows=_length(data), world=ranks.world, **how)
     if resume:
         looked = checkpoint.find(out / "checkpoints")
