@@ -47,8 +47,9 @@ def of(recipe: Recipe, vocabulary: int | None) -> PretrainedConfig:
         raise RecipeError(
             f"model.preset: {model.preset} is a {stated.model_type}, but {model.path} holds a {found.model_type}; remove one of the two"
         )
+    there = found.to_dict()
     for key, value in stated.to_dict().items():
-        other = getattr(found, key, None)
+        other = there.get(key, getattr(found, key, None))
         if key not in presets.FREE and not _same(value, other):
             raise RecipeError(
                 f"model.preset: {model.preset} has {key} {value}, but {model.path} has {other}; remove the preset, or name a folder of that model"
@@ -59,7 +60,8 @@ def of(recipe: Recipe, vocabulary: int | None) -> PretrainedConfig:
 def _same(a: Any, b: Any) -> bool:
     """Equal up to rounding: some checkpoints state decimals as fp32 made them."""
     if isinstance(a, Mapping) and isinstance(b, Mapping):
-        return a.keys() == b.keys() and all(_same(a[key], b[key]) for key in a)
+        kept = (a.keys() | b.keys()) - presets.FREE
+        return all(_same(a.get(key), b.get(key)) for key in kept)
     if isinstance(a, list | tuple) and isinstance(b, list | tuple):
         return len(a) == len(b) and all(map(_same, a, b))
     if isinstance(a, float | int) and isinstance(b, float | int):

@@ -7,6 +7,7 @@ device in each pass (boolean masks, `tolist` in every block of the tower); here 
 from __future__ import annotations
 
 import json
+import re
 import types
 from collections.abc import Callable
 from pathlib import Path
@@ -28,6 +29,7 @@ __all__ = [
     "reading",
     "tower",
     "tower_blocks",
+    "tower_modules",
     "vision_of",
 ]
 
@@ -121,6 +123,14 @@ def tower_blocks(model: PreTrainedModel) -> list[nn.Module]:
     """The blocks of the vision tower, in order; [] where there is none."""
     found: Any = tower(model)
     return [] if found is None else list(found.blocks)
+
+
+def tower_modules(model: PreTrainedModel) -> str | None:
+    """A regular expression for the names of the modules in the vision tower; None where there is none."""
+    found = tower(model)
+    if found is None:
+        return None
+    return "|".join(re.escape(name) + r"\..*" for name, module in model.named_modules() if module is found)
 
 
 def own_deepstack(model: PreTrainedModel) -> None:
