@@ -298,6 +298,7 @@ def _counts(rows: Rows) -> dict[str, Any]:
         "efficiency": rows.tokens_total / (len(rows) * rows.length) if len(rows) else 0.0,
         "truncated": rows.truncated,
         "no_room": rows.no_room,
+        **({"images": len(rows.tokens.images.of)} if rows.tokens.images is not None else {}),
     }
 
 

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 __all__ = [
     "FAMILIES",
     "PROJECTORS",
+    "copy_processor",
+    "drawn_image",
     "embedded",
     "own_deepstack",
     "processor_of",
@@ -114,6 +116,30 @@ def _processor_file(folder: str | None) -> Path | None:
         ) from None
 
 
+_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json", "chat_template.json")
+
+
+def copy_processor(source: Path, folder: Path) -> None:
+    """Copies the files that say how images are read into another folder of the model."""
+    for name in _FILES:
+        if (source / name).is_file():
+            (folder / name).write_bytes((source / name).read_bytes())
+
+
+def drawn_image(vision: Vision) -> dict[str, Tensor]:
+    """A row with a drawn image in it, as arguments of transformers' forward."""
+    import torch
+
+    rows, columns = 2 * vision.merge, 3 * vision.merge
+    tokens = torch.tensor([[1, vision.start, *[vision.image] * 6, vision.end, *range(2, 12)]])
+    return {
+        "input_ids": tokens,
+        "mm_token_type_ids": (tokens == vision.image).int(),
+        "pixel_values": torch.randn(rows * columns, vision.values, generator=torch.Generator().manual_seed(0)),
+        "image_grid_thw": torch.tensor([[1, rows, columns]]),
+    }
+
+
 def tower(model: PreTrainedModel) -> nn.Module | None:
     """The vision tower with its mergers; None: the model reads text alone."""
     return model.base_model.visual if model.config.model_type in FAMILIES else None  # type: ignore[no-any-return]
@@ -141,7 +167,11 @@ def own_deepstack(model: PreTrainedModel) -> None:
 
 
 def _add_at(text: Any, hidden: Tensor, places: Tensor, features: Tensor) -> Tensor:
-    """hidden [rows, length, width] with features [n, width] added at places [n] of the rows laid end to end."""
+    """hidden [rows, length, width] with features [n, width] added at places of the rows laid end to end: [n], or a mask as transformers' own forward has it."""
+    import torch
+
+    if places.dtype == torch.bool:
+        places = places.flatten().nonzero().flatten()
     return hidden.flatten(0, 1).index_add(0, places, features.to(hidden.dtype)).view_as(hidden)
 
 

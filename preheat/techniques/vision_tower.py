@@ -51,7 +51,7 @@ def train_tower(
 @dataclass(frozen=True, kw_only=True)
 class VisionTower(Technique):
     stage: ClassVar[Stage] = Stage.ADAPT
-    numerics: ClassVar[Any] = "exact"
+    numerics: ClassVar[Any] = "different"
     provides: ClassVar[frozenset[Tag]] = frozenset({Tag("plain-tower")})
 
     train: Literal["frozen", "projectors", "all"] = "frozen"
