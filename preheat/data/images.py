@@ -237,7 +237,7 @@ class PictureTable:
 
     def within(self, sequence: int) -> tuple[Picture, ...]:
         """The images of a sequence, in order."""
-        first, last = np.searchsorted(self.of, [sequence, sequence + 1])
+        first, last = (int(np.searchsorted(self.of, n)) for n in (sequence, sequence + 1))
         return tuple(Picture(self.paths[n], *map(int, self.grids[n])) for n in range(first, last))
 
     def tokens(self) -> np.ndarray:

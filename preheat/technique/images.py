@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -77,10 +78,11 @@ class Images:
     sizes: tuple[int, ...]
 
     def to(self, device: torch.device) -> Images:
-        return replace(self, **{name: t.to(device, non_blocking=True) for name, t in self.tensors().items()})
+        return self._each(lambda t: t.to(device, non_blocking=True))
 
     def pin_memory(self) -> Images:
-        return replace(self, **{name: t.pin_memory() for name, t in self.tensors().items()})
+        return self._each(lambda t: t.pin_memory())
 
-    def tensors(self) -> dict[str, Tensor]:
-        return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "sizes"}
+    def _each(self, change: Callable[[Tensor], Tensor]) -> Images:
+        tensors = (self.patches, self.taps, self.shares, self.grid, self.places)
+        return Images(*map(change, tensors), sizes=self.sizes)

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from preheat.models import adapter
 from preheat.recipe import Recipe
-
-if TYPE_CHECKING:
-    from preheat.technique import Vision
 
 __all__ = ["with_images"]
 
 
-def with_images(recipe: Recipe, vision: Vision | None, data: Any) -> Recipe:
+def with_images(recipe: Recipe, data: Any) -> Recipe:
     """The recipe with the images of the training rows, to plan with; as it is where the model reads text alone.
 
     Args:
         data: data.Prepared.
     """
+    vision = adapter.facts(adapter.configure(recipe, len(data.tokenizer))).vision
     if vision is None:
         return recipe
     count, patches = data.train.most_images()

@@ -97,8 +97,10 @@ MODELS = {
     "qwen3-235b-a22b": _qwen3(
         "235B-A22B", 235_093_634_560, 4096, 12288, 94, 64, 4, base=False, moe_intermediate_size=1536, **_EXPERTS
     ),
-    "qwen3-vl-2b": _qwen3_vl("2B", 0, 2048, 6144, 28, 16, 8, large=False, tied=True),
-    "qwen3-vl-4b": _qwen3_vl("4B", 0, 2560, 9728, 36, 32, 8, large=False, tied=True),
+    "qwen3-vl-2b": _qwen3_vl("2B", 2_127_532_032, 2048, 6144, 28, 16, 8, large=False, tied=True),
+    "qwen3-vl-4b": _qwen3_vl("4B", 4_437_815_808, 2560, 9728, 36, 32, 8, large=False, tied=True),
     "qwen3-vl-8b": _qwen3_vl("8B", 8_767_123_696, 4096, 12288, 36, 32, 8),
-    "qwen3-vl-30b-a3b": _qwen3_vl("30B-A3B", 0, 2048, 6144, 48, 32, 4, moe_intermediate_size=768, **_SEEING_EXPERTS),
+    "qwen3-vl-30b-a3b": _qwen3_vl(
+        "30B-A3B", 31_070_754_032, 2048, 6144, 48, 32, 4, moe_intermediate_size=768, **_SEEING_EXPERTS
+    ),
 }
