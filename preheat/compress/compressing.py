@@ -174,6 +174,10 @@ def _require(opened: Opened, variants: Sequence[Variant], source: Any) -> None:
         )
     if is_compressed(model):
         raise RecipeError(f"{source}: is compressed already; name the model it was made from")
+    if opened.build.model.vision:
+        raise RecipeError(
+            f"{source}: reads images, and what is measured here is text alone; compressing such models is not done yet"
+        )
     problems = [f"--method {v.name}: {words}" for v in variants for words in v.method.check(opened.build.model)]
     if problems:
         raise RecipeError("\n".join(problems))

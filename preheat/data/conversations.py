@@ -8,7 +8,7 @@ from typing import Any
 
 from preheat.errors import nearest
 
-__all__ = ["Unreadable", "answer_of", "kind_of", "messages_of", "order_problem", "texts_of", "tools_of"]
+__all__ = ["PLACE", "Unreadable", "answer_of", "kind_of", "messages_of", "order_problem", "texts_of", "tools_of"]
 
 ROLES = {
     **dict.fromkeys(("user", "human", "prompter", "customer"), "user"),
@@ -17,6 +17,10 @@ ROLES = {
     **dict.fromkeys(("tool", "function", "observation", "function_response", "ipython"), "tool"),
 }
 """What layouts call a role, and what templates do."""
+
+
+PLACE = "\ufffc"
+"""Stands in a message's text where an image does: Unicode's character for an object among letters."""
 
 
 class Unreadable(Exception):
@@ -41,6 +45,8 @@ def kind_of(value: Any) -> str:
 
 def messages_of(value: Any, field: str) -> list[dict[str, Any]]:
     """Messages from a list of {role, content} or {from, value}; one such object counts as a list of one.
+
+    A part that is an image becomes `PLACE` in the text, and its file (None: one of another field) one of the message's `images`.
 
     Raises:
         Unreadable: it is no such list, or a message of it has no role or no text.
@@ -74,7 +80,8 @@ def _message(turn: Any, where: str) -> dict[str, Any]:
         return {"role": "assistant", "content": "", "tool_calls": _calls(content, where)}
     calls = _tool_calls(made.pop("tool_calls", None), where)
     if isinstance(content, Sequence) and not isinstance(content, str):
-        content = _joined(content, where)
+        content, images = _joined(content, where)
+        made |= {"images": images} if images else {}
     if content is None and calls:
         content = ""
     if not isinstance(content, str):
@@ -87,16 +94,20 @@ def _message(turn: Any, where: str) -> dict[str, Any]:
     return {"role": made.pop("role"), "content": made.pop("content"), **made}
 
 
-def _joined(parts: Sequence[Any], where: str) -> str:
-    """The text of a message in parts."""
-    texts = []
+def _joined(parts: Sequence[Any], where: str) -> tuple[str, list[Any]]:
+    """The text of a message in parts, and the files of the images in it."""
+    texts, images = [], []
     for part in parts:
         text = part.get("text") if isinstance(part, Mapping) else part
+        if isinstance(part, Mapping) and part.get("type") in ("image", "image_url") and not isinstance(text, str):
+            file = next((part[key] for key in ("image", "image_url", "path", "url") if part.get(key) is not None), None)
+            images.append(file["url"] if isinstance(file, Mapping) and "url" in file else file)
+            text = PLACE
         if not isinstance(text, str):
             kind = part.get("type", "an object without text") if isinstance(part, Mapping) else kind_of(part)
-            raise Unreadable("fields", f"{where} has a part that is no text ({kind}); only text is read")
+            raise Unreadable("fields", f"{where} has a part that is no text ({kind}); only text and images are read")
         texts.append(text)
-    return "".join(texts)
+    return "".join(texts), images
 
 
 def _calls(value: Any, where: str) -> list[dict[str, Any]]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from preheat.data.images import Picture
 
 __all__ = ["END", "PAD", "Document", "Piece"]
 
@@ -25,6 +28,7 @@ class Document(NamedTuple):
         complete: the text has its special tokens already, as a chat template writes them; no beginning or end is added.
         label: the class of the example, or whether an answer was liked (1) or not (0); None: it has neither.
         where: file and row, for messages.
+        images: that stand in it, in order.
         notes: (check, words) each, what `preflight` is to know of the row. A row that cannot be read has these and no sequence.
     """
 
@@ -33,6 +37,7 @@ class Document(NamedTuple):
     label: int | None = None
     where: str = ""
     notes: tuple[tuple[str, str], ...] = ()
+    images: tuple[Picture, ...] = ()
 
     @classmethod
     def of(cls, text: str, prompt: str | None = None, where: str = "") -> Document:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import difflib
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 from preheat.data.conversations import Unreadable, answer_of, kind_of, messages_of, order_problem, texts_of, tools_of
 from preheat.data.examples import Document, Piece
-from preheat.data.layout_fields import LAYOUTS
+from preheat.data.images import Eye, seen
+from preheat.data.layout_fields import LAYOUTS, class_name, class_names, said_by_columns
 from preheat.data.templates import Message, Template, TrainOn
 from preheat.errors import DataError, nearest
 from preheat.recipe import Data
@@ -35,6 +36,8 @@ class Layout:
         train_on: which turns of a conversation.
         classes: names of the classes, in order.
         special: special tokens of the tokenizer, looked for in the text of rows.
+        eye: how images are read; None: the model reads text alone.
+        folder: where the files of images stand that are not named from the root.
         strange: the first row's fields are of no layout.
     """
 
@@ -47,6 +50,8 @@ class Layout:
     train_on: TrainOn = "assistant"
     classes: tuple[str, ...] = ()
     special: tuple[str, ...] = ()
+    eye: Eye | None = None
+    folder: Path = Path()
     strange: bool = False
     _firsts: frozenset[str] = field(default=frozenset(), repr=False)
 
@@ -57,7 +62,8 @@ class Layout:
     def key(self) -> tuple[object, ...]:
         """All that decides what a row becomes."""
         template = (self.template.text, self.template.with_tools, dict(self.template.variables)) if self.template else None
-        return self.kind, dict(self.columns), template, self.wraps, self.train_on, self.classes, self.special
+        seen = (self.eye.key(), str(self.folder)) if self.eye else None
+        return self.kind, dict(self.columns), template, self.wraps, self.train_on, self.classes, self.special, seen
 
     def require(self, names: Sequence[str], where: str) -> None:
         """Raises DataError when a field that all rows need is not among their names."""
@@ -87,6 +93,8 @@ class Layout:
         )  # the first of each check: rows are counted
 
     def _document(self, row: Mapping[str, Any], notes: list[tuple[str, str]]) -> Document:
+        if self.eye and self.kind not in ("sharegpt", "messages") and self._images(row):
+            raise Unreadable("images", f"has images, which the layout {self.kind} does not read; use sharegpt or messages")
         if self.kind == "text":
             return Document.of(self._text(row, "text", notes, empty=True))
         if self.kind == "classes":
@@ -94,7 +102,7 @@ class Layout:
             return Document(((Piece(text, False),),), label=self._class(row))
         if self.kind in ("sharegpt", "messages"):
             role = "conversations" if self.kind == "sharegpt" else "messages"
-            return self._chat(self._talk(row, role), self._tools(row), notes)
+            return self._chat(self._talk(row, role), self._tools(row), notes, images=self._images(row))
         if self.kind == "alpaca":
             return self._chat(self._instruction(row), None, notes)
         if self.kind == "preference":
@@ -104,7 +112,8 @@ class Layout:
         if isinstance(answers, str):
             prompt = before if isinstance(before, str) else ""
             return Document(((*([Piece(prompt, False)] if prompt else []), Piece(answers)),), label=label)
-        return self._chat([*before, *answers], self._tools(row), notes, read=len(before))._replace(label=label)
+        made = self._chat([*before, *answers], self._tools(row), notes, read=len(before))
+        return self._judged(made)._replace(label=label) if self.kind == "unpaired" else made
 
     # --- fields
 
@@ -116,7 +125,7 @@ class Layout:
     def _absent(self, role: str, known: Sequence[str]) -> str:
         name, only = self.columns[role], ", ".join(map(repr, known)) or "none"
         if self.strange and known:
-            return f"no field 'text', only {only}, which no layout has; {_said_by_columns(known)}"
+            return f"no field 'text', only {only}, which no layout has; {said_by_columns(known)}"
         knob = f"data.{role}" if role in ("text", "prompt", "completion") else f"data.columns.{role}"
         return f"no field '{name}', only {only}; set {knob}: {nearest(name, list(known)) if known else name}"
 
@@ -157,8 +166,8 @@ class Layout:
         if isinstance(value, int) and not isinstance(value, bool) and str(value) not in self.classes:
             if 0 <= value < len(self.classes):  # the number of a class whose names are stated
                 return value
-        elif value is not None and _class_name(value) in self.classes:
-            return self.classes.index(_class_name(value))
+        elif value is not None and class_name(value) in self.classes:
+            return self.classes.index(class_name(value))
         raise Unreadable(
             "fields", f"field '{self.columns['label']}' is {value!r}, none of the classes {', '.join(self.classes[:12])}"
         )
@@ -196,22 +205,46 @@ class Layout:
             talk += [{"role": "user", "content": pair[0]}, {"role": "assistant", "content": pair[1]}]
         return [*talk, {"role": "user", "content": asked}, {"role": "assistant", "content": values["output"]}]
 
-    def _chat(self, talk: Sequence[Message], tools: Any, notes: list[tuple[str, str]], read: int = 0) -> Document:
-        """A conversation; the first `read` messages are only read."""
+    def _chat(
+        self,
+        talk: Sequence[Message],
+        tools: Any,
+        notes: list[tuple[str, str]],
+        read: int = 0,
+        images: Sequence[Any] | None = None,
+    ) -> Document:
+        """A conversation; the first `read` messages are only read.
+
+        Args:
+            images: files of the row's own field; None: it has no such field.
+        """
         if self.template is None:
             raise DataError(self.lacking)
         for where, text in texts_of(talk):
             self._look(where, text, notes)
         if words := order_problem(talk):
             notes.append(("roles", words))
+        talk, pictures = seen(talk, images, self.eye, self.folder)
+        if pictures and self.train_on == "all":
+            raise Unreadable("images", "has images, and data.train_on: all would train on their places; use assistant")
         if read:
             talk = [{**m, "weight": 0} if n < read else m for n, m in enumerate(talk)]
         if not any(m["role"] == "assistant" and m.get("weight") != 0 for m in talk) and self.train_on != "all":
             raise Unreadable("untrained", "has no message of the assistant to train on")
         try:
-            return Document((self.template.pieces(talk, tools, self.train_on),), complete=True)
+            return Document((self.template.pieces(talk, tools, self.train_on),), complete=True, images=pictures)
         except DataError as error:
             raise Unreadable("template", str(error)) from None
+
+    # --- images
+
+    def _images(self, row: Mapping[str, Any]) -> Sequence[Any] | None:
+        """The files that a row names in a field of its own; None: no row has such a field."""
+        names = (self.columns.get("images", "images"), "image")  # which the first row may lack
+        value = next((row[name] for name in names if row.get(name) is not None), None)
+        if value is None:
+            return [] if "images" in self.columns else None
+        return value if isinstance(value, list | tuple) else [value]
 
     # --- answers that are compared or judged
 
@@ -256,7 +289,12 @@ class Layout:
             return Document(((*asked, Piece(good[cut:])), (*asked, Piece(bad[cut:]))))
         shared = _alike(*([answer_of([m]) + m["role"] for m in talk] for talk in (good, bad)))
         chats = [self._chat([*before, *talk], self._tools(row), notes, len(before) + shared) for talk in (good, bad)]
-        return Document(tuple(chat.sequences[0] for chat in chats), complete=True)
+        return Document(tuple(self._judged(chat).sequences[0] for chat in chats), complete=True)
+
+    def _judged(self, chat: Document) -> Document:
+        if chat.images:
+            raise Unreadable("images", f"has images, which the layout {self.kind} does not read; use sharegpt or messages")
+        return chat
 
 
 def _shared(one: str, other: str) -> str:
@@ -269,43 +307,6 @@ def _alike(one: Sequence[Any], other: Sequence[Any]) -> int:
     """How many items two sequences share at their beginning."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((n for n, (a, b) in pairs if a != b), min(len(one), len(other)))
-
-
-def _class_name(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def _said_by_columns(known: Sequence[str]) -> str:
-    """How to say what fields are that no layout has: by the one that is nearly a layout's, else by an example.
-
-    Example:
-        >>> _said_by_columns(["mesages"])
-        'set data.columns={messages: mesages}'
-    """
-    roles = sorted({role for needs, _ in LAYOUTS.values() for role in needs})
-    for name in known:
-        if near := difflib.get_close_matches(name.lower(), roles, n=1, cutoff=0.8):
-            return f"set data.text: {name}" if near[0] == "text" else f"set data.columns={{{near[0]}: {name}}}"
-    if len(known) == 1:
-        return f"set data.text: {known[0]}"
-    pair = f"data.columns={{prompt: {known[0]}, completion: {known[1]}}}"
-    return f"say what they are: {pair} where the one is asked and the other answers, or data.text: {known[0]} for plain text"
-
-
-def class_names(values: Iterable[Any], where: str) -> tuple[str, ...]:
-    """The distinct values of a label's field as names of classes: numbers by size, else by alphabet.
-
-    Raises:
-        DataError: they are fewer than two, or too many to be classes.
-    """
-    found = {v for v in values if isinstance(v, str | int) and (not isinstance(v, str) or v.strip())}
-    if not 2 <= len(found) <= 10_000:
-        some = "has one value" if len(found) == 1 else "has no value" if not found else f"has {len(found):,} different values"
-        raise DataError(
-            f"{where}: the field of the label {some} in all rows; classes are 2 or more, name their field by data.columns.label"
-        )
-    numbers = all(isinstance(v, int) and not isinstance(v, bool) for v in found)
-    return tuple(map(str, sorted(found))) if numbers else tuple(sorted(map(_class_name, found)))  # type: ignore[type-var]
 
 
 def layout_of(data: Data, names: Sequence[str], first: Any, where: str, **more: Any) -> Layout:
@@ -343,6 +344,8 @@ def layout_of(data: Data, names: Sequence[str], first: Any, where: str, **more: 
     if kind == "messages" and "messages" not in names and "conversations" in names and "messages" not in stated:
         columns["messages"] = "conversations"
     columns |= {role: stated.get(role, role) for role in reads if role in stated or role in names}
+    if "images" in reads and "images" not in columns and "image" in names:
+        columns["images"] = "image"  # as LLaVA's rows have it
     special = tuple(more.pop("special", ()))
     words = f"{kind}, {why}"
     strange = kind == "text" and data.layout == "auto" and isinstance(first, Mapping) and columns["text"] not in names

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from preheat.data.images import gathered
 from preheat.data.packing import IGNORED, RowData, Rows, cut, permutation
 from preheat.data.streaming import StreamRows
 from preheat.errors import DataError
@@ -101,7 +102,7 @@ def batches(
     )
     with _Loader(_Keyed(rows), keys, workers, prefetch, pin) as loaded:
         for now in shapes():
-            yield [next(loaded) for _ in range(_micro_batches(now, share[1]))]
+            yield [_unless_error(next(loaded)) for _ in range(_micro_batches(now, share[1]))]
 
 
 def evaluation_rows(total: int, limit: int) -> list[int]:
@@ -202,6 +203,8 @@ class _Pinnable(Batch):
             self.labels.pin_memory(),
             self.positions.pin_memory(),
         )
+        if self.images is not None:
+            self.images = self.images.pin_memory()
         return self
 
 
@@ -212,7 +215,10 @@ def collate(numbered: Sequence[tuple[int, RowData]]) -> _Pinnable:
     documents, group = tuple(row.documents for row in rows), rows[0].group
     liked = tuple(row.liked for row in rows) if rows[0].liked else ()
     weight = weight_of(labels, documents, group, liked)
-    return _Pinnable(tokens, labels, positions, MaskSpec(documents=documents), weight, numbers, group, liked)
+    made = _Pinnable(tokens, labels, positions, MaskSpec(documents=documents), weight, numbers, group, liked)
+    if rows[0].eye is not None:
+        made.images = gathered(rows[0].eye, [image for row in rows for image in row.images], tokens)
+    return made
 
 
 def weight_of(
@@ -230,14 +236,17 @@ def weight_of(
     return sum(map(len, liked)) if liked else int((labels != IGNORED).sum())
 
 
-class _Keyed(Dataset[_Pinnable]):
+class _Keyed(Dataset[Any]):
     """Micro-batches by what they are cut from."""
 
     def __init__(self, rows: Rows):
         self.rows = rows
 
-    def __getitem__(self, part: _Part) -> _Pinnable:
-        return _read_part(part, self.rows.row, self.rows.length, self.rows.pad)
+    def __getitem__(self, part: _Part) -> _Pinnable | DataError:
+        try:
+            return _read_part(part, self.rows.row, self.rows.length, self.rows.pad)
+        except DataError as error:
+            return error  # as a value: DataLoader would wrap an exception of a worker in its traceback
 
 
 class _Stream(IterableDataset[Any]):

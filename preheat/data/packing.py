@@ -16,6 +16,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
+from preheat.data.images import Eye, Picture, PictureTable, mrope_positions
 from preheat.data.kinds import Examples
 
 __all__ = ["IGNORED", "RowData", "Rows", "Tokens", "best_fit", "cut", "permutation"]
@@ -30,9 +31,10 @@ class RowData(NamedTuple):
     Attributes:
         tokens: [length] int64.
         labels: [length] int64; the label of place t is the token at t + 1, or -100: the end of a document, prompt, padding.
-        positions: [length] int64, from 0 in each document of the row.
+        positions: [length] int64, from 0 in each document of the row; [length, 3] where documents may hold images.
         documents: lengths of the documents in the row; their sum is `length`.
         group, liked: as in `preheat.technique.Batch`, of this row.
+        images: that stand in it, in order; eye: how they are read, None where documents hold text alone.
     """
 
     tokens: np.ndarray
@@ -41,6 +43,8 @@ class RowData(NamedTuple):
     documents: tuple[int, ...]
     group: int = 1
     liked: tuple[int, ...] = ()
+    images: tuple[Picture, ...] = ()
+    eye: Eye | None = None
 
 
 def _mapped(file: Path, dtype: np.dtype[Any]) -> np.ndarray:
@@ -58,6 +62,7 @@ class Tokens:
         labels: [sequences] int64, the class of each, where no token is trained: its last place is then what is; where tokens are,
             whether they were liked (1) or not (0). None: it has none.
         group: sequences of an example, which stand beside each other in a row: 2 where they are compared.
+        images: that stand in them; None: the model reads text alone.
         folder, side: where they are stored, when they are: a worker process opens the file instead of being sent a copy.
     """
 
@@ -66,6 +71,7 @@ class Tokens:
     trained: np.ndarray | None = None
     labels: np.ndarray | None = None
     group: int = 1
+    images: PictureTable | None = None
     folder: Path | None = None
     side: str = ""
 
@@ -80,6 +86,7 @@ class Tokens:
             _mapped(marks, np.dtype(np.uint8)) if marks.exists() else None,
             np.load(labels) if labels.exists() else None,
             group,
+            PictureTable.open(folder, side),
             folder,
             side,
         )
@@ -87,7 +94,7 @@ class Tokens:
     def __reduce__(self) -> tuple[Any, ...]:
         if self.folder is not None:
             return Tokens.open, (self.folder, self.side, self.group)
-        return Tokens, (self.ids, self.ends, self.trained, self.labels, self.group)
+        return Tokens, (self.ids, self.ends, self.trained, self.labels, self.group, self.images)
 
     @functools.cached_property
     def examples(self) -> Examples:
@@ -158,6 +165,9 @@ class Rows:
         together = sizes.reshape(-1, group).sum(axis=1)
         used = np.minimum(sizes, np.repeat(np.where(together > self.length, self.length // group, self.length), group))
         starts = self.tokens.starts()
+        if self.tokens.images is not None:
+            for n in np.intersect1d(np.flatnonzero(used < sizes), self.tokens.images.of):
+                used[n], _ = self.tokens.images.room(n, self.tokens.ids[starts[n] : starts[n] + sizes[n]], int(used[n]))
         room = (self.tokens.targets(starts, starts + used).reshape(-1, group) > 0).all(axis=1)
         kept = np.flatnonzero(room) if self.tokens.trained is not None else np.arange(len(together))
         self.no_room = len(together) - len(kept)
@@ -187,6 +197,17 @@ class Rows:
             inside = starts < last
             return int(self.tokens.targets(starts[inside], np.minimum(ends, last + 1)[inside]).sum())
         return int(self.tokens.targets(starts, starts + self._used)[self._order].sum())
+
+    def most_images(self) -> tuple[int, int]:
+        """How many images stand in the row that has most of them by their patches, and how many patches these have together; (0, 0): none does."""
+        table = self.tokens.images
+        if table is None or not len(table.of) or not len(self) or self.packing == "stream":
+            return 0, 0
+        total = len(self.tokens.ends)
+        per = [np.bincount(table.of, weights, total)[self._order] for weights in (None, table.grids.prod(axis=1))]
+        images, patches = (np.add.reduceat(found, self._bounds[:-1]) for found in per)
+        row = int(np.argmax(patches))
+        return int(images[row]), int(patches[row])
 
     def contents(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         """Which documents stand in a row, and how many tokens of each."""
@@ -226,7 +247,8 @@ class Rows:
         tokens: np.ndarray = np.full(self.length, self.pad, np.int64)
         labels: np.ndarray = np.full(self.length, IGNORED, np.int64)
         sizes, at, kind = [], 0, self.tokens.examples.kind
-        liked = []
+        liked, images, table = [], list[Picture](), self.tokens.images
+        places: np.ndarray = np.empty((self.length, 3), np.int64)
         for n in self._order[self._bounds[index] : self._bounds[index + 1]]:
             start, size = int(self.tokens.ends[n - 1]) if n else 0, int(self._used[n])
             ids = np.asarray(self.tokens.ids[start : start + size]).astype(np.int64)
@@ -239,11 +261,17 @@ class Rows:
                 labels[at : at + size - 1] = ids[1:]
                 if self.tokens.trained is not None:
                     labels[at : at + size - 1][self.tokens.trained[start + 1 : start + size] == 0] = IGNORED
+            if table is not None:
+                _, whole = table.room(n, np.asarray(self.tokens.ids[start : self.tokens.ends[n]]), size)
+                images += table.within(n)[:whole]
+                places[at : at + size] = mrope_positions(ids, table.within(n)[:whole], table.eye.vision)
             sizes.append(size)
             at += size
         if at < self.length:
             sizes.append(self.length - at)
-        return _row(tokens, labels, np.array(sizes))._replace(group=self.tokens.group, liked=tuple(liked))
+            places[at:] = np.arange(self.length - at)[:, None]
+        made = _row(tokens, labels, np.array(sizes))._replace(group=self.tokens.group, liked=tuple(liked))
+        return made if table is None else made._replace(positions=places, images=tuple(images), eye=table.eye)
 
 
 def _row(tokens: np.ndarray, labels: np.ndarray, documents: np.ndarray) -> RowData:
@@ -268,7 +296,9 @@ def cut(rows: Sequence[RowData], length: int, *, skip: int = 0, pieces: int | No
         >>> [(p.tokens.tolist(), p.documents) for p in cut([row], 4)]
         [([0, 1, 2, 3], (4,)), ([4, 5, 6, 7], (4,)), ([8, 9, 0, 0], (2, 2))]
     """
-    assert not any(row.group > 1 or row.liked for row in rows), "answers that are judged as a whole are not cut"
+    assert not any(row.group > 1 or row.liked or row.eye for row in rows), (
+        "answers that are judged as a whole, and images, are not cut"
+    )
     tokens, labels = (np.concatenate([row[part] for row in rows])[skip:] for part in (0, 1))
     ends = np.cumsum(np.concatenate([row.documents for row in rows])) - skip
     made = []

@@ -41,6 +41,11 @@ CHECKS = {
         "use data.template: alpaca, which ends turns with the tokenizer's end of text, or (without an adapter) give it the template's tokens by model.add_tokens",
     ),
     "untrained": Check("rows without a single token to train on", "take them out, or change data.train_on", drops=True),
+    "images": Check(
+        "images that are missing, corrupt or of a size that is not read; more images than places for them, or fewer",
+        "mend the rows",
+        drops=True,
+    ),
     "masked": Check("no token of all rows is trained on", "change data.train_on or data.template"),
     "end_token": Check("no token that ends a text or turn is ever trained on, so that the model never learns to stop", "change data.template"),
     "pad_is_end": Check(

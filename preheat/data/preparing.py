@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from preheat.data.cache import default_root, entry
+from preheat.data.images import Eye
 from preheat.data.layouts import Layout
 from preheat.data.packing import Rows, Tokens
 from preheat.data.preflight import Findings, Verdict, judge, merged, refuse_unknown
@@ -24,13 +25,14 @@ from preheat.data.tokenizing import SIDES, Progress, Stream, streams_of, tokeniz
 from preheat.data.verifying import cut_answers, look_at_template, look_at_tokens
 from preheat.errors import DataError
 from preheat.recipe import Data
+from preheat.technique import Vision
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 __all__ = ["Prepared", "prepare"]
 
-FORMAT = 3
+FORMAT = 4
 """Counted up when the tokens of equal documents, or the way they are stored, change: older entries are then not used."""
 
 STREAM_LOOK = 1000
@@ -94,6 +96,8 @@ def prepare(
     progress: Progress | None = None,
     embedding: int | None = None,
     refuse: bool = True,
+    vision: Vision | None = None,
+    processor: Mapping[str, Any] | None = None,
 ) -> Prepared:
     """Reads, tokenizes, checks and packs what `data` names.
 
@@ -108,6 +112,7 @@ def prepare(
         progress: called now and then with what is done, how much of it, and of how much (None: not known).
         embedding: rows of the model's embedding, where known.
         refuse: raise for what the checks block; else it stands in `blocked`, to be looked at.
+        vision, processor: how the model reads images, and its image processor's settings; None: it reads text alone.
 
     Raises:
         DataError: something in the data is wrong; the message has the file and the row.
@@ -126,13 +131,24 @@ def prepare(
             "data.streaming: a tokenizer cannot be trained on data that is read while training; set data.tokenizer to a folder"
         )
     own = load_tokenizer(name, knob=knob, add_tokens=add_tokens) if name is not None else None
-    sources = _open(data, own)
-    held = open_source(data.parts()[0][0], validation=True, tokenizer=own) if isinstance(data.validation, str) else None
+    eye = None
+    if vision is not None:
+        if own is None:
+            raise DataError("data.tokenizer: a model that reads images has tokens for them; use its own tokenizer")
+        if data.streaming:
+            raise DataError("data.streaming: is for text alone so far; set data.streaming: false for a model that reads images")
+        eye = Eye.of(vision, processor or {}, data.image_pixels, own)
+    sources = _open(data, own, eye)
+    held = (
+        open_source(data.parts()[0][0], validation=True, tokenizer=own, eye=eye) if isinstance(data.validation, str) else None
+    )
     if held is not None:
         held = replace(held, layout=replace(held.layout, classes=sources[0].layout.classes))
     share = 0.0 if isinstance(data.validation, str) else float(data.validation)
     paired = any(source.paired for source in sources)
     packing: Literal["stream", "whole"] = ("whole" if paired else "stream") if data.packing == "auto" else data.packing
+    if packing == "stream" and eye is not None and any(s.paired for s in sources):
+        raise DataError("data.packing: stream cuts examples, and those with images must stay whole; use whole or auto")
     if packing == "stream" and sources[0].layout.kind in ("preference", "unpaired", "classes"):
         raise DataError(
             f"data.packing: stream cuts examples, and rows of the layout {sources[0].layout.kind} must stay whole; use whole or auto"
@@ -157,7 +173,7 @@ def prepare(
     entry_name = f"tokens-{digest(content, encoder.key, ends)}"
 
     def build(folder: Path) -> dict[str, Any]:
-        return tokenize(folder, root / f".partial-{entry_name}", streams, encoder, ends, say)
+        return tokenize(folder, root / f".partial-{entry_name}", streams, encoder, ends, say, eye)
 
     folder, made = entry(root, entry_name, build)
     values = made["values"]
@@ -193,9 +209,9 @@ def prepare(
     return Prepared(own, train, validation, words, counts, fingerprint, layout, layout.classes, streams=streams, **verdicts)
 
 
-def _open(data: Data, own: PreTrainedTokenizerFast | None) -> list[Source]:
+def _open(data: Data, own: PreTrainedTokenizerFast | None, eye: Eye | None) -> list[Source]:
     """All sources, read alike where that decides what is trained."""
-    sources = [open_source(part, tokenizer=own, weight=weight) for part, weight in data.parts()]
+    sources = [open_source(part, tokenizer=own, weight=weight, eye=eye) for part, weight in data.parts()]
     first = sources[0].layout
     names = sorted({name for source in sources for name in source.layout.classes})
     for n, source in enumerate(sources):
@@ -282,6 +298,7 @@ def _counts(rows: Rows) -> dict[str, Any]:
         "efficiency": rows.tokens_total / (len(rows) * rows.length) if len(rows) else 0.0,
         "truncated": rows.truncated,
         "no_room": rows.no_room,
+        **({"images": len(rows.tokens.images.of)} if rows.tokens.images is not None else {}),
     }
 
 

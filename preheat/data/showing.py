@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import numpy as np
@@ -75,7 +76,7 @@ def _example(prepared: Prepared, rows: Rows, index: int) -> dict[str, Any]:
         named = prepared.classes[label] if label is not None and label < len(prepared.classes) else label
         documents.append(
             {
-                "spans": _spans(prepared.tokenizer, tokens, marks),
+                "spans": [[_shortened(text, rows), *rest] for text, *rest in _spans(prepared.tokenizer, tokens, marks)],
                 "tokens": size,
                 "trained": sum(marks) if label is None else 1,
                 "label": named,
@@ -83,6 +84,14 @@ def _example(prepared: Prepared, rows: Rows, index: int) -> dict[str, Any]:
         )
         at += size
     return {"row": index, "documents": documents, "padding": rows.length - at, "compared": rows.tokens.group == 2}
+
+
+def _shortened(text: str, rows: Rows) -> str:
+    """The text with each image's tokens as their number."""
+    if rows.tokens.images is None:
+        return text
+    mark = rows.tokens.images.eye.marks[0]
+    return re.sub(f"(?:{re.escape(mark)})+", lambda found: f"[image: {len(found[0]) // len(mark)} tokens]", text)
 
 
 def _spans(tokenizer: Any, tokens: list[int], marks: list[bool]) -> list[list[Any]]:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from preheat.data.examples import Document
 from preheat.data.files import columns_of, find_files, missing, read_file
+from preheat.data.images import Eye
 from preheat.data.layouts import Layout, class_names, layout_of
 from preheat.data.templates import special_tokens, template_for
 from preheat.errors import DataError, nearest
@@ -76,6 +77,8 @@ class _Raw:
     count: int | None = None
     classes: tuple[str, ...] = ()
     """What a `datasets` label's numbers mean."""
+    folder: Path = Path()
+    """From which rows name other files."""
 
 
 def digest(*parts: object) -> str:
@@ -90,6 +93,7 @@ def open_source(
     tokenizer: PreTrainedTokenizerFast | None = None,
     layout: Layout | None = None,
     weight: float = 1.0,
+    eye: Eye | None = None,
 ) -> Source:
     """The source of training documents that `data` names, or with `validation` the one that `data.validation` names.
 
@@ -98,6 +102,7 @@ def open_source(
     Args:
         tokenizer: whose chat template and special tokens are used; None: one is still to be trained.
         layout: how rows are read, where that is known already.
+        eye: how images are read; None: the model reads text alone.
 
     Raises:
         DataError: there is no such source, or its rows have no layout.
@@ -113,7 +118,7 @@ def open_source(
     else:
         raw = _path(knob, Path(name).expanduser(), data) if _is_path(name) else _datasets(knob, name, data)
     if layout is None:
-        layout = _layout(data, raw, tokenizer)
+        layout = _layout(data, raw, tokenizer, eye)
     shown = raw.words
     if data.limit is not None and not validation:
         shown += f"; the first {data.limit:,} documents"
@@ -129,7 +134,7 @@ def open_source(
     )
 
 
-def _layout(data: Data, raw: _Raw, tokenizer: PreTrainedTokenizerFast | None) -> Layout:
+def _layout(data: Data, raw: _Raw, tokenizer: PreTrainedTokenizerFast | None, eye: Eye | None) -> Layout:
     """The layout of rows that are seen for the first time."""
     where, first = next(raw.rows(None), (raw.words, None))
     names = raw.names or ([str(k) for k in first] if isinstance(first, Mapping) else [])
@@ -143,6 +148,7 @@ def _layout(data: Data, raw: _Raw, tokenizer: PreTrainedTokenizerFast | None) ->
         lacking = f"{raw.words}: the rows are conversations ({made.words}); {error}"
     special = template.special if template else special_tokens(tokenizer)
     more: dict[str, Any] = {"template": template, "lacking": lacking, "wraps": data.template is not None, "special": special}
+    more |= {"eye": eye, "folder": raw.folder}
     classes = data.classes or raw.classes
     if made.kind == "classes" and not classes:
         column = made.columns["label"]
@@ -176,6 +182,7 @@ def _path(knob: str, path: Path, data: Data) -> _Raw:
         lambda: _files_key(files),
         lambda columns: itertools.chain.from_iterable(read_file(f, columns) for f in files),
         columns_of(files[0]),
+        folder=path if path.is_dir() else path.parent,
     )
 
 

@@ -23,13 +23,14 @@ _BETWEEN_WORDS = re.compile(r"[\W_]+")
 
 def content_hash(document: Document) -> str:
     """A hash of the text with runs of white space as one blank, so that a copy indented otherwise is still a copy."""
-    words = "\0".join(" ".join(piece.text.split()) for sequence in document.sequences for piece in sequence)
+    texts = (" ".join(piece.text.split()) for sequence in document.sequences for piece in sequence)
+    words = "\0".join((*texts, *(image.path for image in document.images)))
     return hashlib.blake2b(words.encode("utf-8"), digest_size=16).hexdigest()
 
 
 def near_hash(document: Document) -> int:
     """A hash of 64 bits of the letters and digits alone, without case."""
-    letters = _BETWEEN_WORDS.sub("", document.text).casefold()
+    letters = "\0".join((_BETWEEN_WORDS.sub("", document.text).casefold(), *(image.path for image in document.images)))
     return int.from_bytes(hashlib.blake2b(letters.encode("utf-8"), digest_size=8).digest(), "little")
 
 

@@ -24,6 +24,7 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 
 from preheat.data.examples import Document
+from preheat.data.images import Eye, PictureTable
 from preheat.data.preflight import Findings, merged
 from preheat.data.sources import Source
 from preheat.data.split import Side, Split, chunks, near_hash
@@ -95,13 +96,20 @@ class _Portion(NamedTuple):
 
 
 def tokenize(
-    folder: Path, work: Path, streams: Sequence[Stream], encoder: Encoder, ends: Sequence[int], say: Progress
+    folder: Path,
+    work: Path,
+    streams: Sequence[Stream],
+    encoder: Encoder,
+    ends: Sequence[int],
+    say: Progress,
+    eye: Eye | None = None,
 ) -> dict[str, Any]:
     """Writes the tokens of both sides into `folder`, as `Tokens.open` reads them; gives what was counted.
 
     Args:
         work: where half of it stands; gone when this returns, or when the data is refused.
         ends: tokens that end a text or a turn.
+        eye: how images are read, where the model reads them.
     """
     work.mkdir(parents=True, exist_ok=True)
     with (work / "lock").open("a") as lock:
@@ -116,7 +124,7 @@ def tokenize(
                 writer.run(streams, say)
             finally:
                 writer.close()
-            values = _finish(folder, work, writer.tally, writer.dtype)
+            values = _finish(folder, work, writer.tally, writer.dtype, eye)
         except PreheatError:
             shutil.rmtree(work, ignore_errors=True)
             raise
@@ -130,7 +138,11 @@ class _Writer:
         self.ends = np.array(sorted(set(ends)), np.uint32)
         self.dtype = "uint16" if encoder.pieces <= 2**16 else "uint32"
         self.tally, self.files = _Tally(), dict[str, BinaryIO]()
-        names = [f"{side}.{kind}" for side in SIDES for kind in ("ids", "trained", "sizes", "labels", "marks", "seen", "near")]
+        names = [
+            f"{side}.{kind}"
+            for side in SIDES
+            for kind in ("ids", "trained", "sizes", "labels", "marks", "seen", "near", "images")
+        ]
         with contextlib.suppress(OSError, ValueError, TypeError):  # no journal, or one of another time
             self.tally = _Tally(**json.loads((work / "journal.json").read_text(encoding="utf-8")))
         if any(not (work / n).exists() or (work / n).stat().st_size < self.tally.sizes.get(n, 0) for n in names):
@@ -231,6 +243,8 @@ class _Writer:
             self._append(side, "trained", np.concatenate([marks[a:b] for a, b in spans]))
             self._append(side, "sizes", sizes[chosen])
             self._append(side, "marks", np.array([int(documents[n][1][:16], 16) for n in wanted], np.uint64))
+            lines = "".join(json.dumps(documents[n][2].images) + "\n" for n in wanted)
+            self._append(side, "images", np.frombuffer(lines.encode(), np.uint8))
             if flat[0].label is not None:
                 self._append(side, "labels", np.array([flat[n].label for n in chosen], np.int64))
             about["documents"] += len(wanted)
@@ -263,7 +277,7 @@ def _times(weight: float, mark: str) -> int:
     return int(weight) + (int(mark[16:32], 16) / 2**64 < weight % 1)
 
 
-def _finish(folder: Path, work: Path, tally: _Tally, dtype: str) -> dict[str, Any]:
+def _finish(folder: Path, work: Path, tally: _Tally, dtype: str, eye: Eye | None) -> dict[str, Any]:
     """The files as `Tokens.open` reads them, and the values of the entry."""
 
     def read(side: Side, kind: str, of: Any) -> np.ndarray:
@@ -278,6 +292,8 @@ def _finish(folder: Path, work: Path, tally: _Tally, dtype: str) -> dict[str, An
             np.save(folder / f"{side}-labels.npy", labels)
         if tally.masked:
             (work / f"{side}.trained").rename(folder / f"{side}.trained")
+        if eye is not None:
+            PictureTable.write(folder, side, eye, (work / f"{side}.images").read_text(encoding="utf-8").splitlines())
         documents[side] = len(marks)
         seen = read(side, "seen", np.uint64)
         duplicates[side] = len(seen) - len(np.unique(seen))

@@ -136,7 +136,7 @@ def build(
     if made.weights.folder and (stored := getattr(config, "quantization_config", None)):
         _stored_quantized(made, stored, reading)
     plain_slots(made)
-    balance(made, config)
+    balance(made, config.get_text_config())
     if where.type != "cpu":
         made.transforms.append((Order.MOVE, lambda batch: _move(batch, made.torch_device)))
 
@@ -273,4 +273,5 @@ def _move(batch: Batch, device: Any) -> Batch:
     tokens, labels, positions, *beside = (
         t.to(device, non_blocking=True) for t in (batch.tokens, batch.labels, batch.positions, *batch.beside)
     )
-    return replace(batch, tokens=tokens, labels=labels, positions=positions, beside=tuple(beside))
+    images = batch.images.to(device) if batch.images is not None else None
+    return replace(batch, tokens=tokens, labels=labels, positions=positions, beside=tuple(beside), images=images)

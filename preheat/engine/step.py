@@ -163,7 +163,7 @@ def _set_rate(build: Build, lr: float) -> None:
 def _hidden(build: Build) -> Callable[[Any, Batch], Tensor]:
     def hidden(part: Any, batch: Batch) -> Tensor:
         attention = build.slot(Slot.ATTENTION_EXCHANGE)(build.slot(Slot.ATTENTION_KERNEL))
-        return adapter.hidden_states(part, batch.tokens, batch.positions, batch.mask, attention, batch.hidden)
+        return adapter.hidden_states(part, batch.tokens, batch.positions, batch.mask, attention, batch.hidden, batch.images)
 
     return hidden
 

@@ -1,4 +1,4 @@
-"""Hugging Face decoder-only models: configure, build on meta, and find layers, head, norms, attention."""
+"""Hugging Face decoder-only models, some of which read images too: configure, build on meta, and find layers, head, norms, attention."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from preheat.errors import RecipeError, nearest
-from preheat.models import configs, experts
-from preheat.technique import MaskSpec, ModelFacts
+from preheat.models import configs, experts, vision
+from preheat.models.plain import plain_logits
+from preheat.technique import Images, MaskSpec, ModelFacts
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -59,23 +60,25 @@ def configure(recipe: Recipe, vocabulary: int | None = None) -> PretrainedConfig
     model = recipe.model
     config = configs.of(recipe, vocabulary)
     _refuse(config)
-    known = set(config.to_dict()) | set(getattr(config, "attribute_map", {}))
+    text = config.get_text_config()
+    known = {key: part for part in (config, text) for key in (*part.to_dict(), *getattr(part, "attribute_map", {}))}
     for key, value in model.config.items():
         if key not in known:
             raise RecipeError(f"model.config.{key}: {config.model_type} has no such setting; {nearest(key, sorted(known))}")
+        part = known[key]
         try:
-            setattr(config, key, float(value) if type(value) is int and type(getattr(config, key, None)) is float else value)
+            setattr(part, key, float(value) if type(value) is int and type(getattr(part, key, None)) is float else value)
         except StrictDataclassError as error:
             raise RecipeError(f"model.config.{key}: {str(error.__cause__ or error).splitlines()[0]}") from None
-    kinds = getattr(config, "layer_types", None)  # a list with an entry a layer, which fewer layers leave too long
-    if "layer_types" not in model.config and kinds and len(kinds) > config.num_hidden_layers:
-        config.layer_types = kinds[: config.num_hidden_layers]
+    kinds = getattr(text, "layer_types", None)  # a list with an entry a layer, which fewer layers leave too long
+    if "layer_types" not in model.config and kinds and len(kinds) > text.num_hidden_layers:
+        text.layer_types = kinds[: text.num_hidden_layers]
     for t in sorted(recipe.techniques.values(), key=lambda t: (t.stage, t.name())):
         try:
             config = t.configure(config, recipe) or config
         except ValueError as error:
             raise RecipeError(f"techniques.{t.name()}: {error}") from None
-    text = config.get_text_config()
+    text = config.get_text_config()  # a technique may have made it another family's
     if model.add_tokens and vocabulary is not None:
         text.vocab_size = max(text.vocab_size, vocabulary)  # some models have rows to spare
     rows = text.vocab_size
@@ -126,6 +129,7 @@ def facts(config: PretrainedConfig) -> ModelFacts:
         experts_per_token=chosen,
         expert_width=width,
         expert_layers=experts.expert_layers(text),
+        vision=vision.vision_of(config),
     )
 
 
@@ -199,9 +203,9 @@ def _refuse(config: PretrainedConfig) -> None:
         raise RecipeError(
             f"model: {text.model_type} {REFUSED[text.model_type]}, so it cannot be trained here; preheat plan --inference plans to serve it"
         )
-    if text is not config:
+    if text is not config and config.model_type not in vision.FAMILIES:
         raise RecipeError(
-            f"model: {config.model_type} is several models in one ({text.model_type} is its text part), and preheat trains text models; name a "
+            f"model: {config.model_type} is several models in one ({text.model_type} is its text part), and preheat trains text models and {' and '.join(vision.FAMILIES)}; name a "
             "text-only checkpoint of the family, or save the text part as a folder of its own"
         )
     for key, neutral in _UNSUPPORTED.items():
@@ -222,25 +226,25 @@ def build_on_meta(config: PretrainedConfig, *, trust: bool = False, as_stored: b
         RecipeError: preheat cannot train this kind of model; the message says why.
     """
     import torch
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     from preheat.models.surgery import own_rotary
 
     _refuse(config)
     _register_attention()
-    ours = {"experts_implementation": experts.register()} if experts.sizes_of(config)[0] else {}
+    ours = {"experts_implementation": experts.register()} if experts.sizes_of(config.get_text_config())[0] else {}
     dtype = (as_stored and config.get_text_config().dtype) or torch.float32
+    factory = AutoModelForImageTextToText if config.model_type in vision.FAMILIES else AutoModelForCausalLM
     try:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(
-                config, attn_implementation=ATTENTION, trust_remote_code=trust, dtype=dtype, **ours
-            )
+            model = factory.from_config(config, attn_implementation=ATTENTION, trust_remote_code=trust, dtype=dtype, **ours)
     except ValueError as error:
         raise RecipeError(
             f"model: {config.model_type} is no decoder-only model that transformers can build ({str(error).splitlines()[0][:200]})"
         ) from None
     model.config.use_cache = False
     own_rotary(model)
+    vision.own_deepstack(model)
     if (cap := facts(config).logit_softcap) is not None:
         setattr(head(model), SOFTCAP, cap)  # on the head: another one put in its place (over classes) has none
     anatomy(model)  # says plainly when something cannot be found
@@ -258,6 +262,7 @@ class Anatomy:
         head: the output projection, [width -> vocabulary].
         norms: every normalisation, by name.
         attentions: one per layer.
+        tower: the blocks of the vision tower of a model that reads images, in order; else none.
     """
 
     base: nn.Module
@@ -266,10 +271,16 @@ class Anatomy:
     head: nn.Module
     norms: Mapping[str, nn.Module]
     attentions: tuple[nn.Module, ...]
+    tower: tuple[nn.Module, ...] = ()
+
+    @property
+    def blocks(self) -> tuple[nn.Module, ...]:
+        """All that repeats, in the order in which it runs: the tower's blocks and the layers."""
+        return (*self.tower, *self.layers)
 
 
 def anatomy(model: PreTrainedModel) -> Anatomy:
-    """Finds layers, head, norms and attention in any decoder-only transformers model.
+    """Finds layers, head, norms and attention in any decoder-only transformers model, or in the text part of one that reads images.
 
     Raises:
         RecipeError: something cannot be found; the message names it.
@@ -280,7 +291,8 @@ def anatomy(model: PreTrainedModel) -> Anatomy:
     base = model.base_model
     if base is model:
         raise RecipeError(f"model: {kind} has no base model under its head, so hidden states cannot be had")
-    stacks = [m for m in base.modules() if isinstance(m, nn.ModuleList) and len(m) == count]
+    within = base if vision.tower(model) is None else base.language_model
+    stacks = [m for m in within.modules() if isinstance(m, nn.ModuleList) and len(m) == count]
     if not stacks:
         raise RecipeError(f"model: found no list of {count} layers in {kind}")
     layers = max(stacks, key=lambda stack: sum(p.numel() for p in stack.parameters()))
@@ -301,8 +313,11 @@ def anatomy(model: PreTrainedModel) -> Anatomy:
         if len(found) != 1:
             raise RecipeError(f"model: found {len(found)} attention modules in a layer of {kind}, expected one")
         attentions.append(found[0])
-    norms = {name: m for name, m in model.named_modules() if type(m).__name__.lower().endswith("norm")}
-    return Anatomy(base, embedding, layers, head, norms, tuple(attentions))
+    of_tower = {id(m) for block in (vision.tower(model),) if block is not None for m in block.modules()}
+    norms = {
+        name: m for name, m in model.named_modules() if id(m) not in of_tower and type(m).__name__.lower().endswith("norm")
+    }
+    return Anatomy(base, embedding, layers, head, norms, tuple(attentions), tuple(vision.tower_blocks(model)))
 
 
 def head(model: PreTrainedModel) -> nn.Module:
@@ -354,34 +369,29 @@ def hidden_states(
     mask: MaskSpec,
     attention: Callable[..., Tensor],
     hidden: Tensor | None = None,
+    images: Images | None = None,
 ) -> Tensor:
     """Last hidden states [rows, length, width], the attention done by `attention(q, k, v, mask, scale)`.
 
     Args:
+        positions: [rows, length]; [rows, length, 3] where rows hold images.
         hidden: of the stage of a pipeline before this one, in place of the tokens' embeddings.
+        images: that stand in the rows.
     """
-    if mask.documents is None or all(len(row) == 1 for row in mask.documents):
+    if positions.ndim == 3:
+        positions = positions.permute(2, 0, 1)
+    elif mask.documents is None or all(len(row) == 1 for row in mask.documents):
         positions = positions[:1]  # every row counts alike: the rotary tables are made and read once, not once a row
-    return model.base_model(
+    if images is not None:
+        hidden, more = vision.embedded(model, tokens, images, attention)
+        run = model.base_model.language_model
+    else:
+        more, run = {}, model.base_model
+    return run(
         **({"input_ids": tokens} if hidden is None else {"inputs_embeds": hidden}),
         position_ids=positions,
         use_cache=False,
         preheat_attention=attention,
         preheat_mask=mask,
+        **more,
     ).last_hidden_state
-
-
-def plain_logits(model: PreTrainedModel, tokens: Tensor) -> Tensor:
-    """Logits [rows, length, vocabulary] by transformers' own eager attention, whatever the model is set to; in fp32, or its fp64."""
-    import torch
-
-    training, attention = model.training, model.config._attn_implementation
-    model.eval()
-    model.set_attn_implementation("eager")
-    try:
-        with torch.no_grad():
-            logits = model(input_ids=tokens.to(model.device), use_cache=False).logits
-            return logits if logits.dtype == torch.float64 else logits.float()
-    finally:
-        model.set_attn_implementation(attention)
-        model.train(training)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from preheat.errors import RecipeError, nearest
 from preheat.hardware.network import hub_reachable
-from preheat.models import experts, presets, sizes
+from preheat.models import experts, presets, sizes, vision
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -47,8 +47,9 @@ def of(recipe: Recipe, vocabulary: int | None) -> PretrainedConfig:
         raise RecipeError(
             f"model.preset: {model.preset} is a {stated.model_type}, but {model.path} holds a {found.model_type}; remove one of the two"
         )
+    there = found.to_dict()
     for key, value in stated.to_dict().items():
-        other = getattr(found, key, None)
+        other = there.get(key, getattr(found, key, None))
         if key not in presets.FREE and not _same(value, other):
             raise RecipeError(
                 f"model.preset: {model.preset} has {key} {value}, but {model.path} has {other}; remove the preset, or name a folder of that model"
@@ -59,7 +60,8 @@ def of(recipe: Recipe, vocabulary: int | None) -> PretrainedConfig:
 def _same(a: Any, b: Any) -> bool:
     """Equal up to rounding: some checkpoints state decimals as fp32 made them."""
     if isinstance(a, Mapping) and isinstance(b, Mapping):
-        return a.keys() == b.keys() and all(_same(a[key], b[key]) for key in a)
+        kept = (a.keys() | b.keys()) - presets.FREE
+        return all(_same(a.get(key), b.get(key)) for key in kept)
     if isinstance(a, list | tuple) and isinstance(b, list | tuple):
         return len(a) == len(b) and all(map(_same, a, b))
     if isinstance(a, float | int) and isinstance(b, float | int):
@@ -105,8 +107,10 @@ def read(path: str, trust: bool) -> PretrainedConfig:
 def _require_sizes(found: PretrainedConfig, file: Path) -> None:
     """Raises for a configuration that leaves a size out: transformers would take that of some model of the family without a word."""
     stated = json.loads(file.read_text(encoding="utf-8"))
-    if found.get_text_config() is not found:
-        return  # several models in one: refused elsewhere
+    if (text := found.get_text_config()) is not found:
+        if found.model_type not in vision.FAMILIES:
+            return  # several models in one: refused elsewhere
+        found, stated = text, stated.get("text_config", {})
     names = getattr(found, "attribute_map", {})
     for key in ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size"):
         if not {key, names.get(key, key)} & stated.keys():

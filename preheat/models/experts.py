@@ -38,9 +38,10 @@ __all__ = [
     "shared_width",
     "sizes_of",
     "stored",
+    "turned",
 ]
 
-_BY_SOFTMAX = ("mixtral", "qwen2_moe", "qwen3_moe")
+_BY_SOFTMAX = ("mixtral", "qwen2_moe", "qwen3_moe", "qwen3_vl_moe_text")
 _BY_SIGMOID = ("deepseek_v3", "glm4_moe")
 FAMILIES = (*_BY_SOFTMAX, *_BY_SIGMOID)
 """What is known to be a router by softmax or sigmoid and top-k over gated experts, with or without an expert that all tokens go to."""
@@ -247,6 +248,13 @@ def stored(name: str, files: Mapping[str, Path], experts: int) -> list[list[str]
         if keys and all(key in files for expert in keys for key in expert) and keys[0]:
             return keys
     return []
+
+
+def turned(name: str, value: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """A parameter's value as transformers' modules have it: Qwen3-VL's published folders hold experts' matrices transposed."""
+    if ".mlp.experts." in name and value.ndim == 3 and value.shape != shape and value.mT.shape == shape:
+        return value.mT.contiguous()
+    return value
 
 
 def renamed(name: str) -> str:

@@ -292,7 +292,8 @@ class WeightSource:
                 if not keys:
                     missing.append(plain)
                     return
-                value, where = self._tensor(keys[0][0]) if key else self._stacked(keys), self._files[keys[0][0]].name
+                where = self._files[keys[0][0]].name
+                value = experts.turned(plain, self._tensor(keys[0][0]), target.shape) if key else self._stacked(keys)
             for pattern, change in self._maps:
                 if pattern.search(plain):
                     value = change(plain, value)

@@ -15,7 +15,7 @@ from preheat.engine.build import context_of, techniques_of
 from preheat.errors import RecipeError
 from preheat.models import adapter
 from preheat.recipe import Recipe
-from preheat.technique import DATA, Axis, Context, Device, Technique, conflicts_of, registry, sizes_of
+from preheat.technique import DATA, Axis, Context, Device, Technique, conflicts_of, refusals, registry, sizes_of
 
 __all__ = ["NUMERICS", "Numerics", "Settings", "Space", "problems_of", "words", "worst"]
 
@@ -109,7 +109,7 @@ class Space:
         sizes = self.sizes((*self.recipe.techniques.values(), *layout))
         if sizes is None or not t.needs <= tags:
             return False
-        return not t.check(Context(self.recipe, adapter.facts(self.config), self.device, tags, sizes))
+        return not refusals(t, Context(self.recipe, adapter.facts(self.config), self.device, tags, sizes))
 
     def _options(self, cls: type[Technique]) -> list[Technique]:
         made = cls()

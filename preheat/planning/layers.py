@@ -87,7 +87,11 @@ def _few(recipe: Recipe, config: Any) -> tuple[int, int] | None:
     if any(Axis.PIPELINE in t.degrees() or _by_number(t) for t in techniques):
         return None
     layers = config.get_text_config().num_hidden_layers
-    fewer = FEWEST + (layers - FEWEST) % period
+    # The first layers of a model that reads images take features of its tower besides.
+    fewest = FEWEST + (seen.deep if (seen := adapter.facts(config).vision) else 0)
+    if layers < fewest + period:
+        return None
+    fewer = fewest + (layers - fewest) % period
     return fewer, fewer + period
 
 

@@ -6,7 +6,9 @@ asked of the code that does it, or seen of a pass that holds at least as much.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,15 +18,19 @@ from preheat.engine.saving import room
 from preheat.engine.step import forward, transform
 from preheat.planning.recorder import STEP, Phase, Recorder
 from preheat.recipe import Recipe
-from preheat.technique import Batch, Build, MaskSpec, Shape, Slot
+from preheat.technique import Batch, Build, Images, MaskSpec, Shape, Slot, Vision
 
 __all__ = ["evaluating", "fake_batch", "generating", "loading", "looking", "saving", "tell_phases"]
 
 _PROMPTS = 8  # that are written after at a time, as `models.generate.generate` does
 
 
-def fake_batch(recipe: Recipe, rows: int) -> Batch:
-    """A micro-batch of the recipe's shape, each row one example; contents do not matter to a dry run."""
+def fake_batch(recipe: Recipe, rows: int, vision: Vision | None = None) -> Batch:
+    """A micro-batch of the recipe's shape, each row one example; contents do not matter to a dry run.
+
+    Args:
+        vision: how the model reads images: each row then has as many as the recipe says (`data.images`, `data.image_pixels`), or as it has room for.
+    """
     length, kind = recipe.batch.length, examples_of(recipe).kind
     tokens, labels, positions = (torch.empty(rows, length, dtype=torch.int64) for _ in range(3))
     if kind == "pairs":
@@ -33,7 +39,27 @@ def fake_batch(recipe: Recipe, rows: int) -> Batch:
     if kind == "liked":
         mask = MaskSpec(documents=((length,),) * rows)
         return Batch(tokens, labels, positions, mask, rows, tuple(range(rows)), liked=((1,),) * rows)
-    return Batch(tokens, labels, positions, MaskSpec(), rows * length, tuple(range(rows)))
+    plain = Batch(tokens, labels, positions, MaskSpec(), rows * length, tuple(range(rows)))
+    if vision is None:
+        return plain
+    return replace(plain, positions=torch.empty(rows, length, 3, dtype=torch.int64), images=_fake_images(recipe, rows, vision))
+
+
+def _fake_images(recipe: Recipe, rows: int, vision: Vision) -> Images:
+    data, token = recipe.data, vision.merge**2  # patches of a token
+    each = math.prod(vision.grid(data.image_pixels)) // token
+    in_row = min(round(data.images * each), recipe.batch.length - 1)  # tokens
+    whole, rest = divmod(in_row, each)
+    sizes = ((each * token,) * whole + ((rest * token,) if rest else ())) * rows or (token,)  # a blank one where there is none
+    patches = sum(sizes)
+    return Images(
+        torch.empty(patches, vision.values),
+        torch.empty(patches, 4, dtype=torch.int64),
+        torch.empty(patches, 4),
+        torch.empty(patches, 2, dtype=torch.int64),
+        torch.empty(rows * in_row, dtype=torch.int64),
+        sizes,
+    )
 
 
 def tell_phases(made: Build, recorder: Recorder) -> None:
@@ -82,7 +108,7 @@ def looking(made: Build, recorder: Recorder, recipe: Recipe, shape: Shape) -> No
     for beforehand in made.before_rows:
         recorder.begin("load")
         recorder.place = "rows"
-        beforehand.once(fake_batch(recipe, shape.micro))
+        beforehand.once(fake_batch(recipe, shape.micro, made.model.vision))
         recorder.place = ""
 
 
@@ -100,7 +126,8 @@ def evaluating(made: Build, recorder: Recorder, recipe: Recipe, shape: Shape) ->
     for part in made.trained:
         part.eval()
     with torch.no_grad():
-        forward(made, transform(made, fake_batch(recipe, min(recipe.evaluate.micro or shape.micro, shape.micro))))
+        rows = min(recipe.evaluate.micro or shape.micro, shape.micro)
+        forward(made, transform(made, fake_batch(recipe, rows, made.model.vision)))
 
 
 def generating(made: Build, recorder: Recorder, recipe: Recipe) -> None:

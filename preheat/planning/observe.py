@@ -128,7 +128,7 @@ def _observe(recipe: Recipe, vocabulary: int | None, device: Device, by_layer: b
         # The first micro-batch makes the gradients, the second adds to them, and every later one is like it; but a CPU's heap takes a third to settle.
         recorder.kernels.clear()
         recorder.phase = "forward"
-        held = [fake_batch(recipe, rows) for rows in micros]  # the host holds the whole global batch
+        held = [fake_batch(recipe, rows, made.model.vision) for rows in micros]  # the host holds the whole global batch
         batches = held[: _enough(made, len(micros))]
         marks: list[Mark] = []
         looks: list[Counter[Kernel]] = []  # a first pass over all micro-batches takes them by number

@@ -99,6 +99,10 @@ class Data:
     """Pieces of the BPE that is trained when there is no tokenizer."""
     packing: Literal["auto", "stream", "whole"] = "auto"
     """`stream` cuts documents at row ends; `whole` never cuts an example and pads. auto: stream for plain text, else whole."""
+    image_pixels: Annotated[int, Bound(1024)] = 1 << 20
+    """Of a model that reads images: at most so many pixels of each; larger images are shrunk, as its processor shrinks those beyond its own limit. Qwen3-VL makes a token of 32 x 32."""
+    images: NonNegative = 1.0
+    """Of a model that reads images: images of `image_pixels` in each row, as a plan counts them. A run counts those of the fullest row of its data."""
     validation: str | float = 0.02
     """Share of documents held out (chosen by their content, so that equal documents fall on one side), or a file or folder to validate on."""
     limit: Count | None = None

@@ -7,9 +7,10 @@ A technique is one idea that changes a build: one file in `preheat/techniques/`,
 
 from __future__ import annotations
 
-from preheat.technique.base import Context, Device, ModelFacts, Technique, conflicts_of, registry
+from preheat.technique.base import Context, Device, ModelFacts, Technique, conflicts_of, refusals, registry
 from preheat.technique.batch import Batch, LossSum, MaskSpec, RowLoss, Shape, Stateful
 from preheat.technique.build import Build
+from preheat.technique.images import Images, Vision
 from preheat.technique.mesh import DATA, Axis, Mesh, sizes_of
 from preheat.technique.places import Change, Finish, Order, Slot, Stage, Tag
 
@@ -22,6 +23,7 @@ __all__ = [
     "Context",
     "Device",
     "Finish",
+    "Images",
     "LossSum",
     "MaskSpec",
     "Mesh",
@@ -34,7 +36,9 @@ __all__ = [
     "Stateful",
     "Tag",
     "Technique",
+    "Vision",
     "conflicts_of",
+    "refusals",
     "registry",
     "sizes_of",
 ]

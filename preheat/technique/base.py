@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from preheat.technique.images import Vision
 from preheat.technique.mesh import Axis
 from preheat.technique.places import Change, Slot, Stage, Tag
 
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from preheat.recipe import Recipe
     from preheat.technique.build import Build
 
-__all__ = ["Context", "Device", "ModelFacts", "Technique", "conflicts_of", "registry"]
+__all__ = ["Context", "Device", "ModelFacts", "Technique", "conflicts_of", "refusals", "registry"]
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,7 @@ class ModelFacts:
     experts_per_token: int = 0
     expert_width: int = 0  # inner width of one expert
     expert_layers: int = 0  # layers that have experts
+    vision: Vision | None = None  # how it reads images; None: it reads text alone
 
 
 @dataclass(frozen=True)
@@ -86,6 +88,8 @@ class Technique(ABC):
     """Costs time that a plan does not see yet: a search takes it only where nothing else fits."""
     leaves_nothing: ClassVar[bool] = False
     """It changes how a model is trained, and nothing of what it is then: whoever opens a run to read from it leaves it out."""
+    text_only: ClassVar[str] = ""
+    """Why it does not serve models that read images, and what to do; empty: it does."""
     relieves: ClassVar[bool] = False
     """Whether a run that is out of memory may add it, with any of its `options`: the same weights, data and loss in less memory. A run may
     be resumed with it, without it or with other settings of it."""
@@ -187,6 +191,11 @@ def registry() -> Mapping[str, type[Technique]]:
     return {name: _REGISTRY[name] for name in sorted(_REGISTRY)}
 
 
+def refusals(t: Technique, context: Context) -> list[str]:
+    """Why a technique cannot serve here by itself, in words; empty when it can."""
+    return ([t.text_only] if t.text_only and context.model.vision else []) + t.check(context)
+
+
 def conflicts_of(techniques: Iterable[Technique], context: Context) -> list[tuple[str, str]]:
     """Why these techniques cannot serve together here: (technique, words) each."""
     found: list[tuple[str, str]] = []
@@ -204,5 +213,5 @@ def conflicts_of(techniques: Iterable[Technique], context: Context) -> list[tupl
         for other, tags in brings.items():
             if other != t.name() and t.conflicts & tags:
                 found.append((t.name(), f"cannot go with {other} ({', '.join(sorted(t.conflicts & tags))})"))
-        found.extend((t.name(), words) for words in t.check(context))
+        found.extend((t.name(), words) for words in refusals(t, context))
     return found

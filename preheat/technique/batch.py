@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
+from preheat.technique.images import Images
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -45,7 +47,7 @@ class Batch:
     Attributes:
         tokens: [rows, length] int64.
         labels: [rows, length] int64, aligned with `tokens`: the label of place t is the token at t + 1; -100: not trained.
-        positions: [rows, length] int64, counted within each document.
+        positions: [rows, length] int64, counted within each document; [rows, length, 3] where rows hold images: along time, height and width (M-RoPE).
         mask: which tokens see which.
         weight: on the host, what the loss is the mean over: trained labels, or examples where an objective compares them.
         rows: which rows of the data these are, for messages and for `rerun`.
@@ -53,6 +55,7 @@ class Batch:
         liked: for each row, and each of its sequences without the padding, 1 where the answer was liked and 0 where not; (): not said.
         beside: [rows, length, ...] each, what a technique put beside every token.
         hidden: [rows, length, width], what the stage of a pipeline before this one gives in place of the tokens' embeddings.
+        images: of all rows, where the model reads images; None: there is nothing for its vision tower to do.
     """
 
     tokens: Tensor
@@ -65,6 +68,7 @@ class Batch:
     liked: tuple[tuple[int, ...], ...] = ()
     hidden: Tensor | None = None
     beside: tuple[Tensor, ...] = ()
+    images: Images | None = None
 
 
 @dataclass

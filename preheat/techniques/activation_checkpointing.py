@@ -154,7 +154,7 @@ class ActivationCheckpointing(Technique):
     def apply(self, build: Build, part: Any) -> Change:
         from preheat.models.adapter import anatomy
 
-        layers = anatomy(part).layers
+        layers = anatomy(part).blocks
         keep: Any = {"full": "inputs", "selective": "products", "budget": self.budget}[self.mode]
         count = checkpoint_layers(layers, every=self.every, keep=keep, products=self.products)
         kept = {

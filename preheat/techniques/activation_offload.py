@@ -77,6 +77,6 @@ class ActivationOffload(Technique):
     def apply(self, build: Build, part: Any) -> Change:
         from preheat.models.adapter import anatomy
 
-        layers = anatomy(part).layers
+        layers = anatomy(part).blocks
         count = offload_activations(layers, stay=self.stay, least=self.least_kib << 10)
         return Change(f"activations of {count} of {len(layers)} layers wait on the host", count)

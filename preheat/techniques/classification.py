@@ -86,6 +86,7 @@ def accuracy_and_f1(table: Tensor) -> dict[str, float]:
 class Classification(Technique):
     stage: ClassVar[Stage] = Stage.STRUCTURE
     numerics: ClassVar[Any] = "different"
+    text_only: ClassVar[str] = "reads text alone so far; leave it out"
     owns: ClassVar[frozenset[Slot]] = frozenset({Slot.OBJECTIVE})
     provides: ClassVar[frozenset[Tag]] = frozenset({Tag("class-head"), Tag("whole-examples")})
 

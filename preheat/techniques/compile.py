@@ -160,6 +160,7 @@ def compile_layers(
 class Compile(Technique):
     stage: ClassVar[Stage] = Stage.COMPILE
     numerics: ClassVar[Any] = "exact"
+    text_only: ClassVar[str] = "compiles layers of models of text alone so far; leave it out"
     # Both would fuse the same operators, and the compiler cannot look into kernels of others.
     provides: ClassVar[frozenset[Tag]] = frozenset({Tag("compiled-layers")})
     conflicts: ClassVar[frozenset[Tag]] = frozenset({Tag("fused-layers")})

@@ -78,6 +78,7 @@ _LONG = 4096  # places on a device from which on a ring's pieces are large enoug
 class ContextParallel(Technique):
     stage: ClassVar[Stage] = Stage.PARALLEL
     numerics: ClassVar[Any] = "exact"
+    text_only: ClassVar[str] = "cuts rows, and would cut the images in them; use fsdp with smaller micro-batches"
     owns: ClassVar[frozenset[Slot]] = frozenset({Slot.ATTENTION_EXCHANGE})
 
     degree: Annotated[int, Bound(2)] = 2

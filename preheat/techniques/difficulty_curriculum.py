@@ -195,6 +195,7 @@ class _Ranking:
 class DifficultyCurriculum(Technique):
     stage: ClassVar[Stage] = Stage.LOADER
     numerics: ClassVar[Any] = "exact"  # of a given batch; which batches come is another matter
+    text_only: ClassVar[str] = "orders rows by their text alone; leave it out"
     owns: ClassVar[frozenset[Slot]] = frozenset({Slot.SAMPLE_ORDER})
 
     by: Literal["rarity", "length"] | None = None

@@ -74,6 +74,7 @@ class Distillation(Technique):
     # After what makes the student what it is, so that its adapters and precision are not the teacher's, nor what is thrown away in the end.
     stage: ClassVar[Stage] = Stage.SPLIT
     numerics: ClassVar[Any] = "different"
+    text_only: ClassVar[str] = "reads rows without their images so far; leave it out"
     owns: ClassVar[frozenset[Slot]] = frozenset({Slot.OBJECTIVE, Slot.ROW_LOSS})
     # Metrics that only the last stage of a pipeline knows; logits of which each device of a tensor-parallel head has a part.
     conflicts: ClassVar[frozenset[Tag]] = frozenset({Tag("stages"), Tag("tensor-parallel")})
@@ -120,9 +121,7 @@ class Distillation(Technique):
                 f"set model.vocabulary: {found.vocabulary} for a new student, or take another teacher"
             )
         if not self.mixture and not self.hidden:
-            why.append(
-                "mixture: with 0, and without hidden, the teacher counts for nothing; use 0.5, or leave distillation out"
-            )
+            why.append("mixture: with 0, without hidden, the teacher counts for nothing; use 0.5, or leave distillation out")
         changed = recipe.model.config or any(
             t.stage < Stage.KERNEL and t.stage != Stage.ADAPT for t in recipe.techniques.values()
         )

@@ -147,6 +147,7 @@ class MicroBatch:
 class DynamicBatch(Technique):
     stage: ClassVar[Stage] = Stage.LOADER
     numerics: ClassVar[Any] = "exact"
+    text_only: ClassVar[str] = "regroups rows without the images in them; leave it out"
     owns: ClassVar[frozenset[Slot]] = frozenset({Slot.FORWARD_BACKWARD})
     provides: ClassVar[frozenset[Tag]] = frozenset({Tag("micro-batch-size")})
     conflicts: ClassVar[frozenset[Tag]] = frozenset({Tag("micro-batch-size")})

@@ -61,6 +61,7 @@ class FeedForward(Technique):
     stage: ClassVar[Stage] = Stage.STRUCTURE
     numerics: ClassVar[Any] = "different"
     provides: ClassVar[frozenset[Tag]] = frozenset({Tag("block-without-gate")})
+    text_only: ClassVar[str] = "is for models of text alone so far; leave it out"
 
     activation: Literal["swiglu", "geglu", "reglu", "gelu", "relu"] = "geglu"
     """swiglu, geglu, reglu: gated; gelu, relu: not. A llama has swiglu by itself, a GPT-2 gelu."""

@@ -96,7 +96,7 @@ class FSDP(Technique):
         apart = [] if shared or build.mesh.size(Axis.TENSOR) > 1 else ends[:1]
         groups = shard_fully(
             part,
-            [*apart, *anatomy(part).layers],
+            [*apart, *anatomy(part).blocks],
             mesh,
             reshard=self.reshard,
             gather=torch.bfloat16 if self.gather == "bf16" else None,

@@ -54,6 +54,7 @@ def group_queries(model: nn.Module, kv_heads: int) -> int:
 class GroupedQueries(Technique):
     stage: ClassVar[Stage] = Stage.STRUCTURE
     numerics: ClassVar[Any] = "different"
+    text_only: ClassVar[str] = "is for models of text alone so far; leave it out"
 
     kv_heads: Annotated[int, Bound(1)] = 1
     """Key-value heads of each layer: a divisor of what the model has."""

@@ -86,6 +86,7 @@ def shape_at(length: int, *, rows: int, micro: int, full: int, keep: Literal["ro
 class LengthCurriculum(Technique):
     stage: ClassVar[Stage] = Stage.LOADER
     numerics: ClassVar[Any] = "exact"  # of a given batch; which batches come is another matter
+    text_only: ClassVar[str] = "cuts rows, and would cut the images in them; leave it out"
     owns: ClassVar[frozenset[Slot]] = frozenset({Slot.BATCH_SHAPE})
     provides: ClassVar[frozenset[Tag]] = frozenset({Tag("growing-length")})
     conflicts: ClassVar[frozenset[Tag]] = frozenset({Tag("whole-examples")})  # shorter rows are cut from whole ones

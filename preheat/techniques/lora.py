@@ -40,6 +40,7 @@ def add_lora(
     variant: str = "lora",
     pissa_iterations: int = 0,
     expert_rank: int = 0,
+    exclude: str | None = None,
 ) -> list[str]:
     """Adds LoRA to a transformers model and freezes the rest, in place; works on meta too, where nothing is drawn.
 
@@ -49,6 +50,7 @@ def add_lora(
         pissa_iterations: of a randomized singular value decomposition; 0: the exact one.
         expert_rank: of a pair for each expert, in models that have experts; 0: none. They are computed where the experts are, by
             `preheat.ops.experts.compute_experts`; `preheat.ops.expert_adapters.draw_pairs` gives them values where the model is on meta.
+        exclude: a regular expression for names of modules that are left as they are.
 
     Returns:
         Names of the adapted modules.
@@ -66,7 +68,7 @@ def add_lora(
 
     on_meta = next(model.parameters()).device.type == "meta"
     start = True if on_meta else _start(variant, pissa_iterations)
-    names = inject(model, _config(model, rank, alpha, dropout, targets, variant, start))
+    names = inject(model, _config(model, rank, alpha, dropout, targets, variant, start, exclude))
     for name in names if variant == "pissa" else ():
         if min(base_of(model, name).weight.shape) < rank:
             raise ValueError(f"{name} has no {rank} singular directions to begin from; lower the rank")
@@ -94,7 +96,16 @@ def _start(variant: str, pissa_iterations: int) -> bool | str:
     return True if variant != "pissa" else f"pissa_niter_{pissa_iterations}" if pissa_iterations else "pissa"
 
 
-def _config(model: nn.Module, rank: int, alpha: float, dropout: float, targets: Any, variant: str, start: bool | str) -> Any:
+def _config(
+    model: nn.Module,
+    rank: int,
+    alpha: float,
+    dropout: float,
+    targets: Any,
+    variant: str,
+    start: bool | str,
+    exclude: str | None = None,
+) -> Any:
     from peft import LoraConfig
     from transformers.pytorch_utils import Conv1D
 
@@ -111,6 +122,7 @@ def _config(model: nn.Module, rank: int, alpha: float, dropout: float, targets: 
         use_rslora=variant == "rslora",
         use_dora=variant == "dora",
         init_lora_weights=start,  # type: ignore[arg-type]
+        exclude_modules=exclude,
     )
 
 
@@ -171,9 +183,11 @@ class Lora(Technique):
 
     def apply(self, build: Build, part: Any) -> Change:
         from preheat.errors import RecipeError
+        from preheat.models.vision import tower_modules
         from preheat.ops.adapters import shares, under_autocast
         from preheat.ops.peft_folder import begin
 
+        exclude = tower_modules(part) if Tag("plain-tower") in build.tags else None
         try:
             names = add_lora(
                 part,
@@ -183,13 +197,14 @@ class Lora(Technique):
                 targets=self.targets,
                 variant=self.variant,
                 expert_rank=self.expert_rank,
+                exclude=exclude,
             )
         except ValueError as error:
             words = str(error).splitlines()[0][:200]
             knob = "" if words.startswith("expert_rank") else f"targets: {self.targets!r}: "
             raise RecipeError(f"techniques.lora.{knob}{words}") from None
         start = _start(self.variant, self.pissa_iterations)
-        config = _config(part, self.rank, self.alpha, self.dropout, self.targets, self.variant, start)
+        config = _config(part, self.rank, self.alpha, self.dropout, self.targets, self.variant, start, exclude)
         begun = begin(
             build.weights,
             part,

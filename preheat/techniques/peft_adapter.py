@@ -52,8 +52,8 @@ _REFUSED = {
 _OURS = ("target_modules", "modules_to_save", "task_type", "peft_type", "inference_mode", "auto_mapping", "peft_version")
 
 
-def configure(method: str, settings: Mapping[str, Any], targets: str | tuple[str, ...]) -> Any:
-    """peft's configuration of a method.
+def configure(method: str, settings: Mapping[str, Any], targets: str | tuple[str, ...], exclude: str | None = None) -> Any:
+    """peft's configuration of a method; `exclude` is a regular expression for names of modules that are left as they are.
 
     Raises:
         ValueError: a method or a setting that there is not, or a value that peft refuses.
@@ -79,19 +79,26 @@ def configure(method: str, settings: Mapping[str, Any], targets: str | tuple[str
                 f"settings.module_dropout: {settings[key]}: reads a drawn value back, which a dry run has none of; leave it at 0"
             )
     try:
-        return cls(target_modules=targets if isinstance(targets, str) else list(targets), **settings)
+        more = {"exclude_modules": exclude} if exclude else {}
+        return cls(target_modules=targets if isinstance(targets, str) else list(targets), **more, **settings)
     except (TypeError, ValueError) as error:
         raise ValueError(f"settings: {str(error).splitlines()[0][:200]}") from None
 
 
 def add_peft_adapter(
-    model: nn.Module, method: str, *, targets: str | tuple[str, ...] = "all-linear", **settings: Any
+    model: nn.Module,
+    method: str,
+    *,
+    targets: str | tuple[str, ...] = "all-linear",
+    exclude: str | None = None,
+    **settings: Any,
 ) -> list[str]:
     """Adds one of peft's adapters to a transformers model and freezes the rest, in place.
 
     Args:
         method: one of METHODS.
         targets: `all-linear` (all but the head; with experts, attention's), a regular expression for module names, or their last parts.
+        exclude: a regular expression for names of modules that are left as they are.
         settings: of the method's own configuration in peft, e.g. `r=8`.
 
     Returns:
@@ -109,7 +116,7 @@ def add_peft_adapter(
     from preheat.models.experts import adapted
     from preheat.ops.adapters import inject
 
-    return inject(model, configure(method, settings, adapted(model, targets)))
+    return inject(model, configure(method, settings, adapted(model, targets), exclude))
 
 
 def merge_peft_adapter(model: nn.Module) -> int:
@@ -145,16 +152,18 @@ class PeftAdapter(Technique):
     def apply(self, build: Build, part: Any) -> Change:
         from preheat.errors import RecipeError
         from preheat.models.experts import adapted
+        from preheat.models.vision import tower_modules
         from preheat.ops.adapters import shares
         from preheat.ops.peft_folder import begin
 
+        exclude = tower_modules(part) if Tag("plain-tower") in build.tags else None
         try:
-            names = add_peft_adapter(part, self.method, targets=self.targets, **self.settings)
+            names = add_peft_adapter(part, self.method, targets=self.targets, exclude=exclude, **self.settings)
         except ValueError as error:
             raise RecipeError(
                 f"techniques.peft_adapter: {self.method} on {self.targets!r}: {str(error).splitlines()[0][:200]}"
             ) from None
-        config = configure(self.method, self.settings, adapted(part, self.targets))
+        config = configure(self.method, self.settings, adapted(part, self.targets), exclude)
         begun = begin(
             build.weights,
             part,

@@ -116,6 +116,7 @@ class _Runner:
 class PipelineParallel(Technique):
     stage: ClassVar[Stage] = Stage.SPLIT
     numerics: ClassVar[Any] = "exact"
+    text_only: ClassVar[str] = "cuts a chain of layers into stages, and a vision tower feeds several of them; use fsdp"
     owns: ClassVar[frozenset[Slot]] = frozenset({Slot.FORWARD_BACKWARD, Slot.WHOLE_FORWARD})
     provides: ClassVar[frozenset[Tag]] = frozenset({Tag("stages")})
     conflicts: ClassVar[frozenset[Tag]] = frozenset({Tag("whole-examples")})  # whose scores only the last stage would know

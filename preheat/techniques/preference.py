@@ -65,6 +65,7 @@ class Preference(Technique):
     # After what makes the model what it is (structure, precision), so that a copy of it is that too; before what only training needs.
     stage: ClassVar[Stage] = Stage.SPLIT
     numerics: ClassVar[Any] = "different"
+    text_only: ClassVar[str] = "compares answers to text alone so far; leave it out"
     owns: ClassVar[frozenset[Slot]] = frozenset({Slot.OBJECTIVE, Slot.ROW_LOSS})
     provides: ClassVar[frozenset[Tag]] = frozenset({Tag("whole-examples")})
 

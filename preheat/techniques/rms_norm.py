@@ -52,6 +52,7 @@ def layer_norm_to_rms_norm(model: nn.Module) -> list[str]:
 class RmsNorm(Technique):
     stage: ClassVar[Stage] = Stage.STRUCTURE
     numerics: ClassVar[Any] = "different"  # the first loss of read weights is the same; a new model and all updates are not
+    text_only: ClassVar[str] = "is for models of text alone so far; leave it out"
 
     def check(self, context: Context) -> list[str]:
         family = context.model.family

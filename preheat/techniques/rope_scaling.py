@@ -57,6 +57,7 @@ def scale_rope(config: Any, kind: str, factor: float, *, original_length: int | 
 class RopeScaling(Technique):
     stage: ClassVar[Stage] = Stage.STRUCTURE
     numerics: ClassVar[Any] = "different"
+    text_only: ClassVar[str] = "scales positions of text alone; leave it out"
 
     kind: Literal["linear", "dynamic", "yarn"] = "yarn"
     """linear: positions divided; dynamic: the base raised by the longest position at hand; yarn: by frequency."""

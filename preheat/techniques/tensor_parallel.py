@@ -62,6 +62,7 @@ def parallelize(model: PreTrainedModel, mesh: Any, *, sequence: bool = False, vo
 class TensorParallel(Technique):
     stage: ClassVar[Stage] = Stage.PARALLEL
     numerics: ClassVar[Any] = "exact"
+    text_only: ClassVar[str] = "has no plan for a vision tower; use fsdp"
     owns: ClassVar[frozenset[Slot]] = frozenset({Slot.OVER_LOGITS})
     provides: ClassVar[frozenset[Tag]] = frozenset({Tag("tensor-parallel"), Tag("sequence-parallel")})
     conflicts: ClassVar[frozenset[Tag]] = frozenset(

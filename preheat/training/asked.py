@@ -106,12 +106,13 @@ def _model(what: str | None) -> tuple[dict[str, Any], int | None, str | None]:
     if re.fullmatch(r"\d+(\.\d+)?[KMB]", what):
         return {"size": what}, None, None
     name, checkpoint = presets.on_hub(what)
-    return {"preset": name}, presets.find(name).config.get("max_position_embeddings"), checkpoint
+    return {"preset": name}, presets.find(name).text.get("max_position_embeddings"), checkpoint
 
 
 def _positions(config: Path) -> int | None:
     try:
-        found = json.loads(config.read_text(encoding="utf-8")).get("max_position_embeddings")
+        stated = json.loads(config.read_text(encoding="utf-8"))
+        found = stated.get("text_config", stated).get("max_position_embeddings")
     except ValueError as error:
         raise RecipeError(f"{config}: is no JSON ({error})") from None
     return found if isinstance(found, int) else None

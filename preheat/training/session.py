@@ -19,11 +19,13 @@ from preheat.evaluation.probes import Probes
 from preheat.hardware.exhaustion import held_bytes
 from preheat.hardware.probe import give_back
 from preheat.models import adapter, configs, presets
+from preheat.models.vision import reading
 from preheat.planning.ladder import Planner
 from preheat.planning.plan import plan, settled, steps_of
 from preheat.recipe import Recipe
 from preheat.run import Silent, Writer
 from preheat.technique import DATA, Batch, Build, Device, Shape, Slot
+from preheat.training.counted import with_images
 from preheat.training.ranks import Ranks, meet
 from preheat.training.recorded import digest, environment, remove_empty_run, versions
 from preheat.training.resuming import Looked, compare, fingerprints, resumed
@@ -108,7 +110,8 @@ class Session:
 
     def read(self) -> None:
         """Rows come from where the run stands."""
-        self.shape = _shape(self.build, self.total)
+        made, total = self.build, self.total
+        self.shape = lambda step: made.slot(Slot.BATCH_SHAPE)(step / total if total else 0.0)
         self.order = _order(self.build, self.data.train, self.progress.samples, self.shape, self.total)
         if self.build.before_rows:
             from preheat.data.loader import samples_of
@@ -186,6 +189,7 @@ def data_of(recipe: Recipe, **how: Any) -> Prepared:
         tokenizer=configs.tokenizer_folder(recipe),
         add_tokens=recipe.model.add_tokens,
         embedding=adapter.facts(config).vocabulary,
+        **reading(config, recipe.model.path),
         **how,
     )
 
@@ -349,7 +353,7 @@ def _prepare(
     watch.stage("planning")
     how: dict[str, Any] = {"vocabulary": len(data.tokenizer), "device": device, "rates": measured, "in_use": _in_use(device)}
     # The run keeps the recipe as it was written: what a dry run chooses may differ where the run is resumed.
-    chosen = built = settled(recipe, world=ranks.world, **how)
+    chosen = built = settled(with_images(recipe, data), world=ranks.world, **how)
     planner = Planner(rows=_length(data), world=ranks.world, **how)
     if resume:
         looked = checkpoint.find(out / "checkpoints")
@@ -361,10 +365,6 @@ def _prepare(
             f"does not fit: needs {expected['peak_gib']:.2f} GiB, has {expected['available_gib']:.2f} GiB; use smaller micro-batches or techniques that save memory (preheat techniques lists them), or train all the same with --force"
         )
     return _Ready(data, probes, samples, chosen, built, expected, planner, looked, events)
-
-
-def _shape(made: Build, total: int | None) -> Callable[[int], Shape]:
-    return lambda step: made.slot(Slot.BATCH_SHAPE)(step / total if total else 0.0)
 
 
 def _order(made: Build, rows: Any, committed: int, shape: Callable[[int], Shape], total: int | None) -> Iterator[int]:

@@ -91,6 +91,7 @@ CANNOT_RUN_HERE: dict[str, str] = {
     "pipeline_parallel": "pipeline 2 does not multiply to 1 device",
     "tensor_parallel": "shares out matrices among devices, and there is one",
     "sparse_weights": "keeps the zeros of weights that are read",  # of a folder; FURTHER has it on a new model
+    "vision_tower": "llama has no vision tower",
     "zero1": "there is one",
 }
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
+from ..unit.seeing import tiny_folder
 from .by_hand import by_hand, falls, plain_backward
 
 
@@ -58,3 +61,35 @@ def test_alone_peft_adapter() -> None:
     tuned = model(tokens).logits.detach()
     assert merge_peft_adapter(model) == 21
     assert float((model(tokens).logits - tuned).norm() / tuned.norm()) < 1e-5
+
+
+def test_alone_vision_tower(tmp_path: Path) -> None:
+    from transformers import Qwen3VLForConditionalGeneration
+
+    from preheat.models.vision import PROJECTORS
+    from preheat.techniques.vision_tower import train_tower
+
+    model = Qwen3VLForConditionalGeneration.from_pretrained(tiny_folder(tmp_path))
+    tower, pieces = model.model.visual, torch.tensor([[1, 2, *[model.config.image_token_id] * 6, 7, 8, 9]])
+    seen = {
+        "input_ids": pieces,
+        "mm_token_type_ids": (pieces == model.config.image_token_id).int(),
+        "pixel_values": torch.randn(24, 96),
+        "image_grid_thw": torch.tensor([[1, 4, 6]]),
+    }
+    whole = sum(p.numel() for p in tower.parameters())
+    mergers = sum(p.numel() for p in (*tower.merger.parameters(), *tower.deepstack_merger_list.parameters()))
+    for train, wanted in (("all", whole), ("frozen", 0), ("projectors", mergers)):
+        assert train_tower(tower, train, PROJECTORS) == (wanted, whole)  # type: ignore[arg-type]
+    before = {n: p.clone() for n, p in tower.named_parameters()}
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
+    losses = []
+    for _ in range(8):
+        loss = model(**seen, labels=pieces.where(pieces != model.config.image_token_id, -100)).loss
+        loss.backward()
+        losses.append(float(loss))
+        optimizer.step()
+        optimizer.zero_grad()
+    assert losses[-1] < losses[0] - 0.15, losses
+    changed = {n.partition(".")[0] for n, p in tower.named_parameters() if not torch.equal(p, before[n])}
+    assert changed == set(PROJECTORS)

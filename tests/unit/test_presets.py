@@ -54,8 +54,11 @@ FEW = [
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_has_the_published_number_of_parameters(name: str) -> None:
+    config = configs.preset_config(name)
+    reads = "vision_config" in PRESETS[name].config
     with torch.device("meta"):
-        model: Any = transformers.AutoModelForCausalLM.from_config(configs.preset_config(name))
+        factory = transformers.AutoModelForImageTextToText if reads else transformers.AutoModelForCausalLM
+        model: Any = factory.from_config(config)
     assert sum(p.numel() for p in model.parameters()) == PRESETS[name].parameters
     said = needs(PRESETS[name])
     found = dict(model.named_parameters())
@@ -67,6 +70,7 @@ def test_a_preset_has_the_published_number_of_parameters(name: str) -> None:
     )
     together = any(re.search(r"qkv_proj|c_attn|query_key_value", n) for n in found)
     assert (said["projections"] != "each its own") == together
+    assert (said["images"] != "not read") == reads
     assert (said["experts"] != "none") == any("experts" in n for n in found)
     if name in TRAINED:
         built: Any = adapter.build_on_meta(configs.preset_config(name))

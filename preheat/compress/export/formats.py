@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from preheat.errors import RecipeError, nearest
+from preheat.errors import RecipeError, RunError, nearest
 
 __all__ = ["FORMATS", "place_of", "write"]
 
@@ -46,6 +46,18 @@ def place_of(run: Path, to: str, dtype: str | None) -> Path:
     return run / (f"export-{to}" if to in ("hf", "peft") else f"export-{to}-{kind}")
 
 
+def _reads_images(run: str | Path) -> bool:
+    """Whether a run's model, or that of a folder, does; an adapter's folder is asked by its writer."""
+    from preheat import recipe as recipes
+    from preheat.models import adapter, configs
+    from preheat.models.vision import vision_of
+
+    path = Path(run)
+    if (path / "recipe.yaml").is_file():
+        return adapter.facts(adapter.configure(recipes.load(path / "recipe.yaml"), 1)).vision is not None
+    return (path / "config.json").is_file() and vision_of(configs.read(str(path), False)) is not None
+
+
 def write(
     to: str,
     run: str | Path,
@@ -75,6 +87,10 @@ def write(
     kind = _dtype_of(to, dtype)
     if length is not None and to != "executorch":
         raise RecipeError(f"--length: is of executorch's cache; --to {to} has none")
+    if to != "hf" and _reads_images(run):
+        raise RunError(
+            f"--to {to}: {run} reads images, which only --to hf writes so far; write that, and convert it by the format's own tools"
+        )
     if to == "peft":
         if base is not None:
             raise RecipeError("--base: is not for --to peft; an adapter is written as it was trained")

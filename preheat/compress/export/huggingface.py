@@ -13,6 +13,7 @@ from preheat.errors import RunError
 from preheat.models.adapter import head
 from preheat.models.experts import biases, has_bias
 from preheat.models.surgery import beyond_transformers
+from preheat.models.vision import copy_processor, drawn_image
 from preheat.ops.adapters import merge, names_of
 from preheat.ops.class_head import ClassHead, as_sequence_classifier, pad_for
 from preheat.ops.quantized_folder import is_compressed
@@ -52,7 +53,7 @@ def write(
         RunError: no run or checkpoint there; `out` stands already or cannot be written; the model's architecture is one that
             transformers has not; the folder does not hold what was trained, within the tolerance.
     """
-    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSequenceClassification
 
     out = Path(out)
     shared.must_be_new(out)
@@ -71,13 +72,15 @@ def write(
     accepted = shared.Bound(shared.TOLERANCE[kept] if tolerance is None else tolerance)
     first = len(opened.tokenizer) - len(opened.recipe.model.add_tokens)
     rows = shared.rows(opened.tokenizer, opened.build.model.positions, list(range(first, len(opened.tokenizer))))
-    reader: Any = AutoModelForCausalLM
+    vision = opened.build.model.vision
+    reader: Any = AutoModelForCausalLM if vision is None else AutoModelForImageTextToText
     classifies = isinstance(head(model), ClassHead)
     pad = _pad(opened.tokenizer, run) if classifies else None
     if pad is not None:  # transformers' classifiers read the last token that is no padding
         opened.tokenizer.pad_token_id = pad
         rows = [row[row != pad][None] for row in rows]
-    wanted = shared.logits(model, rows)
+    drawn = [] if vision is None else [drawn_image(vision)]
+    wanted = shared.logits(model, rows, drawn)
     merged = merge(model) if names_of(model) else 0
     if pad is not None:
         reader, wanted = AutoModelForSequenceClassification, [row[:, -1] for row in wanted]
@@ -95,10 +98,13 @@ def write(
     with shared.beside(out) as folder:
         model.save_pretrained(folder)
         opened.tokenizer.save_pretrained(folder)
+        if vision is not None and opened.build.weights.folder is not None:
+            copy_processor(opened.build.weights.folder, folder)
         opened.build.parts.clear()
         del model
         again = reader.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
-        found = shared.compare(wanted, shared.logits(again, rows), None if classifies else rows)
+        texts = None if classifies else [*rows, *(seen["input_ids"] for seen in drawn)]
+        found = shared.compare(wanted, shared.logits(again, rows, drawn), texts)
         hint = (
             "raise --tolerance only if you know why" if kept == torch.float32 else "use --dtype float32, or raise --tolerance"
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -132,11 +132,14 @@ def rows(tokenizer: Any, positions: int, extra: list[int]) -> list[Tensor]:
     return [torch.tensor([row]) for row in found if row]
 
 
-def logits(model: Any, tokens: list[Tensor]) -> list[Tensor]:
+def logits(model: Any, tokens: list[Tensor], seen: Sequence[Mapping[str, Tensor]] = ()) -> list[Tensor]:
     """By transformers' own attention, on the CPU; the model stays behind in fp32, in place.
 
     Models of up to `EXACT` weights multiply in fp64, larger ones in fp32, where each product's own rounding shows too: at a logit
     of 16 that is about 2e-5, ten times what merging does.
+
+    Args:
+        seen: further rows with images in them: arguments of transformers' forward.
     """
     exact = shares(model)[1] <= EXACT
     model.to(torch.float64 if exact else torch.float32)
@@ -144,6 +147,7 @@ def logits(model: Any, tokens: list[Tensor]) -> list[Tensor]:
         if isinstance(module, PackedMap):  # what 4 bits stand for is defined in fp32
             module.nf4_pairs, module.nf4_levels = module.nf4_pairs.float(), module.nf4_levels.float()
     found = [plain_logits(model, row).cpu() for row in tokens]
+    found += [plain_logits(model, row["input_ids"], {k: v for k, v in row.items() if k != "input_ids"}).cpu() for row in seen]
     model.to(torch.float32)
     return found
 

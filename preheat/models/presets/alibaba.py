@@ -1,4 +1,4 @@
-"""Alibaba's Qwen: 2.5 (arXiv:2412.15115), 3 and its mixtures of experts (arXiv:2505.09388)."""
+"""Alibaba's Qwen: 2.5 (arXiv:2412.15115), 3 and its mixtures of experts (arXiv:2505.09388), 3-VL, which read images (arXiv:2511.21631)."""
 
 from __future__ import annotations
 
@@ -49,6 +49,36 @@ _EXPERTS: dict[str, Any] = {
     "kind": "qwen3_moe",
 }
 
+
+def _qwen3_vl(
+    size: str, parameters: int, *shape: int, large: bool = True, kind: str = "qwen3_vl", tied: bool = False, **more: Any
+) -> Preset:
+    """Its vision tower is one of two: SigLIP-2's large or its so400m."""
+    hub = f"Qwen/Qwen3-VL-{size}-Instruct"
+    text = _qwen(f"{kind}_text", 262144, *shape, head_dim=128, rope_theta=5000000.0, eos_token_id=151645, **more)
+    text.pop("use_sliding_window")
+    text["rope_scaling"] = {"rope_type": "default", "mrope_interleaved": True, "mrope_section": [24, 20, 20]}
+    depth, width, inner, deep = (27, 1152, 4304, [8, 16, 24]) if large else (24, 1024, 4096, [5, 11, 17])
+    vision = {
+        "model_type": kind,
+        "depth": depth,
+        "hidden_size": width,
+        "intermediate_size": inner,
+        "num_heads": 16,
+        "patch_size": 16,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+        "num_position_embeddings": 2304,
+        "out_hidden_size": shape[0],
+        "deepstack_visual_indexes": deep,
+    }
+    marks = {"image_token_id": 151655, "video_token_id": 151656, "vision_start_token_id": 151652, "vision_end_token_id": 151653}
+    config = {"model_type": kind, "tie_word_embeddings": tied, "text_config": text, "vision_config": vision, **marks}
+    return Preset(hub, hub, parameters, OWN, APACHE, config)
+
+
+_SEEING_EXPERTS: dict[str, Any] = {**_EXPERTS, "kind": "qwen3_vl_moe"}
+
 MODELS = {
     "qwen2.5-0.5b": _qwen2("0.5B", 494_032_768, 32768, 896, 4864, 24, 14, 2, **TIED),
     "qwen2.5-1.5b": _qwen2("1.5B", 1_543_714_304, 131072, 1536, 8960, 28, 12, 2, **TIED),
@@ -66,5 +96,11 @@ MODELS = {
     "qwen3-30b-a3b": _qwen3("30B-A3B", 30_532_122_624, 2048, 6144, 48, 32, 4, moe_intermediate_size=768, **_EXPERTS),
     "qwen3-235b-a22b": _qwen3(
         "235B-A22B", 235_093_634_560, 4096, 12288, 94, 64, 4, base=False, moe_intermediate_size=1536, **_EXPERTS
+    ),
+    "qwen3-vl-2b": _qwen3_vl("2B", 2_127_532_032, 2048, 6144, 28, 16, 8, large=False, tied=True),
+    "qwen3-vl-4b": _qwen3_vl("4B", 4_437_815_808, 2560, 9728, 36, 32, 8, large=False, tied=True),
+    "qwen3-vl-8b": _qwen3_vl("8B", 8_767_123_696, 4096, 12288, 36, 32, 8),
+    "qwen3-vl-30b-a3b": _qwen3_vl(
+        "30B-A3B", 31_070_754_032, 2048, 6144, 48, 32, 4, moe_intermediate_size=768, **_SEEING_EXPERTS
     ),
 }

@@ -33,6 +33,12 @@ class Preset:
     licence: str
     config: Mapping[str, Any]
 
+    @property
+    def text(self) -> Mapping[str, Any]:
+        """The part of `config` that is about text; all of it where the model reads text alone."""
+        found: Mapping[str, Any] = self.config.get("text_config", self.config)
+        return found
+
 
 def sizes(width: int, feed_forward: int, layers: int, heads: int, kv_heads: int | None = None, **more: Any) -> dict[str, Any]:
     """Keys of config.json; more of them may follow. Families without grouped queries state no `kv_heads`."""

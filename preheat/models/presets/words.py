@@ -18,7 +18,7 @@ _CAPS = {"attn_logit_softcapping": "attention scores", "final_logit_softcapping"
 
 def needs(preset: Preset) -> dict[str, str]:
     """What is particular to a model, in words."""
-    c = preset.config
+    c = preset.text
     kind, width = c["model_type"], c["hidden_size"]
     window, positions = c.get("sliding_window"), c.get("max_position_embeddings")
     windows = "none"
@@ -28,14 +28,17 @@ def needs(preset: Preset) -> dict[str, str]:
         windows = f"{window:,} tokens in all layers{but}"
     capped = [f"{words} {c[key]:g}" for key, words in _CAPS.items() if c.get(key)]
     biased = kind in _LAYER_NORM
-    tied = c.get("tie_word_embeddings", kind in ("gpt2", "bloom"))  # which transformers ties without being told
+    tied = preset.config.get("tie_word_embeddings", kind in ("gpt2", "bloom"))  # which transformers ties without being told
     return {
         "shape": f"{c['num_hidden_layers']} layers of width {width:,}, {_heads(c)}, feed-forward {_inner(c):,}, vocabulary {c['vocab_size']:,}",
         "experts": _experts(c),
+        "images": _images(preset.config.get("vision_config")),
         "positions": f"{positions:,}" if positions else "any number",
         "rotary positions": _rotary(c),
         "attention biases": "on queries, keys and values" if kind == "qwen2" or biased else "none",
-        "q and k norms": "RMSNorm of each head" if kind in ("qwen3", "qwen3_moe", "gemma3_text") else "none",
+        "q and k norms": "RMSNorm of each head"
+        if kind in ("qwen3", "qwen3_moe", "gemma3_text") or "qwen3_vl" in kind
+        else "none",
         "norms": _RMS_AROUND if kind.startswith("gemma") else "LayerNorm" if biased else "RMSNorm",
         "projections": _PROJECTIONS.get(kind, "each its own"),
         "sliding window": windows,
@@ -43,6 +46,13 @@ def needs(preset: Preset) -> dict[str, str]:
         "head": "tied to the embedding" if tied else "a matrix of its own",
         "soft caps": ", ".join(capped) or "none",
     }
+
+
+def _images(v: Mapping[str, Any] | None) -> str:
+    if v is None:
+        return "not read"
+    side = v["patch_size"] * v["spatial_merge_size"]
+    return f"read by a tower of {v['depth']} blocks of width {v['hidden_size']:,}, a token for {side} x {side} pixels"
 
 
 def _heads(c: Mapping[str, Any]) -> str:

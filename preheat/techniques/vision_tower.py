@@ -1,0 +1,73 @@
+"""Vision tower: which part of a model that reads images is trained where it sees: nothing, its projectors, or all of it.
+
+What: `frozen` trains the language model alone; `projectors` besides it the small networks that bring the tower's features to the text's width (Qwen3-VL's
+merger and its deepstack mergers); `all` the whole tower. This goes for weights themselves: beside adapters (`lora`), which freeze the language model, the
+tower then has no adapters. Without this technique the tower is treated as the rest: trained with it, or given adapters with it.
+Helps: a frozen tower needs no gradients, optimizer state or activations, and keeps what it learnt from far more images than a fine-tuning has. Hurts:
+images unlike those (scans, diagrams, microscopy) ask for a trained tower, or adapters in it.
+Source: Liu et al. 2023, "Visual Instruction Tuning" (arXiv:2304.08485), train projector and language model on a frozen tower.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from preheat.technique import Build, Change, Context, Stage, Tag, Technique
+
+if TYPE_CHECKING:
+    from torch import nn
+
+__all__ = ["VisionTower", "train_tower"]
+
+
+def train_tower(
+    tower: nn.Module, train: Literal["frozen", "projectors", "all"], projectors: tuple[str, ...]
+) -> tuple[int, int]:
+    """Chooses which of a vision tower's parameters are trained, in place.
+
+    Args:
+        tower: the vision tower, such as `model.model.visual` of a Qwen3-VL.
+        train: nothing, the projectors, or everything.
+        projectors: names of its children that are projectors.
+
+    Returns:
+        Numbers: parameters of the tower that are trained, and that it has.
+
+    Example:
+        >>> from torch import nn
+        >>> tower = nn.ModuleDict({"blocks": nn.Linear(4, 4), "merger": nn.Linear(4, 2)})
+        >>> train_tower(tower, "projectors", ("merger",))
+        (10, 30)
+    """
+    for name, child in tower.named_children():
+        child.requires_grad_(train == "all" or (train == "projectors" and name in projectors))
+    for p in tower.parameters(recurse=False):
+        p.requires_grad_(train == "all")
+    sizes = [(p.numel(), p.requires_grad) for p in tower.parameters()]
+    return sum(n for n, trained in sizes if trained), sum(n for n, _ in sizes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class VisionTower(Technique):
+    stage: ClassVar[Stage] = Stage.ADAPT
+    numerics: ClassVar[Any] = "different"
+    provides: ClassVar[frozenset[Tag]] = frozenset({Tag("plain-tower")})
+
+    train: Literal["frozen", "projectors", "all"] = "frozen"
+    """frozen; projectors: those to the text's width alone; all. Adapters of `lora` or `peft_adapter` leave the tower out in any case: for adapters in the tower too, leave this technique out."""
+
+    def check(self, context: Context) -> list[str]:
+        if context.model.vision is None:
+            return [f"{context.model.family} has no vision tower; leave it out"]
+        if self.train != "frozen" and Tag("packed-base") in context.tags:
+            return [
+                f"train: {self.train} trains weights that stand packed in few bits; use frozen, or leave it out for adapters in the tower"
+            ]
+        return []
+
+    def apply(self, build: Build, part: Any) -> Change:
+        from preheat.models.vision import PROJECTORS, tower
+
+        trained, whole = train_tower(tower(part), self.train, PROJECTORS)  # type: ignore[arg-type]
+        return Change(f"vision tower: {trained:,} of {whole:,} parameters trained ({self.train})", whole)

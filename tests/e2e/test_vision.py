@@ -1,0 +1,60 @@
+"""Images and text by the commands: looked at, planned, trained, resumed; a bad image stops a run before it starts."""
+
+from __future__ import annotations
+
+import json
+
+from ..unit.seeing import questions, tiny_folder, written
+from .conftest import Command
+
+RECIPE = """\
+name: see
+model: {path: tiny}
+data: {source: rows.jsonl, validation: rows.jsonl, workers: 1, preflight: {validation: warn}}
+batch: {size: 4, length: 80}
+optimizer: {lr: 0.01}
+stop: {steps: 6}
+checkpoint: {every: 3}
+evaluate: {rows: 4}
+techniques: {efficient_attention: {}, lora: {rank: 4}, vision_tower: {train: projectors}, gradient_accumulation: {steps: 2}}
+"""
+
+
+def test_images_from_rows_to_a_resumed_run(preheat: Command) -> None:
+    here = preheat.folder
+    tiny_folder(here / "tiny")
+    rows = questions(here)
+    written(here, rows[:2], "held.jsonl")
+    written(here, rows[2:])
+    (here / "see.yaml").write_text(RECIPE.replace("validation: rows.jsonl", "validation: held.jsonl"))
+    said, _ = preheat.here("data", "see.yaml")
+    assert "<|vision_start|>[image: " in said
+    assert "«It is " in said
+    planned = preheat.here.json("plan", "see.yaml")
+    assert planned["fits"]
+    said = preheat.json("train", "see.yaml")
+    assert said["steps"] == 6
+    run = here / "runs/see"
+    plan = json.loads((run / "plan.json").read_text())
+    assert plan["peak_gib"] > 0
+    changes = json.loads((run / "changes.json").read_text())
+    assert "(projectors)" in changes["vision_tower"][0]["what"]
+    metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    losses = {m["step"]: m["loss"] for m in metrics if "loss" in m}
+    (here / "again.yaml").write_text((here / "see.yaml").read_text().replace("name: see", "name: again"))
+    preheat.here("train", "again.yaml", "--set", "data.workers=0")
+    metrics = [json.loads(line) for line in (here / "runs/again/metrics.jsonl").read_text().splitlines()]
+    assert {m["step"]: m["loss"] for m in metrics if "loss" in m} == losses  # whoever reads the images
+
+
+def test_a_bad_image_stops_the_run_before_it_starts(preheat: Command) -> None:
+    here = preheat.folder
+    tiny_folder(here / "tiny")
+    rows = questions(here)
+    (here / "blue.png").write_bytes((here / "blue.png").read_bytes()[:60])
+    written(here, rows)
+    (here / "see.yaml").write_text(RECIPE.replace("validation: rows.jsonl", "validation: 0"))
+    _, error = preheat.here("train", "see.yaml", code=4)
+    assert "rows.jsonl" in error
+    assert "blue.png: is corrupt or no image" in error
+    assert not (here / "runs").exists()

@@ -1,0 +1,137 @@
+"""A tiny Qwen3-VL with its tokenizer and image processor in a folder, images drawn for it, and conversations about them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}"
+    "{% if p.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ p.text }}{% endif %}"
+    "{% endfor %}{% endif %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"""As Qwen's own, for images and text."""
+MARKS = ["<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
+COLOURS = {
+    "red": (200, 30, 30),
+    "green": (30, 160, 40),
+    "blue": (20, 40, 220),
+    "grey": (120, 120, 120),
+    "yellow": (230, 220, 20),
+    "black": (5, 5, 5),
+    "white": (250, 250, 250),
+    "pink": (250, 150, 190),
+}
+PROCESSOR = {
+    "image_processor_type": "Qwen2VLImageProcessorFast",
+    "size": {"shortest_edge": 64, "longest_edge": 4096},
+    "patch_size": 4,
+    "temporal_patch_size": 2,
+    "merge_size": 2,
+    "image_mean": [0.5, 0.5, 0.5],
+    "image_std": [0.5, 0.5, 0.5],
+}
+
+
+def tiny_folder(folder: Path, *, experts: bool = False) -> Path:
+    """A model's folder with random weights; biases, norms and learned positions are drawn too, so that leaving one out is seen."""
+    import transformers
+
+    from preheat.data.tokenizer import train_tokenizer
+
+    tokenizer = train_tokenizer([("0" * 32, "What colour is it? The colour is. user assistant")], vocabulary=290)
+    tokenizer.add_special_tokens({"additional_special_tokens": MARKS})
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder)
+    pieces = {mark: tokenizer.convert_tokens_to_ids(mark) for mark in MARKS}
+    text = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 256,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            "mrope_section": [4, 2, 2],
+            "mrope_interleaved": True,
+        },
+        **({"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24} if experts else {}),
+    }
+    vision = {
+        "depth": 3,
+        "hidden_size": 32,
+        "intermediate_size": 40,
+        "num_heads": 2,
+        "patch_size": 4,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+        "out_hidden_size": 32,
+        "num_position_embeddings": 16,
+        "deepstack_visual_indexes": [0, 1],
+    }
+    kind, cls = ("qwen3_vl_moe", "Qwen3VLMoe") if experts else ("qwen3_vl", "Qwen3VL")
+    config = transformers.AutoConfig.for_model(
+        kind,
+        text_config=text,
+        vision_config=vision,
+        image_token_id=pieces["<|image_pad|>"],
+        video_token_id=pieces["<|video_pad|>"],
+        vision_start_token_id=pieces["<|vision_start|>"],
+        vision_end_token_id=pieces["<|vision_end|>"],
+        tie_word_embeddings=False,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        model = getattr(transformers, f"{cls}ForConditionalGeneration")(config)
+        with torch.no_grad():
+            for name, p in model.named_parameters():
+                p.normal_(0, 0.25 if "pos_embed" in name or "experts" in name or "gate.weight" in name else 0.15)
+                if "norm" in name and name.endswith("weight"):
+                    p.add_(1)
+    model.save_pretrained(folder)
+    (folder / "preprocessor_config.json").write_text(json.dumps(PROCESSOR))
+    return folder
+
+
+def draw(folder: Path, name: str, colour: tuple[int, int, int], size: tuple[int, int]) -> str:
+    """An image of one colour with some noise, [width, height]."""
+    import numpy as np
+    from PIL import Image
+
+    noise = np.random.default_rng(len(name)).integers(-15, 15, (size[1], size[0], 3))
+    Image.fromarray(np.clip(np.array(colour) + noise, 0, 255).astype(np.uint8)).save(folder / name)
+    return name
+
+
+SIZES = [(16, 16), (24, 16), (16, 32), (20, 20), (40, 24), (16, 16), (33, 17), (24, 24)]
+
+
+def questions(folder: Path) -> list[dict[str, Any]]:
+    """Eight rows in both layouts with images of different sizes; two of the images stand in one row too."""
+    rows: list[dict[str, Any]] = []
+    for (colour, rgb), size in zip(COLOURS.items(), SIZES, strict=True):
+        draw(folder, f"{colour}.png", rgb, size)
+        rows.append(
+            {
+                "messages": [
+                    {"role": "user", "content": "<image>What colour is it?"},
+                    {"role": "assistant", "content": f"It is {colour}."},
+                ],
+                "images": [f"{colour}.png"],
+            }
+        )
+    return rows
+
+
+def written(folder: Path, rows: list[dict[str, Any]], name: str = "rows.jsonl") -> Path:
+    file = folder / name
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
