@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from preheat.errors import RecipeError, nearest
-from preheat.models import configs, experts
+from preheat.models import configs, encoder_decoder, experts
 from preheat.technique import MaskSpec, ModelFacts
 
 if TYPE_CHECKING:
@@ -31,6 +31,7 @@ __all__ = [
     "hidden_states",
     "logits",
     "plain_logits",
+    "require_decoder_only",
     "require_plain_head",
     "softcap",
     "tokenizer_folder",
@@ -124,9 +125,10 @@ def facts(config: PretrainedConfig) -> ModelFacts:
     text = config.get_text_config()
     heads = text.num_attention_heads
     count, chosen, width = experts.sizes_of(text)
+    encoder = config.model_type in encoder_decoder.FAMILIES
     return ModelFacts(
         family=config.model_type,
-        layers=text.num_hidden_layers,
+        layers=text.num_hidden_layers + (config.num_decoder_layers if encoder else 0),
         width=text.hidden_size,
         heads=heads,
         kv_heads=getattr(text, "num_key_value_heads", None) or heads,
@@ -140,6 +142,7 @@ def facts(config: PretrainedConfig) -> ModelFacts:
         experts=count,
         experts_per_token=chosen,
         expert_width=width,
+        encoder=encoder,
     )
 
 
@@ -214,6 +217,8 @@ def _refuse(config: PretrainedConfig) -> None:
             f"model: {config.model_type} is several models in one ({text.model_type} is its text part), and preheat trains text models; name a "
             "text-only checkpoint of the family, or save the text part as a folder of its own"
         )
+    if config.is_encoder_decoder:
+        encoder_decoder.refuse(config)
     for key, neutral in _UNSUPPORTED.items():
         if key == "router_aux_loss_coef" and text.model_type in experts.FAMILIES:
             continue
@@ -242,9 +247,12 @@ def build_on_meta(config: PretrainedConfig, *, trust: bool = False, as_stored: b
     dtype = (as_stored and config.get_text_config().dtype) or torch.float32
     try:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(
-                config, attn_implementation=ATTENTION, trust_remote_code=trust, dtype=dtype, **ours
-            )
+            if config.model_type in encoder_decoder.FAMILIES:
+                model = encoder_decoder.build(config, dtype=dtype)
+            else:
+                model = AutoModelForCausalLM.from_config(
+                    config, attn_implementation=ATTENTION, trust_remote_code=trust, dtype=dtype, **ours
+                )
     except ValueError as error:
         raise RecipeError(
             f"model: {config.model_type} is no decoder-only model that transformers can build ({str(error).splitlines()[0][:200]})"
@@ -264,10 +272,10 @@ class Anatomy:
     Attributes:
         base: the module that gives hidden states.
         embedding: token embedding.
-        layers: the transformer layers, in order; of a pipeline's stage its own.
+        layers: the transformer layers, in order; of a pipeline's stage its own; of an encoder-decoder the encoder's, then the decoder's.
         head: the output projection, [width -> vocabulary].
         norms: every normalisation, by name.
-        attentions: one per layer.
+        attentions: one per layer (self-attention, where a decoder's layer attends to an encoder too).
     """
 
     base: nn.Module
@@ -286,6 +294,8 @@ def anatomy(model: PreTrainedModel) -> Anatomy:
     """
     from torch import nn
 
+    if model.config.is_encoder_decoder:
+        return _both_stacks(model)
     kind, count = type(model).__name__, model.config.get_text_config().num_hidden_layers
     base = model.base_model
     if base is model:
@@ -311,8 +321,19 @@ def anatomy(model: PreTrainedModel) -> Anatomy:
         if len(found) != 1:
             raise RecipeError(f"model: found {len(found)} attention modules in a layer of {kind}, expected one")
         attentions.append(found[0])
-    norms = {name: m for name, m in model.named_modules() if type(m).__name__.lower().endswith("norm")}
-    return Anatomy(base, embedding, layers, head, norms, tuple(attentions))
+    return Anatomy(base, embedding, layers, head, _norms(model), tuple(attentions))
+
+
+def _both_stacks(model: Any) -> Anatomy:
+    from torch import nn
+
+    layers = nn.ModuleList(layer for stack in encoder_decoder.stacks(model) for layer in stack.block)  # type: ignore[union-attr]
+    attentions = tuple(layer.layer[0].SelfAttention for layer in layers)  # type: ignore[index,union-attr]
+    return Anatomy(model, embedding(model), layers, head(model), _norms(model), attentions)
+
+
+def _norms(model: nn.Module) -> dict[str, nn.Module]:
+    return {name: m for name, m in model.named_modules() if type(m).__name__.lower().endswith("norm")}
 
 
 def head(model: PreTrainedModel) -> nn.Module:
@@ -351,6 +372,14 @@ def require_plain_head(model: PreTrainedModel, who: str) -> None:
         )
 
 
+def require_decoder_only(model: PreTrainedModel, who: str) -> None:
+    """Raises RecipeError for an encoder-decoder, which `who` (a command, as it is typed) does not serve."""
+    if model.config.is_encoder_decoder:
+        raise RecipeError(
+            f"{who}: {model.config.model_type} is an encoder-decoder, which can be trained, evaluated and written with, and exported by --to hf alone"
+        )
+
+
 def ends(model: PreTrainedModel) -> tuple[Tensor, ...]:
     """The weights of embedding and head, which optimizers made for matrices leave to AdamW; of a pipeline's stage what it has of them."""
     held: list[Any] = [module for module in (embedding(model), head(model)) if module is not None]
@@ -370,6 +399,8 @@ def hidden_states(
     Args:
         hidden: of the stage of a pipeline before this one, in place of the tokens' embeddings.
     """
+    if model.config.is_encoder_decoder:
+        return encoder_decoder.hidden_states(model, tokens, mask)
     if mask.documents is None or all(len(row) == 1 for row in mask.documents):
         positions = positions[:1]  # every row counts alike: the rotary tables are made and read once, not once a row
     return model.base_model(
@@ -382,7 +413,10 @@ def hidden_states(
 
 
 def plain_logits(model: PreTrainedModel, tokens: Tensor) -> Tensor:
-    """Logits [rows, length, vocabulary] by transformers' own eager attention, whatever the model is set to; in fp32, or its fp64."""
+    """Logits [rows, length, vocabulary] by transformers' own eager attention, whatever the model is set to; in fp32, or its fp64.
+
+    An encoder-decoder reads the tokens and writes them.
+    """
     import torch
 
     training, attention = model.training, model.config._attn_implementation
@@ -390,7 +424,10 @@ def plain_logits(model: PreTrainedModel, tokens: Tensor) -> Tensor:
     model.set_attn_implementation("eager")
     try:
         with torch.no_grad():
-            logits = model(input_ids=tokens.to(model.device), use_cache=False).logits
+            given = {"input_ids": tokens.to(model.device)}
+            if model.config.is_encoder_decoder:
+                given["decoder_input_ids"] = given["input_ids"]
+            logits = model(**given, use_cache=False).logits
             return logits if logits.dtype == torch.float64 else logits.float()
     finally:
         model.set_attn_implementation(attention)

@@ -40,6 +40,7 @@ class ModelFacts:
     experts: int = 0  # of a layer; 0: one feed-forward block for all tokens
     experts_per_token: int = 0
     expert_width: int = 0  # inner width of one expert
+    encoder: bool = False  # an encoder reads prompts and a decoder writes answers, `layers` of both together
 
 
 @dataclass(frozen=True)
@@ -85,6 +86,8 @@ class Technique(ABC):
     """Costs time that a plan does not see yet: a search takes it only where nothing else fits."""
     leaves_nothing: ClassVar[bool] = False
     """It changes how a model is trained, and nothing of what it is then: whoever opens a run to read from it leaves it out."""
+    encoder_too: ClassVar[bool] = False
+    """Whether it serves models with an encoder as well, and was tried with them."""
     relieves: ClassVar[bool] = False
     """Whether a run that is out of memory may add it, with any of its `options`: the same weights, data and loss in less memory. A run may
     be resumed with it, without it or with other settings of it."""
@@ -199,5 +202,10 @@ def conflicts_of(techniques: Iterable[Technique], context: Context) -> list[tupl
         for other, tags in brings.items():
             if other != t.name() and t.conflicts & tags:
                 found.append((t.name(), f"cannot go with {other} ({', '.join(sorted(t.conflicts & tags))})"))
+        if context.model.encoder and not t.encoder_too:
+            found.append(
+                (t.name(), f"was made for decoder-only models, and {context.model.family} has an encoder; leave it out")
+            )
+            continue
         found.extend((t.name(), words) for words in t.check(context))
     return found

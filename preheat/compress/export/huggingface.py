@@ -11,6 +11,7 @@ import torch
 from preheat.compress.export import card, shared
 from preheat.errors import RunError
 from preheat.models.adapter import head
+from preheat.models.encoder_decoder import folder_class
 from preheat.models.surgery import beyond_transformers
 from preheat.ops.adapters import merge, names_of
 from preheat.ops.class_head import ClassHead, as_sequence_classifier, pad_for
@@ -50,7 +51,7 @@ def write(
         RunError: no run or checkpoint there; `out` stands already or cannot be written; the model's architecture is one that
             transformers has not; the folder does not hold what was trained, within the tolerance.
     """
-    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+    import transformers
 
     out = Path(out)
     shared.must_be_new(out)
@@ -69,7 +70,7 @@ def write(
     accepted = shared.Bound(shared.TOLERANCE[kept] if tolerance is None else tolerance)
     first = len(opened.tokenizer) - len(opened.recipe.model.add_tokens)
     rows = shared.rows(opened.tokenizer, opened.build.model.positions, list(range(first, len(opened.tokenizer))))
-    reader: Any = AutoModelForCausalLM
+    reader: Any = getattr(transformers, folder_class(model.config.model_type))
     classifies = isinstance(head(model), ClassHead)
     pad = _pad(opened.tokenizer, run) if classifies else None
     if pad is not None:  # transformers' classifiers read the last token that is no padding
@@ -78,7 +79,7 @@ def write(
     wanted = shared.logits(model, rows)
     merged = merge(model) if names_of(model) else 0
     if pad is not None:
-        reader, wanted = AutoModelForSequenceClassification, [row[:, -1] for row in wanted]
+        reader, wanted = transformers.AutoModelForSequenceClassification, [row[:, -1] for row in wanted]
         model = _classifier(model, pad, run)
     model.to(kept)
     tied = not classifies and model.get_input_embeddings().weight is model.get_output_embeddings().weight
