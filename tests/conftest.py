@@ -55,7 +55,7 @@ def data_folder() -> Path:
 
 def tiny(techniques: str = "{}", *, family: str = "llama", rows: int = 4, length: int = 32, more: str = "") -> recipes.Recipe:
     """A recipe of a model that takes a step in milliseconds."""
-    heads = "heads: 4" if family == "gpt2" else "heads: 4, kv_heads: 2"
+    heads = "heads: 4" if family in ("gpt2", "t5") else "heads: 4, kv_heads: 2"
     return recipes.parse(
         f"model: {{family: {family}, layers: 3, width: 32, {heads}, vocabulary: 96}}\n"
         f"batch: {{size: {rows}, length: {length}}}\noptimizer: {{lr: 0.01}}\nstop: {{steps: 20}}\ntechniques: {techniques}\n{more}"

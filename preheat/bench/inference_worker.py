@@ -38,7 +38,7 @@ class Speaker:
     """
 
     def __init__(self, job: dict[str, Any]):
-        from preheat.models.adapter import facts
+        from preheat.models.adapter import facts, require_decoder_only
         from preheat.recipe import Sample
         from preheat.training.opened import open_draft, open_model
 
@@ -48,6 +48,7 @@ class Speaker:
         self.device, self.tokenizer = opened.build.device, opened.tokenizer
         self.positions = opened.build.model.positions
         self.model: Any = opened.build.trained[0]
+        require_decoder_only(self.model, "preheat bench --inference")
         if job["engine"] == "transformers":
             self.model = _plain(job, self.model.device)
         elif job["dtype"] is not None:

@@ -26,6 +26,7 @@ from preheat.compress.measuring import Before
 from preheat.compress.texts import Texts, find_texts
 from preheat.engine.build import alone, peak_learning_rate
 from preheat.errors import RecipeError, nearest
+from preheat.models.adapter import require_decoder_only
 from preheat.recipe import Bound, Model, Recipe, Sample, Stop
 from preheat.recipe.boundary import RecipeReader
 from preheat.recipe.text import compose
@@ -156,6 +157,7 @@ def run_chain(
     shared.must_be_new(out)
     methods = _methods(chain)
     opened = open_model(source)
+    require_decoder_only(opened.build.trained[0], "preheat compress")  # type: ignore[arg-type]
     ran = opened.step is not None
     if not ran and data is None:
         raise RecipeError("--data: is needed with a model's folder: name the text to calibrate, train and measure with")

@@ -18,6 +18,7 @@ from preheat.compress.measuring import Before, held_logits
 from preheat.compress.method import Method, methods
 from preheat.compress.texts import Texts, find_texts
 from preheat.errors import RecipeError, RunError, nearest
+from preheat.models.adapter import require_decoder_only
 from preheat.recipe.boundary import RecipeReader
 from preheat.training.opened import Opened, open_model
 
@@ -133,6 +134,7 @@ def compress(
         raise RecipeError("--method: the same method with the same settings stands twice; leave one out")
     say("opening")
     opened = open_model(source)
+    require_decoder_only(opened.build.trained[0], "preheat compress")  # type: ignore[arg-type]
     _require(opened, variants, source)
     texts = texts or find_texts(opened, data, rows=rows, length=length)
     if any(v.method.reads_rows for v in variants):

@@ -169,6 +169,8 @@ FORMATS = {
     "phi3": _phi("<|", "|>\\n", "<|end|>", "\\n"),
     "phi4": _phi("<|im_start|>", "<|im_sep|>", "<|im_end|>", ""),
     "qwen": _CHATML.replace("SYSTEM", "'You are Qwen, created by Alibaba Cloud. You are a helpful assistant.'"),
+    "t5": "{%- for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content + eos_token }}{% endgeneration %}"
+    "{% else %}{{ m.content + eos_token }}{% endif %}{% endfor %}",
 }
 """Name -> template, with BEGIN still to be filled in. alpaca needs no token but the tokenizer's own end of text."""
 

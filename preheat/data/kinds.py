@@ -46,11 +46,14 @@ _FIX = {
 }
 
 
-def require_examples(recipe: Recipe, data: Prepared) -> None:
+def require_examples(recipe: Recipe, data: Prepared, *, encoder: bool = False) -> None:
     """Refuses data of another kind than the objective reads, and more classes than it has.
 
+    Args:
+        encoder: the model has one, which reads what is not trained on.
+
     Raises:
-        DataError: rows of another kind; RecipeError: too few classes in the recipe.
+        DataError: rows of another kind, or text to continue where an encoder is to read; RecipeError: too few classes in the recipe.
     """
     from preheat.data.packing import Rows
 
@@ -61,6 +64,11 @@ def require_examples(recipe: Recipe, data: Prepared) -> None:
     for side in (data.train, data.validation):
         if isinstance(side, Rows) and len(side.tokens.ends):
             _compare(asked, side.tokens.examples, owner, data.source)
+            if encoder and side.tokens.trained is None:
+                raise DataError(
+                    f"{data.source}: is text to continue, all of it trained on, and an encoder-decoder reads a prompt and writes the answer; "
+                    "name data of both (data.layout: prompt_completion, alpaca, messages), and leave data.train_on: all out"
+                )
 
 
 def _compare(asked: Examples, held: Examples, owner: str, source: str) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 from preheat.engine.balance import balance, scores
 from preheat.engine.step import plain_slots
 from preheat.errors import RecipeError
-from preheat.models import adapter, presets, sizes
+from preheat.models import adapter, encoder_decoder, presets, sizes
 from preheat.models.weights import WeightSource, materialize, mean_rows
 from preheat.recipe import Parallel, Recipe
 from preheat.technique import (
@@ -137,6 +137,8 @@ def build(
         _stored_quantized(made, stored, reading)
     plain_slots(made)
     balance(made, config.get_text_config())
+    if context.model.encoder:
+        made.transforms.append((Order.PACK, encoder_decoder.divided if dry is None else encoder_decoder.divided_evenly))
     if where.type != "cpu":
         made.transforms.append((Order.MOVE, lambda batch: _move(batch, made.torch_device)))
 

@@ -3,12 +3,26 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from preheat.errors import RecipeError, nearest
-from preheat.models import configs, experts, vision
+from preheat.models import configs, encoder_decoder, experts, vision
+from preheat.models.anatomy import (
+    SOFTCAP,
+    WHOLE,
+    Anatomy,
+    anatomy,
+    embedding,
+    ends,
+    head,
+    logits,
+    require_decoder_only,
+    require_plain_head,
+    softcap,
+    whole,
+)
 from preheat.models.plain import plain_logits
 from preheat.technique import Images, MaskSpec, ModelFacts
 
@@ -20,8 +34,11 @@ if TYPE_CHECKING:
 
 __all__ = [
     "REFUSED",
+    "SOFTCAP",
+    "WHOLE",
     "Anatomy",
     "anatomy",
+    "auto_class",
     "build_on_meta",
     "configure",
     "embedding",
@@ -31,6 +48,7 @@ __all__ = [
     "hidden_states",
     "logits",
     "plain_logits",
+    "require_decoder_only",
     "require_plain_head",
     "softcap",
     "whole",
@@ -38,10 +56,6 @@ __all__ = [
 
 ATTENTION = "preheat"  # the name under which our attention function stands in transformers' own registry
 STANDALONE = "preheat-standalone"  # and that of models/attention.py, for models called by their own forward
-SOFTCAP = "preheat_softcap"  # attribute of a head whose logits are capped
-WHOLE = (
-    "preheat_whole"  # attribute of a pipeline's stage: the model that it was cut from, in a tuple (models/stages.py sets it)
-)
 PATTERN = "preheat_pattern"  # attribute of a layer's attention: kernel -> kernel that sees less (models/attention.py sets it)
 
 
@@ -112,9 +126,10 @@ def facts(config: PretrainedConfig) -> ModelFacts:
     text = config.get_text_config()
     heads = text.num_attention_heads
     count, chosen, width = experts.sizes_of(text)
+    encoder = config.model_type in encoder_decoder.FAMILIES
     return ModelFacts(
         family=config.model_type,
-        layers=text.num_hidden_layers,
+        layers=text.num_hidden_layers + (config.num_decoder_layers if encoder else 0),
         width=text.hidden_size,
         heads=heads,
         kv_heads=getattr(text, "num_key_value_heads", None) or heads,
@@ -130,6 +145,7 @@ def facts(config: PretrainedConfig) -> ModelFacts:
         expert_width=width,
         expert_layers=experts.expert_layers(text),
         vision=vision.vision_of(config),
+        encoder=encoder,
     )
 
 
@@ -208,11 +224,20 @@ def _refuse(config: PretrainedConfig) -> None:
             f"model: {config.model_type} is several models in one ({text.model_type} is its text part), and preheat trains text models and {' and '.join(vision.FAMILIES)}; name a "
             "text-only checkpoint of the family, or save the text part as a folder of its own"
         )
+    if config.is_encoder_decoder:
+        encoder_decoder.refuse(config)
     for key, neutral in _UNSUPPORTED.items():
         if key == "router_aux_loss_coef" and text.model_type in experts.FAMILIES:
             continue
         if (value := getattr(text, key, None)) not in neutral:
             raise RecipeError(f"model: {config.model_type} has {key} = {value}, which preheat does not handle yet")
+
+
+def auto_class(config: PretrainedConfig) -> str:
+    """The name of transformers' class that makes such a model, with its output head, and opens its folders."""
+    if config.is_encoder_decoder:
+        return "AutoModelForSeq2SeqLM"
+    return "AutoModelForImageTextToText" if config.model_type in vision.FAMILIES else "AutoModelForCausalLM"
 
 
 def build_on_meta(config: PretrainedConfig, *, trust: bool = False, as_stored: bool = False) -> PreTrainedModel:
@@ -226,7 +251,7 @@ def build_on_meta(config: PretrainedConfig, *, trust: bool = False, as_stored: b
         RecipeError: preheat cannot train this kind of model; the message says why.
     """
     import torch
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+    import transformers
 
     from preheat.models.surgery import own_rotary
 
@@ -234,10 +259,11 @@ def build_on_meta(config: PretrainedConfig, *, trust: bool = False, as_stored: b
     _register_attention()
     ours = {"experts_implementation": experts.register()} if experts.sizes_of(config.get_text_config())[0] else {}
     dtype = (as_stored and config.get_text_config().dtype) or torch.float32
-    factory = AutoModelForImageTextToText if config.model_type in vision.FAMILIES else AutoModelForCausalLM
+    attention = encoder_decoder.register() if config.is_encoder_decoder else ATTENTION
+    factory = getattr(transformers, auto_class(config))
     try:
         with torch.device("meta"):
-            model = factory.from_config(config, attn_implementation=ATTENTION, trust_remote_code=trust, dtype=dtype, **ours)
+            model = factory.from_config(config, attn_implementation=attention, trust_remote_code=trust, dtype=dtype, **ours)
     except ValueError as error:
         raise RecipeError(
             f"model: {config.model_type} is no decoder-only model that transformers can build ({str(error).splitlines()[0][:200]})"
@@ -249,117 +275,6 @@ def build_on_meta(config: PretrainedConfig, *, trust: bool = False, as_stored: b
         setattr(head(model), SOFTCAP, cap)  # on the head: another one put in its place (over classes) has none
     anatomy(model)  # says plainly when something cannot be found
     return model.train()
-
-
-@dataclass(frozen=True)
-class Anatomy:
-    """Where things are in a model.
-
-    Attributes:
-        base: the module that gives hidden states.
-        embedding: token embedding.
-        layers: the transformer layers, in order; of a pipeline's stage its own.
-        head: the output projection, [width -> vocabulary].
-        norms: every normalisation, by name.
-        attentions: one per layer.
-        tower: the blocks of the vision tower of a model that reads images, in order; else none.
-    """
-
-    base: nn.Module
-    embedding: nn.Module
-    layers: nn.ModuleList
-    head: nn.Module
-    norms: Mapping[str, nn.Module]
-    attentions: tuple[nn.Module, ...]
-    tower: tuple[nn.Module, ...] = ()
-
-    @property
-    def blocks(self) -> tuple[nn.Module, ...]:
-        """All that repeats, in the order in which it runs: the tower's blocks and the layers."""
-        return (*self.tower, *self.layers)
-
-
-def anatomy(model: PreTrainedModel) -> Anatomy:
-    """Finds layers, head, norms and attention in any decoder-only transformers model, or in the text part of one that reads images.
-
-    Raises:
-        RecipeError: something cannot be found; the message names it.
-    """
-    from torch import nn
-
-    kind, count = type(model).__name__, model.config.get_text_config().num_hidden_layers
-    base = model.base_model
-    if base is model:
-        raise RecipeError(f"model: {kind} has no base model under its head, so hidden states cannot be had")
-    within = base if vision.tower(model) is None else base.language_model
-    stacks = [m for m in within.modules() if isinstance(m, nn.ModuleList) and len(m) == count]
-    if not stacks:
-        raise RecipeError(f"model: found no list of {count} layers in {kind}")
-    layers = max(stacks, key=lambda stack: sum(p.numel() for p in stack.parameters()))
-    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-    if whole(model) is not model:
-        from preheat.models.stages import Elsewhere
-
-        layers = nn.ModuleList(layer for layer in layers if not isinstance(layer, Elsewhere))
-    elif head is None or embedding is None:
-        raise RecipeError(
-            f"model: {kind} has no {'output head' if head is None else 'token embedding'} that transformers can name"
-        )
-    if getattr(head, "bias", None) is not None:
-        raise RecipeError(f"model: the head of {kind} has a bias, which preheat's losses do not handle yet")
-    attentions = []
-    for layer in layers:
-        found = [m for m in layer.children() if type(m).__name__.lower().endswith("attention")]
-        if len(found) != 1:
-            raise RecipeError(f"model: found {len(found)} attention modules in a layer of {kind}, expected one")
-        attentions.append(found[0])
-    of_tower = {id(m) for block in (vision.tower(model),) if block is not None for m in block.modules()}
-    norms = {
-        name: m for name, m in model.named_modules() if id(m) not in of_tower and type(m).__name__.lower().endswith("norm")
-    }
-    return Anatomy(base, embedding, layers, head, norms, tuple(attentions), tuple(vision.tower_blocks(model)))
-
-
-def head(model: PreTrainedModel) -> nn.Module:
-    """The output projection, [width -> vocabulary]; None in a stage of a pipeline that is not the last."""
-    return model.get_output_embeddings()
-
-
-def embedding(model: PreTrainedModel) -> nn.Module:
-    """The token embedding; None in a stage of a pipeline that has none."""
-    return model.get_input_embeddings()
-
-
-def whole(model: PreTrainedModel) -> PreTrainedModel:
-    """The model that a stage of a pipeline was cut from, of which other stages' modules stay on meta; any other model itself."""
-    return getattr(model, WHOLE, (model,))[0]
-
-
-def softcap(model: PreTrainedModel) -> float | None:
-    """The cap on the logits that the head gives, which are then cap * tanh(logits / cap) (Gemma 2); None: they are as they are."""
-    found: Any = head(model)
-    base = found.get_base_layer() if hasattr(found, "get_base_layer") else found  # under an adapter
-    return getattr(base, SOFTCAP, None)
-
-
-def logits(model: PreTrainedModel, hidden: Tensor) -> Tensor:
-    """What the model says of hidden states [..., width]: fp32 [..., vocabulary], all of them in memory at once."""
-    made, cap = head(model)(hidden).float(), softcap(model)
-    return made if cap is None else (made / cap).tanh() * cap
-
-
-def require_plain_head(model: PreTrainedModel, who: str) -> None:
-    """Raises RecipeError where the head carries an adapter, which what reads its weight alone would leave out without a word."""
-    if hasattr(head(model), "get_base_layer"):
-        raise RecipeError(
-            f"techniques.{who}: makes logits from the head's weight alone, and an adapter stands on it; take the head out of the adapter's targets, or leave {who} out"
-        )
-
-
-def ends(model: PreTrainedModel) -> tuple[Tensor, ...]:
-    """The weights of embedding and head, which optimizers made for matrices leave to AdamW; of a pipeline's stage what it has of them."""
-    held: list[Any] = [module for module in (embedding(model), head(model)) if module is not None]
-    return tuple(module.weight for module in held)
 
 
 def hidden_states(
@@ -378,6 +293,8 @@ def hidden_states(
         hidden: of the stage of a pipeline before this one, in place of the tokens' embeddings.
         images: that stand in the rows.
     """
+    if model.config.is_encoder_decoder:
+        return encoder_decoder.hidden_states(model, tokens, mask)
     if positions.ndim == 3:
         positions = positions.permute(2, 0, 1)
     elif mask.documents is None or all(len(row) == 1 for row in mask.documents):

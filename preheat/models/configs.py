@@ -132,7 +132,7 @@ def _offline() -> bool:
 
 def new(recipe: Recipe, vocabulary: int | None) -> PretrainedConfig:
     """The configuration of a new model, by family and sizes or by the dial."""
-    from transformers import GPT2Config, LlamaConfig, MixtralConfig, Qwen3Config, Qwen3MoeConfig
+    from transformers import GPT2Config, LlamaConfig, MixtralConfig, Qwen3Config, Qwen3MoeConfig, T5Config
 
     model = recipe.model
     gated = model.family != "gpt2"
@@ -172,6 +172,13 @@ def new(recipe: Recipe, vocabulary: int | None) -> PretrainedConfig:
             raise RecipeError(f"model.kv_heads: {model.kv_heads}: gpt2 has no grouped queries; remove it or use family: llama")
         # Dropout 0: pretraining sees each token about once (GPT-2's 0.1 is for many epochs).
         return GPT2Config(**common, n_inner=feed_forward, embd_pdrop=0.0, attn_pdrop=0.0, resid_pdrop=0.0)
+    if model.family == "t5":  # 1.1: gated, the head apart unless the recipe ties it
+        if model.kv_heads not in (None, heads):
+            raise RecipeError(f"model.kv_heads: {model.kv_heads}: t5 has no grouped queries; remove it or use family: llama")
+        special = {"pad_token_id": 0, "decoder_start_token_id": 0, "dropout_rate": 0.0}
+        sizes_of = {"d_ff": feed_forward, "d_kv": width // heads, "num_decoder_layers": layers}
+        common.pop("max_position_embeddings")
+        return T5Config(**common | special | sizes_of, feed_forward_proj="gated-gelu")
     common |= {"num_key_value_heads": model.kv_heads or heads, "intermediate_size": feed_forward, "head_dim": width // heads}
     if model.family in experts.FAMILIES:
         chosen = model.experts_per_token or 2

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from preheat.errors import RecipeError, RunError
 from preheat.models.adapter import PATTERN, STANDALONE, head
+from preheat.models.encoder_decoder import start_token
 from preheat.models.text import Ended, GrowingText, Written, alike
 from preheat.recipe import Sample
 
@@ -176,7 +177,11 @@ def generate(
     ):
         for rows in _batches(rooms, settings.tokens, 1 if alone or settings.speculates else batch):
             torch.manual_seed(seed)
-            listeners = [GrowingText(tokenizer, prompts[row], settings.stop, _told(on_text, row)) for row in rows]
+            before = [() if model.config.is_encoder_decoder else prompts[row] for row in rows]
+            listeners = [
+                GrowingText(tokenizer, prompt, settings.stop, _told(on_text, row))
+                for prompt, row in zip(before, rows, strict=True)
+            ]
             _write(
                 model,
                 [prompts[row] for row in rows],
@@ -246,6 +251,10 @@ def _require(model: PreTrainedModel, settings: Sample, alone: bool, cached: bool
         raise RecipeError(
             f"{chosen[0]}: this model's layers have attention patterns (block_sparse_attention, shifted_groups, sliding_window), so it reads everything again for each token and keeps no cache; leave it out"
         )
+    if model.config.is_encoder_decoder and (chosen or kept is not None):
+        raise RecipeError(
+            f"{(*chosen, 'chat')[0]}: an encoder-decoder reads its prompt once and writes with transformers' own cache; leave it out"
+        )
     if kept is not None and settings.cache == "static":
         raise RecipeError("sample.cache: static has room for one text, and a chat goes on and on; use dynamic or int8")
     if settings.window is not None and _plain_attention(model) != "sdpa":
@@ -310,7 +319,7 @@ def _write(
     from preheat.models.kv_cache import cache_nbytes, make_cache
 
     device = next(model.parameters()).device
-    longest = max(map(len, prompts))
+    longest, encoder = max(map(len, prompts)), model.config.is_encoder_decoder
     pad = min(stop, default=0)
     ids = torch.tensor([[pad] * (longest - len(p)) + list(p) for p in prompts], device=device)
     mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=device)
@@ -319,7 +328,7 @@ def _write(
         """Hears the tokens of each pass as they are drawn. Stop strings stand in text and not in tokens, so the text is made here, not by a
         streamer, which is told only after it was decided whether to go on."""
 
-        heard = longest
+        heard = 1 if encoder else longest  # a decoder begins with its start token
 
         def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:  # type: ignore[override]
             fresh = input_ids[:, self.heard :].tolist()
@@ -343,6 +352,7 @@ def _write(
         use_cache=cached,
         eos_token_id=sorted(stop) or None,
         pad_token_id=pad,
+        decoder_start_token_id=start_token(model.config) if encoder else None,
         disable_compile=not settings.compile,
         compile_config=compiling if settings.compile else None,
         **(
@@ -357,7 +367,7 @@ def _write(
         ),
     )
     more: dict[str, Any] = {}
-    if cached:
+    if cached and not encoder:  # of whose two caches transformers takes care
         empty = functools.partial(make_cache, model.config, settings, longest + room - 1)  # the last token is not read
         more["past_key_values"] = empty() if kept is None else kept.begin(prompts[0], settings, empty)
     if settings.speculates:
@@ -374,7 +384,7 @@ def _write(
         raise
     if kept is not None and cached:  # the last token was drawn and not read
         kept.end([*prompts[0], *texts[0].tokens])
-    if timed is not None and cached:
+    if timed is not None and "past_key_values" in more:
         timed.cache_bytes = cache_nbytes(more["past_key_values"])
 
 

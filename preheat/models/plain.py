@@ -13,17 +13,24 @@ __all__ = ["plain_logits"]
 
 
 def plain_logits(model: PreTrainedModel, tokens: Tensor, seen: Mapping[str, Tensor] | None = None) -> Tensor:
-    """Logits [rows, length, vocabulary] by transformers' own eager attention, whatever the model is set to; in fp32, or its fp64."""
+    """Logits [rows, length, vocabulary] by transformers' own eager attention, whatever the model is set to; in fp32, or its fp64.
+
+    An encoder-decoder reads the tokens, and writes them.
+
+    Args:
+        seen: what else goes into its forward: images.
+    """
     import torch
 
-    images = {key: value.to(model.device) for key, value in (seen or {}).items()}
-
+    given = {"input_ids": tokens.to(model.device), **{key: value.to(model.device) for key, value in (seen or {}).items()}}
+    if model.config.is_encoder_decoder:
+        given["decoder_input_ids"] = given["input_ids"]
     training, attention = model.training, model.config._attn_implementation
     model.eval()
     model.set_attn_implementation("eager")
     try:
         with torch.no_grad():
-            logits = model(input_ids=tokens.to(model.device), use_cache=False, **images).logits
+            logits = model(**given, use_cache=False).logits
             return logits if logits.dtype == torch.float64 else logits.float()
     finally:
         model.set_attn_implementation(attention)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from preheat.errors import RecipeError
-from preheat.models import adapter, configs, vision
+from preheat.models import adapter, configs
 from preheat.recipe import Recipe
 
 __all__ = [
@@ -34,12 +34,12 @@ def parameters_of(recipe: Recipe) -> tuple[Any, int, int]:
         RecipeError: no such model, or none that transformers can build.
     """
     import torch
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+    import transformers
 
     config = configs.of(recipe, recipe.data.vocabulary)
     try:
         with torch.device("meta"):
-            factory = AutoModelForImageTextToText if vision.vision_of(config) else AutoModelForCausalLM
+            factory = getattr(transformers, adapter.auto_class(config))
             model = factory.from_config(config, trust_remote_code=recipe.model.trust_remote_code)
     except ValueError as error:
         raise RecipeError(f"model: {config.model_type}: {str(error).splitlines()[0][:200]}") from None

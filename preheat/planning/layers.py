@@ -82,7 +82,7 @@ def _few(recipe: Recipe, config: Any) -> tuple[int, int] | None:
     techniques = list(recipe.techniques.values())
     period = math.lcm(*(t.period() for t in techniques))
     kinds = set(getattr(config.get_text_config(), "layer_types", None) or ())
-    if period > 2 or len(kinds) > 1 or "layer_types" in recipe.model.config:
+    if period > 2 or len(kinds) > 1 or "layer_types" in recipe.model.config or config.is_encoder_decoder:
         return None
     if any(Axis.PIPELINE in t.degrees() or _by_number(t) for t in techniques):
         return None

@@ -142,11 +142,20 @@ def generating(made: Build, recorder: Recorder, recipe: Recipe) -> None:
     length = max(len(p.encode()) for p in prompts) + 1 + recipe.sample.tokens
     length = min(length, made.model.positions or length)
     tokens = torch.empty(min(len(prompts), _PROMPTS), length, dtype=torch.int64)
+    given = {"input_ids": tokens, "logits_to_keep": 1}
+    if made.model.encoder:  # reads the prompt and writes the rest
+        given = dict(
+            zip(
+                ("decoder_input_ids", "input_ids"),
+                tokens.split([recipe.sample.tokens, length - recipe.sample.tokens], 1),
+                strict=True,
+            )
+        )
     model: Any = made.trained[0]
     attention = model.config._attn_implementation
     model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
     try:
         with torch.no_grad():
-            model(input_ids=tokens, use_cache=True, logits_to_keep=1)
+            model(**given, use_cache=True)
     finally:
         model.set_attn_implementation(attention)

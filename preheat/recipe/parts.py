@@ -29,7 +29,7 @@ class Model:
     """A Hugging Face folder (or hub name) with config.json; its weights too, unless `weights` is random."""
     weights: Literal["pretrained", "random"] = "pretrained"
     """With `path`: load the weights that stand there, or draw new ones for its configuration (or a preset's)."""
-    family: Literal["llama", "qwen3", "gpt2", "qwen3_moe", "mixtral"] = "llama"
+    family: Literal["llama", "qwen3", "gpt2", "qwen3_moe", "mixtral", "t5"] = "llama"
     """The architecture of a new model."""
     size: str | None = None
     """One dial for a new model, e.g. 15M or 1.1B: the parameters outside the embeddings and head; depth, width, heads and learning rate follow."""
@@ -80,7 +80,7 @@ class Data:
     completion: str | None = None
     """The field that holds what the model should answer; only its tokens are trained."""
     template: str | None = None
-    """The chat template: alpaca, chatml, gemma, llama3, mistral, phi3, phi4, qwen, or a .jinja file; the tokenizer's own when not stated. Stated, it is also put around prompt and completion."""
+    """The chat template: alpaca, chatml, gemma, llama3, mistral, phi3, phi4, qwen, t5, or a .jinja file; the tokenizer's own when not stated. Stated, it is also put around prompt and completion."""
     train_on: Literal["assistant", "last", "all"] = "assistant"
     """Which of a conversation is trained on: each turn of the assistant, the last of them, or all of the text."""
     classes: tuple[str, ...] = ()

@@ -43,6 +43,7 @@ class ModelFacts:
     expert_width: int = 0  # inner width of one expert
     expert_layers: int = 0  # layers that have experts
     vision: Vision | None = None  # how it reads images; None: it reads text alone
+    encoder: bool = False  # an encoder reads prompts and a decoder writes answers, `layers` of both together
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,8 @@ class Technique(ABC):
     """It changes how a model is trained, and nothing of what it is then: whoever opens a run to read from it leaves it out."""
     text_only: ClassVar[str] = ""
     """Why it does not serve models that read images, and what to do; empty: it does."""
+    encoder_too: ClassVar[bool] = False
+    """Whether it serves models with an encoder as well, and was tried with them."""
     relieves: ClassVar[bool] = False
     """Whether a run that is out of memory may add it, with any of its `options`: the same weights, data and loss in less memory. A run may
     be resumed with it, without it or with other settings of it."""
@@ -193,6 +196,8 @@ def registry() -> Mapping[str, type[Technique]]:
 
 def refusals(t: Technique, context: Context) -> list[str]:
     """Why a technique cannot serve here by itself, in words; empty when it can."""
+    if context.model.encoder and not t.encoder_too:
+        return [f"was made for decoder-only models, and {context.model.family} has an encoder; leave it out"]
     return ([t.text_only] if t.text_only and context.model.vision else []) + t.check(context)
 
 

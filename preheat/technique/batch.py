@@ -23,12 +23,15 @@ class MaskSpec:
         global_tokens: so many tokens at a document's beginning see all of it and are seen by all, whatever the window.
         documents: for each row of the batch the lengths of its documents, on the host; their sum is the row's length.
             A token sees its own document only. None: each row is one document.
+        read: of each document so many tokens at its beginning are read by an encoder, and what stands behind them is written by a decoder;
+            beside `documents`. None: the model is no encoder-decoder.
     """
 
     causal: bool = True
     window: int | None = None
     documents: tuple[tuple[int, ...], ...] | None = None
     global_tokens: int = 0
+    read: tuple[tuple[int, ...], ...] | None = None
 
 
 @dataclass(frozen=True)

@@ -123,6 +123,7 @@ def checkpoint_layers(
 class ActivationCheckpointing(Technique):
     stage: ClassVar[Stage] = Stage.CHECKPOINT
     numerics: ClassVar[Any] = "exact"
+    encoder_too: ClassVar[bool] = True
     relieves: ClassVar[bool] = True
     provides: ClassVar[frozenset[Tag]] = frozenset({Tag("recomputes")})
 

@@ -60,6 +60,7 @@ def chunked_cross_entropy(hidden: Tensor, head: nn.Module, labels: Tensor, *, ro
 class ChunkedLoss(Technique):
     stage: ClassVar[Stage] = Stage.KERNEL
     numerics: ClassVar[Any] = "exact"
+    encoder_too: ClassVar[bool] = True
     relieves: ClassVar[bool] = True
     owns: ClassVar[frozenset[Slot]] = frozenset({Slot.OVER_LOGITS})
 

@@ -43,6 +43,7 @@ def replicate_all(module: nn.Module, layers: Iterable[nn.Module], mesh: Any) -> 
 class DataParallel(Technique):
     stage: ClassVar[Stage] = Stage.SHARD
     numerics: ClassVar[Any] = "exact"
+    encoder_too: ClassVar[bool] = True
     provides: ClassVar[frozenset[Tag]] = frozenset({Tag("replicated-weights"), Tag("summed-gradients")})
     owns: ClassVar[frozenset[Slot]] = frozenset({Slot.FORWARD})
 

@@ -44,6 +44,7 @@ def shard_fully(module: nn.Module, layers: Iterable[nn.Module], mesh: Any, **how
 class FSDP(Technique):
     stage: ClassVar[Stage] = Stage.SHARD
     numerics: ClassVar[Any] = "exact"
+    encoder_too: ClassVar[bool] = True
     provides: ClassVar[frozenset[Tag]] = frozenset(
         {Tag("sharded-weights"), Tag("summed-gradients"), Tag("gathers-again"), Tag("reduces-each"), Tag("bf16-gather")}
     )

@@ -145,6 +145,7 @@ def _rows(recipe: Recipe, sizes: Mapping[Axis, int]) -> tuple[int, int]:
 class GradientAccumulation(Technique):
     stage: ClassVar[Stage] = Stage.LOADER
     numerics: ClassVar[Any] = "exact"
+    encoder_too: ClassVar[bool] = True
     relieves: ClassVar[bool] = True
     provides: ClassVar[frozenset[Tag]] = frozenset({Tag("micro-batch-size")})
 

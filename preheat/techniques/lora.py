@@ -140,6 +140,7 @@ def merge_lora(model: nn.Module) -> int:
 class Lora(Technique):
     stage: ClassVar[Stage] = Stage.ADAPT
     numerics: ClassVar[Any] = "different"
+    encoder_too: ClassVar[bool] = True
     provides: ClassVar[frozenset[Tag]] = frozenset({Tag("adapter"), Tag("frozen-base"), Tag("changed-base")})
     conflicts: ClassVar[frozenset[Tag]] = frozenset({Tag("adapter")})
 

@@ -191,6 +191,7 @@ def train_with_mixed_precision(
 class MixedPrecision(Technique):
     stage: ClassVar[Stage] = Stage.KERNEL
     numerics: ClassVar[Any] = "rounding"
+    encoder_too: ClassVar[bool] = True
     owns: ClassVar[frozenset[Slot]] = frozenset({Slot.OPTIMIZER})
     provides: ClassVar[frozenset[Tag]] = frozenset(
         {Tag("bf16-compute"), Tag("fp16-compute"), Tag("loss-scaling"), Tag("updates-by-element")}

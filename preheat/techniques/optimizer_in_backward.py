@@ -56,6 +56,7 @@ def update_in_backward(optimizer: torch.optim.Optimizer) -> UpdateInBackward:
 class OptimizerInBackward(Technique):
     stage: ClassVar[Stage] = Stage.LOADER  # the one stage that comes after the optimizer was made
     numerics: ClassVar[Any] = "exact"
+    encoder_too: ClassVar[bool] = True
     owns: ClassVar[frozenset[Slot]] = frozenset({Slot.FORWARD_BACKWARD, Slot.CLIP, Slot.UPDATE})
     provides: ClassVar[frozenset[Tag]] = frozenset({Tag("frees-gradients")})
     conflicts: ClassVar[frozenset[Tag]] = frozenset({Tag("micro-batch-size"), Tag("loss-scaling")})

@@ -39,6 +39,7 @@ def regularized_cross_entropy(logits: Tensor, labels: Tensor, *, label_smoothing
 class RegularizedLoss(Technique):
     stage: ClassVar[Stage] = Stage.KERNEL
     numerics: ClassVar[Any] = "different"
+    encoder_too: ClassVar[bool] = True
     owns: ClassVar[frozenset[Slot]] = frozenset({Slot.ROW_LOSS})
 
     label_smoothing: Share = 0.0

@@ -320,9 +320,9 @@ def _read(recipe: Recipe, watch: Watch) -> tuple[Any, Probes, Samples]:
         watch.notice(f"layout: {data.layout.words}")
     for line in data.told:
         watch.notice(line)
-    require_examples(recipe, data)
-    positions = adapter.facts(adapter.configure(recipe, len(data.tokenizer))).positions
-    samples = Samples(recipe, data.tokenizer, template=chat_template(data.layout), positions=positions)
+    model = adapter.facts(adapter.configure(recipe, len(data.tokenizer)))
+    require_examples(recipe, data, encoder=model.encoder)
+    samples = Samples(recipe, data.tokenizer, template=chat_template(data.layout), positions=model.positions)
     return data, Probes(recipe, data, watch.progress), samples
 
 

@@ -108,6 +108,8 @@ QUICK = [
     Case("llama", "fsdp: {}", "optimizer_in_backward: {}", "optimizer.clip=0", together=True),
     Case("llama", "fsdp: {}", "dynamic_batch: {start: 2, every: 2}"),
     Case("llama", "fsdp: {}", "preference: {}"),
+    Case("t5", "fsdp: {}", "gradient_accumulation: {steps: 2}, chunked_loss: {rows: 7}, activation_checkpointing: {}"),
+    Case("t5", "data_parallel: {}", "lora: {rank: 4}, gradient_accumulation: {steps: 2}"),
 ]
 FOUR = [
     Case("llama", "fsdp: {replicate: 2}", "gradient_accumulation: {steps: 2}"),

@@ -10,7 +10,7 @@ import torch
 
 from preheat.compress.export import card, shared
 from preheat.errors import RunError
-from preheat.models.adapter import head
+from preheat.models.adapter import auto_class, head
 from preheat.models.experts import biases, has_bias
 from preheat.models.surgery import beyond_transformers
 from preheat.models.vision import copy_processor, drawn_image
@@ -53,7 +53,7 @@ def write(
         RunError: no run or checkpoint there; `out` stands already or cannot be written; the model's architecture is one that
             transformers has not; the folder does not hold what was trained, within the tolerance.
     """
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSequenceClassification
+    import transformers
 
     out = Path(out)
     shared.must_be_new(out)
@@ -73,7 +73,7 @@ def write(
     first = len(opened.tokenizer) - len(opened.recipe.model.add_tokens)
     rows = shared.rows(opened.tokenizer, opened.build.model.positions, list(range(first, len(opened.tokenizer))))
     vision = opened.build.model.vision
-    reader: Any = AutoModelForCausalLM if vision is None else AutoModelForImageTextToText
+    reader: Any = getattr(transformers, auto_class(model.config))
     classifies = isinstance(head(model), ClassHead)
     pad = _pad(opened.tokenizer, run) if classifies else None
     if pad is not None:  # transformers' classifiers read the last token that is no padding
@@ -83,7 +83,7 @@ def write(
     wanted = shared.logits(model, rows, drawn)
     merged = merge(model) if names_of(model) else 0
     if pad is not None:
-        reader, wanted = AutoModelForSequenceClassification, [row[:, -1] for row in wanted]
+        reader, wanted = transformers.AutoModelForSequenceClassification, [row[:, -1] for row in wanted]
         model = _classifier(model, pad, run)
     model.to(kept)
     tied = not classifies and model.get_input_embeddings().weight is model.get_output_embeddings().weight

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from preheat.compress.export import card, shared
 from preheat.errors import RunError
+from preheat.models.adapter import require_decoder_only
 from preheat.ops.adapters import base_of, names_of, own_of
 from preheat.ops.expert_adapters import adapted_experts
 from preheat.ops.experts import STACKS
@@ -54,6 +55,7 @@ def write(run: str | Path, out: str | Path, *, tolerance: float | None = None) -
     shared.must_be_new(out)
     opened = open_model(run)
     model: Any = opened.build.trained[0]
+    require_decoder_only(model, "preheat export --to peft")
     unfake_(model)  # the adapter is that of the weights before rounding
     names = names_of(model)
     base = _base(opened, names, run)

@@ -59,15 +59,17 @@ def plain(run: str | Path, beside: Path, *, base: str | None = None) -> Iterator
         run: as `open_model` takes it.
 
     Raises:
-        RunError: as `huggingface.write`; a classifier, which other formats have no place for.
+        RunError: as `huggingface.write`; a classifier or an encoder-decoder, which other formats have no place for.
     """
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     folder = beside / "huggingface"
     made = huggingface.write(run, folder, dtype=torch.float32, base=base)
     try:
         if made["before"]["perplexity"] is None:
             raise RunError(f"{run}: is a classifier, and this format is for language models; use --to hf")
+        if AutoConfig.from_pretrained(folder, local_files_only=True).is_encoder_decoder:
+            raise RunError(f"{run}: is an encoder-decoder, and this format is for decoder-only models; use --to hf")
         model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
         known = [n for n in sorted(tokenizer.added_tokens_decoder) if n < model.config.vocab_size][:32]
