@@ -14,6 +14,7 @@ from preheat.engine.step import plain_slots
 from preheat.errors import RecipeError
 from preheat.models import adapter, encoder_decoder, presets, sizes
 from preheat.models.weights import WeightSource, materialize, mean_rows
+from preheat.ops.attention_module import attention_in_chunks
 from preheat.recipe import Parallel, Recipe
 from preheat.technique import (
     DATA,
@@ -137,7 +138,10 @@ def build(
         _stored_quantized(made, stored, reading)
     plain_slots(made)
     balance(made, config.get_text_config())
-    if context.model.encoder:
+    if (
+        context.model.encoder
+    ):  # whose scores have a learnt bias: made for some queries at a time, and again in the backward pass
+        made.own(Slot.ATTENTION_KERNEL, attention_in_chunks, "plain")
         made.transforms.append((Order.PACK, encoder_decoder.divided if dry is None else encoder_decoder.divided_evenly))
     if where.type != "cpu":
         made.transforms.append((Order.MOVE, lambda batch: _move(batch, made.torch_device)))

@@ -294,7 +294,7 @@ def hidden_states(
         images: that stand in the rows.
     """
     if model.config.is_encoder_decoder:
-        return encoder_decoder.hidden_states(model, tokens, mask)
+        return encoder_decoder.hidden_states(model, tokens, mask, attention)
     if positions.ndim == 3:
         positions = positions.permute(2, 0, 1)
     elif mask.documents is None or all(len(row) == 1 for row in mask.documents):

@@ -163,12 +163,13 @@ class _Masks:
     across: Tensor
 
 
-def hidden_states(model: Any, tokens: Tensor, mask: MaskSpec) -> Tensor:
+def hidden_states(model: Any, tokens: Tensor, mask: MaskSpec, attention: Callable[..., Tensor]) -> Tensor:
     """What the decoder gives, [rows, length, width], at the places of the row whose labels it is to say; zeros elsewhere.
 
     Args:
         tokens: [rows, length].
         mask: with `documents` and `read`.
+        attention: (q, k, v, mask, scale, *, bias) -> out, the bias bool or float, as of `preheat.ops.attention_module.attention_in_chunks`.
     """
     import torch
 
@@ -182,9 +183,10 @@ def hidden_states(model: Any, tokens: Tensor, mask: MaskSpec) -> Tensor:
         MaskSpec(documents=places.targets),
         target_of[:, None, :, None] == source_of[:, None, None, :],
     )
-    seen = encoder(input_ids=tokens.gather(1, source), preheat_masks=masks).last_hidden_state
+    given: dict[str, Any] = {"preheat_masks": masks, "preheat_attention": attention}
+    seen = encoder(input_ids=tokens.gather(1, source), **given).last_hidden_state
     before = tokens.gather(1, target.clamp(max=tokens.shape[1] - 1)).masked_fill(begins > 0, start_token(model.config))
-    hidden = decoder(input_ids=before, encoder_hidden_states=seen, use_cache=False, preheat_masks=masks).last_hidden_state
+    hidden = decoder(input_ids=before, encoder_hidden_states=seen, use_cache=False, **given).last_hidden_state
     if getattr(model.config, "scale_decoder_outputs", False):  # T5 itself; mT5 has no such setting, and does not
         hidden = hidden * model.config.d_model**-0.5
     rows, length, width = *tokens.shape, hidden.shape[-1]
@@ -222,14 +224,13 @@ def _attention(
     scaling: float,
     position_bias: Tensor,
     preheat_masks: _Masks,
+    preheat_attention: Callable[..., Tensor],
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention interface, as T5 calls it. Scores are made for some queries at a time, and again in the backward pass."""
-    from preheat.ops.attention_module import attention_in_chunks
-
+    """transformers' attention interface, as T5 calls it."""
     assert attention_mask is None, f"{type(module).__name__} made a mask of its own"
     if module.is_decoder and not module.is_causal:  # from the decoder into the encoder, where distances mean nothing
         mask, bias = MaskSpec(causal=False), preheat_masks.across
     else:
         mask, bias = preheat_masks.decoder if module.is_decoder else preheat_masks.encoder, position_bias
-    return attention_in_chunks(query, key, value, mask, scaling, bias=bias).transpose(1, 2), None
+    return preheat_attention(query, key, value, mask, scaling, bias=bias).transpose(1, 2), None

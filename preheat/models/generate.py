@@ -177,11 +177,8 @@ def generate(
     ):
         for rows in _batches(rooms, settings.tokens, 1 if alone or settings.speculates else batch):
             torch.manual_seed(seed)
-            before = [() if model.config.is_encoder_decoder else prompts[row] for row in rows]
-            listeners = [
-                GrowingText(tokenizer, prompt, settings.stop, _told(on_text, row))
-                for prompt, row in zip(before, rows, strict=True)
-            ]
+            before = {row: () if model.config.is_encoder_decoder else prompts[row] for row in rows}
+            listeners = [GrowingText(tokenizer, before[row], settings.stop, _told(on_text, row)) for row in rows]
             _write(
                 model,
                 [prompts[row] for row in rows],
