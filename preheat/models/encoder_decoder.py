@@ -8,6 +8,7 @@ that losses, objectives and data know nothing of all this. Rows stay packed: pos
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
