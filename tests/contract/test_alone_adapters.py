@@ -87,7 +87,7 @@ def test_alone_vision_tower(tmp_path: Path) -> None:
     for _ in range(8):
         loss = model(**seen, labels=pieces.where(pieces != model.config.image_token_id, -100)).loss
         loss.backward()
-        losses.append(float(loss))
+        losses.append(float(loss.detach()))
         optimizer.step()
         optimizer.zero_grad()
     assert losses[-1] < losses[0] - 0.15, losses

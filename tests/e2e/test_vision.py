@@ -32,7 +32,7 @@ def test_images_from_rows_to_a_resumed_run(preheat: Command) -> None:
     assert "«It is " in said
     planned = preheat.here.json("plan", "see.yaml")
     assert planned["fits"]
-    said = preheat.json("train", "see.yaml")
+    said = preheat.here.json("train", "see.yaml")
     assert said["steps"] == 6
     run = here / "runs/see"
     plan = json.loads((run / "plan.json").read_text())
@@ -45,6 +45,15 @@ def test_images_from_rows_to_a_resumed_run(preheat: Command) -> None:
     preheat.here("train", "again.yaml", "--set", "data.workers=0")
     metrics = [json.loads(line) for line in (here / "runs/again/metrics.jsonl").read_text().splitlines()]
     assert {m["step"]: m["loss"] for m in metrics if "loss" in m} == losses  # whoever reads the images
+    made = preheat.here.json("export", "runs/see", "--to", "hf", "--out", "merged")
+    assert made["max_logit_difference"] < 1e-5 * made["largest_logit"]
+    assert (here / "merged/preprocessor_config.json").is_file()
+    _, error = preheat.here("export", "runs/see", "--to", "gguf", code=1)
+    assert "reads images, which only --to hf writes" in error
+    _, error = preheat.here("compress", "merged", "--method", "int8", code=2)
+    assert "reads images" in error
+    measured = preheat.here.json("eval", "merged", "--data", "text/00.txt", "--length", "64")
+    assert measured["loss"] > 0
 
 
 def test_a_bad_image_stops_the_run_before_it_starts(preheat: Command) -> None:

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from preheat.data.images import mrope_positions
 from preheat.data.loader import collate
 from preheat.engine.build import build
 from preheat.engine.step import gradients, update
 from preheat.errors import DataError, RecipeError
+from preheat.planning.layers import observe_few
+from preheat.planning.observe import observe
 from preheat.recipe import Recipe, parse
-from preheat.technique import Batch, Build
+from preheat.technique import Batch, Build, Device, MaskSpec
+from preheat.training.counted import with_images
 from preheat.training.session import data_of
 
 from ..conftest import DEVICE, difference
@@ -154,8 +159,6 @@ def test_a_batch_without_images_is_text_and_its_blank_image_counts_for_nothing(
     tower = {n: g for n, g in grads.items() if ".visual." in n}
     assert tower  # every device has gradients of the same weights
     assert not any(g.any() for g in tower.values())
-    from dataclasses import replace
-
     plain = replace(batch, images=None, positions=batch.positions[..., 0])
     again, other = taken(made(recipe), [plain])
     assert again == pytest.approx(loss, abs=1e-6)
@@ -337,3 +340,36 @@ def test_what_cannot_be_is_refused(folders: dict[str, Path], tmp_path: Path, dat
         made(recipe_of(data_folder / "stories260K-hf", source, "{vision_tower: {}}"))
     with pytest.raises(DataError, match="packing: stream cuts examples"):
         data_of(recipe_of(folders["qwen3_vl"], source, more="packing: stream"))
+
+
+GPU = Device("cuda", "a GPU of 24 GiB", 24 << 30, (8, 9))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_plan_counts_the_images_of_the_data(family: str, folders: dict[str, Path], tmp_path: Path) -> None:
+    rows = questions(tmp_path)
+    for row in rows:
+        draw(tmp_path, row["images"][0], (9, 9, 9), (32, 32))  # all alike: a row's worth is the fullest row's
+    recipe = recipe_of(folders[family], written(tmp_path, rows), length=48)
+    data = data_of(recipe)
+    counted = with_images(recipe, data)
+    assert (counted.data.images, counted.data.image_pixels) == (1, 32 * 32)
+    batch = collate([(n, data.train.row(n)) for n in range(8)])  # type: ignore[union-attr]
+    with FlopCounterMode(display=False) as counter:
+        b = made(recipe)
+        gradients(b, [replace(batch, mask=MaskSpec(documents=((48,),) * 8))], 0.01)
+    seen = observe(counted, vocabulary=None, device=DEVICE)
+    assert seen.model_flops == counter.get_total_flops()
+    without = replace(counted, data=replace(counted.data, images=0.0))
+    assert observe(without, vocabulary=None, device=DEVICE).model_flops < 0.95 * seen.model_flops
+
+
+def test_many_layers_are_planned_by_few(folders: dict[str, Path], tmp_path: Path) -> None:
+    recipe = recipe_of(
+        folders["qwen3_vl"], tmp_path, "{mixed_precision: {mode: bf16}, efficient_attention: {}, activation_checkpointing: {}}"
+    )
+    deep = replace(recipe, model=replace(recipe.model, weights="random", config={"num_hidden_layers": 14}))
+    few, whole = (see(deep, vocabulary=None, device=GPU) for see in (observe_few, observe))
+    assert not few.log
+    assert few.peak == pytest.approx(whole.peak, rel=1e-3)
+    assert few.model_flops == whole.model_flops
