@@ -43,7 +43,8 @@ def test_an_upcycled_model_is_trained_resumed_reported_and_exported(
     again = [json.loads(line) for line in (half / "metrics.jsonl").read_text().splitlines()]
     kept = {line["step"]: (line["loss"], line["expert_loads"]) for line in again if "expert_loads" in line}
     assert kept == {line["step"]: (line["loss"], line["expert_loads"]) for line in steps}
-    assert "Load of experts" in Path(preheat.here.json("report", str(run))["path"]).read_text()
+    preheat.here("report", str(run))
+    assert "Load of experts" in (run / "report.html").read_text()
     made = preheat.here.json("export", str(run), "--to", "hf", "--out", str(tmp_path / "hf"))
     assert "so the folder routes without it" in made["note"]
     assert made["max_logit_difference"] == pytest.approx(0, abs=1e-4)
