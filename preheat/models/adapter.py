@@ -378,10 +378,15 @@ def plain_logits(model: PreTrainedModel, tokens: Tensor) -> Tensor:
     training, attention = model.training, model.config._attn_implementation
     model.eval()
     model.set_attn_implementation("eager")
+    grouped = experts.experts_of(model) and model.config._experts_implementation == "grouped_mm"
+    if grouped:  # transformers' own, which torch has not in fp64
+        model.set_experts_implementation("eager")
     try:
         with torch.no_grad():
             logits = model(input_ids=tokens.to(model.device), use_cache=False).logits
             return logits if logits.dtype == torch.float64 else logits.float()
     finally:
         model.set_attn_implementation(attention)
+        if grouped:
+            model.set_experts_implementation("grouped_mm")
         model.train(training)
