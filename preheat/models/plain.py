@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from preheat.models.experts import experts_of
+
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
@@ -28,10 +30,15 @@ def plain_logits(model: PreTrainedModel, tokens: Tensor, seen: Mapping[str, Tens
     training, attention = model.training, model.config._attn_implementation
     model.eval()
     model.set_attn_implementation("eager")
+    grouped = experts_of(model) and model.config.get_text_config()._experts_implementation == "grouped_mm"
+    if grouped:  # transformers' own, which torch has not in fp64
+        model.set_experts_implementation("eager")
     try:
         with torch.no_grad():
             logits = model(**given, use_cache=False).logits
             return logits if logits.dtype == torch.float64 else logits.float()
     finally:
         model.set_attn_implementation(attention)
+        if grouped:
+            model.set_experts_implementation("grouped_mm")
         model.train(training)

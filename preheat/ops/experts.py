@@ -25,10 +25,11 @@ EXCHANGE = "preheat_exchange"
 
 
 def _native(*tensors: Tensor) -> bool:
-    """Whether torch's grouped product takes these: 16-byte rows, and on CUDA bf16 (for others it reads the bounds back as we do)."""
+    """Whether torch's grouped product takes these: 16-byte rows, no fp64, and on CUDA bf16 (for others it reads the bounds back as we do)."""
     aligned = all(size * t.element_size() % 16 == 0 for t in tensors for size in t.shape[-2:] if t.ndim == 3)
     aligned = aligned and all(t.shape[-1] * t.element_size() % 16 == 0 for t in tensors)
-    return aligned and (tensors[0].device.type == "cpu" or tensors[0].dtype == torch.bfloat16)
+    kinds = (torch.float32, torch.bfloat16, torch.float16) if tensors[0].device.type == "cpu" else (torch.bfloat16,)
+    return aligned and tensors[0].dtype in kinds
 
 
 def _bounds(ends: Tensor) -> list[tuple[int, int]]:

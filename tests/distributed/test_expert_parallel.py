@@ -12,6 +12,7 @@ from preheat import recipe as recipes
 from preheat.engine.build import build, context_of
 from preheat.engine.step import gradients, update
 from preheat.models import adapter
+from preheat.models.experts import biases
 from preheat.technique import DATA, conflicts_of
 
 from ..conftest import DEVICE, difference, split, tiny, uneven
@@ -19,12 +20,15 @@ from .processes import ALL, processes
 
 ROWS, STEPS = 8, 5
 # The balance loss made strong; few experts and an update that is smooth in the gradient, so that no rounding error tips a token to another expert.
-SETTINGS = ("model.config={router_aux_loss_coef: 0.5}", "model.experts=4", "optimizer.eps=0.001")
+STRONG = "model.config={router_aux_loss_coef: 0.5}"
+BALANCED = "{expert_balancing: {rate: 0.01, coefficient: 0.5}}"
+SETTINGS = ("model.experts=4", "optimizer.eps=0.001")
 # processes, family, techniques, micro-batches; one process always takes its rows in 4
 CASES = [
     (4, "qwen3_moe", "{data_parallel: {}, expert_parallel: {degree: 2}}", 2),
     (4, "qwen3_moe", "{fsdp: {replicate: 2}, expert_parallel: {}, activation_checkpointing: {}}", 2),
     (2, "mixtral", "{data_parallel: {}, expert_parallel: {}}", 2),
+    (2, "qwen3_moe", "{fsdp: {}, expert_parallel: {}, expert_balancing: {rate: 0.01, coefficient: 0.5}}", 2),
 ]
 if ALL:
     CASES += [
@@ -36,7 +40,8 @@ if ALL:
 
 def train(family: str, techniques: str, micro: int) -> dict[str, Any]:
     """Losses, norms, final parameters and the share of them that this process holds."""
-    recipe = recipes.override(tiny(family=family, rows=ROWS), *SETTINGS, f"techniques={techniques}")
+    strong = [] if "expert_balancing" in techniques else [STRONG]
+    recipe = recipes.override(tiny(family=family, rows=ROWS), *SETTINGS, *strong, f"techniques={techniques}")
     b = build(recipe, vocabulary=96, device=DEVICE)
     b.accumulation = micro  # of this process: the rows of a rank may be cut otherwise than those of one process
     devices, index = b.mesh.size(*DATA), b.mesh.index(*DATA)
@@ -50,7 +55,8 @@ def train(family: str, techniques: str, micro: int) -> dict[str, Any]:
         tokens += float(b.mesh.add(loss.metrics["expert_tokens"].sum(), *DATA))
     whole = {n: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().clone() for n, p in b.parameters()}
     held = sum((p.to_local() if hasattr(p, "to_local") else p).numel() for n, p in b.parameters() if ".experts." in n)
-    return {"losses": losses, "norms": norms, "parameters": whole, "held": held, "tokens": tokens}
+    kept = {n: bias.clone() for n, bias in biases(b.trained[0]).items()}
+    return {"losses": losses, "norms": norms, "parameters": whole, "held": held, "tokens": tokens, "biases": kept}
 
 
 def work(rank: int, folder: Path) -> None:
@@ -70,19 +76,22 @@ def work(rank: int, folder: Path) -> None:
 def several(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("experts")
     with processes(work, 4, folder):
-        torch.save({family: train(family, "{}", 4) for family in ("qwen3_moe", "mixtral")}, folder / "alone.pt")
+        alone = {family: train(family, "{}", 4) for family in ("qwen3_moe", "mixtral")}
+        torch.save({**alone, "balanced": train("qwen3_moe", BALANCED, 4)}, folder / "alone.pt")
     return folder
 
 
 @pytest.mark.parametrize("case", range(len(CASES)), ids=[f"{c[0]}-{c[1]}-{c[2]}" for c in CASES])
 def test_several_processes_train_as_one(several: Path, case: int) -> None:
     world, family, techniques, _ = CASES[case]
-    one = torch.load(several / "alone.pt")[family]
+    one = torch.load(several / "alone.pt")["balanced" if "expert_balancing" in techniques else family]
     for rank in range(world):
         found = torch.load(several / f"{case}-{rank}.pt")
         assert found["losses"] == pytest.approx(one["losses"], abs=1e-5)
         assert found["norms"] == pytest.approx(one["norms"], rel=1e-4)
         assert difference(found["parameters"], one["parameters"]) < 1e-5
+        assert found["biases"].keys() == one["biases"].keys()
+        assert all(torch.equal(found["biases"][n], bias) for n, bias in one["biases"].items())  # by the tokens of all ranks
         assert found["tokens"] == one["tokens"] == STEPS * ROWS * 32 * 2 * 3  # none is dropped
         copies = world // 2 if "data_parallel" in techniques or "replicate: 2" in techniques else 1  # of each expert
         assert found["held"] == one["held"] * copies // world

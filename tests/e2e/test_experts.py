@@ -6,8 +6,10 @@ import json
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 import transformers
 
 from .conftest import Command
@@ -43,9 +45,35 @@ def test_an_upcycled_model_is_trained_resumed_reported_and_exported(
     again = [json.loads(line) for line in (half / "metrics.jsonl").read_text().splitlines()]
     kept = {line["step"]: (line["loss"], line["expert_loads"]) for line in again if "expert_loads" in line}
     assert kept == {line["step"]: (line["loss"], line["expert_loads"]) for line in steps}
-    assert "Load of experts" in Path(preheat.here.json("report", str(run))["path"]).read_text()
+    preheat.here("report", str(run))
+    assert "Load of experts" in (run / "report.html").read_text()
     made = preheat.here.json("export", str(run), "--to", "hf", "--out", str(tmp_path / "hf"))
     assert "so the folder routes without it" in made["note"]
     assert made["max_logit_difference"] == pytest.approx(0, abs=1e-4)
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
     assert (loaded.config.model_type, loaded.config.num_local_experts) == ("mixtral", 4)
+
+
+def test_adapters_on_experts_are_peft_s_and_merge_exactly(preheat: Command, data_folder: Path, tmp_path: Path) -> None:
+    from preheat.techniques.upcycling import upcycle
+
+    stories, base, run = data_folder / "stories260K-hf", tmp_path / "base", tmp_path / "run"
+    torch.manual_seed(0)
+    made: Any = upcycle(transformers.AutoModelForCausalLM.from_pretrained(stories), 4, redrawn=0.3)
+    made.save_pretrained(base)
+    transformers.AutoTokenizer.from_pretrained(stories).save_pretrained(base)
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(
+        f"name: pairs\nmodel: {{path: {base}}}\ndata: {{source: text, validation: 0.1}}\nbatch: {{size: 4, length: 64}}\noptimizer: {{lr: 0.01}}\n"
+        "stop: {steps: 6}\nevaluate: {rows: 4}\ntechniques: {lora: {rank: 8, expert_rank: 4, alpha: 16}}\n"
+    )
+    preheat.here("train", str(recipe), "--out", str(run))
+    told = json.loads((run / "changes.json").read_text())["lora"][0]["what"]
+    assert "of rank 8 on 20 linear maps, of rank 4 on each of 4 experts in 5 layers" in told
+    for form in ("hf", "peft"):
+        made = preheat.here.json("export", str(run), "--to", form, "--out", str(tmp_path / form))
+        assert made["max_logit_difference"] < 1e-4, form
+    assert made["adapted"] == 20 + 10
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    before = transformers.AutoModelForCausalLM.from_pretrained(base)
+    assert not torch.equal(loaded.model.layers[0].mlp.experts.down_proj, before.model.layers[0].mlp.experts.down_proj)

@@ -178,15 +178,17 @@ def test_an_even_load_costs_the_number_of_chosen_experts() -> None:
 
 
 @pytest.mark.parametrize(("width", "inner"), [(16, 8), (6, 5)])  # whole 16-byte rows, and others
-@pytest.mark.parametrize("counts", [(3, 0, 4), (0, 0, 2)])
-def test_grouped_products_against_one_product_an_expert(width: int, inner: int, counts: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(("counts", "dtype"), [((3, 0, 4), torch.float32), ((0, 0, 2), torch.float64)])
+def test_grouped_products_against_one_product_an_expert(
+    width: int, inner: int, counts: tuple[int, ...], dtype: torch.dtype
+) -> None:
     g = torch.Generator().manual_seed(0)
-    rows = torch.randn(sum(counts), width, generator=g, requires_grad=True)
-    weight = torch.randn(3, inner, width, generator=g, requires_grad=True)
+    rows = torch.randn(sum(counts), width, generator=g, dtype=dtype, requires_grad=True)
+    weight = torch.randn(3, inner, width, generator=g, dtype=dtype, requires_grad=True)
     ends = torch.tensor(counts).cumsum(0).to(torch.int32)
     out = grouped_linear(rows, weight, ends)
     wanted = torch.cat([part @ matrix.t() for part, matrix in zip(rows.split(counts), weight, strict=True)])
-    seed = torch.randn(out.shape, generator=g)
+    seed = torch.randn(out.shape, generator=g, dtype=dtype)
     ours, theirs = torch.autograd.grad(out, (rows, weight), seed), torch.autograd.grad(wanted, (rows, weight), seed)
     for a, c in zip((out, *ours), (wanted, *theirs), strict=True):
         torch.testing.assert_close(a, c)

@@ -36,7 +36,7 @@ _PISSA = "pissa changed its base: written as a plain LoRA of twice the rank for 
 def write(run: str | Path, out: str | Path, *, tolerance: float | None = None) -> dict[str, Any]:
     """Writes the adapter of a run's newest whole checkpoint as peft's own folder, without its base.
 
-    `PeftModel.from_pretrained(base, out)` then gives the run's logits: that is done, and compared. An adapter over NF4 is compared
+    Low-rank pairs on experts are written as peft's adapters of parameters. `PeftModel.from_pretrained(base, out)` then gives the run's logits: that is done, and compared. An adapter over NF4 is compared
     on the base's weights as NF4 rounds them, which are those that it was trained on.
 
     Args:
@@ -88,6 +88,8 @@ def write(run: str | Path, out: str | Path, *, tolerance: float | None = None) -
     del model, packed
     with shared.beside(out) as folder, warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="fan_in_fan_out is set")
+        # peft looks for these among modules; it takes the rank all the same.
+        warnings.filterwarnings("ignore", message=r"The following rank_pattern keys .*experts", category=RuntimeWarning)
         warnings.filterwarnings(
             "ignore", message="`is_gradient_checkpointing` is deprecated"
         )  # which peft asks, and transformers renamed
@@ -114,7 +116,7 @@ def write(run: str | Path, out: str | Path, *, tolerance: float | None = None) -
             "path": str(out),
             "bytes": shared.size(folder),
             "base": base,
-            "adapted": len(names),
+            "adapted": len(names) + len(pairs),
             "read_by": card.version_of("peft"),
             **shared.figures(found, accepted),
             "note": "; ".join(notes),
