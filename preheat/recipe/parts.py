@@ -99,6 +99,8 @@ class Data:
     """Pieces of the BPE that is trained when there is no tokenizer."""
     packing: Literal["auto", "stream", "whole"] = "auto"
     """`stream` cuts documents at row ends; `whole` never cuts an example and pads. auto: stream for plain text, else whole."""
+    longer: Literal["split", "refuse"] = "split"
+    """What becomes of a document longer than a row. split: running text goes on in the next row, an example keeps its beginning (preflight: truncated); refuse: the run does not begin (exit code 4). Counted either way."""
     validation: str | float = 0.02
     """Share of documents held out (chosen by their content, so that equal documents fall on one side), or a file or folder to validate on."""
     limit: Count | None = None
@@ -123,6 +125,8 @@ class Data:
                 found.append((f"{at}.weight", f"must be a number above 0 and at most 100, got {weight!r}"))
         if not self.source:
             found.append(("data.source", "is empty; name a file, a folder or a dataset"))
+        if self.longer == "refuse" and self.streaming:
+            found.append(("data.longer", "refuse needs all documents read beforehand; set data.streaming: false"))
         if not isinstance(self.source, str) and self.streaming:
             found.append(("data.streaming", "reads one source; name one, or set data.streaming: false"))
         return found
