@@ -103,7 +103,10 @@ def extended(name: str, options: argparse.Namespace, folder: Path) -> dict[str, 
         # `none` reads beyond what it was made for: nothing but the statement of its positions is changed.
         "model": {"path": str(model), **({"config": {"max_position_embeddings": length}} if name == "none" else {})},
         "data": {
-            "source": [{"source": str(folder / "book.txt")}, {"source": str(folder / "stories.jsonl"), "weight": 2}],
+            "source": [
+                {"source": str(folder / "book.txt"), "text_files": "whole"},
+                {"source": str(folder / "stories.jsonl"), "weight": 2},
+            ],
             "packing": "stream",
             "validation": 0.0,
         },

@@ -64,8 +64,8 @@ def rows_of_text(data: Data, source: str, *, knob: str, length: int, seed: int, 
 
 
 def tokens_of_text(data: Data, source: str, knob: str, *, seed: int, tokenizer: str) -> Tokens:
-    """A second text's documents in tokens; arguments and errors as of `rows_of_text`."""
-    return rows_of_text(data, source, knob=knob, length=2, seed=seed, tokenizer=tokenizer).tokens
+    """A second text's documents in tokens, each file whole; arguments and errors as of `rows_of_text`."""
+    return rows_of_text(replace(data, text_files="whole"), source, knob=knob, length=2, seed=seed, tokenizer=tokenizer).tokens
 
 
 def bytes_of_tokens(tokenizer: Any) -> np.ndarray:

@@ -68,7 +68,7 @@ class Data:
     """What the model reads."""
 
     source: str | tuple[str | Mapping[str, Any], ...] = "stdlib"
-    """`stdlib` (Python's own library source), `docstrings` (docstring -> function pairs drawn from it), a file or folder (.txt, .py, .jsonl, .json, .parquet, .csv), or a `datasets` name. Several as a list of these or of {source, weight, layout, columns, text, prompt, completion, subset, split, limit}: a weight of 2 reads its documents twice an epoch, 0.5 reads half of them."""
+    """`stdlib` (Python's own library source), `docstrings` (docstring -> function pairs drawn from it), a file or folder (.txt, .py, .jsonl, .json, .parquet, .csv), or a `datasets` name. Several as a list of these or of {source, weight, layout, columns, text, prompt, completion, subset, split, limit, text_files}: a weight of 2 reads its documents twice an epoch, 0.5 reads half of them."""
     layout: Literal["auto", "text", "prompt", "alpaca", "sharegpt", "messages", "preference", "unpaired", "classes"] = "auto"
     """What a row is: text; prompt (and completion); alpaca (instruction, input, output); sharegpt (conversations of from and value); messages (role and content, tool calls); preference (chosen, rejected); unpaired (an answer and whether it was liked); classes (text and label). auto: recognised by the fields, and said."""
     columns: Mapping[str, str] = field(default_factory=dict)
@@ -99,6 +99,8 @@ class Data:
     """Pieces of the BPE that is trained when there is no tokenizer."""
     packing: Literal["auto", "stream", "whole"] = "auto"
     """`stream` cuts documents at row ends; `whole` never cuts an example and pads. auto: stream for plain text, else whole."""
+    text_files: Literal["cut", "whole"] = "cut"
+    """A .txt file of more than 64 KB: cut at blank lines into documents of some 4 KB, which can be shuffled and split; or one whole document, as long contexts need."""
     longer: Literal["split", "refuse"] = "split"
     """What becomes of a document longer than a row. split: running text goes on in the next row, an example keeps its beginning (preflight: truncated); refuse: the run does not begin (exit code 4). Counted either way."""
     validation: str | float = 0.02
@@ -145,7 +147,7 @@ class Data:
         return [(replace(self, **part), weight) for part, weight in zip(listed, weights, strict=True)]
 
 
-_OF_A_SOURCE = ("layout", "columns", "text", "prompt", "completion", "subset", "split", "limit")
+_OF_A_SOURCE = ("layout", "columns", "text", "prompt", "completion", "subset", "split", "limit", "text_files")
 """Settings that a source of a list may have for itself."""
 
 
