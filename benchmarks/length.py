@@ -298,7 +298,7 @@ def recall(options: argparse.Namespace) -> None:
         summary, evaluation = train(recipe, folder)
         seconds = time.perf_counter() - begun
         curve = [json.loads(line) for line in (folder / "recall" / "metrics.jsonl").read_text().splitlines()]
-        parameters = json.loads((folder / "recall" / "plan.json").read_text()).get("parameters")
+        parameters = json.loads((folder / "recall" / "plan.json").read_text())["parameters"]["total"]
     found = evaluation["after"]["tasks"]["recall"]
     across, down = (sorted({part[key] for part in found["parts"]}) for key in ("length", "depth"))
     grid = np.array(

@@ -33,7 +33,7 @@ from preheat.technique import Build, Slot
 __all__ = ["Questions", "measure_length", "questions_of", "reach_of"]
 
 SHARES = {"none": 0.0, "quarter": 0.25, "half": 0.5, "all": 1.0}
-LEAST = 8  # tokens of the shortest length that stands in an `auto` grid
+LEAST = 8  # tokens of the shortest length that is asked where none is stated; needles need more
 FIRST = 16  # tokens of the first stretch of positions, at least
 
 
@@ -68,7 +68,7 @@ def questions_of(
         RecipeError: a length beyond reach, or with no room for a question.
         DataError: the text has no document that is long enough.
     """
-    lengths = task.lengths or _lengths(task.kind, longest)
+    lengths = task.lengths or _lengths(task, longest)
     if max(lengths) > reach:
         raise RecipeError(
             f"task {task.name}: lengths: {max(lengths):,} is beyond the {reach:,} tokens that are read here; lower it, or raise batch.length (of a run) or --length"
@@ -113,12 +113,13 @@ def reach_of(build: Build) -> int:
     return positions if positions and not surgery.has_rotary(build.trained[0]) else sys.maxsize
 
 
-def _lengths(kind: str, longest: int) -> list[int]:
-    if kind == "positions":
+def _lengths(task: LengthTask, longest: int) -> list[int]:
+    if task.kind == "positions":
         return [longest]
-    if kind == "continuation":
+    if task.kind == "continuation":
         return sorted({longest // n for n in (8, 4, 2, 1)} - {*range(2 * LEAST)} or {longest})
-    return sorted({n for n in (longest * k // 8 for k in range(1, 9)) if n >= LEAST} or {longest})
+    least = LEAST * (task.needles + 1 if task.kind == "needle" else 1)
+    return sorted({n for n in (longest * k // 8 for k in range(1, 9)) if n >= least} or {longest})
 
 
 def _passages(task: LengthTask, text: Tokens, length: int, each: int) -> list[list[int]]:
@@ -181,7 +182,7 @@ def _by_position(questions: Questions, scorer: Scorer, identity: str) -> Result:
     rows = [q.context for cell in questions.asked for q in cell]
     length = len(rows[0]) - 1
     edges = [0]
-    while 8 * max(edges[-1], FIRST // 2) <= 3 * length:  # the last stretch is between a half and two thirds of all
+    while 8 * max(edges[-1], FIRST // 2) <= 3 * length:  # the last stretch is a quarter of all at least
         edges.append(2 * max(edges[-1], FIRST // 2))
     edges.append(length)
     found = []
@@ -199,7 +200,7 @@ def _by_position(questions: Questions, scorer: Scorer, identity: str) -> Result:
 
     parts = [Part({"start": a, "end": b}, mean(a, b)) for a, b in itertools.pairwise(edges)]
     whole, last = mean(0, length), parts[-1].metric
-    made = {"loss": whole, "perplexity": bootstrap.Metric(whole.rows, "perplexity", higher=False), "loss_of_last_half": last}
+    made = {"loss": whole, "perplexity": bootstrap.Metric(whole.rows, "perplexity", higher=False), "loss_at_end": last}
     return Result(made, len(rows), identity, tokens=losses.size, parts=tuple(parts))
 
 
