@@ -240,16 +240,18 @@ def vocabulary_of_words(folder: Path, pieces: int) -> Any:
 def lists(pieces: list[int], tokens: int, documents: int, shortest: int, rng: np.random.Generator) -> list[str]:
     """Lists of pairs in which keys come again, with the value that they had.
 
-    A list has from a twentieth to all but a twentieth of its pairs new; lengths are even over their logarithm.
+    In every second list the pairs come again in their order, in which all can be told: by it the model learns to look where something stood before.
+    In the others they come in any order, from a twentieth to all but a twentieth of a list's pairs being new. Lengths are even over their logarithm.
     """
     keys, values = np.asarray(pieces)[::2], np.asarray(pieces)[1::2]
     made = []
-    for _ in range(documents):
-        pairs = int(np.exp(rng.uniform(np.log(shortest), np.log(tokens)))) // 2
-        new = max(1, round(pairs * rng.uniform(0.05, 0.95)))
-        key, value = rng.choice(keys, min(new, len(keys)), replace=False), rng.choice(values, min(new, len(keys)))
-        again = rng.integers(len(key), size=pairs - len(key))
-        order = np.concatenate([np.arange(len(key)), again])
+    for number in range(documents):
+        pairs = max(2, int(np.exp(rng.uniform(np.log(shortest), np.log(tokens)))) // 2)
+        new = min(len(keys), max(1, round(pairs * rng.uniform(0.05, 0.95))))
+        key, value = rng.choice(keys, new, replace=False), rng.choice(values, new)
+        order = np.arange(pairs) % new
+        if number % 2:
+            order[new:] = rng.integers(new, size=pairs - new)
         made.append(" ".join(f"w{key[n]} w{value[n]}" for n in order))
     return made
 
@@ -275,9 +277,11 @@ def recall(options: argparse.Namespace) -> None:
             "model": {
                 "layers": options.layers,
                 "width": options.width,
-                "heads": options.width // 32,
+                "heads": options.width // 64,
                 "feed_forward": 2 * options.width,
                 "tie_embeddings": True,
+                # A larger base: more of a head's frequencies hardly turn within a list, by which a key is known at any distance.
+                "config": {"rope_parameters": {"rope_type": "default", "rope_theta": options.base}},
             },
             "data": {
                 "source": str(folder / "lists.jsonl"),
@@ -506,6 +510,7 @@ def main() -> None:
     }.items():
         two.add_argument(f"--{name}", type=int, default=value)
     two.add_argument("--lr", type=float, default=2e-3)
+    two.add_argument("--base", type=float, default=1e5)
     two.add_argument("--muon", action="store_true")
     three = parts.add_parser("memory")
     three.add_argument("--lengths", type=int, nargs="+", default=doublings)

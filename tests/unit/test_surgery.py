@@ -308,7 +308,7 @@ def test_auto_reaches_what_is_wanted_and_says_by_what(length: int, words: str) -
         ("{rope_scaling: {kind: linear, beta_fast: 16}}", "llama", "beta_fast: is yarn's"),
         ("{rope_scaling: {factor: 0.5}}", "llama", "above 1"),
         ("{rope_scaling: {factor: auto}}", "llama", "hold batch.length 32 already"),
-        ("{rope_scaling: {kind: longrope}}", "llama", "techniques.rope_scaling.kind: must be one of"),
+        ("{rope_scaling: {kind: longrope}}", "llama", "must be 'auto', 'linear', 'dynamic', 'base' or 'yarn'"),
     ],
 )
 def test_what_cannot_be_is_refused(techniques: str, family: str, words: str) -> None:
