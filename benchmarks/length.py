@@ -109,6 +109,7 @@ def extended(name: str, options: argparse.Namespace, folder: Path) -> dict[str, 
             ],
             "packing": "stream",
             "validation": 0.0,
+            "preflight": {"encoding": "warn"},  # some stories have quotation marks that were decoded wrongly
         },
         "batch": {"size": options.rows * options.length // length, "length": length},
         "optimizer": {"lr": options.lr, "weight_decay": 0.0},

@@ -90,6 +90,7 @@ def configure(recipe: Recipe, vocabulary: int | None = None) -> PretrainedConfig
             t.configure(config, recipe)
         except ValueError as error:
             raise RecipeError(f"techniques.{t.name()}: {error}") from None
+    configs.refuse_unknown_rotary(config)
     text = config.get_text_config()
     if model.add_tokens and vocabulary is not None:
         text.vocab_size = max(text.vocab_size, vocabulary)  # some models have rows to spare
