@@ -281,8 +281,12 @@ def recall(options: argparse.Namespace) -> None:
                 "heads": options.width // 64,
                 "feed_forward": 2 * options.width,
                 "tie_embeddings": True,
-                # A larger base: more of a head's frequencies hardly turn within a list, by which a key is known at any distance.
-                "config": {"rope_parameters": {"rope_type": "default", "rope_theta": options.base}},
+                # A larger base: more of a head's frequencies hardly turn within a list, by which a key is known at any distance. Weights are drawn
+                # for this width: with the 0.02 of wide models all attention is even at first, and stays so for long.
+                "config": {
+                    "rope_parameters": {"rope_type": "default", "rope_theta": options.base},
+                    "initializer_range": options.width**-0.5,
+                },
             },
             "data": {
                 "source": str(folder / "lists.jsonl"),

@@ -173,7 +173,12 @@ def refuse_unknown_rotary(config: PretrainedConfig) -> None:
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
-    for part in (rope, *(part for part in rope.values() if isinstance(part, dict))):  # one for all layers, or one a kind of them
+    for part in (
+        rope,
+        *(part for part in rope.values() if isinstance(part, dict)),
+    ):  # one for all layers, or one a kind of them
         kind = part.get("rope_type", "default")
         if kind not in (known := ["default", *ROPE_INIT_FUNCTIONS]):
-            raise RecipeError(f"model.config.rope_parameters: {config.model_type} knows no rope_type {kind!r}; {nearest(str(kind), known)}")
+            raise RecipeError(
+                f"model.config.rope_parameters: {config.model_type} knows no rope_type {kind!r}; {nearest(str(kind), known)}"
+            )

@@ -23,7 +23,7 @@ def lengths(after: Mapping[str, Any], before: Mapping[str, Any]) -> str:
     Args:
         after, before: {"tasks": {name: {"parts": [...]}}}, as an evaluation is recorded.
     """
-    made = []
+    made = list[str]()
     for task, result in (after.get("tasks") or {}).items():
         parts = _whole(result)
         if not parts:
@@ -102,8 +102,8 @@ def _positions(name: str, task: str, parts: Parts, old: Parts) -> str:
                 places, [part["value"] for part in some], color=SENTINEL[colour], linewidth=1.6, marker="o", markersize=4.5
             )
             if all(number(part["low"]) is not None for part in some):
-                bounds = ([part[key] for part in some] for key in ("low", "high"))
-                axes.fill_between(places, *bounds, color=SENTINEL[colour], alpha=0.15, linewidth=0)
+                low, high = ([part[key] for part in some] for key in ("low", "high"))
+                axes.fill_between(places, low, high, color=SENTINEL[colour], alpha=0.15, linewidth=0)
         axes.set_xscale("log", base=2)
         _ticks(axes, [part["end"] for part in parts])
         axes.set_xlabel("up to this place, tokens", loc="right", labelpad=2)

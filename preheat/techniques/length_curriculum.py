@@ -127,9 +127,9 @@ class LengthCurriculum(Technique):
             stages = [*self.lengths, full]
             shorter = next(((a, b) for a, b in itertools.pairwise(stages) if b <= a), None)
             if shorter:
-                last = " (batch.length)" if shorter[1] == full else ""
+                named = " (batch.length)" if shorter[1] == full else ""
                 why.append(
-                    f"lengths: a stage of {shorter[1]:,} tokens{last} follows one of {shorter[0]:,}; they must rise up to batch.length {full:,}"
+                    f"lengths: a stage of {shorter[1]:,} tokens{named} follows one of {shorter[0]:,}; they must rise up to batch.length {full:,}"
                 )
             if self.start != "auto" or self.schedule != "steps":
                 why.append("lengths: are the stages themselves; leave start and schedule out")
