@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from preheat.cli.grids import grids
 from preheat.cli.show import Base, Json
 
 if TYPE_CHECKING:
@@ -40,7 +42,7 @@ def evaluate(
         typer.Option(
             "--tasks",
             metavar="NAME|FILE.yaml",
-            help="A task: a built-in name or a YAML file, NAME=ROWS for rows of yours, with ,KEY=VALUE for further keys; lm-eval:NAME for one of lm-eval's. May stand several times.",
+            help="A task: a built-in name or a YAML file, NAME=ROWS for rows of yours, with ,KEY=VALUE for further keys; lm-eval:NAME for one of lm-eval's. Of length: recall, and with a long text needle=FILE, positions=FILE, continuation=FILE. May stand several times.",
         ),
     ] = None,
     before: Annotated[bool, typer.Option("--before", help="Of a run: also measure the model that it began from.")] = False,
@@ -68,13 +70,14 @@ def evaluate(
 ) -> None:
     """Loss and perplexity on texts, and scores of tasks, with 95 % bootstrap intervals; before and after in one table.
 
-    Example: `preheat eval runs/demo`, `preheat eval my-model --data notes.txt --tasks multiple_choice=rows.jsonl`, `preheat eval runs/demo --before`
+    Example: `preheat eval runs/demo`, `preheat eval my-model --data notes.txt --tasks multiple_choice=rows.jsonl`, `preheat eval runs/demo --before`,
+    `preheat eval my-model --length 4096 --tasks 'recall,lengths=[1024, 4096]' --tasks positions=book.txt`
     """
     from preheat.cli.show import console, emit
     from preheat.errors import RecipeError
     from preheat.evaluation.harness import require_harness
     from preheat.evaluation.probes import differences
-    from preheat.evaluation.tasks import Task, find_tasks
+    from preheat.evaluation.tasks import find_tasks
     from preheat.training.opened import require_model
 
     if len(model) > 2 or (before and len(model) > 1):
@@ -83,7 +86,7 @@ def evaluate(
     if forgetting is not None and len(model) == 1 and not before:
         raise RecipeError("--forgetting: shows a difference: add --before, or name two models")
     chosen = find_tasks(tasks or [])
-    if any(not isinstance(task, Task) for task in chosen):
+    if any(isinstance(task, str) for task in chosen):
         require_harness()
     if samples is not None:
         _begin(samples)
@@ -116,6 +119,8 @@ def evaluate(
         emit(made)
     else:
         console().print(_table(made))
+        for grid in grids(made):
+            console().print(grid)
         for words in _notes(made):
             console().print(words, style="dim")
 
@@ -144,10 +149,11 @@ def _measured(
     from rich.console import Console
 
     from preheat.evaluation.harness import measure_by_harness
+    from preheat.evaluation.length import measure_length, questions_of, reach_of
     from preheat.evaluation.measure import measure_task
     from preheat.evaluation.scoring import Scorer
-    from preheat.evaluation.tasks import Task
-    from preheat.evaluation.texts import bytes_of_tokens, measure_text
+    from preheat.evaluation.tasks import LengthTask, Task
+    from preheat.evaluation.texts import bytes_of_tokens, measure_text, tokens_of_text
     from preheat.training.opened import open_model
 
     is_adapter = (Path(path) / "adapter_config.json").is_file()
@@ -175,6 +181,10 @@ def _measured(
         for task in tasks:
             if isinstance(task, Task):
                 made["tasks"][task.name] = measure_task(task, scorer, limit=limit, samples=samples)
+            elif isinstance(task, LengthTask):
+                texts_of = partial(tokens_of_text, settings.data, seed=settings.seed, tokenizer=tokenizer)
+                most = {"longest": length or scorer.length, "reach": reach_of(opened.build), "limit": limit}
+                made["tasks"][task.name] = measure_length(questions_of(task, scorer, texts=texts_of, **most), scorer)
             else:
                 made["tasks"] |= measure_by_harness(task, scorer, limit=limit)
     return made

@@ -24,8 +24,10 @@ def stated(
     from preheat.planning.candidates import worst
     from preheat.planning.explain import explain, figures
     from preheat.planning.found import Found, Seen
+    from preheat.planning.longest import longest_as_stated
     from preheat.planning.plan import plan, settled
     from preheat.planning.recall import recall
+    from preheat.technique import Tag
     from preheat.training.asked import hardware
     from preheat.training.session import rows_of, vocabulary_of
 
@@ -35,13 +37,16 @@ def stated(
     recipe = settled(question.recipe, **how, **world)
     made = plan(recipe, rows=rows_of(recipe), **how, **world)
     added = tuple(recipe.techniques.values())
+    more = {}
+    if any(Tag("longer-context") in t.provided() for t in added):  # whose question is how long
+        more["longest_context"] = longest_as_stated(recipe, **how, **world)
     found = Found(Seen(recipe, made, worst(added), recipe.batch.size, ()))
 
     def page() -> dict[str, Any]:
         seen = recall(recipe, vocabulary=how["vocabulary"], device=device, world=devices, how="whole", logged=True)
         return figures(replace(found, seen=[found.best]), seen, rates)
 
-    return {**explain(found, devices=devices, price=price), "chosen": "the recipe as it is"}, page
+    return {**explain(found, devices=devices, price=price), "chosen": "the recipe as it is", **more}, page
 
 
 def searched(

@@ -70,14 +70,15 @@ def columns_of(path: Path) -> list[str] | None:
     return next(_csv(path), (0, [], []))[1] if path.suffix == ".csv" else None
 
 
-def read_file(path: Path, columns: Sequence[str] | None = None) -> Iterator[tuple[str, Any]]:
+def read_file(path: Path, columns: Sequence[str] | None = None, *, whole: bool = False) -> Iterator[tuple[str, Any]]:
     """(where, row) of each row of a file, lazily: an object with fields, or the text of a file without rows.
 
     Args:
         columns: read no others, where the format lets them be left out.
+        whole: a long .txt file is one document, and not cut.
     """
     try:
-        if path.suffix == ".txt" and path.stat().st_size > CUT_ABOVE:
+        if path.suffix == ".txt" and not whole and path.stat().st_size > CUT_ABOVE:
             yield from _cut(path)
         elif path.suffix in TEXT:
             yield str(path), "".join(line for _, line in _lines(path))

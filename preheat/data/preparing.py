@@ -22,7 +22,7 @@ from preheat.data.streaming import StreamRows, encode_all
 from preheat.data.templates import Template
 from preheat.data.tokenizer import Encoder, load_tokenizer, train_tokenizer
 from preheat.data.tokenizing import SIDES, Progress, Stream, streams_of, tokenize
-from preheat.data.verifying import cut_answers, look_at_template, look_at_tokens
+from preheat.data.verifying import cut_answers, longer_than_a_row, look_at_template, look_at_tokens, refuse_longer
 from preheat.errors import DataError
 from preheat.recipe import Data
 from preheat.technique import Vision
@@ -48,7 +48,7 @@ class Prepared:
         train, validation: rows. With data.validation 0 there are no validation rows.
         source: what was read, in words.
         counts: {"read", "dropped": {reason: documents}, "train": {...}, "validation": {...}}; each side has documents, tokens,
-            rows, trained (labels), efficiency (share of the rows' places that are not padding), truncated, no_room (examples), cut
+            rows, trained (labels), efficiency (share of the rows' places that are not padding), truncated, no_room (examples), longer (than a row), cut
             (examples that lose a part of what is trained on) and duplicates; "sources": what each gave; "repeated": documents of a
             source are read more than once by its weight. Of a streamed source only what is known before training.
         fingerprint: content hash of everything that decides the rows; a checkpoint keeps it.
@@ -193,6 +193,8 @@ def prepare(
     _require_rows(train, "training data", "add documents or lower batch.length")
     if share or held:
         _require_rows(validation, "validation data", "raise data.validation or lower batch.length")
+    if data.longer == "refuse":
+        refuse_longer({"train": train, "validation": validation}, folder, streams)
     counts = {
         "read": values["read"],
         "dropped": values["dropped"],
@@ -299,6 +301,7 @@ def _counts(rows: Rows) -> dict[str, Any]:
         "truncated": rows.truncated,
         "no_room": rows.no_room,
         **({"images": len(rows.tokens.images.of)} if rows.tokens.images is not None else {}),
+        "longer": len(longer_than_a_row(rows)),
     }
 
 

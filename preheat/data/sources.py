@@ -177,10 +177,11 @@ def _path(knob: str, path: Path, data: Data) -> _Raw:
     if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
         return _saved_dataset(knob, path, data)
     files, words = find_files(knob, path)
+    whole = data.text_files == "whole"
     return _Raw(
         words,
-        lambda: _files_key(files),
-        lambda columns: itertools.chain.from_iterable(read_file(f, columns) for f in files),
+        lambda: _files_key(files) + (" whole" if whole else ""),
+        lambda columns: itertools.chain.from_iterable(read_file(f, columns, whole=whole) for f in files),
         columns_of(files[0]),
         folder=path if path.is_dir() else path.parent,
     )

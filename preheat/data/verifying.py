@@ -16,8 +16,9 @@ from preheat.data.split import chunks
 from preheat.data.templates import Template
 from preheat.data.tokenizer import Encoder
 from preheat.data.tokenizing import Stream
+from preheat.errors import DataError
 
-__all__ = ["cut_answers", "look_at_template", "look_at_tokens"]
+__all__ = ["cut_answers", "longer_than_a_row", "look_at_template", "look_at_tokens", "refuse_longer"]
 
 
 def look_at_template(sources: Sequence[Source], template: Template | None, found: Findings) -> None:
@@ -98,6 +99,29 @@ def _first_beyond(streams: Sequence[Stream], encoder: Encoder, embedding: int) -
                 if beyond:
                     return document.where, beyond[0]
     raise AssertionError("the largest token stands in no document")
+
+
+def refuse_longer(rows: Mapping[str, Rows], folder: Path, streams: Sequence[Stream]) -> None:
+    """Raises DataError where a document is longer than a row, with the first of them and how many there are.
+
+    Args:
+        rows: train and validation.
+        folder: where their tokens are stored.
+    """
+    for side, of in rows.items():
+        longer = longer_than_a_row(of)
+        if len(longer):
+            sizes, marks = np.diff(of.tokens.ends, prepend=0), np.load(folder / f"{side}-marks.npy")
+            (where,) = _wheres(streams, {int(marks[longer[0] // of.tokens.group])}, held=side == "validation")
+            raise DataError(
+                f"{where}: has {int(sizes[longer[0]]):,} tokens and batch.length is {of.length:,} ({len(longer):,} of {len(sizes):,} documents are longer; "
+                "data.longer: refuse); raise batch.length, shorten them, or set data.longer: split"
+            )
+
+
+def longer_than_a_row(rows: Rows) -> np.ndarray:
+    """Numbers of the sequences that have more tokens than a row."""
+    return np.flatnonzero(np.diff(rows.tokens.ends, prepend=0) > rows.length)
 
 
 def cut_answers(rows: Rows) -> np.ndarray:

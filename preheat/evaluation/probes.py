@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import tempfile
@@ -10,12 +11,13 @@ from typing import Any
 
 from preheat.engine.evaluate import Measured
 from preheat.evaluation.harness import measure_by_harness, require_harness
+from preheat.evaluation.length import measure_length, questions_of
 from preheat.evaluation.measure import measure_items, require_room
 from preheat.evaluation.prompts import items_of
 from preheat.evaluation.results import Result, compared, described, kept, read_kept
 from preheat.evaluation.scoring import CLASSES, Reader, Scorer
-from preheat.evaluation.tasks import Task, find_tasks
-from preheat.evaluation.texts import bytes_of_tokens, measure_text, rows_of_text
+from preheat.evaluation.tasks import LengthTask, Task, find_tasks
+from preheat.evaluation.texts import bytes_of_tokens, measure_text, rows_of_text, tokens_of_text
 from preheat.recipe import Recipe
 from preheat.run import Writer
 from preheat.technique import Build, Slot
@@ -48,12 +50,18 @@ class Probes:
             for items in self.items.values():
                 require_room(items, Reader(data.tokenizer, recipe.batch.length))
         self.sizes = bytes_of_tokens(data.tokenizer)
-        self.forgetting = None
-        if settings.forgetting is not None:
-            with tempfile.TemporaryDirectory() as folder:  # the tokenizer may have been trained for this run
-                data.tokenizer.save_pretrained(folder)
-                how: dict[str, Any] = {"length": recipe.batch.length, "seed": recipe.seed, "tokenizer": folder}
-                self.forgetting = rows_of_text(recipe.data, settings.forgetting, knob="evaluate.forgetting", **how)
+        length, self.forgetting = recipe.batch.length, None
+        with tempfile.TemporaryDirectory() as folder:  # the tokenizer may have been trained for this run
+            data.tokenizer.save_pretrained(folder)
+            how: dict[str, Any] = {"seed": recipe.seed, "tokenizer": folder}
+            if settings.forgetting is not None:
+                self.forgetting = rows_of_text(
+                    recipe.data, settings.forgetting, knob="evaluate.forgetting", length=length, **how
+                )
+            reader, of = Reader(data.tokenizer, length), {"longest": length, "reach": length, "limit": settings.rows}
+            texts = functools.partial(tokens_of_text, recipe.data, **how)
+            of_length = [task for task in self.tasks if isinstance(task, LengthTask)]
+            self.questions = {task.name: questions_of(task, reader, texts=texts, **of) for task in of_length}
         pretrained = recipe.model.path is not None and recipe.model.weights == "pretrained"
         self.at_start = pretrained or bool(self.tasks or self.forgetting)
         """Whether there is something before the first step to compare with."""
@@ -108,6 +116,8 @@ class Probes:
         for task in self.tasks:
             if isinstance(task, Task):
                 tasks[task.name] = measure_items(task, self.items[task.name], scorer)
+            elif isinstance(task, LengthTask):
+                tasks[task.name] = measure_length(self.questions[task.name], scorer)
             else:
                 tasks |= measure_by_harness(task, scorer, limit=settings.rows)
         return texts, tasks

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from preheat.evaluation.bootstrap import Metric, difference, interval
 
-__all__ = ["Result", "compared", "described", "kept", "read_kept"]
+__all__ = ["Part", "Result", "compared", "described", "kept", "read_kept"]
+
+
+class Part(NamedTuple):
+    """A metric over some of the rows, or of their places.
+
+    Attributes:
+        place: which: {length, depth}, {length, share} or {start, end}.
+    """
+
+    place: Mapping[str, float]
+    metric: Metric
 
 
 @dataclass(frozen=True)
@@ -24,6 +35,7 @@ class Result:
         tokens: that a loss was taken over; None for a task.
         truncated: contexts that lost their beginning.
         alone: metrics without an interval.
+        parts: the first metric, or what `preheat.evaluation.length` says, part by part.
     """
 
     metrics: Mapping[str, Metric]
@@ -32,13 +44,17 @@ class Result:
     tokens: int | None = None
     truncated: int = 0
     alone: Mapping[str, float] = field(default_factory=dict)
+    parts: Sequence[Part] = ()
 
 
 def described(result: Result, *, seed: int = 0) -> dict[str, Any]:
-    """{rows, tokens, truncated, metrics: {name: {value, low, high}}}; low and high are None without an interval."""
+    """{rows, tokens, truncated, metrics: {name: {value, low, high}}}; low and high are None without an interval. Where the result has parts:
+    parts: [{length, depth (or others of `Part.place`), value, low, high}]."""
     metrics = {name: _values(metric.value, interval(metric, seed=seed)) for name, metric in result.metrics.items()}
     metrics |= {name: _values(value, None) for name, value in result.alone.items()}
-    return {"rows": result.rows, "tokens": result.tokens, "truncated": result.truncated, "metrics": metrics}
+    made = {"rows": result.rows, "tokens": result.tokens, "truncated": result.truncated, "metrics": metrics}
+    parts = [{**part.place, **_values(part.metric.value, interval(part.metric, seed=seed))} for part in result.parts]
+    return {**made, "parts": parts} if parts else made
 
 
 def compared(before: Result, after: Result, *, seed: int = 0) -> dict[str, Any]:
@@ -54,7 +70,14 @@ def compared(before: Result, after: Result, *, seed: int = 0) -> dict[str, Any]:
     for name, value in after.alone.items():
         if name in before.alone:
             metrics[name] = _values(value - before.alone[name], None)
-    return {"paired": paired, "metrics": metrics}
+    made = {"paired": paired, "metrics": metrics}
+    old = {tuple(part.place.items()): part.metric for part in before.parts}
+    parts = [
+        {**place, **_values(*difference(old[tuple(place.items())], metric, seed=seed))}
+        for place, metric in after.parts
+        if paired and tuple(place.items()) in old
+    ]
+    return {**made, "parts": parts} if parts else made
 
 
 def _values(value: float, found: tuple[float, float] | None) -> dict[str, float | None]:
@@ -64,12 +87,22 @@ def _values(value: float, found: tuple[float, float] | None) -> dict[str, float 
 
 def kept(result: Result) -> dict[str, Any]:
     """A result with its rows as plain values, to compare with later; `read_kept` reads it back."""
-    metrics = {n: {"kind": m.kind, "higher": m.higher, "rows": m.rows.tolist()} for n, m in result.metrics.items()}
+
+    def plain(metric: Metric) -> dict[str, Any]:
+        return {"kind": metric.kind, "higher": metric.higher, "rows": metric.rows.tolist()}
+
+    metrics = {name: plain(metric) for name, metric in result.metrics.items()}
+    parts = [{"place": dict(part.place), "metric": plain(part.metric)} for part in result.parts]
     same = {"rows": result.rows, "identity": result.identity, "tokens": result.tokens, "truncated": result.truncated}
-    return {**same, "alone": dict(result.alone), "metrics": metrics}
+    return {**same, "alone": dict(result.alone), "metrics": metrics, "parts": parts}
 
 
 def read_kept(values: Mapping[str, Any]) -> Result:
     """What `kept` made."""
-    metrics = {n: Metric(np.array(m["rows"], np.float64), m["kind"], m["higher"]) for n, m in values["metrics"].items()}
-    return Result(metrics, **{key: values[key] for key in ("rows", "identity", "tokens", "truncated", "alone")})
+
+    def metric(m: Mapping[str, Any]) -> Metric:
+        return Metric(np.array(m["rows"], np.float64), m["kind"], m["higher"])
+
+    metrics = {name: metric(m) for name, m in values["metrics"].items()}
+    parts = [Part(p["place"], metric(p["metric"])) for p in values.get("parts", ())]  # not in runs from before there were any
+    return Result(metrics, parts=parts, **{key: values[key] for key in ("rows", "identity", "tokens", "truncated", "alone")})

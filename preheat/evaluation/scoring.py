@@ -14,7 +14,7 @@ from preheat.models.generate import generate
 from preheat.recipe import Sample
 from preheat.technique import Batch, Build, MaskSpec, Tag
 
-__all__ = ["CLASSES", "Reader", "Score", "Scorer"]
+__all__ = ["CLASSES", "Reader", "Score", "Scorer", "batch_of"]
 
 CLASSES = Tag("class-head")
 """Of a build whose head is over classes in place of the vocabulary."""
@@ -128,7 +128,7 @@ class Scorer(Reader):
                     targets += continuation
                     owners.append((n, len(continuation)))
             scores, best = token_scores(
-                self.build, _batch(some, length, self.encoder.pad), torch.tensor(places), torch.tensor(targets)
+                self.build, batch_of(some, length, self.encoder.pad), torch.tensor(places), torch.tensor(targets)
             )
             sizes = [count for _, count in owners]
             for (n, count), s, g in zip(owners, scores.double().split(sizes), best.split(sizes), strict=True):
@@ -146,7 +146,7 @@ class Scorer(Reader):
             some = order[first : first + self.micro]
             length = min(self.length, -(-len(rows[some[0]]) // MULTIPLE) * MULTIPLE)
             places = torch.tensor([row * length + len(rows[n]) - 1 for row, n in enumerate(some)])
-            batch = _batch([rows[n] for n in some], length, self.encoder.pad)
+            batch = batch_of([rows[n] for n in some], length, self.encoder.pad)
             for n, found in zip(some, likeliest(self.build, batch, places).tolist(), strict=True):
                 made[n] = found
             self.say("classifying", first + len(some), len(order))
@@ -186,7 +186,8 @@ class Scorer(Reader):
         return answers
 
 
-def _batch(rows: Sequence[Sequence[int]], length: int, pad: int) -> Batch:
+def batch_of(rows: Sequence[Sequence[int]], length: int, pad: int) -> Batch:
+    """Rows that are read, each one document, padded at its end to `length` tokens; no label stands in them."""
     tokens = torch.full((len(rows), length), pad, dtype=torch.int64)
     for row, read in enumerate(rows):
         tokens[row, : len(read)] = torch.tensor(read)

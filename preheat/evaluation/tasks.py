@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,12 +14,19 @@ from preheat.recipe.boundary import RecipeReader
 from preheat.recipe.parts import Count, Whole
 from preheat.recipe.text import compose
 
-__all__ = ["BUILT_IN", "Task", "built_in", "find_tasks", "load_task"]
+__all__ = ["BUILT_IN", "OF_LENGTH", "LengthTask", "Task", "built_in", "find_tasks", "load_task"]
 
 BUILT_IN = Path(__file__).parent / "builtin"
 
 Kind = Literal["multiple_choice", "classification", "cloze", "exact_match", "token_f1", "numeric"]
 BY_LIKELIHOOD = ("multiple_choice", "classification", "cloze")
+OF_LENGTH = {
+    "positions": "the loss of each place of long passages: does it go on falling with what stands before?",
+    "continuation": "the loss of a passage's last tokens with none, a quarter, half and all of what stands before them",
+    "needle": "phrases hidden in a text, by length and depth: is one continued when its beginning stands at the end?",
+    "recall": "a list of keys and values, by length and depth: is the value of the key at the end told?",
+}
+TEXTS = ("positions", "continuation", "needle")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,8 +96,48 @@ class Task:
         return found
 
 
-def load_task(path: Path, settings: Mapping[str, str] | None = None) -> Task:
-    """A task from its YAML file; names of files in it are relative to it.
+@dataclass(frozen=True, kw_only=True)
+class LengthTask:
+    """What is asked of a model about length; written `--tasks recall`, `needle=book.txt,needles=4`, or as YAML."""
+
+    kind: Literal["positions", "continuation", "needle", "recall"]
+    """positions: loss by place; continuation: loss with more and less before it; needle: phrases hidden in a text; recall: pairs of key and value."""
+    name: str = ""
+    """In tables; the kind when not stated."""
+    data: str | None = None
+    """Long documents: a text, a folder or `stdlib`. All but recall need it."""
+    lengths: tuple[Count, ...] = ()
+    """Tokens of context and answer together; up to the longest row in eight even steps (needle, recall), in four doublings (continuation), or
+    that alone (positions) when not stated."""
+    depths: Count = 8
+    """needle, recall: at so many depths, from the beginning (0) to the end (1)."""
+    each: Count | None = None
+    """Questions of each length and depth (4 when not stated), or passages of each length (16)."""
+    needles: Count = 1
+    """needle: so many phrases stand in the text, of which one is asked."""
+    seed: Whole = 0
+    """Draws passages, places and pieces: equal seeds ask equal questions."""
+
+    def problems(self) -> list[tuple[str, str]]:
+        """What contradicts itself, as (key, words)."""
+        found = []
+        if self.kind in TEXTS and self.data is None:
+            found.append(("data", f"names no text; give one: {self.kind}=FILE (long documents), or {self.kind}=stdlib"))
+        if self.kind == "recall" and self.data is not None:
+            found.append(("data", "means nothing for recall, whose lists are drawn; remove it"))
+        if self.needles > 1 and self.kind != "needle":
+            found.append(("needles", f"means nothing for {self.kind}; remove it"))
+        if self.kind == "positions" and len(self.lengths) > 1:
+            found.append(("lengths", f"{len(self.lengths)} of them: positions are those of the longest; state one"))
+        if list(self.lengths) != sorted(set(self.lengths)):
+            found.append(("lengths", f"{list(self.lengths)} must rise, each once"))
+        if self.depths < 2 and self.kind in ("needle", "recall"):
+            found.append(("depths", "needs two or more"))
+        return found
+
+
+def load_task(path: Path, settings: Mapping[str, str] | None = None) -> Task | LengthTask:
+    """A task from its YAML file; names of files in it are relative to it. Its kind decides which keys it has.
 
     Args:
         settings: further keys, as they would stand in the file; they go before its own.
@@ -101,21 +149,27 @@ def load_task(path: Path, settings: Mapping[str, str] | None = None) -> Task:
         values, lines = compose(path.read_text(encoding="utf-8"), str(path))
     except (OSError, UnicodeDecodeError) as error:
         raise RecipeError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or 'not text in UTF-8'})") from None
-    reader = RecipeReader(str(path), lines)
     if settings and isinstance(values, dict):
         values |= {key: compose(value, f"{path.stem}, {key}")[0] for key, value in settings.items()}
-    task: Task | None = reader.flat(Task, values, ())
+    task = _read(values, str(path), lines)
+    beside: dict[str, Any] = {}
+    for key in ("data", "keys"):
+        name = getattr(task, key, None)
+        if name and key not in (settings or {}) and (path.parent / name).is_file():
+            beside[key] = str(path.parent / name)
+    return replace(task, name=task.name or path.stem, **beside)
+
+
+def _read(values: Any, name: str, lines: Any) -> Task | LengthTask:
+    reader = RecipeReader(name, lines)
+    of_length = isinstance(values, Mapping) and values.get("kind") in OF_LENGTH
+    task: Task | LengthTask | None = reader.flat(LengthTask if of_length else Task, values, ())
     if task is not None:
         for key, words in task.problems():
             reader.say((key,), f"{key}: {words}")
     if reader.found or task is None:
         raise RecipeError("\n".join(reader.found))
-    beside: dict[str, Any] = {}
-    for key in ("data", "keys"):
-        name = getattr(task, key)
-        if name and key not in (settings or {}) and (path.parent / name).is_file():
-            beside[key] = str(path.parent / name)
-    return replace(task, name=task.name or path.stem, **beside)
+    return task
 
 
 def built_in() -> dict[str, Path]:
@@ -123,43 +177,47 @@ def built_in() -> dict[str, Path]:
     return {path.stem: path for path in sorted(BUILT_IN.glob("*.yaml"))}
 
 
-def find_tasks(names: Sequence[str], *, knob: str = "--tasks") -> list[Task | str]:
+def find_tasks(names: Sequence[str], *, knob: str = "--tasks") -> list[Task | LengthTask | str]:
     """Each name as a task of ours, or as the name (or file) of one of lm-eval's, which look different: `lm-eval:NAME`.
 
     Args:
-        names: `NAME` (comes with preheat) or `FILE.yaml`; either with `=DATA` for rows from elsewhere, and after commas with
-            further keys of `Task`: `cloze=rows.jsonl,limit=100`. `lm-eval:NAME` or `lm-eval:FILE.yaml`.
+        names: `NAME` (comes with preheat, or a kind of `OF_LENGTH`) or `FILE.yaml`; each with `=DATA` for rows from elsewhere, and after commas with
+            further keys of `Task` or `LengthTask`: `cloze=rows.jsonl,limit=100`, `recall,lengths=[128, 256]`. `lm-eval:NAME` or `lm-eval:FILE.yaml`.
 
     Raises:
         RecipeError: there is no such task; the nearest is named.
     """
-    found: list[Task | str] = []
+    found: list[Task | LengthTask | str] = []
     for given in names:
         if given.startswith("lm-eval:"):
             found.append(given.removeprefix("lm-eval:"))
             continue
-        first, *more = given.split(",")
+        first, *more = re.split(r",(?![^\[]*\])", given)  # a list in brackets is one value
         name, _, data = first.partition("=")
+        if bad := [part for part in more if "=" not in part]:
+            raise RecipeError(f"{knob} {given}: '{bad[0]}' is no KEY=VALUE")
+        settings = dict(part.split("=", 1) for part in more) | ({"data": json.dumps(data)} if data else {})
         path = Path(name).expanduser()
+        if name in OF_LENGTH:
+            values = {"name": name} | {key: compose(value, f"{name}, {key}")[0] for key, value in settings.items()}
+            found.append(_read(values | {"kind": name}, f"{knob} {name}", {}))
+            continue
         if path.suffix in (".yaml", ".yml"):
             if not path.is_file():
                 raise RecipeError(f"{knob} {name}: no such file")
         elif name in built_in():
             path = built_in()[name]
         else:
-            words = nearest(name, list(built_in()))
+            words = nearest(name, [*built_in(), *OF_LENGTH])
             raise RecipeError(
                 f"{knob} {name}: no such task; {words} (a file ends in .yaml; a task of lm-eval is written lm-eval:{name})"
             )
-        if bad := [part for part in more if "=" not in part]:
-            raise RecipeError(f"{knob} {given}: '{bad[0]}' is no KEY=VALUE")
-        settings = dict(part.split("=", 1) for part in more)
-        task = load_task(path, settings | ({"data": json.dumps(data)} if data else {}))
-        if task.data is None:
+        task = load_task(path, settings)
+        if task.data is None and isinstance(task, Task):
             words = path.read_text(encoding="utf-8").splitlines()[0].lstrip("# ")
             raise RecipeError(f"{knob} {name}: names no rows; give them: {name}=FILE ({words})")
         found.append(task)
-    names_of = [t.name if isinstance(t, Task) else t for t in found]
+    names_of = [t if isinstance(t, str) else t.name for t in found]
     if twice := next((n for n in names_of if names_of.count(n) > 1), None):
         raise RecipeError(f"{knob}: {twice} stands twice")
     return found

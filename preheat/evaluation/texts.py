@@ -14,6 +14,7 @@ import torch
 
 from preheat.data import Rows, evaluation_batches, prepare
 from preheat.data.files import TEXT
+from preheat.data.packing import Tokens
 from preheat.data.sources import digest
 from preheat.engine.evaluate import parts, summed, token_scores
 from preheat.errors import DataError, RecipeError
@@ -23,7 +24,7 @@ from preheat.evaluation.scoring import CLASSES
 from preheat.recipe import Data
 from preheat.technique import Batch, Build, LossSum, Slot
 
-__all__ = ["bytes_of_tokens", "measure_text", "rows_of_text"]
+__all__ = ["bytes_of_tokens", "measure_text", "rows_of_text", "tokens_of_text"]
 
 UNITS = 64
 """Batches that a text is read in at least, where it has the rows: they are what the bootstrap draws."""
@@ -60,6 +61,11 @@ def rows_of_text(data: Data, source: str, *, knob: str, length: int, seed: int, 
         raise DataError(words if knob in words else f"{knob} {source}: {words}") from None
     assert isinstance(rows, Rows), "only a stream is not packed beforehand"
     return rows
+
+
+def tokens_of_text(data: Data, source: str, knob: str, *, seed: int, tokenizer: str) -> Tokens:
+    """A second text's documents in tokens, each file whole; arguments and errors as of `rows_of_text`."""
+    return rows_of_text(replace(data, text_files="whole"), source, knob=knob, length=2, seed=seed, tokenizer=tokenizer).tokens
 
 
 def bytes_of_tokens(tokenizer: Any) -> np.ndarray:

@@ -92,6 +92,7 @@ def configure(recipe: Recipe, vocabulary: int | None = None) -> PretrainedConfig
             config = t.configure(config, recipe) or config
         except ValueError as error:
             raise RecipeError(f"techniques.{t.name()}: {error}") from None
+    configs.refuse_unknown_rotary(config)
     text = config.get_text_config()  # a technique may have made it another family's
     if model.add_tokens and vocabulary is not None:
         text.vocab_size = max(text.vocab_size, vocabulary)  # some models have rows to spare

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from preheat.recipe import Recipe
 
-__all__ = ["new", "of", "preset_config", "read", "tokenizer_folder"]
+__all__ = ["new", "of", "preset_config", "read", "refuse_unknown_rotary", "tokenizer_folder"]
 
 
 def tokenizer_folder(recipe: Recipe) -> str | None:
@@ -190,3 +190,19 @@ def new(recipe: Recipe, vocabulary: int | None) -> PretrainedConfig:
         # Chosen experts' weights sum to 1, as in the published Qwen3 models and in Mixtral.
         return Qwen3MoeConfig(**common, moe_intermediate_size=common["intermediate_size"], norm_topk_prob=True)
     return LlamaConfig(**common) if model.family == "llama" else Qwen3Config(**common)
+
+
+def refuse_unknown_rotary(config: PretrainedConfig) -> None:
+    """Raises RecipeError for rotary positions of a kind that transformers does not compute."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    for part in (
+        rope,
+        *(part for part in rope.values() if isinstance(part, dict)),
+    ):  # one for all layers, or one a kind of them
+        kind = part.get("rope_type", "default")
+        if kind not in (known := ["default", *ROPE_INIT_FUNCTIONS]):
+            raise RecipeError(
+                f"model.config.rope_parameters: {config.model_type} knows no rope_type {kind!r}; {nearest(str(kind), known)}"
+            )

@@ -25,6 +25,7 @@ __all__ = [
     "beyond_transformers",
     "feed_forward_draw",
     "fold_layer_norms",
+    "has_rotary",
     "key_value_projections",
     "own_rotary",
     "pool_heads",
@@ -294,7 +295,7 @@ def scale_rope(config: Any, kind: str, factor: float, original: int | None, **ya
     """Sets the rotary scaling of a configuration, in place.
 
     Args:
-        kind: linear, dynamic or yarn, in transformers' sense.
+        kind: linear, dynamic or yarn, in transformers' sense; or base: a larger one, by which the slowest frequency turns `factor` times slower.
         original: positions that the model was trained on; its `max_position_embeddings` when None.
         yarn: beta_fast, beta_slow, attention_factor.
 
@@ -312,6 +313,10 @@ def scale_rope(config: Any, kind: str, factor: float, original: int | None, **ya
         raise ValueError(f"the model's rotary positions are scaled already ({rope['rope_type']}); leave the technique out")
     original = original or text.max_position_embeddings
     scaled: dict[str, Any] = {**rope, "rope_type": kind, "factor": float(factor)}
+    if kind == "base":
+        turned = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        turned = int(turned * rope.get("partial_rotary_factor", 1.0))
+        scaled = {**rope, "rope_theta": rope["rope_theta"] * factor ** (turned / (turned - 2))}
     if kind == "yarn":
         scaled |= {"original_max_position_embeddings": original, **yarn}
     text.rope_parameters = scaled
@@ -319,6 +324,11 @@ def scale_rope(config: Any, kind: str, factor: float, original: int | None, **ya
     # transformers' dynamic form counts from max_position_embeddings, which therefore stays; adapter.positions knows.
     text.max_position_embeddings = original if kind == "dynamic" else reach
     return original, reach
+
+
+def has_rotary(model: Any) -> bool:
+    """Whether a model's positions are rotary: they have no table that ends."""
+    return bool(getattr(model.config.get_text_config(), "rope_parameters", None))
 
 
 def rope_of_longest(config: Any) -> str:

@@ -68,7 +68,7 @@ class Data:
     """What the model reads."""
 
     source: str | tuple[str | Mapping[str, Any], ...] = "stdlib"
-    """`stdlib` (Python's own library source), `docstrings` (docstring -> function pairs drawn from it), a file or folder (.txt, .py, .jsonl, .json, .parquet, .csv), or a `datasets` name. Several as a list of these or of {source, weight, layout, columns, text, prompt, completion, subset, split, limit}: a weight of 2 reads its documents twice an epoch, 0.5 reads half of them."""
+    """`stdlib` (Python's own library source), `docstrings` (docstring -> function pairs drawn from it), a file or folder (.txt, .py, .jsonl, .json, .parquet, .csv), or a `datasets` name. Several as a list of these or of {source, weight, layout, columns, text, prompt, completion, subset, split, limit, text_files}: a weight of 2 reads its documents twice an epoch, 0.5 reads half of them."""
     layout: Literal["auto", "text", "prompt", "alpaca", "sharegpt", "messages", "preference", "unpaired", "classes"] = "auto"
     """What a row is: text; prompt (and completion); alpaca (instruction, input, output); sharegpt (conversations of from and value); messages (role and content, tool calls); preference (chosen, rejected); unpaired (an answer and whether it was liked); classes (text and label). auto: recognised by the fields, and said."""
     columns: Mapping[str, str] = field(default_factory=dict)
@@ -103,6 +103,10 @@ class Data:
     """Of a model that reads images: at most so many pixels of each; larger images are shrunk, as its processor shrinks those beyond its own limit. Qwen3-VL makes a token of 32 x 32."""
     images: NonNegative = 1.0
     """Of a model that reads images: images of `image_pixels` in each row, as a plan counts them. A run counts those of the fullest row of its data."""
+    text_files: Literal["cut", "whole"] = "cut"
+    """A .txt file of more than 64 KB: cut at blank lines into documents of some 4 KB, which can be shuffled and split; or one whole document, as long contexts need."""
+    longer: Literal["split", "refuse"] = "split"
+    """What becomes of a document longer than a row. split: running text goes on in the next row, an example keeps its beginning (preflight: truncated); refuse: the run does not begin (exit code 4). Counted either way."""
     validation: str | float = 0.02
     """Share of documents held out (chosen by their content, so that equal documents fall on one side), or a file or folder to validate on."""
     limit: Count | None = None
@@ -127,6 +131,8 @@ class Data:
                 found.append((f"{at}.weight", f"must be a number above 0 and at most 100, got {weight!r}"))
         if not self.source:
             found.append(("data.source", "is empty; name a file, a folder or a dataset"))
+        if self.longer == "refuse" and self.streaming:
+            found.append(("data.longer", "refuse needs all documents read beforehand; set data.streaming: false"))
         if not isinstance(self.source, str) and self.streaming:
             found.append(("data.streaming", "reads one source; name one, or set data.streaming: false"))
         return found
@@ -145,7 +151,7 @@ class Data:
         return [(replace(self, **part), weight) for part, weight in zip(listed, weights, strict=True)]
 
 
-_OF_A_SOURCE = ("layout", "columns", "text", "prompt", "completion", "subset", "split", "limit")
+_OF_A_SOURCE = ("layout", "columns", "text", "prompt", "completion", "subset", "split", "limit", "text_files")
 """Settings that a source of a list may have for itself."""
 
 

@@ -13,6 +13,7 @@ from typing import Any
 from preheat.errors import RunError
 from preheat.report import charts
 from preheat.report.figures import collect
+from preheat.report.lengths import lengths
 from preheat.report.words import (
     MISSING,
     between,
@@ -259,7 +260,7 @@ def _evaluation(figures: dict[str, Any]) -> str:
     )
     words = f"At step {value(found.get('step'))}. In brackets: 95 % of 1,000 bootstrap resamples of the rows; of the difference, row by row.{told}"
     table = _table(rows, (("", ""), ("before", "n"), ("after", "n"), ("difference", "n")))
-    return f'{_absent(words)}{table}<div class="two">{"".join(charts.evaluations(figures))}</div>'
+    return f'{_absent(words)}{table}<div class="two">{"".join(charts.evaluations(figures))}</div>{lengths(after, before)}'
 
 
 def _techniques(changes: Any) -> str:

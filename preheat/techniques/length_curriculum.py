@@ -12,11 +12,12 @@ Source: Li et al. 2021 (arXiv:2108.06084), linear and root as in DeepSpeed; by d
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import itertools
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from preheat.recipe import Count, Positive, Share
+from preheat.recipe import Bound, Count, Positive, Share
 from preheat.technique import Build, Change, Context, Shape, Slot, Stage, Tag, Technique
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ def length_at(
     schedule: Schedule = "steps",
     root_degree: float = 2.0,
     multiple: int = 64,
+    lengths: Sequence[int] = (),
 ) -> int:
     """Tokens of a row at this share of the run.
 
@@ -45,6 +47,7 @@ def length_at(
         until: the share of the run from which on rows are full.
         schedule: steps: `start` doubled again and again, each length for as long; linear; root: fast first, then slower.
         multiple: lengths below the full one are multiples of this.
+        lengths: those below the full one, each for as long; nothing else then counts but `full` and `until`.
 
     Example:
         >>> [length_at(n / 10, start=64, full=256, until=0.8) for n in range(10)]
@@ -55,6 +58,8 @@ def length_at(
     if progress >= until:
         return full
     share = progress / until
+    if lengths:
+        return lengths[int(share * len(lengths))]
     if schedule == "steps":
         lengths = [start]
         while lengths[-1] * 2 < full:
@@ -95,6 +100,8 @@ class LengthCurriculum(Technique):
     """How the length rises: steps (it doubles, and each length stays for as long: few shapes, no padding); linear; root (fast first)."""
     start: Literal["auto"] | Count = "auto"
     """Tokens of a row at the beginning; auto: a quarter of `batch.length`."""
+    lengths: tuple[Annotated[int, Bound(2)], ...] = ()
+    """The stages by themselves, in place of `start` and `schedule`: rising lengths below `batch.length`, each for as long."""
     until: Share = 0.3
     """Share of the run's steps after which rows have the full length."""
     root_degree: Positive = 2.0
@@ -117,9 +124,19 @@ class LengthCurriculum(Technique):
         data, stop, full = recipe.data, recipe.stop, recipe.batch.length
         start, multiple = self._lengths(recipe)
         why = []
-        if start >= full:
+        if self.lengths:
+            stages = [*self.lengths, full]
+            shorter = next(((a, b) for a, b in itertools.pairwise(stages) if b <= a), None)
+            if shorter:
+                named = " (batch.length)" if shorter[1] == full else ""
+                why.append(
+                    f"lengths: a stage of {shorter[1]:,} tokens{named} follows one of {shorter[0]:,}; they must rise up to batch.length {full:,}"
+                )
+            if self.start != "auto" or self.schedule != "steps":
+                why.append("lengths: are the stages themselves; leave start and schedule out")
+        elif start >= full:
             why.append(f"start: {start} is not below batch.length {full}; use {full // 4} or so, or longer rows")
-        if start % multiple:
+        if start % multiple and not self.lengths:
             why.append(
                 f"start: {start} is no multiple of {multiple}; use start: {-(-start // multiple) * multiple}, or set multiple"
             )
@@ -155,6 +172,7 @@ class LengthCurriculum(Technique):
             schedule=self.schedule,
             root_degree=self.root_degree,
             multiple=multiple,
+            lengths=self.lengths,
         )
 
     def apply(self, build: Build, part: Any) -> Change:

@@ -1,11 +1,13 @@
 """Rotary scaling: a model reaches `factor` times the positions that it was trained on.
 
 What: `linear` divides all positions by the factor; `dynamic` raises the rotary base as far as the longest position at hand needs
-(NTK-aware), and leaves short texts alone; `yarn` divides slow frequencies, leaves fast ones and goes from one to the other between,
-and sharpens the attention a little. In transformers' own terms, so that an exported folder loads with it.
+(NTK-aware), and leaves short texts alone; `base` raises it once, for all lengths; `yarn` divides slow frequencies, leaves fast ones and goes from
+one to the other between, and sharpens the attention a little. In transformers' own terms, so that an exported folder loads with it. `auto` takes yarn up
+to 32 times the trained positions, the furthest that its paper went, and a larger base beyond, which long continued training is done with.
 Helps: a short tuning at the new length (hundreds of steps for yarn) in place of a long pretraining. Hurts: a factor larger than the
 data needs costs precision in nearby positions, at short lengths too (but for dynamic); nothing is learnt of far tokens without training there.
-Source: linear: Chen et al. 2023 (arXiv:2306.15595); dynamic NTK and YaRN: Peng et al. 2023 (arXiv:2309.00071).
+Source: linear: Chen et al. 2023 (arXiv:2306.15595); dynamic NTK and YaRN: Peng et al. 2023 (arXiv:2309.00071);
+a larger base and continued training: Xiong et al. 2023 (arXiv:2309.16039).
 """
 
 from __future__ import annotations
@@ -15,19 +17,31 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from preheat.recipe import Bound, Count, Positive
-from preheat.technique import Build, Change, Stage, Technique
+from preheat.technique import Build, Change, Stage, Tag, Technique
 
 if TYPE_CHECKING:
     from preheat.recipe import Recipe
 
-__all__ = ["RopeScaling", "scale_rope"]
+__all__ = ["RopeScaling", "kind_for", "scale_rope"]
+
+YARN_UP_TO = 32.0
+
+
+def kind_for(factor: float) -> str:
+    """Which scaling suits a factor, where training follows.
+
+    Example:
+        >>> kind_for(8), kind_for(64)
+        ('yarn', 'base')
+    """
+    return "yarn" if factor <= YARN_UP_TO else "base"
 
 
 def scale_rope(config: Any, kind: str, factor: float, *, original_length: int | None = None, **yarn: float) -> tuple[int, int]:
     """Sets the rotary scaling of a transformers configuration (llama, qwen and their like) before the model is made, in place.
 
     Args:
-        kind: linear, dynamic or yarn.
+        kind: linear, dynamic, base or yarn.
         factor: above 1.
         original_length: positions that the model was trained on; `max_position_embeddings` when None.
         yarn: beta_fast, beta_slow, attention_factor.
@@ -58,11 +72,13 @@ class RopeScaling(Technique):
     stage: ClassVar[Stage] = Stage.STRUCTURE
     numerics: ClassVar[Any] = "different"
     text_only: ClassVar[str] = "scales positions of text alone; leave it out"
+    provides: ClassVar[frozenset[Tag]] = frozenset({Tag("longer-context")})
 
-    kind: Literal["linear", "dynamic", "yarn"] = "yarn"
-    """linear: positions divided; dynamic: the base raised by the longest position at hand; yarn: by frequency."""
-    factor: Annotated[float, Bound(1, open_low=True)] = 2.0
-    """Positions after, by positions before."""
+    kind: Literal["auto", "linear", "dynamic", "base", "yarn"] = "yarn"
+    """linear: positions divided; dynamic: the base raised by the longest position at hand; base: raised once, as far as the factor asks; yarn: by
+    frequency. auto: yarn up to a factor of 32, base beyond; the run says which."""
+    factor: Literal["auto"] | Annotated[float, Bound(1, open_low=True)] = 2.0
+    """Positions after, by positions before; auto: as many as batch.length needs."""
     original_length: Count | None = None
     """Positions that the model was trained on; its configuration's when not stated."""
     beta_fast: Positive | None = None
@@ -76,21 +92,36 @@ class RopeScaling(Technique):
         given = {
             key: value for key in ("beta_fast", "beta_slow", "attention_factor") if (value := getattr(self, key)) is not None
         }
-        if given and self.kind != "yarn":
+        original = self.original_length or config.get_text_config().max_position_embeddings
+        kind, factor = self._chosen(recipe, original)
+        if given and kind != "yarn":
             raise ValueError(f"{next(iter(given))}: is yarn's; remove it, or use kind: yarn")
-        original, reach = scale_rope(config, self.kind, self.factor, original_length=self.original_length, **given)
+        if self.factor == "auto" and factor <= 1:
+            raise ValueError(
+                f"factor: auto: the model's {original:,} positions hold batch.length {recipe.batch.length:,} already; raise batch.length, or leave rope_scaling out"
+            )
+        original, reach = scale_rope(config, kind, factor, original_length=self.original_length, **given)
         if recipe.batch.length > reach:
             raise ValueError(
-                f"factor: {self.factor:g} takes the model's {original:,} positions to {reach:,}, but batch.length is "
+                f"factor: {factor:g} takes the model's {original:,} positions to {reach:,}, but batch.length is "
                 f"{recipe.batch.length:,}; use factor: {_needed(recipe, original):g}"
             )
 
+    def _chosen(self, recipe: Recipe, original: int) -> tuple[str, float]:
+        factor = _needed(recipe, original) if self.factor == "auto" else float(self.factor)
+        return (kind_for(factor) if self.kind == "auto" else self.kind), factor
+
     def apply(self, build: Build, part: Any) -> Change:
-        reach = build.model.positions
-        original = math.ceil(reach / self.factor - 1e-9)
+        from preheat.models.configs import of
+
+        config = of(build.recipe, build.model.vocabulary).get_text_config()  # as it was before
+        original = self.original_length or config.max_position_embeddings
+        kind, factor = self._chosen(build.recipe, original)
+        words = f"{kind} by {factor:g}: {original:,} positions reach {build.model.positions:,}"
+        if self.kind == "auto":
+            words += f" ({kind} suits factors {'up to' if factor <= YARN_UP_TO else 'above'} {YARN_UP_TO:g})"
         needed = _needed(build.recipe, original)
-        words = f"{self.kind} by {self.factor:g}: {original:,} positions reach {reach:,}"
-        if needed < self.factor:
+        if needed < factor:
             words += f"; batch.length {build.recipe.batch.length:,} needs only {needed:g}"
         return Change(words, build.model.layers)
 

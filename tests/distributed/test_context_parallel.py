@@ -27,6 +27,7 @@ from preheat.technique import DATA, Axis, Build, MaskSpec, Mesh, ModelFacts, Slo
 from preheat.techniques.context_parallel import exchanged
 
 from ..conftest import DEVICE, difference, split, tiny, uneven
+from ..unit.test_attention import random_documents
 from .processes import ALL, processes
 
 SPREAD = (*DATA, Axis.CONTEXT)
@@ -65,9 +66,11 @@ CASES = TWO | FOUR
 # name -> (kernel, mask, softcap): of whole rows of 64 places, in fp32, against the reference in fp64
 _CUTS = ((64,), (1, 30, 33), (16, 16, 32), (7, 5, 40, 12))
 _PACKED = MaskSpec(documents=_CUTS)
+_DRAWN = MaskSpec(documents=random_documents(4, 64, torch.Generator().manual_seed(5)))
 KERNELS: dict[str, tuple[Any, MaskSpec, float | None]] = {
     "flash": (sdpa_attention, MaskSpec(), None),
     "flash of documents": (sdpa_attention, _PACKED, None),
+    "flash of random documents": (sdpa_attention, _DRAWN, None),
     "plain": (reference_attention, _PACKED, None),
     "window": (blocked_attention, MaskSpec(window=13), 3.0),
     "window in documents": (blocked_attention, MaskSpec(window=7, documents=_CUTS, global_tokens=2), None),

@@ -23,7 +23,7 @@ from preheat.ops.attention_blocks import blocked_attention
 from preheat.ops.attention_module import attention_in_chunks
 from preheat.ops.attention_patterns import in_shifted_groups, within_window
 from preheat.planning.observe import Recorder, highest
-from preheat.technique import Device, MaskSpec, conflicts_of
+from preheat.technique import Batch, Device, MaskSpec, conflicts_of
 from preheat.techniques.efficient_attention import EfficientAttention
 
 from ..conftest import DEVICE, difference, split, tiny, uneven
@@ -185,6 +185,69 @@ def test_flex_agrees_forward(monkeypatch: pytest.MonkeyPatch) -> None:
         assert apart(module.compiled_flex_attention(*tensors, mask, 0.3), reference_attention(*tensors, mask, 0.3)) < 3e-6
     with pytest.raises(NotImplementedError, match="backward on CPU"):
         module.compiled_flex_attention(*qkv(), MaskSpec(), 0.3)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_all_kernels_agree_on_random_documents(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forward and backward in fp32; flex has no backward on a CPU. Ring and Ulysses do so over processes: test_context_parallel."""
+    from torch.nn.attention import flex_attention as theirs
+
+    import preheat.ops.attention_flex as module
+
+    monkeypatch.setattr(theirs, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
+    monkeypatch.setattr(module, "_compiled", lambda: theirs.flex_attention)
+    generator = torch.Generator().manual_seed(seed)
+    length = int(torch.randint(20, 260, (), generator=generator))
+    mask = MaskSpec(documents=random_documents(3, length, generator))
+    tensors = qkv(length)
+    full = within_window(sdpa_attention, window=length, global_tokens=4)  # a pattern that hides nothing
+    for kernel in (sdpa_attention, functools.partial(sdpa_attention, kernel="math"), blocked_attention, full):
+        agrees(kernel, reference_attention, tensors, mask)
+    plain = [t.detach() for t in tensors]
+    assert apart(module.compiled_flex_attention(*plain, mask, 0.3), reference_attention(*plain, mask, 0.3)) < 3e-6
+
+
+def random_documents(rows: int, length: int, generator: torch.Generator) -> tuple[tuple[int, ...], ...]:
+    """Each row cut at up to eight places, drawn: documents of one token and of the whole row are among them."""
+    made = []
+    for _ in range(rows):
+        count = int(torch.randint(9, (), generator=generator))
+        cuts = sorted({*(torch.randint(1, length, (count,), generator=generator).tolist()), 0, length})
+        made.append(tuple(b - a for a, b in itertools.pairwise(cuts)))
+    return tuple(made)
+
+
+@pytest.mark.parametrize("techniques", ["{}", "{efficient_attention: {}}", "{efficient_attention: {kernel: blocks}}"])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_packed_rows_give_the_loss_and_gradients_of_their_documents_one_by_one(techniques: str, seed: int) -> None:
+    """In fp64: what a document gains or loses by its neighbours would be far above 1e-6; padding and its positions count for nothing."""
+    generator = torch.Generator().manual_seed(seed)
+    length = 48
+    documents = random_documents(3, length, generator)
+    tokens = torch.randint(96, (3, length), generator=generator)
+    made = [build(tiny(techniques, length=length), vocabulary=96, device=DEVICE) for _ in range(2)]
+    for b in made:
+        b.trained[0].double()
+    packed, alone = [], []
+    for row, cuts in enumerate(documents):
+        labels, begin = torch.full((length,), -100), 0
+        for n in cuts:
+            of = slice(begin, begin + n)
+            labels[begin : begin + n - 1] = tokens[row, begin + 1 : begin + n]
+            alone.append(batch_of(tokens[row : row + 1, of], labels[None, of], ((n,),)))
+            begin += n
+        packed.append(labels)
+    whole = batch_of(tokens, torch.stack(packed), documents)
+    losses = [float(gradients(made[0], [whole]).total), float(gradients(made[1], [b for b in alone if b.weight]).total)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-9)
+    grads = [{name: p.grad for name, p in b.parameters()} for b in made]
+    assert difference(*grads) < 1e-6
+
+
+def batch_of(tokens: Tensor, labels: Tensor, documents: tuple[tuple[int, ...], ...]) -> Batch:
+    positions = torch.stack([torch.cat([torch.arange(n) for n in cuts]) for cuts in documents])
+    weight = int((labels != -100).sum())
+    return Batch(tokens, labels, positions, MaskSpec(documents=documents), weight, tuple(range(len(tokens))))
 
 
 @pytest.mark.parametrize(

@@ -123,6 +123,15 @@ def test_lengths_rise_to_the_full_one_in_few_steps_and_shapes_are_cut_from_whole
     assert shape_at(250, rows=8, micro=2, full=250, keep=keep) == Shape(8, 250, 2)
 
 
+def test_stated_stages_last_alike_and_are_what_is_read() -> None:
+    made = LengthCurriculum(lengths=(7, 20), until=0.5)
+    recipe = tiny("{length_curriculum: {lengths: [7, 20], until: 0.5}}")
+    assert [made.length(recipe, n / 8) for n in range(8)] == [7, 7, 20, 20, 32, 32, 32, 32]
+    b = build(recipe, vocabulary=96, device=DEVICE)
+    assert b.slot(Slot.BATCH_SHAPE)(0.0) == Shape(rows=19, length=7, micro=18)
+    assert "rows of 7, 20, 32 tokens, full after 50%" in b.changes["length_curriculum"][0].what
+
+
 def test_the_plan_sees_the_longest_rows() -> None:
     plain, grown = (observe(tiny(t), vocabulary=96, device=DEVICE) for t in ("{}", "{length_curriculum: {}}"))
     assert grown.peak == plain.peak
@@ -134,6 +143,9 @@ def test_the_plan_sees_the_longest_rows() -> None:
     [
         ("{length_curriculum: {start: 32}}", "", "not below batch.length 32"),
         ("{length_curriculum: {start: 12, multiple: 8}}", "", "no multiple of 8; use start: 16"),
+        ("{length_curriculum: {lengths: [16, 8]}}", "", "a stage of 8 tokens follows one of 16; they must rise"),
+        ("{length_curriculum: {lengths: [8, 32]}}", "", "a stage of 32 tokens \\(batch.length\\) follows one of 32"),
+        ("{length_curriculum: {lengths: [8], start: 16}}", "", "leave start and schedule out"),
         ("{length_curriculum: {until: 1.0}}", "", "never reached"),
         ("{length_curriculum: {until: 0.96}}", "", "last of 20 steps begins at 0.95"),
         ("{length_curriculum: {keep: rows}}", "stop.tokens=4000", "use stop.steps"),

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from preheat.data import Rows, baselines, batches, prepare, sources
@@ -13,8 +14,8 @@ from preheat.data.examples import Document
 from preheat.data.files import read_file
 from preheat.data.sources import open_source
 from preheat.data.tokenizer import Encoder, load_tokenizer, train_tokenizer
-from preheat.errors import DataError
-from preheat.recipe import Data
+from preheat.errors import DataError, RecipeError
+from preheat.recipe import Data, parse
 from preheat.technique import Shape
 
 LINES = [f"line {n}: the {'quick brown fox ' * (n % 5)}jumps over {n * n}" for n in range(120)]
@@ -140,6 +141,11 @@ def test_a_long_text_file_is_cut_at_blank_lines_without_loss(tmp_path):
     assert "".join(pieces) == text
     assert len(pieces) > 20
     assert all(p.endswith("\n\n") and len(p) < 5000 for p in pieces[:-1])
+    cut, whole = (
+        Data(source=({"source": str(tmp_path / "a.txt"), **more},)).parts()[0][0] for more in ({}, {"text_files": "whole"})
+    )
+    assert [d.text for d in open_source(whole).read()] == [text]
+    assert open_source(whole).key() != open_source(cut).key()
 
 
 def test_built_in_sources_are_real_and_repeatable(monkeypatch):
@@ -330,3 +336,22 @@ def test_a_prompt_that_fills_the_row_is_counted_or_refused(tmp_path, tokenizer):
             tokenizer=tokenizer,
             preflight={"truncated": "warn"},
         )
+
+
+def test_a_document_longer_than_a_row_is_split_and_counted_or_refused(tmp_path, tokenizer):
+    rows = [{"text": line} for line in LINES]
+    rows[40]["text"] = "a long one: " + "quick brown fox " * 60
+    source = write(tmp_path / "t.jsonl", rows)
+    split = run(tmp_path, source, length=100, tokenizer=tokenizer)
+    sizes = [int(n) for side in ("train", "validation") for n in np.diff(getattr(split, side).tokens.ends, prepend=0)]
+    longer = sum(n > 100 for n in sizes)
+    assert 1 == longer == sum(split.counts[side]["longer"] for side in ("train", "validation"))
+    assert split.train.tokens_total == len(split.train) * 100
+    with pytest.raises(
+        DataError,
+        match=rf"t\.jsonl:41: has {max(sizes)} tokens and batch\.length is 100 \(1 of \d+ documents are longer; data\.longer: refuse\)",
+    ):
+        run(tmp_path, source, length=100, tokenizer=tokenizer, longer="refuse")
+    run(tmp_path, source, length=max(sizes), tokenizer=tokenizer, longer="refuse")
+    with pytest.raises(RecipeError, match=r"data\.longer: refuse needs all documents read beforehand"):
+        parse(f"data: {{source: {source}, longer: refuse, streaming: true}}\nstop: {{steps: 1}}")

@@ -198,7 +198,7 @@ def test_a_built_in_recipe_is_dry_run_with_its_preset(name: str, device: Device)
     assert recipe.name == name
     assert recipe.model.preset in PRESETS
     seen = observe(recipe, vocabulary=None, device=device, world=2 if name == "multi-gpu" else 1)
-    assert seen.trained < seen.parameters / 10
+    assert seen.trained == seen.parameters if name == "long-sequences" else seen.trained < seen.parameters / 10
     if name == "multi-gpu":  # the bits of the base are shared out, and so are the adapters
         layer, embedding = 1536 * (1536 * 2 + 256 * 2 + 8960 * 3), 151936 * 1536
         wanted = (0.516 * layer + 2 * embedding + 4 * seen.trained) / 2

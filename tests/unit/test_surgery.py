@@ -209,6 +209,8 @@ def yarn_share(rotations: float) -> float:
 def angles_by_the_papers(kind: str, positions: int) -> tuple[list[list[float]], float]:
     """Angle of each position and frequency, one by one, and the scale of the tables."""
     base, stretch, scale = THETA, [1.0] * (DIM // 2), 1.0
+    if kind == "base":  # 2309.00071, equation 9, for all lengths
+        base = THETA * FACTOR ** (DIM / (DIM - 2))
     if kind == "linear":  # 2306.15595, equation 4: position m becomes m / factor
         stretch = [1 / FACTOR] * (DIM // 2)
     if (
@@ -231,7 +233,7 @@ def angles_by_the_papers(kind: str, positions: int) -> tuple[list[list[float]], 
     return [[m * stretch[i] * base ** (-2 * i / DIM) for i in range(DIM // 2)] for m in range(positions)], scale
 
 
-@pytest.mark.parametrize("kind", ["linear", "dynamic", "yarn"])
+@pytest.mark.parametrize("kind", ["linear", "dynamic", "yarn", "base"])
 @pytest.mark.parametrize("family", ["Llama", "Qwen3"])
 def test_rotary_tables_are_those_of_transformers_and_of_the_papers(family: str, kind: str) -> None:
     sizes = {**SMALL, "hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": DIM}
@@ -242,7 +244,9 @@ def test_rotary_tables_are_those_of_transformers_and_of_the_papers(family: str, 
     )
     ours = build(r, vocabulary=96, device=DEVICE).trained[0].model.rotary_emb  # type: ignore[union-attr]
     # What a user of transformers would write by hand.
-    by_hand = {"rope_type": kind, "factor": FACTOR, "rope_theta": THETA}
+    by_hand: dict[str, Any] = {"rope_type": kind, "factor": FACTOR, "rope_theta": THETA}
+    if kind == "base":
+        by_hand = {"rope_type": "default", "rope_theta": THETA * FACTOR ** (DIM / (DIM - 2))}
     by_hand |= {"original_max_position_embeddings": LENGTH} if kind == "yarn" else {}
     positions = LENGTH if kind == "dynamic" else int(LENGTH * FACTOR)
     theirs_config = Config(**(sizes | {"max_position_embeddings": positions}), rope_parameters=by_hand)
@@ -274,6 +278,20 @@ def test_a_factor_larger_than_needed_is_said() -> None:
     assert "16 positions reach 128; batch.length 32 needs only 2" in words
 
 
+@pytest.mark.parametrize(
+    ("length", "words"),
+    [(48, "yarn by 3: 16 positions reach 48 (yarn suits"), (640, "base by 40: 16 positions reach 640 (base suits")],
+)
+def test_auto_reaches_what_is_wanted_and_says_by_what(length: int, words: str) -> None:
+    r = parse(
+        f"model: {{layers: 1, width: 32, heads: 4, vocabulary: 96, positions: 16}}\nbatch: {{length: {length}}}\nstop: {{steps: 1}}\n"
+        "techniques: {rope_scaling: {kind: auto, factor: auto}}"
+    )
+    made = build(r, vocabulary=96, device=DEVICE)
+    assert made.changes["rope_scaling"][0].what.startswith(words)
+    assert made.model.positions == length
+
+
 # --- refusals and sizes -------------------------------------------------------------------------------------------
 
 
@@ -289,6 +307,8 @@ def test_a_factor_larger_than_needed_is_said() -> None:
         ("{rope_scaling: {original_length: 12}}", "llama", "batch.length is 32; use factor: 2.67"),
         ("{rope_scaling: {kind: linear, beta_fast: 16}}", "llama", "beta_fast: is yarn's"),
         ("{rope_scaling: {factor: 0.5}}", "llama", "above 1"),
+        ("{rope_scaling: {factor: auto}}", "llama", "hold batch.length 32 already"),
+        ("{rope_scaling: {kind: longrope}}", "llama", "must be 'auto', 'linear', 'dynamic', 'base' or 'yarn'"),
     ],
 )
 def test_what_cannot_be_is_refused(techniques: str, family: str, words: str) -> None:

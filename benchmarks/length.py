@@ -1,0 +1,533 @@
+"""Very long sequences: a model taken from 512 to 4,096 tokens, key-value recall by length and depth, memory and time against length.
+
+    PREHEAT_DATA=../shared/data python benchmarks/length.py extension [--steps 120] [--length 4096] [--rows 4]
+    python benchmarks/length.py recall [--steps 1500] [--length 512]
+    python benchmarks/length.py memory [--lengths 1024 2048 ... 65536] [--measured 8192]
+    python benchmarks/length.py time [--lengths 1024 2048 ... 65536]          # a quiet machine
+
+Each part writes length-PART.md, .json and drawings under benchmarks/results. All training is `preheat train` on a recipe that stands in the .json.
+extension: stories260K is trained on for as many tokens on War and Peace (its first nine tenths) joined with TinyStories, under each rotary scaling, and as it is
+at 512; measured on the last tenth of the book, and on stories that it was not trained on. recall: a new model of a few layers learns lists of random keys and
+values, in which keys come again; the test draws lists of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+
+RESULTS = Path(__file__).parent / "results"
+SCALINGS = ("none", "linear", "base", "dynamic", "yarn")
+WORDS = {
+    "none": "none", "linear": "linear", "base": "NTK, the base raised once", "dynamic": "NTK, dynamic", "yarn": "YaRN", "short": "none, trained at 512",
+}  # fmt: skip
+
+
+def train(recipe: dict[str, Any], folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """`preheat train`; its summary, and the run's evaluation."""
+    file, out = folder / f"{recipe['name']}.yaml", folder / recipe["name"]
+    file.write_text(yaml.safe_dump(recipe), encoding="utf-8")
+    command = [sys.executable, "-m", "preheat", "train", str(file), "--out", str(out), "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"{recipe['name']}: {done.stderr.strip().splitlines()[-1]}")
+    found = out / "evaluation.json"
+    return json.loads(done.stdout), json.loads(found.read_text(encoding="utf-8")) if found.is_file() else {}
+
+
+def written(part: str, lines: list[str], values: dict[str, Any]) -> None:
+    import torch
+
+    head = [
+        f"`python benchmarks/length.py {' '.join(sys.argv[1:])}`, torch {torch.__version__}, {os.environ.get('OMP_NUM_THREADS', 'all')} threads.",
+        "",
+    ]
+    text = "\n".join([lines[0], "", *head, *lines[1:]]) + "\n"
+    (RESULTS / f"length-{part}.md").write_text(text, encoding="utf-8")
+    (RESULTS / f"length-{part}.json").write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
+    print(text)
+
+
+def plotted(name: str, draw: Any, *, columns: int = 1, height: float = 3.6) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(1, columns, figsize=(5.6 * columns, height), layout="constrained")
+    draw(axes)
+    figure.savefig(RESULTS / f"{name}.png", dpi=110)
+
+
+# --- from 512 to 4,096 tokens -------------------------------------------------------------------------------------
+
+
+def texts(folder: Path) -> None:
+    """book.txt, tail.txt (its last tenth), stories.jsonl and others.jsonl (one in ten)."""
+    data = Path(os.environ.get("PREHEAT_DATA", "../shared/data")) / "text"
+    book = (data / "war_and_peace.txt").read_text(encoding="utf-8")
+    cut = book.index("\n\n", len(book) * 9 // 10)
+    (folder / "book.txt").write_text(book[:cut], encoding="utf-8")
+    (folder / "tail.txt").write_text(book[cut:], encoding="utf-8")
+    told = (data / "tinystories_train_excerpt.txt").read_text(encoding="utf-8")
+    stories = [story.strip() for story in re.split(r"\n+(?=Once upon a time|One day)", told)]
+    for name, some in (("stories", [s for n, s in enumerate(stories) if n % 10]), ("others", stories[::10])):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps({"text": story}) + "\n" for story in some), encoding="utf-8")
+
+
+def extended(name: str, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """The recipe of one way to 4,096 tokens; `short` has rows of the trained length, and as many tokens a step."""
+    model = Path(os.environ.get("PREHEAT_DATA", "../shared/data")).resolve() / "stories260K-hf"
+    length = 512 if name == "short" else options.length
+    techniques: dict[str, Any] = {"efficient_attention": {}, "chunked_loss": {}}
+    if name in SCALINGS[1:]:
+        techniques["rope_scaling"] = {"kind": name, "factor": "auto"}
+    tasks = [
+        f"positions={folder / 'tail.txt'},each=24",
+        f"continuation={folder / 'tail.txt'},lengths=[{options.length}],each=24",
+    ]
+    return {
+        "name": name,
+        "seed": 1,
+        # `none` reads beyond what it was made for: nothing but the statement of its positions is changed.
+        "model": {"path": str(model), **({"config": {"max_position_embeddings": length}} if name == "none" else {})},
+        "data": {
+            "source": [
+                {"source": str(folder / "book.txt"), "text_files": "whole"},
+                {"source": str(folder / "stories.jsonl"), "weight": 2},
+            ],
+            "packing": "stream",
+            "validation": 0.0,
+            "preflight": {"encoding": "warn"},  # some stories have quotation marks that were decoded wrongly
+        },
+        "batch": {"size": options.rows * options.length // length, "length": length},
+        "optimizer": {"lr": options.lr, "weight_decay": 0.0},
+        "schedule": {"kind": "cosine", "warmup": 0.1, "floor": 0.05},
+        "stop": {"steps": options.steps},
+        "evaluate": {
+            "rows": 48 * options.length // length,
+            "forgetting": str(folder / "others.jsonl"),
+            "tasks": [] if name == "short" else tasks,
+        },
+        "techniques": techniques,
+    }
+
+
+def by_command(run: Path, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """What `preheat eval` finds of a run beyond the length of its own rows."""
+    command = [
+        sys.executable,
+        "-m",
+        "preheat",
+        "eval",
+        str(run),
+        "--json",
+        "--length",
+        str(options.length),
+        "--before",
+        "--data",
+        str(folder / "others.jsonl"),
+    ]
+    command += [
+        "--rows",
+        "48",
+        "--tasks",
+        f"positions={folder / 'tail.txt'},each=24",
+        "--tasks",
+        f"continuation={folder / 'tail.txt'},lengths=[{options.length}],each=24",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"eval: {done.stderr.strip().splitlines()[-1]}")
+    made = json.loads(done.stdout)
+    texts_ = {"forgetting": next(iter(made["texts"].values()))}
+    before = {"texts": {"forgetting": next(iter(made["before"]["texts"].values()))}, "tasks": made["before"]["tasks"]}
+    return {"after": {"texts": texts_, "tasks": made["tasks"]}, "before": before}
+
+
+def extension(options: argparse.Namespace) -> None:
+    found: dict[str, Any] = {}
+    recipes = {}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        texts(folder)
+        for way in (*options.ways, "short"):
+            recipes[way] = extended(way, options, folder)
+            begun = time.perf_counter()
+            summary, evaluation = train(recipes[way], folder)
+            if way == "short":
+                evaluation = by_command(folder / "short", folder, options)
+            found[way] = evaluation | {"seconds": time.perf_counter() - begun, "loss": summary["loss"]}
+            print(way, f"{found[way]['seconds']:.0f} s", flush=True)
+    found = json.loads(json.dumps(found).replace(name, "TEXTS"))
+    plain = found["short"]["before"]["texts"]["forgetting"]["metrics"]["loss"]["value"]
+
+    def parts(way: str, when: str) -> list[dict[str, Any]]:
+        return list(found[way][when]["tasks"]["positions"]["parts"])
+
+    ends = [part["end"] for part in parts("short", "after")]
+    lines = [
+        f"# stories260K from 512 to {options.length:,} tokens",
+        f"{options.steps} steps of {options.rows} x {options.length:,} tokens on nine tenths of War and Peace joined with TinyStories (each read twice as often), lr {options.lr:g}. Perplexity by position",
+        "on 24 passages of the last tenth of the book. Short texts: TinyStories that were not trained on, each by itself, against the model as it was "
+        f"({plain:.4f} nats a token).",
+        "",
+        "| rotary scaling | | " + " | ".join(f"to {end:,}" for end in ends) + " | short texts, nats | to the model as it was |",
+        "|---|---|" + "---|" * (len(ends) + 2),
+    ]
+    for way in found:
+        for when in ("before", "after"):
+            short = found[way][when]["texts"]["forgetting"]["metrics"]["loss"]["value"]
+            cells = " | ".join(f"{np.exp(part['value']):.1f}" for part in parts(way, when))
+            lines.append(f"| {WORDS[way]} | {when} | {cells} | {short:.4f} | {short / plain - 1:+.1%} |")
+    lines += [
+        "",
+        f"Loss of the last 64 of {options.length:,} tokens after training, with so much of what stands before them:",
+        "",
+        "| rotary scaling | none | quarter | half | all |",
+        "|---|---|---|---|---|",
+    ]
+    for way in found:
+        metrics = found[way]["after"]["tasks"]["continuation"]["metrics"]
+        lines.append(
+            f"| {WORDS[way]} | "
+            + " | ".join(f"{metrics[f'loss_{share}']['value']:.3f}" for share in ("none", "quarter", "half", "all"))
+            + " |"
+        )
+    lines += ["", "![perplexity by position](length-extension.png)"]
+
+    def draw(axes: Any) -> None:
+        for axis, when in zip(axes, ("before", "after"), strict=True):
+            for way in found:
+                axis.plot(ends, np.exp([part["value"] for part in parts(way, when)]), "o-", markersize=3.5, label=WORDS[way])
+            axis.set(xscale="log", yscale="log", xlabel="up to this position", ylabel="perplexity", title=f"{when} training")
+            axis.set_xticks(ends, [f"{end:,}" for end in ends], fontsize=7)
+            axis.minorticks_off()
+            ticks = [5, 8, 12, 20, 50, 100, 200, 500]
+            low, high = axis.get_ylim()
+            axis.set_yticks([t for t in ticks if low <= t <= high], [str(t) for t in ticks if low <= t <= high])
+        axes[0].legend(fontsize=8)
+
+    plotted("length-extension", draw, columns=2)
+    written("extension", lines, {"recipes": json.loads(json.dumps(recipes).replace(name, "TEXTS")), "found": found})
+
+
+# --- key-value recall ---------------------------------------------------------------------------------------------
+
+
+def vocabulary_of_words(folder: Path, pieces: int) -> Any:
+    """A tokenizer whose pieces are words, saved where a recipe finds it."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    backend = Tokenizer(models.WordLevel({"</s>": 0} | {f"w{n}": n for n in range(1, pieces)}, unk_token="</s>"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    made = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>")
+    made.save_pretrained(folder)
+    return made
+
+
+def lists(pieces: list[int], tokens: int, documents: int, shortest: int, rng: np.random.Generator) -> list[str]:
+    """Lists of pairs in which keys come again, with the value that they had.
+
+    In every second list the pairs come again in their order, in which all can be told: by it the model learns to look where something stood before.
+    In the others they come in any order, from a twentieth to all but a twentieth of a list's pairs being new. Lengths are even over their logarithm.
+    """
+    keys, values = np.asarray(pieces)[::2], np.asarray(pieces)[1::2]
+    made = []
+    for number in range(documents):
+        pairs = max(2, int(np.exp(rng.uniform(np.log(shortest), np.log(tokens)))) // 2)
+        new = min(len(keys), max(1, round(pairs * rng.uniform(0.05, 0.95))))
+        key, value = rng.choice(keys, new, replace=False), rng.choice(values, new)
+        order = np.arange(pairs) % new
+        if number % 2:
+            order[new:] = rng.integers(new, size=pairs - new)
+        made.append(" ".join(f"w{key[n]} w{value[n]}" for n in order))
+    return made
+
+
+def recall(options: argparse.Namespace) -> None:
+    from preheat.evaluation.retrieval import word_pieces
+
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        pieces = word_pieces(vocabulary_of_words(folder / "words", options.pieces))
+        rng = np.random.default_rng(options.seed)
+        per_step = options.rows * options.length
+        # As many documents as all steps read, so that no list is read twice: the rule is learnt, not the lists.
+        text, total = [], 0
+        while total < 1.05 * options.steps * per_step:
+            some = lists(pieces, options.length - 1, 1000, options.shortest, rng)
+            text += some
+            total += sum(line.count(" ") + 2 for line in some)
+        (folder / "lists.jsonl").write_text("".join(json.dumps({"text": line}) + "\n" for line in text), encoding="utf-8")
+        recipe = {
+            "name": "recall",
+            "seed": options.seed,
+            "model": {
+                "layers": options.layers,
+                "width": options.width,
+                "heads": options.width // 64,
+                "feed_forward": 2 * options.width,
+                "tie_embeddings": True,
+                # A larger base: more of a head's frequencies hardly turn within a list, by which a key is known at any distance. Weights are drawn
+                # for this width: with the 0.02 of wide models all attention is even at first, and stays so for long.
+                "config": {
+                    "rope_parameters": {"rope_type": "default", "rope_theta": options.base},
+                    "initializer_range": options.width**-0.5,
+                },
+            },
+            "data": {
+                "source": str(folder / "lists.jsonl"),
+                "tokenizer": str(folder / "words"),
+                "packing": "whole",
+                "validation": 0.01,
+            },
+            "batch": {"size": options.rows, "length": options.length},
+            "optimizer": {"lr": options.lr, "weight_decay": 0.0},
+            "schedule": {"kind": "cosine", "warmup": 0.05, "floor": 0.05},
+            "stop": {"steps": options.steps},
+            "evaluate": {"every": max(1, options.steps // 6), "rows": 64, "tasks": ["recall,each=16"]},
+            "techniques": {"efficient_attention": {}, "chunked_loss": {}},
+        }
+        if options.muon:
+            recipe["techniques"]["muon"] = {}
+        begun = time.perf_counter()
+        summary, evaluation = train(recipe, folder)
+        seconds = time.perf_counter() - begun
+        curve = [json.loads(line) for line in (folder / "recall" / "metrics.jsonl").read_text().splitlines()]
+        parameters = json.loads((folder / "recall" / "plan.json").read_text())["parameters"]["total"]
+    found = evaluation["after"]["tasks"]["recall"]
+    across, down = (sorted({part[key] for part in found["parts"]}) for key in ("length", "depth"))
+    grid = np.array(
+        [[next(p["value"] for p in found["parts"] if (p["length"], p["depth"]) == (n, d)) for n in across] for d in down]
+    )
+    accuracy = found["metrics"]["accuracy"]
+    history = [(c["step"], c["tasks"]["recall"]["accuracy"]) for c in curve if "tasks" in c]
+    lines = [
+        f"# Key-value recall up to {options.length:,} tokens",
+        f"A Llama of {options.layers} layers and width {options.width} ({(parameters and f'{parameters:,}') or 'see .json'} parameters), trained from nothing for {options.steps:,} steps of {options.rows} x {options.length} tokens "
+        f"({seconds / 60:.1f} minutes on this machine, which other work shared) on lists of random pairs, none of them read twice.",
+        f"Asked: {found['rows']:,} lists that fill so many tokens, the value of a key at the end; 16 a cell. Right: {accuracy['value']:.1%} (95 % interval {accuracy['low']:.1%} to {accuracy['high']:.1%}), least of a length "
+        f"{grid.mean(axis=0).min():.1%}, least of a cell {grid.min():.0%}; by guessing {1 / (options.pieces // 2):.1%}.",
+        "",
+        "| depth | " + " | ".join(f"{int(n):,}" for n in across) + " |",
+        "|---|" + "---|" * len(across),
+        *(f"| {d:.0%} | " + " | ".join(f"{v:.0%}" for v in row) + " |" for d, row in zip(down, grid, strict=True)),
+        "",
+        "Over the run, step and share right: " + ", ".join(f"{step:,}: {right:.1%}" for step, right in history) + ".",
+        "",
+        "![recall by depth and length](length-recall.png)",
+    ]  # fmt: skip
+
+    def draw(axis: Any) -> None:
+        image = axis.imshow(grid, vmin=0, vmax=1, cmap="RdYlGn", aspect="auto")
+        axis.set_xticks(range(len(across)), [f"{int(n):,}" for n in across])
+        axis.set_yticks(range(len(down)), [f"{d:.0%}" for d in down])
+        axis.set(xlabel="tokens of the list", ylabel="depth of the pair", title="share of values told")
+        for (y, x), v in np.ndenumerate(grid):
+            axis.annotate(f"{v:.0%}", (x, y), ha="center", va="center", fontsize=7)
+        axis.figure.colorbar(image)
+
+    plotted("length-recall", draw)
+    kept = {
+        "recipe": json.loads(json.dumps(recipe).replace(name, "TEXTS")),
+        "seconds": seconds,
+        "loss": summary["loss"],
+        "history": history,
+        "found": found,
+    }
+    written("recall", lines, kept)
+
+
+# --- memory and time ----------------------------------------------------------------------------------------------
+
+FORMS: dict[str, dict[str, Any]] = {"full": {}, "window 1,024": {"sliding_window": {"window": 1024}}}
+
+
+def one_row(form: str, length: int, *, steps: int = 3) -> dict[str, Any]:
+    """A step of one row: a model of about 15 million parameters, as the issue's CPU has it."""
+    return {
+        "name": f"{form.replace(' ', '-').replace(',', '')}-{length}",
+        "model": {"layers": 6, "width": 384, "heads": 6, "kv_heads": 2, "feed_forward": 1024, "vocabulary": 4096, "tie_embeddings": True},
+        "data": {"source": "stdlib", "vocabulary": 4096, "packing": "stream", "validation": 0.0},
+        "batch": {"size": 1, "length": length},
+        "stop": {"steps": steps},
+        "techniques": {"mixed_precision": {"mode": "bf16"}, "efficient_attention": {}, "activation_checkpointing": {}, "chunked_loss": {"rows": 1024}, **FORMS[form]},
+    }  # fmt: skip
+
+
+def memory(options: argparse.Namespace) -> None:
+    """Counted bytes by a dry run on this CPU, high-water marks of real steps for the shorter rows, and what a plan says of H100s."""
+    from preheat.hardware.probe import probe
+    from preheat.planning.observe import observe
+    from preheat.recipe import parse
+
+    rows: list[dict[str, Any]] = []
+    device = probe("cpu")
+    with tempfile.TemporaryDirectory() as name:
+        for form in FORMS:
+            for length in options.lengths:
+                if form != "full" and length <= 1024:
+                    continue
+                recipe = one_row(form, length)
+                seen = observe(parse(yaml.safe_dump(recipe)), vocabulary=4096, device=device)
+                row = {"form": form, "length": length, "counted_gib": max(seen.peak.values()) / 2**30}
+                if length <= options.measured:
+                    summary, _ = train(recipe, Path(name))
+                    row |= {"predicted_gib": summary["predicted"]["peak_gib"], "measured_gib": summary["peak_gib"]}
+                rows.append(row)
+                print(row, flush=True)
+    far = [planned(count, length) for count in (8, 64) for length in options.far]
+    lines = ["# Memory against length", "One row of a model of 15 million parameters on a CPU: bf16, checkpointed layers, chunked loss, no scores in memory. Counted: the peak of all tensors of a step in a dry run;",
+             "predicted and measured: the peak of the process less what the imports took.", "", "| attention | tokens a row | counted, GiB | MiB a 1,024 tokens more | predicted | measured |", "|---|---|---|---|---|---|"]  # fmt: skip
+    for one, row in zip([None, *rows], rows, strict=False):
+        same = one is not None and one["form"] == row["form"]
+        more = (
+            f"{(row['counted_gib'] - one['counted_gib']) * 2**10 / (row['length'] - one['length']) * 1024:.1f}"
+            if same and one
+            else ""
+        )
+        told = [f"{row[key]:.2f}" if key in row else "" for key in ("predicted_gib", "measured_gib")]
+        lines.append(f"| {row['form']} | {row['length']:,} | {row['counted_gib']:.3f} | {more} | {' | '.join(told)} |")
+    lines += ["", "## Predicted on H100s", "", "llama-3-8b with its rotary base raised, all weights trained: fsdp, context_parallel (ring) over all devices, bf16, checkpointed layers, chunked loss; one row a step. Of each device:", "",
+              "| H100 | tokens a row | peak, GiB | fits 80 GB | seconds a step | tokens/s of all |", "|---|---|---|---|---|---|"]  # fmt: skip
+    for row in far:
+        if "why" in row:
+            lines.append(f"| {row['devices']} | {row['length']:,} | {row['why']} | | | |")
+        else:
+            lines.append(
+                f"| {row['devices']} | {row['length']:,} | {row['peak_gib']:.1f} | {'yes' if row['fits'] else 'no'} | {row['seconds']:.1f} | {row['tokens_per_second']:,.0f} |"
+            )
+    written("memory", lines, {"rows": rows, "planned": far})
+
+
+def planned(devices: int, length: int) -> dict[str, Any]:
+    """A plan for H100s by `preheat plan`."""
+    techniques = {
+        "rope_scaling": {"kind": "auto", "factor": "auto"}, "fsdp": {}, "context_parallel": {"degree": devices, "kind": "ring"}, "mixed_precision": {"mode": "bf16"},
+        "efficient_attention": {}, "activation_checkpointing": {}, "chunked_loss": {"rows": 1024},
+    }  # fmt: skip
+    recipe = {
+        "name": f"far-{devices}-{length}",
+        "model": {"preset": "llama-3-8b"},
+        "data": {"source": "stdlib"},
+        "batch": {"size": 1, "length": length},
+        "stop": {"steps": 1},
+        "techniques": techniques,
+    }
+    with tempfile.TemporaryDirectory() as name:
+        file = Path(name) / "far.yaml"
+        file.write_text(yaml.safe_dump(recipe), encoding="utf-8")
+        from preheat.errors import PreheatError
+        from preheat.hardware.catalogue import accelerator
+        from preheat.planning.plan import plan
+        from preheat.planning.roofline import Roofline
+        from preheat.recipe import load
+
+        roofline = Roofline(accelerator("H100"), 8)
+        try:
+            made = plan(load(file), vocabulary=None, device=roofline.as_device, rates=roofline, world=devices)
+        except PreheatError as error:
+            return {"devices": devices, "length": length, "why": str(error).splitlines()[0]}
+    return {
+        "devices": devices,
+        "length": length,
+        "peak_gib": made["peak_gib"],
+        "fits": made["fits"],
+        "seconds": made["seconds_per_step"],
+        "tokens_per_second": made["tokens_per_second"],
+    }
+
+
+def clock(options: argparse.Namespace) -> None:
+    """Seconds of a step, full attention and window by turns."""
+    found: dict[str, dict[int, list[float]]] = {form: {} for form in FORMS}
+    with tempfile.TemporaryDirectory() as name:
+        for turn in range(options.turns):
+            for length in options.lengths:
+                for form in sorted(FORMS, reverse=bool(turn % 2)):
+                    if form != "full" and length <= 1024:
+                        continue
+                    recipe = one_row(form, length, steps=options.steps)
+                    recipe["name"] += f"-{turn}"
+                    train(recipe, Path(name))
+                    steps = [
+                        json.loads(line) for line in (Path(name) / recipe["name"] / "metrics.jsonl").read_text().splitlines()
+                    ]
+                    found[form].setdefault(length, []).extend(
+                        step["seconds"] for step in steps[1:] if "seconds" in step and "loss" in step
+                    )
+                    print(form, length, [f"{s:.2f}" for s in found[form][length]], flush=True)
+    lines = ["# Time against length", "Seconds of a step of one row, the median (least to most) of all steps but a run's first; a model of 15 million parameters on a CPU: bf16, checkpointed layers, chunked loss.", "",
+             "| tokens a row | full | window 1,024 | full / window |", "|---|---|---|---|"]  # fmt: skip
+    for length in options.lengths:
+        cells = []
+        for form in FORMS:
+            some = found[form].get(length)
+            cells.append(f"{np.median(some):.2f} ({min(some):.2f} to {max(some):.2f})" if some else "")
+        both = [found[form].get(length) for form in FORMS]
+        ratio = f"{np.median(both[0]) / np.median(both[1]):.2f}" if all(both) else ""
+        lines.append(f"| {length:,} | {cells[0]} | {cells[1]} | {ratio} |")
+    lines += ["", "![seconds against length](length-time.png)"]
+
+    def draw(axis: Any) -> None:
+        for form, of in found.items():
+            axis.plot(list(of), [np.median(some) for some in of.values()], "o-", label=form)
+        axis.set(xscale="log", yscale="log", xlabel="tokens a row", ylabel="seconds a step")
+        axis.legend()
+
+    plotted("length-time", draw)
+    written("time", lines, {"seconds": found})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parts = parser.add_subparsers(dest="part", required=True)
+    doublings = [1024 * 2**n for n in range(7)]
+    one = parts.add_parser("extension")
+    one.add_argument("--steps", type=int, default=120)
+    one.add_argument("--length", type=int, default=4096)
+    one.add_argument("--rows", type=int, default=4)
+    one.add_argument("--lr", type=float, default=5e-4)
+    one.add_argument("--ways", nargs="+", choices=SCALINGS, default=list(SCALINGS))
+    two = parts.add_parser("recall")
+    for name, value in {
+        "steps": 1500,
+        "length": 512,
+        "rows": 16,
+        "layers": 2,
+        "width": 128,
+        "pieces": 1024,
+        "shortest": 16,
+        "seed": 1,
+    }.items():
+        two.add_argument(f"--{name}", type=int, default=value)
+    two.add_argument("--lr", type=float, default=2e-3)
+    two.add_argument("--base", type=float, default=1e5)
+    two.add_argument("--muon", action="store_true")
+    three = parts.add_parser("memory")
+    three.add_argument("--lengths", type=int, nargs="+", default=doublings)
+    three.add_argument("--measured", type=int, default=8192)
+    three.add_argument("--far", type=int, nargs="+", default=[131072, 524288, 1048576])
+    four = parts.add_parser("time")
+    four.add_argument("--lengths", type=int, nargs="+", default=doublings)
+    four.add_argument("--steps", type=int, default=3)
+    four.add_argument("--turns", type=int, default=3)
+    options = parser.parse_args()
+    {"extension": extension, "recall": recall, "memory": memory, "time": clock}[options.part](options)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,50 @@
+"""What tasks of length found, part by part: depth against length, loss by position."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+__all__ = ["grids"]
+
+
+def grids(made: Mapping[str, Any]) -> Iterator[Any]:
+    """A table for each task that has parts; before and after stand in one cell.
+
+    Args:
+        made: as `preheat eval --json` prints it.
+    """
+    for name, result in made["tasks"].items():
+        if parts := result.get("parts"):
+            old = ((made.get("before") or {}).get("tasks", {}).get(name) or {}).get("parts") or []
+            yield _stretches(name, parts, old) if "start" in parts[0] else _cells(name, parts, old)
+
+
+def _stretches(name: str, parts: list[dict[str, Any]], old: list[dict[str, Any]]) -> Any:
+    from rich.table import Table
+
+    table = Table(f"{name}: places", *(("loss before", "after") if old else ("loss",)), box=None, pad_edge=False)
+    before = {(p["start"], p["end"]): p["value"] for p in old}
+    for p in parts:
+        was = [_number(before.get((p["start"], p["end"])))] if old else []
+        table.add_row(f"{p['start']:,} to {p['end'] - 1:,}", *was, _number(p["value"]))
+    return table
+
+
+def _cells(name: str, parts: list[dict[str, Any]], old: list[dict[str, Any]]) -> Any:
+    from rich.table import Table
+
+    down = "depth" if "depth" in parts[0] else "share"
+    lengths = sorted({p["length"] for p in parts})
+    values = {(p[down], p["length"]): p["value"] for p in parts}
+    before = {(p[down], p["length"]): p["value"] for p in old}
+    head = {"depth": "accuracy at depth, by length", "share": "loss with this share of the context, by length"}[down]
+    table = Table(f"{name}: {head}", *(f"{n:,}" for n in lengths), box=None, pad_edge=False)
+    for at in sorted({p[down] for p in parts}):
+        cells = [(before.get((at, n)), values.get((at, n))) for n in lengths]
+        table.add_row(f"{at:.0%}", *(f"{_number(a)} → {_number(b)}" if old else _number(b) for a, b in cells))
+    return table
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
