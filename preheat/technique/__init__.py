@@ -7,7 +7,7 @@ A technique is one idea that changes a build: one file in `preheat/techniques/`,
 
 from __future__ import annotations
 
-from preheat.technique.base import Context, Device, ModelFacts, Technique, conflicts_of, registry
+from preheat.technique.base import Context, Device, ModelFacts, Technique, conflicts_of, on_one_device, registry
 from preheat.technique.batch import Batch, LossSum, MaskSpec, RowLoss, Shape, Stateful
 from preheat.technique.build import Build
 from preheat.technique.mesh import DATA, Axis, Mesh, sizes_of
@@ -35,6 +35,7 @@ __all__ = [
     "Tag",
     "Technique",
     "conflicts_of",
+    "on_one_device",
     "registry",
     "sizes_of",
 ]

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from preheat.recipe import Recipe
     from preheat.technique.build import Build
 
-__all__ = ["Context", "Device", "ModelFacts", "Technique", "conflicts_of", "registry"]
+__all__ = ["Context", "Device", "ModelFacts", "Technique", "conflicts_of", "on_one_device", "registry"]
 
 
 @dataclass(frozen=True)
@@ -185,6 +185,12 @@ def registry() -> Mapping[str, type[Technique]]:
     """Every technique by name, in alphabetical order."""
     _load()
     return {name: _REGISTRY[name] for name in sorted(_REGISTRY)}
+
+
+def on_one_device(techniques: Mapping[str, Technique]) -> dict[str, Technique]:
+    """Those that are left on one device: not what shares out the work, nor what has its place beside that alone (experts shared out within fsdp)."""
+    shared = frozenset(tag for t in techniques.values() if t.spreads() for tag in t.provided())
+    return {name: t for name, t in techniques.items() if not t.spreads() and not t.needs & shared}
 
 
 def conflicts_of(techniques: Iterable[Technique], context: Context) -> list[tuple[str, str]]:
