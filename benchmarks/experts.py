@@ -1,6 +1,6 @@
 """Experts: tokens/s of a training step by how they are computed, and how evenly they are loaded by how they are balanced.
 
-    python benchmarks/experts.py [--part speed|balance|all] [--repeats 7] [--steps 200] [--seeds 3] [--data FOLDER] [--out benchmarks/results/experts.md]
+    python benchmarks/experts.py [--part speed|balance|all] [--repeats 7] [--steps 200] [--seeds 2] [--data FOLDER] [--out benchmarks/results/experts.md]
 
 Speed: a small Qwen3-MoE in fp32 and under bf16 autocast; 8 experts, 2 for a token, and 64, 8 for a token, so that a token uses as many parameters. The very
 same build computes its experts by ours (one grouped product), by transformers' eager loop and by its grouped_mm, in alternation; forward, backward and update.
@@ -35,7 +35,7 @@ from preheat.training.loop import train
 from preheat.training.opened import open_model
 
 WAYS = {"ours, grouped": "preheat", "transformers, eager": "eager", "transformers, grouped_mm": "grouped_mm"}
-SIZES = {8: (2, 512), 64: (8, 128)}  # experts -> for a token, width of one
+SIZES = {8: (2, 2.0), 64: (8, 0.5)}  # experts -> for a token, inner width of one, by the model's
 BALANCINGS = {
     "none": "",
     "loss x 0.001": "{method: loss, coefficient: 0.001}",
@@ -46,9 +46,9 @@ BALANCINGS = {
 }
 
 
-def sizes(experts: int, layers: int) -> str:
-    chosen, width = SIZES[experts]
-    shape = f"layers: {layers}, width: 256, heads: 4, kv_heads: 2, feed_forward: {width}, experts: {experts}, experts_per_token: {chosen}"
+def sizes(experts: int, layers: int, width: int) -> str:
+    chosen, inner = SIZES[experts]
+    shape = f"layers: {layers}, width: {width}, heads: 4, kv_heads: 2, feed_forward: {round(inner * width)}, experts: {experts}, experts_per_token: {chosen}"
     return f"{{family: qwen3_moe, {shape}, vocabulary: 512, config: {{router_aux_loss_coef: 0}}}}"
 
 
@@ -56,7 +56,7 @@ def sizes(experts: int, layers: int) -> str:
 
 
 def prepared(experts: int, mode: str, rows: int, length: int) -> tuple[Build, Any]:
-    text = f"model: {sizes(experts, 4)}\nbatch: {{size: {rows}, length: {length}}}\nstop: {{steps: 1}}\ntechniques: {{efficient_attention: {{}}, chunked_loss: {{}}, mixed_precision: {{mode: {mode}}}}}"
+    text = f"model: {sizes(experts, 4, 256)}\nbatch: {{size: {rows}, length: {length}}}\nstop: {{steps: 1}}\ntechniques: {{efficient_attention: {{}}, chunked_loss: {{}}, mixed_precision: {{mode: {mode}}}}}"
     recipe = parse(text)
     made = build(recipe, vocabulary=512, device=probe("cpu"))
     batch = fake_batch(recipe, rows)
@@ -101,7 +101,7 @@ def speed(options: argparse.Namespace) -> list[str]:
 
 
 def recipe_of(experts: int, balancing: str, source: Path, stories: Path, options: argparse.Namespace, seed: int) -> Recipe:
-    model, technique = sizes(experts, 3), ""
+    model, technique = sizes(experts, 3, 128), ""
     if how := BALANCINGS[balancing]:
         model, technique = model.replace(", config: {router_aux_loss_coef: 0}", ""), f", expert_balancing: {how}"
     return parse(
@@ -165,7 +165,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=8)
     parser.add_argument("--length", type=int, default=256)
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--data", type=Path, default=Path(default))
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/experts.md"))
     options = parser.parse_args()
@@ -173,10 +173,10 @@ def main() -> None:
     told = f"torch {torch.__version__}, {torch.get_num_threads()} threads."
     lines = ["# Experts", "", *(__doc__ or "").strip().splitlines()[4:], "", told]
     if options.part != "balance":
-        how = f"Steps of {options.rows} x {options.length} tokens, median (least to most) of {options.repeats}; ratios turn by turn."
+        how = f"4 layers of width 256, steps of {options.rows} x {options.length} tokens; median (least to most) of {options.repeats}; ratios turn by turn."
         lines += ["", "## Speed", "", how, "", *speed(options)]
     if options.part != "speed":
-        how = f"{options.steps} steps of 16 x 128 tokens, 3 layers; mean (least to most) of {options.seeds} seeds. 1 is an even load."
+        how = f"{options.steps} steps of 16 x 128 tokens, 3 layers of width 128; mean (least to most) of {options.seeds} seeds. 1 is an even load."
         with tempfile.TemporaryDirectory() as temporary:
             lines += ["", "## Load", "", how, "", *balance(options, Path(temporary))]
     options.out.write_text("\n".join(lines) + "\n", encoding="utf-8")

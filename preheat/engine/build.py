@@ -30,6 +30,7 @@ from preheat.technique import (
     Tag,
     Technique,
     conflicts_of,
+    on_one_device,
     sizes_of,
 )
 
@@ -51,8 +52,7 @@ def alone(recipe: Recipe) -> Recipe:
         >>> dict(alone(parse("stop: {steps: 1}\ntechniques: {fsdp: {}}")).techniques)
         {}
     """
-    kept = {name: t for name, t in recipe.techniques.items() if not t.spreads()}
-    return replace(recipe, techniques=kept, parallel=Parallel())
+    return replace(recipe, techniques=on_one_device(recipe.techniques), parallel=Parallel())
 
 
 def techniques_of(recipe: Recipe) -> list[Technique]:

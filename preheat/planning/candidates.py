@@ -15,7 +15,7 @@ from preheat.engine.build import context_of, techniques_of
 from preheat.errors import RecipeError
 from preheat.models import adapter
 from preheat.recipe import Recipe
-from preheat.technique import DATA, Axis, Context, Device, Technique, conflicts_of, refusals, registry, sizes_of
+from preheat.technique import DATA, Axis, Context, Device, Technique, conflicts_of, on_one_device, refusals, registry, sizes_of
 
 __all__ = ["NUMERICS", "Numerics", "Settings", "Space", "problems_of", "words", "worst"]
 
@@ -126,7 +126,7 @@ class Space:
     def single(self, added: Iterable[Technique]) -> Recipe:
         """The same on one device, one row at a time: without what shares out and cuts."""
         made = self.having(added)
-        kept = {name: t for name, t in made.techniques.items() if not t.spreads() and t.cuts() == 1}
+        kept = {name: t for name, t in on_one_device(made.techniques).items() if t.cuts() == 1}
         parallel = replace(made.parallel, devices=1)
         return replace(made, techniques=kept, parallel=parallel, batch=replace(made.batch, size=1))
 

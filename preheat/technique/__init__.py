@@ -7,7 +7,7 @@ A technique is one idea that changes a build: one file in `preheat/techniques/`,
 
 from __future__ import annotations
 
-from preheat.technique.base import Context, Device, ModelFacts, Technique, conflicts_of, refusals, registry
+from preheat.technique.base import Context, Device, ModelFacts, Technique, conflicts_of, on_one_device, refusals, registry
 from preheat.technique.batch import Batch, LossSum, MaskSpec, RowLoss, Shape, Stateful
 from preheat.technique.build import Build
 from preheat.technique.images import Images, Vision
@@ -38,6 +38,7 @@ __all__ = [
     "Technique",
     "Vision",
     "conflicts_of",
+    "on_one_device",
     "refusals",
     "registry",
     "sizes_of",

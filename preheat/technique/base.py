@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from preheat.recipe import Recipe
     from preheat.technique.build import Build
 
-__all__ = ["Context", "Device", "ModelFacts", "Technique", "conflicts_of", "refusals", "registry"]
+__all__ = ["Context", "Device", "ModelFacts", "Technique", "conflicts_of", "on_one_device", "refusals", "registry"]
 
 
 @dataclass(frozen=True)
@@ -199,6 +199,12 @@ def refusals(t: Technique, context: Context) -> list[str]:
     if context.model.encoder and not t.encoder_too:
         return [f"was made for decoder-only models, and {context.model.family} has an encoder; leave it out"]
     return ([t.text_only] if t.text_only and context.model.vision else []) + t.check(context)
+
+
+def on_one_device(techniques: Mapping[str, Technique]) -> dict[str, Technique]:
+    """Those that are left on one device: not what shares out the work, nor what has its place beside that alone (experts shared out within fsdp)."""
+    shared = frozenset(tag for t in techniques.values() if t.spreads() for tag in t.provided())
+    return {name: t for name, t in techniques.items() if not t.spreads() and not t.needs & shared}
 
 
 def conflicts_of(techniques: Iterable[Technique], context: Context) -> list[tuple[str, str]]:

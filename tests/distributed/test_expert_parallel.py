@@ -140,3 +140,11 @@ def test_it_is_dry_run_with_all_experts_loaded_alike() -> None:
         assert counted[0] == counted[1] > 0
     finally:
         dist.destroy_process_group()
+
+
+def test_what_is_read_from_such_a_run_is_built_on_one_device() -> None:
+    from preheat.engine.build import alone
+
+    for techniques in ("{fsdp: {}, expert_parallel: {}, chunked_loss: {}}", "{data_parallel: {}, zero1: {}, chunked_loss: {}}"):
+        recipe = recipes.override(tiny(techniques, family="qwen3_moe", rows=ROWS), "parallel.devices=2")
+        assert list(build(alone(recipe), vocabulary=96, device=DEVICE).changes) == ["experts", "chunked_loss"]
