@@ -84,5 +84,5 @@ class Images:
         return self._each(lambda t: t.pin_memory())
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> Images:
-        tensors = (self.patches, self.taps, self.shares, self.grid, self.places)
-        return Images(*map(change, tensors), sizes=self.sizes)
+        patches, taps, shares, grid, places = map(change, (self.patches, self.taps, self.shares, self.grid, self.places))
+        return Images(patches, taps, shares, grid, places, self.sizes)

@@ -373,3 +373,18 @@ def test_many_layers_are_planned_by_few(folders: dict[str, Path], tmp_path: Path
     assert not few.log
     assert few.peak == pytest.approx(whole.peak, rel=1e-3)
     assert few.model_flops == whole.model_flops
+
+
+def test_published_folders_hold_experts_transposed(folders: dict[str, Path], tmp_path: Path) -> None:
+    import shutil
+
+    from safetensors.torch import load_file, save_file
+
+    source = written(tmp_path, questions(tmp_path))
+    other = shutil.copytree(folders["qwen3_vl_moe"], tmp_path / "other")
+    values = load_file(other / "model.safetensors")
+    turned = {n: t.mT.contiguous() if ".mlp.experts." in n else t for n, t in values.items()}
+    assert {n for n, t in values.items() if t.shape != turned[n].shape}
+    save_file(turned, other / "model.safetensors", {"format": "pt"})
+    one, two = (dict(made(recipe_of(folder, source)).parameters()) for folder in (folders["qwen3_vl_moe"], other))
+    assert all(torch.equal(one[name], two[name]) for name in one)
