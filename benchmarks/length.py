@@ -296,7 +296,7 @@ def recall(options: argparse.Namespace) -> None:
             },
             "batch": {"size": options.rows, "length": options.length},
             "optimizer": {"lr": options.lr, "weight_decay": 0.0},
-            "schedule": {"kind": "wsd", "warmup": 0.05, "decay": 0.3, "floor": 0.02},
+            "schedule": {"kind": "cosine", "warmup": 0.05, "floor": 0.05},
             "stop": {"steps": options.steps},
             "evaluate": {"every": max(1, options.steps // 6), "rows": 64, "tasks": ["recall,each=16"]},
             "techniques": {"muon": {}, "efficient_attention": {}, "chunked_loss": {}},
@@ -512,7 +512,7 @@ def main() -> None:
         "seed": 1,
     }.items():
         two.add_argument(f"--{name}", type=int, default=value)
-    two.add_argument("--lr", type=float, default=6e-3)
+    two.add_argument("--lr", type=float, default=4e-3)
     two.add_argument("--base", type=float, default=1e5)
     three = parts.add_parser("memory")
     three.add_argument("--lengths", type=int, nargs="+", default=doublings)
