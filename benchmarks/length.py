@@ -1,7 +1,7 @@
 """Very long sequences: a model taken from 512 to 4,096 tokens, key-value recall by length and depth, memory and time against length.
 
     PREHEAT_DATA=../shared/data python benchmarks/length.py extension [--steps 120] [--length 4096] [--rows 4]
-    python benchmarks/length.py recall [--steps 1500] [--length 512]
+    python benchmarks/length.py recall [--steps 2000] [--length 512] [--pieces 1024]
     python benchmarks/length.py memory [--lengths 1024 2048 ... 65536] [--measured 8192]
     python benchmarks/length.py time [--lengths 1024 2048 ... 65536]          # a quiet machine
 
@@ -299,10 +299,8 @@ def recall(options: argparse.Namespace) -> None:
             "schedule": {"kind": "cosine", "warmup": 0.05, "floor": 0.05},
             "stop": {"steps": options.steps},
             "evaluate": {"every": max(1, options.steps // 6), "rows": 64, "tasks": ["recall,each=16"]},
-            "techniques": {"efficient_attention": {}, "chunked_loss": {}},
+            "techniques": {"muon": {}, "efficient_attention": {}, "chunked_loss": {}},
         }
-        if options.muon:
-            recipe["techniques"]["muon"] = {}
         begun = time.perf_counter()
         summary, evaluation = train(recipe, folder)
         seconds = time.perf_counter() - begun
@@ -514,9 +512,8 @@ def main() -> None:
         "seed": 1,
     }.items():
         two.add_argument(f"--{name}", type=int, default=value)
-    two.add_argument("--lr", type=float, default=2e-3)
+    two.add_argument("--lr", type=float, default=4e-3)
     two.add_argument("--base", type=float, default=1e5)
-    two.add_argument("--muon", action="store_true")
     three = parts.add_parser("memory")
     three.add_argument("--lengths", type=int, nargs="+", default=doublings)
     three.add_argument("--measured", type=int, default=8192)

@@ -183,7 +183,7 @@ def _measured(
                 made["tasks"][task.name] = measure_task(task, scorer, limit=limit, samples=samples)
             elif isinstance(task, LengthTask):
                 texts_of = partial(tokens_of_text, settings.data, seed=settings.seed, tokenizer=tokenizer)
-                most = {"longest": length or scorer.length, "reach": reach_of(opened.build), "limit": limit}
+                most: dict[str, Any] = {"longest": length or scorer.length, "reach": reach_of(opened.build), "limit": limit}
                 made["tasks"][task.name] = measure_length(questions_of(task, scorer, texts=texts_of, **most), scorer)
             else:
                 made["tasks"] |= measure_by_harness(task, scorer, limit=limit)

@@ -48,6 +48,8 @@ FURTHER: list[tuple[str, dict[str, Any]]] = [
     ("preference", {"loss": "simpo", "label_smoothing": 0.1}),
     ("preference", {"loss": "unpaired"}),
     ("regularized_loss", {"label_smoothing": 0.1, "z": 0.0}),
+    ("rope_scaling", {"kind": "auto", "factor": "auto", "original_length": 16}),
+    ("rope_scaling", {"kind": "base", "original_length": 16}),
     ("rope_scaling", {"kind": "dynamic", "original_length": 16}),
     ("rope_scaling", {"kind": "linear"}),
     ("shifted_groups", {"group": 10}),
