@@ -142,7 +142,7 @@ def _show(made: dict[str, Any], target: Path, *, json: bool) -> None:
     for variant in made["variants"]:
         screen.print(f"{variant['name']}: {variant['what'].partition('. By map')[0]}", soft_wrap=True, style="dim")
     for words in made.get("said", ()):
-        screen.print(f"note: {words}", soft_wrap=True)
+        screen.print(f"note: {words}", soft_wrap=True, markup=False)
     for told in made.get("exports", ()):
         screen.print(
             f"wrote {told['path']} ({told['bytes'] / 2**20:.1f} MiB); its logits differ by at most {told['max_logit_difference']:.2g} (largest {told['largest_logit']:.3g})",

@@ -7,7 +7,7 @@ A technique is one idea that changes a build: one file in `preheat/techniques/`,
 
 from __future__ import annotations
 
-from preheat.technique.base import Context, Device, ModelFacts, Technique, conflicts_of, registry
+from preheat.technique.base import Context, Device, ModelFacts, Technique, clashes_of, conflicts_of, registry
 from preheat.technique.batch import Batch, LossSum, MaskSpec, RowLoss, Shape, Stateful
 from preheat.technique.build import Build
 from preheat.technique.mesh import DATA, Axis, Mesh, sizes_of
@@ -34,6 +34,7 @@ __all__ = [
     "Stateful",
     "Tag",
     "Technique",
+    "clashes_of",
     "conflicts_of",
     "registry",
     "sizes_of",
