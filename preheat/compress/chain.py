@@ -35,7 +35,7 @@ from preheat.technique import Slot, Stage, Tag, Technique, clashes_of
 from preheat.training.opened import open_model
 from preheat.training.session import plan_here
 
-__all__ = ["Chain", "Step", "load_chain", "run_chain"]
+__all__ = ["START", "Chain", "Step", "load_chain", "run_chain", "said_of"]
 
 START = "$start"
 
@@ -188,7 +188,7 @@ def run_chain(
     huggingface.write(source, start)
     if chain.steps[0].train is not None:
         try:
-            with _said_of(chain.places[0]):
+            with said_of(chain.places[0]):
                 _possible(chain.steps[0], state, plan_here)
         except PreheatError:
             shutil.rmtree(out)  # nothing was done yet
@@ -200,7 +200,7 @@ def run_chain(
     models = {"before": before.plain}
     for number, step in enumerate(chain.steps, 1):
         say(f"step {number} of {len(chain.steps)}: {_words(step)}")
-        with _said_of(chain.places[number - 1]):
+        with said_of(chain.places[number - 1]):
             name, words = _take(step, number, state, methods.get(number))
         if step.export is None:
             say(f"step {number} of {len(chain.steps)}: measuring")
@@ -228,7 +228,7 @@ def _methods(chain: Chain) -> dict[int, Variant]:
         raise RecipeError(f"{chain.places[0]}: exports what the chain begins with; use preheat export")
     found: dict[int, Variant] = {}
     for number, (step, place) in enumerate(zip(chain.steps, chain.places, strict=True), 1):
-        with _said_of(place):
+        with said_of(place):
             if step.compress is not None:
                 found[number] = compressing.made_of(step.compress, step.settings)
             if step.export is not None:
@@ -239,7 +239,7 @@ def _methods(chain: Chain) -> dict[int, Variant]:
 
 
 @contextlib.contextmanager
-def _said_of(place: str) -> Iterator[None]:
+def said_of(place: str) -> Iterator[None]:
     """What is wrong in a step is said with where it stands."""
     try:
         yield
@@ -261,7 +261,7 @@ def _require_possible(chain: Chain, state: _State, device: str) -> None:
 
     for step, place in zip(chain.steps, chain.places, strict=True):
         if step.train is not None:
-            with _said_of(place):
+            with said_of(place):
                 _possible(step, state, check)
 
 
