@@ -1,17 +1,15 @@
 """Image classifiers of transformers (MobileNetV2, EfficientNet, MobileViT): opened from a folder, and made narrower.
 
-What is narrowed are the channels inside the inverted residual blocks: a 1x1 convolution makes them, a depthwise one and norms look at each by
-itself, and another 1x1 convolution reads them. How many there are is the configuration's expansion ratio, so the narrower model is an
-ordinary one of its family. Which stay is decided by what each adds to what the reading convolution writes, over images; that convolution
-is fitted by least squares to what it wrote from all of them, as for the feed-forward channels of a language model.
-Source: Sandler et al. 2018, MobileNetV2 (arXiv:1801.04381); the fit: Kurtic et al. 2023 (arXiv:2302.04089).
+What is narrowed are the channels inside the inverted residual blocks (Sandler et al. 2018, MobileNetV2, arXiv:1801.04381): a 1x1 convolution
+makes them, a depthwise one and norms look at each by itself, and another 1x1 convolution reads them. How many there are is the
+configuration's expansion ratio, so the narrower model is an ordinary one of its family.
 """
 
 from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 from preheat.errors import RecipeError
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
     from transformers import PretrainedConfig, PreTrainedModel
 
-__all__ = ["is_classifier", "narrower", "open_classifier", "open_processor", "scores"]
+__all__ = ["is_classifier", "matrix", "narrow_config", "open_classifier", "open_processor", "readers", "scores", "smaller"]
 
 
 @dataclass(frozen=True)
@@ -101,98 +99,54 @@ def scores(model: Any, pixels: Tensor) -> Tensor:
     return found
 
 
-def narrower(model: PreTrainedModel, batches: Iterable[Tensor], channels: float) -> tuple[PreTrainedModel, str]:
-    """A new model with a share of the channels inside each inverted residual block; `model` stays as it is.
-
-    Args:
-        batches: calibration images, [n, channels, height, width] each.
-        channels: the share, above 0 and below 1; to the next size that the family's configuration can say.
-
-    Returns:
-        The model, an ordinary one of its family, set to evaluation; and what was done, in words.
-
-    Raises:
-        RecipeError: another family; the share changes nothing.
-
-    Example:
-        >>> from transformers import MobileNetV2Config, MobileNetV2ForImageClassification
-        >>> import torch
-        >>> model = MobileNetV2ForImageClassification(MobileNetV2Config(depth_multiplier=0.25, image_size=32))
-        >>> small, words = narrower(model, [torch.randn(4, 3, 32, 32)], 0.5)
-        >>> small.config.expand_ratio
-        3.0
-    """
-    import torch
-
-    from preheat.models.calibration import hooked
-    from preheat.ops.importance import added, highest, moments, refit
-
-    family = _FAMILIES.get(model.config.model_type)
-    if family is None:
-        raise RecipeError(
-            f"width: knows the blocks of {', '.join(_FAMILIES)}, and this model is a {model.config.model_type}; leave the step out"
-        )
-    config = _narrow(model.config, family, channels)
-    with torch.random.fork_rng():
-        made: Any = type(model)(config)
-    before, after = model.state_dict(), made.state_dict()
-    blocks = {
-        name: block.get_submodule(family.reader)
-        for name, block in model.named_modules()
-        if type(block).__name__ == family.block
-        and before[f"{name}.{family.reader}.weight"].shape != after[f"{name}.{family.reader}.weight"].shape
-    }
-    if not blocks:
-        raise RecipeError(f"width: channels: {channels:g} leaves all blocks as they are; ask for a smaller share")
-    products: dict[str, Any] = dict.fromkeys(blocks, 0.0)
-
-    def watch(name: str) -> Any:
-        def tell(pixels: Tensor, _: Tensor) -> None:
-            products[name] = products[name] + moments(pixels.movedim(1, -1).double(), 1)[0]
-
-        return tell
-
-    was = model.training
-    model.eval()
-    with torch.no_grad(), hooked([(reader, watch(name)) for name, reader in blocks.items()]):
-        for pixels in batches:
-            scores(model, pixels)
-    model.train(was)
-    kept = {}
-    for name, reader in blocks.items():
-        weight, gram = _matrix(reader).double(), products[name]
-        kept[name] = highest(added(weight, gram.diagonal()[:, None, None]), after[f"{name}.{family.reader}.weight"].shape[1])
-    values = {name: _sliced(name, before[name], value, kept) for name, value in after.items()}
-    for name, reader in blocks.items():
-        fitted = refit(_matrix(reader), products[name], kept[name])
-        values[f"{name}.{family.reader}.weight"] = fitted[:, :, None, None]
-    made.load_state_dict(values)
-    now, then = (sum(p.numel() for p in one.parameters()) for one in (model, made))
-    words = (
-        f"{family.ratio} {getattr(model.config, family.ratio)} -> {getattr(config, family.ratio)} in {len(blocks)} blocks; "
-        f"{now:,} -> {then:,} parameters ({then / now:.1%})"
-    )
-    return made.eval(), words
-
-
-def _matrix(convolution: Any) -> Tensor:
+def matrix(convolution: Any) -> Tensor:
     """The weight of a 1x1 convolution, [out, in]."""
     weight: Tensor = convolution.weight.detach().flatten(1)
     return weight
 
 
-def _narrow(config: PretrainedConfig, family: _Family, channels: float) -> Any:
-    """The configuration with the expansion ratio that is nearest to this share of what it was."""
+def narrow_config(config: PretrainedConfig, channels: float) -> tuple[Any, str]:
+    """The configuration with the expansion ratio that is nearest to a share of what it was, and the change in words.
+
+    Raises:
+        RecipeError: another family; the share changes nothing.
+    """
+    family = _FAMILIES.get(config.model_type)
+    if family is None:
+        raise RecipeError(
+            f"width: knows the blocks of {', '.join(_FAMILIES)}, and this model is a {config.model_type}; leave the step out"
+        )
     made: Any = copy.deepcopy(config)
-    ratio = getattr(config, family.ratio)
-    if isinstance(ratio, int | float):
-        wanted: Any = float(ratio * channels)
+    now = getattr(config, family.ratio)
+    if isinstance(now, int | float):
+        then: Any = float(now * channels)
     else:  # whole numbers by stage; 1 would leave the block without the convolution that expands
-        wanted = [r if r == 1 else max(2, round(r * channels)) for r in ratio]
-    if wanted == ratio or (not isinstance(ratio, int | float) and wanted == list(ratio)):
-        raise RecipeError(f"width: channels: {channels:g} leaves {family.ratio} at {ratio}; ask for a smaller share")
-    setattr(made, family.ratio, wanted)
-    return made
+        now = list(now)
+        then = [r if r == 1 else max(2, round(r * channels)) for r in now]
+    if now == then:
+        raise RecipeError(f"width: channels: {channels:g} leaves {family.ratio} at {now}; ask for a smaller share")
+    setattr(made, family.ratio, then)
+    return made, f"{family.ratio} {now} -> {then}"
+
+
+def readers(model: PreTrainedModel) -> dict[str, nn.Module]:
+    """By the block's name, the 1x1 convolution that reads its inner channels."""
+    family = _FAMILIES[model.config.model_type]
+    return {
+        name: block.get_submodule(family.reader)
+        for name, block in model.named_modules()
+        if type(block).__name__ == family.block
+    }
+
+
+def smaller(model: PreTrainedModel, made: PreTrainedModel, kept: Mapping[str, Tensor]) -> None:
+    """Gives `made`, a narrower model of the family, the values of `model`, in place.
+
+    Args:
+        kept: by the block's name, numbers of the inner channels that stay.
+    """
+    before = model.state_dict()
+    made.load_state_dict({name: _sliced(name, before[name], like, kept) for name, like in made.state_dict().items()})
 
 
 def _sliced(name: str, value: Tensor, like: Tensor, kept: Mapping[str, Tensor]) -> Tensor:

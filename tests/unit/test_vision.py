@@ -15,8 +15,9 @@ from preheat.compress.chain import Chain, Step, load_chain
 from preheat.compress.vision import chain as chains
 from preheat.compress.vision import training
 from preheat.compress.vision.images import calibration, read_folder
+from preheat.compress.vision.pruning import narrower
 from preheat.errors import DataError, PreheatError, RecipeError
-from preheat.models.vision import narrower, open_classifier, scores
+from preheat.models.vision import open_classifier, scores
 
 READERS = {
     "mobilenet_v2": "reduce_1x1.convolution",

@@ -29,8 +29,9 @@ from preheat.compress.export import shared, vision
 from preheat.compress.export.plain import require
 from preheat.compress.vision import card, training
 from preheat.compress.vision.images import Images, calibration, read_folder
+from preheat.compress.vision.pruning import narrower
 from preheat.errors import RecipeError, nearest
-from preheat.models.vision import narrower, open_classifier, open_processor, scores
+from preheat.models.vision import open_classifier, open_processor, scores
 
 __all__ = ["run_chain"]
 
