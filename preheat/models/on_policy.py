@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from preheat.recipe import Sample
-from preheat.technique import Batch, Build, Slot
+from preheat.technique import Batch, Build
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -155,19 +155,16 @@ class OnPolicy:
         ends = {int(batch.labels[a.row, a.last - 2]) for a in answers} & special
         settings = Sample(tokens=max(a.last - a.first for a in answers), temperature=1.0)
 
-        def write() -> list[Any]:
-            # Another length each time: compiled layers would be compiled for each.
-            with torch.compiler.set_stance("force_eager"):
-                return generate(
-                    self.part,
-                    self.tokenizer,
-                    prompts,
-                    settings,
-                    stop=self.stop | ends,
-                    positions=self.build.model.positions,
-                    batch=len(prompts),
-                    seed=self._seed(batch.rows).getrandbits(62),
-                )
-
-        written: list[Any] = self.build.slot(Slot.FORWARD)(self.part, write)
+        # Another length each time: compiled layers would be compiled for each.
+        with torch.compiler.set_stance("force_eager"):
+            written = generate(
+                self.part,
+                self.tokenizer,
+                prompts,
+                settings,
+                stop=self.stop | ends,
+                positions=self.build.model.positions,
+                batch=len(prompts),
+                seed=self._seed(batch.rows).getrandbits(62),
+            )
         return [one.tokens for one in written]
