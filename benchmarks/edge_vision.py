@@ -58,7 +58,11 @@ def new_model(family: str, settings: dict[str, Any], folder: Path) -> None:
 
     torch.manual_seed(0)
     config = AutoConfig.for_model(family, image_size=SIZE, num_labels=10, **settings)
-    AutoModelForImageClassification.from_config(config).save_pretrained(folder)
+    model: Any = AutoModelForImageClassification.from_config(config)
+    for module in model.modules():
+        if isinstance(module, torch.nn.Conv2d):  # transformers draws them so small that EfficientNet's scores vanish
+            torch.nn.init.kaiming_normal_(module.weight)
+    model.save_pretrained(folder)
     kind = type(AutoImageProcessor.from_pretrained(_stub(family, folder.parent), backend="pil"))
     kind(size={"height": SIZE, "width": SIZE}, do_center_crop=False, do_flip_channel_order=False).save_pretrained(folder)
 

@@ -47,7 +47,7 @@ def test_steps_follow_each_other_and_each_is_measured(preheat: Command) -> None:
     assert preheat.here.json("generate", made["path"], "--prompt", "one", "--tokens", "4")["text"] is not None
     wrong = {
         "export": "{export: hf, settings: {dtype: int3}}",
-        "clash": "{train: 1, techniques: {lion: {}, muon: {}}}",
+        "clash": "{train: 1, techniques: {lion: {}}}",
         "key": "{train: 1, settings: {optimizer.lrr: 1}}",
     }
     for name, step in wrong.items():
@@ -55,7 +55,7 @@ def test_steps_follow_each_other_and_each_is_measured(preheat: Command) -> None:
     (preheat.folder / "first.yaml").write_text("chain: [{train: 1, techniques: {distillation: {teacher: gone}}}]")
     for file, said in {
         "export.yaml": "export.yaml:3: chain.1: --dtype int3: --to hf has float32, float16, bfloat16",
-        "clash.yaml": "clash.yaml:3: chain.1: techniques.muon: owns the slot 'optimizer', which lion owns already",
+        "clash.yaml": "clash.yaml:3: chain.1: techniques.lion: owns the slot 'optimizer', which mixed_precision owns already",
         "key.yaml": "key.yaml:3: chain.1: small: unknown key 'optimizer.lrr'; did you mean 'lr'?",
         "first.yaml": "first.yaml:1: chain.0: techniques.distillation: teacher: gone has no config.json",
         "edgy": "no built-in chain of that name; did you mean 'edge'?",

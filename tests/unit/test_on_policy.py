@@ -176,7 +176,9 @@ def test_the_gradient_in_chunks_is_that_of_the_plain_form() -> None:
 def test_where_the_student_cannot_write_it_is_refused(settings: str, beside: str, words: str, tmp_path: Path) -> None:
     folder = teacher()
     recipe = recipes.override(
-        tiny(f"{{distillation: {{teacher: {folder}, {settings}}}, {beside}}}"), f"data.tokenizer={folder}", "parallel.devices=2"
+        tiny(f"{{distillation: {{teacher: {folder}, {settings}}}, {beside}}}"),
+        f"data.tokenizer={folder}",
+        f"parallel.devices={2 if beside else 1}",
     )
     with pytest.raises(RecipeError, match=words):
         build(recipe, vocabulary=96, device=DEVICE)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -78,7 +79,7 @@ def train(
     optimizer = fused_adamw(decay_groups(model.named_parameters(), weight_decay), lr=lr, betas=(0.9, 0.95), eps=1e-8)
     draw = torch.Generator().manual_seed(seed)
     model.train()
-    last: list[float] = []
+    last: deque[float] = deque(maxlen=each)  # of a pass
     with torch.random.fork_rng():
         torch.manual_seed(seed)  # dropout
         for step in range(steps):
@@ -99,7 +100,7 @@ def train(
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-            last = [*last[-each + 1 :], float(loss)] if each > 1 else [float(loss)]
+            last.append(float(loss.detach()))
             if not math.isfinite(last[-1]):
                 model.eval()
                 raise RunError(f"step {step + 1} of {steps}: the loss is {last[-1]}; lower optimizer.lr (it is {lr:g})")
