@@ -60,7 +60,7 @@ def new_model(family: str, settings: dict[str, Any], folder: Path) -> None:
     config = AutoConfig.for_model(family, image_size=SIZE, num_labels=10, **settings)
     model: Any = AutoModelForImageClassification.from_config(config)
     for module in model.modules():
-        if isinstance(module, torch.nn.Conv2d):  # transformers draws them so small that EfficientNet's scores vanish
+        if family == "efficientnet" and isinstance(module, torch.nn.Conv2d):  # drawn so small that the scores vanish
             torch.nn.init.kaiming_normal_(module.weight)
     model.save_pretrained(folder)
     kind = type(AutoImageProcessor.from_pretrained(_stub(family, folder.parent), backend="pil"))

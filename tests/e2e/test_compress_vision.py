@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ..unit.test_vision import new_classifier, quadrants
+from ..unit.test_vision import new_classifier, tinted
 from .conftest import Command
 
 CHAIN = """\
@@ -19,7 +19,7 @@ chain:
 
 def test_a_classifier_is_trained_and_made_narrower_by_a_command(preheat: Command) -> None:
     new_classifier(preheat.folder / "new")
-    quadrants(preheat.folder / "images", 8)
+    tinted(preheat.folder / "images", 8)
     (preheat.folder / "c.yaml").write_text("name: mine\n" + CHAIN)
     said, _ = preheat.here("compress", "new", "--recipe", "c.yaml", "--data", "images")
     assert "before" in said
@@ -49,7 +49,7 @@ def test_a_chain_ends_in_files_that_their_runtimes_read(preheat: Command, to: st
     if to == "executorch":
         pytest.importorskip("executorch", reason="ExecuTorch is not installed here (pip install 'preheat[executorch]')")
     new_classifier(preheat.folder / "new")
-    quadrants(preheat.folder / "images", 12)
+    tinted(preheat.folder / "images", 12)
     steps = "".join(f"  - {{export: {to}, settings: {{dtype: {kind}}}}}\n" for kind in ("float32", "int8"))
     (preheat.folder / "c.yaml").write_text(CHAIN + steps)
     made = preheat.here.json("compress", "new", "--recipe", "c.yaml", "--data", "images", "--out", "out")

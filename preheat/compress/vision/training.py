@@ -130,7 +130,9 @@ def settle_norms(model: nn.Module, images: Images, *, batch: int = 64) -> None:
         norm.momentum = None  # torch's word for the mean of all batches
         norm.train()
     with torch.no_grad():
-        for numbers in torch.arange(len(images)).tensor_split(max(1, math.ceil(len(images) / batch))):
+        # In drawn order: batches of one class alone would leave out how far the classes are apart.
+        order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
+        for numbers in order.tensor_split(max(1, math.ceil(len(images) / batch))):
             scores(model, images.pixels(numbers.tolist()))
     for norm, momentum in zip(norms, kept, strict=True):
         norm.momentum = momentum
