@@ -59,9 +59,14 @@ def new_model(family: str, settings: dict[str, Any], folder: Path) -> None:
     torch.manual_seed(0)
     config = AutoConfig.for_model(family, image_size=SIZE, num_labels=10, **settings)
     model: Any = AutoModelForImageClassification.from_config(config)
-    for module in model.modules():
-        if family == "efficientnet" and isinstance(module, torch.nn.Conv2d):  # drawn so small that the scores vanish
-            torch.nn.init.kaiming_normal_(module.weight)
+    if (
+        family == "efficientnet"
+    ):  # transformers draws its norms' weights about 0, by which every score is 0 and no gradient comes through
+        for module in model.modules():
+            if isinstance(module, torch.nn.BatchNorm2d):
+                torch.nn.init.ones_(module.weight)
+            elif isinstance(module, torch.nn.Conv2d):
+                torch.nn.init.kaiming_normal_(module.weight)
     model.save_pretrained(folder)
     kind = type(AutoImageProcessor.from_pretrained(_stub(family, folder.parent), backend="pil"))
     kind(size={"height": SIZE, "width": SIZE}, do_center_crop=False, do_flip_channel_order=False).save_pretrained(folder)

@@ -42,13 +42,14 @@ def distillation_loss(
     labels: Tensor,
     *,
     divergence: Literal["forward", "reverse"] = "forward",
-    **settings: float,
+    mixture: float = 0.5,
+    temperature: float = 1.0,
 ) -> Tensor:
     """Losses [n] of logits [n, vocabulary] against labels [n] (-100: not trained) and a teacher's logits, differentiable: for a loop of your own.
 
     Args:
         divergence: forward: KL(teacher || student); reverse: KL(student || teacher).
-        settings: mixture (0.5), the teacher's share, and temperature (1.0): see `preheat.ops.distill.Distilled`.
+        mixture: the teacher's share, as of `preheat.ops.distill.Distilled`; so the temperature.
 
     Example:
         >>> import torch
@@ -57,7 +58,8 @@ def distillation_loss(
     """
     from preheat.ops.distill import Distilled
 
-    return Distilled(lambda given: given, direction=divergence, **settings)(student, labels, teacher.detach())
+    row_loss = Distilled(lambda given: given, direction=divergence, mixture=mixture, temperature=temperature)
+    return row_loss(student, labels, teacher.detach())
 
 
 def hidden_distance(states: Tensor, teacher: Tensor) -> Tensor:
