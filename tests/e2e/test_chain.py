@@ -45,6 +45,10 @@ def test_steps_follow_each_other_and_each_is_measured(preheat: Command) -> None:
     assert json.loads((out / "compress.json").read_text(encoding="utf-8"))["said"] == made["said"]
     assert "4-int4-group-16" in (out / "compress.html").read_text(encoding="utf-8")
     assert preheat.here.json("generate", made["path"], "--prompt", "one", "--tokens", "4")["text"] is not None
+
+
+def test_what_cannot_be_done_is_refused_before_the_first_step(preheat: Command) -> None:
+    preheat.here("train", "r.yaml", "--set", "stop.steps=2")
     wrong = {
         "export": "{export: hf, settings: {dtype: int3}}",
         "clash": "{train: 1, techniques: {lion: {}}}",
