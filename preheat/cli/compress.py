@@ -84,7 +84,7 @@ def compress(
     from preheat.compress.compressing import compress as run
     from preheat.compress.compressing import read_variant, trained_for
     from preheat.errors import RecipeError
-    from preheat.models.vision import is_classifier
+    from preheat.models.image_classifiers import is_classifier
 
     if is_classifier(Path(model)):
         if recipe is None or data is None or method or settings or bits is not None:

@@ -31,7 +31,7 @@ from preheat.compress.vision import card, training
 from preheat.compress.vision.images import Images, calibration, read_folder
 from preheat.compress.vision.pruning import narrower
 from preheat.errors import RecipeError, nearest
-from preheat.models.vision import open_classifier, open_processor, scores
+from preheat.models.image_classifiers import open_classifier, open_processor, scores
 
 __all__ = ["run_chain"]
 

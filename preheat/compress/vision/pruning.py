@@ -15,7 +15,7 @@ from torch import Tensor
 
 from preheat.errors import RecipeError
 from preheat.models.calibration import hooked
-from preheat.models.vision import matrix, narrow_config, readers, scores, smaller
+from preheat.models.image_classifiers import matrix, narrow_config, readers, scores, smaller
 from preheat.ops.importance import added, highest, moments, refit
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from preheat.compress.vision.images import Images
 from preheat.errors import RunError
-from preheat.models.vision import scores
+from preheat.models.image_classifiers import scores
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

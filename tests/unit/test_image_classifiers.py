@@ -17,7 +17,7 @@ from preheat.compress.vision import training
 from preheat.compress.vision.images import calibration, read_folder
 from preheat.compress.vision.pruning import narrower
 from preheat.errors import DataError, PreheatError, RecipeError
-from preheat.models.vision import open_classifier, scores
+from preheat.models.image_classifiers import open_classifier, scores
 
 READERS = {
     "mobilenet_v2": "reduce_1x1.convolution",
