@@ -29,7 +29,7 @@ def compress(
         str | None,
         typer.Option(
             "--recipe",
-            help="A chain of steps in place of methods: inference-speed, edge, or a file (preheat recipes show edge).",
+            help="A chain of steps in place of methods: inference-speed, edge, edge-vision (image classifiers), or a file (preheat recipes show edge).",
         ),
     ] = None,
     bits: Annotated[
@@ -48,7 +48,7 @@ def compress(
         str | None,
         typer.Option(
             "--data",
-            help="A text to calibrate with and to measure on, by parts; the run's own data when not given. A model's folder needs it.",
+            help="A text to calibrate with and to measure on, by parts; the run's own data when not given. A model's folder needs it; an image classifier's a folder of images by class.",
         ),
     ] = None,
     out: Annotated[
@@ -72,7 +72,8 @@ def compress(
     """Makes a trained model smaller and faster: quality, size and speed before and after, a model card, and a page.
 
     Example: `preheat compress runs/demo --method int8`; `preheat compress runs/demo --method int4 --method gptq --bits 5`;
-    `preheat compress my-model --method awq --set group=64 --data text.txt`; `preheat compress runs/demo --recipe edge`
+    `preheat compress my-model --method awq --set group=64 --data text.txt`; `preheat compress runs/demo --recipe edge`;
+    an image classifier: `preheat compress my-mobilenet --recipe edge-vision --data images`
     """
     from contextlib import nullcontext
 
@@ -83,7 +84,18 @@ def compress(
     from preheat.compress.compressing import compress as run
     from preheat.compress.compressing import read_variant, trained_for
     from preheat.errors import RecipeError
+    from preheat.models.image_classifiers import is_classifier
 
+    if is_classifier(Path(model)):
+        if recipe is None or data is None or method or settings or bits is not None:
+            raise RecipeError(
+                f"MODEL: {model} is an image classifier: a chain of steps over it, and a folder of images by class, say what is done; "
+                "preheat compress MODEL --recipe edge-vision --data IMAGES"
+            )
+        from preheat.cli.compress_vision import compress_vision
+
+        compress_vision(model, recipe, data, out, json=json)
+        return
     if recipe is not None:
         if method or settings or bits is not None:
             raise RecipeError(
@@ -142,7 +154,7 @@ def _show(made: dict[str, Any], target: Path, *, json: bool) -> None:
     for variant in made["variants"]:
         screen.print(f"{variant['name']}: {variant['what'].partition('. By map')[0]}", soft_wrap=True, style="dim")
     for words in made.get("said", ()):
-        screen.print(f"note: {words}", soft_wrap=True)
+        screen.print(f"note: {words}", soft_wrap=True, markup=False)
     for told in made.get("exports", ()):
         screen.print(
             f"wrote {told['path']} ({told['bytes'] / 2**20:.1f} MiB); its logits differ by at most {told['max_logit_difference']:.2g} (largest {told['largest_logit']:.3g})",

@@ -12,8 +12,10 @@ the steps as its variants, and so the same page.
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Callable, Mapping
+import shutil
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -24,16 +26,17 @@ from preheat.compress.compressing import Variant
 from preheat.compress.export import formats, huggingface, shared
 from preheat.compress.measuring import Before
 from preheat.compress.texts import Texts, find_texts
-from preheat.engine.build import alone, peak_learning_rate
-from preheat.errors import RecipeError, nearest
+from preheat.engine.build import alone, peak_learning_rate, techniques_of
+from preheat.errors import PreheatError, RecipeError, nearest
 from preheat.models.adapter import require_decoder_only
 from preheat.recipe import Bound, Model, Recipe, Sample, Stop
 from preheat.recipe.boundary import RecipeReader
 from preheat.recipe.text import compose
-from preheat.technique import Slot, Stage, Technique
+from preheat.technique import Slot, Stage, Tag, Technique, clashes_of
 from preheat.training.opened import open_model
+from preheat.training.session import plan_here
 
-__all__ = ["Chain", "Step", "load_chain", "run_chain"]
+__all__ = ["START", "Chain", "Step", "load_chain", "run_chain", "said_of"]
 
 START = "$start"
 
@@ -69,15 +72,20 @@ class Step:
 
 @dataclass(frozen=True)
 class Chain:
+    """Attributes:
+    places: where each step stands, for messages: FILE:LINE: chain.N.
+    """
+
     name: str
     steps: tuple[Step, ...]
+    places: tuple[str, ...]
 
 
 def load_chain(path: str | Path) -> Chain:
     """A chain from a YAML file, or by the name of a built-in one.
 
     Raises:
-        RecipeError: no such file, or what is wrong in it, a line each.
+        RecipeError: no such file, or what is wrong in it, the settings of its steps' techniques included; a line each.
 
     Example:
         >>> [next(k for k in ("compress", "train", "export") if getattr(s, k)) for s in load_chain("inference-speed").steps]
@@ -98,10 +106,16 @@ def load_chain(path: str | Path) -> Chain:
     for key in values:
         if key not in ("name", "chain"):
             reader.say((key,), f"unknown key '{key}'; a chain has a name and its steps")
-    steps = [reader.flat(Step, step, ("chain", str(n))) for n, step in enumerate(values["chain"])]
+    steps, places = [], []
+    for n, values_of_step in enumerate(values["chain"]):
+        at = ("chain", str(n))
+        steps.append(step := reader.flat(Step, values_of_step, at))
+        places.append(f"{path}:{lines[at]}: chain.{n}")
+        if step is not None:
+            reader.techniques(step.techniques, (*at, "techniques"))
     if reader.found:
         raise RecipeError("\n".join(reader.found))
-    return Chain(str(values.get("name", file.stem)), tuple(steps))
+    return Chain(str(values.get("name", file.stem)), tuple(steps), tuple(places))
 
 
 @dataclass
@@ -167,12 +181,20 @@ def run_chain(
         recipe = replace(recipe, data=replace(recipe.data, source=data, validation=validation))
     # Not by parts of a named text, as `compress` does: the steps train on it, so what is measured on is what training holds out.
     texts = find_texts(replace(opened, recipe=recipe, step=opened.step or 0), None, rows=128, length=None)
-    out.mkdir(parents=True)
-    say("writing the model that it begins with")
     start = out / "0-start"
-    huggingface.write(source, start)
     tokens = (opened.step or 0) * recipe.batch.size * recipe.batch.length
     state = _State(start, recipe, texts, start, out, tokens or None, peak_learning_rate(opened.build))
+    _require_possible(chain, state, opened.build.device.kind)
+    out.mkdir(parents=True)
+    say("writing the model that it begins with")
+    huggingface.write(source, start)
+    if chain.steps[0].train is not None:
+        try:
+            with said_of(chain.places[0]):
+                _possible(chain.steps[0], state, plan_here)
+        except PreheatError:
+            shutil.rmtree(out)  # nothing was done yet
+            raise
     say("measuring the model that it begins with")
     before = Before.of(opened, texts, measured=measured)
     del opened
@@ -180,7 +202,8 @@ def run_chain(
     models = {"before": before.plain}
     for number, step in enumerate(chain.steps, 1):
         say(f"step {number} of {len(chain.steps)}: {_words(step)}")
-        name, words = _take(step, number, state, methods.get(number))
+        with said_of(chain.places[number - 1]):
+            name, words = _take(step, number, state, methods.get(number))
         if step.export is None:
             say(f"step {number} of {len(chain.steps)}: measuring")
             told, timed = before.against(open_model(state.place))
@@ -204,19 +227,44 @@ def run_chain(
 def _methods(chain: Chain) -> dict[int, Variant]:
     """By the step's number: what is wrong with any is said before the first begins."""
     if chain.steps[0].export is not None:
-        raise RecipeError("chain.0: exports what the chain begins with; use preheat export")
-    for step in chain.steps:
-        if step.export is not None:
-            formats.place_of(Path(), step.export, step.settings.get("dtype"))
-            if strange := sorted(step.settings.keys() - {"dtype", "tolerance", "length"}):
-                raise RecipeError(
-                    f"chain: export to {step.export} has no setting '{strange[0]}'; it has dtype, tolerance, length"
-                )
-    return {
-        n: compressing.made_of(step.compress, step.settings)
-        for n, step in enumerate(chain.steps, 1)
-        if step.compress is not None
-    }
+        raise RecipeError(f"{chain.places[0]}: exports what the chain begins with; use preheat export")
+    found: dict[int, Variant] = {}
+    for number, (step, place) in enumerate(zip(chain.steps, chain.places, strict=True), 1):
+        with said_of(place):
+            if step.compress is not None:
+                found[number] = compressing.made_of(step.compress, step.settings)
+            if step.export is not None:
+                formats.place_of(Path(), step.export, step.settings.get("dtype"))
+                if strange := sorted(step.settings.keys() - {"dtype", "tolerance", "length"}):
+                    raise RecipeError(f"export to {step.export} has no setting '{strange[0]}'; it has dtype, tolerance, length")
+    return found
+
+
+@contextlib.contextmanager
+def said_of(place: str) -> Iterator[None]:
+    """What is wrong in a step is said with where it stands."""
+    try:
+        yield
+    except RecipeError as error:
+        raise RecipeError(f"{place}: {error}") from None
+
+
+def _require_possible(chain: Chain, state: _State, device: str) -> None:
+    """Raises RecipeError for what is wrong in a step that trains, whatever its model will be: keys, slots, what excludes each other.
+
+    What depends on the model is known only where the step is reached: those before it may change the model.
+    """
+
+    def check(recipe: Recipe) -> None:
+        chosen = techniques_of(recipe)
+        tags = frozenset(tag for t in chosen for tag in t.provided()) | {Tag(device)}
+        if found := clashes_of(chosen, tags):
+            raise RecipeError("\n".join(f"techniques.{name}: {words}" for name, words in found))
+
+    for step, place in zip(chain.steps, chain.places, strict=True):
+        if step.train is not None:
+            with said_of(place):
+                _possible(step, state, check)
 
 
 def _words(step: Step) -> str:
@@ -248,26 +296,31 @@ def _take(step: Step, number: int, state: _State, variant: Variant | None) -> tu
 
 def _trained(step: Step, state: _State, out: Path) -> str:
     from preheat.training.loop import train
-    from preheat.training.session import plan_here
 
+    recipe, left = _possible(step, state, plan_here)
+    state.said += [f"{name} was left out: {why}" for name, why in left.items()]
+    made = train(recipe, out=out)
+    names = ", ".join(name for name in step.techniques if name not in left)
+    return f"trained {made['steps']} steps with {names or 'no further technique'}; loss {made['validation_loss']:.4f}"
+
+
+def _possible(step: Step, state: _State, check: Callable[[Recipe], object]) -> tuple[Recipe, dict[str, str]]:
+    """A step's recipe without those of `where_possible` that `check` refuses, and these with the reason."""
     wanted = {name: _filled(settings or {}, state) for name, settings in step.techniques.items()}
-    left: list[str] = []
+    left: dict[str, str] = {}
     while True:
         recipe = _recipe(step, state, {name: wanted[name] for name in wanted if name not in left})
         try:
-            plan_here(recipe)
-            break
+            check(recipe)
         except RecipeError as error:
             refused = next(
                 (n for n in step.where_possible if n not in left and str(error).startswith(f"techniques.{n}:")), None
             )
             if refused is None:
                 raise
-            left.append(refused)
-            state.said.append(f"{refused} was left out: {str(error).partition(': ')[2]}")
-    made = train(recipe, out=out)
-    names = ", ".join(name for name in wanted if name not in left)
-    return f"trained {made['steps']} steps with {names or 'no further technique'}; loss {made['validation_loss']:.4f}"
+            left[refused] = str(error).partition(": ")[2]
+        else:
+            return recipe, left
 
 
 def _filled(settings: Mapping[str, Any], state: _State) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from preheat.hardware.network import hub_reachable
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-__all__ = ["END", "PAD", "Encoded", "Encoder", "load_tokenizer", "train_tokenizer", "unlike", "unlike_folders"]
+__all__ = ["END", "PAD", "Encoded", "Encoder", "load_tokenizer", "other_pieces", "train_tokenizer", "unlike", "unlike_folders"]
 
 SAMPLE = 4_000_000
 """Characters of the training documents that a BPE is trained on: those with the lowest content hash, so that the sample
@@ -111,6 +111,29 @@ def _look_at(knob: str, path: Path) -> None:
 def unlike_folders(own: str, other: str, *, knob: str, add_tokens: tuple[str, ...] = ()) -> str | None:
     """`unlike` of the tokenizers of two folders, the first with `add_tokens`; `knob` names the second in errors."""
     return unlike(load_tokenizer(own, add_tokens=add_tokens), load_tokenizer(other, knob=knob))
+
+
+def other_pieces(own: str | None, teacher: str, add_tokens: tuple[str, ...] = ()) -> str | None:
+    """Why a teacher's probabilities are not of a student's tokens, in words for its recipe; None where they are.
+
+    Args:
+        own: folder of the student's tokenizer; None: it is trained on the data.
+        teacher: the teacher's folder.
+        add_tokens: that the student's is given.
+    """
+    if own is None:
+        return (
+            f"teacher: knows its own tokens, and the student's tokenizer is trained on the data; set data.tokenizer: {teacher}"
+        )
+    if Path(own).resolve() == Path(teacher).resolve() and not add_tokens:
+        return None
+    words = unlike_folders(own, teacher, knob="teacher:", add_tokens=add_tokens)
+    if words is None:
+        return None
+    return (
+        f"teacher: its tokenizer is not the student's ({own}), so probabilities cannot be compared token by token: {words}; "
+        f"set data.tokenizer: {teacher} for a new student, or take a teacher of the student's family"
+    )
 
 
 _SEVERAL_KINDS = (

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from preheat.errors import RecipeError
 from preheat.models import adapter
+from preheat.technique import Batch, Build, ModelFacts, Slot
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -16,7 +18,7 @@ if TYPE_CHECKING:
 
     from preheat.models.weights import WeightSource
 
-__all__ = ["MAPS", "add_maps", "begin_from_spread", "compared", "config_of", "on_meta", "spread", "watched"]
+__all__ = ["MAPS", "Teacher", "add_maps", "begin_from_spread", "compared", "config_of", "on_meta", "spread", "watched"]
 
 MAPS = "preheat_maps"
 """Where a student has its linear maps to the teacher's width: trained with it, and in no export."""
@@ -66,6 +68,36 @@ def on_meta(config: PretrainedConfig, *, bf16: bool) -> PreTrainedModel:
         for p in model.parameters():  # buffers stay: rotary tables need fp32
             p.data = p.data.to(torch.bfloat16)
     return model
+
+
+@dataclass(frozen=True)
+class Teacher:
+    """The teacher of a build: what it says of a micro-batch, by the build's own slots and contexts.
+
+    Attributes:
+        windowed: a kernel that knows windows and capped scores, which the student's may not.
+    """
+
+    build: Build
+    model: Any
+    facts: ModelFacts
+    windowed: Any
+
+    def read(self, batch: Batch, places: int = 0) -> tuple[Tensor, list[Tensor]]:
+        """Its last hidden states in the dtype of its products, and those at the places that are compared; without gradients."""
+        import torch
+
+        def run() -> Tensor:
+            if (self.facts.window or self.facts.score_softcap) and self.build.owner(Slot.ATTENTION_KERNEL) != "plain":
+                return adapter.hidden_states(self.model, batch.tokens, batch.positions, batch.mask, self.windowed)
+            found: Tensor = self.build.slot(Slot.HIDDEN)(self.model, batch)
+            return found
+
+        with torch.no_grad():
+            last, states = self.build.slot(Slot.FORWARD)(self.model, lambda: watched(self.model, places, run))
+        kind = last.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else last.dtype
+        return last.to(dtype), states
 
 
 def compared(layers: int, matched: int) -> list[int]:

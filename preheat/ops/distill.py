@@ -5,7 +5,7 @@ The slow reference of each is its plain form: `Distilled.__call__` under autogra
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -25,6 +25,7 @@ __all__ = [
     "divergence",
     "likeliest",
     "mapped_distance",
+    "means",
     "recovered",
 ]
 
@@ -163,9 +164,12 @@ class Distilled:
         head: gives the teacher's logits of what is aligned after the labels: a `TeacherHead`, of its hidden states. Aligned may be its
             likeliest tokens in their place, where this is None: values [n, k + 1] and indices [n, k], at the same temperature.
         mixture: m, the teacher's share.
+        written: the last of what is aligned is [n] fp32: 0 for a token of the data, else how much one that the student wrote itself counts;
+            at these m is 1, since labels that it drew teach nothing.
 
     Attributes:
-        sums: of all rows so far: cross entropy and divergence, each without its factor. On the device.
+        sums: of all rows so far: cross entropy and divergence, each without its factor; with `written` also over how many places each is.
+            On the device.
 
     Example:
         >>> teacher = TeacherHead(torch.eye(2), 2)
@@ -180,9 +184,10 @@ class Distilled:
         direction: Direction = "forward",
         temperature: float = 1.0,
         mixture: float = 0.5,
+        written: bool = False,
     ):
         self.head, self.direction = head, direction
-        self.temperature, self.mixture = temperature, mixture
+        self.temperature, self.mixture, self.written = temperature, mixture, written
         self.sums: dict[str, Tensor] = {}
 
     @property
@@ -192,35 +197,52 @@ class Distilled:
 
     def __call__(self, logits: Tensor, *aligned: Tensor) -> Tensor:
         labels, *said = aligned
+        ce_share, apart_share, own = self._shares(said)
         logits, trained = logits.float(), labels != IGNORED
         ce = functional.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="none")
         teacher = self._teacher(said)
         if not isinstance(teacher, Likeliest):
             teacher = teacher.float() / self.temperature
         apart = torch.where(trained, divergence(logits / self.temperature, teacher, self.direction), 0.0)
-        self._add(ce, apart)
-        return (1 - self.mixture) * ce + self.mixture * self.temperature**2 * apart
+        self._add(ce, apart, trained, own)
+        return ce_share * ce + self.temperature**2 * apart_share * apart
 
-    def value_and_grad_(self, logits: Tensor, labels: Tensor, *said: Tensor) -> tuple[Tensor, Tensor]:
+    def value_and_grad_(self, logits: Tensor, labels: Tensor, *aligned: Tensor) -> tuple[Tensor, Tensor]:
         """As of `CrossEntropy`."""
+        said = list(aligned)
+        ce_share, apart_share, own = self._shares(said)
         trained, teacher = labels != IGNORED, self._teacher(said)
         ce, apart = (logits.new_empty(labels.shape, dtype=torch.float32) for _ in range(2))
         for at in _blocks(*logits.shape):
             part = Likeliest(*(t[at] for t in teacher)) if isinstance(teacher, Likeliest) else teacher[at]
-            ce[at], apart[at] = self._block_(logits[at], labels[at].clamp(min=0), part)
+            shares = [s[at].unsqueeze(1) if isinstance(s, Tensor) else s for s in (ce_share, apart_share)]
+            ce[at], apart[at] = self._block_(logits[at], labels[at].clamp(min=0), part, *shares)
         ce, apart = torch.where(trained, ce, 0.0), torch.where(trained, apart, 0.0)
-        self._add(ce, apart)
-        return (1 - self.mixture) * ce + self.mixture * self.temperature**2 * apart, trained
+        self._add(ce, apart, trained, own)
+        return ce_share * ce + self.temperature**2 * apart_share * apart, trained
+
+    def _shares(self, said: list[Tensor]) -> tuple[Any, Any, Tensor | None]:
+        """How much cross entropy and divergence count, row by row where they differ, and which the student wrote; takes that off `said`."""
+        if not self.written:
+            return 1 - self.mixture, self.mixture, None
+        counts = said.pop()
+        own = counts > 0
+        return torch.where(own, 0.0, 1 - self.mixture), torch.where(own, counts, self.mixture), own
 
     def _teacher(self, said: Any) -> Tensor | Likeliest:
         return recovered(*said) if self.head is None else self.head(*said)
 
-    def _add(self, ce: Tensor, apart: Tensor) -> None:
-        for name, found in (("label_loss", ce), ("divergence", apart)):
-            total = found.detach().sum()
+    def _add(self, ce: Tensor, apart: Tensor, trained: Tensor, own: Tensor | None) -> None:
+        found = {"label_loss": ce, "divergence": apart}
+        if own is not None:
+            found |= {"label_loss": ce * ~own, "label_places": trained & ~own, "divergence_places": trained}
+        for name, values in found.items():
+            total = values.detach().sum()
             self.sums[name] = self.sums[name] + total if name in self.sums else total
 
-    def _block_(self, logits: Tensor, labels: Tensor, teacher: Tensor | Likeliest) -> tuple[Tensor, Tensor]:
+    def _block_(
+        self, logits: Tensor, labels: Tensor, teacher: Tensor | Likeliest, ce_share: Any, apart_share: Any
+    ) -> tuple[Tensor, Tensor]:
         """Cross entropy and divergence of some rows; their gradient takes the place of the logits."""
         own = (torch.arange(len(labels), device=labels.device), labels)
         scores = logits.float()
@@ -231,10 +253,11 @@ class Distilled:
             apart, slope = _of_likeliest(tempered, teacher, self.direction)
         else:
             apart, slope = _of_all(tempered, torch.log_softmax(teacher.float() / self.temperature, dim=-1), self.direction)
-        slope.mul_(self.mixture * self.temperature)
+        slope.mul_(apart_share * self.temperature)
         if self.mixture < 1:
-            slope.add_(logp.exp_(), alpha=1 - self.mixture)
-            slope.index_put_(own, slope[own] - (1 - self.mixture))
+            p = logp.exp_()
+            p[own] -= 1
+            slope.add_(p.mul_(ce_share))
         logits.copy_(slope)
         return ce, apart
 
@@ -278,3 +301,18 @@ def _of_likeliest(logp: Tensor, teacher: Likeliest, direction: Direction) -> tup
         slope = mass * (gap - apart.unsqueeze(1))
     p.mul_(slope[:, count:] / rest).index_put_(among, slope[:, :count])
     return apart, p
+
+
+def means(sums: Mapping[str, Tensor], weight: float) -> dict[str, float]:
+    """What is written down of a step's `Distilled.sums`: means over its trained tokens; where the student wrote, each over its own places, and the
+    share of all that it wrote.
+
+    Example:
+        >>> means({"label_loss": torch.tensor(3.0), "divergence": torch.tensor(1.0)}, 2.0)
+        {'label_loss': 1.5, 'divergence': 0.5}
+    """
+    found = {name: float(total) for name, total in sums.items()}
+    labelled, places = found.pop("label_places", weight), found.pop("divergence_places", weight)
+    over = {"label_loss": labelled, "divergence": places}
+    made = {name: total / over.get(name, weight) for name, total in found.items() if over.get(name, weight)}
+    return made | ({"on_policy": 1 - labelled / places} if "label_places" in sums and places else {})

@@ -157,24 +157,24 @@ class RecipeReader:
                 self.say(key.split("."), f"{key}: {text}")
             raise RecipeError("\n".join(self.found)) from None
 
-    def techniques(self, values: Any) -> dict[str, Technique]:
-        known = registry()
+    def techniques(self, values: Any, at: tuple[str, ...] = ("techniques",)) -> dict[str, Technique]:
+        known, name = registry(), ".".join(at)
         if isinstance(values, list) and all(isinstance(v, str) for v in values):  # a list of names means their defaults
             twice = {v for v in values if values.count(v) > 1}
-            for name in sorted(twice):
-                self.say(("techniques",), f"techniques: '{name}' stands twice")
+            for one in sorted(twice):
+                self.say(at, f"{name}: '{one}' stands twice")
             values = dict.fromkeys(values)
         if values is None:
             return {}
         if not isinstance(values, Mapping):
-            self.say(("techniques",), f"techniques: must be names with their settings, got {values!r}")
+            self.say(at, f"{name}: must be names with their settings, got {values!r}")
             return {}
         made = {}
-        for name, settings in values.items():
-            if name not in known:
-                self.say(("techniques", name), f"unknown technique '{name}'; {nearest(str(name), list(known))}")
+        for one, settings in values.items():
+            if one not in known:
+                self.say((*at, one), f"unknown technique '{one}'; {nearest(str(one), list(known))}")
                 continue
-            made[name] = self.flat(known[name], settings, ("techniques", name))
+            made[one] = self.flat(known[one], settings, (*at, one))
         return made
 
 

@@ -7,7 +7,17 @@ A technique is one idea that changes a build: one file in `preheat/techniques/`,
 
 from __future__ import annotations
 
-from preheat.technique.base import Context, Device, ModelFacts, Technique, conflicts_of, on_one_device, refusals, registry
+from preheat.technique.base import (
+    Context,
+    Device,
+    ModelFacts,
+    Technique,
+    clashes_of,
+    conflicts_of,
+    on_one_device,
+    refusals,
+    registry,
+)
 from preheat.technique.batch import Batch, LossSum, MaskSpec, RowLoss, Shape, Stateful
 from preheat.technique.build import Build
 from preheat.technique.images import Images, Vision
@@ -37,6 +47,7 @@ __all__ = [
     "Tag",
     "Technique",
     "Vision",
+    "clashes_of",
     "conflicts_of",
     "on_one_device",
     "refusals",

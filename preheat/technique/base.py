@@ -19,7 +19,17 @@ if TYPE_CHECKING:
     from preheat.recipe import Recipe
     from preheat.technique.build import Build
 
-__all__ = ["Context", "Device", "ModelFacts", "Technique", "conflicts_of", "on_one_device", "refusals", "registry"]
+__all__ = [
+    "Context",
+    "Device",
+    "ModelFacts",
+    "Technique",
+    "clashes_of",
+    "conflicts_of",
+    "on_one_device",
+    "refusals",
+    "registry",
+]
 
 
 @dataclass(frozen=True)
@@ -207,8 +217,12 @@ def on_one_device(techniques: Mapping[str, Technique]) -> dict[str, Technique]:
     return {name: t for name, t in techniques.items() if not t.spreads() and not t.needs & shared}
 
 
-def conflicts_of(techniques: Iterable[Technique], context: Context) -> list[tuple[str, str]]:
-    """Why these techniques cannot serve together here: (technique, words) each."""
+def clashes_of(techniques: Iterable[Technique], tags: frozenset[Tag]) -> list[tuple[str, str]]:
+    """Why these techniques cannot stand together, whatever the model: (technique, words) each.
+
+    Args:
+        tags: all that the recipe and the device provide.
+    """
     found: list[tuple[str, str]] = []
     owner: dict[Slot, str] = {}
     chosen = sorted(techniques, key=lambda t: (t.stage, t.name()))
@@ -218,11 +232,19 @@ def conflicts_of(techniques: Iterable[Technique], context: Context) -> list[tupl
             if slot in owner:
                 found.append((t.name(), f"owns the slot '{slot}', which {owner[slot]} owns already; leave one out"))
             owner.setdefault(slot, t.name())
-        found.extend(
-            (t.name(), f"needs {need}, which nothing in this recipe provides") for need in sorted(t.needs - context.tags)
-        )
-        for other, tags in brings.items():
-            if other != t.name() and t.conflicts & tags:
-                found.append((t.name(), f"cannot go with {other} ({', '.join(sorted(t.conflicts & tags))})"))
+        found.extend((t.name(), f"needs {need}, which nothing in this recipe provides") for need in sorted(t.needs - tags))
+        for other, brought in brings.items():
+            if other != t.name() and t.conflicts & brought:
+                found.append((t.name(), f"cannot go with {other} ({', '.join(sorted(t.conflicts & brought))})"))
+    return found
+
+
+def conflicts_of(techniques: Iterable[Technique], context: Context) -> list[tuple[str, str]]:
+    """Why these techniques cannot serve together here, their own checks included: (technique, words) each."""
+    chosen = sorted(techniques, key=lambda t: (t.stage, t.name()))
+    clashes = clashes_of(chosen, context.tags)
+    found: list[tuple[str, str]] = []
+    for t in chosen:
+        found.extend(pair for pair in clashes if pair[0] == t.name())
         found.extend((t.name(), words) for words in refusals(t, context))
     return found

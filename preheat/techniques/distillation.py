@@ -8,9 +8,11 @@ tokens at every place are written to disk, and training reads them by row. An ev
 Helps: a small model reaches a lower loss from the same tokens, since a distribution says more than one token. Hurts: the teacher's
 forward pass costs about a third of what training a model of its size does; a teacher that is bad on the data teaches that; forward
 divergence spreads a very small student over all that the teacher can say.
-A teacher with another tokenizer is refused: probabilities of other pieces cannot be compared (there is no method for that here yet).
+With `on_policy` the student writes some of the answers itself and the teacher judges them, which trains it on the texts that it will meet when
+it writes alone; that takes the time of writing them. A teacher with another tokenizer is refused: probabilities of other pieces cannot be compared (there
+is no method for that here yet).
 Source: Hinton et al. 2015 (arXiv:1503.02531); reverse divergence: Gu et al. 2023, MiniLLM (arXiv:2306.08543); hidden states: Romero et al.
-2014, FitNets (arXiv:1412.6550); layers of the teacher to begin from: Sanh et al. 2019, DistilBERT (arXiv:1910.01108).
+2014, FitNets (arXiv:1412.6550); the student's own texts: Agarwal et al. 2023, GKD (arXiv:2306.13649); layers of the teacher to begin from: Sanh et al. 2019, DistilBERT (arXiv:1910.01108).
 """
 
 from __future__ import annotations
@@ -24,10 +26,12 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from preheat.errors import PreheatError, RunError
 from preheat.recipe import Bound, NonNegative, Positive, Recipe, Share
-from preheat.technique import Batch, Build, Change, Context, LossSum, ModelFacts, Order, Slot, Stage, Tag, Technique
+from preheat.technique import Axis, Batch, Build, Change, Context, LossSum, Order, Slot, Stage, Tag, Technique
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from preheat.models.teachers import Teacher
 
 __all__ = ["Distillation", "distillation_loss", "hidden_distance"]
 
@@ -38,13 +42,14 @@ def distillation_loss(
     labels: Tensor,
     *,
     divergence: Literal["forward", "reverse"] = "forward",
-    **settings: float,
+    mixture: float = 0.5,
+    temperature: float = 1.0,
 ) -> Tensor:
     """Losses [n] of logits [n, vocabulary] against labels [n] (-100: not trained) and a teacher's logits, differentiable: for a loop of your own.
 
     Args:
         divergence: forward: KL(teacher || student); reverse: KL(student || teacher).
-        settings: mixture (0.5), the teacher's share, and temperature (1.0): see `preheat.ops.distill.Distilled`.
+        mixture: the teacher's share, as of `preheat.ops.distill.Distilled`; so the temperature.
 
     Example:
         >>> import torch
@@ -53,7 +58,8 @@ def distillation_loss(
     """
     from preheat.ops.distill import Distilled
 
-    return Distilled(lambda given: given, direction=divergence, **settings)(student, labels, teacher.detach())
+    row_loss = Distilled(lambda given: given, direction=divergence, mixture=mixture, temperature=temperature)
+    return row_loss(student, labels, teacher.detach())
 
 
 def hidden_distance(states: Tensor, teacher: Tensor) -> Tensor:
@@ -102,16 +108,21 @@ class Distillation(Technique):
     the teacher is not in memory while training."""
     top: Annotated[int, Bound(1)] = 32
     """With `cache`: so many tokens a place; all others count together."""
+    on_policy: Share = 0.0
+    """Share of the rows in which the student writes the answers itself (of plain text the second half), by its own probabilities, and learns there
+    from the teacher alone: it is corrected where its own text leads it. A plan does not see the time and the cache of keys and values of this writing."""
 
     def check(self, context: Context) -> list[str]:
-        from preheat.models import adapter, teachers
+        from preheat.data.tokenizer import other_pieces
+        from preheat.models import adapter, configs, teachers
 
         recipe, model = context.recipe, context.model
         if not self.teacher:
             return ["teacher: is not stated; name the Hugging Face folder of the model to learn from"]
         try:
             found = adapter.facts(teachers.config_of(Path(self.teacher), recipe.batch.length))
-            other = _other_tokenizer(recipe, self.teacher)
+            own = recipe.data.tokenizer or configs.tokenizer_folder(recipe)
+            other = other_pieces(own, self.teacher, recipe.model.add_tokens)
         except PreheatError as error:
             return [str(error)]
         why = [other] if other else []
@@ -120,8 +131,10 @@ class Distillation(Technique):
                 f"teacher: its head has {found.vocabulary:,} rows and the student's {model.vocabulary:,}, so it says nothing of some of them; "
                 f"set model.vocabulary: {found.vocabulary} for a new student, or take another teacher"
             )
-        if not self.mixture and not self.hidden:
-            why.append("mixture: with 0, without hidden, the teacher counts for nothing; use 0.5, or leave distillation out")
+        if not self.mixture and not self.hidden and not self.on_policy:
+            why.append(
+                "mixture: with 0, and without hidden, the teacher counts for nothing; use 0.5, or leave distillation out"
+            )
         changed = recipe.model.config or any(
             t.stage < Stage.KERNEL and t.stage != Stage.ADAPT for t in recipe.techniques.values()
         )
@@ -139,6 +152,23 @@ class Distillation(Technique):
             why += self._spreading(context, found)
         if self.cache is not None:
             why += self._caching(context)
+        if self.on_policy:
+            why += self._writing(context)
+        return why
+
+    def _writing(self, context: Context) -> list[str]:
+        why = []
+        if self.cache is not None:
+            why.append(
+                "on_policy: what the student writes is new in every step, and cache holds what the teacher said of the data; leave one out"
+            )
+        if Tag("sharded-weights") in context.tags or context.recipe.parallel.engine == "deepspeed":
+            why.append(
+                "on_policy: the student writes token by token, each device as many as its rows ask for, which weights that are shared out among devices "
+                "(fsdp, expert_parallel, deepspeed) would wait for; use data_parallel, or leave it out"
+            )
+        if context.sizes[Axis.CONTEXT] > 1:
+            why.append("on_policy: rows that are cut among devices (context_parallel) cannot be written in; leave one out")
         return why
 
     def _reads_teacher(self, recipe: Recipe) -> bool:
@@ -180,12 +210,14 @@ class Distillation(Technique):
     def apply(self, build: Build, part: Any) -> Change:
         from preheat.models import adapter, teachers
         from preheat.models.weights import WeightSource
+        from preheat.ops.attention_blocks import blocked_attention
+        from preheat.ops.distill import means
         from preheat.ops.losses import CrossEntropy
 
         folder = Path(self.teacher)
         config = teachers.config_of(folder, build.recipe.batch.length)
         bf16 = self.precision == "bf16" or (self.precision == "auto" and Tag("bf16-compute") in build.tags)
-        teacher = _Teacher(build, teachers.on_meta(config, bf16=bf16), adapter.facts(config))
+        teacher = teachers.Teacher(build, teachers.on_meta(config, bf16=bf16), adapter.facts(config), blocked_attention)
         build.sources["teacher"] = WeightSource(folder)
         count = sum(p.numel() for p in teacher.model.parameters())
         words = (
@@ -203,6 +235,9 @@ class Distillation(Technique):
         if self.cache is None:
             build.parts["teacher"] = [teacher.model]
             says = self._live(part, teacher)
+            if self.on_policy:
+                build.transforms.append((Order.MOVE, self._writer(build, part)))
+                words += f"; in {self.on_policy:.0%} of the rows of what the student writes itself"
         else:
             kept = _Kept(teacher, part, Path(self.cache), top=self.top, temperature=self.temperature)
             build.before_rows.append(kept)
@@ -216,13 +251,26 @@ class Distillation(Technique):
             return says(batch, hidden, over_logits)
 
         build.own(Slot.OBJECTIVE, objective, self.name())
-        build.scores = lambda sums, weight: {name: float(total) / weight for name, total in sums.items()}
+        build.scores = means
         return Change(words, count)
 
     def _row_loss(self, head: Any) -> Any:
         from preheat.ops.distill import Distilled
 
-        return Distilled(head, direction=self.divergence, temperature=self.temperature, mixture=self.mixture)
+        return Distilled(
+            head, direction=self.divergence, temperature=self.temperature, mixture=self.mixture, written=self.on_policy > 0
+        )
+
+    def _writer(self, build: Build, part: Any) -> Any:
+        from preheat.data.tokenizer import load_tokenizer
+        from preheat.models import configs, generate, on_policy
+
+        recipe = build.recipe
+        tokenizer = load_tokenizer(
+            recipe.data.tokenizer or configs.tokenizer_folder(recipe) or self.teacher, add_tokens=recipe.model.add_tokens
+        )
+        stop = generate.stop_tokens(tokenizer, build.weights.folder)
+        return on_policy.OnPolicy(build, part, tokenizer, self.on_policy, stop)
 
     def _read(self, batch: Batch, hidden: Callable[[Batch], Tensor], over_logits: Callable[..., Tensor]) -> LossSum:
         """The loss where what the teacher said stands beside the tokens."""
@@ -230,7 +278,7 @@ class Distillation(Technique):
         total = over_logits(hidden(batch), batch.labels, *batch.beside, row_loss=row_loss)
         return LossSum(total, batch.weight, row_loss.sums)
 
-    def _live(self, part: Any, teacher: _Teacher) -> Callable[..., LossSum]:
+    def _live(self, part: Any, teacher: Teacher) -> Callable[..., LossSum]:
         """The loss where the teacher reads each micro-batch too: before the student, so that only its hidden states stand beside the student's."""
         from preheat.models import teachers
         from preheat.ops.distill import mapped_distance
@@ -239,9 +287,9 @@ class Distillation(Technique):
 
         def says(batch: Batch, hidden: Callable[[Batch], Tensor], over_logits: Callable[..., Tensor]) -> LossSum:
             last, theirs = teacher.read(batch, places)
-            row_loss = self._row_loss(teacher.head(last.dtype))
+            row_loss = self._row_loss(_head(teacher, last.dtype))
             states, own = teachers.watched(part, places, lambda: hidden(batch))
-            total = over_logits(states, batch.labels, last, row_loss=row_loss)
+            total = over_logits(states, batch.labels, last, *batch.beside, row_loss=row_loss)
             if not places:
                 return LossSum(total, batch.weight, row_loss.sums)
             maps = part.get_submodule(teachers.MAPS)
@@ -251,63 +299,14 @@ class Distillation(Technique):
         return says
 
 
-def _other_tokenizer(recipe: Recipe, teacher: str) -> str | None:
-    """Why the teacher's probabilities are not of the student's tokens; None where they are."""
-    from preheat.data.tokenizer import unlike_folders
-    from preheat.models.configs import tokenizer_folder
+def _head(teacher: Teacher, dtype: Any) -> Any:
+    """A teacher's head, whole where devices share it out."""
+    from preheat.models import adapter
+    from preheat.ops.distill import TeacherHead
+    from preheat.ops.sharded import whole
 
-    own = recipe.data.tokenizer or tokenizer_folder(recipe)
-    if own is None:
-        return (
-            f"teacher: knows its own tokens, and the student's tokenizer is trained on the data; set data.tokenizer: {teacher}"
-        )
-    if Path(own).resolve() == Path(teacher).resolve() and not recipe.model.add_tokens:
-        return None
-    words = unlike_folders(own, teacher, knob="teacher:", add_tokens=recipe.model.add_tokens)
-    if words is None:
-        return None
-    return (
-        f"teacher: its tokenizer is not the student's ({own}), so probabilities cannot be compared token by token: {words}; "
-        f"set data.tokenizer: {teacher} for a new student, or take a teacher of the student's family"
-    )
-
-
-@dataclass
-class _Teacher:
-    """The teacher of a build: what it says of a micro-batch, by the build's own slots and contexts."""
-
-    build: Build
-    model: Any
-    facts: ModelFacts
-
-    def read(self, batch: Batch, places: int = 0) -> tuple[Tensor, list[Tensor]]:
-        """Its last hidden states in the dtype of its products, and those at the places that are compared; without gradients."""
-        import torch
-
-        from preheat.models import adapter, teachers
-        from preheat.ops.attention_blocks import blocked_attention
-
-        def run() -> Tensor:
-            # The student's kernel may know neither windows nor capped scores.
-            if (self.facts.window or self.facts.score_softcap) and self.build.owner(Slot.ATTENTION_KERNEL) != "plain":
-                return adapter.hidden_states(self.model, batch.tokens, batch.positions, batch.mask, blocked_attention)
-            found: Tensor = self.build.slot(Slot.HIDDEN)(self.model, batch)
-            return found
-
-        with torch.no_grad():
-            last, states = self.build.slot(Slot.FORWARD)(self.model, lambda: teachers.watched(self.model, places, run))
-        kind = last.device.type
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else last.dtype
-        return last.to(dtype), states
-
-    def head(self, dtype: Any) -> Any:
-        """Its head, whole where devices share it out."""
-        from preheat.models import adapter
-        from preheat.ops.distill import TeacherHead
-        from preheat.ops.sharded import whole
-
-        weight: Any = adapter.head(self.model).weight
-        return TeacherHead(whole(weight.detach()).to(dtype), self.build.model.vocabulary, adapter.softcap(self.model))
+    weight: Any = adapter.head(teacher.model).weight
+    return TeacherHead(whole(weight.detach()).to(dtype), teacher.build.model.vocabulary, adapter.softcap(teacher.model))
 
 
 class _Kept:
@@ -315,7 +314,7 @@ class _Kept:
 
     ROWS = 512  # of logits at a time
 
-    def __init__(self, teacher: _Teacher, student: Any, folder: Path, *, top: int, temperature: float):
+    def __init__(self, teacher: Teacher, student: Any, folder: Path, *, top: int, temperature: float):
         self.teacher, self.student, self.folder, self.temperature = teacher, student, folder, temperature
         vocabulary = teacher.build.model.vocabulary
         self.top = min(top, vocabulary - 1)
@@ -366,7 +365,7 @@ class _Kept:
         materialize(self.teacher.model, self.teacher.build.torch_device)
         self._said(self.teacher, batch)
 
-    def _said(self, teacher: _Teacher, batch: Batch) -> list[Tensor]:
+    def _said(self, teacher: Teacher, batch: Batch) -> list[Tensor]:
         """Values [rows, length, top + 1] and indices [rows, length, top] of a batch, as they are kept."""
         import torch
 
@@ -378,7 +377,7 @@ class _Kept:
             for context in teacher.build.around_forward:
                 stack.enter_context(context())
             last, _ = teacher.read(replace(batch, tokens=batch.tokens.to(device), positions=batch.positions.to(device)))
-            head = teacher.head(last.dtype)
+            head = _head(teacher, last.dtype)
             found = [likeliest(head(states), self.top, self.temperature) for states in last.flatten(0, 1).split(self.ROWS)]
         values = torch.cat([f.values for f in found]).to(torch.float16)
         indices = torch.cat([f.indices for f in found]).to(getattr(torch, self.kind))

@@ -45,11 +45,23 @@ def test_steps_follow_each_other_and_each_is_measured(preheat: Command) -> None:
     assert json.loads((out / "compress.json").read_text(encoding="utf-8"))["said"] == made["said"]
     assert "4-int4-group-16" in (out / "compress.html").read_text(encoding="utf-8")
     assert preheat.here.json("generate", made["path"], "--prompt", "one", "--tokens", "4")["text"] is not None
-    (preheat.folder / "export.yaml").write_text(
-        "chain: [{compress: int8}, {export: hf, settings: {dtype: int3}}]", encoding="utf-8"
-    )
+
+
+def test_what_cannot_be_done_is_refused_before_the_first_step(preheat: Command) -> None:
+    preheat.here("train", "r.yaml", "--set", "stop.steps=2")
+    wrong = {
+        "export": "{export: hf, settings: {dtype: int3}}",
+        "clash": "{train: 1, techniques: {lion: {}}}",
+        "key": "{train: 1, settings: {optimizer.lrr: 1}}",
+    }
+    for name, step in wrong.items():
+        (preheat.folder / f"{name}.yaml").write_text(f"chain:\n- {{compress: int8}}\n- {step}\n", encoding="utf-8")
+    (preheat.folder / "first.yaml").write_text("chain: [{train: 1, techniques: {distillation: {teacher: gone}}}]")
     for file, said in {
-        "export.yaml": "--dtype int3: --to hf has float32, float16, bfloat16",
+        "export.yaml": "export.yaml:3: chain.1: --dtype int3: --to hf has float32, float16, bfloat16",
+        "clash.yaml": "clash.yaml:3: chain.1: techniques.lion: owns the slot 'optimizer', which mixed_precision owns already",
+        "key.yaml": "key.yaml:3: chain.1: small: unknown key 'optimizer.lrr'; did you mean 'lr'?",
+        "first.yaml": "first.yaml:1: chain.0: techniques.distillation: teacher: gone has no config.json",
         "edgy": "no built-in chain of that name; did you mean 'edge'?",
         "r.yaml": "is no chain",
     }.items():
@@ -60,13 +72,16 @@ def test_steps_follow_each_other_and_each_is_measured(preheat: Command) -> None:
 
 def test_what_is_wrong_in_a_chain_is_said_with_its_line(preheat: Command) -> None:
     (preheat.folder / "bad.yaml").write_text(
-        "chain:\n  - {compress: int8, train: 0.1}\n  - {compres: int8}\n  - {compress: int8, techniques: {lion: {}}}\n",
+        "chain:\n  - {compress: int8, train: 0.1}\n  - {compres: int8}\n  - {compress: int8, techniques: {lion: {}}}\n"
+        "  - train: 0.1\n    techniques:\n      distilation: {}\n      quantization_aware:\n        group: none\n",
         encoding="utf-8",
     )
     _, error = preheat.here("compress", "nowhere", "--recipe", "bad.yaml", code=2)
     assert "bad.yaml:2: chain.0: a step is one of compress, train, export; this one states compress and train" in error
     assert "bad.yaml:3: unknown key 'chain.1.compres'; did you mean 'compress'?" in error
     assert "techniques and where_possible are for a step that trains" in error
+    assert "bad.yaml:7: unknown technique 'distilation'; did you mean 'distillation'?" in error
+    assert "bad.yaml:9: chain.3.techniques.quantization_aware.group: must be" in error
 
 
 def test_built_in_chains_load_and_are_no_recipes(preheat: Command) -> None:

@@ -62,7 +62,7 @@ def test_a_student_learns_from_its_teacher_and_is_exported_without_it(preheat: C
     assert again["loss"] == pytest.approx(told["validation_loss"], rel=1e-3)
 
 
-@pytest.mark.parametrize("cache", ["", "cache: kept, top: 16, mixture: 0.7"])
+@pytest.mark.parametrize("cache", ["", "cache: kept, top: 16, mixture: 0.7", "on_policy: 0.5"])
 def test_resumed_every_loss_is_the_same(preheat: Command, teacher: Path, cache: str) -> None:
     more = ["--set", f"techniques.distillation={{teacher: {teacher}, {cache or 'hidden: 0.1'}}}"]
     preheat.here("train", "d.yaml", "--out", "whole", *more)
@@ -72,7 +72,9 @@ def test_resumed_every_loss_is_the_same(preheat: Command, teacher: Path, cache: 
     shutil.rmtree(part / "checkpoints" / "step-12")
     preheat.here("train", "d.yaml", "--out", "part", "--resume", *more)
     assert [step for step in wanted if losses(part)[step] != wanted[step]] == []
-    if cache:
+    if "on_policy" in cache:
+        assert all(0 < line["on_policy"] < 1 for line in logged(whole))
+    elif cache:
         assert "the teacher read" in (whole / "events.jsonl").read_text()
         assert (part / "events.jsonl").read_text().count("the teacher read") == 1  # of the run that it is a copy of
     else:

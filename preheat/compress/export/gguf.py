@@ -76,6 +76,11 @@ def write(
             shared.refuse_beyond(found, bound, str(out), _HINT)
             others = _by_llama_cpp(model, file, dtype, tolerance)
             notes = [*model.notes, *_notes(model, types, dtype)]
+            if not others:
+                notes.append(
+                    f"compared by {card.version_of('transformers')} alone: llama.cpp did not run the file, since its wheel is not installed "
+                    "here (pip install 'preheat[llama-cpp]')"
+                )
             made = {"path": str(out), "file": file.name, "bytes": file.stat().st_size, "dtype": dtype, "types": types}
             made |= {"merged": model.merged, "read_by": card.version_of("transformers"), **others}
             made |= {**shared.figures(found, bound), "note": "; ".join(notes)}

@@ -7,6 +7,7 @@ Source: onnxruntime.quantization.quantize_static; torchao's pt2e quantization wi
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,9 @@ from torch import Tensor, nn
 from preheat.compress.export import shared, traced
 from preheat.compress.export.plain import require
 
-__all__ = ["replay_executorch", "replay_onnx", "to_executorch", "to_onnx"]
+__all__ = ["Scorer", "open_executorch", "open_onnx", "replay_executorch", "replay_onnx", "to_executorch", "to_onnx"]
+
+Scorer = Callable[[Tensor], Tensor]
 
 
 class _Scores(nn.Module):
@@ -88,14 +91,20 @@ def _calibrated(whole: Path, file: Path, images: Tensor) -> None:
     ready.unlink()
 
 
-def replay_onnx(file: str | Path, images: Tensor) -> Tensor:
-    """Scores [n, classes] of images by ONNX Runtime on the CPU."""
+def open_onnx(file: str | Path) -> Scorer:
+    """A file in ONNX Runtime on the CPU: pixels [n, channels, height, width] to scores [n, classes]."""
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = torch.get_num_threads()
     session = onnxruntime.InferenceSession(file, options, providers=["CPUExecutionProvider"])
-    return torch.cat([torch.from_numpy(session.run(None, {"pixel_values": part.numpy()})[0]) for part in images.split(8)])
+    return lambda pixels: torch.from_numpy(session.run(None, {"pixel_values": pixels.numpy()})[0])
+
+
+def replay_onnx(file: str | Path, images: Tensor) -> Tensor:
+    """Scores [n, classes] of images by ONNX Runtime on the CPU."""
+    run = open_onnx(file)
+    return torch.cat([run(part) for part in images.split(8)])
 
 
 def to_executorch(
@@ -135,12 +144,19 @@ def _observed(program: torch.export.ExportedProgram, images: Tensor) -> nn.Modul
     return convert_pt2e(prepared)
 
 
-def replay_executorch(file: str | Path, images: Tensor) -> Tensor:
-    """Scores [n, classes] of images by ExecuTorch's runtime."""
+def open_executorch(file: str | Path) -> Scorer:
+    """A program in ExecuTorch's runtime: pixels [1, channels, height, width] to scores [1, classes]."""
     from executorch.runtime import Runtime
 
-    forward = Runtime.get().load_program(Path(file)).load_method("forward")
-    return torch.cat([forward.execute((image.contiguous(),))[0].clone() for image in images.split(1)])
+    program = Runtime.get().load_program(Path(file))
+    forward = program.load_method("forward")
+    return lambda pixels: forward.execute((pixels.contiguous(),))[0].clone()
+
+
+def replay_executorch(file: str | Path, images: Tensor) -> Tensor:
+    """Scores [n, classes] of images by ExecuTorch's runtime."""
+    run = open_executorch(file)
+    return torch.cat([run(image) for image in images.split(1)])
 
 
 def _held(

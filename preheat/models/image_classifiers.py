@@ -1,0 +1,159 @@
+"""Image classifiers of transformers (MobileNetV2, EfficientNet, MobileViT): opened from a folder, and made narrower.
+
+What is narrowed are the channels inside the inverted residual blocks (Sandler et al. 2018, MobileNetV2, arXiv:1801.04381): a 1x1 convolution
+makes them, a depthwise one and norms look at each by itself, and another 1x1 convolution reads them. How many there are is the
+configuration's expansion ratio, so the narrower model is an ordinary one of its family.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from preheat.errors import RecipeError
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from transformers import PretrainedConfig, PreTrainedModel
+
+__all__ = ["is_classifier", "matrix", "narrow_config", "open_classifier", "open_processor", "readers", "scores", "smaller"]
+
+
+@dataclass(frozen=True)
+class _Family:
+    """Attributes:
+    block: class of its inverted residual blocks.
+    reader: in such a block, the convolution that reads the inner channels.
+    ratio: key of the configuration: inner channels for each that goes in.
+    """
+
+    block: str
+    reader: str
+    ratio: str
+
+
+_FAMILIES = {
+    "mobilenet_v2": _Family("MobileNetV2InvertedResidual", "reduce_1x1.convolution", "expand_ratio"),
+    "mobilevit": _Family("MobileViTInvertedResidual", "reduce_1x1.convolution", "expand_ratio"),
+    "efficientnet": _Family("EfficientNetBlock", "projection.project_conv", "expand_ratios"),
+}
+
+
+def is_classifier(folder: Path) -> bool:
+    """Whether this is the folder of an image classifier of transformers."""
+    file = folder / "config.json"
+    if not file.is_file():
+        return False
+    try:
+        told = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError:
+        return False
+    return any(str(name).endswith("ForImageClassification") for name in told.get("architectures") or ())
+
+
+def open_classifier(folder: Path, *, knob: str = "MODEL") -> PreTrainedModel:
+    """The model of a folder in fp32 on the CPU, set to evaluation.
+
+    Raises:
+        RecipeError: it is none, or its weights cannot be read; the words begin with `knob`.
+    """
+    import torch
+    from transformers import AutoModelForImageClassification
+
+    if not is_classifier(folder):
+        raise RecipeError(
+            f"{knob}: {folder} is no folder of an image classifier: its config.json names no class …ForImageClassification; "
+            "save one there with transformers' save_pretrained"
+        )
+    try:
+        model: PreTrainedModel = AutoModelForImageClassification.from_pretrained(
+            folder, dtype=torch.float32, local_files_only=True, use_safetensors=True
+        )
+    except (OSError, ValueError) as error:
+        raise RecipeError(f"{knob}: {folder} cannot be opened: {str(error).splitlines()[0][:200]}") from None
+    return model.eval()
+
+
+def open_processor(folder: Path, *, knob: str = "MODEL") -> Any:
+    """What makes pixel values of images for the model of a folder, by Pillow.
+
+    Raises:
+        RecipeError: the folder says nothing of it.
+    """
+    from transformers import AutoImageProcessor
+
+    if not (folder / "preprocessor_config.json").is_file():
+        raise RecipeError(
+            f"{knob}: {folder} has no preprocessor_config.json, so nobody knows how its images are scaled; save the model's image processor there, too"
+        )
+    return AutoImageProcessor.from_pretrained(folder, backend="pil", local_files_only=True)
+
+
+def scores(model: Any, pixels: Tensor) -> Tensor:
+    """Scores [n, classes] of images [n, channels, height, width], differentiable."""
+    found: Tensor = model(pixel_values=pixels).logits
+    return found
+
+
+def matrix(convolution: Any) -> Tensor:
+    """The weight of a 1x1 convolution, [out, in]."""
+    weight: Tensor = convolution.weight.detach().flatten(1)
+    return weight
+
+
+def narrow_config(config: PretrainedConfig, channels: float) -> tuple[Any, str]:
+    """The configuration with the expansion ratio that is nearest to a share of what it was, and the change in words.
+
+    Raises:
+        RecipeError: another family; the share changes nothing.
+    """
+    family = _FAMILIES.get(config.model_type)
+    if family is None:
+        raise RecipeError(
+            f"width: knows the blocks of {', '.join(_FAMILIES)}, and this model is a {config.model_type}; leave the step out"
+        )
+    made: Any = copy.deepcopy(config)
+    now = getattr(config, family.ratio)
+    if isinstance(now, int | float):
+        then: Any = float(now * channels)
+    else:  # whole numbers by stage; 1 would leave the block without the convolution that expands
+        now = list(now)
+        then = [r if r == 1 else max(2, round(r * channels)) for r in now]
+    if now == then:
+        raise RecipeError(f"width: channels: {channels:g} leaves {family.ratio} at {now}; ask for a smaller share")
+    setattr(made, family.ratio, then)
+    return made, f"{family.ratio} {now} -> {then}"
+
+
+def readers(model: PreTrainedModel) -> dict[str, nn.Module]:
+    """By the block's name, the 1x1 convolution that reads its inner channels."""
+    family = _FAMILIES[model.config.model_type]
+    return {
+        name: block.get_submodule(family.reader)
+        for name, block in model.named_modules()
+        if type(block).__name__ == family.block
+    }
+
+
+def smaller(model: PreTrainedModel, made: PreTrainedModel, kept: Mapping[str, Tensor]) -> None:
+    """Gives `made`, a narrower model of the family, the values of `model`, in place.
+
+    Args:
+        kept: by the block's name, numbers of the inner channels that stay.
+    """
+    before = model.state_dict()
+    made.load_state_dict({name: _sliced(name, before[name], like, kept) for name, like in made.state_dict().items()})
+
+
+def _sliced(name: str, value: Tensor, like: Tensor, kept: Mapping[str, Tensor]) -> Tensor:
+    """A tensor of the model with the channels that stay, of the shape of `like`."""
+    axes = [n for n, (now, then) in enumerate(zip(value.shape, like.shape, strict=True)) if now != then]
+    if not axes:
+        return value
+    (axis,) = axes
+    (block,) = (block for block in kept if name.startswith(f"{block}."))
+    return value.index_select(axis, kept[block])
