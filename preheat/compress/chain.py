@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -352,4 +353,8 @@ def _recipe(step: Step, state: _State, techniques: Mapping[str, Any]) -> Recipe:
         sample=Sample(),
     )
     items = [f"{key}={json.dumps(value)}" for key, value in step.settings.items()]
-    return recipes.override(made, *items) if items else made
+    try:
+        return recipes.override(made, *items) if items else made
+    except RecipeError as error:  # its line is of a recipe that nobody wrote
+        words = re.sub(rf"^{re.escape(made.name)}(:\d+)?: ", "", str(error), flags=re.MULTILINE)
+        raise RecipeError(f"settings: {words}") from None

@@ -60,7 +60,7 @@ def test_what_cannot_be_done_is_refused_before_the_first_step(preheat: Command) 
     for file, said in {
         "export.yaml": "export.yaml:3: chain.1: --dtype int3: --to hf has float32, float16, bfloat16",
         "clash.yaml": "clash.yaml:3: chain.1: techniques.lion: owns the slot 'optimizer', which mixed_precision owns already",
-        "key.yaml": "key.yaml:3: chain.1: small: unknown key 'optimizer.lrr'; did you mean 'lr'?",
+        "key.yaml": "key.yaml:3: chain.1: settings: unknown key 'optimizer.lrr'; did you mean 'lr'?",
         "first.yaml": "first.yaml:1: chain.0: techniques.distillation: teacher: gone has no config.json",
         "edgy": "no built-in chain of that name; did you mean 'edge'?",
         "r.yaml": "is no chain",
