@@ -11,6 +11,8 @@ import transformers
 
 from preheat.compress.export import vision
 
+from .test_vision import small
+
 
 def quadrants(count: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Noisy images of which one quarter is bright, and which."""
@@ -60,3 +62,11 @@ def test_mobilenet_as_an_executorch_program(model: Any, tmp_path: Path, int8: bo
     images, _ = quadrants(16, 100)
     found = vision.to_executorch(model, tmp_path / "model.pte", images, int8=int8)
     assert found.share() < (0.5 if int8 else 1e-4)
+
+
+@pytest.mark.slow
+def test_an_efficientnet_in_8_bits_keeps_its_scores(tmp_path: Path) -> None:
+    model, (images, _) = small("efficientnet"), quadrants(32, 100)
+    found = vision.to_onnx(model, tmp_path / "small.onnx", images, int8=True)
+    assert found.share() < 0.3
+    assert (tmp_path / "small.onnx").stat().st_size < 0.6 * sum(p.nbytes for p in model.parameters())
