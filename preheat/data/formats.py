@@ -155,6 +155,20 @@ _ALPACA = """BEGIN
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '### Response:\\n' }}{%- endif %}"""
 
+_T5 = """{%- if tools %}{{- raise_exception('this format has no tools') }}{%- endif %}
+{%- for m in messages %}
+  {%- if m.tool_calls %}{{- raise_exception('this format has no tool calls') }}{%- endif %}
+  {%- if m.role == 'assistant' %}
+    {%- generation %}{{- m.content + eos_token }}{%- endgeneration %}
+  {%- elif m.role == 'user' %}
+    {{- m.content + eos_token }}
+  {%- elif m.role == 'system' %}
+    {{- m.content + '\\n\\n' }}
+  {%- else %}
+    {{- raise_exception('this format has no role ' + m.role) }}
+  {%- endif %}
+{%- endfor %}"""
+
 
 def _phi(opening: str, separator: str, closing: str, after: str) -> str:
     return _PHI.replace("OPEN", opening).replace("SEPARATOR", separator).replace("CLOSE", closing).replace("AFTER", after)
@@ -169,8 +183,7 @@ FORMATS = {
     "phi3": _phi("<|", "|>\\n", "<|end|>", "\\n"),
     "phi4": _phi("<|im_start|>", "<|im_sep|>", "<|im_end|>", ""),
     "qwen": _CHATML.replace("SYSTEM", "'You are Qwen, created by Alibaba Cloud. You are a helpful assistant.'"),
-    "t5": "{%- for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content + eos_token }}{% endgeneration %}"
-    "{% else %}{{ m.content + eos_token }}{% endif %}{% endfor %}",
+    "t5": _T5,
 }
 """Name -> template, with BEGIN still to be filled in. alpaca needs no token but the tokenizer's own end of text."""
 

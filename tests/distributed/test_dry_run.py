@@ -102,10 +102,10 @@ def test_layers_that_are_told_apart_are_all_observed() -> None:
         "{pipeline_parallel: {micro_batches: 2}}",
         "{fsdp: {}, activation_checkpointing: {every: 3}}",
     ):
-        assert _few(recipes.override(tiny(), "model.layers=13", f"techniques={techniques}"), configure(tiny(), 96)) is None, (
-            techniques
-        )
-    assert _few(tiny("{fsdp: {}}"), configure(tiny(), 96)) == (4, 5)
+        recipe = recipes.override(tiny(), "model.layers=13", f"techniques={techniques}")
+        assert _few(recipe, configure(recipe, 96)) is None, techniques
+    alike = recipes.override(tiny("{fsdp: {}}"), "model.layers=13")
+    assert _few(alike, configure(alike, 96)) == (4, 5)
 
 
 def test_of_a_pipeline_the_end_that_needs_more_is_planned() -> None:
