@@ -11,7 +11,7 @@ import transformers
 
 from preheat.compress.export import vision
 
-from .test_vision import small
+from .test_image_classifiers import small
 
 
 def quadrants(count: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
