@@ -48,6 +48,7 @@ def test_a_run_is_asked_about_length_before_and_after_and_again_beyond_its_rows(
     assert "→" in shown
 
 
+@pytest.mark.slow
 def test_a_plan_of_a_longer_context_says_the_longest_rows_and_what_limits_them(preheat: Command) -> None:
     scaled = [
         "--set",
