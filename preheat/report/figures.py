@@ -173,7 +173,17 @@ def _what(summary: dict[str, Any]) -> str:
             name += f" ({count(trained)} of them trained)"
     elif model.get("size"):
         name += f" of size {model['size']}"
-    return name[:1].upper() + name[1:] + (f" on {summary['data']}" if summary["data"] else "")
+    return name[:1].upper() + name[1:] + (f" on {_sources(summary['data'])}" if summary["data"] else "")
+
+
+def _sources(data: Any) -> str:
+    """What a run read, in words: `data.source` is a name, or a list of names and of mappings with one each.
+
+    >>> _sources([{"source": "stdlib", "weight": 1}, "notes.txt"])
+    'stdlib and notes.txt'
+    """
+    several = data if isinstance(data, list) else [data]
+    return " and ".join(str(one["source"] if isinstance(one, dict) else one) for one in several)
 
 
 def _length(summary: dict[str, Any]) -> str:
