@@ -188,7 +188,7 @@ def hidden_states(model: Any, tokens: Tensor, mask: MaskSpec, attention: Callabl
     seen = encoder(input_ids=tokens.gather(1, source), **given).last_hidden_state
     before = tokens.gather(1, target.clamp(max=tokens.shape[1] - 1)).masked_fill(begins > 0, start_token(model.config))
     hidden = decoder(input_ids=before, encoder_hidden_states=seen, use_cache=False, **given).last_hidden_state
-    if getattr(model.config, "scale_decoder_outputs", False):  # T5 itself; mT5 has no such setting, and does not
+    if model.config.model_type == "t5" and model.config.scale_decoder_outputs:  # mT5 neither has the setting nor scales
         hidden = hidden * model.config.d_model**-0.5
     rows, length, width = *tokens.shape, hidden.shape[-1]
     into = hidden.new_zeros(rows, length + 1, width)  # the last place takes what is written nowhere
