@@ -223,7 +223,7 @@ def _row(worker: _Worker, baseline: _Worker, cell: tuple[int, int], number: int)
         "first_token_seconds": _spread([turn["first"] for turn in turns]),
         "prefill_tokens_per_second": _spread([rows * length / turn["first"] for turn in turns]),
         "decode_tokens_per_second": _spread(speeds),
-        "ratio": _spread([a["drawn"] / a["rest"] * b["rest"] / b["drawn"] for a, b in pairs]),
+        "ratio": _spread([(a["drawn"] * b["rest"]) / (a["rest"] * b["drawn"]) for a, b in pairs]),
         "first_token_ratio": _spread([a["first"] / b["first"] for a, b in pairs]),
         "tokens_per_pass": turns[0]["drawn"] / turns[0]["passes"] / (1 if worker.speech.settings.speculates else rows),
         "cache_bytes": turns[0]["cache_bytes"],
