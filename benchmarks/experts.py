@@ -26,7 +26,8 @@ from preheat.data import Rows, evaluation_batches, prepare
 from preheat.engine.build import build
 from preheat.engine.evaluate import evaluate
 from preheat.engine.step import gradients, update
-from preheat.hardware.probe import keep_heap, probe
+from preheat.hardware.heap import keep_heap
+from preheat.hardware.probe import probe
 from preheat.models.experts import routers
 from preheat.planning.moments import fake_batch
 from preheat.recipe import Recipe, parse

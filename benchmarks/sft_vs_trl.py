@@ -68,7 +68,8 @@ def ours(name: str, folder: Path, examples: list[tuple[list[int], int]], steps: 
     from preheat.data.packing import Rows, Tokens
     from preheat.engine.build import build
     from preheat.engine.step import gradients, update
-    from preheat.hardware.probe import keep_heap, probe
+    from preheat.hardware.heap import keep_heap
+    from preheat.hardware.probe import probe
 
     keep_heap()  # as before every run of `preheat train`
     recipe = recipes.parse(

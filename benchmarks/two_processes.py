@@ -93,7 +93,8 @@ def work(folder: Path, turns: int) -> None:
     from preheat import recipe as recipes
     from preheat.engine.build import build
     from preheat.engine.step import gradients, update
-    from preheat.hardware.probe import keep_heap, probe
+    from preheat.hardware.heap import keep_heap
+    from preheat.hardware.probe import probe
     from preheat.models.adapter import configure
     from preheat.technique import Batch, MaskSpec
 

@@ -17,7 +17,8 @@ from contract import Clock, Job, read_job, report
 
 from preheat.engine.build import build, peak_learning_rate
 from preheat.engine.step import gradients, update
-from preheat.hardware.probe import keep_heap, probe
+from preheat.hardware.heap import keep_heap
+from preheat.hardware.probe import probe
 from preheat.recipe import Recipe, parse
 from preheat.technique import Batch, MaskSpec, Slot
 from preheat.training.schedule import share_of_peak

@@ -69,7 +69,6 @@ def _table(rates: Rates) -> Table:
     for row in rates.attention:
         table.add_row(f"attention, {row.dtype}, {row.direction}, length {row.length}", f"{row.flops / 1e9:,.0f} GFLOP/s")
     table.add_row("memory, read and written", f"{rates.bandwidth / 1e9:,.1f} GB/s")
-    table.add_row("memory, filled for the first time", f"{rates.fresh / 1e9:,.1f} GB/s")
     for operator in ("mul", "silu", "log_softmax"):
         for dtype in rates.peak_matrix_rate:
             table.add_row(f"{operator}, {dtype}, 8 MB", f"{rates.moved_rate(operator, dtype, 8_000_000) / 1e9:,.1f} GB/s")

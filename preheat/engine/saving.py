@@ -12,6 +12,7 @@ from typing import Any
 
 from preheat.engine import checkpoint
 from preheat.errors import PreheatError
+from preheat.hardware.heap import give_back
 from preheat.technique import Build
 
 __all__ = ["Saved", "Saving", "room"]
@@ -87,6 +88,7 @@ class Saving:
         start = time.perf_counter()
         found = self.wait()
         if last or self._writer is None:
+            give_back(self.build.device.kind)  # what steps alone need: files are put together in its place, not beside it
             path = checkpoint.save(self.build, progress, self.folder, keep=self.keep, apart=self.apart)
             seconds, self.at = time.perf_counter() - start, progress.step
             return [*found, Saved(progress.step, path, seconds, seconds)]

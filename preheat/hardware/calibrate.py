@@ -21,7 +21,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from preheat.errors import RunError
-from preheat.hardware.probe import keep_heap
+from preheat.hardware.heap import keep_heap
 from preheat.hardware.rates import AttentionRate, Layout, MatrixRate, MovedRate, Rates, load
 from preheat.hardware.stopwatch import OtherProcesses, Random, Stopwatch, threads_of
 from preheat.technique import Device
@@ -58,8 +58,7 @@ class Grid:
     products: tuple[int, ...] = (2048, 4096)
     """Sizes of the square products that give the peak."""
     elements: tuple[int, ...] = (2**16, 2**20, 2**22, 3 * 2**21)
-    """Elements of the tensors of operators that move memory: in a core's cache, in the shared one, and beyond. At most 24 MiB:
-    larger results are mapped anew by glibc in every call, which `Rates.fresh` stands for."""
+    """Elements of the tensors of operators that move memory: in a core's cache, in the shared one, and beyond."""
     width: int = 512
     vocabulary: int = 32000
     attention: tuple[tuple[int, int, int, int], ...] = ((8, 6, 256, 48), (2, 12, 1024, 64))
@@ -67,7 +66,7 @@ class Grid:
     parameters: int = 2**23
     """Of the AdamW step."""
     large: int = 2**27
-    """Bytes of the copy that gives the bandwidth, and of the memory that is filled when fresh (half of them)."""
+    """Bytes of the copy that gives the bandwidth."""
 
 
 FULL = Grid()
@@ -109,7 +108,6 @@ def calibrate(device: Device, threads: int, progress: Progress | None = None, *,
         source = random((grid.large // 4,), torch.float32)
         target = torch.empty_like(source)
         bandwidth = 2 * grid.large / seconds(lambda: target.copy_(source))
-        fresh = grid.large / 2 / seconds(lambda: torch.empty(grid.large // 8, device=device.kind).fill_(1.0))
         tiny = random((8,), torch.float32)
         launch = seconds(lambda: tiny + tiny)
         for index, (name, dtype) in enumerate(dtypes.items()):
@@ -128,7 +126,6 @@ def calibrate(device: Device, threads: int, progress: Progress | None = None, *,
         threads=threads,
         peak_matrix_rate=peak,
         bandwidth=bandwidth,
-        fresh=fresh,
         launch=launch,
         adamw=adamw,
         matrix=tuple(matrix),

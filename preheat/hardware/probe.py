@@ -18,8 +18,6 @@ __all__ = [
     "begin_peak",
     "can_begin_peak",
     "claimed_bytes",
-    "give_back",
-    "keep_heap",
     "parse_memory",
     "peak_bytes",
     "peak_resident_bytes",
@@ -36,7 +34,6 @@ _UNITS = {"b": 1} | {
 }
 
 
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 _CLEAR = Path("/proc/self/clear_refs")
 _highest: dict[str, int] = {}  # kind of device -> the highest mark before the present one was begun
 
@@ -176,40 +173,6 @@ def peak_resident_bytes() -> int:
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
-
-
-def keep_heap() -> bool:
-    """Gives back what is free now, and has glibc keep what is freed from here on. False with another C library.
-
-    By default glibc returns the heap's free end to the system, a step's activations for one, and has it back page by page
-    in the next: thousands of page faults a step. A run's high-water mark stays what it was. Blocks of 32 MiB and more,
-    glibc's own limit, are still mapped one by one. `planning/allocator.py` models just this.
-    """
-    if not give_back("cpu"):
-        return False
-    import ctypes
-
-    libc = ctypes.CDLL(None)
-    never = -1
-    return bool(libc.mallopt(_M_MMAP_THRESHOLD, 32 << 20) and libc.mallopt(_M_TRIM_THRESHOLD, never))
-
-
-def give_back(kind: str) -> bool:
-    """Gives what this process holds but does not use back to the system; `kind` is cpu or cuda. False with another C library than glibc.
-
-    For when the shapes of tensors change: what is free lies in holes that the new ones do not fit into.
-    """
-    if kind == "cuda":
-        import torch
-
-        torch.cuda.empty_cache()
-        return True
-    if sys.platform != "linux" or platform.libc_ver()[0] != "glibc":
-        return False
-    import ctypes
-
-    ctypes.CDLL(None).malloc_trim(0)
-    return True
 
 
 def reset_peak(kind: str = "cpu") -> bool:

@@ -126,8 +126,6 @@ class Rates:
     """dtype -> FLOP/s of the best large product: what MFU is a share of."""
     bandwidth: float
     """Bytes read and written a second by a copy far larger than the caches."""
-    fresh: float
-    """Bytes a second that are filled for the first time after allocation: on a CPU the page faults."""
     launch: float
     """Seconds of an operator on a tiny tensor."""
     adamw: Mapping[str, float]
@@ -204,7 +202,7 @@ class Rates:
         return path
 
 
-_FORMAT = 4
+_FORMAT = 5
 """Raised when what is measured changes, so that an older file is measured again."""
 
 

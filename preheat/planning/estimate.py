@@ -173,7 +173,7 @@ def _sent(
         if sizes[axis] == 1:
             return 0.0
         stride = math.prod(sizes[inner] for inner in order[order.index(axis) + 1 :])
-        return rates.collective(Kernel(kind, "bf16", 0, int(size), int(size), (), 0, group=(sizes[axis], stride)))
+        return rates.collective(Kernel(kind, "bf16", 0, int(size), int(size), (), group=(sizes[axis], stride)))
 
     hidden = micro * batch.length / sizes[Axis.CONTEXT] * model.width * 2
     layers = model.layers / sizes[Axis.PIPELINE]

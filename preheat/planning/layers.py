@@ -16,7 +16,7 @@ from typing import Any
 
 from preheat.engine.build import context_of
 from preheat.models import adapter
-from preheat.planning.allocator import HeapUse, hold
+from preheat.planning.allocator import hold
 from preheat.planning.observe import Observation, observe, peaks
 from preheat.planning.recorder import STEP, Kernel
 from preheat.recipe import Recipe
@@ -114,12 +114,12 @@ def _carried_on(one: Observation, two: Observation, times: float, device: Device
     }
     categories = peaks(at)
     peak = {phase: sum(found.values()) for phase, found in categories.items()}
-    fewer, more = (seen.held or hold(seen.log, seen.streams, device, seen.repeats) for seen in (one, two))
+    fewer, more = (seen.held or hold(seen.log, seen.streams, device) for seen in (one, two))
     if device.kind == "cpu":  # what the heap keeps of freed tensors is not affine, and left out
-        held = HeapUse(max(peak.values()), on(fewer.fresh, more.fresh))
+        held = max(peak.values())
     else:
-        kept = on(*(h.peak - max(_of_training(seen.peak)) for h, seen in ((fewer, one), (more, two))))
-        held = HeapUse(max(_of_training(peak)) + max(kept, 0), 0)
+        kept = on(*(h - max(_of_training(seen.peak)) for h, seen in ((fewer, one), (more, two))))
+        held = max(_of_training(peak)) + max(kept, 0)
     return Observation(
         peak=peak,
         categories=categories,
@@ -146,17 +146,17 @@ def _of_training(peak: Mapping[str, int]) -> list[int]:
 def _kernels(one: Counter[Kernel], two: Counter[Kernel], on: Any) -> Counter[Kernel]:
     found = Counter({kernel: on(count, two[kernel]) for kernel, count in one.items() if kernel in two})
     # Others take all layers at once, such as a norm over all gradients: their sizes grow, not their number.
-    sums: dict[Any, list[list[int]]] = defaultdict(lambda: [[0] * 5, [0] * 5])
+    sums: dict[Any, list[list[int]]] = defaultdict(lambda: [[0] * 4, [0] * 4])
     like: dict[Any, Kernel] = {}
     for side, (mine, other) in enumerate(((one, two), (two, one))):
         for kernel in mine.keys() - other.keys():
             key, n = (kernel.operator, kernel.dtype, kernel.where, kernel.alone), mine[kernel]
-            whole = (1, kernel.flops, kernel.bytes_read, kernel.bytes_written, kernel.fresh)
+            whole = (1, kernel.flops, kernel.bytes_read, kernel.bytes_written)
             sums[key][side] = [a + n * b for a, b in zip(sums[key][side], whole, strict=True)]
             like[key] = kernel
     for key, (first, second) in sums.items():
         count, *sizes = (max(on(a, b), 0) for a, b in zip(first, second, strict=True))
         if count:
-            flops, read, written, fresh = (size // count for size in sizes)
-            found[replace(like[key], flops=flops, bytes_read=read, bytes_written=written, fresh=fresh)] += count
+            flops, read, written = (size // count for size in sizes)
+            found[replace(like[key], flops=flops, bytes_read=read, bytes_written=written)] += count
     return found

@@ -19,7 +19,6 @@ from preheat.engine.build import build, world_of
 from preheat.engine.step import gradients, update
 from preheat.models.adapter import anatomy
 from preheat.ops.again import counting
-from preheat.planning.allocator import HeapUse
 from preheat.planning.moments import evaluating, fake_batch, generating, loading, looking, saving, tell_phases
 from preheat.planning.recorder import STEP, Kernel, Mark, Phase, Recorder
 from preheat.recipe import Recipe
@@ -54,7 +53,6 @@ class Observation:
         streams: {block: stream} of those in the log that are made on a stream beside the main one.
         groups: {group of a kernel: axes of the mesh along which its devices stand}.
         compiled: layers' small operators are fused when they really run.
-        repeats: (start, end, times): entries of the log that stand for so many more like them.
         idle: time that this device waits for others, as a share of that in which it works: a pipeline's bubble.
     """
 
@@ -71,12 +69,11 @@ class Observation:
     slots: dict[str, str] = field(default_factory=dict)
     changes: dict[str, list[Any]] = field(default_factory=dict)
     at: dict[tuple[str, str], dict[str, int]] = field(default_factory=dict)
-    held: HeapUse | None = None
+    held: int | None = None
     streams: dict[int, str] = field(default_factory=dict)
     groups: dict[tuple[int, int], tuple[Axis, ...]] = field(default_factory=dict)
     compiled: bool = False
     idle: float = 0.0
-    repeats: list[tuple[int, int, int]] = field(default_factory=list)
 
     @property
     def peak_phase(self) -> str:
@@ -184,7 +181,6 @@ def _observe(recipe: Recipe, vocabulary: int | None, device: Device, by_layer: b
         groups={key: made.mesh.along(ranks) for key, ranks in recorder.groups.items()},
         compiled=Tag("compiled-layers") in made.tags,
         idle=made.idle(len(micros)),
-        repeats=recorder.repeats,
     )
 
 

@@ -19,7 +19,7 @@ SOURCES = {
     "rounding": "the allocator rounds every tensor up, to 512 bytes on a GPU and 64 on a CPU: summed over the tensors alive at the peak",
     "gathered weights": "other devices' shares of the weights, while a layer uses them or they are fetched ahead for the next one: seen by the dry run",
     "communication buffers": "what weights and gradients are packed into to be sent and received: seen by the dry run; what the library of collectives has of its own is not",
-    "allocator": "freed memory that is kept, and too scattered for what comes: the dry run's allocations replayed through a model of torch's caching allocator, or of glibc's heap",
+    "allocator": "freed memory that is kept, and too scattered for what comes: the dry run's allocations replayed through a model of torch's caching allocator, or of our heap on a CPU",
     "process": "threads' stacks and scratch, compiled kernels of products, autograd's objects: 64 MiB, measured on CPUs",
     "context": "the driver's context and loaded kernels: 480 MiB, as commonly reported, not measured here",
     "workspaces": "scratch of cuBLAS: 32 MiB at most, torch's setting for Hopper (8 MiB before it)",
@@ -28,13 +28,13 @@ SOURCES = {
 """Name of a line of `overhead` -> where its figure is from."""
 
 
-def beside(recipe: Recipe, seen: Observation, device: Device) -> tuple[dict[str, int], int]:
-    """Bytes that a process holds beside what the dry run saw, {what: bytes}, and those that a step has from the system anew."""
-    held = seen.held or hold(seen.log, seen.streams, device, seen.repeats)
-    kept = max(held.peak - max(size for phase, size in seen.peak.items() if phase in ("load", *STEP)), 0)
+def beside(recipe: Recipe, seen: Observation, device: Device) -> dict[str, int]:
+    """Bytes that a process holds beside what the dry run saw, {what: bytes}."""
+    held = seen.held or hold(seen.log, seen.streams, device)
+    kept = max(held - max(size for phase, size in seen.peak.items() if phase in ("load", *STEP)), 0)
     if device.kind == "cpu":
-        return {"process": _CPU_BASE, "allocator": kept, "saving": _copy_to_save(recipe, seen, device)}, held.fresh
-    return {"context": _CUDA_BASE, "workspaces": _CUBLAS, "allocator": kept}, 0
+        return {"process": _CPU_BASE, "allocator": kept, "saving": _copy_to_save(recipe, seen, device)}
+    return {"context": _CUDA_BASE, "workspaces": _CUBLAS, "allocator": kept}
 
 
 EXACT = 1 << 29  # weights up to which an export compares in fp64, as compress/export/shared.py has it

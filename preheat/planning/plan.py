@@ -111,7 +111,7 @@ def describe(
     recipe: Recipe, seen: Observation, *, device: Device, rates: Rates | Roofline, rows: int | None, in_use: int
 ) -> dict[str, Any]:
     """An observation as a plan."""
-    more, fresh = beside(recipe, seen, device)
+    more = beside(recipe, seen, device)
     added = sum(more.values())
     phases = {phase: _memory(found, added) for phase, found in seen.categories.items()}
     lines = {what: seen.categories[seen.peak_phase][what] for what in BESIDE} | more
@@ -119,7 +119,7 @@ def describe(
     lines = {what: size for what, size in lines.items() if size}
     peak = (seen.peak[seen.peak_phase] + added) / GIB
     available = (device.memory - in_use) / GIB
-    seconds = rates.seconds(seen).total if isinstance(rates, Roofline) else step_seconds(seen, rates, fresh=fresh)
+    seconds = rates.seconds(seen).total if isinstance(rates, Roofline) else step_seconds(seen, rates)
     dtype = "bf16" if any(Tag("bf16-compute") in t.provided() for t in recipe.techniques.values()) else "fp32"
     ceiling = rates.peak_matrix_rate.get(dtype)
     if not ceiling:

@@ -150,13 +150,7 @@ def _broadcast(kernel: Kernel) -> str:
 _HOST_SHARE = 8
 
 
-def step_seconds(observation: Observation, rates: Rates, fresh: int = 0) -> float:
-    """Seconds of one optimizer step.
-
-    Args:
-        fresh: bytes that a step has from the system anew (`allocator.replay`): their pages are made when first touched.
-    """
+def step_seconds(observation: Observation, rates: Rates) -> float:
+    """Seconds of one optimizer step."""
     host = rates.launch * (_HOST_SHARE - 1)
-    return fresh / rates.fresh + sum(
-        (kernel_seconds(kernel, rates) + host) * count for kernel, count in observation.kernels.items()
-    )
+    return sum((kernel_seconds(kernel, rates) + host) * count for kernel, count in observation.kernels.items())

@@ -22,7 +22,7 @@ from preheat import recipe as recipes
 from preheat.errors import RecipeError
 from preheat.hardware.links import cache_folder, store_json
 from preheat.models import adapter
-from preheat.planning.allocator import HeapUse, hold
+from preheat.planning.allocator import hold
 from preheat.planning.crew import share
 from preheat.planning.layers import observe_few
 from preheat.planning.observe import Observation, observe
@@ -68,7 +68,7 @@ def recall(
         finally:
             gc.unfreeze()
         if found.log and found.held is None:
-            found.held = hold(found.log, found.streams, device, found.repeats)
+            found.held = hold(found.log, found.streams, device)
         store_json(path, _values(found))
     _known[path.stem] = found
     return found
@@ -144,13 +144,13 @@ def _values(seen: Observation) -> dict[str, Any]:
         "slots",
         "compiled",
         "idle",
+        "held",
     )
     return {
         **{key: getattr(seen, key) for key in plain},
         "kernels": _rows(seen.kernels),
         "at": [[*key, found] for key, found in seen.at.items()],
         "groups": [[key, axes] for key, axes in seen.groups.items()],
-        "held": dataclasses.astuple(seen.held) if seen.held else None,
     }
 
 
@@ -171,8 +171,7 @@ def _load(path: Path) -> Observation | None:
     kernels = _counted(values.pop("kernels"))
     at = {(phase, place): found for phase, place, found in values.pop("at")}
     groups = {_frozen(key): tuple(map(Axis, axes)) for key, axes in values.pop("groups")}
-    held = values.pop("held")
-    return Observation(**values, kernels=kernels, at=at, groups=groups, held=HeapUse(*held) if held else None)
+    return Observation(**values, kernels=kernels, at=at, groups=groups)
 
 
 def _frozen(value: Any) -> Any:

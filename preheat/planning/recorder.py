@@ -38,8 +38,6 @@ class Kernel:
     bytes_written: int
     shapes: tuple[tuple[int, ...], ...]
     """Shapes of the tensor arguments."""
-    fresh: int
-    """Bytes of newly allocated results."""
     transposed: tuple[bool, ...] = ()
     """For matrix products: which operands are read across their rows."""
     causal: bool = True
@@ -57,8 +55,6 @@ class Mark(NamedTuple):
 
     kernels: Counter[Kernel]
     recomputed: int
-    entries: int
-    """Of the log."""
 
 
 _DTYPES = {
@@ -152,9 +148,6 @@ class Recorder(TorchDispatchMode):
         self.places: list[str] = []  # of each entry of the log
         self.kernels: Counter[Kernel] = Counter()
         self.recomputed = 0
-        self.repeats: list[
-            tuple[int, int, int]
-        ] = []  # entries of the log, from and up to, that stand for so many more like them
         self._numbers: dict[int, int] = {}  # id of a living storage -> its number in the log
         self._made = 0
         self.groups: dict[tuple[int, int], list[int]] = {}  # ranks of those that collectives were among
@@ -164,12 +157,11 @@ class Recorder(TorchDispatchMode):
         self._host: set[int] = set()  # ids of living storages in the host's memory, of which the device knows nothing
 
     def mark(self) -> Mark:
-        return Mark(Counter(self.kernels), self.recomputed, len(self.log))
+        return Mark(Counter(self.kernels), self.recomputed)
 
     def again(self, since: Any, times: int) -> None:
         self.kernels.update({k: n * times for k, n in (self.kernels - since.kernels).items()})
         self.recomputed += (self.recomputed - since.recomputed) * times
-        self.repeats.append((since.entries, len(self.log), times))
 
     def number(self, t: Tensor) -> int | None:
         """The log's number of a tensor's storage, if it was made under this recorder and lives."""
@@ -295,7 +287,8 @@ class Recorder(TorchDispatchMode):
             self.follow(inputs[0])
         if where == "host" or known.name in _TO_HOST:
             self._on_host(outputs)
-        fresh = sum(self.follow(t) for t in outputs)
+        for t in outputs:
+            self.follow(t)
         if known.name in _EMPTY:
             return out
         written = outputs or [t for n, name in known.written for t in tensors(args[n] if n < len(args) else kwargs.get(name))]
@@ -315,7 +308,6 @@ class Recorder(TorchDispatchMode):
             bytes_read=read,
             bytes_written=made,
             shapes=tuple(tuple(t.shape) for t in inputs[:4]),
-            fresh=fresh,
             transposed=tuple(t.ndim >= 2 and t.stride(-1) != 1 for t in inputs[:3]) if flops else (),
             causal=_argument(func, args, kwargs, "is_causal", True) if flops else True,
             group=self._group(func, args) if known.collective else None,

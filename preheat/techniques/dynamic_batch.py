@@ -182,7 +182,8 @@ class DynamicBatch(Technique):
         return replace(self, start=next(fits, every[-1]))
 
     def apply(self, build: Build, part: Any) -> Change:
-        from preheat.hardware.probe import begin_peak, give_back, peak_bytes, resident_bytes
+        from preheat.hardware.heap import give_back
+        from preheat.hardware.probe import begin_peak, peak_bytes, resident_bytes
 
         rows, kind = build.recipe.batch.size // build.mesh.size(*DATA), build.device.kind
         first = rows if self.start == "auto" else int(self.start)

@@ -21,7 +21,8 @@ from preheat.engine.evaluate import Measured
 from preheat.engine.saving import Saved
 from preheat.engine.step import gradients, numbers, update
 from preheat.errors import RunError
-from preheat.hardware.probe import give_back, reset_peak
+from preheat.hardware.heap import give_back
+from preheat.hardware.probe import reset_peak
 from preheat.recipe import Recipe
 from preheat.technique import Batch, Build, Shape, Tag
 from preheat.training.meter import Meter

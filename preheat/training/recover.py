@@ -25,7 +25,8 @@ from preheat.engine.checkpoint import beside_steps
 from preheat.engine.saving import Saving
 from preheat.errors import RunError
 from preheat.hardware.exhaustion import asked_bytes, failing_in_time, held_bytes, is_exhaustion
-from preheat.hardware.probe import give_back, reset_peak
+from preheat.hardware.heap import give_back
+from preheat.hardware.probe import reset_peak
 from preheat.ops.sharded import local
 from preheat.recipe import Recipe
 from preheat.technique import Build, Stage, Tag

@@ -17,7 +17,8 @@ from preheat.engine.saving import Saving
 from preheat.errors import DoesNotFit, RecipeError, RunError
 from preheat.evaluation.probes import Probes
 from preheat.hardware.exhaustion import held_bytes
-from preheat.hardware.probe import give_back
+from preheat.hardware.heap import give_back, keep_heap
+from preheat.hardware.probe import reset_peak, resident_bytes
 from preheat.models import adapter, configs, presets
 from preheat.models.vision import reading
 from preheat.planning.ladder import Planner
@@ -278,6 +279,8 @@ def open_session(recipe: Recipe, out: Path, *, resume: bool, watch: Watch, force
             imports=imports,
             claimed=claimed,
         )
+        if device.kind == "cpu" and (why := keep_heap()):
+            watch.notice(f"{why}; torch's own allocator is used, and the run takes more memory than planned, often a third")
         for event in ready.events if ready else ():
             writer.event(**event)
         session.assemble(resume=resume)
@@ -381,15 +384,11 @@ def _order(made: Build, rows: Any, committed: int, shape: Callable[[int], Shape]
 
 
 def _in_use(device: Device) -> int:
-    from preheat.hardware.probe import resident_bytes
-
     return resident_bytes() if device.kind == "cpu" else 0
 
 
 def settle(device: Device) -> int:
     """Readies the process for a run: memory settled, the high-water mark begun anew. Returns what it holds before the build."""
-    from preheat.hardware.probe import keep_heap, reset_peak, resident_bytes
-
     gc.collect()
     if device.kind == "cuda":
         reset_peak("cuda")

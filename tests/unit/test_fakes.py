@@ -16,7 +16,6 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from preheat.planning import crew, fakes, recall, recorder
-from preheat.planning.allocator import replay
 from preheat.planning.observe import observe
 from preheat.recipe import override
 
@@ -90,18 +89,6 @@ def test_a_dry_run_from_memory_sees_the_same(techniques: str, monkeypatch: pytes
     gc.collect()  # of the models that were observed, now or at any time before
     for quick in seen:
         assert (quick.kernels, quick.at, quick.log) == (slow.kernels, slow.at, slow.log)
-
-
-def test_entries_that_stand_for_others_take_as_much_from_the_system() -> None:
-    one = [(0, 1 << 26, "forward"), (0, -(1 << 26), "backward")]
-    four = [(block, size, phase) for block in range(4) for _, size, phase in one]
-    assert replay(one, [(0, 2, 3)]).fresh == replay(four).fresh
-    assert replay(one, [(0, 2, 3), (0, 2, 1)]).fresh == 2 * replay(four).fresh, "within each other"
-    few, many = (
-        observe(override(tiny(rows=32), f"techniques.gradient_accumulation.steps={steps}"), vocabulary=96, device=DEVICE)
-        for steps in (4, 8)
-    )
-    assert [sum(times for *_, times in seen.repeats if times) for seen in (few, many)] == [1, 5]
 
 
 def test_a_crew_observes_what_one_process_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

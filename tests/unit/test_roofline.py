@@ -63,7 +63,7 @@ def test_fragments_are_reserved_beyond_what_is_alive_and_expandable_segments_hav
 
 
 def kernel(operator: str, **more: object) -> Kernel:
-    settings = {"dtype": "bf16", "flops": 0, "bytes_read": 0, "bytes_written": 0, "shapes": (), "fresh": 0}
+    settings = {"dtype": "bf16", "flops": 0, "bytes_read": 0, "bytes_written": 0, "shapes": ()}
     return Kernel(operator, **settings | more)  # type: ignore[arg-type]
 
 

@@ -1,0 +1,115 @@
+"""The heap that a run's CPU tensors live in: torch's allocator replaced by `heap.cpp`, built here once for each torch.
+
+Why: glibc's malloc, which torch calls, cuts each aligned block out of a larger piece and hands the rest to small objects; these stay, and
+freed tensors leave holes that their like do not fit into (before glibc 2.38), so a run comes to hold a tenth to two thirds more than its
+tensors take, by chance. Blocks of 32 MiB and more are mapped anew each time, a page fault for every 4 KiB. Here tensors stand apart from small objects,
+freed ones are joined and used again by the best fit, pages are huge where the system has them, and a step after the first touches no new page. It is
+all determined by the order of allocations, so a dry run's log tells what the run will hold (`planning/allocator.py`).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from preheat.errors import RunError
+from preheat.hardware.links import cache_folder
+
+__all__ = ["give_back", "keep_heap"]
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
+_SOURCE = Path(__file__).with_name("heap.cpp")
+
+
+@functools.cache
+def keep_heap() -> str | None:
+    """Gives back what is free now, and has CPU tensors live in our heap from here on; glibc keeps the rest of what is freed.
+
+    A run's high-water mark stays what it was. Tensors made before stay where they are. For the rest of the process; a second call does nothing.
+
+    Returns:
+        None, or why the heap is not used: another system than Linux with glibc, or no C++ compiler. Training is the same without
+        it, and takes more memory than planned.
+    """
+    if not _is_glibc():
+        return "the heap of preheat is for Linux with glibc"
+    libc = ctypes.CDLL(None)
+    libc.malloc_trim(0)
+    # What is not a tensor, as oneDNN's scratch: by default the heap's free end goes to the system and comes back page by page.
+    never = -1
+    libc.mallopt(_M_MMAP_THRESHOLD, 32 << 20)  # glibc's own limit
+    libc.mallopt(_M_TRIM_THRESHOLD, never)
+    try:
+        _library().preheat_install()
+    except RunError as error:
+        return str(error)
+    return None
+
+
+def give_back(kind: str) -> bool:
+    """Gives what this process holds but does not use back to the system; `kind` is cpu or cuda. False with another C library than glibc.
+
+    For when the shapes of tensors change: what is free lies in holes that the new ones do not fit into.
+    """
+    if kind == "cuda":
+        import torch
+
+        torch.cuda.empty_cache()
+        return True
+    if not _is_glibc():
+        return False
+    ctypes.CDLL(None).malloc_trim(0)
+    if keep_heap.cache_info().currsize and keep_heap() is None:
+        _library().preheat_trim()
+    return True
+
+
+def _is_glibc() -> bool:
+    return sys.platform == "linux" and platform.libc_ver()[0] == "glibc"
+
+
+@functools.cache
+def _library() -> ctypes.CDLL:
+    import torch
+
+    text = _SOURCE.read_bytes()
+    key = hashlib.sha256(text + f"{torch.__version__} {torch.__file__} {platform.machine()}".encode()).hexdigest()[:16]
+    built = cache_folder() / f"heap-{key}.so"
+    if not built.is_file():
+        _build(built, Path(torch.__file__).parent)
+    try:
+        library = ctypes.CDLL(str(built))
+    except OSError as error:
+        raise RunError(f"{built}: cannot be loaded ({error})") from None
+    library.preheat_furthest.restype = ctypes.c_size_t
+    return library
+
+
+def _build(out: Path, torch: Path) -> None:
+    compiler = next(filter(None, map(shutil.which, (os.environ.get("CXX") or "c++", "g++", "clang++"))), None)
+    if compiler is None:
+        raise RunError("no C++ compiler was found; install g++, or name one in CXX")
+    # Into its place in one move: several processes may begin at once.
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".partial-", dir=out.parent, ignore_cleanup_errors=True) as folder:
+            made = Path(folder) / out.name
+            flags = ("-O2", "-std=c++20", "-fPIC", "-shared", f"-I{torch / 'include'}")
+            link = (f"-L{torch / 'lib'}", "-lc10", f"-Wl,-rpath,{torch / 'lib'}")
+            done = subprocess.run(
+                [compiler, *flags, str(_SOURCE), "-o", str(made), *link], capture_output=True, text=True, check=False
+            )
+            if done.returncode:
+                said = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr.strip())
+                raise RunError(f"{compiler} could not build the heap: {said}")
+            made.replace(out)
+    except OSError as error:
+        raise RunError(f"{out.parent}: cannot be written ({error.strerror}); set PREHEAT_CACHE to a folder with room") from None
