@@ -26,6 +26,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from preheat.hardware import probe
+from preheat.hardware.heap import keep_heap
 from preheat.ops.losses import CrossEntropy, chunked_logits, liger_logits, torch_logits, whole_logits
 
 ROWS, PIECES, WIDTHS = 2048, 32_000, (288, 768)
@@ -118,7 +119,7 @@ def main() -> None:
         print(memory_here(kernel, width, dtype, options.device))
         return
     if options.device == "cpu":
-        probe.keep_heap()
+        keep_heap()
     if options.device == "cuda" and "liger" not in options.kernels:
         options.kernels.append("liger")
     lines: list[str] = [

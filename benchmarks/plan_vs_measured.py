@@ -43,7 +43,6 @@ RECIPES = [
     ),
     ("110M LoRA", LLAMA_110M, 4, 512, f"{{{LEAN}, lora: {{}}}}", 3),
     ("gpt2 124M plain fp32, 8 rows", GPT2_124M, 8, 512, "{}", 3),
-    # Held out: the heap's one factor was fitted to the eight above.
     (
         "qwen3 60M bf16, selective",
         "{family: qwen3, layers: 10, width: 512, heads: 8, kv_heads: 4, feed_forward: 1536, vocabulary: 32000, tie_embeddings: true}",

@@ -132,7 +132,7 @@ def test_seconds_of_a_collective_follow_from_what_was_measured(tmp_path: Path, m
     assert seconds_of(links, "all_reduce", "nccl", 1 << 20, 2) is None
 
     # They are the calibration's too, which may be taken anew without them.
-    plain = Rates("cpu", "2", 1, {}, 1.0, 1.0, 1.0, {}, (), (), (), False, 1.0)
+    plain = Rates("cpu", "2", 1, {}, 1.0, 1.0, {}, (), (), (), False, 1.0)
     plain.store()
     rates = load("cpu", "2", 1)
     assert rates is not None
