@@ -64,6 +64,7 @@ def test_an_ablation_has_every_contender_and_its_agreement(preheat: Command) -> 
     assert [r["name"] for r in kept["rows"]] == list(rows)
 
 
+@pytest.mark.slow
 def test_techniques_by_name_and_one_that_cannot_serve(preheat: Command) -> None:
     made = preheat.here.json("bench", "r.yaml", "--techniques", "lora,efficient_attention", "--steps", "3", "--repeats", "1",
                         "--set", "techniques={efficient_attention: {kernel: cudnn}}")  # fmt: skip

@@ -62,7 +62,10 @@ def test_a_student_learns_from_its_teacher_and_is_exported_without_it(preheat: C
     assert again["loss"] == pytest.approx(told["validation_loss"], rel=1e-3)
 
 
-@pytest.mark.parametrize("cache", ["", "cache: kept, top: 16, mixture: 0.7", "on_policy: 0.5"])
+@pytest.mark.parametrize(
+    "cache",
+    ["", *(pytest.param(more, marks=pytest.mark.slow) for more in ("cache: kept, top: 16, mixture: 0.7", "on_policy: 0.5"))],
+)
 def test_resumed_every_loss_is_the_same(preheat: Command, teacher: Path, cache: str) -> None:
     more = ["--set", f"techniques.distillation={{teacher: {teacher}, {cache or 'hidden: 0.1'}}}"]
     preheat.here("train", "d.yaml", "--out", "whole", *more)

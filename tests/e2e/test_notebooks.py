@@ -15,9 +15,7 @@ def test_there_are_notebooks() -> None:
 
 
 @pytest.mark.filterwarnings("default")  # the kernel's client is not ours
-@pytest.mark.parametrize(
-    "path", [pytest.param(path, marks=[pytest.mark.slow] if path.stem < "05" else [], id=path.stem) for path in NOTEBOOKS]
-)
+@pytest.mark.parametrize("path", [pytest.param(path, marks=pytest.mark.slow, id=path.stem) for path in NOTEBOOKS])
 def test_a_notebook_runs(path: Path, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nbformat = pytest.importorskip(
         "nbformat", reason="notebooks are run with nbclient and ipykernel: pip install 'preheat[dev]'"

@@ -70,6 +70,7 @@ def test_what_dies_is_started_again(preheat: Command) -> None:
     assert losses(run) == pytest.approx(losses(preheat.folder / "whole"), rel=1e-4)
 
 
+@pytest.mark.slow
 def test_a_process_that_stands_still_is_named_and_ends_the_run(preheat: Command) -> None:
     """Stopped in the middle of a step, not killed: nothing tells the other, which says after most of the time-out who stands where."""
     preheat.environment["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = "1"  # a stopped process takes no SIGTERM

@@ -12,6 +12,7 @@ import pytest
 from .conftest import Command
 
 
+@pytest.mark.slow
 def test_a_technique_against_without_it(preheat: Command) -> None:
     common = ("--model-size", "tiny", "--seq_len", "32", "--batch-size", "2", "--accumulation_steps", "2")
     made = preheat.here.json("try", "--technique", "gradient-accumulation", *common)
@@ -24,6 +25,7 @@ def test_a_technique_against_without_it(preheat: Command) -> None:
     assert set(made["gpu"]) == set(rows)
 
 
+@pytest.mark.slow
 def test_zero_shares_out_the_states(preheat: Command) -> None:
     asked = ("--technique", "zero", "--seq-len", "32", "--batch-size", "1", "--zero-stage", "3", "--cpu-offload")
     made = preheat.here.json("try", *asked)

@@ -342,6 +342,7 @@ def test_data_that_fits_passes_and_a_stream_without_pairs_is_refused_at_its_firs
         gradients(made, [uneven()])
 
 
+@pytest.mark.slow
 def test_scores_stand_in_the_run_and_a_resumed_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import preheat.data
     from preheat.training.loop import train
