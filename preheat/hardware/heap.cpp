@@ -6,7 +6,6 @@
 #include <pthread.h>
 #include <sys/mman.h>
 
-#include <cerrno>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
@@ -101,7 +100,7 @@ class Heap {
     return size;
   }
 
-  // Maps as much as `size` lacks behind the end, or, where something lies in the way, begins anew elsewhere.
+  // Maps as much as `size` lacks behind the end, or, where something lies in the way or addresses end, begins anew elsewhere.
   bool grow(size_t size) {
     size_t more = rounded(top_ + size - mapped_, kHuge);
     uintptr_t at = map(mapped_, more);
@@ -109,8 +108,7 @@ class Heap {
       mapped_ += more;
       return true;
     }
-    if (at) munmap(reinterpret_cast<void*>(at), more);
-    if (errno == ENOMEM) return false;
+    if (at) munmap(reinterpret_cast<void*>(at), more);  // a kernel before 4.17 takes the place for a hint
     more = rounded(size, kHuge) + kHuge;
     at = map(0, more);
     if (!at) return false;
@@ -123,7 +121,6 @@ class Heap {
 
   uintptr_t map(uintptr_t at, size_t size) {
     int flags = MAP_PRIVATE | MAP_ANONYMOUS | (at ? MAP_FIXED_NOREPLACE : 0);
-    errno = 0;
     void* found = mmap(reinterpret_cast<void*>(at), size, PROT_READ | PROT_WRITE, flags, -1, 0);
     if (found == MAP_FAILED) return 0;
     madvise(found, size, MADV_HUGEPAGE);  // fewer faults and fewer misses of the address cache
