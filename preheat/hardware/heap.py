@@ -67,7 +67,7 @@ def give_back(kind: str) -> bool:
     if not _is_glibc():
         return False
     ctypes.CDLL(None).malloc_trim(0)
-    if keep_heap.cache_info().currsize and keep_heap() is None:
+    if _library.cache_info().currsize:  # the heap is in use
         _library().preheat_trim()
     return True
 
