@@ -88,9 +88,8 @@ class Saving:
         start = time.perf_counter()
         found = self.wait()
         if last or self._writer is None:
-            give_back(
-                "cpu"
-            )  # the host's, whatever the device: files are put together in place of what steps alone need, not beside it
+            # The host's memory, whatever the device: files are put together in place of what steps alone need, not beside it.
+            give_back("cpu")
             path = checkpoint.save(self.build, progress, self.folder, keep=self.keep, apart=self.apart)
             seconds, self.at = time.perf_counter() - start, progress.step
             return [*found, Saved(progress.step, path, seconds, seconds)]
