@@ -66,6 +66,8 @@ PLAN_KEYS = {
     "parameters": "{total, trained}",
     "steps": "steps of the run",
     "seconds_total": "predicted time to finish",
+    "contended": "whether the machine was busy when its rates were measured, and is still",
+    "heap": "why preheat's heap, whose memory is predicted, will not serve on this machine; None where it will",
     "watts": "of the device's board at most; None where none is known",
 }
 

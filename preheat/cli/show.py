@@ -120,13 +120,16 @@ def picture(plan: Mapping[str, Any], name: str) -> Any:
     )
     parts: list[Any] = [head, Text(f"memory at its peak (in {plan['peak_phase']})"), bars]
     parts += [_phases(plan), Text("time"), speed, verdict]
+    warnings = []
     if plan.get("contended"):
-        parts.append(
-            Text(
-                "the machine was busy when it was calibrated and still is, so speeds are too low: plan again when it is quiet",
-                style="yellow",
-            )
+        warnings.append(
+            "the machine was busy when it was calibrated and still is, so speeds are too low: plan again when it is quiet"
         )
+    if plan.get("heap"):
+        warnings.append(
+            f"{plan['heap']}; torch's own allocator will be used, and takes more memory than planned, often a third"
+        )
+    parts += [Text(warning, style="yellow") for warning in warnings]
     return Group(*parts)
 
 

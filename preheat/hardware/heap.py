@@ -23,9 +23,11 @@ from pathlib import Path
 from preheat.errors import RunError
 from preheat.hardware.links import cache_folder
 
-__all__ = ["give_back", "keep_heap"]
+__all__ = ["give_back", "keep_heap", "out_of_reach"]
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
+_NO_GLIBC = "the heap of preheat is for Linux with glibc"
+_NO_COMPILER = "no C++ compiler was found; install g++, or name one in CXX"
 _SOURCE = Path(__file__).with_name("heap.cpp")
 
 
@@ -40,7 +42,7 @@ def keep_heap() -> str | None:
         it, and takes more memory than planned.
     """
     if not _is_glibc():
-        return "the heap of preheat is for Linux with glibc"
+        return _NO_GLIBC
     libc = ctypes.CDLL(None)
     libc.malloc_trim(0)
     # What is not a tensor, as oneDNN's scratch: by default the heap's free end goes to the system and comes back page by page.
@@ -52,6 +54,14 @@ def keep_heap() -> str | None:
     except RunError as error:
         return str(error)
     return None
+
+
+def out_of_reach() -> str | None:
+    """Why `keep_heap` would not serve here, as far as can be told without torch and without building anything; None where nothing is in its way."""
+    if not _is_glibc():
+        return _NO_GLIBC
+    built = any(cache_folder().glob("heap-*.so"))
+    return None if built or _compiler() else _NO_COMPILER
 
 
 def give_back(kind: str) -> bool:
@@ -93,10 +103,14 @@ def _library() -> ctypes.CDLL:
     return library
 
 
+def _compiler() -> str | None:
+    return next(filter(None, map(shutil.which, (os.environ.get("CXX") or "c++", "g++", "clang++"))), None)
+
+
 def _build(out: Path, torch: Path) -> None:
-    compiler = next(filter(None, map(shutil.which, (os.environ.get("CXX") or "c++", "g++", "clang++"))), None)
+    compiler = _compiler()
     if compiler is None:
-        raise RunError("no C++ compiler was found; install g++, or name one in CXX")
+        raise RunError(_NO_COMPILER)
     # Into its place in one move: several processes may begin at once.
     try:
         out.parent.mkdir(parents=True, exist_ok=True)

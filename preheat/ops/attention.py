@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any
 
 import numpy
 import torch
@@ -13,12 +11,14 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+from preheat.ops.documents import Passes, attend, by_document
 from preheat.technique import MaskSpec
 
 __all__ = [
     "KERNELS",
     "allowed",
-    "by_document",
+    "flash_backward",
+    "flash_forward",
     "in_compute_dtype",
     "packed",
     "reference_attention",
@@ -34,6 +34,7 @@ KERNELS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
     "math": SDPBackend.MATH,
 }
+_FLASH_DIM = 8  # CUDA's kernel wants heads of a multiple of this; torch pads others, above the operator that is called here
 
 
 def sees(mask: MaskSpec, query: Tensor, key: Tensor, query_starts: Tensor | int = 0, key_starts: Tensor | int = 0) -> Tensor:
@@ -92,79 +93,6 @@ def in_compute_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(t.to(torch.get_autocast_dtype(kind)) for t in tensors) if torch.is_autocast_enabled(kind) else tensors
 
 
-class _Arrange(torch.autograd.Function):
-    """Rows of x [n, ...] taken by `there` (-1: a row of zeros); the gradient is taken by `back`, each row from where it went."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, there: Tensor, back: Tensor) -> Tensor:
-        ctx.save_for_backward(there, back)
-        return _take(x, there)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        _, back = ctx.saved_tensors
-        return _take(grads[0].contiguous(), back), None, None
-
-
-def _take(x: Tensor, index: Tensor) -> Tensor:
-    empty = index < 0
-    out = x.index_select(0, index.clamp(min=0))
-    return out.mul_((~empty).to(out.dtype).view(-1, *[1] * (x.ndim - 1)))
-
-
-_BLOCK = 64
-
-
-@functools.lru_cache(maxsize=16)
-def _arrangement(documents: tuple[tuple[int, ...], ...]) -> tuple[list[tuple[int, int]], numpy.ndarray, numpy.ndarray]:
-    """Documents sorted into groups of equal padded length, so that each group is one call of the kernel.
-
-    Lengths are padded at their end to multiples of 64: causal attention never looks there, and few distinct lengths mean few
-    kernels to generate (oneDNN makes and keeps one a shape).
-
-    Returns:
-        groups: (documents, padded length) each.
-        there: for each place of the groups laid end to end, the token that stands there, or -1.
-        back: for each token its place in the groups.
-    """
-    length = sum(documents[0])
-    by_length: dict[int, list[numpy.ndarray]] = {}
-    for row, cuts in enumerate(documents):
-        start = row * length
-        for n in cuts:
-            padded = min(-(-n // _BLOCK) * _BLOCK, length)
-            place: numpy.ndarray = numpy.full(padded, -1, dtype=numpy.int64)
-            place[:n] = numpy.arange(start, start + n)
-            by_length.setdefault(padded, []).append(place)
-            start += n
-    groups = [(len(places), padded) for padded, places in sorted(by_length.items())]
-    there = numpy.concatenate([place for _, places in sorted(by_length.items()) for place in places])
-    back: numpy.ndarray = numpy.empty(len(documents) * length, dtype=numpy.int64)
-    filled = there >= 0
-    back[there[filled]] = numpy.nonzero(filled)[0]
-    return groups, there, back
-
-
-def by_document(
-    attend: Callable[[Tensor, Tensor, Tensor], Tensor], q: Tensor, k: Tensor, v: Tensor, documents: tuple[tuple[int, ...], ...]
-) -> Tensor:
-    """Causal attention of each document by itself, those of about equal length in one call of `attend`."""
-    rows, _, length, _ = q.shape
-    groups, *places = _arrangement(documents)
-    there, back = (torch.from_numpy(place).to(q.device) for place in places)
-    sizes = [count * padded for count, padded in groups]
-    # [rows, heads, length, dim] is a view of [tokens, heads, dim], which is what is rearranged.
-    parts = [
-        _Arrange.apply(t.transpose(1, 2).reshape(rows * length, *t.shape[1::2]), there, back).split(sizes) for t in (q, k, v)
-    ]
-    done = []
-    for (count, padded), *piece in zip(groups, *parts, strict=True):
-        shaped = (t.view(count, padded, *t.shape[1:]).transpose(1, 2) for t in piece)
-        done.append(attend(*shaped).transpose(1, 2).reshape(count * padded, *q.shape[1::2]))
-    out = _Arrange.apply(torch.cat(done), back, there)
-    return out.view(rows, length, *q.shape[1::2]).transpose(1, 2)
-
-
 def refuse_masks(mask: MaskSpec, length: int, who: str) -> None:
     """Raises where a kernel without windows is asked for one, or documents are not causal."""
     if mask.window is not None and mask.window < length:
@@ -193,8 +121,44 @@ def sdpa_attention(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, scale: float
     if isinstance(q, FakeTensor) and q.device.type == "cpu":  # a dry run for a GPU: what the kernel keeps is the same
         kernel = "flash"
 
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    apart = mask.documents if packed(mask) else None
+    if apart is not None and kernel == "flash" and (q.device.type == "cpu" or q.shape[-1] % _FLASH_DIM == 0):
+        q, k, v = in_compute_dtype(q, k, v)
+        return attend(_flash(mask.causal, scale), q, k, v, apart)
+
+    def fused(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return scaled_dot_product_attention(q, k, v, is_causal=mask.causal, scale=scale, enable_gqa=grouped)
 
     with sdpa_kernel(KERNELS[kernel]):
-        return by_document(attend, q, k, v, mask.documents) if packed(mask) and mask.documents else attend(q, k, v)
+        return by_document(fused, q, k, v, apart) if apart is not None else fused(q, k, v)
+
+
+def _flash(causal: bool, scale: float) -> Passes:
+    return Passes(
+        functools.partial(flash_forward, causal=causal, scale=scale),
+        functools.partial(flash_backward, causal=causal, scale=scale),
+        keeps_result=True,
+    )
+
+
+def flash_forward(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    """Torch's flash attention, beneath autograd: the result and the log of the sum of exponentials, [rows, heads, length]."""
+    if q.device.type == "cpu":
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)  # type: ignore[no-any-return]
+    return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=scale)[:2]  # type: ignore[no-any-return]
+
+
+def flash_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, causal: bool, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of `flash_forward` by q, k and v."""
+    if q.device.type == "cpu":
+        made = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad, q, k, v, out, lse, 0.0, causal, scale=scale
+        )
+    else:
+        state = torch.empty(2, dtype=torch.uint64, device=q.device)  # of random numbers, which no dropout asks for
+        made = torch.ops.aten._scaled_dot_product_flash_attention_backward(
+            grad, q, k, v, out, lse.contiguous(), None, None, q.shape[2], k.shape[2], 0.0, causal, state, state, scale=scale
+        )
+    return made  # type: ignore[no-any-return]

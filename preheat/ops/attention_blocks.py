@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from preheat.ops.attention import by_document, in_compute_dtype, packed
+from preheat.ops.attention import in_compute_dtype, packed
+from preheat.ops.documents import Passes, attend, gradients
 from preheat.technique import MaskSpec
 
 __all__ = ["blocked_attention", "blocked_gradients"]
@@ -43,16 +43,18 @@ def blocked_attention(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, scale: fl
         raise ValueError("blocked attention knows documents and global tokens only where attention is causal; use flex")
     q, k, v = in_compute_dtype(q, k, v)
 
-    return _by_blocks(_Blocked, q, k, v, mask, scale, softcap)
+    if packed(mask):
+        return attend(_passes(mask, scale, softcap), q, k, v, mask.documents)
+    q, k, v = (t.contiguous() for t in (q, k, v))  # so that what is kept is not copied in both passes
+    return attend(_passes(mask, scale, softcap), q, k, v, None)
 
 
-def _by_blocks(
-    function: type[_Blocked], q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, scale: float, softcap: float | None
-) -> Tensor:
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return function.apply(q, k, v, replace(mask, documents=None), scale, softcap)
-
-    return by_document(attend, q, k, v, mask.documents) if packed(mask) and mask.documents else attend(q, k, v)
+def _passes(mask: MaskSpec, scale: float, softcap: float | None) -> Passes:
+    plain = replace(mask, documents=None)
+    return Passes(
+        lambda q, k, v: (_forward(q, k, v, plain, scale, softcap),),
+        lambda grad, q, k, v: _backward(grad, q, k, v, plain, scale, softcap),
+    )
 
 
 class _Tile(NamedTuple):
@@ -151,67 +153,50 @@ class _Tiles:
                 scores[..., origin - first : high - first].add_(self.after[:size, : high - origin])
 
 
-class _Blocked(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, scale: float, softcap: float | None) -> Tensor:
-        rows, heads, length, width = q.shape
-        shared = k.shape[1]
-        ctx.shapes, ctx.mask, ctx.scale, ctx.softcap = (q.shape, k.shape, v.shape), mask, scale, softcap
-        q = q.reshape(rows * shared, heads // shared, length, width)
-        k, v = (t.reshape(rows * shared, *t.shape[2:]) for t in (k, v))
-        out = q.new_empty(*q.shape[:3], v.shape[-1])
-        for tile in _Tiles(q, k, mask, scale, softcap):
-            into = out[tile.heads, :, tile.queries]
-            into.copy_(torch.bmm(tile.chances, _of(v, tile.heads, tile.keys)).view(into.shape))
-        ctx.save_for_backward(q, k, v)
-        return out.view(rows, heads, length, -1)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v = ctx.saved_tensors
-        g = grads[0].reshape(*q.shape[:3], v.shape[-1])
-        grad_q = torch.empty_like(q)
-        # Each block adds to the keys that it saw: in fp32, so that nothing is lost over many blocks.
-        grad_k, grad_v = (torch.zeros_like(t, dtype=torch.float32) for t in (k, v))
-        tiles = _Tiles(q, k, ctx.mask, ctx.scale, ctx.softcap, backward=True)
-        scratch = torch.empty_like(tiles.buffer)
-        for heads, queries, keys, block, near, chances, bent in tiles:
-            sizes = [span.stop - span.start for span in keys]
-            slope = g[heads, :, queries].reshape(*block.shape[:2], -1)
-            for span, part in zip(keys, torch.bmm(chances.transpose(1, 2), slope).split(sizes, 1), strict=True):
-                grad_v[heads, span] += part
-            scores = scratch[: chances.numel()].view(chances.shape)
-            torch.bmm(slope, _of(v, heads, keys).transpose(1, 2), out=scores)
-            torch.ops.aten._softmax_backward_data.out(scores, chances, -1, chances.dtype, grad_input=scores)
-            if bent is not None:
-                scores.mul_(bent.square_().neg_().add_(1))
-            into = grad_q[heads, :, queries]
-            into.copy_(torch.bmm(scores, near).mul_(ctx.scale).view(into.shape))
-            for span, part in zip(keys, torch.bmm(scores.transpose(1, 2), block).split(sizes, 1), strict=True):
-                grad_k[heads, span].add_(part, alpha=ctx.scale)
-        made = (t.to(k.dtype).view(shape) for t, shape in zip((grad_q, grad_k, grad_v), ctx.shapes, strict=True))
-        return *made, None, None, None
+def _forward(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, scale: float, softcap: float | None) -> Tensor:
+    rows, heads, length, width = q.shape
+    shared = k.shape[1]
+    q = q.reshape(rows * shared, heads // shared, length, width)
+    k, v = (t.reshape(rows * shared, *t.shape[2:]) for t in (k, v))
+    out = q.new_empty(*q.shape[:3], v.shape[-1])
+    for tile in _Tiles(q, k, mask, scale, softcap):
+        into = out[tile.heads, :, tile.queries]
+        into.copy_(torch.bmm(tile.chances, _of(v, tile.heads, tile.keys)).view(into.shape))
+    return out.view(rows, heads, length, -1)
 
 
-class _Gradients(_Blocked):
-    """Like `_Blocked` but for the forward pass, which makes nothing: for gradients by themselves."""
-
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, scale: float, softcap: float | None) -> Tensor:
-        rows, heads, length, width = q.shape
-        shared = k.shape[1]
-        ctx.shapes, ctx.mask, ctx.scale, ctx.softcap = (q.shape, k.shape, v.shape), mask, scale, softcap
-        kept = q.reshape(rows * shared, heads // shared, length, width)
-        ctx.save_for_backward(kept, *(t.reshape(rows * shared, *t.shape[2:]) for t in (k, v)))
-        return q.new_empty(rows, heads, length, v.shape[-1])
+def _backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, scale: float, softcap: float | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    shapes, shared = (q.shape, k.shape, v.shape), len(k) * k.shape[1]
+    q = q.reshape(shared, -1, *q.shape[2:])
+    k, v = (t.reshape(shared, *t.shape[2:]) for t in (k, v))
+    g = grad.reshape(*q.shape[:3], v.shape[-1])
+    grad_q = torch.empty_like(q)
+    # Each block adds to the keys that it saw: in fp32, so that nothing is lost over many blocks.
+    grad_k, grad_v = (torch.zeros_like(t, dtype=torch.float32) for t in (k, v))
+    tiles = _Tiles(q, k, mask, scale, softcap, backward=True)
+    scratch = torch.empty_like(tiles.buffer)
+    for heads, queries, keys, block, near, chances, bent in tiles:
+        sizes = [span.stop - span.start for span in keys]
+        slope = g[heads, :, queries].reshape(*block.shape[:2], -1)
+        for span, part in zip(keys, torch.bmm(chances.transpose(1, 2), slope).split(sizes, 1), strict=True):
+            grad_v[heads, span] += part
+        scores = scratch[: chances.numel()].view(chances.shape)
+        torch.bmm(slope, _of(v, heads, keys).transpose(1, 2), out=scores)
+        torch.ops.aten._softmax_backward_data.out(scores, chances, -1, chances.dtype, grad_input=scores)
+        if bent is not None:
+            scores.mul_(bent.square_().neg_().add_(1))
+        into = grad_q[heads, :, queries]
+        into.copy_(torch.bmm(scores, near).mul_(scale).view(into.shape))
+        for span, part in zip(keys, torch.bmm(scores.transpose(1, 2), block).split(sizes, 1), strict=True):
+            grad_k[heads, span].add_(part, alpha=scale)
+    a, b, c = (t.to(k.dtype).view(shape) for t, shape in zip((grad_q, grad_k, grad_v), shapes, strict=True))
+    return a, b, c
 
 
 def blocked_gradients(
     q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, scale: float, grad: Tensor, *, softcap: float | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     """Gradients of `blocked_attention` by q, k and v from that by its result, without its forward pass."""
-    with torch.enable_grad():
-        q, k, v = (t.detach().requires_grad_() for t in (q, k, v))
-        grad_q, grad_k, grad_v = torch.autograd.grad(_by_blocks(_Gradients, q, k, v, mask, scale, softcap), (q, k, v), grad)
-    return grad_q, grad_k, grad_v
+    return gradients(_passes(mask, scale, softcap), grad, q, k, v, documents=mask.documents if packed(mask) else None)

@@ -23,7 +23,7 @@ from preheat.technique import MaskSpec
 __all__ = ["OpaqueAttention", "OpaqueMask"]
 
 # Kernels that make their gradients without another forward pass; all others are run again in the backward pass.
-_GRADIENTS: dict[Any, Callable[..., tuple[Tensor, Tensor, Tensor]]] = {blocked_attention: blocked_gradients}
+_GRADIENTS: dict[Any, Callable[..., tuple[Tensor, ...]]] = {blocked_attention: blocked_gradients}
 _ALIVE: weakref.WeakValueDictionary[int, OpaqueAttention] = weakref.WeakValueDictionary()  # a graph knows a kernel's number
 
 
@@ -84,15 +84,14 @@ class OpaqueAttention:
 
     def gradients(
         self, q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, scale: float, grad: Tensor, softcap: float
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, ...]:
         """Gradients by q, k and v, each in its shape, from that by the result."""
         own = _GRADIENTS.get(self.kernel)
         if own is not None:
             return own(q, k, v, mask, scale, grad, **_capped(softcap))
         with torch.enable_grad():
             q, k, v = (t.detach().requires_grad_() for t in (q, k, v))
-            grad_q, grad_k, grad_v = torch.autograd.grad(self.kernel(q, k, v, mask, scale, **_capped(softcap)), (q, k, v), grad)
-        return grad_q, grad_k, grad_v
+            return torch.autograd.grad(self.kernel(q, k, v, mask, scale, **_capped(softcap)), (q, k, v), grad)
 
 
 @contextmanager

@@ -17,7 +17,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from preheat.ops.attention import packed, reference_attention, sdpa_attention, sees
+from preheat.ops.attention import flash_backward, flash_forward, packed, reference_attention, sdpa_attention, sees
 from preheat.ops.attention_blocks import blocked_attention
 from preheat.ops.context import places_of, row_length
 from preheat.technique import MaskSpec
@@ -125,7 +125,7 @@ class FlashPieces:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, source: int) -> Iterator[Part]:
         for rows, queries, keys, causal in self.where(source):
-            out, lse = _flash(q[rows, :, queries], k[rows, :, keys], v[rows, :, keys], causal, self.scale)
+            out, lse = flash_forward(q[rows, :, queries], k[rows, :, keys], v[rows, :, keys], causal=causal, scale=self.scale)
             yield Part(rows, queries, out, lse)
 
     def backward(
@@ -134,29 +134,8 @@ class FlashPieces:
         """`out` and `lse` are of all keys: probabilities made with them are those of the whole row."""
         for rows, queries, keys, causal in self.where(source):
             g, q_, out_, lse_ = (t[rows, :, queries] for t in (grad, q, out, lse))
-            slopes = _flash_backward(g, q_, k[rows, :, keys], v[rows, :, keys], out_, lse_, causal, self.scale)
+            slopes = flash_backward(g, q_, k[rows, :, keys], v[rows, :, keys], out_, lse_, causal=causal, scale=self.scale)
             yield Slopes(rows, queries, keys, *slopes)
-
-
-def _flash(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    if q.device.type == "cpu":
-        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)  # type: ignore[no-any-return]
-    return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=scale)[:2]  # type: ignore[no-any-return]
-
-
-def _flash_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    if q.device.type == "cpu":
-        made = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad, q, k, v, out, lse, 0.0, causal, scale=scale
-        )
-    else:
-        state = torch.empty(2, dtype=torch.uint64, device=q.device)  # of random numbers, which no dropout asks for
-        made = torch.ops.aten._scaled_dot_product_flash_attention_backward(
-            grad, q, k, v, out, lse.contiguous(), None, None, q.shape[2], k.shape[2], 0.0, causal, state, state, scale=scale
-        )
-    return made  # type: ignore[no-any-return]
 
 
 _QUERIES = 128  # of a block: its scores against all keys of another device are in memory at once

@@ -9,6 +9,7 @@ from typing import Any
 
 from preheat.engine.build import context_of
 from preheat.errors import RecipeError
+from preheat.hardware.heap import out_of_reach
 from preheat.hardware.rates import Rates
 from preheat.models import adapter
 from preheat.planning.layers import observe_few
@@ -160,4 +161,5 @@ def describe(
         "device": {"kind": device.kind, "name": device.name},
         "watts": rates.device.watts if isinstance(rates, Roofline) else None,
         "contended": rates.contended,
+        "heap": out_of_reach() if device.kind == "cpu" and device.at_hand else None,
     }

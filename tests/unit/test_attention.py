@@ -298,6 +298,26 @@ def _bytes(run: Any) -> int:
     return max(highest(recorder).values())
 
 
+@pytest.mark.parametrize("kernel", [sdpa_attention, blocked_attention])
+def test_rows_of_many_documents_keep_no_more_than_rows_of_one(kernel: Any) -> None:
+    def kept(documents: Any) -> int:
+        q, k, v = (t.contiguous() for t in qkv(length=320, dim=64))
+        found: dict[int, int] = {}
+
+        def keep(t: Tensor) -> Tensor:
+            found[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+            return t
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+            kernel(q, k, v, MaskSpec(documents=documents), 0.3)
+        return sum(found.values())
+
+    one, many = kept(None), kept(((320,), (1, 1, 70, 3, 245), (100, 100, 120)))
+    assert many == pytest.approx(
+        one, rel=0.02
+    )  # flash: one number more for each padded place and head, where the result has 64
+
+
 @pytest.mark.parametrize("kernel", ["flash", "blocks", "window", "shifted", "chunks", "module"])
 def test_memory_is_linear_in_length(kernel: str) -> None:
     layer = EfficientAttention(16, 1, dropout=0.1, causal=True, memory_efficient=True)

@@ -1,0 +1,162 @@
+"""Attention of packed documents: each by itself, those of about equal length in one call of a kernel."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+__all__ = ["Documents", "Passes", "attend", "by_document", "gradients"]
+
+Documents = tuple[tuple[int, ...], ...]
+"""Lengths of the documents of each row."""
+
+_BLOCK = 64
+
+
+class Passes(NamedTuple):
+    """An attention kernel as its two passes over [n, heads, length, dim]; what is kept between them is the caller's affair."""
+
+    forward: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, ...]]
+    """(q, k, v) -> the result, and what else of this pass the other wants."""
+    backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    """(gradient, q, k, v, *of the forward pass) -> gradients by q, k and v."""
+    keeps_result: bool = False
+    """Whether the result is the first of what the backward pass is handed of the forward pass."""
+
+
+def attend(kernel: Passes, q: Tensor, k: Tensor, v: Tensor, documents: Documents | None) -> Tensor:
+    """Attention of [rows, heads, length, dim] over whole rows, or causal attention of each document by itself.
+
+    Kept for the backward pass: q, k and v as they are, and what the kernel asks for. Documents are laid out for the kernel again there, so
+    that rows of many documents keep no more than rows of one.
+    """
+    out: Tensor = _Attend.apply(q, k, v, kernel, documents)  # type: ignore[no-untyped-call]
+    return out
+
+
+def gradients(
+    kernel: Passes, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *kept: Tensor, documents: Documents | None
+) -> tuple[Tensor, ...]:
+    """Gradients of `attend` by q, k and v from that by its result. `kept`: of the forward pass, for each call of the kernel in turn."""
+    if documents is None:
+        return kernel.backward(grad, q, k, v, *kept)
+    layout = _Layout(documents, q.device)
+    result, kept = kept[: kernel.keeps_result], kept[kernel.keeps_result :]
+    each = len(kept) // len(layout.groups)
+    found = [
+        kernel.backward(*piece, *kept[n * each : (n + 1) * each])
+        for n, piece in enumerate(layout.pieces(grad, q, k, v, *result))
+    ]
+    return tuple(layout.rows(parts) for parts in zip(*found, strict=True))
+
+
+class _Attend(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, kernel: Passes, documents: Documents | None) -> Tensor:
+        ctx.kernel, ctx.documents = kernel, documents
+        kept: list[Tensor] = []
+        if documents is None:
+            out, *kept = kernel.forward(q, k, v)
+        else:
+            layout, parts = _Layout(documents, q.device), []
+            for piece in layout.pieces(q, k, v):
+                part, *more = kernel.forward(*piece)
+                parts.append(part)
+                kept += more
+            out = layout.rows(parts)
+        ctx.save_for_backward(q, k, v, *[out][: kernel.keeps_result], *kept)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        return *gradients(ctx.kernel, grads[0], *ctx.saved_tensors, documents=ctx.documents), None, None
+
+
+def by_document(
+    kernel: Callable[[Tensor, Tensor, Tensor], Tensor], q: Tensor, k: Tensor, v: Tensor, documents: Documents
+) -> Tensor:
+    """As `attend`, for a kernel whose gradients only autograd knows: what it is handed, laid out, is kept too."""
+    layout = _Layout(documents, q.device)
+    return layout.rows([kernel(*piece) for piece in layout.pieces(q, k, v)])
+
+
+class _Layout:
+    """Documents sorted into groups of equal padded length, so that each group is one call of a kernel; differentiable.
+
+    Lengths are padded at their end to multiples of 64: causal attention never looks there, and few distinct lengths mean few
+    kernels to generate (oneDNN makes and keeps one a shape).
+    """
+
+    def __init__(self, documents: Documents, device: torch.device):
+        self.shape = len(documents), sum(documents[0])  # rows, length
+        self.groups, *places = _arrangement(documents)
+        self.there, self.back = (torch.from_numpy(place).to(device) for place in places)
+
+    def pieces(self, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+        """Of tensors [rows, heads, length, dim] those of each group: [documents, heads, padded length, dim]."""
+        sizes = [count * padded for count, padded in self.groups]
+        # [rows, heads, length, dim] is a view of [tokens, heads, dim], which is what is rearranged.
+        flat = (t.transpose(1, 2).reshape(-1, *t.shape[1::2]) for t in tensors)
+        parts = [_Arrange.apply(t, self.there, self.back).split(sizes) for t in flat]  # type: ignore[no-untyped-call]
+        for (count, padded), *piece in zip(self.groups, *parts, strict=True):
+            yield tuple(t.view(count, padded, *t.shape[1:]).transpose(1, 2) for t in piece)
+
+    def rows(self, parts: Sequence[Tensor]) -> Tensor:
+        """What `pieces` took apart: [rows, heads, length, dim] of one tensor of each group."""
+        flat = [t.transpose(1, 2).reshape(-1, *t.shape[1::2]) for t in parts]
+        out = _Arrange.apply(torch.cat(flat), self.back, self.there)  # type: ignore[no-untyped-call]
+        return out.view(*self.shape, *out.shape[1:]).transpose(1, 2)  # type: ignore[no-any-return]
+
+
+class _Arrange(torch.autograd.Function):
+    """Rows of x [n, ...] taken by `there` (-1: a row of zeros); the gradient is taken by `back`, each row from where it went."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, there: Tensor, back: Tensor) -> Tensor:
+        ctx.save_for_backward(there, back)
+        return _take(x, there)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        _, back = ctx.saved_tensors
+        return _take(grads[0].contiguous(), back), None, None
+
+
+def _take(x: Tensor, index: Tensor) -> Tensor:
+    empty = index < 0
+    out = x.index_select(0, index.clamp(min=0))
+    return out.mul_((~empty).to(out.dtype).view(-1, *[1] * (x.ndim - 1)))
+
+
+@functools.lru_cache(maxsize=16)  # every layer asks, forward and backward
+def _arrangement(documents: Documents) -> tuple[list[tuple[int, int]], numpy.ndarray, numpy.ndarray]:
+    """Groups of equal padded length.
+
+    Returns:
+        groups: (documents, padded length) each.
+        there: for each place of the groups laid end to end, the token that stands there, or -1.
+        back: for each token its place in the groups.
+    """
+    length = sum(documents[0])
+    by_length: dict[int, list[numpy.ndarray]] = {}
+    for row, cuts in enumerate(documents):
+        start = row * length
+        for n in cuts:
+            padded = min(-(-n // _BLOCK) * _BLOCK, length)
+            place: numpy.ndarray = numpy.full(padded, -1, dtype=numpy.int64)
+            place[:n] = numpy.arange(start, start + n)
+            by_length.setdefault(padded, []).append(place)
+            start += n
+    groups = [(len(places), padded) for padded, places in sorted(by_length.items())]
+    there = numpy.concatenate([place for _, places in sorted(by_length.items()) for place in places])
+    back: numpy.ndarray = numpy.empty(len(documents) * length, dtype=numpy.int64)
+    filled = there >= 0
+    back[there[filled]] = numpy.nonzero(filled)[0]
+    return groups, there, back
