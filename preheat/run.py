@@ -50,7 +50,7 @@ PLAN_KEYS = {
     "peak_gib_interval": "[low, high]: nine in ten measured peaks lay between",
     "available_gib": "what the device has",
     "memory": "{category: GiB} at the peak: parameters, gradients, optimizer, activations, temporary, overhead",
-    "overhead": "{what: GiB} of memory.overhead: rounding, gathered weights, communication buffers, what the allocator keeps, context, workspaces, process, saving",
+    "overhead": "{what: GiB} of memory.overhead: rounding, gathered weights, communication buffers, what the allocator keeps, context, workspaces, process, kernels, saving",
     "overhead_sources": "{what: where its figure is from}",
     "allocated_gib": "of it tensors alone",
     "reserved_gib": "tensors, and what the allocator keeps of freed ones: torch's max_memory_reserved on a GPU",

@@ -108,7 +108,9 @@ class Recovery:
             return None
         session, kind = self.session, self.session.device.kind
         asked, held = asked_bytes(str(error)), held_bytes(kind) - session.claimed
-        beside = sum(size for what, size in session.plan["overhead"].items() if what in ("process", "context", "workspaces"))
+        beside = sum(
+            size for what, size in session.plan["overhead"].items() if what in ("process", "kernels", "context", "workspaces")
+        )
         most = session.device.memory - session.imports
         room = None if asked is None else min(held + asked, most)
         return Failure(
