@@ -30,7 +30,7 @@ from typing import Any, TextIO
 
 from preheat.errors import RunError
 
-__all__ = ["METRIC_KEYS", "PLAN_KEYS", "Reader", "Silent", "Writer", "strict", "write_asked", "write_atomic"]
+__all__ = ["METRIC_KEYS", "PLAN_KEYS", "Reader", "Silent", "Writer", "check_folder", "strict", "write_asked", "write_atomic"]
 
 METRIC_KEYS = {
     "step": "optimizer steps committed, from 1",
@@ -204,6 +204,28 @@ class Reader:
         return found[-1] if found else {}
 
 
+def check_folder(path: Path, *, resume: bool) -> None:
+    """Whether a run may begin in a folder, or go on there. Nothing is made.
+
+    Raises:
+        RunError: it holds a run already, or none to resume, or it cannot be written there.
+    """
+    holds = (path / "recipe.yaml").exists()
+    if holds and not resume:
+        raise RunError(f"{path}: holds a run already; add --resume to go on with it, or name another folder with --out")
+    if resume and not holds:
+        raise RunError(f"{path}: holds no run to resume; run it without --resume first")
+    there = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
+    if not there.is_dir():
+        raise _unwritable(path, "Not a directory")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise _unwritable(path, "Permission denied")
+
+
+def _unwritable(path: Path, why: str | None) -> RunError:
+    return RunError(f"{path}: cannot write there ({why}); name another folder with --out")
+
+
 class Writer:
     """Writes a run. One writer a folder: a second one is refused while the first lives.
 
@@ -216,18 +238,12 @@ class Writer:
 
     def __init__(self, path: str | Path, *, resume: bool = False):
         self.path = Path(path)
-        holds = (self.path / "recipe.yaml").exists()
-        if holds and not resume:
-            raise RunError(
-                f"{self.path}: holds a run already; add --resume to go on with it, or name another folder with --out"
-            )
-        if resume and not holds:
-            raise RunError(f"{self.path}: holds no run to resume")
+        check_folder(self.path, resume=resume)
         try:
             (self.path / "checkpoints").mkdir(parents=True, exist_ok=True)
             self._lock = (self.path / "lock").open("a")
         except OSError as error:
-            raise RunError(f"{self.path}: cannot write there ({error.strerror}); name another folder with --out") from None
+            raise _unwritable(self.path, error.strerror) from None
         self._locked()
         self._files: dict[str, TextIO] = {}
 

@@ -14,7 +14,7 @@ from preheat import recipe as recipes
 from preheat.engine import checkpoint
 from preheat.engine.build import build, peak_learning_rate
 from preheat.engine.saving import Saving
-from preheat.errors import DoesNotFit, RecipeError, RunError
+from preheat.errors import DoesNotFit, RecipeError
 from preheat.evaluation.probes import Probes
 from preheat.hardware.exhaustion import held_bytes
 from preheat.hardware.heap import give_back, keep_heap
@@ -24,7 +24,7 @@ from preheat.models.vision import reading
 from preheat.planning.ladder import Planner
 from preheat.planning.plan import plan, settled, steps_of
 from preheat.recipe import Recipe
-from preheat.run import Silent, Writer
+from preheat.run import Silent, Writer, check_folder
 from preheat.technique import DATA, Batch, Build, Device, Shape, Slot
 from preheat.training.counted import with_images
 from preheat.training.ranks import Ranks, meet
@@ -339,10 +339,7 @@ def _prepare(
 ) -> _Ready:
     from preheat.hardware.calibrate import rates
 
-    if resume and not (out / "recipe.yaml").exists():
-        raise RunError(f"{out}: holds no run to resume; run it without --resume first")
-    if not resume and (out / "recipe.yaml").exists():
-        raise RunError(f"{out}: holds a run already; add --resume to go on with it, or name another folder with --out")
+    check_folder(out, resume=resume)
     looked: Looked | None = None
     events: list[dict[str, Any]] = []
     other = resume and compare(recipe, (out / "recipe.yaml").read_text(encoding="utf-8"))
