@@ -103,6 +103,16 @@ def test_a_plan_sums_up_and_says_where_each_line_of_the_overhead_is_from() -> No
     assert {"context", "workspaces", "rounding"} <= made["overhead"].keys()
 
 
+def test_compiled_products_are_a_line_where_a_cpu_computes_in_bf16() -> None:
+    rates = Roofline.of("H100")
+    half, fp32 = (
+        plan(tiny(f"{{{t}}}"), vocabulary=96, device=DEVICE, rates=rates)["overhead"] for t in ("mixed_precision: {}", "")
+    )
+    shapes = half["kernels"] * GIB / overhead._CPU_PRODUCT  # whole: so many products of different shapes
+    assert shapes == int(shapes) >= 10  # projections, feed-forward, head, scores: forward and both backward
+    assert "kernels" not in fp32 and half["process"] == fp32["process"]
+
+
 def test_a_copy_beside_the_steps_is_a_line_where_the_device_is_the_hosts() -> None:
     recipe = override(tiny(), "checkpoint.every=1", "checkpoint.asynchronous=true")
     rates = Roofline.of("H100")
