@@ -30,7 +30,7 @@ from preheat.compress.export.plain import require
 from preheat.compress.vision import card, training
 from preheat.compress.vision.images import Images, calibration, read_folder
 from preheat.compress.vision.pruning import narrower
-from preheat.errors import RecipeError, nearest
+from preheat.errors import RecipeError, RunError, nearest
 from preheat.models.image_classifiers import open_classifier, open_processor, scores
 
 __all__ = ["run_chain"]
@@ -232,7 +232,11 @@ def _take(step: Step, number: int, state: _State, out: Path, seed: int, say: Cal
     wanted = training.all_scores(state.model, state.held)
     state.model, state.folder = open_classifier(folder), folder  # what was written is what goes on
     found = training.all_scores(state.model, state.held)
-    assert torch.equal(wanted, found), "what was written does not give what was made"
+    # Up to rounding: weights read from a file may be aligned otherwise, and a convolution then sums in another order.
+    if not torch.allclose(wanted, found, rtol=1e-3, atol=1e-4):
+        raise RunError(
+            f"{folder}: read again, what was written gives other scores than what was made (by {(wanted - found).abs().max():.2g})"
+        )
     made["after"] = {"parameters": state.model.num_parameters(), "bytes": _weights(folder)}
     return made | {"found": found, "run": _eager(state.model)}
 
