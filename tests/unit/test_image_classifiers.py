@@ -67,8 +67,11 @@ def test_channels_that_do_nothing_go_first_and_the_scores_stay(family: str, tmp_
     assert torch.linalg.norm(found - wanted) < 1e-4 * torch.linalg.norm(wanted)
     made.save_pretrained(tmp_path)
     again: Any = transformers.AutoModelForImageClassification.from_pretrained(tmp_path).eval()
-    with torch.no_grad():
-        assert torch.equal(scores(again, pixels), found)
+    written, held = again.state_dict(), made.state_dict()
+    assert written.keys() == held.keys()
+    assert [name for name, value in written.items() if not torch.equal(value, held[name])] == []
+    with torch.no_grad():  # memory that is aligned otherwise is summed in another order on some processors
+        torch.testing.assert_close(scores(again, pixels), found, rtol=1e-4, atol=1e-5)
 
 
 def test_the_channels_that_stay_are_fitted_to_what_all_of_them_wrote() -> None:
