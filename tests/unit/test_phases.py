@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import io
 from collections import Counter, defaultdict
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
+from preheat.cli.show import picture
 from preheat.engine.build import build
 from preheat.engine.saving import room
-from preheat.errors import RecipeError
+from preheat.errors import RecipeError, RunError
 from preheat.hardware.catalogue import accelerator, accelerators, stated
 from preheat.hardware.probe import probe
 from preheat.planning import overhead
@@ -21,6 +25,7 @@ from preheat.planning.plan import GIB, plan
 from preheat.planning.recorder import Kernel
 from preheat.planning.roofline import Roofline, Seconds
 from preheat.recipe import override
+from preheat.run import check_folder
 from preheat.technique import Device
 
 from ..conftest import DEVICE, tiny
@@ -112,6 +117,27 @@ def test_compiled_products_are_a_line_where_a_cpu_computes_in_bf16() -> None:
     assert shapes == int(shapes) >= 10  # projections, feed-forward, head, scores: forward and both backward
     assert "kernels" not in fp32
     assert half["process"] == fp32["process"]
+
+
+def test_a_plan_for_this_machine_says_where_the_heap_is_out_of_reach(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("preheat.planning.plan.out_of_reach", lambda: "no compiler")
+    rates = Roofline.of("H100")
+    here, there = (plan(tiny(), vocabulary=96, device=d, rates=rates) for d in (DEVICE, rates.as_device))
+    console = Console(width=200, file=io.StringIO())
+    for made in (here, there):
+        console.print(picture(made, "tiny"))
+    assert console.file.getvalue().count("no compiler; torch's own allocator will be used") == 1  # type: ignore[attr-defined]
+    assert there["heap"] is None
+
+
+def test_a_folder_that_cannot_be_written_is_told_before_anything_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_folder(tmp_path / "a" / "run", resume=False)
+    monkeypatch.setattr("os.access", lambda where, _: Path(where) != tmp_path)  # root may write wherever modes forbid it
+    with pytest.raises(RunError, match="cannot write there"):
+        check_folder(tmp_path / "a" / "run", resume=False)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_copy_beside_the_steps_is_a_line_where_the_device_is_the_hosts() -> None:
