@@ -104,7 +104,6 @@ def _data_sheet(gpu: str) -> Rates:
         threads=1,
         peak_matrix_rate=flops,
         bandwidth=moved,
-        fresh=math.inf,
         launch=5e-7,  # queued ahead of the device
         adamw={"bf16": 14 / moved, "fp32": 28 / moved},
         matrix=tuple(MatrixRate(d, layout, 1024, 1024, 1024, rate) for d, rate in flops.items() for layout in LAYOUTS),

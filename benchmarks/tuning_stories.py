@@ -26,7 +26,10 @@ METHODS = {
     "dora": "{lora: {rank: 4, alpha: 16, variant: dora}}",
     "qlora": "{nf4: {}, lora: {rank: 4, alpha: 16}}",
 }
-RATES = {"full": 4e-3, "lora": 3e-2, "dora": 3e-2, "qlora": 3e-2}
+RATES = {
+    "shakespeare": {"full": 4e-3, "lora": 3e-2, "dora": 3e-2, "qlora": 3e-2},
+    "questions": {"full": 4e-3, "lora": 1e-2, "dora": 1e-2, "qlora": 1e-2},
+}
 QUESTIONS = 3000
 
 
@@ -38,7 +41,7 @@ def preheat(*arguments: str) -> dict[str, Any]:
 
 
 def run(
-    method: str, source: dict[str, str], model: Path, seed: int, options: argparse.Namespace, folder: Path
+    method: str, source: dict[str, str], model: Path, seed: int, options: argparse.Namespace, folder: Path, rate: float
 ) -> dict[str, Any]:
     """Trains, and reads what became of it: {after, forgotten, share, peak, speed}."""
     out = folder / f"{method}-{seed}"
@@ -48,7 +51,7 @@ def run(
         "model": {"path": str(model)},
         "data": source,
         "batch": {"size": 16, "length": 256},
-        "optimizer": {"lr": options.lr or RATES[method], "weight_decay": 0.0},
+        "optimizer": {"lr": rate, "weight_decay": 0.0},
         "schedule": {"warmup": 0.05, "floor": 0.02},
         "stop": {"steps": options.steps},
         "evaluate": {"rows": 128},
@@ -91,7 +94,10 @@ def main() -> None:
         "# Tuning stories260K: full, LoRA, DoRA, QLoRA",
         "",
         f"`python benchmarks/tuning_stories.py --steps {options.steps} --seeds {options.seeds}`: {options.steps} steps of 16 rows of 256 tokens, rates "
-        + ", ".join(f"{method} {options.lr or RATES[method]:g}" for method in options.methods)
+        + "; ".join(
+            f"{text}: " + ", ".join(f"{method} {options.lr or RATES[text][method]:g}" for method in options.methods)
+            for text in options.texts
+        )
         + "; nats a token. Gain: by how much the loss on held-out text fell, as a share of full tuning's. Forgotten: loss on TinyStories after, less before.",
         "",
         "| text | method | trained share | before | after | gain | TinyStories before | after | forgotten | peak MiB | tokens/s |",
@@ -123,7 +129,10 @@ def main() -> None:
             where.mkdir()
             (where / "stories.txt").symlink_to(folder / "stories.txt")
             found = {
-                method: [run(method, sources[text], model, seed, options, where) for seed in range(1, options.seeds + 1)]
+                method: [
+                    run(method, sources[text], model, seed, options, where, options.lr or RATES[text][method])
+                    for seed in range(1, options.seeds + 1)
+                ]
                 for method in options.methods
             }
             before = _before(model, sources[text], where)

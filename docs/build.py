@@ -203,11 +203,13 @@ def ablation_page() -> str:
             "",
             f"{bench['machine']['name']}, {bench['machine']['threads']} threads; {bench['repeats']} turns of {bench['steps']} steps.",
             "",
+            f"`{bench['command']}`",
+            "",
         ]
         lines += [f"- {verdict['words']}" for verdict in bench["verdicts"]]
         lines += [
             "",
-            "| contender | tokens/s | times plain | peak, GiB | start-up, s | loss | cosine |",
+            "| contender | tokens/s | times plain (least to most) | peak, MiB | start-up, s | loss | cosine |",
             "|---|---|---|---|---|---|---|",
         ]
         for row in bench["rows"]:
@@ -216,7 +218,7 @@ def ablation_page() -> str:
                 continue
             cosine = "-" if row["gradient_cosine"] is None else f"{row['gradient_cosine']:.6f}"
             lines.append(
-                f"| {row['name']} | {row['tokens_per_second']:,.0f} | {row['ratio']:.2f} | {row['peak_gib']:.2f} | {row['startup_seconds']:.1f} | {row['loss']:.3f} | {cosine} |"
+                f"| {row['name']} | {row['tokens_per_second']:,.0f} | {row['ratio']:.2f} ({row['ratio_spread'][0]:.2f} to {row['ratio_spread'][1]:.2f}) | {row['peak_gib'] * 1024:.0f} | {row['startup_seconds']:.1f} | {row['loss']:.3f} | {cosine} |"
             )
         lines.append("")
     return "\n".join(lines)

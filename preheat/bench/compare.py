@@ -202,7 +202,7 @@ def cosine_of(baseline: Path, other: Path) -> float | None:
     dot = sum(float((a[n].double() * b[n].double()).sum()) for n in common)
     norm = math.sqrt(sum(float(a[n].double().square().sum()) for n in common))
     other_norm = math.sqrt(sum(float(b[n].double().square().sum()) for n in common))
-    return dot / (norm * other_norm) if norm and other_norm else None
+    return min(1.0, dot / (norm * other_norm)) if norm and other_norm else None
 
 
 def speed_of(turn: dict[str, Any], warmup: int) -> float:

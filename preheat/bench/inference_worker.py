@@ -97,7 +97,7 @@ class Speaker:
         from preheat.planning.closed import CACHES, cache_bytes
 
         model = self.model
-        dtype = next(model.parameters()).dtype
+        dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())  # codes of a compressed model are none
         size, scale = CACHES["int8"] if self.settings.cache == "int8" else (dtype.itemsize, 0.0)
 
         def cache(rows: int, length: int) -> float:

@@ -117,6 +117,9 @@ def bench(
     screen.print(_table(result["rows"], wide=screen.width >= 110))
     for verdict in result["verdicts"]:
         screen.print(f"- {verdict['words']}", soft_wrap=True)
+    for row in result["rows"]:
+        if row["failed"]:
+            screen.print(f"{row['name']} was not run: {row['failed']}", markup=False, soft_wrap=True)
     screen.print(f"report: {page}", soft_wrap=True)
 
 
@@ -133,8 +136,7 @@ def _table(rows: list[dict[str, Any]], wide: bool) -> Any:
         table.add_column(title, justify="right", no_wrap=True)
     for row in rows:
         if row["failed"]:
-            table.add_row(row["name"], f"[red]{row['failed']}[/red]")
-            continue
+            continue  # told below, where a sentence has room
         cosine = row["gradient_cosine"]
         table.add_row(
             row["name"],

@@ -62,7 +62,7 @@ def inference(
     if json:
         emit(made)
         return
-    screen.print(_table(made, wide=screen.width >= 140))
+    screen.print(_table(made, wide=screen.width >= 160))
     for model in made["models"]:
         if model["failed"]:
             screen.print(f"[red]{model['name']}: {model['failed']}[/red]", soft_wrap=True)
@@ -114,14 +114,14 @@ def _table(made: dict[str, Any], wide: bool) -> Any:
         return f"{count / 2**20:,.1f} MiB" if count >= 2**20 else f"{count / 2**10:,.0f} KiB"
 
     table = Table(box=None, pad_edge=False)
-    table.add_column("model", no_wrap=True)
+    table.add_column("model", overflow="fold")  # the numbers stay whole
     more = ("low to high", "prefill/s", "a pass", "predicted", "same text") if wide else ()
     for title in ("rows x tokens", "first token", "tokens/s", "times the first", "cache", *more):
         table.add_column(title, justify="right", no_wrap=True)
     for row in made["rows"]:
         first, speed, ratio = row["first_token_seconds"], row["decode_tokens_per_second"], row["ratio"]
         table.add_row(
-            row["name"],
+            row["name"].replace(", ", ",").replace(",", ", "),  # so that it folds between settings
             f"{row['rows']} x {row['length']}",
             f"{first['value'] * 1e3:,.1f} ms",
             rate(speed["value"]),

@@ -18,7 +18,7 @@ of a packed row, the padding at a row's end. An evaluation leaves the term out: 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -66,10 +66,12 @@ class _Balance:
         self.weight: Any = None  # of the global batch; None between batches
         self.counts: Tensor | None = None  # of the global batch, where there was a first pass
 
-    def forward_backward(self, plain: Callable[..., Any], build: Build, batches: Sequence[Batch], weight: Any) -> LossSum:
+    def forward_backward(self, plain: Callable[..., Any], build: Build, batches: Iterable[Batch], weight: Any) -> LossSum:
         self.weight, self.counts = weight, None
-        if self.coefficient and len(batches) > 1:
-            self.counts = self._look(batches)
+        if self.coefficient:
+            if not isinstance(batches, Sequence):
+                batches = list(batches)  # they come one by one (dynamic_batch), and are read twice
+            self.counts = self._look(batches) if len(batches) > 1 else None
         found: LossSum = plain(build, batches, weight)
         self.weight = None
         return found

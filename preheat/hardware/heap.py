@@ -11,23 +11,17 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import hashlib
-import os
 import platform
-import shutil
-import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 from preheat.errors import RunError
-from preheat.hardware.links import cache_folder
+from preheat.hardware.native import NO_COMPILER, compiler, is_built, library
 
 __all__ = ["give_back", "keep_heap", "out_of_reach"]
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 _NO_GLIBC = "the heap of preheat is for Linux with glibc"
-_NO_COMPILER = "no C++ compiler was found; install g++, or name one in CXX"
 _SOURCE = Path(__file__).with_name("heap.cpp")
 
 
@@ -60,8 +54,7 @@ def out_of_reach() -> str | None:
     """Why `keep_heap` would not serve here, as far as can be told without torch and without building anything; None where nothing is in its way."""
     if not _is_glibc():
         return _NO_GLIBC
-    built = any(cache_folder().glob("heap-*.so"))
-    return None if built or _compiler() else _NO_COMPILER
+    return None if is_built(_SOURCE) or compiler() else NO_COMPILER
 
 
 def give_back(kind: str) -> bool:
@@ -88,42 +81,6 @@ def _is_glibc() -> bool:
 
 @functools.cache
 def _library() -> ctypes.CDLL:
-    import torch
-
-    text = _SOURCE.read_bytes()
-    key = hashlib.sha256(text + f"{torch.__version__} {torch.__file__} {platform.machine()}".encode()).hexdigest()[:16]
-    built = cache_folder() / f"heap-{key}.so"
-    if not built.is_file():
-        _build(built, Path(torch.__file__).parent)
-    try:
-        library = ctypes.CDLL(str(built))
-    except OSError as error:
-        raise RunError(f"{built}: cannot be loaded ({error})") from None
-    library.preheat_furthest.restype = ctypes.c_size_t
-    return library
-
-
-def _compiler() -> str | None:
-    return next(filter(None, map(shutil.which, (os.environ.get("CXX") or "c++", "g++", "clang++"))), None)
-
-
-def _build(out: Path, torch: Path) -> None:
-    compiler = _compiler()
-    if compiler is None:
-        raise RunError(_NO_COMPILER)
-    # Into its place in one move: several processes may begin at once.
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=".partial-", dir=out.parent, ignore_cleanup_errors=True) as folder:
-            made = Path(folder) / out.name
-            flags = ("-O2", "-std=c++20", "-fPIC", "-shared", f"-I{torch / 'include'}")
-            link = (f"-L{torch / 'lib'}", "-lc10", f"-Wl,-rpath,{torch / 'lib'}")
-            done = subprocess.run(
-                [compiler, *flags, str(_SOURCE), "-o", str(made), *link], capture_output=True, text=True, check=False
-            )
-            if done.returncode:
-                said = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr.strip())
-                raise RunError(f"{compiler} could not build the heap: {said}")
-            made.replace(out)
-    except OSError as error:
-        raise RunError(f"{out.parent}: cannot be written ({error.strerror}); set PREHEAT_CACHE to a folder with room") from None
+    found = library(_SOURCE)
+    found.preheat_furthest.restype = ctypes.c_size_t
+    return found

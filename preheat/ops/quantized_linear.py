@@ -27,6 +27,7 @@ from preheat.ops.quantized import (
     round_inputs,
     unpack,
 )
+from preheat.ops.unpack4 import unpack4
 
 __all__ = [
     "FEW",
@@ -43,7 +44,6 @@ FEW = {"int8": 16, "int4": 64}
 longer to unpack). Seen on one core with bf16 products on AMX, 768 x 768."""
 _KERNEL_INPUTS = 16  # aten's eight-bit kernel reads beyond the end of rows that are no multiple of it
 _KERNEL_GROUPS = (32, 64, 128, 256)  # what aten's four-bit kernel takes
-_CHUNK = 128  # rows that are unpacked at a time
 _FP8 = torch.float8_e4m3fn
 Form = dict[str, Any]
 
@@ -211,25 +211,9 @@ class Int4Linear(QuantizedMap):
         return Groups(unpack(self.codes, self.in_features), self.scales.to(HALF), zeros)
 
     def values(self, dtype: torch.dtype) -> Tensor:
-        fast = dtype == HALF and self.codes.device.type == "cpu" and self.in_features % 2 == 0
-        return self._unpacked() if fast else group_values(self.groups(), dtype)
-
-    def _unpacked(self) -> Tensor:
-        """The same in bf16, by FBGEMM's unpacking of rows of four bits with a scale and a bias, here 1 and -8, in fp16 behind them.
-
-        A few rows at a time, so that what lies between stays in the cache: a third of the time of `group_values`.
-        """
-        out = torch.empty(self.out_features, self.in_features, dtype=HALF)
-        behind = torch.tensor([1.0, -8.0], dtype=torch.float16).view(torch.uint8)
-        parts = (self.codes, self.scales, out) if self.zeros is None else (self.codes, self.scales, out, self.zeros)
-        for codes, scales, into, *zeros in zip(*(p.split(_CHUNK) for p in parts), strict=True):
-            rows = torch.cat([codes, behind.expand(len(codes), -1)], dim=1)
-            wide = torch.ops.quantized.embedding_bag_4bit_unpack(rows).view(*scales.shape, -1)
-            wide.mul_(scales.float()[..., None])
-            if zeros:
-                wide.add_(zeros[0].float()[..., None])
-            into.view(wide.shape).copy_(wide)
-        return out
+        if dtype == HALF and self.codes.device.type == "cpu" and self.in_features % 2 == 0:
+            return unpack4(self.codes, self.scales, self.zeros)
+        return group_values(self.groups(), dtype)
 
     def product(self, x: Tensor) -> Tensor:
         fits = self.form["group"] in _KERNEL_GROUPS and self.out_features % 16 == 0

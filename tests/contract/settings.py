@@ -80,6 +80,17 @@ FAMILY: dict[str, str] = {
     "upcycling": "llama",
 }
 
+# Pairs that no model of a family serves, with words of the refusal.
+REFUSED_PAIRS: dict[tuple[str, str], str] = {
+    ("expert_balancing", "feed_forward"): "its feed-forward block is not known to preheat",
+    ("expert_balancing", "fused_operators"): "not qwen3_moe",
+    ("fused_operators", "rms_norm"): "not gpt2",
+    ("fused_operators", "upcycling"): "not mixtral",
+}
+
+# Pairs that failed once, and that nothing else marks as near to each other: always tried.
+FAILED_ONCE = {("dynamic_batch", "upcycling")}
+
 # What cannot run on a CPU, with words of the reason that `check` gives. Any other skip fails.
 CANNOT_RUN_HERE: dict[str, str] = {
     "activation_offload": "needs a CUDA device",

@@ -31,7 +31,7 @@ from preheat.recipe import field_docs
 from preheat.technique import Build, Slot, Tag, Technique, conflicts_of, registry
 
 from ..conftest import DEVICE, difference, split, tiny, uneven
-from .settings import BEGINS, BRINGS, CANNOT_RUN_HERE, FAMILY, FIRST, FURTHER, asked
+from .settings import BEGINS, BRINGS, CANNOT_RUN_HERE, FAILED_ONCE, FAMILY, FIRST, FURTHER, REFUSED_PAIRS, asked
 
 # Relative norm of each gradient against the plain model, by what a technique says of its numerics.
 BOUND = {"exact": 5e-6, "rounding": 0.05}
@@ -220,7 +220,8 @@ PAIRS = [
     for a, b in itertools.combinations(RUNS_HERE, 2)
     if _compatible(registry()[a](), registry()[b]())
     and len(families((a, b))) < 2
-    and (os.environ.get("PREHEAT_PAIRS") == "all" or _meet(registry()[a], registry()[b]))
+    and (a, b) not in REFUSED_PAIRS
+    and (os.environ.get("PREHEAT_PAIRS") == "all" or (a, b) in FAILED_ONCE or _meet(registry()[a], registry()[b]))
 ]
 
 
@@ -234,6 +235,12 @@ def test_pairs_compose(a: str, b: str, plain: Any) -> None:
         assert difference(grads, plain[1]) < bound
     assert loss == pytest.approx(begins({a: {}, b: {}}, plain[0]), rel=0.05 if examples_of(both.recipe).kind == "text" else 0.2)
     assert set(both.changes) - {"experts"} == set(complete({a: {}, b: {}}))  # the engine itself tells of those
+
+
+@pytest.mark.parametrize(("pair", "words"), REFUSED_PAIRS.items(), ids=str)
+def test_pairs_that_no_model_serves_are_refused(pair: tuple[str, str], words: str) -> None:
+    with pytest.raises(RecipeError, match=words):
+        made({name: {} for name in pair})
 
 
 def test_in_bf16_checkpointing_gives_the_very_gradients_of_the_blocks_kernel() -> None:

@@ -72,6 +72,10 @@ def test_techniques_by_name_and_one_that_cannot_serve(preheat: Command) -> None:
     assert rows["lora"]["tokens_per_second"] > 0
     assert rows["lora"]["gradient_cosine"] is None, "no parameter is trained in both"
     assert "needs a CUDA device" in rows["efficient_attention"]["failed"]
+    read = preheat("bench", "r.yaml", "--techniques", "efficient_attention", "--steps", "3", "--repeats", "1",
+                   "--set", "techniques={efficient_attention: {kernel: cudnn}}")[0]  # fmt: skip
+    assert "efficient_attention was not run: techniques.efficient_attention: kernel: cudnn needs a CUDA device" in read
+    assert {"tokens/s", "peak", "loss"} <= set(next(line for line in read.splitlines() if line.startswith("contender")).split())
 
 
 def test_what_cannot_be_compared_is_said(preheat: Command) -> None:

@@ -53,6 +53,9 @@ def test_a_model_is_compressed_measured_and_used(preheat: Command, stories: tupl
     measured = preheat.here.json("eval", "made/int8", "--data", text, "--length", "128", "--rows", "8")
     assert 1 < measured["perplexity"] < 20
     assert preheat.here.json("generate", "made/int8", "--prompt", "Once upon a time", "--tokens", "6")["text"].strip()
+    few = ("--batches", "1", "--lengths", "16", "--tokens", "4", "--repeats", "1")
+    (row,) = preheat.here.json("bench", "made/int8", "--inference", *few)["rows"]
+    assert row["cache_bytes"] == row["cache_predicted_bytes"], "keys and values are no codes"
     _, error = preheat.here("compress", model, "--method", "int8", *how, "--out", "made", code=1)
     assert "stands there already" in error
     _, error = preheat.here("export", "made/int8", "--out", "hf", code=1)

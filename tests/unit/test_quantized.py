@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from preheat.errors import RunError
+from preheat.ops import unpack4
 from preheat.ops.quantized import (
     Groups,
     divisor,
@@ -149,13 +151,27 @@ def test_an_embedding_in_eight_bits_gives_its_rows() -> None:
     assert float((made.weight - plain.weight.detach()).abs().max()) < 0.02
 
 
+@pytest.mark.parametrize("without_compiler", [False, True])
 @pytest.mark.parametrize("symmetric", [True, False])
-def test_four_bits_are_unpacked_in_bf16_as_in_fp32(symmetric: bool) -> None:
-    made = Int4Linear.of(nn.Linear(96, 300, bias=False), group=48, symmetric=symmetric)
-    wanted = made.values(torch.float32)
-    found = made.values(torch.bfloat16)
-    assert found.dtype == torch.bfloat16
-    assert float(((found.float() - wanted).abs() / wanted.abs().clamp(min=1e-2)).max()) < 2**-7
+@pytest.mark.parametrize("group", [2, 48, 32, 3])
+def test_four_bits_are_unpacked_in_bf16_as_in_fp32(
+    symmetric: bool, group: int, without_compiler: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if without_compiler:
+        monkeypatch.setattr("preheat.ops.unpack4._made", lambda: None)
+    made = Int4Linear.of(nn.Linear(96, 300, bias=False), group=group, symmetric=symmetric)
+    assert torch.equal(made.values(torch.bfloat16), made.values(torch.float32).bfloat16())
+
+
+def test_unpacking_without_a_compiler_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(*_: object, **__: object) -> None:
+        raise RunError("no C++ compiler was found")
+
+    monkeypatch.setattr(unpack4, "library", none)
+    unpack4._made.cache_clear()
+    with pytest.warns(UserWarning, match="in several times the time: no C"):
+        assert unpack4._made() is None
+    unpack4._made.cache_clear()
 
 
 def test_precision_and_place_may_change() -> None:
