@@ -23,12 +23,14 @@ from typing import Any
 METHODS = {
     "full": "{}",
     "lora": "{lora: {rank: 4, alpha: 16}}",
+    "lora-embedding": "{lora: {rank: 4, alpha: 32, embedding_rank: 9}}",
     "dora": "{lora: {rank: 4, alpha: 16, variant: dora}}",
     "qlora": "{nf4: {}, lora: {rank: 4, alpha: 16}}",
+    "qlora-embedding": "{nf4: {}, lora: {rank: 4, alpha: 32, embedding_rank: 9}}",
 }
 RATES = {
-    "shakespeare": {"full": 4e-3, "lora": 3e-2, "dora": 3e-2, "qlora": 3e-2},
-    "questions": {"full": 4e-3, "lora": 1e-2, "dora": 1e-2, "qlora": 1e-2},
+    "shakespeare": dict.fromkeys(METHODS, 3e-2) | {"full": 6e-3, "lora-embedding": 1.2e-2, "qlora-embedding": 1.2e-2},
+    "questions": dict.fromkeys(METHODS, 1e-2) | {"full": 4e-3},
 }
 QUESTIONS = 3000
 
@@ -91,7 +93,7 @@ def main() -> None:
     options = parser.parse_args()
     model = options.data / "stories260K-hf"
     lines = [
-        "# Tuning stories260K: full, LoRA, DoRA, QLoRA",
+        "# Tuning stories260K: full, LoRA, with a pair on the embedding, DoRA, QLoRA",
         "",
         f"`python benchmarks/tuning_stories.py --steps {options.steps} --seeds {options.seeds}`: {options.steps} steps of 16 rows of 256 tokens, rates "
         + "; ".join(

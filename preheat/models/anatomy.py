@@ -143,8 +143,16 @@ def logits(model: PreTrainedModel, hidden: Tensor) -> Tensor:
     return made if cap is None else (made / cap).tanh() * cap
 
 
-def require_plain_head(model: PreTrainedModel, who: str) -> None:
-    """Raises RecipeError where the head carries an adapter, which what reads its weight alone would leave out without a word."""
+def require_plain_head(model: PreTrainedModel, who: str, *, tied: bool = False) -> None:
+    """Raises RecipeError where the head carries an adapter, which what reads its weight alone would leave out without a word.
+
+    Args:
+        tied: `who` knows the adapter of an embedding that the head is tied to (`ops.tied_head`).
+    """
+    if hasattr(head(model), "pair") and not tied:
+        raise RecipeError(
+            f"techniques.{who}: makes logits from the head's weight alone, and lora's embedding_rank adds to it; set embedding_rank: 0, or leave {who} out"
+        )
     if hasattr(head(model), "get_base_layer"):
         raise RecipeError(
             f"techniques.{who}: makes logits from the head's weight alone, and an adapter stands on it; take the head out of the adapter's targets, or leave {who} out"

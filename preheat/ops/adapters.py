@@ -17,6 +17,7 @@ from preheat.ops.class_head import ClassHead
 from preheat.ops.expert_adapters import adapted_experts, merge_pairs
 from preheat.ops.experts import ADAPTER
 from preheat.ops.nf4 import PackedMap, unpack_
+from preheat.ops.tied_head import TiedHead, tie, untie
 
 __all__ = ["base_of", "draw", "inject", "merge", "names_of", "own_of", "parameters_of", "shares", "under_autocast", "without"]
 
@@ -24,12 +25,14 @@ __all__ = ["base_of", "draw", "inject", "merge", "names_of", "own_of", "paramete
 def inject(model: nn.Module, config: Any) -> list[str]:
     """Puts peft's adapters into the linear maps that `config.target_modules` names and freezes the rest (but for a new head over classes), in place; on meta too.
 
+    Where the embedding is among them and the head is tied to it, `config.ensure_weight_tying` gives the head the embedding's adapter.
+
     Returns:
         Names of the adapted modules.
 
     Raises:
         ValueError: no module matches, or one that does is of a kind that the method does not know, or shares its weight with
-            another (a tied head).
+            another (a tied head, without `ensure_weight_tying`).
     """
     with torch.device("meta") if next(model.parameters()).device.type == "meta" else nullcontext():
         try:
@@ -41,9 +44,13 @@ def inject(model: nn.Module, config: Any) -> list[str]:
                 raise
             raise ValueError("matches no linear map of the model") from None
     uses: dict[int, int] = {}
+    if getattr(config, "ensure_weight_tying", False):
+        _tie_head(model)
     for module in model.modules():
         if isinstance(module, ClassHead):
             module.requires_grad_(True)
+        if isinstance(module, TiedHead):
+            continue  # has what the embedding has
         for p in module.parameters(recurse=False):
             uses[id(p)] = uses.get(id(p), 0) + 1
     names = names_of(model)
@@ -57,18 +64,42 @@ def inject(model: nn.Module, config: Any) -> list[str]:
     return names
 
 
-def _inject(model: nn.Module, config: Any) -> None:
-    """As peft's `inject_adapter_in_model`, which refuses what layers share (VeRA's projections): they hold it as their own buffers here."""
+def _tie_head(model: nn.Module) -> None:
+    embedding: Any = model.get_input_embeddings()  # type: ignore[operator]
+    head: Any = model.get_output_embeddings()  # type: ignore[operator]
+    if hasattr(embedding, "get_base_layer") and head is not None and head.weight is embedding.weight:
+        tie(head, embedding)
+
+
+def _inject(model: nn.Module, config: Any, *, part: bool = False) -> None:
+    """As peft's `inject_adapter_in_model`, which refuses what layers share (VeRA's projections): they hold it as their own buffers here.
+
+    Args:
+        part: the model holds some of the modules that the settings speak of.
+    """
     from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
+    from peft.tuners.lora import Embedding
     from peft.tuners.lycoris_utils import LycorisLayer
 
+    config = copy.deepcopy(config)
+    tied = getattr(config, "ensure_weight_tying", False)
     with warnings.catch_warnings():
+        if tied or part:  # a tied head's rank is stated for other readers
+            warnings.filterwarnings("ignore", message="The following rank_pattern keys", category=RuntimeWarning)
+        if tied:
+            config.ensure_weight_tying = False  # `tied_head` does that
         # Where a model has both kinds of linear map, peft turns this setting to and fro, map by map, and says so each time.
         warnings.filterwarnings("ignore", message="fan_in_fan_out is set")
         # `inject` refuses tied weights, of which peft only warns.
         warnings.filterwarnings("ignore", message="Model has `tie_word_embeddings=True`")
-        PEFT_TYPE_TO_TUNER_MAPPING[config.peft_type](model, copy.deepcopy(config), "default")
+        PEFT_TYPE_TO_TUNER_MAPPING[config.peft_type](model, config, "default")
+        if tied:
+            config.ensure_weight_tying = True
     for module in model.modules():
+        if isinstance(module, Embedding):
+            # peft draws these from N(0, 1), with which hidden states grow by the root of the width: a step moves logits as far as LoRA's of a linear map now.
+            for drawn in module.lora_embedding_B.values():
+                drawn.data.mul_(drawn.shape[0] ** -0.5)
         if isinstance(module, LycorisLayer) and module.module_dropout == {"default": 0.0}:
             module.module_dropout["default"] = _Nothing()  # type: ignore[assignment]
 
@@ -132,7 +163,7 @@ def _draw(model: nn.Module, config: Any, names: list[str], *, in_fp32: bool) -> 
         parent.add_module(last, bases[name][1])
     config = copy.deepcopy(config)
     config.target_modules, config.exclude_modules = set(names), None
-    _inject(alone, config)
+    _inject(alone, config, part=True)
     with torch.no_grad():
         for name, (base, full) in bases.items():
             values = dict(own_of(alone.get_submodule(name)))
@@ -203,6 +234,9 @@ def merge(model: nn.Module) -> int:
         base.to(kept)
         parent, _, last = name.rpartition(".")
         setattr(model.get_submodule(parent), last, base)
+    for module in model.modules():
+        if isinstance(module, TiedHead):
+            untie(module)
     vars(model).pop("peft_config", None)
     return len(names) + merge_pairs(model)
 

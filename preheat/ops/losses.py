@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from preheat.ops.again import alike
 from preheat.ops.sharded import whole
+from preheat.ops.tied_head import pair_of
 from preheat.technique import RowLoss
 
 __all__ = [
@@ -228,11 +229,14 @@ class _Chunked(torch.autograd.Function):
         rows: int,
         dtype: torch.dtype,
         differentiate: bool,
+        low: Tensor | None,
+        up: Tensor | None,
         *aligned: Tensor,
     ) -> Tensor:
         kept_hidden, kept_weight = hidden.dtype, weight.dtype
         wants_hidden, wants_weight = (differentiate and needs for needs in ctx.needs_input_grad[:2])
         hidden, weight = hidden.detach().to(dtype), weight.detach().to(dtype)
+        beside = _Beside(low, up, dtype, differentiate) if low is not None and up is not None else None
         total = hidden.new_zeros((), dtype=torch.float32)
         grad_hidden = torch.empty_like(hidden, dtype=kept_hidden) if wants_hidden else None
         grad_weight = torch.empty_like(weight, dtype=kept_weight) if wants_weight else None
@@ -240,18 +244,22 @@ class _Chunked(torch.autograd.Function):
         in_place = getattr(row_loss, "value_and_grad_", None)
         for start in alike(range(0, hidden.shape[0], rows)):
             part = hidden[start : start + rows]
-            beside = [a[start : start + rows] for a in aligned]
+            those = [a[start : start + rows] for a in aligned]
             logits = torch.mm(part, weight.t(), out=logits_buffer[: part.shape[0]])
+            if beside is not None:
+                beside.add_(logits, start)
             if in_place is not None:
-                losses, factor = in_place(logits, *beside)
+                losses, factor = in_place(logits, *those)
                 factor = factor.to(dtype).unsqueeze(1)
             else:
                 with torch.enable_grad():
                     leaf = logits.detach().requires_grad_()
-                    losses = row_loss(leaf, *beside)
+                    losses = row_loss(leaf, *those)
                     (logits,) = torch.autograd.grad(losses.sum(), leaf)
                 losses, factor = losses.detach(), logits.new_ones((part.shape[0], 1))
             total += losses.sum(dtype=torch.float32)
+            if beside is not None:
+                beside.differentiate(logits, factor, start)
             if grad_hidden is not None:
                 torch.mul(torch.mm(logits, weight), factor, out=grad_hidden[start : start + rows])
             if grad_weight is not None:
@@ -262,18 +270,40 @@ class _Chunked(torch.autograd.Function):
                     grad_weight += torch.mm(logits.t(), product)
                 else:
                     grad_weight.copy_(torch.mm(logits.t(), product))
-        ctx.save_for_backward(*(g for g in (grad_hidden, grad_weight) if g is not None))
-        ctx.wants = (wants_hidden, wants_weight, len(aligned))
+        beside_grads = beside.grads if beside is not None else (None, None)
+        grads = (grad_hidden, grad_weight, *beside_grads)
+        ctx.save_for_backward(*(g for g in grads if g is not None))
+        ctx.wants = tuple(g is not None for g in grads), len(aligned)
         return total
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        kept = list(ctx.saved_tensors)
-        wants_hidden, wants_weight, count = ctx.wants
+        wants, count = ctx.wants
+        kept = iter(ctx.saved_tensors)
         # In place: these were made for this one call and nobody else holds them.
-        grad_hidden = kept.pop(0).mul_(grads[0]) if wants_hidden else None
-        grad_weight = kept.pop(0).mul_(grads[0]) if wants_weight else None
-        return (grad_hidden, grad_weight, None, None, None, None, *([None] * count))
+        hidden, weight, low, up = (next(kept).mul_(grads[0]) if wanted else None for wanted in wants)
+        return (hidden, weight, None, None, None, None, low, up, *([None] * count))
+
+
+class _Beside:
+    """What logits have beside the head's own: low [n, rank] times up [rank, vocabulary], chunk by chunk."""
+
+    def __init__(self, low: Tensor, up: Tensor, dtype: torch.dtype, differentiate: bool):
+        self.low, self.up = low.detach().to(dtype), up.detach().to(dtype)
+        made = (torch.empty_like(low), torch.zeros_like(up)) if differentiate else (None, None)
+        self.grads: tuple[Tensor | None, Tensor | None] = made
+
+    def add_(self, logits: Tensor, start: int) -> None:
+        logits.addmm_(self.low[start : start + logits.shape[0]], self.up)
+
+    def differentiate(self, grad: Tensor, factor: Tensor, start: int) -> None:
+        """From the gradient of a chunk's logits, up to a factor a row."""
+        grad_low, grad_up = self.grads
+        if grad_low is None or grad_up is None:
+            return
+        rows = slice(start, start + grad.shape[0])
+        grad_low[rows] = torch.mm(grad, self.up.t()) * factor
+        grad_up += torch.mm((self.low[rows] * factor).t(), grad)
 
 
 def chunked_logits(hidden: Tensor, head: torch.nn.Module, row_loss: RowLoss, *aligned: Tensor, rows: int = 512) -> Tensor:
@@ -282,7 +312,7 @@ def chunked_logits(hidden: Tensor, head: torch.nn.Module, row_loss: RowLoss, *al
     Works in autocast's dtype where autocast is on, else in that of `hidden`.
 
     Args:
-        hidden: [..., width]; head: a module with a `weight` [vocabulary, width] and no bias.
+        hidden: [..., width]; head: a module with a `weight` [vocabulary, width] and no bias, or a `TiedHead`.
         aligned: [...] each, or [..., n]: what a row loss reads beside the logits of a place.
         row_loss: with `value_and_grad_` its gradient is made in place; otherwise by autograd, chunk by chunk.
 
@@ -298,6 +328,8 @@ def chunked_logits(hidden: Tensor, head: torch.nn.Module, row_loss: RowLoss, *al
     dtype = _compute_dtype(hidden)
     flat = hidden.reshape(-1, hidden.shape[-1])
     with torch.autocast(device, enabled=False):
+        pair = pair_of(head)
+        low, up = (pair.lowered(flat.to(dtype)), pair.up) if pair is not None else (None, None)
         return _Chunked.apply(
             flat,
             _weight(head),
@@ -305,6 +337,8 @@ def chunked_logits(hidden: Tensor, head: torch.nn.Module, row_loss: RowLoss, *al
             rows,
             dtype,
             torch.is_grad_enabled(),
+            low,
+            up,
             *(a.reshape(-1, *a.shape[hidden.dim() - 1 :]) for a in aligned),
         )
 

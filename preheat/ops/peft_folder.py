@@ -19,7 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from preheat.errors import RecipeError
-from preheat.ops.adapters import draw, inject, names_of, own_of, parameters_of
+from preheat.ops.adapters import base_of, draw, inject, names_of, own_of, parameters_of
+from preheat.ops.sharded import local, share_of
+from preheat.ops.tied_head import TiedHead
 
 __all__ = ["BASE", "AdapterFolder", "begin", "put_in", "read_folder"]
 
@@ -37,7 +39,15 @@ _FREE = {  # settings that change nothing in what the adapter computes, or are c
     *("task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode"),
     *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "init_lora_weights", "init_weights"),
     *("lora_dropout", "dropout", "rank_dropout", "module_dropout", "fan_in_fan_out", "runtime_config", "eva_config"),
-    *("loftq_config", "megatron_core", "projection_prng_key", "save_projection", "ensure_weight_tying", "qalora_group_size"),
+    *(
+        "loftq_config",
+        "megatron_core",
+        "projection_prng_key",
+        "save_projection",
+        "ensure_weight_tying",
+        "rank_pattern",
+        "qalora_group_size",
+    ),
 }
 
 
@@ -149,7 +159,8 @@ class AdapterFolder:
                 raise self.fault(
                     f"has {key} of shape {found}, the model needs {tuple(tensor.shape)}: another rank, or an adapter for another base"
                 )
-        left = [key for key in theirs if not any(_matches(key, ours) for ours in wanted)]
+        twice = {*_tied(model), *(f"{name}.base_layer.weight" for name in (*names_of(model), *_heads(model)))}
+        left = [key for key in theirs if key not in twice and not any(_matches(key, ours) for ours in wanted)]
         if left:
             raise self.fault(f"has {left[0]}, for which the model has no place; is it for other targets or another base?")
 
@@ -160,6 +171,11 @@ class AdapterFolder:
             for key, tensor in _wanted(model):
                 if (value := _find(theirs, key)) is not None:
                     tensor.copy_(value)
+        for name in names_of(model):  # peft writes the embedding beside an adapter of it
+            held: Any = base_of(model, name)
+            value = theirs.get(f"{name}.base_layer.weight")
+            if value is not None and not torch.equal(share_of(value, held.weight).to(held.weight), local(held.weight)):
+                raise self.fault(f"holds other values of {name} than its base; merge it with peft and name the merged model")
 
 
 def read_folder(path: str | Path, knob: str) -> AdapterFolder:
@@ -284,6 +300,15 @@ def _wanted(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         for key, tensor in own_of(model.get_submodule(name)):
             short = re.sub(r"\.default(?=\.|$)", "", key)
             yield f"{name}.{'lora_magnitude_vector' if short.startswith('lora_magnitude_vector') else short}", tensor
+
+
+def _heads(model: nn.Module) -> list[str]:
+    return [name for name, module in model.named_modules() if isinstance(module, TiedHead)]
+
+
+def _tied(model: nn.Module) -> list[str]:
+    """peft's names of what a tied head shares with its embedding, which it writes once more."""
+    return [f"{name}.lora_{part}.weight" for name in _heads(model) for part in "AB"]
 
 
 def _matches(theirs: str, ours: str) -> bool:

@@ -98,8 +98,8 @@ class ChunkedLoss(Technique):
     def apply(self, build: Build, part: Any) -> Change:
         from preheat.models.adapter import require_plain_head
 
-        require_plain_head(part, self.name())
         chosen = "ours" if self.kernel == "auto" else self.kernel
+        require_plain_head(part, self.name(), tied=chosen == "ours")
         build.own(Slot.OVER_LOGITS, _kernel(chosen, self.rows), self.name())
         many = "as many rows as Liger chooses" if chosen == "liger" else f"{self.rows} rows"
         return Change(f"head and loss {many} at a time, gradients made in the forward pass", 1, kernel=chosen)

@@ -36,6 +36,7 @@ FURTHER: list[tuple[str, dict[str, Any]]] = [
     ("lora", {"variant": "dora", "rank": 4}),
     ("lora", {"variant": "pissa", "rank": 4}),
     ("lora", {"variant": "rslora"}),
+    ("lora", {"embedding_rank": 3}),
     ("length_curriculum", {"schedule": "linear"}),
     ("mixed_precision", {"mode": "bf16_weights"}),
     ("mixed_precision", {"mode": "bf16_weights", "keep_fp32": "norm|q_proj|embed_tokens"}),

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 from preheat import recipe as recipes
 from preheat.engine import checkpoint
@@ -44,7 +45,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     gpt2 = transformers.GPT2Config(**common, **ends, num_hidden_layers=2, embd_pdrop=0.0, attn_pdrop=0.0, resid_pdrop=0.0)
     transformers.LlamaForCausalLM(llama).save_pretrained(root / "llama")
     transformers.GPT2LMHeadModel(gpt2).save_pretrained(root / "gpt2")
-    return {"llama": root / "llama", "gpt2": root / "gpt2"}
+    llama.tie_word_embeddings = True
+    transformers.LlamaForCausalLM(llama).save_pretrained(root / "tied")
+    return {family: root / family for family in ("llama", "gpt2", "tied")}
 
 
 def made(folder: Path, techniques: str, *more: str) -> Build:
@@ -82,6 +85,57 @@ def test_a_variant_starts_as_the_base_learns_and_is_merged_exactly(folders: dict
     assert adapters.merge(b.trained[0]) == {"llama": 14, "gpt2": 8}[family]
     assert relative(logits(b), tuned) < 1e-5
     assert not any("lora" in name or "base_layer" in name for name, _ in b.trained[0].named_parameters())
+
+
+@pytest.mark.parametrize("family", ["llama", "tied", "gpt2"])
+def test_a_pair_on_the_embedding_is_one_with_a_tied_head_and_merged_exactly(folders: dict[str, Path], family: str) -> None:
+    base = logits(made(folders[family], "{}"))
+    alone = "{lora: {targets: [c_attn, q_proj], rank: 1, embedding_rank: 3}%s}"
+    b, whole = made(folders[family], alone % ", chunked_loss: {rows: 7}"), made(folders[family], alone % "")
+    assert torch.equal(logits(b), base)
+    up: Any = next(p for name, p in b.parameters() if "lora_embedding_A" in name)
+    assert torch.equal(up, torch.zeros_like(up))
+    losses = train(b, 6)
+    assert losses[-1] < losses[0] - 0.05, losses
+    assert losses == pytest.approx(train(whole, 6), rel=1e-5)
+    tuned, model = logits(b), b.trained[0]
+    assert adapters.merge(model) == 3
+    assert relative(logits(b), tuned) < 1e-5
+    ends: Any = model.get_input_embeddings(), model.get_output_embeddings()  # type: ignore[operator]
+    assert (ends[0].weight is ends[1].weight) == (family != "llama")
+    assert type(ends[1]) is torch.nn.Linear
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
+def test_a_tied_pair_of_pefts_own_is_taken_over(folders: dict[str, Path], tmp_path: Path) -> None:
+    import peft
+
+    names = ["model.embed_tokens", "lm_head"]
+    config = peft.LoraConfig(
+        r=3,
+        lora_alpha=6,
+        target_modules=["q_proj", "embed_tokens"],
+        rank_pattern=dict.fromkeys(names, 2),
+        ensure_weight_tying=True,
+    )
+    model: Any = peft.get_peft_model(transformers.AutoModelForCausalLM.from_pretrained(folders["tied"]), config)
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.requires_grad:
+                p.normal_(std=0.1)
+    with pytest.warns(UserWarning, match="save_embedding_layers"):
+        model.save_pretrained(tmp_path / "theirs")
+    start = f"start: {tmp_path / 'theirs'}"
+    b = made(folders["tied"], f"{{lora: {{targets: [q_proj], rank: 3, alpha: 6, embedding_rank: 2, {start}}}}}")
+    assert relative(logits(b), plain_logits(model.get_base_model(), TOKENS)) < 1e-6
+    with pytest.raises(RecipeError, match="another rank"):
+        made(folders["tied"], f"{{lora: {{targets: [q_proj], rank: 3, alpha: 6, embedding_rank: 5, {start}}}}}")
+    file = tmp_path / "theirs/adapter_model.safetensors"
+    tensors = load_file(file)
+    tensors["base_model.model.model.embed_tokens.base_layer.weight"] += 1
+    save_file(tensors, file)
+    with pytest.raises(RecipeError, match="other values of model"):
+        made(folders["tied"], f"{{lora: {{targets: [q_proj], rank: 3, alpha: 6, embedding_rank: 2, {start}}}}}")
 
 
 def test_rslora_scales_by_the_root_of_the_rank(folders: dict[str, Path]) -> None:
@@ -128,6 +182,8 @@ ADAPTED = [
     *(f"{{lora: {{variant: {variant}, rank: 4}}}}" for variant in VARIANTS),
     "{lora: {variant: pissa, rank: 4, pissa_iterations: 2}, mixed_precision: {mode: bf16_weights}}",
     "{lora: {rank: 4}, nf4: {}}",
+    "{lora: {rank: 4, embedding_rank: 2}, nf4: {}, chunked_loss: {}}",
+    "{lora: {rank: 4, embedding_rank: 2}, mixed_precision: {mode: bf16_weights}, chunked_loss: {}}",
     "{lora: {rank: 4, variant: dora}, nf4: {double_quantization: false}, mixed_precision: {mode: bf16_weights}}",
     *(peft(method) for method in METHODS),
 ]
@@ -137,12 +193,12 @@ ADAPTED = [
 def test_on_a_base_from_a_folder_it_goes_on_exactly_without_the_base_in_the_checkpoint(
     folders: dict[str, Path], tmp_path: Path, techniques: str
 ) -> None:
-    a = made(folders["llama"], techniques)
+    a = made(folders["tied"], techniques)
     train(a, 2)
     found = checkpoint.save(a, checkpoint.Progress(step=2), tmp_path, keep=1)
     saved = json.loads((found / "model.safetensors.index.json").read_text())["weight_map"]
     assert {name.removeprefix("model.") for name in saved if name.startswith("model.")} == {name for name, _ in a.parameters()}
-    b = made(folders["llama"], techniques)
+    b = made(folders["tied"], techniques)
     checkpoint.load(b, found)
     assert torch.equal(logits(b), logits(a))
     assert train(a, 2) == train(b, 2)
@@ -181,6 +237,7 @@ def test_each_method_of_peft_starts_as_the_base_learns_and_is_merged_exactly(fol
         ("{nf4: {keep: '.*'}, lora: {}}", "leaves no linear map"),
         ("{nf4: {}, lora: {variant: pissa}}", "changes the base's weights"),
         ("{lora: {targets: [lm_head]}, chunked_loss: {}}", "an adapter stands on it"),
+        ("{lora: {variant: dora, embedding_rank: 2}}", "embedding_rank: goes with lora and rslora"),
         ("{lora: {variant: pissa, rank: 40}}", "lower the rank"),
     ],
 )
@@ -195,6 +252,8 @@ def test_a_method_that_does_not_know_gpt2s_maps_says_so(folders: dict[str, Path]
 
 
 def test_a_tied_head_is_not_adapted(folders: dict[str, Path]) -> None:
+    with pytest.raises(RecipeError, match="embedding_rank adds to it"):
+        made(folders["tied"], "{lora: {embedding_rank: 2}, chunked_loss: {kernel: torch}}")
     with pytest.raises(RecipeError, match="shares its weight"):
         made(folders["gpt2"], "{lora: {targets: [lm_head]}}")
 
