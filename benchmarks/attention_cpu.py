@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -26,12 +27,13 @@ SHAPES = (  # rows, heads, heads of keys and values, length, head_dim
     (1, 12, 12, 2048, 64),
     (1, 8, 8, 4096, 64),
 )
-KERNELS = {"flash": sdpa_attention, "blocks": blocked_attention}
+KERNELS: dict[str, Callable[..., torch.Tensor]] = {"flash": sdpa_attention, "blocks": blocked_attention}
 
 
 def once(kernel: str, tensors: list[torch.Tensor], slope: torch.Tensor) -> float:
     begun = time.perf_counter()
-    out = KERNELS[kernel](*tensors, MaskSpec(), tensors[0].shape[-1] ** -0.5)
+    q, k, v = tensors
+    out = KERNELS[kernel](q, k, v, MaskSpec(), tensors[0].shape[-1] ** -0.5)
     torch.autograd.grad(out, tensors, slope)
     return time.perf_counter() - begun
 
@@ -40,11 +42,13 @@ def errors(shape: tuple[int, ...]) -> dict[str, float]:
     """Relative norm of the error of the output and of the gradients together, bf16 against fp64."""
     _, heads, shared, length, dim = shape
     exact = [torch.randn(1, h, min(length, 512), dim, dtype=torch.float64).requires_grad_() for h in (heads, shared, shared)]
-    out = reference_attention(*exact, MaskSpec(), dim**-0.5)
+    q, k, v = exact
+    out = reference_attention(q, k, v, MaskSpec(), dim**-0.5)
     slope = torch.randn_like(out)
     truth = torch.cat([t.flatten() for t in (out, *torch.autograd.grad(out, exact, slope))])
     found = {}
-    for kernel, function in {"eager": reference_attention, **KERNELS}.items():
+    kernels: dict[str, Callable[..., torch.Tensor]] = {"eager": reference_attention, **KERNELS}
+    for kernel, function in kernels.items():
         rounded = [t.detach().bfloat16().requires_grad_() for t in exact]
         got = function(*rounded, MaskSpec(), dim**-0.5)
         parts = (got, *torch.autograd.grad(got, rounded, slope.bfloat16()))

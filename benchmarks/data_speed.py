@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 SPECIAL = ["<|im_start|>", "<|im_end|>"]
 UNMARKED = """{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}
@@ -52,7 +53,7 @@ def read(folder: Path, template: str) -> None:
     from preheat.data import prepare
     from preheat.recipe import Data
 
-    settings = {} if template == "unmarked" else {"template": template}
+    settings: dict[str, Any] = {} if template == "unmarked" else {"template": template}
     data = Data(source=str(folder / "rows.jsonl"), tokenizer=str(folder / "tokenizer"), **settings)
     begun, used = time.perf_counter(), time.process_time()
     made = prepare(data, length=2048, seed=0, cache=folder / "cache")

@@ -20,7 +20,7 @@ from typing import Any
 
 from preheat import recipe as recipes
 from preheat.bench.compare import Contender, bench
-from preheat.technique import registry
+from preheat.technique import Technique, registry
 
 # name: model, rows, length. 8B: as many of its layers as fit with everything in fp32.
 SHAPES: dict[str, tuple[str, int, int]] = {
@@ -47,7 +47,8 @@ LADDER: tuple[dict[str, dict[str, Any]], ...] = (
 
 def contenders(recipe: recipes.Recipe) -> list[Contender]:
     """The plain recipe and one contender a rung."""
-    known, chosen = registry(), {}
+    known = registry()
+    chosen: dict[str, Technique] = {}
     found = [Contender("plain", replace(recipe, techniques={}))]
     for rung in LADDER:
         ((name, settings),) = rung.items()

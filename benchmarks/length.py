@@ -250,7 +250,7 @@ def lists(pieces: list[int], tokens: int, documents: int, shortest: int, rng: np
         pairs = max(2, int(np.exp(rng.uniform(np.log(shortest), np.log(tokens)))) // 2)
         new = min(len(keys), max(1, round(pairs * rng.uniform(0.05, 0.95))))
         key, value = rng.choice(keys, new, replace=False), rng.choice(values, new)
-        order = np.arange(pairs) % new
+        order: Any = np.arange(pairs) % new
         if number % 2:
             order[new:] = rng.integers(new, size=pairs - new)
         made.append(" ".join(f"w{key[n]} w{value[n]}" for n in order))

@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from drawn import drawn
 from drawn import settings as arguments
@@ -90,7 +91,7 @@ def main() -> None:
     if options.drawn:
         more = drawn(options.drawn, options.seed)
         chosen = [(f"drawn {n}", [*settings, "stop.steps=6"]) for n, settings in enumerate(more, 1)]
-    rows = []
+    rows: list[dict[str, Any]] = []
     for name, settings in chosen:
         with tempfile.TemporaryDirectory() as folder:
             command = [sys.executable, "-m", "preheat", "train", "demo", "--json", "--force", "--out", f"{folder}/run"]
@@ -100,7 +101,8 @@ def main() -> None:
             rows.append({"name": name, "settings": settings, "failed": done.stderr.strip().splitlines()[-1]})
             continue
         made = json.loads(done.stdout)
-        p, row = made["predicted"], {"name": name, "settings": settings}
+        p = made["predicted"]
+        row: dict[str, Any] = {"name": name, "settings": settings}
         for key in ("peak_gib", "tokens_per_second"):
             row[key] = {
                 "predicted": round(p[key], 4),

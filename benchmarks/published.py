@@ -20,7 +20,7 @@ import statistics
 import time
 import traceback
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -381,7 +381,7 @@ def answer(row: Row, gpus: Mapping[str, Row]) -> dict[str, Any]:
     return out
 
 
-def errors(rows: list[Row], answers: Mapping[str, Mapping[str, Any]], said: str, measured: str) -> dict[str, list[float]]:
+def errors(rows: Sequence[Row], answers: Mapping[str, Mapping[str, Any]], said: str, measured: str) -> dict[str, list[float]]:
     """Source -> predicted over measured, less one, of the rows that were measured and answered."""
     found: dict[str, list[float]] = defaultdict(list)
     for row in rows:
@@ -391,7 +391,7 @@ def errors(rows: list[Row], answers: Mapping[str, Mapping[str, Any]], said: str,
     return found
 
 
-def table(rows: list[Row], answers: Mapping[str, Mapping[str, Any]]) -> str:
+def table(rows: Sequence[Row], answers: Mapping[str, Mapping[str, Any]]) -> str:
     lines = []
     for name, said, measured in (
         ("memory", "predicted_gib", "peak_mem_gib"),

@@ -111,7 +111,7 @@ def work(folder: Path, turns: int) -> None:
     fully_shard(bare)
     o = recipe.optimizer
     optimizer = torch.optim.AdamW(
-        bare.parameters(), lr=1e-3, betas=tuple(o.betas), eps=o.eps, weight_decay=o.weight_decay, fused=True
+        bare.parameters(), lr=1e-3, betas=(o.betas[0], o.betas[1]), eps=o.eps, weight_decay=o.weight_decay, fused=True
     )
     tokens = torch.randint(4096, (rows, length), generator=torch.Generator().manual_seed(rank))
     labels = torch.cat([tokens[:, 1:], torch.full((rows, 1), -100)], dim=1)

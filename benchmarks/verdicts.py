@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from drawn import drawn, settings
 
@@ -31,7 +32,7 @@ train(load_recipe("demo", sys.argv[4:]), out=sys.argv[2], watch=Cap("building", 
 """
 
 
-def planned(values: list[str]) -> dict[str, object]:
+def planned(values: list[str]) -> dict[str, Any]:
     command = [sys.executable, "-m", "preheat", "plan", "demo", "--json", *settings(values)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if not done.stdout:
@@ -58,12 +59,13 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/verdicts.json"))
     options = parser.parse_args()
-    draw, rows = random.Random(options.seed), []
+    draw = random.Random(options.seed)
+    rows: list[dict[str, Any]] = []
     for n, values in enumerate(drawn(options.count, options.seed), 1):
         values = [*values, "stop.steps=3"]
         made = planned(values)
-        low, high = made["peak_gib_interval"]  # type: ignore[misc]
-        limit = made["peak_gib"] * draw.uniform(0.5, 1.6)  # type: ignore[operator]
+        low, high = made["peak_gib_interval"]
+        limit = made["peak_gib"] * draw.uniform(0.5, 1.6)
         verdict = "fits" if limit >= high else "does not" if limit < low else "not said"
         through, words = ran(values, int(limit * 1024))
         wrong = (verdict == "fits") != through and verdict != "not said"
@@ -72,7 +74,7 @@ def main() -> None:
         print(
             f"{n:3d} {limit / made['peak_gib']:.2f} of the peak: {verdict:9s} ran: {through!s:5s} {'WRONG ' + words if wrong else ''}",
             flush=True,
-        )  # type: ignore[operator]
+        )
     told = [row for row in rows if row["verdict"] != "not said"]
     right = sum((row["verdict"] == "fits") == row["ran"] for row in told)
     print(f"{right} of {len(told)} verdicts hold; {len(rows) - len(told)} lay within the interval")

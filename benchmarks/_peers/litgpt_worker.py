@@ -54,11 +54,11 @@ class Rows(DataModule):
         return torch.stack(rows)
 
     def train_dataloader(self) -> torch.utils.data.DataLoader:
-        return torch.utils.data.DataLoader(self.rows, batch_size=self.job.batch, collate_fn=self._tick)
+        return torch.utils.data.DataLoader(self.rows, batch_size=self.job.batch, collate_fn=self._tick)  # type: ignore[arg-type]
 
     def val_dataloader(self) -> torch.utils.data.DataLoader:
         # litgpt validates before it trains, whatever is set: one batch, of the training's shape, or it would compile for two.
-        return torch.utils.data.DataLoader(self.rows[: self.job.batch], batch_size=self.job.batch)
+        return torch.utils.data.DataLoader(self.rows[: self.job.batch], batch_size=self.job.batch)  # type: ignore[arg-type]
 
 
 def shape(folder: Path) -> dict[str, Any]:

@@ -93,7 +93,9 @@ QUICK = [
     Case("gpt2", "data_parallel: {}, zero1: {}", **GPT2),
     Case("llama", "fsdp: {}", "nf4: {}, lora: {rank: 4}, gradient_accumulation: {steps: 2}"),
     Case("llama", "data_parallel: {}", "nf4: {}, lora: {rank: 4, variant: dora}"),
-    Case("gpt2", "fsdp: {}", "lora: {rank: 4}"),  # whose blocks draw weights of theirs through an adapter
+    Case(
+        "gpt2", "fsdp: {}", "lora: {rank: 4, embedding_rank: 3}, chunked_loss: {rows: 7}"
+    ),  # whose blocks draw weights of theirs through an adapter
     Case("llama", "fsdp: {}", "lora: {rank: 4, variant: pissa}"),
     Case("llama", "fsdp: {}", "mixed_precision: {mode: bf16_weights}"),  # rounded at random as one process would
     Case("llama", "fsdp: {}", "mixed_precision: {mode: bf16_master}"),
@@ -121,6 +123,8 @@ DEEPSPEED = [
     *(Case("llama", f"parallel.engine=deepspeed parallel.zero={z}", "gradient_accumulation: {steps: 2}") for z in (1, 2, 3)),
     *(Case("gpt2", f"parallel.engine=deepspeed parallel.zero={z}", "chunked_loss: {rows: 7}", **GPT2) for z in (1, 2, 3)),
     *(Case("qwen3", f"parallel.engine=deepspeed parallel.zero={z}", "nf4: {}, lora: {rank: 4}") for z in (1, 2, 3)),
+    *(Case("gpt2", f"parallel.engine=deepspeed parallel.zero={z}", "lora: {rank: 4, embedding_rank: 3}") for z in (2, 3)),
+    Case("gpt2", "parallel.engine=deepspeed parallel.zero=3", "lora: {rank: 4, embedding_rank: 3}, chunked_loss: {rows: 7}"),
 ]
 
 

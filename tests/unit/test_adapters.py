@@ -99,6 +99,8 @@ def test_a_pair_on_the_embedding_is_one_with_a_tied_head_and_merged_exactly(fold
     assert losses[-1] < losses[0] - 0.05, losses
     assert losses == pytest.approx(train(whole, 6), rel=1e-5)
     tuned, model = logits(b), b.trained[0]
+    with adapters.without(model):
+        assert torch.equal(logits(b), base)
     assert adapters.merge(model) == 3
     assert relative(logits(b), tuned) < 1e-5
     ends: Any = model.get_input_embeddings(), model.get_output_embeddings()  # type: ignore[operator]
