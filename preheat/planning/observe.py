@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 from preheat.engine.build import build, world_of
 from preheat.engine.step import gradients, update
 from preheat.models.adapter import anatomy
+from preheat.ops.adapters import shares
 from preheat.ops.again import counting
 from preheat.planning.moments import evaluating, fake_batch, generating, loading, looking, saving, tell_phases
 from preheat.planning.recorder import STEP, Kernel, Mark, Phase, Recorder
@@ -43,7 +44,7 @@ class Observation:
         kernels: how often each kernel runs in one optimizer step, all micro-batches included.
         flops: by dtype, of one optimizer step.
         model_flops: of one optimizer step without what activation checkpointing computes again.
-        parameters, trained: number of elements.
+        parameters, trained: number of weights; those in 4 bits are counted as weights, not as bytes.
         tokens: tokens of one optimizer step.
         passing: the most that was alive at once beside parameters, gradients and optimizer states, in bytes.
         log: every allocation and release, in order: (block, bytes made or -bytes freed, phase).
@@ -169,7 +170,7 @@ def _observe(recipe: Recipe, vocabulary: int | None, device: Device, by_layer: b
         kernels=kernels,
         flops={k: v for k, v in flops.items() if v},
         model_flops=sum(flops.values()) - recorder.recomputed,
-        parameters=sum(p.numel() for part in made.trained for p in part.parameters()),
+        parameters=sum(shares(part)[1] for part in made.trained),
         trained=sum(p.numel() for _, p in made.parameters()),
         tokens=shape.rows * shape.length,
         passing=passing,

@@ -389,6 +389,7 @@ def test_the_dry_run_sees_half_a_byte_a_weight() -> None:
     weights = 2 * (4 * 512 * 512 + 3 * 512 * 1024)
     saved = plain.categories["forward"]["parameters"] - packed.categories["forward"]["parameters"]
     assert 4 - saved / weights == pytest.approx(0.516, abs=0.002)
+    assert (packed.parameters, packed.trained) == (plain.parameters, plain.trained)
 
 
 def test_under_autocast_adapters_keep_no_copies_of_their_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
