@@ -1,6 +1,6 @@
 """Two processes against one on this machine, one thread each, and preheat's step against bare FSDP2 code; gloo; in turns.
 
-    python benchmarks/two_processes.py [--rounds 3] [--steps 10] [--turns 11] [--out benchmarks/results/two_processes.md]
+    python benchmarks/two_processes.py [--rounds 3] [--steps 10] [--turns 11] [--rows 16 64] [--out benchmarks/results/two_processes.md]
 
 Scaling   `preheat train` of a 15M-like Llama on one process, and with `data_parallel` and `fsdp` on two: each a run of its own. And two runs
           at once that share nothing but the machine, each with half of the rows: what two cores can give at most.
@@ -28,7 +28,7 @@ FAST = "{mixed_precision: {mode: bf16}, chunked_loss: {rows: 512}, efficient_att
 RECIPE = """name: m15
 model: {model}
 data: {{source: stdlib, vocabulary: 4096}}
-batch: {{size: 16, length: 256}}
+batch: {{size: {rows}, length: 256}}
 stop: {{steps: {steps}}}
 evaluate: {{}}
 techniques: {techniques}
@@ -38,24 +38,26 @@ APART = "two that share nothing"
 MANY = {"one process": None, "data_parallel": "data_parallel", "fsdp": "fsdp", APART: None}
 
 
-def scaling(folder: Path, rounds: int, steps: int) -> dict[str, list[dict[str, Any]]]:
+def scaling(folder: Path, rounds: int, steps: int, rows: int) -> dict[str, list[dict[str, Any]]]:
     recipe = folder / "m15.yaml"
-    recipe.write_text(RECIPE.format(model=MODEL, steps=steps, techniques=FAST), encoding="utf-8")
+    recipe.write_text(RECIPE.format(model=MODEL, steps=steps, techniques=FAST, rows=rows), encoding="utf-8")
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in MANY}
     for n in range(rounds):
         for name in [*list(MANY)[n % 4 :], *list(MANY)[: n % 4]]:
-            out = folder / f"{name}-{n}".replace(" ", "-")
+            out = folder / f"{name}-{rows}-{n}".replace(" ", "-")
             more = ["--set", f"techniques.{MANY[name]}={{}}", "--nproc", "2"] if MANY[name] else []
             if name == APART:
-                other = threading.Thread(target=run, args=(recipe, folder / f"{out.name}-other", ["--set", "batch.size=8"]))
+                other = threading.Thread(
+                    target=run, args=(recipe, folder / f"{out.name}-other", ["--set", f"batch.size={rows // 2}"])
+                )
                 other.start()
-                one = run(recipe, out, ["--set", "batch.size=8"])
+                one = run(recipe, out, ["--set", f"batch.size={rows // 2}"])
                 other.join()
                 one["speed"] *= 2
             else:
                 one = run(recipe, out, more)
             found[name].append(one)
-            print(name, one, flush=True)
+            print(rows, name, one, flush=True)
     return found
 
 
@@ -102,7 +104,7 @@ def work(folder: Path, turns: int) -> None:
     keep_heap()
     dist.init_process_group("gloo")
     rank, rows, length = dist.get_rank(), 8, 256
-    text = RECIPE.format(model=MODEL, steps=100, techniques="{fsdp: {}, efficient_attention: {}}")
+    text = RECIPE.format(model=MODEL, steps=100, techniques="{fsdp: {}, efficient_attention: {}}", rows=16)
     recipe = recipes.override(recipes.parse(text), "parallel.devices=2", "optimizer.clip=1.0")
     ours = build(recipe, vocabulary=4096, device=probe("cpu"))
     bare = LlamaForCausalLM(configure(recipe, 4096))
@@ -154,6 +156,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--turns", type=int, default=11)
+    parser.add_argument("--rows", type=int, nargs="+", default=[16, 64], help="of 256 tokens, a step")
     parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/two_processes.md"))
     options = parser.parse_args()
@@ -162,25 +165,25 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as folder:
         both = overhead(Path(folder), options.turns)
-        found = scaling(Path(folder), options.rounds, options.steps)
+        found = {rows: scaling(Path(folder), options.rounds, options.steps, rows) for rows in options.rows}
     import torch
 
     ratios = sorted(one["preheat"] / one["hand"] for one in both)
     lines = [
         "# Two processes against one, one thread each, and preheat's step against bare FSDP2",
         "",
-        f"`python benchmarks/two_processes.py --rounds {options.rounds} --steps {options.steps} --turns {options.turns}`: Llama, 6 layers, width 288, 4,096 pieces, tied; 16 x 256",
-        f"tokens a step; gloo, two cores, torch {torch.__version__}. Scaling: bf16 autocast, chunked loss, efficient attention; median of the steps after the second; median (least to",
+        f"`python benchmarks/two_processes.py --rounds {options.rounds} --steps {options.steps} --turns {options.turns} --rows {' '.join(map(str, options.rows))}`: Llama, 6 layers, width 288, 4,096 pieces, tied; rows of 256",
+        f"tokens; gloo, two cores, torch {torch.__version__}. Scaling: bf16 autocast, chunked loss, efficient attention; median of the steps after the second; median (least to",
         f"most) over {options.rounds} rounds; ratios within a round.",
         "",
-        "| | tokens/s | times one | peak memory a process | loss of the last step |",
-        "|---|---|---|---|---|",
+        "| rows a step | | tokens/s | times one | peak memory a process | loss of the last step |",
+        "|---|---|---|---|---|---|",
     ]
-    for name, runs in found.items():
-        times = [a["speed"] / b["speed"] for a, b in zip(runs, found["one process"], strict=True)]
+    for rows, name, runs in ((rows, name, runs) for rows, made in found.items() for name, runs in made.items()):
+        times = [a["speed"] / b["speed"] for a, b in zip(runs, found[rows]["one process"], strict=True)]
         speed, peak = (statistics.median(one[key] for one in runs) for key in ("speed", "peak"))
         lines.append(
-            f"| {name} | {speed:,.0f} | {statistics.median(times):.2f} ({min(times):.2f} to {max(times):.2f}) | {peak:.3f} GiB | {runs[0]['loss']:.5f} |"
+            f"| {rows} | {name} | {speed:,.0f} | {statistics.median(times):.2f} ({min(times):.2f} to {max(times):.2f}) | {peak:.3f} GiB | {runs[0]['loss']:.5f} |"
         )
     lines += [
         "",
