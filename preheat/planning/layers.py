@@ -40,7 +40,7 @@ def observe_few(
     """`observe`, of a pipeline that end which needs more; by two models of few layers where that says the same: GPUs or several devices, many layers, all of them alike.
 
     There is no log then, and what a CPU's heap keeps of freed tensors, which is not affine, is not in `held`: processes that are about to
-    run on CPUs (`world` is given) have all their layers observed. A GPU's allocator keeps what is affine, roughly.
+    run on CPUs (`world` is given) have all their layers observed. Of a GPU's allocator the share that it holds over the peak is carried on.
     `changes` are left out, since they would be those of the few layers.
 
     Args:
@@ -114,12 +114,11 @@ def _carried_on(one: Observation, two: Observation, times: float, device: Device
     }
     categories = peaks(at)
     peak = {phase: sum(found.values()) for phase, found in categories.items()}
-    fewer, more = (seen.held or hold(seen.log, seen.streams, device) for seen in (one, two))
-    if device.kind == "cpu":  # what the heap keeps of freed tensors is not affine, and left out
-        held = max(peak.values())
-    else:
-        kept = on(*(h - max(_of_training(seen.peak)) for h, seen in ((fewer, one), (more, two))))
-        held = max(_of_training(peak)) + max(kept, 0)
+    held = max(peak.values())  # on a CPU: what the heap keeps of freed tensors is not affine, and left out
+    if device.kind != "cpu":
+        held = max(_of_training(peak))
+        if steps := _of_step(peak):
+            held = max(held, round(max(steps) * max(_kept(seen, device) for seen in (one, two))))
     return Observation(
         peak=peak,
         categories=categories,
@@ -141,6 +140,15 @@ def _carried_on(one: Observation, two: Observation, times: float, device: Device
 
 def _of_training(peak: Mapping[str, int]) -> list[int]:
     return [size for phase, size in peak.items() if phase in ("load", *STEP)]
+
+
+def _of_step(peak: Mapping[str, int]) -> list[int]:
+    return [size for phase, size in peak.items() if phase in STEP]
+
+
+def _kept(seen: Observation, device: Device) -> float:
+    """What the allocator holds over what is allocated at a step's peak: a share, since from one number of layers to the next it jumps by more than a layer's tensors."""
+    return (seen.held or hold(seen.log, seen.streams, device)) / max(_of_step(seen.peak))
 
 
 def _kernels(one: Counter[Kernel], two: Counter[Kernel], on: Any) -> Counter[Kernel]:
