@@ -8,6 +8,7 @@ import pytest
 
 from preheat import recipe as recipes
 from preheat.models.adapter import configure
+from preheat.planning.allocator import hold
 from preheat.planning.layers import _few, observe_few
 from preheat.planning.observe import Observation, observe
 from preheat.technique import Device
@@ -94,6 +95,24 @@ def test_many_layers_are_planned_by_few() -> None:
     assert few.kernels.total() == whole.kernels.total()
     moved = [sum((k.bytes_read + k.bytes_written) * n for k, n in seen.kernels.items()) for seen in (few, whole)]
     assert moved[0] == pytest.approx(moved[1], rel=0.005)
+
+
+def test_what_an_allocator_keeps_is_that_of_few_layers() -> None:
+    """From one number of layers to the next it jumps by more than a layer's tensors, and must not be multiplied by all of them."""
+    techniques = "{fsdp: {gather: bf16}, activation_checkpointing: {}, mixed_precision: {mode: bf16}, efficient_attention: {}, gradient_accumulation: {steps: 4}}"
+    recipe = recipes.override(
+        tiny(rows=4 * WORLD, more=""),
+        "model={layers: 26, width: 1024, heads: 8, feed_forward: 4096, vocabulary: 8192, positions: 2048}",
+        f"techniques={techniques}",
+        "batch.length=2048",
+    )
+    how: dict[str, Any] = {
+        "vocabulary": 96,
+        "device": Device("cuda", "H100", 80 * 2**30, (9, 0), at_hand=False),
+        "world": WORLD,
+    }
+    few, whole = observe_few(recipe, **how), observe(recipe, **how)
+    assert few.held == pytest.approx(hold(whole.log, whole.streams, how["device"]), rel=0.07)
 
 
 def test_layers_that_are_told_apart_are_all_observed() -> None:
