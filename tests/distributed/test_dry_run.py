@@ -97,7 +97,7 @@ def test_many_layers_are_planned_by_few() -> None:
     assert moved[0] == pytest.approx(moved[1], rel=0.005)
 
 
-def test_what_an_allocator_keeps_is_that_of_few_layers() -> None:
+def test_what_an_allocator_keeps_is_carried_on_by_its_share() -> None:
     """From one number of layers to the next it jumps by more than a layer's tensors, and must not be multiplied by all of them."""
     techniques = "{fsdp: {gather: bf16}, activation_checkpointing: {}, mixed_precision: {mode: bf16}, efficient_attention: {}, gradient_accumulation: {steps: 4}}"
     recipe = recipes.override(
@@ -112,7 +112,9 @@ def test_what_an_allocator_keeps_is_that_of_few_layers() -> None:
         "world": WORLD,
     }
     few, whole = observe_few(recipe, **how), observe(recipe, **how)
-    assert few.held == pytest.approx(hold(whole.log, whole.streams, how["device"]), rel=0.07)
+    replayed = hold(whole.log, whole.streams, how["device"])
+    assert few.held is not None
+    assert replayed <= few.held < 1.2 * replayed
 
 
 def test_layers_that_are_told_apart_are_all_observed() -> None:
