@@ -351,7 +351,7 @@ def test_another_method_starts_from_its_own_folder(bases: dict[str, Path], tmp_p
         ({"r": 8}, "", "has r 8, the recipe 4; change rank"),
         ({"lora_alpha": 8}, "", "has lora_alpha 8, the recipe 32.0; change alpha"),
         ({"use_rslora": True}, "", "has use_rslora True, the recipe False; change variant"),
-        ({"rank_pattern": {"q_proj": 2}}, "", "has rank_pattern"),
+        ({"rank_pattern": {"q_proj": 2}}, "", r"q_proj.lora_A.weight of shape .2, 32., the model needs .4, 32.: another rank"),
         ({"target_modules": ["q_proj"]}, "", r"has no model.layers.0.mlp.down_proj.lora_A.weight.*other targets"),
         ({"target_modules": ["q_proj", "down_proj", "o_proj"]}, "", r"has model.layers.0.self_attn.o_proj.*no place"),
         ({"modules_to_save": ["lm_head"]}, "", "trains whole modules besides"),
