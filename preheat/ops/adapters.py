@@ -60,7 +60,9 @@ def inject(model: nn.Module, config: Any) -> list[str]:
                 f"{name} holds all its experts' matrices in one, which is no map; name those beside them, as [q_proj, k_proj, v_proj, o_proj], and give the experts lora's expert_rank"
             )
         if any(uses[id(p)] > 1 for p in base_of(model, name).parameters()):
-            raise ValueError(f"{name} shares its weight with another module, which merging would change too")
+            raise ValueError(
+                f"{name} shares its weight with another module, which merging would change too; lora's embedding_rank adapts an embedding and the head tied to it"
+            )
     return names
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 from preheat.errors import RecipeError
 from preheat.ops.adapters import base_of, draw, inject, names_of, own_of, parameters_of
 from preheat.ops.sharded import local, share_of
-from preheat.ops.tied_head import TiedHead
+from preheat.ops.tied_head import TiedHead, pair_of
 
 __all__ = ["BASE", "AdapterFolder", "begin", "put_in", "read_folder"]
 
@@ -163,6 +164,21 @@ class AdapterFolder:
         left = [key for key in theirs if key not in twice and not any(_matches(key, ours) for ours in wanted)]
         if left:
             raise self.fault(f"has {left[0]}, for which the model has no place; is it for other targets or another base?")
+        for name in _heads(model):
+            self._scaled_alike(name, model.get_submodule(name))
+
+    def _scaled_alike(self, name: str, head: nn.Module) -> None:
+        """peft scales a tied head's pair by the rank and alpha of the head's own name, whatever its embedding's are."""
+        from peft.utils.other import get_pattern_key
+
+        pair, config = pair_of(head), self.config
+        rank = config.rank_pattern.get(get_pattern_key(config.rank_pattern, name), config.r)
+        alpha = config.alpha_pattern.get(get_pattern_key(config.alpha_pattern, name), config.lora_alpha)
+        theirs = alpha / (math.sqrt(rank) if config.use_rslora else rank)
+        if pair is not None and not math.isclose(pair.scale, theirs):
+            raise self.fault(
+                f"scales its pair by {theirs:g} at {name} and by {pair.scale:g} at the embedding that it is tied to, which preheat scales alike; merge it with peft and name the merged model"
+            )
 
     def load(self, model: nn.Module) -> None:
         """Copies the values into the adapters of a model that `fits`."""

@@ -117,8 +117,7 @@ def _carried_on(one: Observation, two: Observation, times: float, device: Device
     held = max(peak.values())  # on a CPU: what the heap keeps of freed tensors is not affine, and left out
     if device.kind != "cpu":
         held = max(_of_training(peak))
-        if steps := _of_step(peak):
-            held = max(held, round(max(steps) * max(_kept(seen, device) for seen in (one, two))))
+        held = max(held, round(max(_of_step(peak)) * max(_kept(seen, device) for seen in (one, two))))
     return Observation(
         peak=peak,
         categories=categories,

@@ -132,6 +132,12 @@ def test_a_tied_pair_of_pefts_own_is_taken_over(folders: dict[str, Path], tmp_pa
     assert relative(logits(b), plain_logits(model.get_base_model(), TOKENS)) < 1e-6
     with pytest.raises(RecipeError, match="another rank"):
         made(folders["tied"], f"{{lora: {{targets: [q_proj], rank: 3, alpha: 6, embedding_rank: 5, {start}}}}}")
+    settings = tmp_path / "theirs/adapter_config.json"
+    whole = settings.read_text()
+    settings.write_text(whole.replace('"lm_head": 2', '"lm_hood": 2'))  # peft: 6 / 3 at the head then, 6 / 2 at the embedding
+    with pytest.raises(RecipeError, match="scales its pair by 2 at lm_head and by 3 at the embedding"):
+        made(folders["tied"], f"{{lora: {{targets: [q_proj], rank: 3, alpha: 6, embedding_rank: 2, {start}}}}}")
+    settings.write_text(whole)
     file = tmp_path / "theirs/adapter_model.safetensors"
     tensors = load_file(file)
     tensors["base_model.model.model.embed_tokens.base_layer.weight"] += 1
