@@ -168,8 +168,13 @@ def compiled(row: Row) -> bool:
 
 
 def techniques_of(row: Row) -> dict[str, Any]:
-    # Norms are one operator in all tools, and what a compiler fuses keeps as little (tests/unit/test_compile.py).
-    made: dict[str, Any] = {"fused_operators": {"gate": compiled(row)}}
+    said, tunes = row["fused_or_chunked_ce"], row["method"] != "pretrain"
+    made: dict[str, Any] = {}
+    # Who tunes without a compiler and recomputes nothing has transformers' own norms and, in QLoRA, its authors' dropout: both keep copies. Else norms
+    # are one operator: in tools for pretraining, and what a compiler fuses keeps as little (tests/unit/test_compile.py).
+    keeps = not compiled(row) and tunes and row["activation_checkpointing"] != "full"
+    if "fused" in said or not (keeps or row["compile"] == "no"):
+        made["fused_operators"] = {"gate": compiled(row)}
     if "unfused" not in row["attention"] and "eager" not in row["attention"]:
         made["efficient_attention"] = {}
     recompute = {
@@ -179,9 +184,8 @@ def techniques_of(row: Row) -> dict[str, Any]:
     }.get(row["activation_checkpointing"])
     if recompute is not None:
         made["activation_checkpointing"] = recompute
-    said = row["fused_or_chunked_ce"]
-    if "chunk" in said or "fused linear" in said or (not said and row["method"] != "pretrain" and whole(row, "n_gpus") == 1):
-        made["chunked_loss"] = {}  # tools for fine-tuning on one device take the loss in chunks unless they say otherwise
+    if "chunk" in said or "fused linear" in said or (not said and tunes and not keeps and whole(row, "n_gpus") == 1):
+        made["chunked_loss"] = {}  # who tunes on one device with memory in mind has the loss in chunks unless it is said otherwise
     elif compiled(row) and not said and row["gpu"].startswith(SINCE_2024):
         # Their compilers fuse the loss too: logits and their gradients in half precision, about what ours takes for all rows at once.
         made["chunked_loss"] = {"rows": max(1, whole(row, "micro_batch") * whole(row, "seq_len", LENGTH))}
@@ -202,6 +206,8 @@ def techniques_of(row: Row) -> dict[str, Any]:
         made["lora"] = {"rank": whole(row, "lora_rank", 16)}
     if row["method"] == "qlora":
         made["nf4"] = {}
+        if keeps:
+            made["lora"]["dropout"] = 0.05
     return made
 
 

@@ -129,6 +129,11 @@ def finish(made: dict[str, Any], page: Any, asked: Question, *, out: Path | None
     else:
         screen = console()
         screen.print(whole_picture(made, asked.recipe.name))
+        if asked.absent:
+            screen.print(
+                f"{asked.absent} is not here: planned by its built-in configuration; tokenizer, weights and data were not looked at",
+                style="dim",
+            )
         for path, words in ((out, "recipe"), (html, "page")):
             if path is not None:
                 screen.print(f"{words}: {path}")

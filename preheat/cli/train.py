@@ -61,6 +61,32 @@ def _summary(made: dict[str, Any]) -> Any:
     )
 
 
+def _dry_run(recipe: str, overrides: list[str], *, gpu: str | None, out: Path | None, resume: bool, nproc: int, json: bool) -> None:
+    """Data, the run's folder and a plan of the recipe as it is; exit code 3 where it does not fit."""
+    from preheat.cli.plan import finish
+    from preheat.cli.planned import stated
+    from preheat.cli.show import Alarms, console
+    from preheat.errors import RecipeError
+    from preheat.models.presets import require_weights
+    from preheat.run import check_folder
+    from preheat.training.asked import asked
+    from preheat.training.session import read_data
+
+    question = asked(recipe, [*overrides, *([f"parallel.devices={nproc}"] if nproc > 1 else [])])
+    if not question.given:
+        raise RecipeError(f"{recipe}: --dry-run takes a recipe; preheat plan takes a model, and writes one with --out")
+    check_folder(out or Path("runs") / question.recipe.name, resume=resume)
+    if question.absent is None:
+        require_weights(question.recipe)
+        data, _, _ = read_data(question.recipe, Alarms())
+        if not json:
+            rows = f"{len(data.train):,} rows" if hasattr(data.train, "__len__") else "a stream of rows"
+            console().print(f"data: {data.source}, {rows} of {question.recipe.batch.length:,} tokens")
+    devices = question.recipe.parallel.devices or 1
+    made, page = stated(question, gpu, devices, min(devices, 8), None)
+    finish(made, page, question, out=None, html=None, json=json)
+
+
 def train(
     recipe: RecipeArgument,
     set: Set = None,
@@ -84,15 +110,31 @@ def train(
             "--restarts", min=0, help="With --nproc: start all again so often after one of them died, from the last checkpoint."
         ),
     ] = 0,
+    dry_run: Annotated[
+        bool,
+        typer.Option(
+            "--dry-run", help="What comes before the first step, and nothing written: read the data, build, take a step without memory, plan."
+        ),
+    ] = False,
+    gpu: Annotated[
+        str | None, typer.Option("--gpu", help="With --dry-run: on a device of the catalogue, or a stated one, as of preheat plan.")
+    ] = None,
     json: Json = False,
 ) -> None:
     """Trains a recipe, and ends with predicted beside measured and a report.
 
     Example: `preheat train demo --set stop.steps=50 --out runs/first`, and after a crash the same with `--resume`. On several devices:
-    `preheat train demo --set techniques.fsdp={} --nproc 2`; on several hosts under torchrun, whose jobs `preheat launch` writes.
+    `preheat train demo --set techniques.fsdp={} --nproc 2`; on several hosts under torchrun, whose jobs `preheat launch` writes. Would it run?
+    `preheat train demo --dry-run`.
     """
     from preheat import recipe as recipes
+    from preheat.errors import RecipeError
 
+    if dry_run:
+        _dry_run(recipe, set or [], gpu=gpu, out=out, resume=resume, nproc=nproc, json=json)
+        return
+    if gpu is not None:
+        raise RecipeError("--gpu: a run takes the devices that are here; add --dry-run to look at it on another")
     read = recipes.load(recipe, set or [])
     folder = out or Path("runs") / read.name
     if nproc > 1 and "RANK" not in os.environ:

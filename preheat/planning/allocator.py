@@ -71,8 +71,7 @@ def hold(log: list[tuple[int, int, Phase]], streams: Mapping[int, str], device: 
     """
     if device.kind == "cpu":
         return replay(log)
-    # Segments that expand: near to affine in the number of layers, which those of fixed sizes are not, and 3 to 9 % below them.
-    return replay_caching(log, streams, expandable=True).reserved
+    return replay_caching(log, streams).reserved
 
 
 def replay(log: Iterable[tuple[int, int, str]]) -> int:

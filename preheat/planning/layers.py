@@ -24,8 +24,8 @@ from preheat.technique import Axis, Device, Technique
 
 __all__ = ["observe_few", "of_layers"]
 
-FEWEST = 4  # layers from which on a step's places are affine
-MANY = 12  # layers below which two observations cost as much as one of them all
+# (fewest, apart): two numbers of layers. From 4 on a step's places are affine; what a GPU's allocator keeps is from 8 on, and its noise asks for a distance.
+FEW, ENOUGH = (4, 1), (8, 4)
 
 
 def observe_few(
@@ -35,31 +35,36 @@ def observe_few(
     device: Device,
     world: int | None = None,
     heap: bool = True,
+    quick: bool = False,
     see: Callable[[list[dict[str, Any]]], list[Observation]] | None = None,
 ) -> Observation:
     """`observe`, of a pipeline that end which needs more; by two models of few layers where that says the same: GPUs or several devices, many layers, all of them alike.
 
     There is no log then, and what a CPU's heap keeps of freed tensors, which is not affine, is not in `held`: processes that are about to
-    run on CPUs (`world` is given) have all their layers observed. Of a GPU's allocator the share that it holds over the peak is carried on.
+    run on CPUs (`world` is given) have all their layers observed. What a GPU's allocator keeps is carried on too.
     `changes` are left out, since they would be those of the few layers.
 
     Args:
         heap: False where what a CPU's heap keeps is not asked for: one is then observed by few layers too.
+        quick: by half as many layers: what a GPU's allocator keeps is then what it keeps of those.
         see: observes several things, each by its arguments of `observe`; one after the other when not given.
     """
     see = see or (lambda asked: [observe(**each) for each in asked])
     config = adapter.configure(recipe, vocabulary)
-    layers, few = config.get_text_config().num_hidden_layers, _few(recipe, config)
     devices = world or recipe.parallel.devices or 1
     cpu = device.kind == "cpu"
+    layers, few = config.get_text_config().num_hidden_layers, _few(recipe, config, *(FEW if quick or cpu else ENOUGH))
     how: dict[str, Any] = {"vocabulary": vocabulary, "device": device, "world": world}
-    if few is None or (cpu and devices == 1 and heap) or layers < MANY or (cpu and world is not None):
+    if few is None or (cpu and devices == 1 and heap) or layers <= sum(few) or (cpu and world is not None):
         ends = _ends(recipe, config, device, world)
         seen = see([{"recipe": recipe, "rank": rank, **how} for rank in ends])
         return max(seen, key=lambda one: one.peak[one.peak_phase])
     fewer, more = few
     one, two = see([{"recipe": of_layers(recipe, count), "by_layer": True, **how} for count in (fewer, more)])
-    return _carried_on(one, two, (layers - fewer) / (more - fewer), device)
+    found = _carried_on(one, two, (layers - fewer) / (more - fewer))
+    if not cpu:
+        found.held = _held(one, two, found, device, layers, None if quick else (fewer, more))
+    return found
 
 
 def _ends(recipe: Recipe, config: Any, device: Device, world: int | None) -> list[int]:
@@ -77,7 +82,7 @@ def of_layers(recipe: Recipe, layers: int) -> Recipe:
     return replace(recipe, model=replace(recipe.model, config={**recipe.model.config, "num_hidden_layers": layers}))
 
 
-def _few(recipe: Recipe, config: Any) -> tuple[int, int] | None:
+def _few(recipe: Recipe, config: Any, fewest: int = FEW[0], apart: int = FEW[1]) -> tuple[int, int] | None:
     """Two numbers of layers, the distance a multiple of what repeats; None where layers differ, or are told apart by number."""
     techniques = list(recipe.techniques.values())
     period = math.lcm(*(t.period() for t in techniques))
@@ -88,11 +93,12 @@ def _few(recipe: Recipe, config: Any) -> tuple[int, int] | None:
         return None
     layers = config.get_text_config().num_hidden_layers
     # The first layers of a model that reads images take features of its tower besides.
-    fewest = FEWEST + (seen.deep if (seen := adapter.facts(config).vision) else 0)
-    if layers < fewest + period:
+    fewest += seen.deep if (seen := adapter.facts(config).vision) else 0
+    apart = -(-apart // period) * period
+    if layers < fewest + apart:
         return None
     fewer = fewest + (layers - fewest) % period
-    return fewer, fewer + period
+    return fewer, fewer + apart
 
 
 def _by_number(technique: Technique) -> bool:
@@ -102,7 +108,7 @@ def _by_number(technique: Technique) -> bool:
     return any(isinstance(text, str) and re.search(r"\.\W*\d|\\d", text) for text in texts)
 
 
-def _carried_on(one: Observation, two: Observation, times: float, device: Device) -> Observation:
+def _carried_on(one: Observation, two: Observation, times: float) -> Observation:
     """The first observation, and the difference between the two so many times."""
 
     def on(a: int, b: int) -> int:
@@ -114,10 +120,6 @@ def _carried_on(one: Observation, two: Observation, times: float, device: Device
     }
     categories = peaks(at)
     peak = {phase: sum(found.values()) for phase, found in categories.items()}
-    held = max(peak.values())  # on a CPU: what the heap keeps of freed tensors is not affine, and left out
-    if device.kind != "cpu":
-        held = max(_of_training(peak))
-        held = max(held, round(max(_of_step(peak)) * max(_kept(seen, device) for seen in (one, two))))
     return Observation(
         peak=peak,
         categories=categories,
@@ -130,7 +132,7 @@ def _carried_on(one: Observation, two: Observation, times: float, device: Device
         passing=on(one.passing, two.passing),
         slots=one.slots,
         at=at,
-        held=held,
+        held=max(peak.values()),  # what a CPU's heap keeps of freed tensors is not affine, and left out
         groups=two.groups,
         compiled=two.compiled,
         idle=one.idle,
@@ -145,14 +147,25 @@ def _of_step(peak: Mapping[str, int]) -> list[int]:
     return [size for phase, size in peak.items() if phase in STEP]
 
 
-def _kept(seen: Observation, device: Device) -> float:
-    """What the allocator holds over what is allocated at a step's peak.
+def _held(
+    one: Observation, two: Observation, all_: Observation, device: Device, layers: int, seen: tuple[int, int] | None
+) -> int:
+    """What the allocator holds: beside the peak of all layers what it keeps of few, and more by what each layer added there.
 
-    From one number of layers to the next it jumps by more than a layer's tensors, so its difference says nothing. In bytes it stays what few
-    layers leave, by the replay of all; carried on as a share it is up to a fifth above that, and nearer to what published runs were
-    measured at (benchmarks/results/published.md).
+    Its segments are of fixed sizes, and each layer leaves some of them unfilled: by replays of 4 to 32 layers what is kept is affine from 8 on, but for
+    jumps of a segment. So at least what the more layers keep, and at most as large a share of the peak.
+
+    Args:
+        seen: the two numbers of layers; None where they are too few and too near for a difference.
     """
-    return (seen.held or hold(seen.log, seen.streams, device)) / max(_of_step(seen.peak))
+    peaks = [max(_of_step(o.peak)) for o in (one, two, all_)]
+    kept = [(o.held or hold(o.log, o.streams, device)) - peak for o, peak in zip((one, two), peaks, strict=False)]
+    ahead = max(kept)
+    if seen:
+        fewer, more = seen
+        ahead = kept[1] + (kept[1] - kept[0]) * (layers - more) // (more - fewer)
+        ahead = min(max(ahead, kept[1]), kept[1] * peaks[2] // peaks[1])
+    return max(*_of_training(all_.peak), peaks[2] + ahead)
 
 
 def _kernels(one: Counter[Kernel], two: Counter[Kernel], on: Any) -> Counter[Kernel]:

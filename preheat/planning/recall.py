@@ -103,7 +103,9 @@ def _where(recipe: Recipe, vocabulary: int | None, device: Device, world: int | 
 
 
 _LOOKS: dict[str, Callable[..., Observation]] = {
-    "few": lambda recipe, device, rank, **how: observe_few(recipe, device=device, heap=device.kind == "cpu", see=_both, **how),
+    "few": lambda recipe, device, rank, **how: observe_few(
+        recipe, device=device, heap=device.kind == "cpu", quick=True, see=_both, **how
+    ),
     "whole": observe,
     "marked": functools.partial(observe, by_layer=True),
     "step": functools.partial(observe, evaluated=False),

@@ -17,7 +17,7 @@ from preheat.errors import RecipeError
 from preheat.hardware.catalogue import accelerator, stated
 from preheat.hardware.probe import parse_memory, resident_bytes
 from preheat.hardware.rates import Rates
-from preheat.models import presets
+from preheat.models import configs, presets
 from preheat.planning.roofline import Roofline
 from preheat.recipe import Recipe
 from preheat.technique import Device
@@ -36,11 +36,18 @@ _ROWS, _LENGTH = 16, 2048  # of a global batch, where nobody says
 
 @dataclass(frozen=True)
 class Question:
-    """A recipe to plan; `given`: the user's own, to be planned as it is. `checkpoint`: where the weights of a model by name are to be had."""
+    """A recipe to plan.
+
+    Attributes:
+        given: the user's own, to be planned as it is.
+        checkpoint: where the weights of a model by name are to be had.
+        absent: `model.path` of a given recipe that cannot be read here: planned is the preset which stands beside it, and the recipe lacks the path.
+    """
 
     recipe: Recipe
     given: bool
     checkpoint: str | None = None
+    absent: str | None = None
 
 
 def asked(
@@ -67,7 +74,7 @@ def asked(
     more = [*(f"batch.{key}={value}" for key, value in batch.items()), f"parallel.devices={devices}"]
     if what is not None and _is_recipe(what):
         stated = [*overrides, *more] if devices > 1 else [*overrides, *more[:-1]]
-        return Question(_shared_out(recipes.load(what, stated), devices, batch_tokens), True)
+        return _given(_shared_out(recipes.load(what, stated), devices, batch_tokens))
     model, positions, checkpoint = _model(what)
     batch = {"length": min(length or _LENGTH, positions or _LENGTH), **batch}
     batch.setdefault("size", math.ceil(_ROWS / devices) * devices)
@@ -81,6 +88,17 @@ def asked(
     }
     named = recipes.parse(yaml.safe_dump(values), where=what or "the model", overrides=overrides)
     return Question(_shared_out(named, devices, batch_tokens), False, checkpoint)
+
+
+def _given(recipe: Recipe) -> Question:
+    model = recipe.model
+    if model.preset is None or model.path is None or Path(model.path).is_dir():
+        return Question(recipe, True)
+    try:
+        configs.read(model.path, model.trust_remote_code)
+    except RecipeError:
+        return Question(replace(recipe, model=replace(model, path=None)), True, absent=model.path)
+    return Question(recipe, True)
 
 
 def _is_recipe(what: str) -> bool:

@@ -38,7 +38,7 @@ from preheat.training.watch import Watch
 if TYPE_CHECKING:
     from preheat.data import Prepared
 
-__all__ = ["Session", "data_of", "open_session", "plan_here", "resolve", "rows_of", "settle", "vocabulary_of"]
+__all__ = ["Session", "data_of", "open_session", "plan_here", "read_data", "resolve", "rows_of", "settle", "vocabulary_of"]
 
 
 @dataclass
@@ -253,7 +253,7 @@ def open_session(recipe: Recipe, out: Path, *, resume: bool, watch: Watch, force
     else:
         heard = ranks.hear("prepared")
         built, expected = recipes.parse(heard["recipe"], where="the recipe of rank 0"), heard["plan"]
-        data, probes, samples = _read(recipe, watch)
+        data, probes, samples = read_data(recipe, watch)
     ranks.agree({"recipe": digest(recipes.dump(recipe)), "data": data.fingerprint, **versions()})
     import torch.distributed.checkpoint  # noqa: F401  # so that the imports' memory is known before the build
 
@@ -314,7 +314,7 @@ class _Ready:
     events: list[dict[str, Any]]
 
 
-def _read(recipe: Recipe, watch: Watch) -> tuple[Any, Probes, Samples]:
+def read_data(recipe: Recipe, watch: Watch) -> tuple[Any, Probes, Samples]:
     """The data, and what is measured and written beside the steps."""
     from preheat.data.kinds import require_examples
 
@@ -347,7 +347,7 @@ def _prepare(
         watch.notice("other settings of techniques that spare memory: losses will agree up to rounding, not bit for bit")
     presets.require_weights(recipe)
     watch.stage("reading data")
-    data, probes, samples = _read(recipe, watch)
+    data, probes, samples = read_data(recipe, watch)
     watch.stage("measuring this machine (once)")
     measured = rates(device, threads, progress=lambda what, done: watch.progress(what, done, 1.0))
     watch.stage("planning")

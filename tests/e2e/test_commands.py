@@ -47,6 +47,33 @@ def test_plan_train_report_eval_generate_export(preheat: Command) -> None:
     assert losses(run) == losses(preheat.folder / "again")
 
 
+def test_a_dry_run_looks_at_all_and_writes_nothing(preheat: Command) -> None:
+    before = sorted(preheat.folder.rglob("*"))
+    said, _ = preheat.here("train", "r.yaml", "--dry-run")
+    assert "rows of 32 tokens" in said
+    assert said.rstrip().endswith("fits")
+    on_gpu = preheat.here.json("train", "r.yaml", "--dry-run", "--gpu", "H100")
+    assert (on_gpu["fits"], on_gpu["device"]["name"]) == (True, "H100")
+    assert preheat.here.json("train", "r.yaml", "--dry-run", "--set", "hardware.memory=1MiB", code=3)["fits"] is False
+    for more, words, code in (
+        (["--set", "data.source=nowhere.txt", "--dry-run"], "nowhere.txt", 4),
+        (["--gpu", "H100"], "add --dry-run", 2),
+    ):
+        assert words in preheat.here("train", "r.yaml", *more, code=code)[1]
+    assert "preheat plan takes a model" in preheat.here("train", "gpt2", "--dry-run", code=2)[1]
+    assert sorted(preheat.folder.rglob("*")) == before
+
+
+def test_a_planned_recipe_is_looked_at_where_its_checkpoint_is_not(preheat: Command) -> None:
+    how = ("--gpu", "T4", "--set", "batch={size: 2, length: 64}")
+    planned = preheat.here.json("plan", "gpt2", *how, "--out", "plan.yaml")
+    assert "path: openai-community/gpt2" in (preheat.folder / "plan.yaml").read_text()
+    for command in (("train", "plan.yaml", "--dry-run"), ("plan", "plan.yaml")):
+        said, _ = preheat.here(*command, "--gpu", "T4")
+        assert "openai-community/gpt2 is not here" in said
+        assert preheat.here.json(*command, "--gpu", "T4")["peak_gib"] == pytest.approx(planned["peak_gib"], rel=0.02)
+
+
 def test_lora_run_exports_merged(preheat: Command) -> None:
     preheat.here.json("train", "r.yaml", "--set", "techniques={lora: {rank: 4}}", "--set", "stop.steps=4")
     exported = preheat.here.json("export", "runs/small")

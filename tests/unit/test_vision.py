@@ -368,7 +368,7 @@ def test_many_layers_are_planned_by_few(folders: dict[str, Path], tmp_path: Path
     recipe = recipe_of(
         folders["qwen3_vl"], tmp_path, "{mixed_precision: {mode: bf16}, efficient_attention: {}, activation_checkpointing: {}}"
     )
-    deep = replace(recipe, model=replace(recipe.model, weights="random", config={"num_hidden_layers": 14}))
+    deep = replace(recipe, model=replace(recipe.model, weights="random", config={"num_hidden_layers": 29}))
     few, whole = (see(deep, vocabulary=None, device=GPU) for see in (observe_few, observe))
     assert not few.log
     assert few.peak == pytest.approx(whole.peak, rel=1e-3)
