@@ -63,7 +63,9 @@ def main() -> None:
             how = ("--gpu", gpu, "--count", str(count), "--method", method)
             code, planned, words = preheat("plan", model, *how, "--out", file)
             seconds = time.monotonic() - begun
-            again, looked, refused = preheat("train", file, "--dry-run", "--gpu", gpu) if Path(file).exists() else (code, {}, words)
+            again, looked, refused = (
+                preheat("train", file, "--dry-run", "--gpu", gpu) if Path(file).exists() else (code, {}, words)
+            )
         row = {
             "model": model,
             "gpu": gpu,

@@ -185,7 +185,9 @@ def techniques_of(row: Row) -> dict[str, Any]:
     if recompute is not None:
         made["activation_checkpointing"] = recompute
     if "chunk" in said or "fused linear" in said or (not said and tunes and not keeps and whole(row, "n_gpus") == 1):
-        made["chunked_loss"] = {}  # who tunes on one device with memory in mind has the loss in chunks unless it is said otherwise
+        made[
+            "chunked_loss"
+        ] = {}  # who tunes on one device with memory in mind has the loss in chunks unless it is said otherwise
     elif compiled(row) and not said and row["gpu"].startswith(SINCE_2024):
         # Their compilers fuse the loss too: logits and their gradients in half precision, about what ours takes for all rows at once.
         made["chunked_loss"] = {"rows": max(1, whole(row, "micro_batch") * whole(row, "seq_len", LENGTH))}
@@ -297,8 +299,21 @@ def _in_eights(kernel: Any) -> Any:
 
 
 def gib_of(made: Mapping[str, Any], recipe: Any) -> float:
-    """What tools report: reserved memory where weights are sharded, which keeps pools a stream, else what tensors take."""
-    return float(made["reserved_gib"] if "fsdp" in recipe.techniques else made["allocated_gib"])
+    """What tools report: reserved memory where weights are sharded, which keeps pools a stream, or a pipeline keeps activations of many sizes; else what tensors take."""
+    return float(made["reserved_gib"] if {"fsdp", "pipeline_parallel"} & recipe.techniques.keys() else made["allocated_gib"])
+
+
+def loss_of_others(row: Row, made: Mapping[str, Any], recipe: Any) -> float:
+    """GiB by which the peak is higher where the loss over shares of the vocabulary is not ours.
+
+    Ours holds a share's logits in half precision and their chances in fp32. Torch's `loss_parallel` has the logits cast, their log-softmax and
+    its gradient in fp32 at once, Megatron-LM's the cast with the gradient in half precision: 10 to 14 bytes a logit, where ours has 6.
+    """
+    tensor = recipe.techniques.get("tensor_parallel")
+    if tensor is None or tensor.rows < whole(row, "micro_batch") * whole(row, "seq_len", LENGTH):
+        return 0.0
+    logits = tensor.rows * recipe.model.vocabulary / tensor.degree / whole(row, "cp")
+    return max(made["phases"].get("head and loss", 0.0) + 6 * logits / 2**30 - made["peak_gib"], 0.0)
 
 
 def roofline_of(name: str, gpus: Mapping[str, Row]) -> tuple[Any, bool]:
@@ -361,7 +376,7 @@ def answer(row: Row, gpus: Mapping[str, Row]) -> dict[str, Any]:
         recipe, stages = recipe_of(row), whole(row, "vpp")
         made, used = planned(recipe, roofline, stages, compiled(row))
         for more in MORE:
-            if gib_of(made, used) <= made["available_gib"]:
+            if made["fits"]:
                 break
             if more.keys() & recipe.techniques.keys() - {"gradient_accumulation"}:
                 continue
@@ -370,7 +385,7 @@ def answer(row: Row, gpus: Mapping[str, Row]) -> dict[str, Any]:
             recipe = replace(recipe, techniques={k: t for k, t in recipe.techniques.items() if more.get(k, "") is not None})
             with contextlib.suppress(Open):
                 made, used = planned(recipe, roofline, stages, compiled(row))
-        gib = gib_of(made, used)
+        gib = gib_of(made, used) + loss_of_others(row, made, used)
         low, high = (edge / made["peak_gib"] * gib for edge in made["peak_gib_interval"])
         out |= {"predicted_gib": gib, "low_gib": low, "high_gib": high}
         if timed:

@@ -61,7 +61,9 @@ def _summary(made: dict[str, Any]) -> Any:
     )
 
 
-def _dry_run(recipe: str, overrides: list[str], *, gpu: str | None, out: Path | None, resume: bool, nproc: int, json: bool) -> None:
+def _dry_run(
+    recipe: str, overrides: list[str], *, gpu: str | None, out: Path | None, resume: bool, nproc: int, json: bool
+) -> None:
     """Data, the run's folder and a plan of the recipe as it is; exit code 3 where it does not fit."""
     from preheat.cli.plan import finish
     from preheat.cli.planned import stated
@@ -113,11 +115,13 @@ def train(
     dry_run: Annotated[
         bool,
         typer.Option(
-            "--dry-run", help="What comes before the first step, and nothing written: read the data, build, take a step without memory, plan."
+            "--dry-run",
+            help="What comes before the first step, and nothing written: read the data, build, take a step without memory, plan.",
         ),
     ] = False,
     gpu: Annotated[
-        str | None, typer.Option("--gpu", help="With --dry-run: on a device of the catalogue, or a stated one, as of preheat plan.")
+        str | None,
+        typer.Option("--gpu", help="With --dry-run: on a device of the catalogue, or a stated one, as of preheat plan."),
     ] = None,
     json: Json = False,
 ) -> None:

@@ -148,7 +148,8 @@ def test_bad_input_gets_one_clear_line_and_leaves_nothing(
 
 def test_a_run_is_not_overwritten_and_not_resumed_otherwise(preheat: Command) -> None:
     preheat.here("train", "r.yaml", "--set", "stop.steps=6")
-    assert "--resume" in preheat.here("train", "r.yaml", code=1)[1]
+    for more in ((), ("--dry-run",)):
+        assert "--resume" in preheat.here("train", "r.yaml", *more, code=1)[1]
     for changed in (
         "batch.size=8",
         "optimizer.lr=0.02",
