@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
@@ -26,6 +26,7 @@ __all__ = ["observe_few", "of_layers"]
 
 # (fewest, apart): two numbers of layers. From 4 on a step's places are affine; what a GPU's allocator keeps is from 8 on, and its noise asks for a distance.
 FEW, ENOUGH = (4, 1), (8, 4)
+_LONGEST_TURN = 6  # of layers that differ by a pattern
 
 
 def observe_few(
@@ -86,9 +87,10 @@ def _few(recipe: Recipe, config: Any, fewest: int = FEW[0], apart: int = FEW[1])
     """Two numbers of layers, the distance a multiple of what repeats; None where layers differ, or are told apart by number."""
     techniques = list(recipe.techniques.values())
     period = math.lcm(*(t.period() for t in techniques))
-    kinds = set(getattr(config.get_text_config(), "layer_types", None) or ())
-    if period > 2 or len(kinds) > 1 or "layer_types" in recipe.model.config or config.is_encoder_decoder:
+    turn = _turn(getattr(config.get_text_config(), "layer_types", None) or [""])
+    if period > 2 or turn > _LONGEST_TURN or "layer_types" in recipe.model.config or config.is_encoder_decoder:
         return None
+    period = math.lcm(period, turn)
     if any(Axis.PIPELINE in t.degrees() or _by_number(t) for t in techniques):
         return None
     layers = config.get_text_config().num_hidden_layers
@@ -99,6 +101,11 @@ def _few(recipe: Recipe, config: Any, fewest: int = FEW[0], apart: int = FEW[1])
         return None
     fewer = fewest + (layers - fewest) % period
     return fewer, fewer + apart
+
+
+def _turn(kinds: Sequence[str]) -> int:
+    """After how many layers their kinds come again: 2 where each second one has a window, 6 in Gemma 3."""
+    return next(n for n in range(1, len(kinds) + 1) if kinds[n:] == kinds[:-n])
 
 
 def _by_number(technique: Technique) -> bool:

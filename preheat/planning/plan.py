@@ -13,7 +13,7 @@ from preheat.hardware.heap import out_of_reach
 from preheat.hardware.rates import Rates
 from preheat.models import adapter
 from preheat.planning.layers import observe_few
-from preheat.planning.observe import BESIDE, CATEGORIES, Observation
+from preheat.planning.observe import BESIDE, CATEGORIES, Observation, observe
 from preheat.planning.overhead import SOURCES, beside, exporting
 from preheat.planning.predict import step_seconds
 from preheat.planning.roofline import Roofline
@@ -32,6 +32,9 @@ _NINE_IN_TEN: dict[str, tuple[tuple[float, float], tuple[float, float]]] = {
     "catalogue": ((0.7, 1.3), (0.6, 1.5)),
     "catalogue, 8 bits": ((0.7, 1.3), (0.55, 2.3)),  # up to twice as fast by kernels that make the casts within the products
 }
+
+
+_CLOSE = 0.02  # so near to the device's memory few layers cannot tell whether it fits: all are observed
 
 
 def _interval(value: float, factors: tuple[float, float]) -> list[float]:
@@ -61,7 +64,7 @@ def plan(
     in_use: int = 0,
     world: int | None = None,
 ) -> dict[str, Any]:
-    """Predicts memory and time of a recipe, for each device.
+    """Predicts memory and time of a recipe, for each device; by few of its layers, where that tells whether it fits.
 
     Args:
         vocabulary: pieces of the tokenizer.
@@ -77,7 +80,11 @@ def plan(
         RecipeError: the recipe cannot be built.
     """
     seen = observe_few(recipe, vocabulary=vocabulary, device=device, world=world)
-    return describe(recipe, seen, device=device, rates=rates, rows=rows, in_use=in_use)
+    made = describe(recipe, seen, device=device, rates=rates, rows=rows, in_use=in_use)
+    if not seen.log and abs(made["peak_gib"] / made["available_gib"] - 1) < _CLOSE:
+        seen = observe(recipe, vocabulary=vocabulary, device=device, world=world)
+        made = describe(recipe, seen, device=device, rates=rates, rows=rows, in_use=in_use)
+    return made
 
 
 def settled(

@@ -50,8 +50,8 @@ def recall(
     """An observation of the recipe, from where it is known or else made now.
 
     Args:
-        how: `few`: by few layers where that says the same; `whole`: of all layers; `marked`: of all, told apart in `at`; `step`: without evaluation.
-        rank: which of the devices; `few` finds that itself.
+        how: `few`: by few layers where that says the same; `enough`: by more, which tell what a GPU's allocator keeps; `whole`: of all layers; `marked`: of all, told apart in `at`; `step`: without evaluation.
+        rank: which of the devices; `few` and `enough` find that themselves.
         logged: with its log of allocations, which is not on disk.
 
     Raises:
@@ -102,10 +102,13 @@ def _where(recipe: Recipe, vocabulary: int | None, device: Device, world: int | 
     return cache_folder() / "observations" / f"{_key(recipe, vocabulary, device, world, how, rank)}.json"
 
 
+def _few(recipe: Recipe, device: Device, rank: int, *, quick: bool = True, **how: Any) -> Observation:
+    return observe_few(recipe, device=device, heap=device.kind == "cpu", quick=quick, see=_both, **how)
+
+
 _LOOKS: dict[str, Callable[..., Observation]] = {
-    "few": lambda recipe, device, rank, **how: observe_few(
-        recipe, device=device, heap=device.kind == "cpu", quick=True, see=_both, **how
-    ),
+    "few": _few,
+    "enough": functools.partial(_few, quick=False),
     "whole": observe,
     "marked": functools.partial(observe, by_layer=True),
     "step": functools.partial(observe, evaluated=False),

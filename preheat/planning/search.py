@@ -141,10 +141,10 @@ class _Search:
         best = min(fitting, key=self._rank) if fitting else min(self.seen, key=lambda s: s.plan["peak_gib"])
         confirmed = False
         layers = self.model.layers / self.space.sizes_of(best.recipe)[Axis.PIPELINE]
-        if (
-            confirm and fitting and self._took * layers / (9 if alone() else 5) <= _CONFIRM * self.seconds
-        ):  # 4 layers and 5 were looked at
-            best, confirmed = self._confirm(best)
+        if confirm and fitting:
+            quick = self._took * layers / (9 if alone() else 5) <= _CONFIRM * self.seconds  # 4 layers and 5 were looked at
+            best, confirmed = self._confirm(best, "whole" if quick else "enough")
+            confirmed &= quick
         front = self._front(candidates)
         found = Found(best, self._others(best), self.seen, self.rejected, self.guessed, confirmed, front)
         self._say_why_slower(found)
@@ -363,19 +363,19 @@ class _Search:
 
     # The end
 
-    def _confirm(self, best: Seen) -> tuple[Seen, bool]:
-        """The best with all its layers; where those say that it does not fit, the next best."""
+    def _confirm(self, best: Seen, how: str) -> tuple[Seen, bool]:
+        """The best with all its layers, or with as many as tell what an allocator keeps; where those say that it does not fit, the next best."""
         for s in sorted((s for s in self.seen if s.plan["fits"]), key=self._rank):
-            self.tell(f"all layers of {words(s.added, s.micro)}")
+            self.tell(f"{'all' if how == 'whole' else 'more'} layers of {words(s.added, s.micro)}")
             seen = recall(
-                s.recipe, vocabulary=self.space.vocabulary, device=self.space.device, world=self.space.world, how="whole"
+                s.recipe, vocabulary=self.space.vocabulary, device=self.space.device, world=self.space.world, how=how
             )
             plan = describe(s.recipe, seen, device=self.space.device, rates=self.rates, rows=None, in_use=self.in_use)
             confirmed = replace(s, plan=plan)
             self.seen[self.seen.index(s)] = confirmed
             if plan["fits"]:
                 return confirmed, True
-            self._reject(words(s.added, s.micro), f"{too_large(plan)}, with all its layers")
+            self._reject(words(s.added, s.micro), f"{too_large(plan)}, with {'all its' if how == 'whole' else 'more'} layers")
         return best, False
 
     def _others(self, best: Seen) -> list[Seen]:

@@ -135,6 +135,26 @@ def test_layers_that_are_told_apart_are_all_observed() -> None:
     assert _few(alike, configure(alike, 96)) == (4, 5)
 
 
+GPU = Device("cuda", "H100", 80 * 2**30, (9, 0), at_hand=False)
+
+
+def test_layers_that_differ_by_a_pattern_are_carried_on_by_its_turns() -> None:
+    """Gemma 3 has five layers with a window, then one without."""
+    small = "{hidden_size: 64, intermediate_size: 128, vocab_size: 512, num_attention_heads: 2, num_key_value_heads: 1, head_dim: 32}"
+    recipe = recipes.override(
+        tiny(),
+        f"model={{preset: gemma-3-4b, weights: random, config: {small}}}",
+        "techniques={efficient_attention: {}, mixed_precision: {mode: bf16}}",
+        "batch={size: 2, length: 2048}",
+    )
+    how: dict[str, Any] = {"vocabulary": None, "device": GPU}
+    config = configure(recipe, None)
+    assert (config.get_text_config().num_hidden_layers, _few(recipe, config), _few(recipe, config, 8, 4)) == (34, (4, 10), (10, 16))
+    few, whole = observe_few(recipe, **how), observe(recipe, **how)
+    assert few.peak == pytest.approx(whole.peak, rel=1e-3)
+    assert few.flops == whole.flops
+
+
 def test_of_a_pipeline_the_end_that_needs_more_is_planned() -> None:
     """The last stage makes the logits: with a large vocabulary it needs more than the first, which keeps more micro-batches."""
     techniques = "{pipeline_parallel: {degree: 2, micro_batches: 4}}"
