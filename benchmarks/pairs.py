@@ -1,6 +1,6 @@
 """Models x accelerators: a recipe is searched for each pair, written, and given to `preheat train --dry-run` on that accelerator.
 
-    python benchmarks/pairs.py [--out benchmarks/results/pairs.json]
+    python benchmarks/pairs.py [--models phi-3-mini ...] [--out benchmarks/results/pairs.json]
 
 A pair for which the plan says that nothing fits must be refused by the dry run too (exit code 3); its recipe is written all the same.
 """
@@ -23,7 +23,7 @@ PAIRS = [
     *(("qwen3-0.6b", gpu, 1, "full") for gpu in ("RTX-4070Ti-SUPER", "RTX-4090", "A100-40GB")),
     *(("llama-3.2-1b", gpu, 1, "full") for gpu in ("A5000-24GB", "A100-80GB", "MI300X")),
     *(("gemma-3-1b", gpu, 1, "full") for gpu in ("RTX-4090", "H100-PCIe")),
-    *(("phi-2", gpu, 1, "lora") for gpu in ("RTX-3090", "L40S")),
+    *(("phi-3-mini", gpu, 1, "lora") for gpu in ("RTX-3090", "L40S")),
     *(("qwen2.5-3b", gpu, 1, "lora") for gpu in ("RTX-4090", "A6000-48GB", "H100")),
     *(("qwen3-4b", gpu, 1, "qlora") for gpu in ("T4", "RTX-4070Ti-SUPER", "A10G-24GB")),
     *(("mistral-7b-v0.3", gpu, 1, "qlora") for gpu in ("RTX-3090", "A6000-Ada-48GB")),
@@ -39,7 +39,7 @@ PAIRS = [
     ("llama-3.1-70b", "H100", 8, "full"),
     ("mixtral-8x7b", "H200", 8, "full"),
     ("qwen3-30b-a3b", "H100", 8, "full"),
-    ("deepseek-v2-lite", "A100-80GB", 8, "full"),
+    ("pythia-6.9b", "A100-40GB", 8, "full"),
 ]
 
 
@@ -54,9 +54,14 @@ def preheat(*arguments: str) -> tuple[int, dict[str, Any], str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/pairs.json"))
+    parser.add_argument("--models", nargs="+", help="these alone; their rows take the place of those that the file has")
     options = parser.parse_args()
     rows: list[dict[str, Any]] = []
+    if options.models and options.out.exists():
+        rows = [row for row in json.loads(options.out.read_text())["rows"] if row["model"] not in options.models]
     for model, gpu, count, method in PAIRS:
+        if options.models and model not in options.models:
+            continue
         begun = time.monotonic()
         with tempfile.TemporaryDirectory() as folder:
             file = f"{folder}/recipe.yaml"

@@ -21,12 +21,26 @@ from typing import Any
 from drawn import drawn, settings
 
 SLOW = 120  # seconds; a run takes 10 to 20 with memory enough
-# What a run imports and compiles on the way no plan counts: a step of one layer, in a process of its own, says what it is.
+# What a run imports and compiles on the way no plan counts, nor address space that is reserved and never touched (stacks of threads, malloc's arenas):
+# a step of one layer, in a process of its own, says what both are.
 BEFORE = """
 import json, sys
 from preheat import load_recipe, train
-train(load_recipe("demo", [*sys.argv[3:], "model.layers=1", "batch.length=32", "stop.steps=1"]), out=sys.argv[1])
-json.dump(list(sys.modules), open(sys.argv[2], "w"))
+from preheat.training.watch import Watch
+
+def sizes(*names):
+    lines = dict(line.split(":", 1) for line in open("/proc/self/status"))
+    return [int(lines[name].split()[0]) << 10 for name in names]
+
+class Begun(Watch):
+    def stage(self, words):
+        if words == "building":
+            self.at = sizes("VmSize", "VmRSS")
+
+begun = Begun()
+train(load_recipe("demo", [*sys.argv[3:], "model.layers=1", "batch.length=32", "stop.steps=1"]), out=sys.argv[1], watch=begun)
+address, memory = (now - then for now, then in zip(sizes("VmPeak", "VmHWM"), begun.at))
+json.dump({"modules": list(sys.modules), "untouched": max(address - memory, 0)}, open(sys.argv[2], "w"))
 """
 CHILD = """
 import contextlib, importlib, json, sys
@@ -34,11 +48,12 @@ sys.path.insert(0, sys.argv[1])
 from capped import Cap
 from preheat import load_recipe, train
 from preheat.training.recover import Recovery
-for name in json.load(open(sys.argv[4])):
+before = json.load(open(sys.argv[4]))
+for name in before["modules"]:
     with contextlib.suppress(Exception):
         importlib.import_module(name)
 Recovery._step_down = lambda self, failure: sys.exit(f"out of memory, {failure.where}")
-train(load_recipe("demo", sys.argv[5:]), out=sys.argv[2], watch=Cap("building", int(sys.argv[3])))
+train(load_recipe("demo", sys.argv[5:]), out=sys.argv[2], watch=Cap("building", int(sys.argv[3]) + (before["untouched"] >> 20)))
 """
 
 
@@ -55,9 +70,9 @@ def ran(values: list[str], mib: int) -> tuple[bool, str]:
     """Whether it went through within the limit, and its last words."""
     beside = Path(__file__).parents[1] / "tests" / "e2e"
     with tempfile.TemporaryDirectory() as folder:
-        modules = f"{folder}/modules"
-        subprocess.run([sys.executable, "-c", BEFORE, f"{folder}/before", modules, *values], capture_output=True, check=True)
-        command = [sys.executable, "-c", CHILD, str(beside), f"{folder}/run", str(mib), modules, *values]
+        told = f"{folder}/told.json"
+        subprocess.run([sys.executable, "-c", BEFORE, f"{folder}/before", told, *values], capture_output=True, check=True)
+        command = [sys.executable, "-c", CHILD, str(beside), f"{folder}/run", str(mib), told, *values]
         try:
             done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=SLOW)
         except subprocess.TimeoutExpired:  # where the compiler of kernels gets no memory, reference code runs in its place

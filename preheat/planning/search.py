@@ -367,9 +367,7 @@ class _Search:
         """The best with all its layers, or with as many as tell what an allocator keeps; where those say that it does not fit, the next best."""
         for s in sorted((s for s in self.seen if s.plan["fits"]), key=self._rank):
             self.tell(f"{'all' if how == 'whole' else 'more'} layers of {words(s.added, s.micro)}")
-            seen = recall(
-                s.recipe, vocabulary=self.space.vocabulary, device=self.space.device, world=self.space.world, how=how
-            )
+            seen = recall(s.recipe, vocabulary=self.space.vocabulary, device=self.space.device, world=self.space.world, how=how)
             plan = describe(s.recipe, seen, device=self.space.device, rates=self.rates, rows=None, in_use=self.in_use)
             confirmed = replace(s, plan=plan)
             self.seen[self.seen.index(s)] = confirmed

@@ -149,7 +149,11 @@ def test_layers_that_differ_by_a_pattern_are_carried_on_by_its_turns() -> None:
     )
     how: dict[str, Any] = {"vocabulary": None, "device": GPU}
     config = configure(recipe, None)
-    assert (config.get_text_config().num_hidden_layers, _few(recipe, config), _few(recipe, config, 8, 4)) == (34, (4, 10), (10, 16))
+    assert (config.get_text_config().num_hidden_layers, _few(recipe, config), _few(recipe, config, 8, 4)) == (
+        34,
+        (4, 10),
+        (10, 16),
+    )
     few, whole = observe_few(recipe, **how), observe(recipe, **how)
     assert few.peak == pytest.approx(whole.peak, rel=1e-3)
     assert few.flops == whole.flops
