@@ -309,10 +309,13 @@ def loss_of_others(row: Row, made: Mapping[str, Any], recipe: Any) -> float:
     Ours holds a share's logits in half precision and their chances in fp32. Torch's `loss_parallel` has the logits cast, their log-softmax and
     its gradient in fp32 at once, Megatron-LM's the cast with the gradient in half precision: 10 to 14 bytes a logit, where ours has 6.
     """
+    from preheat.models import adapter
+
     tensor = recipe.techniques.get("tensor_parallel")
     if tensor is None or tensor.rows < whole(row, "micro_batch") * whole(row, "seq_len", LENGTH):
         return 0.0
-    logits = tensor.rows * recipe.model.vocabulary / tensor.degree / whole(row, "cp")
+    vocabulary = adapter.configure(recipe, None).get_text_config().vocab_size
+    logits = tensor.rows * vocabulary / tensor.degree / whole(row, "cp")
     return max(made["phases"].get("head and loss", 0.0) + 6 * logits / 2**30 - made["peak_gib"], 0.0)
 
 

@@ -162,13 +162,16 @@ def _name(what: str) -> str:
 def hardware(gpu: str | None, recipe: Recipe, per_host: int) -> tuple[Device, Rates | Roofline, int]:
     """The device to plan for, how fast it is, and bytes of it that are taken: this machine, measured, or one that the catalogue knows or the user states.
 
+    Args:
+        per_host: devices of a host; on CPUs they share this machine's cores and memory.
+
     Raises:
         RecipeError: there is no such device.
     """
     if gpu is None:
         from preheat.hardware.calibrate import rates
 
-        device, threads = resolve(recipe)
+        device, threads = resolve(recipe, per_host)
         return device, rates(device, threads), resident_bytes() if device.kind == "cpu" else 0
     found = stated(gpu) if "=" in gpu else _known(gpu)
     if found.memory is None or found.bandwidth is None:

@@ -51,7 +51,11 @@ def test_a_dry_run_looks_at_all_and_writes_nothing(preheat: Command) -> None:
     before = sorted(preheat.folder.rglob("*"))
     said, _ = preheat.here("train", "r.yaml", "--dry-run")
     assert "rows of 32 tokens" in said
-    assert said.rstrip().endswith("fits")
+    assert "\nfits\n" in said
+    one = preheat.here.json("train", "r.yaml", "--dry-run")
+    two = preheat.here.json("train", "r.yaml", "--dry-run", "--nproc", "2", "--set", "techniques={fsdp: {}}")
+    assert two["devices"] == 2
+    assert two["available_gib"] < 0.6 * one["available_gib"]  # processes share the host's memory
     on_gpu = preheat.here.json("train", "r.yaml", "--dry-run", "--gpu", "H100")
     assert (on_gpu["fits"], on_gpu["device"]["name"]) == (True, "H100")
     assert preheat.here.json("train", "r.yaml", "--dry-run", "--set", "hardware.memory=1MiB", code=3)["fits"] is False
