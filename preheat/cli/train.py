@@ -71,13 +71,15 @@ def _dry_run(
     from preheat.errors import RecipeError
     from preheat.models.presets import require_weights
     from preheat.run import check_folder
-    from preheat.training.asked import asked
+    from preheat.training.asked import asked, hardware
     from preheat.training.session import read_data
 
     question = asked(recipe, [*overrides, *([f"parallel.devices={nproc}"] if nproc > 1 else [])])
     if not question.given:
         raise RecipeError(f"{recipe}: --dry-run takes a recipe; preheat plan takes a model, and writes one with --out")
     check_folder(out or Path("runs") / question.recipe.name, resume=resume)
+    if gpu is not None:
+        hardware(gpu, question.recipe, 1)  # one that is not known is told before the data is read
     if question.absent is None:
         require_weights(question.recipe)
         data, _, _ = read_data(question.recipe, Alarms())

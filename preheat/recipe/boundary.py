@@ -70,6 +70,8 @@ def _words(error: Any) -> str:
         return "is needed"
     if kind == "value_error":
         return str(context["error"])
+    if kind == "string_type" and isinstance(error.get("input"), int | float):
+        return "must be text (a number with its unit, or in quotes)"
     return {
         "int_type": "must be a whole number",
         "int_from_float": "must be a whole number",

@@ -24,6 +24,7 @@ BASE = "model: {size: 15M}\nstop: {steps: 10}\n"
         (BASE + "batch: {size: big}", ["r.yaml:3", "batch.size", "whole number", "'big'"]),
         (BASE + "batch: {size: 2.5}", ["batch.size", "whole number", "2.5"]),
         (BASE + "batch: {size: 0}", ["batch.size", "at least 1", "got 0"]),
+        (BASE + "hardware: {memory: 16}", ["hardware.memory", "a number with its unit", "got 16"]),
         (BASE + "optimizer: {lr: -1.0}", ["optimizer.lr", "above 0"]),
         (BASE + "optimizer: {lr: off}", ["optimizer.lr", "'auto'", "number", "'off'"]),
         (BASE + "data: {packing: strem}", ["data.packing", "'stream'"]),
