@@ -185,9 +185,8 @@ def techniques_of(row: Row) -> dict[str, Any]:
     if recompute is not None:
         made["activation_checkpointing"] = recompute
     if "chunk" in said or "fused linear" in said or (not said and tunes and not keeps and whole(row, "n_gpus") == 1):
-        made[
-            "chunked_loss"
-        ] = {}  # who tunes on one device with memory in mind has the loss in chunks unless it is said otherwise
+        # Who tunes on one device with memory in mind has the loss in chunks unless it is said otherwise.
+        made["chunked_loss"] = {}
     elif compiled(row) and not said and row["gpu"].startswith(SINCE_2024):
         # Their compilers fuse the loss too: logits and their gradients in half precision, about what ours takes for all rows at once.
         made["chunked_loss"] = {"rows": max(1, whole(row, "micro_batch") * whole(row, "seq_len", LENGTH))}

@@ -125,7 +125,7 @@ def finish(made: dict[str, Any], page: Any, asked: Question, *, out: Path | None
 
         write_plan({**made, "figures": page()}, html)
     if json:
-        emit(made)
+        emit({**made, "absent": asked.absent} if asked.absent else made)
     else:
         screen = console()
         screen.print(whole_picture(made, asked.recipe.name))

@@ -41,7 +41,7 @@ class Question:
     Attributes:
         given: the user's own, to be planned as it is.
         checkpoint: where the weights of a model by name are to be had.
-        absent: `model.path` of a given recipe that cannot be read here: planned is the preset which stands beside it, and the recipe lacks the path.
+        absent: `model.path` of a given recipe, the checkpoint of its preset, that cannot be read here: the preset is planned, and the recipe lacks the path.
     """
 
     recipe: Recipe
@@ -92,7 +92,8 @@ def asked(
 
 def _given(recipe: Recipe) -> Question:
     model = recipe.model
-    if model.preset is None or model.path is None or Path(model.path).is_dir():
+    known = presets.find(model.preset) if model.preset else None
+    if known is None or model.path not in (known.hub, known.chat) or Path(model.path).is_dir():
         return Question(recipe, True)
     try:
         configs.read(model.path, model.trust_remote_code)

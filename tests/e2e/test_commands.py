@@ -75,7 +75,14 @@ def test_a_planned_recipe_is_looked_at_where_its_checkpoint_is_not(preheat: Comm
     for command in (("train", "plan.yaml", "--dry-run"), ("plan", "plan.yaml")):
         said, _ = preheat.here(*command, "--gpu", "T4")
         assert "openai-community/gpt2 is not here" in said
-        assert preheat.here.json(*command, "--gpu", "T4")["peak_gib"] == pytest.approx(planned["peak_gib"], rel=0.02)
+        again = preheat.here.json(*command, "--gpu", "T4")
+        assert again["absent"] == "openai-community/gpt2"
+        assert again["peak_gib"] == pytest.approx(planned["peak_gib"], rel=0.02)
+        tuned = ("--set", "model={preset: qwen2.5-0.5b, path: Qwen/Qwen2.5-0.5B-Instruct}")
+        assert preheat.here.json(*command, "--gpu", "H200", *tuned)["absent"] == "Qwen/Qwen2.5-0.5B-Instruct"
+        # Any other place is the user's own, and a slip in it no reason to plan something else.
+        error = preheat.here(*command, "--gpu", "T4", "--set", "model.path=./gpt", code=2)[1]
+        assert "model.path: ./gpt: no such folder" in error
 
 
 def test_lora_run_exports_merged(preheat: Command) -> None:
