@@ -1,14 +1,14 @@
 """Very long sequences: a model taken from 512 to 4,096 tokens, key-value recall by length and depth, memory and time against length.
 
     PREHEAT_DATA=../shared/data python benchmarks/length.py extension [--steps 120] [--length 4096] [--rows 4]
-    python benchmarks/length.py recall [--steps 2000] [--length 512] [--pieces 1024]
+    python benchmarks/length.py recall [--steps 5000] [--length 1024] [--pieces 2048]
     python benchmarks/length.py memory [--lengths 1024 2048 ... 65536] [--measured 8192]
     python benchmarks/length.py time [--lengths 1024 2048 ... 65536]          # a quiet machine
 
 Each part writes length-PART.md, .json and drawings under benchmarks/results. All training is `preheat train` on a recipe that stands in the .json.
 extension: stories260K is trained on for as many tokens on War and Peace (its first nine tenths) joined with TinyStories, under each rotary scaling, and as it is
 at 512; measured on the last tenth of the book, and on stories that it was not trained on. recall: a new model of a few layers learns lists of random keys and
-values, in which keys come again; the test draws lists of its own.
+values, after which keys come again, short lists first; the test draws lists of its own.
 """
 
 from __future__ import annotations
@@ -231,29 +231,51 @@ def vocabulary_of_words(folder: Path, pieces: int) -> Any:
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    backend = Tokenizer(models.WordLevel({"</s>": 0} | {f"w{n}": n for n in range(1, pieces)}, unk_token="</s>"))
+    backend = Tokenizer(models.WordLevel({"</s>": 0, "<pad>": 1} | {f"w{n}": n for n in range(2, pieces)}, unk_token="</s>"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    made = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>")
+    made = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", pad_token="<pad>")
     made.save_pretrained(folder)
     return made
 
 
-def lists(pieces: list[int], tokens: int, documents: int, shortest: int, rng: np.random.Generator) -> list[str]:
-    """Lists of pairs in which keys come again, with the value that they had.
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }} {% endgeneration %}"
+    "{% else %}{{ m.content }} {% endif %}{% endfor %}"
+)
+"""Nothing but the words, of which the assistant's are trained on."""
+SHORT = 0.36
+"""Share of the tokens that are read in the shortest lists: in them it is learnt what a list is, and only there it takes long."""
 
-    In every second list the pairs come again in their order, in which all can be told: by it the model learns to look where something stood before.
-    In the others they come in any order, from a twentieth to all but a twentieth of a list's pairs being new. Lengths are even over their logarithm.
-    """
+
+def asked_again(pieces: list[int], tokens: int, rng: np.random.Generator) -> list[dict[str, str]]:
+    """A list of pairs of unlike keys, and after it some of the keys again, each with the value that it had: as a conversation."""
     keys, values = np.asarray(pieces)[::2], np.asarray(pieces)[1::2]
-    made = []
-    for number in range(documents):
-        pairs = max(2, int(np.exp(rng.uniform(np.log(shortest), np.log(tokens)))) // 2)
-        new = min(len(keys), max(1, round(pairs * rng.uniform(0.05, 0.95))))
-        key, value = rng.choice(keys, new, replace=False), rng.choice(values, new)
-        order: Any = np.arange(pairs) % new
-        if number % 2:
-            order[new:] = rng.integers(new, size=pairs - new)
-        made.append(" ".join(f"w{key[n]} w{value[n]}" for n in order))
+    pairs = tokens // 2
+    new = min(len(keys), max(2, round(pairs * rng.uniform(0.1, 0.9))))
+    key, value = rng.choice(keys, new, replace=False), rng.choice(values, new)
+    again = rng.integers(new, size=max(pairs - new, 1))
+    told = " ".join(f"w{k} w{v}" for k, v in zip(key, value, strict=True))
+    turns = [{"role": role, "content": f"w{of[n]}"} for n in again for role, of in (("user", key), ("assistant", value))]
+    turns[0]["content"] = f"{told} {turns[0]['content']}"
+    return turns
+
+
+def sizes_in_order(shortest: int, longest: int, tokens: int, rng: np.random.Generator) -> list[int]:
+    """Tokens of each list over the run: the shortest first, then ever longer ones beside the shorter, twice as long each time; half of the rest is the longest stage's.
+
+    All are the shortest times a power of two, so that rows are filled by lists of one size.
+    """
+    stages = [shortest * 2**n for n in range(1, int(np.log2(longest // shortest)) + 1)]
+    shares = [SHORT, *((1 - SHORT) * 0.5 / max(1, len(stages) - 1) for _ in stages[:-1]), (1 - SHORT) * 0.5]
+    made: list[int] = []
+    for most, share in zip([shortest, *stages], shares, strict=True):
+        doublings, left = int(np.log2(most // shortest)), share * tokens
+        while left > 0:
+            # As many tokens of each size up to the stage's own, of which there are twice as many.
+            weights = np.array([*[1.0] * doublings, 2.0]) / (shortest * 2.0 ** np.arange(doublings + 1))
+            size = shortest * 2 ** int(rng.choice(doublings + 1, p=weights / weights.sum()))
+            made.append(size)
+            left -= size
     return made
 
 
@@ -265,25 +287,27 @@ def recall(options: argparse.Namespace) -> None:
         pieces = word_pieces(vocabulary_of_words(folder / "words", options.pieces))
         rng = np.random.default_rng(options.seed)
         per_step = options.rows * options.length
-        # As many documents as all steps read, so that no list is read twice: the rule is learnt, not the lists.
-        text, total = [], 0
-        while total < 1.05 * options.steps * per_step:
-            some = lists(pieces, options.length - 1, 1000, options.shortest, rng)
-            text += some
-            total += sum(line.count(" ") + 2 for line in some)
-        (folder / "lists.jsonl").write_text("".join(json.dumps({"text": line}) + "\n" for line in text), encoding="utf-8")
+        # As many lists as all steps read, so that none is read twice: the rule is learnt, not the lists.
+        sizes = sizes_in_order(options.shortest, options.length, round(1.02 * options.steps * per_step), rng)
+        with (folder / "lists.jsonl").open("w", encoding="utf-8") as file:
+            for size in sizes:
+                file.write(json.dumps({"messages": asked_again(pieces, size, rng)}) + "\n")
+        (folder / "order.txt").write_text("".join(f"{n}\n" for n in range(len(sizes))), encoding="utf-8")
+        (folder / "words.jinja").write_text(TEMPLATE, encoding="utf-8")
         recipe = {
             "name": "recall",
             "seed": options.seed,
             "model": {
                 "layers": options.layers,
                 "width": options.width,
-                "heads": options.width // 64,
+                "heads": options.width // 32,
                 "feed_forward": 2 * options.width,
                 "tie_embeddings": True,
-                # A larger base: more of a head's frequencies hardly turn within a list, by which a key is known at any distance. Weights are drawn
-                # for this width: with the 0.02 of wide models all attention is even at first, and stays so for long.
+                # Biases of queries and keys: by them a head looks at the token before whatever stands there, which is half of what is to be learnt; without
+                # them it is not found in as many steps. A large base: most of a head's frequencies hardly turn within a list, by which a key is known at
+                # any distance. Weights are drawn for this width: with the 0.02 of wide models all attention is even at first, and stays so for long.
                 "config": {
+                    "attention_bias": True,
                     "rope_parameters": {"rope_type": "default", "rope_theta": options.base},
                     "initializer_range": options.width**-0.5,
                 },
@@ -291,15 +315,21 @@ def recall(options: argparse.Namespace) -> None:
             "data": {
                 "source": str(folder / "lists.jsonl"),
                 "tokenizer": str(folder / "words"),
+                "template": str(folder / "words.jinja"),
                 "packing": "whole",
-                "validation": 0.01,
+                "validation": 0.0,
+                "preflight": {"end_token": "warn", "template_end": "warn"},  # an answer is one word, and no list has an end
             },
             "batch": {"size": options.rows, "length": options.length},
-            "optimizer": {"lr": options.lr, "weight_decay": 0.0},
-            "schedule": {"kind": "cosine", "warmup": 0.05, "floor": 0.05},
+            "optimizer": {"lr": options.lr, "weight_decay": 0.0, "betas": [0.9, 0.98]},
+            "schedule": {"kind": "wsd", "warmup": 0.03, "decay": 0.2, "floor": 0.02},
             "stop": {"steps": options.steps},
             "evaluate": {"every": max(1, options.steps // 6), "rows": 64, "tasks": ["recall,each=16"]},
-            "techniques": {"muon": {}, "efficient_attention": {}, "chunked_loss": {}},
+            "techniques": {
+                "difficulty_curriculum": {"scores": str(folder / "order.txt"), "start": 0.01, "until": 1.0, "curve": "linear"},
+                "efficient_attention": {},
+                "chunked_loss": {},
+            },
         }
         begun = time.perf_counter()
         summary, evaluation = train(recipe, folder)
@@ -316,7 +346,7 @@ def recall(options: argparse.Namespace) -> None:
     lines = [
         f"# Key-value recall up to {options.length:,} tokens",
         f"A Llama of {options.layers} layers and width {options.width} ({(parameters and f'{parameters:,}') or 'see .json'} parameters), trained from nothing for {options.steps:,} steps of {options.rows} x {options.length} tokens "
-        f"({seconds / 60:.1f} minutes on this machine, which other work shared) on lists of random pairs, none of them read twice.",
+        f"({seconds / 60:.1f} minutes on this machine, which other work shared) on lists of random pairs after which keys are asked again, short lists first, none read twice, with the loss on the answers alone.",
         f"Asked: {found['rows']:,} lists that fill so many tokens, the value of a key at the end; 16 a cell. Right: {accuracy['value']:.1%} (95 % interval {accuracy['low']:.1%} to {accuracy['high']:.1%}), least of a length "
         f"{grid.mean(axis=0).min():.1%}, least of a cell {grid.min():.0%}; by guessing {1 / (options.pieces // 2):.1%}.",
         "",
@@ -502,17 +532,17 @@ def main() -> None:
     one.add_argument("--ways", nargs="+", choices=SCALINGS, default=list(SCALINGS))
     two = parts.add_parser("recall")
     for name, value in {
-        "steps": 1500,
-        "length": 512,
-        "rows": 16,
+        "steps": 5000,
+        "length": 1024,
+        "rows": 4,
         "layers": 2,
         "width": 128,
-        "pieces": 1024,
+        "pieces": 2048,
         "shortest": 16,
         "seed": 1,
     }.items():
         two.add_argument(f"--{name}", type=int, default=value)
-    two.add_argument("--lr", type=float, default=4e-3)
+    two.add_argument("--lr", type=float, default=2e-3)
     two.add_argument("--base", type=float, default=1e5)
     three = parts.add_parser("memory")
     three.add_argument("--lengths", type=int, nargs="+", default=doublings)

@@ -88,5 +88,7 @@ def _drawn(found: dict[str, Any], run: Path) -> Any:
         parts.append(Text(words, style="yellow"))
     if found["allocator"]:
         advice = found["allocator"]
-        parts.append(Text(f"{advice['why']}: start it with {advice['set']}, or where that is not had with {advice['or']}"))
+        parts.append(
+            Text(f"{advice['why']}: run it with --set {advice['set']}, or where that is not had start it with {advice['or']}")
+        )
     return Group(*parts)

@@ -251,7 +251,7 @@ def stated(text: str) -> Accelerator:
         if key == "name":
             values[key] = value
         elif key == "memory":
-            values[key] = parse_memory(value)
+            values[key] = parse_memory(value, "--gpu: memory")
         elif not re.fullmatch(r"\d+(\.\d+)?", value) or float(value) == 0:
             unit = {1e12: "TFLOP/s", 1e9: "GB/s", 1.0: "watts"}[_RATES[key]]
             raise RecipeError(

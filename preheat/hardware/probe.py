@@ -38,8 +38,11 @@ _CLEAR = Path("/proc/self/clear_refs")
 _highest: dict[str, int] = {}  # kind of device -> the highest mark before the present one was begun
 
 
-def parse_memory(text: str) -> int:
+def parse_memory(text: str, what: str = "hardware.memory") -> int:
     """Bytes of an amount of memory: 12GiB (2**30 each), 12GB (10**9 each), 800MiB.
+
+    Args:
+        what: the knob that says it, for the message.
 
     Raises:
         RecipeError: it is not a number with a unit, or not above zero.
@@ -48,19 +51,18 @@ def parse_memory(text: str) -> int:
     unit = _UNITS.get(match[2].lower()) if match else None
     size = int(float(match[1]) * unit) if match and unit else 0
     if size < 1:
-        raise RecipeError(
-            f"hardware.memory: '{text}' is not an amount of memory; write a number and a unit, such as 12GiB or 800MiB"
-        )
+        raise RecipeError(f"{what}: '{text}' is not an amount of memory; write a number and a unit, such as 12GiB or 800MiB")
     return size
 
 
-def probe(device: str = "auto", memory: str | None = None) -> Device:
+def probe(device: str = "auto", memory: str | None = None, segments: str = "fixed") -> Device:
     """The device that a recipe means by `hardware.device` and `hardware.memory`.
 
     Args:
         device: `cpu`, `cuda`, or `auto`: cuda when there is one.
         memory: what the run may use, such as `12GiB`; everything that the device has when not stated. On a CPU that is the
             machine's memory or its control group's limit, whichever is less.
+        segments: of torch's CUDA allocator, fixed or expandable, unless `PYTORCH_ALLOC_CONF` says which.
 
     Raises:
         RecipeError: there is no such device here, or `memory` cannot be read.
@@ -77,10 +79,23 @@ def probe(device: str = "auto", memory: str | None = None) -> Device:
 
         if torch.cuda.is_available():
             facts = torch.cuda.get_device_properties(torch.cuda.current_device())
-            return Device("cuda", facts.name, limit or facts.total_memory, (facts.major, facts.minor))
+            held = limit or facts.total_memory
+            return Device("cuda", facts.name, held, (facts.major, facts.minor), expandable=_expandable(segments))
         if device == "cuda":
             raise RecipeError("hardware.device: cuda is asked for, but torch finds no CUDA device here; set it to auto or cpu")
     return Device("cpu", _processor(), limit or _host_memory())
+
+
+def _expandable(segments: str) -> bool:
+    """Whether torch's CUDA allocator has segments that grow; it is told to where they are asked for and the environment says nothing of them."""
+    import torch
+
+    said = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
+    if stated := re.search(r"expandable_segments\s*:\s*(\w+)", said):
+        return stated[1].lower() == "true"
+    if segments == "expandable":
+        torch._C._accelerator_setAllocatorSettings(",".join(filter(None, (said, "expandable_segments:True"))))
+    return segments == "expandable"
 
 
 def _processor() -> str:

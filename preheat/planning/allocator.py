@@ -71,7 +71,7 @@ def hold(log: list[tuple[int, int, Phase]], streams: Mapping[int, str], device: 
     """
     if device.kind == "cpu":
         return replay(log)
-    return replay_caching(log, streams).reserved
+    return replay_caching(log, streams, expandable=device.expandable).reserved
 
 
 def replay(log: Iterable[tuple[int, int, str]]) -> int:

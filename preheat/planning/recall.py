@@ -124,7 +124,19 @@ def _both(asked: list[dict[str, Any]]) -> list[Observation]:
 def _key(recipe: Recipe, vocabulary: int | None, device: Device, world: int | None, how: str, rank: int) -> str:
     values = {key: value for key, value in recipes.as_values(recipe).items() if key not in _UNSEEN}
     config = adapter.configure(recipe, vocabulary).to_dict()
-    seen = [_FORMAT, how, rank, values, config, vocabulary, device.kind, device.capability, world, _versions()]
+    seen = [
+        _FORMAT,
+        how,
+        rank,
+        values,
+        config,
+        vocabulary,
+        device.kind,
+        device.capability,
+        device.expandable,
+        world,
+        _versions(),
+    ]
     return hashlib.sha256(json.dumps(seen, sort_keys=True, default=str).encode()).hexdigest()[:24]
 
 

@@ -250,6 +250,9 @@ class Hardware:
     """CPU threads; all cores when not stated."""
     memory: str | None = None
     """Memory that the run may use, e.g. 12GiB; what the device has when not stated."""
+    segments: Literal["fixed", "expandable"] = "fixed"
+    """Of a GPU, how torch's allocator takes memory from the driver: fixed, its default; expandable: one segment that grows, of which less stays unused
+    (`PYTORCH_ALLOC_CONF=expandable_segments:True`)."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -65,6 +65,7 @@ class Device:
     memory: int  # bytes that a run may use
     capability: tuple[int, int] | None = None  # CUDA's
     at_hand: bool = True  # False: it is planned for from elsewhere, where what runs on it need not be installed
+    expandable: bool = False  # torch's allocator has one segment a stream that grows, in place of many of fixed sizes
 
 
 @dataclass(frozen=True)

@@ -180,7 +180,7 @@ def hardware(gpu: str | None, recipe: Recipe, per_host: int) -> tuple[Device, Ra
     roofline = Roofline(found, per_host)
     if not roofline.peak_matrix_rate:
         raise RecipeError(f"--gpu: {found.name} has no matrix rate; {_STATE}")
-    device = roofline.as_device
+    device = replace(roofline.as_device, expandable=recipe.hardware.segments == "expandable")
     limit = recipe.hardware.memory
     return replace(device, memory=parse_memory(limit)) if limit else device, roofline, 0
 

@@ -96,7 +96,8 @@ def _machine(recipe: Recipe, environment: Mapping[str, Any]) -> tuple[Device, Ra
     kind = environment.get("device")
     if kind == "cuda" and not torch.cuda.is_available():
         roofline = Roofline.of(environment["machine"]["device"])
-        return replace(roofline.as_device, memory=round(environment["machine"]["memory_gib"] * GIB)), roofline
+        memory = round(environment["machine"]["memory_gib"] * GIB)
+        return replace(roofline.as_device, memory=memory, expandable=recipe.hardware.segments == "expandable"), roofline
     device, threads = resolve(recipe)
     if kind not in (None, device.kind):
         raise RunError(
@@ -113,7 +114,7 @@ def allocator_settings(failure: Mapping[str, Any]) -> dict[str, str] | None:
     Example:
         >>> counters = {"allocated": 6 << 30, "reserved": 9 << 30, "largest_free": 1 << 28, "retries": 3}
         >>> allocator_settings({"asked": 1 << 30, "allocator": counters})["set"]
-        'PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True'
+        'hardware.segments=expandable'
     """
     counters, asked = failure["allocator"], failure["asked"]
     if not counters or asked is None or (idle := counters["reserved"] - counters["allocated"]) < asked:
@@ -121,7 +122,7 @@ def allocator_settings(failure: Mapping[str, Any]) -> dict[str, str] | None:
     # Blocks above the size are not split: what large tensors leave stays whole for the next ones. torch takes no less than 21.
     size = max(21, (asked >> 20) // 2)
     return {
-        "set": "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
+        "set": "hardware.segments=expandable",
         "or": f"PYTORCH_CUDA_ALLOC_CONF=max_split_size_mb:{size}",
         "why": f"{idle / GIB:.2f} GiB were reserved and not used, in pieces of at most {counters['largest_free'] / GIB:.2f} GiB, when {asked / GIB:.2f} GiB were asked for",
     }

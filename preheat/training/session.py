@@ -161,7 +161,7 @@ def resolve(recipe: Recipe, on_host: int = 1) -> tuple[Device, int]:
 
     from preheat.hardware.probe import probe
 
-    device = probe(recipe.hardware.device, recipe.hardware.memory)
+    device = probe(recipe.hardware.device, recipe.hardware.memory, recipe.hardware.segments)
     if device.kind == "cpu" and on_host > 1:
         device = replace(device, memory=device.memory // on_host)
     if recipe.hardware.threads:

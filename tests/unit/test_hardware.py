@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -102,6 +103,29 @@ def test_probe_of_this_cpu() -> None:
     assert found.kind == "cpu"
     assert found.name
     assert 2**28 < found.memory <= 2**46
+
+
+@pytest.mark.parametrize(
+    ("environment", "asked", "grows", "told"),
+    [
+        ("", "fixed", False, []),
+        ("", "expandable", True, ["expandable_segments:True"]),
+        ("max_split_size_mb:64", "expandable", True, ["max_split_size_mb:64,expandable_segments:True"]),
+        ("expandable_segments:True", "fixed", True, []),  # the environment goes before the recipe
+        ("expandable_segments:False", "expandable", False, []),
+    ],
+)
+def test_segments_of_a_gpu_s_allocator(
+    environment: str, asked: str, grows: bool, told: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heard: list[str] = []
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", environment)
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", heard.append)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    facts = SimpleNamespace(name="a GPU", total_memory=1 << 30, major=9, minor=0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: facts)
+    assert (probing.probe("cuda", segments=asked).expandable, heard) == (grows, told)
 
 
 def test_cuda_without_cuda_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 
 from preheat import recipe as recipes
 from preheat.ops.again import alike, counting
+from preheat.planning.allocator import hold
 from preheat.planning.caching import Caching, replay_caching
 from preheat.planning.holes import Holes
 from preheat.planning.observe import observe
@@ -56,6 +58,8 @@ def test_fragments_are_reserved_beyond_what_is_alive_and_expandable_segments_hav
     assert fixed.allocated == grown.allocated == 240 * MIB
     assert fixed.reserved == sum(range(1, 9)) * 30 * MIB
     assert grown.reserved == 240 * MIB
+    device = Roofline.of("H100").as_device
+    assert [hold(log, {}, replace(device, expandable=grows)) for grows in (False, True)] == [fixed.reserved, grown.reserved]
     limited = replay_caching(log, limit=300 * MIB)  # segments in which nothing lives are given back
     assert limited.fits
     assert limited.reserved <= 300 * MIB

@@ -129,7 +129,7 @@ def test_a_device_is_stated_in_its_data_sheets_units() -> None:
     assert (made.name, made.memory, made.bandwidth, made.bf16) == ("X", 24 * 2**30, 1008e9, 165e12)
     assert isinstance(accelerator("H100"), Accelerator)
     for text, words in (
-        ("memory=24", "amount of memory"),
+        ("memory=24", "--gpu: memory: '24' is not an amount of memory"),
         ("bf16=1", "needs memory and bandwidth"),
         ("flops=1", "did you mean|known"),
     ):
