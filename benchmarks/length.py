@@ -1,7 +1,7 @@
 """Very long sequences: a model taken from 512 to 4,096 tokens, key-value recall by length and depth, memory and time against length.
 
     PREHEAT_DATA=../shared/data python benchmarks/length.py extension [--steps 120] [--length 4096] [--rows 4]
-    python benchmarks/length.py recall [--steps 5000] [--length 1024] [--pieces 2048]
+    python benchmarks/length.py recall [--steps 6000] [--length 512] [--pieces 1024]
     python benchmarks/length.py memory [--lengths 1024 2048 ... 65536] [--measured 8192]
     python benchmarks/length.py time [--lengths 1024 2048 ... 65536]          # a quiet machine
 
@@ -243,7 +243,7 @@ TEMPLATE = (
     "{% else %}{{ m.content }} {% endif %}{% endfor %}"
 )
 """Nothing but the words, of which the assistant's are trained on."""
-SHORT = 0.36
+SHORT = 0.4
 """Share of the tokens that are read in the shortest lists: in them it is learnt what a list is, and only there it takes long."""
 
 
@@ -251,7 +251,7 @@ def asked_again(pieces: list[int], tokens: int, rng: np.random.Generator) -> lis
     """A list of pairs of unlike keys, and after it some of the keys again, each with the value that it had: as a conversation."""
     keys, values = np.asarray(pieces)[::2], np.asarray(pieces)[1::2]
     pairs = tokens // 2
-    new = min(len(keys), max(2, round(pairs * rng.uniform(0.1, 0.9))))
+    new = min(len(keys), max(2, round(pairs * rng.uniform(0.1, 0.95))))
     key, value = rng.choice(keys, new, replace=False), rng.choice(values, new)
     again = rng.integers(new, size=max(pairs - new, 1))
     told = " ".join(f"w{k} w{v}" for k, v in zip(key, value, strict=True))
@@ -532,12 +532,12 @@ def main() -> None:
     one.add_argument("--ways", nargs="+", choices=SCALINGS, default=list(SCALINGS))
     two = parts.add_parser("recall")
     for name, value in {
-        "steps": 5000,
-        "length": 1024,
-        "rows": 4,
+        "steps": 6000,
+        "length": 512,
+        "rows": 8,
         "layers": 2,
         "width": 128,
-        "pieces": 2048,
+        "pieces": 1024,
         "shortest": 16,
         "seed": 1,
     }.items():

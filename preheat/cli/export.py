@@ -11,7 +11,7 @@ from preheat.cli.show import Base, Json
 
 __all__ = ["export"]
 
-To = Literal["hf", "peft", "gguf", "onnx", "executorch", "aoti", "vllm"]
+To = Literal["hf", "peft", "gguf", "onnx", "executorch", "aoti", "vllm", "torchchat"]
 
 
 def export(
@@ -24,7 +24,7 @@ def export(
         typer.Option(
             "--to",
             help="hf: a Hugging Face folder, adapters merged. peft: the adapter alone. gguf: one file for llama.cpp. onnx: for ONNX Runtime. "
-            "executorch: a .pte for devices, with a cache. aoti: a compiled .pt2 for PyTorch. vllm: a folder in fewer bits, in compressed-tensors' layout.",
+            "executorch: a .pte for devices, with a cache. aoti: a compiled .pt2 for PyTorch. vllm: a folder in fewer bits, in compressed-tensors' layout. torchchat: its checkpoint and settings.",
         ),
     ] = "hf",
     out: Annotated[
@@ -35,7 +35,7 @@ def export(
         typer.Option(
             "--dtype",
             help="Precision of the weights. hf: float32, bfloat16, float16 (the run's). gguf: f32, f16 (when not given), bf16, q8_0, q4_0, and with "
-            "llama-quantize on the PATH q4_k_m, q5_k_m, q6_k. onnx: float32, int8. executorch: float32, 8da4w. aoti: float32, bfloat16. vllm: int8, int4.",
+            "llama-quantize on the PATH q4_k_m, q5_k_m, q6_k. onnx: float32, int8. executorch: float32, 8da4w. aoti: float32, bfloat16. vllm: int8, int4. torchchat: float32, bfloat16 (when not given), float16.",
         ),
     ] = None,
     tolerance: Annotated[

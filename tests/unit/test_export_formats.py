@@ -16,7 +16,7 @@ import pytest
 import torch
 import transformers
 
-from preheat.compress.export import aoti, gguf, gguf_reading, gguf_vocabulary, onnx, shared, traced
+from preheat.compress.export import aoti, gguf, gguf_reading, gguf_vocabulary, onnx, shared, torchchat, traced
 from preheat.data.tokenizer import train_tokenizer
 from preheat.errors import RunError
 from preheat.models.adapter import plain_logits
@@ -364,3 +364,44 @@ def test_a_folder_for_vllm_is_read_back_from_its_packed_weights(tokenizer: Any, 
     assert packed.shape == (80, 8 if dtype == "int4" else 16), "eight or four weights to a word"
     assert packed.dtype == torch.int32
     assert ("2 matrices stay in bfloat16" in made["note"]) == (dtype == "int4")
+
+
+# --- torchchat ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2"])
+def test_a_checkpoint_of_torchchats_is_read_by_its_own_arithmetic(tokenizer: Any, tmp_path: Path, family: str) -> None:
+    rope = {"rope_parameters": ROPES["llama3"]} if family == "llama" else {}
+    source = folder_of(family, tokenizer, tmp_path / "model", **rope)
+    made = torchchat.write(source, tmp_path / "out", dtype="float32")
+    assert made["max_logit_difference"] < 1e-4 * made["largest_logit"]
+    params = json.loads((tmp_path / "out/params.json").read_text())
+    weights = torch.load(tmp_path / "out/model.pth", weights_only=True)
+    # Rows of a head's first and second half side by side, as torchchat's conversion has them; its strict loading wants biases of all maps or none.
+    name = "model.layers.0.self_attn.q_proj"
+    query = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).state_dict()[f"{name}.weight"]
+    half = params["dim"] // params["n_heads"] // 2
+    assert torch.equal(weights["layers.0.attention.wqkv.weight"][1], query[half])
+    assert ("layers.0.attention.wo.bias" in weights) == (family != "mistral") == params.get("attention_bias", False)
+    settings = json.loads((tmp_path / "out/tokenizer_config.json").read_text())
+    assert settings["bos_token"], "torchchat wants one named"
+    assert settings["chat_template"]
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "words"),
+    [
+        ("gemma2", {}, "gemma2 has other blocks"),
+        ("qwen3", {}, r"has model.layers.0.self_attn.q_norm.weight, for which torchchat has no place"),
+        ("mistral", {"sliding_window": 16}, "it sees 16 tokens back, and torchchat has no windows"),
+        ("mistral", {"head_dim": 8}, "its heads of 8 are together not as wide as the model .64."),
+        ("llama", {"rope_parameters": ROPES["yarn"]}, "scaled by 'yarn', and torchchat has llama3's alone"),
+    ],
+)
+def test_blocks_that_torchchat_has_not_are_refused(
+    tokenizer: Any, tmp_path: Path, family: str, settings: dict[str, Any], words: str
+) -> None:
+    source = folder_of(family, tokenizer, tmp_path / "model", **settings)
+    with pytest.raises(RunError, match=rf"--to torchchat: .*{words}; use --to hf"):
+        torchchat.write(source, tmp_path / "out")
+    assert not (tmp_path / "out").exists()

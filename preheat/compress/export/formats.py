@@ -17,6 +17,7 @@ FORMATS: dict[str, str | None] = {  # -> the dtype where none is named; None: th
     "executorch": "float32",
     "aoti": "float32",
     "vllm": "int8",
+    "torchchat": "bfloat16",
 }
 
 
@@ -82,7 +83,7 @@ def write(
     """
     import torch
 
-    from preheat.compress.export import aoti, executorch, gguf, huggingface, onnx, peft, vllm
+    from preheat.compress.export import aoti, executorch, gguf, huggingface, onnx, peft, torchchat, vllm
 
     kind = _dtype_of(to, dtype)
     if length is not None and to != "executorch":
@@ -100,6 +101,6 @@ def write(
     assert kind is not None
     if to == "executorch":
         return executorch.write(run, out, dtype=kind, length=length, tolerance=tolerance, base=base)
-    writers: dict[str, Any] = {"gguf": gguf, "onnx": onnx, "aoti": aoti, "vllm": vllm}
+    writers: dict[str, Any] = {"gguf": gguf, "onnx": onnx, "aoti": aoti, "vllm": vllm, "torchchat": torchchat}
     made: dict[str, Any] = writers[to].write(run, out, dtype=kind, tolerance=tolerance, base=base)
     return made

@@ -103,6 +103,12 @@ BOUNDS: dict[str, dict[str, Bound]] = {
         "int8": Bound(0.1, 0.02, 0.85, 0.02),
         "int4": Bound(0.75, 0.1, 0.5, 0.3),
     },
+    # Weights rounded, products in fp32.
+    "torchchat": {
+        "float32": Bound(1e-4, 1e-5, 0.99, 1e-4),
+        "bfloat16": Bound(5e-2, 1e-2, 0.9, 1e-2),
+        "float16": Bound(1e-2, 1e-3, 0.97, 2e-3),
+    },
     # Image classifiers, over calibration images: weights by channel and activations by tensor in 8 bits, whose ranges are calibrated.
     "vision": {
         "float32": Bound(1e-4, 1e-5, 0.99),

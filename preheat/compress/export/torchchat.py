@@ -1,0 +1,239 @@
+"""A model in torchchat's own layout, for its generate, chat, server, AOTInductor and ExecuTorch; read again by that layout's arithmetic and compared.
+
+model.pth holds Meta's names: queries, keys and values of a layer in one matrix, with the two numbers of a rotary pair side by side, where transformers
+has them half a head apart. params.json says the sizes, the tokenizer is the Hugging Face one. torchchat is no package that can be installed, so the file is read by what
+stands below: the published arithmetic of its model.py in plain torch, which shares nothing with transformers'. It has Llama's blocks alone: RMSNorm,
+gated SiLU, rotary positions as they are or scaled as Llama 3.1's.
+Source: https://github.com/pytorch/torchchat (torchchat/model.py, torchchat/cli/convert_hf_checkpoint.py), read 2026-11.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from preheat.compress.export import card, shared
+from preheat.compress.export.plain import plain
+from preheat.errors import RunError
+
+__all__ = ["read", "write"]
+
+_USE = """\
+git clone https://github.com/pytorch/torchchat && cd torchchat    # then, with FOLDER this one:
+python3 torchchat.py generate --checkpoint-path FOLDER/model.pth --params-path FOLDER/params.json --tokenizer-path FOLDER/tokenizer.json --dtype {dtype} --prompt "Once upon a time"
+"""
+_INSTEAD = "use --to hf, gguf, onnx, executorch or aoti"
+_PLAIN = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+_ENDS = {
+    "model.embed_tokens.weight": "tok_embeddings.weight",
+    "model.norm.weight": "norm.weight",
+    "lm_head.weight": "output.weight",
+}
+_PARTS = {
+    "self_attn.q_proj": "attention.wq",
+    "self_attn.k_proj": "attention.wk",
+    "self_attn.v_proj": "attention.wv",
+    "self_attn.o_proj": "attention.wo",
+    "mlp.gate_proj": "feed_forward.w1",
+    "mlp.up_proj": "feed_forward.w3",
+    "mlp.down_proj": "feed_forward.w2",
+    "input_layernorm": "attention_norm",
+    "post_attention_layernorm": "ffn_norm",
+}
+
+
+def write(
+    run: str | Path, out: str | Path, *, dtype: str = "bfloat16", tolerance: float | None = None, base: str | None = None
+) -> dict[str, Any]:
+    """Writes `out`/model.pth, params.json, tokenizer and a model card.
+
+    Args:
+        run: a run, a model's folder, or an adapter's.
+        dtype: float32, bfloat16 or float16, of the weights.
+        tolerance: largest difference of a logit, as a share of the largest logit; `shared.BOUNDS` when None.
+        base: as in `open_model`.
+
+    Returns:
+        {path, bytes, dtype, merged, read_by, note} and `shared.figures`
+
+    Raises:
+        RunError: a model whose blocks torchchat has not; beyond the bound.
+    """
+    out = Path(out)
+    shared.must_be_new(out)
+    bound = shared.bound_of("torchchat", dtype, tolerance)
+    with shared.beside(out) as folder:
+        with plain(run, folder, base=base) as model:
+            params = _params(model.model.config, model.source) | {"tokenizer_prepend_bos": _begins(model.tokenizer)}
+            weights = _weights(model.model, params, model.source)
+            torch.save({name: w.to(getattr(torch, dtype)) for name, w in weights.items()}, folder / "model.pth")
+            (folder / "params.json").write_text(json.dumps(params, indent=2) + "\n", encoding="utf-8")
+            model.copy_settings(folder)
+            notes = [*model.notes, *_settle(folder, model.tokenizer)]
+            found = shared.compare(model.wanted, read(folder, model.rows), model.rows)
+            shared.refuse_beyond(found, bound, str(out), "use --dtype float32, or raise --tolerance")
+        made = {"path": str(out), "bytes": shared.size(folder, "model.pth"), "dtype": dtype, "merged": model.merged}
+        made |= {"read_by": "its layout's arithmetic", **shared.figures(found, bound), "note": "; ".join(notes)}
+        card.write(folder, run, made, title=f"torchchat checkpoint, {dtype}", use=_USE.format(dtype=dtype))
+    return made
+
+
+def _params(config: Any, source: Path) -> dict[str, Any]:
+    """torchchat's TransformerArgs of a configuration.
+
+    Raises:
+        RunError: blocks that it has not.
+    """
+    heads, rope = config.num_attention_heads, dict(config.rope_parameters or {}) if hasattr(config, "rope_parameters") else None
+    other = ""
+    if rope is None or getattr(config, "hidden_act", None) != "silu" or not hasattr(config, "rms_norm_eps"):
+        other = f"{config.model_type} has other blocks"
+    elif (getattr(config, "head_dim", None) or config.hidden_size // heads) * heads != config.hidden_size:
+        other = f"its heads of {config.head_dim} are together not as wide as the model ({config.hidden_size})"
+    elif rope.get("rope_type", "default") not in ("default", "llama3"):
+        other = f"its rotary positions are scaled by '{rope['rope_type']}', and torchchat has llama3's alone"
+    elif rope.get("partial_rotary_factor", 1.0) != 1.0:
+        other = "only a part of its heads turns with the position"
+    elif (
+        (window := getattr(config, "sliding_window", None))
+        and getattr(config, "use_sliding_window", True)
+        and window < config.max_position_embeddings
+    ):
+        other = f"it sees {window:,} tokens back, and torchchat has no windows"
+    if other:
+        raise RunError(f"--to torchchat: {source}: {other}; {_INSTEAD}")
+    assert rope is not None
+    made = {
+        "block_size": config.max_position_embeddings,
+        "max_seq_length": config.max_position_embeddings,
+        "vocab_size": config.vocab_size,
+        "n_layers": config.num_hidden_layers,
+        "n_heads": heads,
+        "n_local_heads": config.num_key_value_heads,
+        "dim": config.hidden_size,
+        "hidden_dim": config.intermediate_size,
+        "rope_base": rope["rope_theta"],
+        "norm_eps": config.rms_norm_eps,
+        "use_hf_tokenizer": True,
+        "tie_word_embeddings": bool(config.tie_word_embeddings),
+    }
+    if rope.get("rope_type") == "llama3":
+        keys = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+        made["rope_scaling"] = {key: rope[key] for key in keys}
+    return made
+
+
+def _weights(model: Any, params: dict[str, Any], source: Path) -> dict[str, Tensor]:
+    """By torchchat's names; says in `params` which maps have biases. Biases that only some maps of a block have are zero in the others, which changes nothing."""
+    found: dict[str, Tensor] = {}
+    for name, weight in model.state_dict().items():
+        if name == "lm_head.weight" and params["tie_word_embeddings"]:
+            continue
+        part, _, kind = name.removeprefix("model.layers.").partition(".")[2].rpartition(".")
+        if name in _ENDS:
+            found[_ENDS[name]] = weight
+        elif name.startswith("model.layers.") and part in _PARTS:
+            found[f"layers.{name.split('.')[2]}.{_PARTS[part]}.{kind}"] = weight
+        else:
+            raise RunError(f"--to torchchat: {source}: has {name}, for which torchchat has no place; {_INSTEAD}")
+    for block, maps in (("attention", ("wq", "wk", "wv", "wo")), ("feed_forward", ("w1", "w2", "w3"))):
+        biased = any(f".{block}." in name and name.endswith(".bias") for name in found)
+        if biased:
+            params[f"{block}_bias"] = True
+            for layer in range(params["n_layers"]):
+                for each in maps:
+                    weight = found[f"layers.{layer}.{block}.{each}.weight"]
+                    found.setdefault(f"layers.{layer}.{block}.{each}.bias", weight.new_zeros(len(weight)))
+    for layer in range(params["n_layers"]):
+        for kind in ("weight", "bias") if params.get("attention_bias") else ("weight",):
+            q, k, v = (found.pop(f"layers.{layer}.attention.{each}.{kind}") for each in ("wq", "wk", "wv"))
+            turned = [_pairs_together(q, params["n_heads"]), _pairs_together(k, params["n_local_heads"])]
+            found[f"layers.{layer}.attention.wqkv.{kind}"] = torch.cat([*turned, v])
+    return {name: weight.contiguous() for name, weight in found.items()}
+
+
+def _pairs_together(weight: Tensor, heads: int) -> Tensor:
+    """Rows of a head from (first halves, second halves) to (first, second, first, second, ...)."""
+    return weight.unflatten(0, (heads, 2, -1)).transpose(1, 2).reshape(weight.shape)
+
+
+def _begins(tokenizer: Any) -> bool:
+    """Whether it puts a token before each text."""
+    return bool(tokenizer.bos_token_id is not None and tokenizer.encode("a")[:1] == [tokenizer.bos_token_id])
+
+
+def _settle(folder: Path, tokenizer: Any) -> list[str]:
+    """Puts into tokenizer_config.json what torchchat looks for there alone: a chat template, and a token that begins a text, named even where none is put there.
+
+    Returns:
+        Notes on what the tokenizer has not.
+    """
+    file, notes = folder / "tokenizer_config.json", []
+    settings = json.loads(file.read_text(encoding="utf-8"))
+    if settings.get("bos_token") is None:
+        settings["bos_token"] = settings.get("eos_token")
+        notes.append(
+            "no text begins with a token of its own; its end stands for one in tokenizer_config.json, where torchchat wants one, and is not put before a prompt"
+        )
+    template = tokenizer.chat_template
+    if not isinstance(template, str):
+        template = template["default"] if template and "default" in template else _PLAIN
+        if template == _PLAIN:
+            notes.append("it has no chat template, which torchchat wants; one that only joins the messages is written")
+    settings["chat_template"] = template
+    file.write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    return notes
+
+
+def read(folder: Path, rows: list[Tensor]) -> list[Tensor]:
+    """Logits [1, length, vocabulary] of rows of tokens [1, length], in fp32, from the files of a folder."""
+    params = json.loads((folder / "params.json").read_text(encoding="utf-8"))
+    weights = {name: w.float() for name, w in torch.load(folder / "model.pth", mmap=True, weights_only=True).items()}
+    with torch.no_grad():
+        return [_logits(row, weights, params) for row in rows]
+
+
+def _logits(tokens: Tensor, weights: Mapping[str, Tensor], params: Mapping[str, Any]) -> Tensor:
+    width, heads, kv_heads = params["dim"], params["n_heads"], params["n_local_heads"]
+    size, length = width // heads, tokens.shape[1]
+
+    def norm(x: Tensor, name: str) -> Tensor:
+        return functional.rms_norm(x, (width,), weights[name], params["norm_eps"])
+
+    def linear(x: Tensor, name: str) -> Tensor:
+        return functional.linear(x, weights[f"{name}.weight"], weights.get(f"{name}.bias"))
+
+    turns = torch.outer(torch.arange(length).float(), _frequencies(size, params))
+    turned = torch.polar(torch.ones_like(turns), turns)[None, :, None]  # [1, length, 1, size / 2]
+
+    def rotated(x: Tensor) -> Tensor:
+        return torch.view_as_real(torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous()) * turned).flatten(-2)
+
+    x = weights["tok_embeddings.weight"][tokens]
+    for layer in range(params["n_layers"]):
+        at = f"layers.{layer}"
+        parts = linear(norm(x, f"{at}.attention_norm.weight"), f"{at}.attention.wqkv")
+        q, k, v = (p.unflatten(-1, (-1, size)) for p in parts.split([heads * size, kv_heads * size, kv_heads * size], -1))
+        q, k, v = (t.transpose(1, 2) for t in (rotated(q), rotated(k), v))
+        seen = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        x = x + linear(seen.transpose(1, 2).flatten(-2), f"{at}.attention.wo")
+        y, block = norm(x, f"{at}.ffn_norm.weight"), f"{at}.feed_forward"
+        x = x + linear(functional.silu(linear(y, f"{block}.w1")) * linear(y, f"{block}.w3"), f"{block}.w2")
+    head = weights["tok_embeddings.weight" if params["tie_word_embeddings"] else "output.weight"]
+    return functional.linear(norm(x, "norm.weight"), head)
+
+
+def _frequencies(size: int, params: Mapping[str, Any]) -> Tensor:
+    """[size / 2] radians a position; Llama 3.1's scaling slows those of long waves, and between two lengths blends."""
+    found = 1.0 / params["rope_base"] ** (torch.arange(0, size, 2).float() / size)
+    if (scaling := params.get("rope_scaling")) is None:
+        return found
+    trained, low, high = (scaling[key] for key in ("original_max_position_embeddings", "low_freq_factor", "high_freq_factor"))
+    smooth = ((trained * found / (2 * torch.pi) - low) / (high - low)).clamp(0, 1)
+    return (1 - smooth) * found / scaling["factor"] + smooth * found
