@@ -118,6 +118,7 @@ class Int8Linear(QuantizedMap):
     def of(
         cls,
         module: nn.Module,
+        made: tuple[Tensor, Tensor] | None = None,
         *,
         inputs: str | None = None,
         input_scales: Tensor | None = None,
@@ -126,12 +127,13 @@ class Int8Linear(QuantizedMap):
         """A linear map in eight bits.
 
         Args:
+            made: codes int8 [out, in] and scales [out] that were chosen before; the nearest when None.
             inputs: None, dynamic (a scale for each token) or static (`input_scale`, one for all).
             input_scales: [in], what inputs are multiplied by, and the weight divided by before it is rounded.
         """
         weight = map_weight(module).detach().float()
         factors = None if input_scales is None else input_scales.to(HALF)
-        codes, scales = quantize_rows(weight if factors is None else weight / factors.float())
+        codes, scales = made or quantize_rows(weight if factors is None else weight / factors.float())
         held = {"codes": codes, "scales": scales, "input_scales": factors, "bias": _bias(module)}
         held["input_scale"] = None if input_scale is None else input_scale.to(HALF)
         return cls(weight.shape[1], weight.shape[0], {"inputs": inputs, "input_scales": factors is not None}, held)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from preheat import recipe as recipes
 from preheat.compress import folder, quantizing
 from preheat.compress.calibrate import require_rows, walk
 from preheat.compress.compressing import compress, read_variant
+from preheat.compress.llm_compressor import unpacked
 from preheat.compress.method import methods
 from preheat.engine.build import build
 from preheat.errors import DataError, RecipeError, RunError
@@ -27,8 +29,16 @@ from ..conftest import DEVICE
 
 PARTS = ("self_attn.q_proj", "self_attn.v_proj", "mlp.down_proj")
 QUANTIZE = [
-    name for name, method in methods().items() if issubclass(method, quantizing.High) and name != "fp8"
-]  # which needs a GPU
+    pytest.param(
+        name,
+        marks=pytest.mark.skipif(
+            name == "llm_compressor" and "PREHEAT_LLM_COMPRESSOR" not in os.environ,
+            reason="$PREHEAT_LLM_COMPRESSOR names no Python with llm-compressor",
+        ),
+    )
+    for name, method in methods().items()
+    if issubclass(method, quantizing.High) and name != "fp8"  # which needs a GPU
+]
 
 
 @pytest.fixture(scope="module")
@@ -293,3 +303,43 @@ def test_a_model_without_quantized_weights_is_written_plainly(stories: Path, tmp
 def test_the_head_is_found_again(stories: Path) -> None:
     opened, _ = compressed(stories, "int8", [])
     assert isinstance(head(opened.build.trained[0]), Int8Linear)  # type: ignore[arg-type]
+
+
+# --- llm-compressor, in a process of its own ---------------------------------------------------------------------------
+
+
+def test_an_environment_without_llm_compressor_is_told_with_the_command(
+    stories: Path, rows: list[Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PREHEAT_LLM_COMPRESSOR", raising=False)
+    for python, words in (
+        ("", "none is named"),
+        (",python=no-such-python", "no-such-python is no program"),
+        (",python=/bin/false", "/bin/false has no llm-compressor"),
+    ):
+        with pytest.raises(RunError, match=f"{words}.*pip install llmcompressor"):
+            compressed(stories, f"llm_compressor{python}", rows[:4])
+    with pytest.raises(RecipeError, match="group: 33 does not divide the 64 inputs"):
+        compressed(stories, "llm_compressor,group=33", rows[:4])
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_words_of_codes_are_unpacked_in_the_order_of_compressed_tensors(bits: int) -> None:
+    codes = torch.randint(0, 1 << bits, (3, 13), generator=torch.Generator().manual_seed(bits))
+    padded = torch.nn.functional.pad(codes, (0, -13 % (32 // bits))).unflatten(1, (-1, 32 // bits))
+    words = sum((padded[..., n].long() << bits * n) for n in range(32 // bits))
+    words = torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
+    assert torch.equal(unpacked(words, bits, 13), codes.to(torch.uint8))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    "PREHEAT_LLM_COMPRESSOR" not in os.environ, reason="$PREHEAT_LLM_COMPRESSOR names no Python with llm-compressor"
+)
+@pytest.mark.parametrize("text", ["by=gptq", "by=awq", "by=nearest", "bits=8"])
+def test_llm_compressor_s_codes_serve_like_ours(stories: Path, rows: list[Tensor], text: str) -> None:
+    plain = loss(open_model(stories).build.trained[0], rows[16:])
+    opened, what = compressed(stories, f"llm_compressor,{text}", rows[:16])
+    rise = loss(opened.build.trained[0], rows[16:]) - plain
+    assert "by llm-compressor 0." in what
+    assert rise < (0.01 if text == "bits=8" else 0.1)

@@ -1,0 +1,63 @@
+"""Runs in llm-compressor's own environment, where preheat is not installed: python llm_compressor_worker.py FOLDER.
+
+FOLDER has model/ and asked.json ({by, bits, maps: {name: group}, rows}); made/ is written, in the layout of compressed-tensors.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+
+def main(folder: Path) -> None:
+    import llmcompressor
+    import torch
+    from llmcompressor.modifiers.gptq import GPTQModifier
+    from llmcompressor.modifiers.quantization import QuantizationModifier
+    from llmcompressor.modifiers.transform.awq import AWQModifier
+    from llmcompressor.pipelines.cache import IntermediatesCache
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from torch.utils.data import DataLoader
+    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+    if (
+        not torch.accelerator.is_available()
+    ):  # 0.14's AWQ pins memory without asking, which fails where there is nothing to copy to
+        IntermediatesCache.pin_memory = lambda self, index: None
+    asked: dict[str, Any] = json.loads((folder / "asked.json").read_text(encoding="utf-8"))
+    maps: dict[str, int | None] = asked["maps"]
+    groups: dict[str, Any] = {}
+    for size in dict.fromkeys(maps.values()):
+        shares = {"strategy": "group", "group_size": size} if size else {"strategy": "channel"}
+        weights = {"num_bits": asked["bits"], "type": "int", "symmetric": True, **shares}
+        groups[f"of_{size}"] = {"targets": [name for name, own in maps.items() if own == size], "weights": weights}
+    modifiers: list[Any] = [AWQModifier()] if asked["by"].startswith("awq") else []
+    # "static": columns in the order of their inputs' size while codes are chosen, and in their own order when they are stored.
+    modifiers.append(
+        GPTQModifier(config_groups=groups, actorder="static")
+        if asked["by"].endswith("gptq")
+        else QuantizationModifier(config_groups=groups)
+    )
+    model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.bfloat16, local_files_only=True)
+    rows = torch.tensor(asked["rows"])
+    data: Any = DataLoader([{"input_ids": row, "attention_mask": torch.ones_like(row)} for row in rows], batch_size=1)  # type: ignore[arg-type]
+    nothing = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(WordLevel({"": 0}))
+    )  # one is demanded; rows are tokens already
+    llmcompressor.oneshot(
+        model=model,
+        tokenizer=nothing,
+        dataset=data,
+        recipe=modifiers,
+        max_seq_length=rows.shape[1],
+        num_calibration_samples=len(rows),
+    )
+    model.save_pretrained(folder / "made", save_compressed=True)
+    (folder / "made/version.json").write_text(json.dumps(llmcompressor.__version__), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
