@@ -1,7 +1,7 @@
 """Very long sequences: a model taken from 512 to 4,096 tokens, key-value recall by length and depth, memory and time against length.
 
     PREHEAT_DATA=../shared/data python benchmarks/length.py extension [--steps 120] [--length 4096] [--rows 4]
-    python benchmarks/length.py recall [--steps 6000] [--length 512] [--pieces 1024]
+    python benchmarks/length.py recall [--steps 5000] [--length 512] [--pieces 1024]
     python benchmarks/length.py memory [--lengths 1024 2048 ... 65536] [--measured 8192]
     python benchmarks/length.py time [--lengths 1024 2048 ... 65536]          # a quiet machine
 
@@ -243,39 +243,46 @@ TEMPLATE = (
     "{% else %}{{ m.content }} {% endif %}{% endfor %}"
 )
 """Nothing but the words, of which the assistant's are trained on."""
-SHORT = 0.4
-"""Share of the tokens that are read in the shortest lists: in them it is learnt what a list is, and only there it takes long."""
+FIRST, LAST = 0.3, 0.3
+"""Shares of the tokens that are read in lists of two to four pairs, in which it is learnt what a list is (it takes long only there), and with the longest among the rest."""
 
 
-def asked_again(pieces: list[int], tokens: int, rng: np.random.Generator) -> list[dict[str, str]]:
+def asked_again(pieces: list[int], new: int, again: int, rng: np.random.Generator) -> list[dict[str, str]]:
     """A list of pairs of unlike keys, and after it some of the keys again, each with the value that it had: as a conversation."""
     keys, values = np.asarray(pieces)[::2], np.asarray(pieces)[1::2]
-    pairs = tokens // 2
-    new = min(len(keys), max(2, round(pairs * rng.uniform(0.1, 0.95))))
     key, value = rng.choice(keys, new, replace=False), rng.choice(values, new)
-    again = rng.integers(new, size=max(pairs - new, 1))
     told = " ".join(f"w{k} w{v}" for k, v in zip(key, value, strict=True))
-    turns = [{"role": role, "content": f"w{of[n]}"} for n in again for role, of in (("user", key), ("assistant", value))]
+    asked = rng.integers(new, size=again)
+    turns = [{"role": role, "content": f"w{of[n]}"} for n in asked for role, of in (("user", key), ("assistant", value))]
     turns[0]["content"] = f"{told} {turns[0]['content']}"
     return turns
 
 
-def sizes_in_order(shortest: int, longest: int, tokens: int, rng: np.random.Generator) -> list[int]:
-    """Tokens of each list over the run: the shortest first, then ever longer ones beside the shorter, twice as long each time; half of the rest is the longest stage's.
+def pairs_in_order(longest: int, tokens: int, rng: np.random.Generator) -> list[tuple[int, int]]:
+    """New and asked pairs of each list over the run: up to four at first, then ever more beside the fewer ones, as many tokens of each number.
 
-    All are the shortest times a power of two, so that rows are filled by lists of one size.
+    As many are asked as are new, where a list of `longest` tokens has room for so many.
     """
-    stages = [shortest * 2**n for n in range(1, int(np.log2(longest // shortest)) + 1)]
-    shares = [SHORT, *((1 - SHORT) * 0.5 / max(1, len(stages) - 1) for _ in stages[:-1]), (1 - SHORT) * 0.5]
-    made: list[int] = []
-    for most, share in zip([shortest, *stages], shares, strict=True):
-        doublings, left = int(np.log2(most // shortest)), share * tokens
+    most = longest // 2
+    counts = [
+        2,
+        3,
+        4,
+        *(n for power in range(2, 12) for n in (3 << power - 1, 4 << power - 1)),
+        *(most * n // 16 for n in (10, 12, 14, 15)),
+    ]
+    counts = sorted({n for n in counts if n <= most * 15 // 16})
+    stages = range(counts.index(4), len(counts))
+    made: list[tuple[int, int]] = []
+    for stage in stages:
+        share = FIRST if stage == stages[0] else LAST if stage == stages[-1] else (1 - FIRST - LAST) / (len(stages) - 2)
+        some = [(n, min(n, most - n)) for n in counts[: stage + 1]]
+        weights = np.array([1 / (new + asked) for new, asked in some])
+        left = share * tokens
         while left > 0:
-            # As many tokens of each size up to the stage's own, of which there are twice as many.
-            weights = np.array([*[1.0] * doublings, 2.0]) / (shortest * 2.0 ** np.arange(doublings + 1))
-            size = shortest * 2 ** int(rng.choice(doublings + 1, p=weights / weights.sum()))
-            made.append(size)
-            left -= size
+            new, asked = some[int(rng.choice(len(some), p=weights / weights.sum()))]
+            made.append((new, asked))
+            left -= 2 * (new + asked)
     return made
 
 
@@ -288,10 +295,10 @@ def recall(options: argparse.Namespace) -> None:
         rng = np.random.default_rng(options.seed)
         per_step = options.rows * options.length
         # As many lists as all steps read, so that none is read twice: the rule is learnt, not the lists.
-        sizes = sizes_in_order(options.shortest, options.length, round(1.02 * options.steps * per_step), rng)
+        sizes = pairs_in_order(options.length, round(1.03 * options.steps * per_step), rng)
         with (folder / "lists.jsonl").open("w", encoding="utf-8") as file:
-            for size in sizes:
-                file.write(json.dumps({"messages": asked_again(pieces, size, rng)}) + "\n")
+            for new, again in sizes:
+                file.write(json.dumps({"messages": asked_again(pieces, new, again, rng)}) + "\n")
         (folder / "order.txt").write_text("".join(f"{n}\n" for n in range(len(sizes))), encoding="utf-8")
         (folder / "words.jinja").write_text(TEMPLATE, encoding="utf-8")
         recipe = {
@@ -324,7 +331,7 @@ def recall(options: argparse.Namespace) -> None:
             "optimizer": {"lr": options.lr, "weight_decay": 0.0, "betas": [0.9, 0.98]},
             "schedule": {"kind": "wsd", "warmup": 0.03, "decay": 0.2, "floor": 0.02},
             "stop": {"steps": options.steps},
-            "evaluate": {"every": max(1, options.steps // 6), "rows": 64, "tasks": ["recall,each=16"]},
+            "evaluate": {"every": max(1, options.steps // 5), "rows": 64, "tasks": ["recall,each=16"]},
             "techniques": {
                 "difficulty_curriculum": {"scores": str(folder / "order.txt"), "start": 0.01, "until": 1.0, "curve": "linear"},
                 "efficient_attention": {},
@@ -532,13 +539,12 @@ def main() -> None:
     one.add_argument("--ways", nargs="+", choices=SCALINGS, default=list(SCALINGS))
     two = parts.add_parser("recall")
     for name, value in {
-        "steps": 6000,
+        "steps": 5000,
         "length": 512,
         "rows": 8,
         "layers": 2,
         "width": 128,
         "pieces": 1024,
-        "shortest": 16,
         "seed": 1,
     }.items():
         two.add_argument(f"--{name}", type=int, default=value)

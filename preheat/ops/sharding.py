@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -17,9 +18,10 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import Shard
 
-__all__ = ["OWN_MESH", "forward_through", "replicate_all", "shard_fully"]
+__all__ = ["OWN_MESH", "forward_through", "gathering", "replicate_all", "shard_fully"]
 
 
 OWN_MESH = "preheat_mesh"
@@ -131,3 +133,22 @@ def forward_through(part: Any) -> Callable[[Any, Callable[[], T]], T]:
         return made
 
     return forward
+
+
+@contextmanager
+def gathering(tell: Callable[[list[Tensor]], None]) -> Iterator[None]:
+    """Tells of the buffers that FSDP takes for whole weights, when it takes them; it empties and fills them anew by their storages' sizes, which no operator shows.
+
+    Those of weights that one device holds alone, such as experts that are shared out among all devices, are filled by a plain copy.
+    """
+    made = FSDPParam.init_all_gather_outputs
+
+    def told(self: Any, *args: Any, **how: Any) -> None:
+        made(self, *args, **how)
+        tell(self.all_gather_outputs)
+
+    FSDPParam.init_all_gather_outputs = told  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        FSDPParam.init_all_gather_outputs = made  # type: ignore[method-assign]

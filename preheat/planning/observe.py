@@ -20,6 +20,7 @@ from preheat.engine.step import gradients, update
 from preheat.models.adapter import anatomy
 from preheat.ops.adapters import shares
 from preheat.ops.again import counting
+from preheat.ops.sharding import gathering
 from preheat.planning.moments import evaluating, fake_batch, generating, loading, looking, saving, tell_phases
 from preheat.planning.recorder import STEP, Kernel, Mark, Phase, Recorder
 from preheat.recipe import Recipe
@@ -115,7 +116,7 @@ def _observe(recipe: Recipe, vocabulary: int | None, device: Device, by_layer: b
     recorder = Recorder(rounding=512 if device.kind == "cuda" else 64, spread=torch.distributed.is_initialized())
     # bodies of `with dry:` in build: allocations of parameters and optimizer state are seen too
     made = build(recipe, vocabulary=vocabulary, device=device, dry=_Both(mode, recorder))
-    with mode, recorder, counting(recorder):
+    with mode, recorder, counting(recorder), gathering(recorder.look_at_gathered):
         known = _known(made, recorder)
         tell_phases(made, recorder)
         if by_layer:

@@ -200,8 +200,12 @@ class Recorder(TorchDispatchMode):
         self.log.append((number, size, self._phase()))
         self.places.append(self.place)
 
-    def _look_at_gathered(self, written: Iterable[Tensor] = ()) -> None:
-        """FSDP lets go of gathered weights, and takes room for them again, by resizing their storages, which no operator does."""
+    def look_at_gathered(self, written: Iterable[Tensor] = ()) -> None:
+        """FSDP lets go of gathered weights, and takes room for them again, by resizing their storages, which no operator does.
+
+        Args:
+            written: buffers of gathered weights, from here on looked at.
+        """
         for t in written:
             storage = _storage(t)
             if (number := self._numbers.get(id(storage))) is not None and id(storage) not in self._gathered:
@@ -274,7 +278,7 @@ class Recorder(TorchDispatchMode):
         if self.spread and _asks_for_shapes():
             return out
         if self._gathered:
-            self._look_at_gathered()
+            self.look_at_gathered()
         known = _operator(func)
         if known.free:
             return out
@@ -293,7 +297,7 @@ class Recorder(TorchDispatchMode):
             return out
         written = outputs or [t for n, name in known.written for t in tensors(args[n] if n < len(args) else kwargs.get(name))]
         if known.splits:
-            self._look_at_gathered(written)
+            self.look_at_gathered(written)
         if known.stream is not None:
             self.streams.update({n: known.stream for t in (outputs or written) if (n := self.number(t)) is not None})
         read, made = (sum(_moved(t) for t in some) for some in (inputs, written))

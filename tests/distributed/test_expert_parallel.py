@@ -13,6 +13,7 @@ from preheat.engine.build import build, context_of
 from preheat.engine.step import gradients, update
 from preheat.models import adapter
 from preheat.models.experts import biases
+from preheat.planning.observe import observe
 from preheat.technique import DATA, conflicts_of
 
 from ..conftest import DEVICE, difference, split, tiny, uneven
@@ -148,3 +149,15 @@ def test_what_is_read_from_such_a_run_is_built_on_one_device() -> None:
     for techniques in ("{fsdp: {}, expert_parallel: {}, chunked_loss: {}}", "{data_parallel: {}, zero1: {}, chunked_loss: {}}"):
         recipe = recipes.override(tiny(techniques, family="qwen3_moe", rows=ROWS), "parallel.devices=2")
         assert list(build(alone(recipe), vocabulary=96, device=DEVICE).changes) == ["experts", "chunked_loss"]
+
+
+def test_a_plan_lets_go_of_experts_that_one_device_holds_alone() -> None:
+    """FSDP copies them into a buffer for each use and empties it; after the step nothing of it stands."""
+    recipe = recipes.override(
+        tiny(family="qwen3_moe"), "techniques={fsdp: {}, expert_parallel: {}}", "parallel.devices=2", f"batch.size={ROWS}"
+    )
+    seen = observe(recipe, vocabulary=96, device=DEVICE)
+    after = seen.categories["saving"]
+    assert after["parameters"] > 0
+    assert after["activations"] < 0.01 * after["parameters"]
+    assert 0 < seen.categories["forward"]["gathered weights"] < after["parameters"]
