@@ -75,12 +75,15 @@ def shard_fully(
         "mp_policy": MixedPrecisionPolicy(param_dtype=gather, reduce_dtype=torch.float32),
         "offload_policy": CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if offload else OffloadPolicy(),
     }
-    listed = list(layers)
+    listed, alone = list(layers), set[nn.Parameter]()
     for layer in listed:
         for inner, own in _with_own_mesh(layer):  # by rows of each matrix: over its first dimension it is shared out already
-            fully_shard(inner, **{**settings, "mesh": own}, shard_placement_fn=lambda _: Shard(1))
-        fully_shard(layer, **settings)
-    fully_shard(module, **settings)
+            if own.size() == 1 and gather is None and not offload:
+                alone |= set(inner.parameters())  # FSDP would copy what is whole here for each use
+            else:
+                fully_shard(inner, **{**settings, "mesh": own}, shard_placement_fn=lambda _: Shard(1))
+        fully_shard(layer, **settings, ignored_params=alone)
+    fully_shard(module, **settings, ignored_params=alone)
     _summed(module)
     return len(listed) + 1
 
@@ -95,13 +98,16 @@ def replicate_all(module: nn.Module, layers: Iterable[nn.Module], mesh: Any) -> 
     Returns:
         The number of buckets.
     """
-    listed = list(layers)
+    listed, alone = list(layers), set[nn.Parameter]()
     policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
     for layer in listed:
         for inner, own in _with_own_mesh(layer):
-            replicate(inner, mesh=own, mp_policy=policy)
-        replicate(layer, mesh=mesh, mp_policy=policy)
-    replicate(module, mesh=mesh, mp_policy=policy)
+            if own.size() == 1:
+                alone |= set(inner.parameters())
+            else:
+                replicate(inner, mesh=own, mp_policy=policy)
+        replicate(layer, mesh=mesh, mp_policy=policy, ignored_params=alone)
+    replicate(module, mesh=mesh, mp_policy=policy, ignored_params=alone)
     _summed(module)
     return len(listed) + 1
 

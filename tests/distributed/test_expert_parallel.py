@@ -151,10 +151,14 @@ def test_what_is_read_from_such_a_run_is_built_on_one_device() -> None:
         assert list(build(alone(recipe), vocabulary=96, device=DEVICE).changes) == ["experts", "chunked_loss"]
 
 
-def test_a_plan_lets_go_of_experts_that_one_device_holds_alone() -> None:
-    """FSDP copies them into a buffer for each use and empties it; after the step nothing of it stands."""
+@pytest.mark.parametrize("gather", ["own", "bf16"])
+def test_a_plan_lets_go_of_experts_that_one_device_holds_alone(gather: str) -> None:
+    """Where they are used in another precision FSDP copies them into a buffer for each use and empties it; after the step nothing of it stands."""
     recipe = recipes.override(
-        tiny(family="qwen3_moe"), "techniques={fsdp: {}, expert_parallel: {}}", "parallel.devices=2", f"batch.size={ROWS}"
+        tiny(family="qwen3_moe"),
+        f"techniques={{fsdp: {{gather: {gather}}}, expert_parallel: {{}}}}",
+        "parallel.devices=2",
+        f"batch.size={ROWS}",
     )
     seen = observe(recipe, vocabulary=96, device=DEVICE)
     after = seen.categories["saving"]
