@@ -1,7 +1,7 @@
 """Very long sequences: a model taken from 512 to 4,096 tokens, key-value recall by length and depth, memory and time against length.
 
     PREHEAT_DATA=../shared/data python benchmarks/length.py extension [--steps 120] [--length 4096] [--rows 4]
-    python benchmarks/length.py recall [--steps 5000] [--length 512] [--pieces 1024]
+    python benchmarks/length.py recall [--steps 3500] [--length 512] [--pieces 1024]
     python benchmarks/length.py memory [--lengths 1024 2048 ... 65536] [--measured 8192]
     python benchmarks/length.py time [--lengths 1024 2048 ... 65536]          # a quiet machine
 
@@ -328,12 +328,13 @@ def recall(options: argparse.Namespace) -> None:
                 "preflight": {"end_token": "warn", "template_end": "warn"},  # an answer is one word, and no list has an end
             },
             "batch": {"size": options.rows, "length": options.length},
-            "optimizer": {"lr": options.lr, "weight_decay": 0.0, "betas": [0.9, 0.98]},
-            "schedule": {"kind": "wsd", "warmup": 0.03, "decay": 0.2, "floor": 0.02},
+            "optimizer": {"lr": options.lr, "weight_decay": 0.0},
+            "schedule": {"kind": "wsd", "warmup": 0.02, "decay": 0.2, "floor": 0.02},
             "stop": {"steps": options.steps},
-            "evaluate": {"every": max(1, options.steps // 5), "rows": 64, "tasks": ["recall,each=16"]},
+            "evaluate": {"every": max(1, options.steps // 4), "rows": 64, "tasks": ["recall,each=16"]},
             "techniques": {
                 "difficulty_curriculum": {"scores": str(folder / "order.txt"), "start": 0.01, "until": 1.0, "curve": "linear"},
+                "muon": {},
                 "efficient_attention": {},
                 "chunked_loss": {},
             },
@@ -539,7 +540,7 @@ def main() -> None:
     one.add_argument("--ways", nargs="+", choices=SCALINGS, default=list(SCALINGS))
     two = parts.add_parser("recall")
     for name, value in {
-        "steps": 5000,
+        "steps": 3500,
         "length": 512,
         "rows": 8,
         "layers": 2,
@@ -548,7 +549,7 @@ def main() -> None:
         "seed": 1,
     }.items():
         two.add_argument(f"--{name}", type=int, default=value)
-    two.add_argument("--lr", type=float, default=2e-3)
+    two.add_argument("--lr", type=float, default=4e-3)
     two.add_argument("--base", type=float, default=1e5)
     three = parts.add_parser("memory")
     three.add_argument("--lengths", type=int, nargs="+", default=doublings)
