@@ -44,7 +44,7 @@ def run(model: Any, rows: Sequence[Tensor], asked: Mapping[str, Any], python: st
 
     Args:
         model: of transformers, in fp32; it is not quantized here.
-        rows: [1, length] tokens each, of one length.
+        rows: [1, length] tokens each.
         asked: {by, bits, maps: {name: group, or None for a scale of each output}}, as the worker takes it.
         python: of the environment; $PREHEAT_LLM_COMPRESSOR when None.
 
@@ -58,7 +58,7 @@ def run(model: Any, rows: Sequence[Tensor], asked: Mapping[str, Any], python: st
         model.set_attn_implementation("eager")  # the folder must not name our own attention
         model.save_pretrained(folder / "model")
         model.set_attn_implementation(attention)
-        (folder / "asked.json").write_text(json.dumps({**asked, "rows": torch.cat(list(rows)).tolist()}), encoding="utf-8")
+        (folder / "asked.json").write_text(json.dumps({**asked, "rows": [row[0].tolist() for row in rows]}), encoding="utf-8")
         worker = Path(__file__).with_name("llm_compressor_worker.py")
         # Nothing of this environment: the other has a torch and a transformers of its own.
         environment = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "PYTHONHOME")}

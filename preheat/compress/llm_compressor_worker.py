@@ -23,9 +23,8 @@ def main(folder: Path) -> None:
     from torch.utils.data import DataLoader
     from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-    if (
-        not torch.accelerator.is_available()
-    ):  # 0.14's AWQ pins memory without asking, which fails where there is nothing to copy to
+    if not torch.accelerator.is_available():
+        # 0.14's AWQ pins memory without asking, which fails where there is nothing to copy to.
         IntermediatesCache.pin_memory = lambda self, index: None
     asked: dict[str, Any] = json.loads((folder / "asked.json").read_text(encoding="utf-8"))
     maps: dict[str, int | None] = asked["maps"]
@@ -42,17 +41,16 @@ def main(folder: Path) -> None:
         else QuantizationModifier(config_groups=groups)
     )
     model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.bfloat16, local_files_only=True)
-    rows = torch.tensor(asked["rows"])
+    rows = [torch.tensor(row) for row in asked["rows"]]
     data: Any = DataLoader([{"input_ids": row, "attention_mask": torch.ones_like(row)} for row in rows], batch_size=1)  # type: ignore[arg-type]
-    nothing = PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(WordLevel({"": 0}))
-    )  # one is demanded; rows are tokens already
+    # A tokenizer is demanded; rows are tokens already.
+    nothing = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"": 0})))
     llmcompressor.oneshot(
         model=model,
         tokenizer=nothing,
         dataset=data,
         recipe=modifiers,
-        max_seq_length=rows.shape[1],
+        max_seq_length=max(map(len, rows)),
         num_calibration_samples=len(rows),
     )
     model.save_pretrained(folder / "made", save_compressed=True)

@@ -29,7 +29,7 @@ def by_llm_compressor(model: PreTrainedModel, rows: Sequence[Tensor], settings: 
     """Puts the linear maps of a transformers model into few bits as llm-compressor chooses them, in place; the rest into eight.
 
     Args:
-        rows: calibration rows, [1, length] tokens each, of one length.
+        rows: calibration rows, [1, length] tokens each.
 
     Raises:
         RecipeError: a group that does not divide a map's inputs.
@@ -45,8 +45,8 @@ def by_llm_compressor(model: PreTrainedModel, rows: Sequence[Tensor], settings: 
     chosen = settings or LlmCompressor()
     maps, kept = chosen_maps(model, chosen, "llm_compressor")
     tied = model.get_input_embeddings().weight is model.get_output_embeddings().weight
-    groups = {name: group_for(name, module, chosen.group, "llm_compressor") for name, module in maps.items()}
-    asked = {"by": chosen.by, "bits": chosen.bits, "maps": groups if chosen.bits == 4 else dict.fromkeys(maps)}
+    groups = {n: group_for(n, m, chosen.group, "llm_compressor") if chosen.bits == 4 else None for n, m in maps.items()}
+    asked = {"by": chosen.by, "bits": chosen.bits, "maps": groups}
     found = run(model, rows, asked, chosen.python)
     for name, module in maps.items():
         made: Any = found.maps[name]
