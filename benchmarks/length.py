@@ -220,7 +220,9 @@ def extension(options: argparse.Namespace) -> None:
         axes[0].legend(fontsize=8)
 
     plotted("length-extension", draw, columns=2)
-    written("extension", lines, {"recipes": json.loads(json.dumps(recipes).replace(name, "TEXTS")), "found": found})
+    data = str(Path(os.environ.get("PREHEAT_DATA", "../shared/data")).resolve())
+    kept = json.loads(json.dumps(recipes).replace(name, "TEXTS").replace(data, "DATA"))
+    written("extension", lines, {"recipes": kept, "found": found})
 
 
 # --- key-value recall ---------------------------------------------------------------------------------------------
