@@ -18,7 +18,7 @@ from torch import Tensor
 from preheat.errors import RunError
 from preheat.ops.quantized import Groups
 
-__all__ = ["Found", "run", "unpacked"]
+__all__ = ["Found", "python_of", "run", "unpacked"]
 
 VARIABLE = "PREHEAT_LLM_COMPRESSOR"
 _INSTALL = (
@@ -51,7 +51,9 @@ def run(model: Any, rows: Sequence[Tensor], asked: Mapping[str, Any], python: st
     Raises:
         RunError: there is no such environment, or the process fails.
     """
-    python = _python(python)
+    program, why = python_of(python)
+    if why:
+        raise RunError(f"--method llm_compressor: {why}")
     with tempfile.TemporaryDirectory(prefix="preheat-llm-compressor-") as name:
         folder = Path(name)
         attention = model.config._attn_implementation
@@ -63,7 +65,7 @@ def run(model: Any, rows: Sequence[Tensor], asked: Mapping[str, Any], python: st
         # Nothing of this environment: the other has a torch and a transformers of its own.
         environment = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "PYTHONHOME")}
         done = subprocess.run(
-            [python, str(worker), str(folder)],
+            [program, str(worker), str(folder)],
             capture_output=True,
             text=True,
             check=False,
@@ -75,17 +77,16 @@ def run(model: Any, rows: Sequence[Tensor], asked: Mapping[str, Any], python: st
         return _read(folder / "made", model, asked)
 
 
-def _python(stated: str | None) -> str:
+def python_of(stated: str | None) -> tuple[str, str]:
+    """The Python of the environment, and why it cannot serve; empty when it can."""
     named = stated or os.environ.get(VARIABLE)
     if named is None:
-        raise RunError(f"--method llm_compressor: runs in an environment of its own, and none is named: {_INSTALL}")
+        return "", f"python: it runs in an environment of its own, and none is named: {_INSTALL}"
     found = shutil.which(named)
     if found is None:
-        raise RunError(f"--method llm_compressor: python: {named} is no program; {_INSTALL}")
+        return "", f"python: {named} is no program; {_INSTALL}"
     seen = subprocess.run([found, "-c", "import llmcompressor"], capture_output=True, text=True, check=False)
-    if seen.returncode:
-        raise RunError(f"--method llm_compressor: {named} has no llm-compressor; {_INSTALL}")
-    return found
+    return found, f"python: {named} has no llm-compressor; {_INSTALL}" if seen.returncode else ""
 
 
 def _read(made: Path, model: Any, asked: Mapping[str, Any]) -> Found:

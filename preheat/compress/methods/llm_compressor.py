@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from preheat.compress.method import Method
 from preheat.compress.quantizing import High, chosen_maps, group_for, keep_high, told
-from preheat.technique import Change
+from preheat.technique import Change, ModelFacts
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -68,6 +68,12 @@ class LlmCompressor(High, Method):
     """Of 4 bits: inputs that share a scale; auto: of each map the divisor nearest to 32."""
     python: str | None = None
     """Of the environment in which llm-compressor is installed; $PREHEAT_LLM_COMPRESSOR when not stated."""
+
+    def check(self, model: ModelFacts) -> list[str]:
+        from preheat.compress.llm_compressor import python_of
+
+        why = python_of(self.python)[1]  # before minutes are spent on other methods
+        return [*super().check(model), *([why] if why else [])]
 
     def apply(self, model: PreTrainedModel, rows: Sequence[Tensor]) -> Change:
         return by_llm_compressor(model, rows, self)
