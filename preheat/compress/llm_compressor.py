@@ -107,11 +107,12 @@ def _read(made: Path, model: Any, asked: Mapping[str, Any]) -> Found:
             if asked["bits"] == 4
             else ((codes.to(torch.int16) - 128).to(torch.int8), scales.view(rows))
         )
-    own = dict(model.named_parameters())
+    own = dict(model.named_parameters(remove_duplicate=False))  # a tied head by its own name too
+    if unknown := sorted(stored.keys() - own.keys()):
+        raise RunError(f"--method llm_compressor: wrote {unknown[0]}, which the model has not; please report it")
     with torch.no_grad():
         for name, weight in stored.items():
-            if name in own:
-                own[name].copy_(weight)
+            own[name].copy_(weight)
     version = json.loads((made / "version.json").read_text(encoding="utf-8"))
     return Found(maps, str(version))
 
