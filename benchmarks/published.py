@@ -3,8 +3,7 @@
     python benchmarks/published.py --runs IN.csv --gpus GPUS.csv --out OUT.csv [--jobs 2]
 
 Each row becomes a recipe (model by its sizes, mesh, micro-batch, precision, techniques), planned for its accelerator as `preheat plan` does.
-What a row leaves open is filled in by the rules below, the same for all; no row or note is looked at, and a source for one thing only: how its
-tool sets torch's allocator (GROWING). Writes
+What a row leaves open is filled in by the rules below, the same for all: no row, note or source is looked at. Writes
 `id,predicted_gib,low_gib,high_gib,predicted_tok_s,low_tok_s,high_tok_s,seconds,reason` (tokens a second of each accelerator; empty where it
 cannot be said, with the reason) and prints errors by source.
 """
@@ -28,10 +27,6 @@ from typing import Any
 Row = Mapping[str, str]
 COLUMNS = ("id", "predicted_gib", "low_gib", "high_gib", "predicted_tok_s", "low_tok_s", "high_tok_s", "seconds", "reason")
 LENGTH, VOCABULARY = 2048, 50304  # where a row states none
-
-
-GROWING = ("pytorch/torchtitan", "pytorch/torchtune")
-"""Set `expandable_segments:True` themselves: run_train.sh since October 2024, torchtune/__init__.py and recipes."""
 
 SINCE_2024 = (
     "H200",
@@ -242,7 +237,6 @@ def recipe_of(row: Row) -> Any:
         "stop": {"steps": 1},
         "optimizer": {"clip": 0.0 if "optimizer_in_backward" in techniques else 1.0},
         "parallel": {"devices": devices},
-        "hardware": {"segments": "expandable" if row["source_repo"] in GROWING else "fixed"},
         "techniques": techniques,
     }
     return recipes.parse(json.dumps(values))  # JSON is YAML
@@ -279,7 +273,7 @@ def planned(recipe: Any, roofline: Any, stages: int, fused: bool) -> tuple[dict[
     from preheat.technique import conflicts_of
 
     config, eights = adapter.configure(recipe, None), False
-    device = replace(roofline.as_device, expandable=recipe.hardware.segments == "expandable")
+    device = roofline.as_device
     for name in ("", *LESS):
         if name and name not in recipe.techniques:
             continue
@@ -322,22 +316,6 @@ def loss_of_others(row: Row, made: Mapping[str, Any], recipe: Any) -> float:
     vocabulary = adapter.configure(recipe, None).get_text_config().vocab_size
     logits = tensor.rows * vocabulary / tensor.degree / whole(row, "cp")
     return max(made["phases"].get("head and loss", 0.0) + 6 * logits / 2**30 - made["peak_gib"], 0.0)
-
-
-def products_of_others(row: Row, recipe: Any) -> float:
-    """GiB that torchtitan's selective checkpointing keeps and ours does not.
-
-    It keeps the 1st, 3rd, 5th and 7th product of a layer (queries, values, gate, down), ours the 2nd, 4th and 6th (keys, output, up): as many
-    but for the width of the stream, which nothing reads again. Who shards weights by FSDP and checkpoints by operators has it from there.
-    """
-    from preheat.models import adapter
-
-    ours = recipe.techniques.get("activation_checkpointing")
-    if ours is None or ours.mode != "selective" or "fsdp" not in recipe.techniques:
-        return 0.0
-    config = adapter.configure(recipe, None).get_text_config()
-    tokens = whole(row, "micro_batch") * whole(row, "seq_len", LENGTH) / (whole(row, "tp") * whole(row, "cp"))
-    return float(2 * tokens * config.num_hidden_layers * config.hidden_size / 2**30)
 
 
 def roofline_of(name: str, gpus: Mapping[str, Row]) -> tuple[Any, bool]:
@@ -409,7 +387,7 @@ def answer(row: Row, gpus: Mapping[str, Row]) -> dict[str, Any]:
             recipe = replace(recipe, techniques={k: t for k, t in recipe.techniques.items() if more.get(k, "") is not None})
             with contextlib.suppress(Open):
                 made, used = planned(recipe, roofline, stages, compiled(row))
-        gib = gib_of(made, used) + loss_of_others(row, made, used) + products_of_others(row, used)
+        gib = gib_of(made, used) + loss_of_others(row, made, used)
         low, high = (edge / made["peak_gib"] * gib for edge in made["peak_gib_interval"])
         out |= {"predicted_gib": gib, "low_gib": low, "high_gib": high}
         if timed:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import heapq
 import json
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
@@ -18,7 +19,18 @@ from preheat.hardware.network import hub_reachable
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-__all__ = ["END", "PAD", "Encoded", "Encoder", "load_tokenizer", "other_pieces", "train_tokenizer", "unlike", "unlike_folders"]
+__all__ = [
+    "END",
+    "PAD",
+    "Encoded",
+    "Encoder",
+    "load_tokenizer",
+    "other_pieces",
+    "pieces_of",
+    "train_tokenizer",
+    "unlike",
+    "unlike_folders",
+]
 
 SAMPLE = 4_000_000
 """Characters of the training documents that a BPE is trained on: those with the lowest content hash, so that the sample
@@ -132,7 +144,7 @@ def other_pieces(own: str | None, teacher: str, add_tokens: tuple[str, ...] = ()
         return None
     return (
         f"teacher: its tokenizer is not the student's ({own}), so probabilities cannot be compared token by token: {words}; "
-        f"set data.tokenizer: {teacher} for a new student, or take a teacher of the student's family"
+        f"set data.tokenizer: {teacher} for a new student, take a teacher of the student's family, or set techniques.distillation.pieces: common"
     )
 
 
@@ -161,6 +173,34 @@ def unlike(a: PreTrainedTokenizerFast, b: PreTrainedTokenizerFast) -> str | None
             )
             return f"they cut text otherwise: {one[at : at + 3]} in the one is {other[at : at + 3]} in the other"
     return None
+
+
+def pieces_of(tokenizer: Any) -> list[bytes]:
+    """The bytes of text that each token stands for, by number; special tokens stand for none.
+
+    Example:
+        >>> pieces_of(AutoTokenizer.from_pretrained("gpt2"))[464]  # doctest: +SKIP
+        b'The'
+    """
+    backend = json.loads(tokenizer.backend_tokenizer.to_str())
+    by_byte = '"ByteLevel"' in json.dumps([backend.get("pre_tokenizer"), backend.get("decoder")])
+    added = {token["id"]: (token["content"], token["special"]) for token in backend.get("added_tokens", [])}
+    # A character for each byte: printable ones stand for themselves, the others for those from 256 on, in order.
+    shown = {c: c for c in (*range(33, 127), *range(161, 173), *range(174, 256))}
+    hidden = {256 + n: c for n, c in enumerate(c for c in range(256) if c not in shown)}
+    byte_of = shown | hidden
+    pieces = [b""] * len(tokenizer)
+    for token, number in tokenizer.get_vocab().items():
+        if number in added:
+            content, special = added[number]
+            pieces[number] = b"" if special else content.encode()
+        elif by_byte:
+            pieces[number] = b"".join(bytes([byte_of[ord(c)]]) if ord(c) in byte_of else c.encode() for c in token)
+        elif re.fullmatch(r"<0x[0-9A-Fa-f]{2}>", token):
+            pieces[number] = bytes([int(token[3:5], 16)])
+        else:
+            pieces[number] = token.removeprefix("##").replace("▁", " ").encode()
+    return pieces
 
 
 def train_tokenizer(documents: Iterable[tuple[str, str]], *, vocabulary: int) -> PreTrainedTokenizerFast:

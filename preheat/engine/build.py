@@ -159,9 +159,7 @@ def build(
     with dry or nullcontext():
         for role, parts in made.parts.items():
             for part in parts:
-                materialize(part, made.torch_device, home=made.home)
-                if dry is not None and made.home is not None:
-                    _lie_on_host(part)
+                materialize(part, made.torch_device, home=made.home, placed=_lies_on_host if dry and made.home else None)
                 if dry is None:
                     made.sources.get(role, made.weights).fill(part, seed=recipe.seed)
         apply(Stage.MATERIALIZE, Stage.OPTIMIZER)
@@ -199,15 +197,14 @@ def _stored_quantized(made: Build, stored: Any, reading: bool) -> None:
     made.weights.fresh(r"(?!)", names, ours.tables_of)  # no parameter is fresh, only the tables
 
 
-def _lie_on_host(part: Any) -> None:
-    """Tells a dry run, in which all tensors are of one fake device, where the part's parameters and their gradients are."""
+def _lies_on_host(parameter: Any) -> None:
+    """Tells a dry run, in which all tensors are of one fake device, where a parameter and its gradient are."""
     from preheat.ops.host import lies_on_host
     from preheat.ops.sharded import local
 
-    for p in part.parameters():
-        lies_on_host(local(p))
-        if p.requires_grad:
-            p.register_post_accumulate_grad_hook(lambda p: lies_on_host(local(p.grad)))
+    lies_on_host(local(parameter))
+    if parameter.requires_grad:
+        parameter.register_post_accumulate_grad_hook(lambda p: lies_on_host(local(p.grad)))
 
 
 def _add_rows(made: Build, count: int, vocabulary: int) -> None:

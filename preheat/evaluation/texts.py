@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import math
-import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,7 @@ from preheat.data import Rows, evaluation_batches, prepare
 from preheat.data.files import TEXT
 from preheat.data.packing import Tokens
 from preheat.data.sources import digest
+from preheat.data.tokenizer import pieces_of
 from preheat.engine.evaluate import parts, summed, token_scores
 from preheat.errors import DataError, RecipeError
 from preheat.evaluation import bootstrap
@@ -75,21 +74,7 @@ def bytes_of_tokens(tokenizer: Any) -> np.ndarray:
         >>> bytes_of_tokens(AutoTokenizer.from_pretrained("gpt2"))[[464, 50256]]  # doctest: +SKIP
         array([3, 0])
     """
-    backend = json.loads(tokenizer.backend_tokenizer.to_str())
-    by_byte = '"ByteLevel"' in json.dumps([backend.get("pre_tokenizer"), backend.get("decoder")])
-    added = {token["id"]: (token["content"], token["special"]) for token in backend.get("added_tokens", [])}
-    sizes: np.ndarray = np.zeros(len(tokenizer), np.int64)
-    for token, number in tokenizer.get_vocab().items():
-        if number in added:
-            content, special = added[number]
-            sizes[number] = 0 if special else len(content.encode())
-        elif by_byte:
-            sizes[number] = len(token)  # a character for each byte
-        elif re.fullmatch(r"<0x[0-9A-Fa-f]{2}>", token):
-            sizes[number] = 1
-        else:
-            sizes[number] = len(token.removeprefix("##").replace("▁", " ").encode())
-    return sizes
+    return np.array([len(piece) for piece in pieces_of(tokenizer)], np.int64)
 
 
 def measure_text(build: Build, rows: Rows, *, micro: int, limit: int, sizes: np.ndarray, objective: bool = False) -> Result:

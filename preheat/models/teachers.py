@@ -10,15 +10,29 @@ from typing import TYPE_CHECKING, Any
 
 from preheat.errors import RecipeError
 from preheat.models import adapter
-from preheat.technique import Batch, Build, ModelFacts, Slot
+from preheat.technique import Axis, Batch, Build, Context, ModelFacts, Slot, Stage, Tag
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
     from transformers import PretrainedConfig, PreTrainedModel
 
     from preheat.models.weights import WeightSource
+    from preheat.recipe import Recipe
 
-__all__ = ["MAPS", "Teacher", "add_maps", "begin_from_spread", "compared", "config_of", "on_meta", "spread", "watched"]
+__all__ = [
+    "MAPS",
+    "Teacher",
+    "add_maps",
+    "begin_from_spread",
+    "compared",
+    "config_of",
+    "on_meta",
+    "reads_teacher",
+    "rows_problems",
+    "spread",
+    "spreading_problems",
+    "watched",
+]
 
 MAPS = "preheat_maps"
 """Where a student has its linear maps to the teacher's width: trained with it, and in no export."""
@@ -193,3 +207,72 @@ def begin_from_spread(student: Any, weights: WeightSource, of: int) -> list[int]
 
     weights.map(at.pattern, other)
     return chosen
+
+
+def spreading_problems(recipe: Recipe, teacher: Path, layers: int, found: int) -> list[str]:
+    """Why a student cannot begin from layers spread over its teacher's, in words that begin with the knob.
+
+    Args:
+        layers, found: of the student, and of the teacher.
+    """
+    why = []
+    if not reads_teacher(recipe, teacher):
+        why.append(
+            "layers: spread is for a student made of the teacher: set model.path to the teacher, and model.config: {num_hidden_layers: N}"
+        )
+    elif layers >= found:
+        why.append(f"layers: spread needs fewer layers than the teacher's {found}; set model.config: {{num_hidden_layers: N}}")
+    others = [name for name, t in recipe.techniques.items() if t.stage <= Stage.ADAPT]
+    if others:
+        why.append(
+            f"layers: spread changes which layers are read, and {others[0]} what is read; leave one out (or export such a student first)"
+        )
+    return why
+
+
+def reads_teacher(recipe: Recipe, teacher: Path) -> bool:
+    """Whether a recipe's weights are read from its teacher's folder."""
+    model = recipe.model
+    return model.path is not None and model.weights != "random" and Path(model.path).resolve() == teacher.resolve()
+
+
+def rows_problems(context: Context, *, cached: bool, hidden: bool, writes: bool, common: bool) -> list[str]:
+    """What rows whose teacher is read from disk, rows that the student writes itself, and rows in common pieces do not go with: each in words that begin
+    with the knob.
+
+    Args:
+        cached: what the teacher said is kept on disk; hidden: hidden states are compared; writes: the student writes itself; common: the teacher has
+            other pieces.
+    """
+    tags = context.tags
+    shared = Tag("sharded-weights") in tags or context.recipe.parallel.engine == "deepspeed"
+    cut = context.sizes[Axis.CONTEXT] > 1
+    reasons = (
+        (cached and hidden, "cache: holds no hidden states; set hidden: 0, or leave cache out"),
+        (
+            cached and context.recipe.data.streaming,
+            "cache: rows that are read while training have no number to be found again by; set data.streaming: false",
+        ),
+        (
+            cached and Tag("growing-length") in tags,
+            "cache: holds whole rows, and shorter ones are cut from them here; leave one out",
+        ),
+        (
+            writes and cached,
+            "on_policy: what the student writes is new in every step, and cache holds what the teacher said of the data; leave one out",
+        ),
+        (
+            writes and shared,
+            "on_policy: the student writes token by token, each device as many as its rows ask for, which weights that are shared out among devices "
+            "(fsdp, expert_parallel, deepspeed) would wait for; use data_parallel, or leave it out",
+        ),
+        (
+            writes and cut,
+            "on_policy: rows that are cut among devices (context_parallel) cannot be written in; leave one out",
+        ),
+        (
+            common and cut,
+            "pieces: common reads whole documents, and context_parallel cuts rows among devices; leave one out",
+        ),
+    )
+    return [words for holds, words in reasons if holds]

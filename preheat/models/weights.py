@@ -27,11 +27,12 @@ class Packed(Protocol):
         """The full weight, to be written within; packed on leaving."""
 
 
-def materialize(module: nn.Module, device: Any, *, home: Any = None) -> None:
+def materialize(module: nn.Module, device: Any, *, home: Any = None, placed: Callable[[Tensor], None] | None = None) -> None:
     """Replaces parameters and buffers on meta by empty ones on `device`, in place. Shared parameters stay shared.
 
     Args:
         home: where parameters go instead.
+        placed: is given each parameter as soon as it is there.
     """
     import torch
     from torch import nn
@@ -47,6 +48,8 @@ def materialize(module: nn.Module, device: Any, *, home: Any = None) -> None:
                     is_parameter = isinstance(old, nn.Parameter)
                     new = torch.empty_like(old, device=(home or device) if is_parameter else device)
                     made[id(old)] = nn.Parameter(new, requires_grad=old.requires_grad) if is_parameter else new
+                    if is_parameter and placed is not None:
+                        placed(made[id(old)])
                 store[name] = made[id(old)]
 
 
@@ -210,7 +213,7 @@ class WeightSource:
                         draw(everything.get_submodule(name))
             self._uncovered(model)
 
-    def beside(self, model: Any, *, drawn: bool, on_cpu: bool) -> int:
+    def beside(self, model: Any, *, drawn: bool, on_cpu: bool, at_home: bool = False) -> int:
         """Bytes of the model's device that `fill` takes at most beside the model, of which only shapes are looked at.
 
         Drawn are a module and its children at once: in fp32 where they are kept in less, and whole where devices share them out. Read is one
@@ -219,6 +222,7 @@ class WeightSource:
         Args:
             drawn: no checkpoint has them.
             on_cpu: the device is the CPU, whatever shapes are given on.
+            at_home: the parameters lie on the host, where values are drawn; one that devices share out goes through the device.
         """
         from torch.distributed.tensor import DTensor
 
@@ -226,7 +230,7 @@ class WeightSource:
             whole_too = p.nbytes if isinstance(p, DTensor) else 0  # of a DTensor the size of all shares together
             return whole_too + (p.numel() * 4 if p.is_floating_point() and p.element_size() == 2 else 0)
 
-        if drawn:
+        if drawn and not at_home:
             return max(
                 sum(drawing(p) for m in _near(module) for p in m.parameters(recurse=False)) for module in model.modules()
             )

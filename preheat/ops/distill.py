@@ -17,6 +17,7 @@ from preheat.technique import RowLoss
 
 __all__ = [
     "LEAST",
+    "CommonHead",
     "Direction",
     "Distilled",
     "Likeliest",
@@ -62,9 +63,14 @@ def likeliest(logits: Tensor, k: int, temperature: float = 1.0) -> Likeliest:
     """
     logp = torch.log_softmax(logits.float() / temperature, dim=-1)
     values, indices = logp.topk(min(k, logp.shape[-1] - 1), dim=-1)
+    return Likeliest(_with_rest(values), indices)
+
+
+def _with_rest(values: Tensor) -> Tensor:
+    """Log-probabilities [..., k] with that of all other tokens together, [..., k + 1]."""
     # 1 - sum of the k rounds where little is left, and less than LEAST is not told from it
     rest = torch.log1p(-values.exp().sum(dim=-1, keepdim=True).clamp(max=1 - 1e-7)).clamp(min=LEAST)
-    return Likeliest(torch.log_softmax(torch.cat([values, rest], dim=-1), dim=-1), indices)
+    return torch.log_softmax(torch.cat([values, rest], dim=-1), dim=-1)
 
 
 def recovered(values: Tensor, indices: Tensor) -> Likeliest:
@@ -153,6 +159,27 @@ class TeacherHead:
         return logits if self.cap is None else logits.div_(self.cap).tanh_().mul_(self.cap)
 
 
+class CommonHead:
+    """What a teacher with other pieces holds likely, of the pieces that a student has too.
+
+    Args:
+        head: its logits from its last hidden states, over all of its pieces.
+        own, theirs: numbers of the common pieces, of the student and of the teacher, [n] each.
+        top: so many of them are kept at each place; all others, common or not, count together.
+        temperature: logits are divided by it.
+    """
+
+    def __init__(self, head: Callable[[Tensor], Tensor], own: Tensor, theirs: Tensor, top: int, temperature: float = 1.0):
+        self.head, self.own, self.theirs = head, own, theirs
+        self.top, self.temperature = min(top, len(own)), temperature
+
+    def __call__(self, states: Tensor) -> Likeliest:
+        """[n, width] -> the distribution of each place by the student's numbers."""
+        logits = self.head(states).float() / self.temperature
+        values, at = (logits.index_select(-1, self.theirs) - logits.logsumexp(dim=-1, keepdim=True)).topk(self.top, dim=-1)
+        return Likeliest(_with_rest(values), self.own[at])
+
+
 class Distilled:
     """(1 - m) cross entropy + m T² divergence from a teacher at temperature T, of each row; 0 where the label is -100.
 
@@ -161,14 +188,15 @@ class Distilled:
     (1 - m)(p1 - onehot) + m T (p - q), or for the reverse direction m T p (log p - log q - divergence).
 
     Args:
-        head: gives the teacher's logits of what is aligned after the labels: a `TeacherHead`, of its hidden states. Aligned may be its
-            likeliest tokens in their place, where this is None: values [n, k + 1] and indices [n, k], at the same temperature.
+        head: gives the teacher's logits of what is aligned after the labels: a `TeacherHead`, of its hidden states; or its likeliest tokens at the
+            same temperature, as a `CommonHead` does. Aligned may be these in their place, where this is None: values [n, k + 1] and indices [n, k].
         mixture: m, the teacher's share.
         written: the last of what is aligned is [n] fp32: 0 for a token of the data, else how much one that the student wrote itself counts;
             at these m is 1, since labels that it drew teach nothing.
+        partly: the last of what is aligned is [n] fp32: 1 where the teacher says something; elsewhere m is 0.
 
     Attributes:
-        sums: of all rows so far: cross entropy and divergence, each without its factor; with `written` also over how many places each is.
+        sums: of all rows so far: cross entropy and divergence, each without its factor; with `written` and `partly` also over how many places it is.
             On the device.
 
     Example:
@@ -179,15 +207,17 @@ class Distilled:
 
     def __init__(
         self,
-        head: Callable[[Tensor], Tensor] | None,
+        head: Callable[[Tensor], Tensor | Likeliest] | None,
         *,
         direction: Direction = "forward",
         temperature: float = 1.0,
         mixture: float = 0.5,
         written: bool = False,
+        partly: bool = False,
     ):
+        assert not (written and partly), "one of them is the last of what is aligned"
         self.head, self.direction = head, direction
-        self.temperature, self.mixture, self.written = temperature, mixture, written
+        self.temperature, self.mixture, self.written, self.partly = temperature, mixture, written, partly
         self.sums: dict[str, Tensor] = {}
 
     @property
@@ -197,20 +227,20 @@ class Distilled:
 
     def __call__(self, logits: Tensor, *aligned: Tensor) -> Tensor:
         labels, *said = aligned
-        ce_share, apart_share, own = self._shares(said)
+        ce_share, apart_share, places = self._shares(said, labels)
         logits, trained = logits.float(), labels != IGNORED
         ce = functional.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="none")
         teacher = self._teacher(said)
         if not isinstance(teacher, Likeliest):
             teacher = teacher.float() / self.temperature
         apart = torch.where(trained, divergence(logits / self.temperature, teacher, self.direction), 0.0)
-        self._add(ce, apart, trained, own)
+        self._add(ce, apart, places)
         return ce_share * ce + self.temperature**2 * apart_share * apart
 
     def value_and_grad_(self, logits: Tensor, labels: Tensor, *aligned: Tensor) -> tuple[Tensor, Tensor]:
         """As of `CrossEntropy`."""
         said = list(aligned)
-        ce_share, apart_share, own = self._shares(said)
+        ce_share, apart_share, places = self._shares(said, labels)
         trained, teacher = labels != IGNORED, self._teacher(said)
         ce, apart = (logits.new_empty(labels.shape, dtype=torch.float32) for _ in range(2))
         for at in _blocks(*logits.shape):
@@ -218,24 +248,31 @@ class Distilled:
             shares = [s[at].unsqueeze(1) if isinstance(s, Tensor) else s for s in (ce_share, apart_share)]
             ce[at], apart[at] = self._block_(logits[at], labels[at].clamp(min=0), part, *shares)
         ce, apart = torch.where(trained, ce, 0.0), torch.where(trained, apart, 0.0)
-        self._add(ce, apart, trained, own)
+        self._add(ce, apart, places)
         return ce_share * ce + self.temperature**2 * apart_share * apart, trained
 
-    def _shares(self, said: list[Tensor]) -> tuple[Any, Any, Tensor | None]:
-        """How much cross entropy and divergence count, row by row where they differ, and which the student wrote; takes that off `said`."""
-        if not self.written:
-            return 1 - self.mixture, self.mixture, None
-        counts = said.pop()
-        own = counts > 0
-        return torch.where(own, 0.0, 1 - self.mixture), torch.where(own, counts, self.mixture), own
+    def _shares(self, said: list[Tensor], labels: Tensor) -> tuple[Any, Any, dict[str, Tensor]]:
+        """How much cross entropy and divergence count, row by row where they differ, and then at which places each of them is; takes that off `said`."""
+        if not (self.written or self.partly):
+            return 1 - self.mixture, self.mixture, {}
+        counts, trained = said.pop(), labels != IGNORED
+        here = counts > 0
+        if self.partly:
+            return (
+                torch.where(here, 1 - self.mixture, 1.0),
+                torch.where(here, self.mixture, 0.0),
+                {"divergence": trained & here},
+            )
+        places = {"label_loss": trained & ~here, "divergence": trained}
+        return torch.where(here, 0.0, 1 - self.mixture), torch.where(here, counts, self.mixture), places
 
     def _teacher(self, said: Any) -> Tensor | Likeliest:
         return recovered(*said) if self.head is None else self.head(*said)
 
-    def _add(self, ce: Tensor, apart: Tensor, trained: Tensor, own: Tensor | None) -> None:
+    def _add(self, ce: Tensor, apart: Tensor, places: Mapping[str, Tensor]) -> None:
         found = {"label_loss": ce, "divergence": apart}
-        if own is not None:
-            found |= {"label_loss": ce * ~own, "label_places": trained & ~own, "divergence_places": trained}
+        for name, at in places.items():
+            found |= {name: found[name] * at, f"{name.removesuffix('_loss')}_places": at}
         for name, values in found.items():
             total = values.detach().sum()
             self.sums[name] = self.sums[name] + total if name in self.sums else total
@@ -254,7 +291,7 @@ class Distilled:
         else:
             apart, slope = _of_all(tempered, torch.log_softmax(teacher.float() / self.temperature, dim=-1), self.direction)
         slope.mul_(apart_share * self.temperature)
-        if self.mixture < 1:
+        if self.mixture < 1 or self.partly:
             p = logp.exp_()
             p[own] -= 1
             slope.add_(p.mul_(ce_share))
@@ -305,7 +342,7 @@ def _of_likeliest(logp: Tensor, teacher: Likeliest, direction: Direction) -> tup
 
 def means(sums: Mapping[str, Tensor], weight: float) -> dict[str, float]:
     """What is written down of a step's `Distilled.sums`: means over its trained tokens; where the student wrote, each over its own places, and the
-    share of all that it wrote.
+    share of all that it wrote; where the teacher says something at some places alone, the share of these.
 
     Example:
         >>> means({"label_loss": torch.tensor(3.0), "divergence": torch.tensor(1.0)}, 2.0)
@@ -315,4 +352,6 @@ def means(sums: Mapping[str, Tensor], weight: float) -> dict[str, float]:
     labelled, places = found.pop("label_places", weight), found.pop("divergence_places", weight)
     over = {"label_loss": labelled, "divergence": places}
     made = {name: total / over.get(name, weight) for name, total in found.items() if over.get(name, weight)}
-    return made | ({"on_policy": 1 - labelled / places} if "label_places" in sums and places else {})
+    if "label_places" in sums and places:
+        return made | {"on_policy": 1 - labelled / places}
+    return made | ({"compared": places / weight} if "divergence_places" in sums and weight else {})

@@ -96,7 +96,7 @@ def loading(made: Build, found: Mapping[str, int]) -> dict[str, int]:
     filling = max(
         made.sources[role].beside(part, drawn=False, on_cpu=how["on_cpu"])
         if role in made.sources
-        else made.weights.beside(part, **how)
+        else made.weights.beside(part, **how, at_home=made.home is not None)
         for role, parts in made.parts.items()
         for part in parts
     )

@@ -9,10 +9,11 @@ Helps: a small model reaches a lower loss from the same tokens, since a distribu
 forward pass costs about a third of what training a model of its size does; a teacher that is bad on the data teaches that; forward
 divergence spreads a very small student over all that the teacher can say.
 With `on_policy` the student writes some of the answers itself and the teacher judges them, which trains it on the texts that it will meet when
-it writes alone; that takes the time of writing them. A teacher with another tokenizer is refused: probabilities of other pieces cannot be compared (there
-is no method for that here yet).
+it writes alone; that takes the time of writing them. A teacher with another tokenizer is refused unless `pieces: common` is chosen: it reads the same text
+in its own pieces, and where both have read as much, what it says of the pieces that both have is compared; elsewhere the labels count alone.
 Source: Hinton et al. 2015 (arXiv:1503.02531); reverse divergence: Gu et al. 2023, MiniLLM (arXiv:2306.08543); hidden states: Romero et al.
-2014, FitNets (arXiv:1412.6550); the student's own texts: Agarwal et al. 2023, GKD (arXiv:2306.13649); layers of the teacher to begin from: Sanh et al. 2019, DistilBERT (arXiv:1910.01108).
+2014, FitNets (arXiv:1412.6550); the student's own texts: Agarwal et al. 2023, GKD (arXiv:2306.13649); layers of the teacher to begin from: Sanh et al. 2019, DistilBERT
+(arXiv:1910.01108); other tokenizers: as `preheat.models.common_pieces` says.
 """
 
 from __future__ import annotations
@@ -25,12 +26,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from preheat.errors import PreheatError, RunError
-from preheat.recipe import Bound, NonNegative, Positive, Recipe, Share
-from preheat.technique import Axis, Batch, Build, Change, Context, LossSum, Order, Slot, Stage, Tag, Technique
+from preheat.recipe import Bound, NonNegative, Positive, Share
+from preheat.technique import Batch, Build, Change, Context, LossSum, Order, Slot, Stage, Tag, Technique
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from preheat.models.common_pieces import Matcher
     from preheat.models.teachers import Teacher
 
 __all__ = ["Distillation", "distillation_loss", "hidden_distance"]
@@ -87,7 +89,10 @@ class Distillation(Technique):
     leaves_nothing: ClassVar[bool] = True
 
     teacher: str = ""
-    """A Hugging Face folder: the model to learn from, of the student's tokenizer. A run is exported first: preheat export RUN."""
+    """A Hugging Face folder: the model to learn from. A run is exported first: preheat export RUN."""
+    pieces: Literal["same", "common"] = "same"
+    """same: the teacher has the student's tokenizer; common: it has another, and the `top` likeliest of the pieces that both have are compared
+    at the places where both have read the same text. A plan takes it to cut text into as many pieces as the student."""
     divergence: Literal["forward", "reverse"] = "forward"
     """forward: KL(teacher || student), covers all that the teacher holds likely; reverse: KL(student || teacher), keeps to its likeliest."""
     temperature: Positive = 1.0
@@ -107,7 +112,7 @@ class Distillation(Technique):
     """A folder for the teacher's likeliest tokens at every place: made in a first pass (and where rows are missing), read afterwards, so that
     the teacher is not in memory while training."""
     top: Annotated[int, Bound(1)] = 32
-    """With `cache`: so many tokens a place; all others count together."""
+    """With `cache` or `pieces: common`: so many tokens a place; all others count together."""
     on_policy: Share = 0.0
     """Share of the rows in which the student writes the answers itself (of plain text the second half), by its own probabilities, and learns there
     from the teacher alone: it is corrected where its own text leads it. A plan does not see the time and the cache of keys and values of this writing."""
@@ -123,9 +128,9 @@ class Distillation(Technique):
             found = adapter.facts(teachers.config_of(Path(self.teacher), recipe.batch.length))
             own = recipe.data.tokenizer or configs.tokenizer_folder(recipe)
             other = other_pieces(own, self.teacher, recipe.model.add_tokens)
+            why = [other] if other and self.pieces == "same" else self._cutting(own, other)
         except PreheatError as error:
             return [str(error)]
-        why = [other] if other else []
         if not other and model.vocabulary > found.vocabulary:
             why.append(
                 f"teacher: its head has {found.vocabulary:,} rows and the student's {model.vocabulary:,}, so it says nothing of some of them; "
@@ -138,7 +143,7 @@ class Distillation(Technique):
         changed = recipe.model.config or any(
             t.stage < Stage.KERNEL and t.stage != Stage.ADAPT for t in recipe.techniques.values()
         )
-        if self.mixture == 1 and not self.hidden and not changed and self._reads_teacher(recipe):
+        if self.mixture == 1 and not self.hidden and not changed and teachers.reads_teacher(recipe, Path(self.teacher)):
             why.append(
                 "teacher: is the very model that the student begins as, and the labels count for nothing (mixture: 1), so there is nothing to "
                 "learn; name a larger teacher, change the student, or lower mixture"
@@ -149,63 +154,26 @@ class Distillation(Technique):
         if self.matched > 1 and not self.hidden:
             why.append("matched: says which hidden states are compared, and hidden is 0; set hidden: 0.1, or leave matched out")
         if self.layers == "spread":
-            why += self._spreading(context, found)
-        if self.cache is not None:
-            why += self._caching(context)
-        if self.on_policy:
-            why += self._writing(context)
-        return why
+            why += teachers.spreading_problems(recipe, Path(self.teacher), model.layers, found.layers)
+        cached, writes, common = self.cache is not None, self.on_policy > 0, self.pieces == "common"
+        return why + teachers.rows_problems(context, cached=cached, hidden=self.hidden > 0, writes=writes, common=common)
 
-    def _writing(self, context: Context) -> list[str]:
-        why = []
-        if self.cache is not None:
-            why.append(
-                "on_policy: what the student writes is new in every step, and cache holds what the teacher said of the data; leave one out"
-            )
-        if Tag("sharded-weights") in context.tags or context.recipe.parallel.engine == "deepspeed":
-            why.append(
-                "on_policy: the student writes token by token, each device as many as its rows ask for, which weights that are shared out among devices "
-                "(fsdp, expert_parallel, deepspeed) would wait for; use data_parallel, or leave it out"
-            )
-        if context.sizes[Axis.CONTEXT] > 1:
-            why.append("on_policy: rows that are cut among devices (context_parallel) cannot be written in; leave one out")
-        return why
-
-    def _reads_teacher(self, recipe: Recipe) -> bool:
-        """Whether the student's weights are read from its teacher's folder."""
-        model = recipe.model
-        return (
-            model.path is not None and model.weights != "random" and Path(model.path).resolve() == Path(self.teacher).resolve()
-        )
-
-    def _spreading(self, context: Context, found: Any) -> list[str]:
-        recipe, why = context.recipe, []
-        if not self._reads_teacher(recipe):
-            why.append(
-                "layers: spread is for a student made of the teacher: set model.path to the teacher, and model.config: {num_hidden_layers: N}"
-            )
-        elif context.model.layers >= found.layers:
-            why.append(
-                f"layers: spread needs fewer layers than the teacher's {found.layers}; set model.config: {{num_hidden_layers: N}}"
-            )
-        others = [t.name() for t in recipe.techniques.values() if t.stage <= Stage.ADAPT and t is not self]
-        if others:
-            why.append(
-                f"layers: spread changes which layers are read, and {others[0]} what is read; leave one out (or export such a student first)"
-            )
-        return why
-
-    def _caching(self, context: Context) -> list[str]:
-        why = []
-        if self.hidden:
-            why.append("cache: holds no hidden states; set hidden: 0, or leave cache out")
-        if context.recipe.data.streaming:
-            why.append(
-                "cache: rows that are read while training have no number to be found again by; set data.streaming: false"
-            )
-        if Tag("growing-length") in context.tags:
-            why.append("cache: holds whole rows, and shorter ones are cut from them here; leave one out")
-        return why
+    def _cutting(self, own: str | None, other: str | None) -> list[str]:
+        if self.pieces == "same":
+            return []
+        if own is None:
+            return [
+                "pieces: common compares two tokenizers, and the student's is trained on the data; set data.tokenizer to a folder that has it"
+            ]
+        if other is None:
+            return ["pieces: common is for a teacher with another tokenizer, and this one has the student's; leave it out"]
+        beside = [
+            name for name, there in (("hidden", self.hidden), ("cache", self.cache), ("on_policy", self.on_policy)) if there
+        ]
+        return [
+            f"{name}: is not made for places of other pieces (pieces: common); leave it out, or take a teacher with the student's tokenizer"
+            for name in beside
+        ]
 
     def apply(self, build: Build, part: Any) -> Change:
         from preheat.models import adapter, teachers
@@ -224,6 +192,9 @@ class Distillation(Technique):
             f"{self.divergence} divergence at temperature {self.temperature:g} from a teacher of {count:,} parameters in "
             f"{'bf16' if bf16 else 'fp32'}, {self.mixture:.0%} of the loss"
         )
+        matcher = self._matcher(build, teacher) if self.pieces == "common" else None
+        if matcher:
+            words += f", compared over {len(matcher.common[0]):,} pieces that both have"
         if self.hidden:
             maps = teachers.add_maps(part, teacher.facts.width, self.matched, build.weights)
             words += f"; hidden states at {len(maps)} place{'s' * (len(maps) > 1)} x {self.hidden:g}"
@@ -234,7 +205,7 @@ class Distillation(Technique):
         build.own(Slot.ROW_LOSS, CrossEntropy(), self.name())  # of an evaluation; a step states its own
         if self.cache is None:
             build.parts["teacher"] = [teacher.model]
-            says = self._live(part, teacher)
+            says = self._across(teacher, matcher) if matcher else self._live(part, teacher)
             if self.on_policy:
                 build.transforms.append((Order.MOVE, self._writer(build, part)))
                 words += f"; in {self.on_policy:.0%} of the rows of what the student writes itself"
@@ -254,12 +225,11 @@ class Distillation(Technique):
         build.scores = means
         return Change(words, count)
 
-    def _row_loss(self, head: Any) -> Any:
+    def _row_loss(self, head: Any, *, partly: bool = False) -> Any:
         from preheat.ops.distill import Distilled
 
-        return Distilled(
-            head, direction=self.divergence, temperature=self.temperature, mixture=self.mixture, written=self.on_policy > 0
-        )
+        settings: Any = {"direction": self.divergence, "temperature": self.temperature, "mixture": self.mixture}
+        return Distilled(head, **settings, written=self.on_policy > 0, partly=partly)
 
     def _writer(self, build: Build, part: Any) -> Any:
         from preheat.data.tokenizer import load_tokenizer
@@ -271,6 +241,35 @@ class Distillation(Technique):
         )
         stop = generate.stop_tokens(tokenizer, build.weights.folder)
         return on_policy.OnPolicy(build, part, tokenizer, self.on_policy, stop)
+
+    def _matcher(self, build: Build, teacher: Teacher) -> Matcher:
+        from preheat.data.tokenizer import load_tokenizer, pieces_of
+        from preheat.models import common_pieces, configs
+
+        recipe = build.recipe
+        own = recipe.data.tokenizer or configs.tokenizer_folder(recipe)  # there is one: `check` asks for it
+        both = (load_tokenizer(str(own), add_tokens=recipe.model.add_tokens), load_tokenizer(self.teacher))
+        mine, theirs = (common_pieces.Cut(t, pieces_of(t), t.eos_token_id) for t in both)
+        return common_pieces.Matcher(mine, theirs, teacher.facts.positions)
+
+    def _across(self, teacher: Teacher, matcher: Matcher) -> Callable[..., LossSum]:
+        """The loss where the teacher reads the same text in pieces of its own."""
+        import torch
+
+        from preheat.ops.distill import CommonHead
+
+        own, theirs = (torch.tensor(n, device=teacher.build.torch_device) for n in matcher.common)
+
+        def says(batch: Batch, hidden: Callable[[Batch], Tensor], over_logits: Callable[..., Tensor]) -> LossSum:
+            other = matcher(batch)
+            last, _ = teacher.read(other.batch)
+            states = last.gather(1, other.at.unsqueeze(-1).expand(-1, -1, last.shape[-1]))
+            head = CommonHead(_head(teacher, last.dtype, same=False), own, theirs, self.top, self.temperature)
+            row_loss = self._row_loss(head, partly=True)
+            total = over_logits(hidden(batch), batch.labels, states, other.said, row_loss=row_loss)
+            return LossSum(total, batch.weight, row_loss.sums)
+
+        return says
 
     def _read(self, batch: Batch, hidden: Callable[[Batch], Tensor], over_logits: Callable[..., Tensor]) -> LossSum:
         """The loss where what the teacher said stands beside the tokens."""
@@ -299,14 +298,15 @@ class Distillation(Technique):
         return says
 
 
-def _head(teacher: Teacher, dtype: Any) -> Any:
-    """A teacher's head, whole where devices share it out."""
+def _head(teacher: Teacher, dtype: Any, *, same: bool = True) -> Any:
+    """A teacher's head, whole where devices share it out; of a student with the same pieces those that it has."""
     from preheat.models import adapter
     from preheat.ops.distill import TeacherHead
     from preheat.ops.sharded import whole
 
     weight: Any = adapter.head(teacher.model).weight
-    return TeacherHead(whole(weight.detach()).to(dtype), teacher.build.model.vocabulary, adapter.softcap(teacher.model))
+    rows = teacher.build.model.vocabulary if same else len(weight)
+    return TeacherHead(whole(weight.detach()).to(dtype), rows, adapter.softcap(teacher.model))
 
 
 class _Kept:

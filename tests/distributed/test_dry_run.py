@@ -70,6 +70,7 @@ def test_offloaded_weights_gradients_and_states_are_not_the_devices() -> None:
         whole, left = (max(held[category] for held in seen.categories.values()) for seen in (plain, offloaded))
         assert left < 0.05 * whole  # buffers and counts of steps
     assert offloaded.categories["backward"]["activations"] == plain.categories["backward"]["activations"]
+    assert offloaded.peak["load"] < 0.3 * plain.peak["load"]  # a weight at a time: no more than the largest
 
 
 def test_half_precision_copies_do_not_outlive_their_layer(one: Any) -> None:
