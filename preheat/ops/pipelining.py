@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -96,6 +97,14 @@ def add_copies(grads: Sequence[Tensor], other: int, group: Any) -> None:
         grad.add_(found)
 
 
+def _empty(received: Sequence[Any]) -> tuple[Any, ...]:
+    """The same that a stage receives, without its buffers."""
+    found = tuple(copy.copy(info) for info in received)
+    for info in found:
+        info.buffer = None
+    return found
+
+
 class _Stage(PipelineStage):
     """torch's stage of a pipeline, that has `compute` run where torch would call the module, and notes when it did what."""
 
@@ -125,6 +134,22 @@ class _Stage(PipelineStage):
             return torch.tensor([1])
         return super()._warmup_backward_result(received_result)
 
+    # torch makes a buffer for what every micro-batch of a step receives, both ways, and keeps all of them: with many micro-batches more than a
+    # stage's activations. Here one is made when it is about to be filled, and let go of when the micro-batch has had its backward pass.
+    def _setup_forward_recv_info(self, num_microbatches: int, has_backward: bool) -> None:
+        super()._setup_forward_recv_info(1, has_backward)
+        received = _empty(self.args_recv_info[0])
+        self.args_recv_info |= {micro: _empty(received) for micro in range(num_microbatches)}
+
+    def _create_grad_recv_info(self, act_send_info: dict[int, Any]) -> tuple[Any, ...]:
+        return _empty(super()._create_grad_recv_info(act_send_info))
+
+    def _get_recv_ops(self, recv_infos: tuple[Any, ...]) -> list[dist.P2POp]:
+        for info in recv_infos:
+            if info.buffer is None and info.tensor_meta is not None and not info.is_root_arg:
+                info.buffer = torch.empty(info.tensor_meta.shape, dtype=info.tensor_meta.dtype, device=self.device)
+        return super()._get_recv_ops(recv_infos)
+
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         self.micro = fwd_chunk_id
         with self.pipeline.noted(self.stage_index, fwd_chunk_id, "forward"):
@@ -136,7 +161,10 @@ class _Stage(PipelineStage):
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         what = "backward" if kwargs.get("full_backward", True) else "backward_input"
         with self.pipeline.noted(self.stage_index, bwd_chunk_id, what):
-            return super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+            made = super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+        for held in (self.args_recv_info, self.grad_recv_info):
+            held[bwd_chunk_id] = _empty(held.get(bwd_chunk_id, ()))
+        return made
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         with self.pipeline.noted(self.stage_index, bwd_chunk_id, "backward_weight"):

@@ -190,3 +190,19 @@ def test_what_building_takes_is_carried_on_where_optimizer_and_drawing_change_pl
     few, whole = observe_few(recipe, **how), observe(recipe, **how)
     assert few.peak["load"] == pytest.approx(whole.peak["load"], rel=0.001)
     assert few.at["load", "values"]["optimizer"] == 0 < few.at["load", ""]["optimizer"]
+
+
+def test_many_micro_batches_of_a_pipeline_take_no_more_than_those_on_their_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's own stages keep what every micro-batch of a step receives, of activations and gradients, which a plan by few micro-batches did not see."""
+    monkeypatch.setattr("preheat.planning.observe._enough", lambda made, micros: micros)  # all are run
+    wide = "model={family: llama, layers: 4, width: 128, heads: 4, kv_heads: 2, vocabulary: 96}"
+
+    def peaks(micro: int) -> dict[str, int]:
+        spread = f"{{pipeline_parallel: {{degree: 4, micro_batches: {micro}}}}}"
+        recipe = recipes.override(tiny(spread, rows=micro), wide, "parallel.devices=4", "batch.length=64")
+        return observe(recipe, vocabulary=96, device=DEVICE, evaluated=False).peak
+
+    few, many = peaks(8), peaks(32)
+    travels = 4 * 64 * 128
+    for phase in ("forward", "backward"):
+        assert many[phase] - few[phase] < 3 * travels, phase  # tokens, labels and positions of 24 more; what travels would be 24 each
