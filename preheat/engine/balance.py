@@ -61,7 +61,7 @@ class _Balance:
         self.build = build
         self.coefficient = experts.coefficient(config)
         self.chosen = experts.sizes_of(config)[1]
-        experts.compute_by(build.trained[0], compute_experts)
+        experts.compute_by(build.trained[0], functools.partial(compute_experts, stepped=build.device.kind == "cpu"))
         self.ledger = experts.own_routers(build.trained[0])
         self.weight: Any = None  # of the global batch; None between batches
         self.counts: Tensor | None = None  # of the global batch, where there was a first pass

@@ -205,4 +205,6 @@ def test_many_micro_batches_of_a_pipeline_take_no_more_than_those_on_their_way(m
     few, many = peaks(8), peaks(32)
     travels = 4 * 64 * 128
     for phase in ("forward", "backward"):
-        assert many[phase] - few[phase] < 3 * travels, phase  # tokens, labels and positions of 24 more; what travels would be 24 each
+        assert many[phase] - few[phase] < 3 * travels, (
+            phase
+        )  # tokens, labels and positions of 24 more; what travels would be 24 each

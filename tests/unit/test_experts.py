@@ -7,9 +7,11 @@ import copy
 import functools
 import shutil
 import tempfile
+import types
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -20,7 +22,7 @@ from preheat.engine.build import build
 from preheat.engine.step import gradients, update
 from preheat.errors import RecipeError
 from preheat.models.experts import biases, routers
-from preheat.ops.experts import grouped_linear
+from preheat.ops.experts import _multiply, compute_experts, grouped_linear
 from preheat.ops.optimizers import Adafactor
 from preheat.planning.observe import observe
 from preheat.technique import Batch, Build, MaskSpec
@@ -193,6 +195,41 @@ def test_grouped_products_against_one_product_an_expert(
     for a, c in zip((out, *ours), (wanted, *theirs), strict=True):
         torch.testing.assert_close(a, c)
     torch.library.opcheck(torch.ops.preheat.grouped_linear.default, (rows, weight, ends))
+
+
+def test_rows_that_are_filled_up_change_nothing() -> None:
+    torch.manual_seed(0)
+    experts: Any = types.SimpleNamespace(
+        num_experts=5,
+        gate_up_proj=torch.randn(5, 32, 16, requires_grad=True),
+        down_proj=torch.randn(5, 16, 16, requires_grad=True),
+        _apply_gate=lambda x: torch.nn.functional.silu(x.chunk(2, -1)[0]) * x.chunk(2, -1)[1],
+    )
+    hidden = torch.randn(161, 16, requires_grad=True)
+    chosen = torch.randint(4, (161, 2))  # nobody chooses the last
+    weights = torch.rand(161, 2, requires_grad=True)
+    inputs = (hidden, weights, experts.gate_up_proj, experts.down_proj)
+    found = []
+    for stepped in (False, True):
+        sizes: list[tuple[int, ...]] = []
+        with torch.autocast("cpu", torch.bfloat16), patch("preheat.ops.experts._multiply", _noting(sizes)):
+            out = compute_experts(experts, hidden, chosen, weights, stepped=stepped)
+        found.append([out, *torch.autograd.grad(out.square().sum(), inputs)])
+        assert all(n % 16 == 0 for counts in sizes for n in counts) == stepped
+    for one, other in zip(*found, strict=True):
+        assert (one - other).norm() <= 1e-2 * one.norm()
+        assert other.isfinite().all()
+
+
+def _noting(sizes: list[tuple[int, ...]]) -> Any:
+    """`_multiply`, that notes how many rows each expert has."""
+
+    def multiply(rows: Any, weight: Any, ends: Any, flip: bool) -> Any:
+        sizes.append(tuple(ends.diff(prepend=ends.new_zeros(1)).tolist()))
+        assert int(ends[-1]) == len(rows)
+        return _multiply(rows, weight, ends, flip)
+
+    return multiply
 
 
 def test_the_router_is_in_fp32_under_autocast() -> None:
