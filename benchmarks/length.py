@@ -19,6 +19,7 @@ import os
 import re
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import time
 from pathlib import Path
@@ -394,12 +395,21 @@ def recall(options: argparse.Namespace) -> None:
 FORMS: dict[str, dict[str, Any]] = {"full": {}, "window 1,024": {"sliding_window": {"window": 1024}}}
 
 
-def one_row(form: str, length: int, *, steps: int = 3) -> dict[str, Any]:
-    """A step of one row: a model of about 15 million parameters, as the issue's CPU has it."""
+def one_document(folder: Path) -> Path:
+    """Python's library source as one text: attention never crosses documents, so rows of many would be short ones to it."""
+    files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    text = "\n".join(file.read_text(encoding="utf-8", errors="ignore") for file in files)
+    into = folder / "library.txt"
+    into.write_text(text, encoding="utf-8")
+    return into
+
+
+def one_row(form: str, length: int, text: Path, *, steps: int = 3) -> dict[str, Any]:
+    """A step of one row of one document: a model of about 15 million parameters, as the issue's CPU has it."""
     return {
         "name": f"{form.replace(' ', '-').replace(',', '')}-{length}",
         "model": {"layers": 6, "width": 384, "heads": 6, "kv_heads": 2, "feed_forward": 1024, "vocabulary": 4096, "tie_embeddings": True},
-        "data": {"source": "stdlib", "vocabulary": 4096, "packing": "stream", "validation": 0.0},
+        "data": {"source": str(text), "text_files": "whole", "vocabulary": 4096, "packing": "stream", "validation": 0.0},
         "batch": {"size": 1, "length": length},
         "stop": {"steps": steps},
         "techniques": {"mixed_precision": {"mode": "bf16"}, "efficient_attention": {}, "activation_checkpointing": {}, "chunked_loss": {"rows": 1024}, **FORMS[form]},
@@ -415,11 +425,12 @@ def memory(options: argparse.Namespace) -> None:
     rows: list[dict[str, Any]] = []
     device = probe("cpu")
     with tempfile.TemporaryDirectory() as name:
+        text = one_document(Path(name))
         for form in FORMS:
             for length in options.lengths:
                 if form != "full" and length <= 1024:
                     continue
-                recipe = one_row(form, length)
+                recipe = one_row(form, length, text)
                 seen = observe(parse(yaml.safe_dump(recipe)), vocabulary=4096, device=device)
                 row = {"form": form, "length": length, "counted_gib": max(seen.peak.values()) / 2**30}
                 if length <= options.measured:
@@ -492,15 +503,18 @@ def planned(devices: int, length: int) -> dict[str, Any]:
 def clock(options: argparse.Namespace) -> None:
     """Seconds of a step, full attention and window by turns."""
     found: dict[str, dict[int, list[float]]] = {form: {} for form in FORMS}
+    held: dict[str, dict[int, dict[str, float]]] = {form: {} for form in FORMS}
     with tempfile.TemporaryDirectory() as name:
+        text = one_document(Path(name))
         for turn in range(options.turns):
-            for length in options.lengths:
+            for length in (*options.lengths, *(options.once if turn == 0 else ())):
                 for form in sorted(FORMS, reverse=bool(turn % 2)):
                     if form != "full" and length <= 1024:
                         continue
-                    recipe = one_row(form, length, steps=options.steps)
+                    recipe = one_row(form, length, text, steps=options.steps)
                     recipe["name"] += f"-{turn}"
-                    train(recipe, Path(name))
+                    summary, _ = train(recipe, Path(name))
+                    held[form][length] = {"predicted": summary["predicted"]["peak_gib"], "measured": summary["peak_gib"]}
                     steps = [
                         json.loads(line) for line in (Path(name) / recipe["name"] / "metrics.jsonl").read_text().splitlines()
                     ]
@@ -508,16 +522,19 @@ def clock(options: argparse.Namespace) -> None:
                         step["seconds"] for step in steps[1:] if "seconds" in step and "loss" in step
                     )
                     print(form, length, [f"{s:.2f}" for s in found[form][length]], flush=True)
-    lines = ["# Time against length", "Seconds of a step of one row, the median (least to most) of all steps but a run's first; a model of 15 million parameters on a CPU: bf16, checkpointed layers, chunked loss.", "",
-             "| tokens a row | full | window 1,024 | full / window |", "|---|---|---|---|"]  # fmt: skip
-    for length in options.lengths:
+    lines = ["# Time against length", "Seconds of a step of one row of one document, the median (least to most) of all steps but a run's first; a model of 15 million parameters on a CPU: bf16, checkpointed layers,",
+             "chunked loss. Memory: the peak of the process less what the imports took, in the last turn.", "",
+             "| tokens a row | full | window 1,024 | full / window | GiB, full: predicted, measured | window 1,024 |", "|---|---|---|---|---|---|"]  # fmt: skip
+    for length in (*options.lengths, *options.once):
         cells = []
         for form in FORMS:
             some = found[form].get(length)
             cells.append(f"{np.median(some):.2f} ({min(some):.2f} to {max(some):.2f})" if some else "")
         both = [found[form].get(length) for form in FORMS]
         ratio = f"{np.median(both[0]) / np.median(both[1]):.2f}" if all(both) else ""
-        lines.append(f"| {length:,} | {cells[0]} | {cells[1]} | {ratio} |")
+        peaks = [held[form].get(length) for form in FORMS]
+        told = [f"{peak['predicted']:.2f}, {peak['measured']:.2f}" if peak else "" for peak in peaks]
+        lines.append(f"| {length:,} | {cells[0]} | {cells[1]} | {ratio} | {' | '.join(told)} |")
     lines += ["", "![seconds against length](length-time.png)"]
 
     def draw(axis: Any) -> None:
@@ -527,7 +544,7 @@ def clock(options: argparse.Namespace) -> None:
         axis.legend()
 
     plotted("length-time", draw)
-    written("time", lines, {"seconds": found})
+    written("time", lines, {"seconds": found, "gib": held})
 
 
 def main() -> None:
@@ -559,6 +576,9 @@ def main() -> None:
     three.add_argument("--far", type=int, nargs="+", default=[131072, 524288, 1048576])
     four = parts.add_parser("time")
     four.add_argument("--lengths", type=int, nargs="+", default=doublings)
+    four.add_argument(
+        "--once", type=int, nargs="*", default=[], help="lengths of the first turn alone: their steps take minutes"
+    )
     four.add_argument("--steps", type=int, default=3)
     four.add_argument("--turns", type=int, default=3)
     options = parser.parse_args()
