@@ -500,6 +500,19 @@ def planned(devices: int, length: int) -> dict[str, Any]:
     }
 
 
+def draw_time(seconds: dict[str, dict[int, list[float]]], gib: dict[str, dict[int, dict[str, float]]]) -> None:
+    def draw(axes: Any) -> None:
+        for form in FORMS:
+            axes[0].plot(list(seconds[form]), [np.median(some) for some in seconds[form].values()], "o-", label=form)
+            axes[1].plot(list(gib[form]), [peak["measured"] for peak in gib[form].values()], "o-", label=form)
+        axes[0].set(xscale="log", yscale="log", xlabel="tokens a row", ylabel="seconds a step")
+        axes[1].set(xlabel="tokens a row", ylabel="peak of memory, GiB", ylim=(0, None))
+        axes[0].legend()
+        axes[1].legend()
+
+    plotted("length-time", draw, columns=2)
+
+
 def clock(options: argparse.Namespace) -> None:
     """Seconds of a step, full attention and window by turns."""
     found: dict[str, dict[int, list[float]]] = {form: {} for form in FORMS}
@@ -537,13 +550,7 @@ def clock(options: argparse.Namespace) -> None:
         lines.append(f"| {length:,} | {cells[0]} | {cells[1]} | {ratio} | {' | '.join(told)} |")
     lines += ["", "![seconds against length](length-time.png)"]
 
-    def draw(axis: Any) -> None:
-        for form, of in found.items():
-            axis.plot(list(of), [np.median(some) for some in of.values()], "o-", label=form)
-        axis.set(xscale="log", yscale="log", xlabel="tokens a row", ylabel="seconds a step")
-        axis.legend()
-
-    plotted("length-time", draw)
+    draw_time(found, held)
     written("time", lines, {"seconds": found, "gib": held})
 
 

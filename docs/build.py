@@ -236,7 +236,7 @@ def evidence_page() -> str:
 def main() -> None:
     shutil.rmtree(BUILD, ignore_errors=True)
     shutil.copytree(DOCS / "pages", BUILD)
-    for picture in DOCS.glob("*.png"):
+    for picture in (*DOCS.glob("*.png"), *RESULTS.glob("*.png")):
         shutil.copy(picture, BUILD)
     pages = {f"techniques/{name}.md": technique_page(name, cls) for name, cls in registry().items()}
     pages |= {
