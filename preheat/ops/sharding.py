@@ -18,10 +18,11 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import Shard
 
-__all__ = ["OWN_MESH", "forward_through", "gathering", "replicate_all", "shard_fully"]
+__all__ = ["OWN_MESH", "forward_through", "gathering", "reducing", "replicate_all", "shard_fully"]
 
 
 OWN_MESH = "preheat_mesh"
@@ -158,3 +159,22 @@ def gathering(tell: Callable[[list[Tensor]], None]) -> Iterator[None]:
         yield
     finally:
         FSDPParam.init_all_gather_outputs = made  # type: ignore[method-assign]
+
+
+@contextmanager
+def reducing(tell: Callable[[bool], None]) -> Iterator[None]:
+    """Tells when FSDP begins and ends to sum the gradients of a bucket over the devices, copies into and out of it included."""
+    reduce = _fsdp_param_group.foreach_reduce
+
+    def told(*args: Any, **how: Any) -> Any:
+        tell(True)
+        try:
+            return reduce(*args, **how)
+        finally:
+            tell(False)
+
+    _fsdp_param_group.foreach_reduce = told
+    try:
+        yield
+    finally:
+        _fsdp_param_group.foreach_reduce = reduce

@@ -20,7 +20,7 @@ from preheat.engine.step import gradients, update
 from preheat.models.adapter import anatomy
 from preheat.ops.adapters import shares
 from preheat.ops.again import counting
-from preheat.ops.sharding import gathering
+from preheat.ops.sharding import gathering, reducing
 from preheat.planning.moments import evaluating, fake_batch, generating, loading, looking, saving, tell_phases
 from preheat.planning.recorder import STEP, Kernel, Mark, Phase, Recorder
 from preheat.recipe import Recipe
@@ -116,7 +116,7 @@ def _observe(recipe: Recipe, vocabulary: int | None, device: Device, by_layer: b
     recorder = Recorder(rounding=512 if device.kind == "cuda" else 64, spread=torch.distributed.is_initialized())
     # bodies of `with dry:` in build: allocations of parameters and optimizer state are seen too
     made = build(recipe, vocabulary=vocabulary, device=device, dry=_Both(mode, recorder))
-    with mode, recorder, counting(recorder), gathering(recorder.look_at_gathered):
+    with mode, recorder, counting(recorder), gathering(recorder.look_at_gathered), reducing(recorder.sum_gradients):
         known = _known(made, recorder)
         tell_phases(made, recorder)
         if by_layer:
@@ -142,7 +142,7 @@ def _observe(recipe: Recipe, vocabulary: int | None, device: Device, by_layer: b
             _more_of_all(recorder, len(micros), len(batches))
             batches = held
         if more := len(micros) - len(batches):
-            recorder.again(marks[-1], more)
+            recorder.again(marks[-1], more, sums=not made.before_backward)  # whoever is told of the last one sums with it alone
         if made.model.experts and len(looks) == len(batches) > 1:  # what a first pass computes is computed again
             first = Counter({k: n * more for k, n in (looks[-1] - looks[-2]).items()})
             recorder.kernels.update(first)
@@ -198,8 +198,9 @@ def _enough(made: Build, micros: int) -> int:
 
 
 def _more_of_all(recorder: Recorder, micros: int, seen: int) -> None:
-    """Counts the kernels of micro-batches that were not run: those that come as often as micro-batches, or a multiple."""
-    more = Counter({k: n // seen * (micros - seen) for k, n in recorder.kernels.items() if n % seen == 0})
+    """Counts the kernels of micro-batches that were not run: those that come as often as micro-batches, or a multiple; gradients are summed once."""
+    each = recorder.kernels - recorder.sums
+    more = Counter({k: n // seen * (micros - seen) for k, n in each.items() if n % seen == 0})
     recorder.kernels.update(more)
     recorder.recomputed += recorder.recomputed // seen * (micros - seen)
 

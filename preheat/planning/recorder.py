@@ -55,6 +55,7 @@ class Mark(NamedTuple):
 
     kernels: Counter[Kernel]
     recomputed: int
+    sums: Counter[Kernel]
 
 
 _DTYPES = {
@@ -148,6 +149,8 @@ class Recorder(TorchDispatchMode):
         self.places: list[str] = []  # of each entry of the log
         self.kernels: Counter[Kernel] = Counter()
         self.recomputed = 0
+        self.sums: Counter[Kernel] = Counter()  # those of `kernels` that sum gradients over devices
+        self.summing = False
         self._numbers: dict[int, int] = {}  # id of a living storage -> its number in the log
         self._made = 0
         self.groups: dict[tuple[int, int], list[int]] = {}  # ranks of those that collectives were among
@@ -157,10 +160,18 @@ class Recorder(TorchDispatchMode):
         self._host: set[int] = set()  # ids of living storages in the host's memory, of which the device knows nothing
 
     def mark(self) -> Mark:
-        return Mark(Counter(self.kernels), self.recomputed)
+        return Mark(Counter(self.kernels), self.recomputed, Counter(self.sums))
 
-    def again(self, since: Any, times: int) -> None:
-        self.kernels.update({k: n * times for k, n in (self.kernels - since.kernels).items()})
+    def sum_gradients(self, now: bool) -> None:
+        """Until told otherwise, what runs sums gradients over devices."""
+        self.summing = now
+
+    def again(self, since: Any, times: int, *, sums: bool = True) -> None:
+        """Counts the kernels since a mark so many times more; `sums`: those that sum gradients over devices too."""
+        repeated = self.kernels - since.kernels
+        if not sums:
+            repeated -= self.sums - since.sums
+        self.kernels.update({k: n * times for k, n in repeated.items()})
         self.recomputed += (self.recomputed - since.recomputed) * times
 
     def number(self, t: Tensor) -> int | None:
@@ -319,6 +330,8 @@ class Recorder(TorchDispatchMode):
             alone=self.phase == "update",
         )
         self.kernels[kernel] += 1
+        if self.summing:
+            self.sums[kernel] += 1
         again = torch.is_grad_enabled() or known.name in _FORWARD
         if flops and torch._C._current_autograd_node() is not None and again:
             self.recomputed += flops  # backward itself runs without grad mode: this is checkpointing's second forward

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -208,3 +209,31 @@ def test_many_micro_batches_of_a_pipeline_take_no_more_than_those_on_their_way(m
         assert many[phase] - few[phase] < 3 * travels, (
             phase
         )  # tokens, labels and positions of 24 more; what travels would be 24 each
+
+
+@pytest.mark.parametrize(
+    "spread",
+    [
+        "{gradient_accumulation: {steps: 8}, data_parallel: {}}",
+        "{gradient_accumulation: {steps: 8}, fsdp: {reduce: last}}",
+        "{gradient_accumulation: {steps: 8}, fsdp: {}}",
+        "{pipeline_parallel: {degree: 2, micro_batches: 8}, data_parallel: {}}",
+        "{pipeline_parallel: {degree: 2, micro_batches: 8}, fsdp: {reduce: last}}",
+    ],
+)
+def test_gradients_are_summed_as_often_as_in_a_step_of_all_micro_batches(spread: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What few micro-batches stand for is repeated; the sum over devices, which comes once a step, is not (as many layers as a micro-batch's multiple)."""
+    wide = "model={family: llama, layers: 4, width: 64, heads: 4, kv_heads: 2, vocabulary: 96}"
+    recipe = recipes.override(tiny(spread, rows=8 * WORLD), wide, "parallel.devices=4")
+    gpu = Device("cuda", "H100", 80 * 2**30, (9, 0), at_hand=False)
+
+    def sent() -> dict[str, int]:
+        found: Counter[str] = Counter()
+        for kernel, count in observe(recipe, vocabulary=96, device=gpu, evaluated=False).kernels.items():
+            if "reduce" in kernel.operator or kernel.operator == "fsdp::chunk_cat":
+                found[kernel.operator] += count * max(kernel.bytes_read, kernel.bytes_written)
+        return dict(found)
+
+    few = sent()
+    monkeypatch.setattr("preheat.planning.observe._enough", lambda made, micros: micros)
+    assert few == sent() != {}
