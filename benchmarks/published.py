@@ -156,14 +156,23 @@ def precision_of(row: Row, sharded: bool, devices: int) -> dict[str, Any]:
     if adapts:
         mode = "bf16_weights"
     made["mixed_precision"] = {"mode": mode}
-    if said.startswith(("fp8", "mxfp8", "nvfp4")):
+    if in_eights(row) and not kernels_of_their_own(row):
         made["fp8"] = {"recipe": "rowwise" if "row" in said else "tensorwise"}
     return made
 
 
+def in_eights(row: Row) -> bool:
+    return row["precision"].startswith(("fp8", "mxfp8", "nvfp4"))
+
+
+def kernels_of_their_own(row: Row) -> bool:
+    """8 bits with no word of a compiler: what makes the casts is written by hand, within products and norms, and so is attention."""
+    return in_eights(row) and not row["compile"]
+
+
 def compiled(row: Row) -> bool:
     """Casts to 8 bits are fused wherever they are worth it."""
-    return row["compile"] == "yes" or (row["precision"].startswith(("fp8", "mxfp8", "nvfp4")) and row["compile"] != "no")
+    return row["compile"] == "yes" or (in_eights(row) and row["compile"] != "no")
 
 
 def techniques_of(row: Row) -> dict[str, Any]:
@@ -262,8 +271,8 @@ MORE = (
 )
 
 
-def planned(recipe: Any, roofline: Any, stages: int, fused: bool) -> tuple[dict[str, Any], Any]:
-    """A plan of the recipe, or of the nearest that is not refused; `fused`: small operators take a compiler's time."""
+def planned(row: Row, recipe: Any, roofline: Any) -> tuple[dict[str, Any], Any]:
+    """A plan of the recipe, or of the nearest that is not refused."""
     from dataclasses import replace
 
     from preheat.engine.build import context_of
@@ -272,7 +281,8 @@ def planned(recipe: Any, roofline: Any, stages: int, fused: bool) -> tuple[dict[
     from preheat.planning.plan import describe
     from preheat.technique import conflicts_of
 
-    config, eights = adapter.configure(recipe, None), False
+    config, by_hand = adapter.configure(recipe, None), kernels_of_their_own(row)
+    eights, bits = by_hand, 4 if row["precision"].startswith("nvfp4") else 8
     device = roofline.as_device
     for name in ("", *LESS):
         if name and name not in recipe.techniques:
@@ -284,17 +294,28 @@ def planned(recipe: Any, roofline: Any, stages: int, fused: bool) -> tuple[dict[
         if not problems:
             seen = observe_few(recipe, vocabulary=None, device=device)
             if eights:
-                seen = replace(seen, kernels=Counter({_in_eights(k): n for k, n in seen.kernels.items()}))
-            seen = replace(seen, idle=seen.idle / stages, compiled=fused)
+                seen = replace(seen, kernels=Counter({_in_bits(k, bits): n for k, n in seen.kernels.items()}))
+            if by_hand and roofline.device.generation == "hopper":
+                seen = replace(seen, kernels=Counter({_by_cudnn(k): n for k, n in seen.kernels.items()}))
+            seen = replace(seen, idle=seen.idle / whole(row, "vpp"), compiled=compiled(row))
             return describe(recipe, seen, device=device, rates=roofline, rows=None, in_use=0), recipe
     raise Open("; ".join(f"{name}: {words}" for name, words in problems))
 
 
-def _in_eights(kernel: Any) -> Any:
-    """A matrix product in fp8, where what computes it so was left out; anything else as it is."""
+def _in_bits(kernel: Any, bits: int) -> Any:
+    """A matrix product in fp8, where what computes it so was left out, or in fp4, of which data sheets have twice as many; anything else as it is."""
     from dataclasses import replace
 
-    return replace(kernel, dtype="float8") if kernel.flops and "attention" not in kernel.operator else kernel
+    if not kernel.flops or "attention" in kernel.operator:
+        return kernel
+    return replace(kernel, dtype="float8", flops=kernel.flops * bits // 8)
+
+
+def _by_cudnn(kernel: Any) -> Any:
+    """Attention on Hopper, which plans have at FlashAttention 2's rate: cuDNN's is 1.5 times that (arXiv:2407.08608, figures 5 and 6, causal, heads of 128)."""
+    from dataclasses import replace
+
+    return replace(kernel, flops=int(kernel.flops / 1.5)) if "attention" in kernel.operator else kernel
 
 
 def gib_of(made: Mapping[str, Any], recipe: Any) -> float:
@@ -316,6 +337,28 @@ def loss_of_others(row: Row, made: Mapping[str, Any], recipe: Any) -> float:
     vocabulary = adapter.configure(recipe, None).get_text_config().vocab_size
     logits = tensor.rows * vocabulary / tensor.degree / whole(row, "cp")
     return max(made["phases"].get("head and loss", 0.0) + 6 * logits / 2**30 - made["peak_gib"], 0.0)
+
+
+def second_copy(made: Mapping[str, Any], recipe: Any) -> float:
+    """GiB of the copy that torch's `replicate` computes with, where weights are in half precision already: other tools' data parallel has none."""
+    kept_half = recipe.techniques["mixed_precision"].mode.endswith("_master") and "data_parallel" in recipe.techniques
+    return float(made["overhead"].get("gathered weights", 0.0)) if kept_half else 0.0
+
+
+def memory_of(row: Row, made: Mapping[str, Any], recipe: Any) -> tuple[float, float, float]:
+    """GiB that a row's tool would report: the least, the prediction, the most."""
+    gib = gib_of(made, recipe) + loss_of_others(row, made, recipe) - second_copy(made, recipe)
+    low, high = (edge / made["peak_gib"] * gib for edge in made["peak_gib_interval"])
+    return low, gib, high
+
+
+def has_room(row: Row, made: Mapping[str, Any], recipe: Any, roofline: Any) -> bool:
+    """Whether a device may have held it.
+
+    Where products are in 8 bits by hand so is what they keep, and buffers are made once: there the least of the interval counts, of what tensors take.
+    """
+    least = made["peak_gib_interval"][0] / made["peak_gib"] * (made["allocated_gib"] - second_copy(made, recipe))
+    return made["fits"] or (kernels_of_their_own(row) and least <= roofline.device.memory / 2**30)
 
 
 def roofline_of(name: str, gpus: Mapping[str, Row]) -> tuple[Any, bool]:
@@ -375,10 +418,10 @@ def answer(row: Row, gpus: Mapping[str, Row]) -> dict[str, Any]:
     out: dict[str, Any] = dict.fromkeys(COLUMNS, "") | {"id": row["id"]}
     try:
         roofline, timed = roofline_of(row["gpu"], gpus)
-        recipe, stages = recipe_of(row), whole(row, "vpp")
-        made, used = planned(recipe, roofline, stages, compiled(row))
+        recipe = recipe_of(row)
+        made, used = planned(row, recipe, roofline)
         for more in MORE:
-            if made["fits"]:
+            if has_room(row, made, used, roofline):
                 break
             if more.keys() & recipe.techniques.keys() - {"gradient_accumulation"}:
                 continue
@@ -386,9 +429,8 @@ def answer(row: Row, gpus: Mapping[str, Row]) -> dict[str, Any]:
             recipe = override(recipe, *clip, *(f"techniques.{name}={value}" for name, value in more.items() if value))
             recipe = replace(recipe, techniques={k: t for k, t in recipe.techniques.items() if more.get(k, "") is not None})
             with contextlib.suppress(Open):
-                made, used = planned(recipe, roofline, stages, compiled(row))
-        gib = gib_of(made, used) + loss_of_others(row, made, used)
-        low, high = (edge / made["peak_gib"] * gib for edge in made["peak_gib_interval"])
+                made, used = planned(row, recipe, roofline)
+        low, gib, high = (min(edge, roofline.device.memory / 2**30) for edge in memory_of(row, made, used))  # it had room
         out |= {"predicted_gib": gib, "low_gib": low, "high_gib": high}
         if timed:
             low, high = (edge / recipe.parallel.devices for edge in made["tokens_per_second_interval"])
