@@ -41,6 +41,7 @@ BALANCINGS = {
     "none": "",
     "loss x 0.001": "{method: loss, coefficient: 0.001}",
     "loss x 0.01": "{method: loss, coefficient: 0.01}",
+    "loss x 0.1": "{method: loss, coefficient: 0.1}",
     "bias, 0.001 a step": "{rate: 0.001}",
     "bias, 0.003 a step": "{rate: 0.003}",
     "bias, 0.01 a step": "{rate: 0.01}",
