@@ -312,7 +312,7 @@ def _in_bits(kernel: Any, bits: int) -> Any:
 
 
 def _by_cudnn(kernel: Any) -> Any:
-    """Attention on Hopper, which plans have at FlashAttention 2's rate: cuDNN's is 1.5 times that (arXiv:2407.08608, figures 5 and 6, causal, heads of 128)."""
+    """Attention on Hopper, which plans have at FlashAttention 2's rate, at 1.5 times that: the least that FlashAttention 3 says of itself (arXiv:2407.08608); cuDNN's is taken to be near."""
     from dataclasses import replace
 
     return replace(kernel, flops=int(kernel.flops / 1.5)) if "attention" in kernel.operator else kernel
