@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import (
@@ -93,20 +94,78 @@ class _Rows(ParallelStyle):
 class _Input(ParallelStyle):
     """A block gets its input whole, once for all of its maps: their gradients by it are added before they are summed over the devices."""
 
-    def __init__(self, held: Placement):
-        self.held = held
+    def __init__(self, held: Placement, regather: bool):
+        self.held, self.regather = held, regather
 
     def _apply(self, module: nn.Module, device_mesh: Any) -> nn.Module:
         def whole(_: Any, args: Any, kwargs: Any) -> Any:
             x = args[0] if args else kwargs["hidden_states"]
-            x = DTensor.from_local(x, device_mesh, [self.held], run_check=False).redistribute(placements=[Replicate()])
+            piece: Any = DTensor.from_local(x, device_mesh, [self.held], run_check=False)
+            x = piece.redistribute(placements=[Replicate()])
+            if self.regather:
+                x.gathered = _Gathered(piece.detach())
             return ((x, *args[1:]), kwargs) if args else ((), {**kwargs, "hidden_states": x})
 
         module.register_forward_pre_hook(whole, with_kwargs=True)
         return module
 
 
-def _styles(stream: Placement, rows_divide: bool) -> dict[Share, tuple[ParallelStyle, ...]]:
+class _Gathered:
+    """What a block was given, gathered anew for the backward passes of all its maps."""
+
+    def __init__(self, piece: DTensor):
+        self.piece, self.users = piece, 0
+        self.whole: DTensor | None = None
+
+    def again(self) -> DTensor:
+        """On its way when this returns: what uses it waits for it. The last user lets go of it."""
+        whole = self.whole
+        if whole is None:
+            whole = self.piece.redistribute(placements=[Replicate()], async_op=True)
+        self.users -= 1
+        self.whole = whole if self.users > 0 else None
+        return whole
+
+
+class _RegatheringLinear(torch.autograd.Function):
+    """`F.linear` of a gathered input that keeps this device's piece of it alone (Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.gathered = x.gathered
+        ctx.gathered.users += 1
+        ctx.save_for_backward(weight)
+        ctx.biased = bias is not None
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (grad,), (weight,) = grads, ctx.saved_tensors
+        x = ctx.gathered.again()  # while the gradient by the input is made
+        by_input = grad @ weight.to(grad.dtype) if ctx.needs_input_grad[0] else None
+        rows = grad.flatten(0, -2)
+        by_weight = rows.t() @ x.to(grad.dtype).flatten(0, -2)
+        return by_input, by_weight, rows.sum(0) if ctx.biased else None
+
+
+class _Columns(ColwiseParallel):
+    """A map whose outputs are shared out; `_Input` says whether it gathers its input again in backward."""
+
+    def _apply(self, module: nn.Module, device_mesh: Any) -> nn.Module:
+        super()._apply(module, device_mesh)
+        linear: Any = module
+        plain = linear.forward
+
+        def forward(x: Tensor) -> Tensor:
+            if not hasattr(x, "gathered") or not linear.weight.requires_grad:
+                return plain(x)
+            return _RegatheringLinear.apply(x, linear.weight, linear.bias)
+
+        linear.forward = forward
+        return module
+
+
+def _styles(stream: Placement, rows_divide: bool, regather: bool) -> dict[Share, tuple[ParallelStyle, ...]]:
     """torch's style of each share; `stream`: how what flows between blocks is held."""
     cut = stream == Shard(1)
     ends: dict[Share, tuple[ParallelStyle, ...]] = {
@@ -115,8 +174,8 @@ def _styles(stream: Placement, rows_divide: bool) -> dict[Share, tuple[ParallelS
     }
     whole: dict[Share, tuple[ParallelStyle, ...]] = {Share.EMBEDDING: (_Whole(stream),), Share.HEAD: (_Whole(),)}
     return {
-        Share.BLOCK: (_Input(stream),),
-        Share.COLUMNS: (ColwiseParallel(),),
+        Share.BLOCK: (_Input(stream, regather),),
+        Share.COLUMNS: (_Columns() if regather else ColwiseParallel(),),
         Share.COLUMNS_GATHERED: (ColwiseParallel(output_layouts=Replicate()),),
         Share.ROWS: (RowwiseParallel(output_layouts=stream),),
         Share.ROWS_SPLIT: (RowwiseParallel(input_layouts=Replicate(), output_layouts=stream),),
@@ -134,13 +193,22 @@ def _styles(stream: Placement, rows_divide: bool) -> dict[Share, tuple[ParallelS
     } | (ends if rows_divide else whole)
 
 
-def parallelize(model: Any, shares: Mapping[str, Share], mesh: Any, *, sequence: bool = False, vocabulary: bool = True) -> int:
+def parallelize(
+    model: Any,
+    shares: Mapping[str, Share],
+    mesh: Any,
+    *,
+    sequence: bool = False,
+    vocabulary: bool = True,
+    regather: bool = False,
+) -> int:
     """Shares out a model's matrices along a mesh of one dimension, in place; what is not shared out becomes whole DTensors. On meta too.
 
     Args:
         shares: name of a module -> what is done with it (`preheat.models.tensor_plan.shares`).
         sequence: between blocks, activations are cut along the sequence, whose length must divide by the mesh.
         vocabulary: share out the rows of embedding and head; without, they stand whole on each device.
+        regather: with `sequence`, keep each device's piece of what a block was given, and gather it again in backward.
 
     Returns:
         How many matrices are shared out.
@@ -149,7 +217,7 @@ def parallelize(model: Any, shares: Mapping[str, Share], mesh: Any, *, sequence:
         ValueError: a matrix that does not divide by the mesh.
     """
     degree, count = mesh.size(), 0
-    styles = _styles(Shard(1) if sequence else Replicate(), vocabulary)
+    styles = _styles(Shard(1) if sequence else Replicate(), vocabulary, sequence and regather)
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()  # a pipeline's stage may lack either
     tied = embedding is not None and head is not None and embedding.weight is head.weight
     trained = {name for name, p in model.named_parameters() if p.requires_grad}

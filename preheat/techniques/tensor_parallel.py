@@ -2,7 +2,8 @@
 
 What: transformers' plan of the model, carried out by torch's DTensor styles: the maps into attention and feed-forward are cut by outputs, the maps out of
 them by inputs, so that two sums a layer go forward and two go back. `sequence_parallel` cuts what flows between them along the sequence: the sums
-become a reduce-scatter and a gather of the same bytes, and norms and kept activations are shared out too. `loss_parallel` leaves each device the logits
+become a reduce-scatter and a gather of the same bytes, and norms and kept activations are shared out too; `regather` gathers once more in backward and keeps
+less still. `loss_parallel` leaves each device the logits
 of its part of the vocabulary, some rows at a time: two numbers a row are sent, and no logits.
 Helps: weights, gradients, optimizer and most activations fall with the degree, at any batch size. Hurts: what is sent stands in the way of every layer and
 grows with the batch, so it wants the fastest links (within a host) and few devices; small matrices run slower. Whole on each device stay norms, and, where
@@ -28,7 +29,9 @@ if TYPE_CHECKING:
 __all__ = ["TensorParallel", "parallelize"]
 
 
-def parallelize(model: PreTrainedModel, mesh: Any, *, sequence: bool = False, vocabulary: bool = True) -> int:
+def parallelize(
+    model: PreTrainedModel, mesh: Any, *, sequence: bool = False, vocabulary: bool = True, regather: bool = False
+) -> int:
     """Shares out a transformers model's matrices among the devices of a mesh, in place; on meta too. Its parameters become DTensors.
 
     Before each update, `preheat.ops.tensor.sum_partial(model.parameters())` sums what gradients are partial.
@@ -38,6 +41,7 @@ def parallelize(model: PreTrainedModel, mesh: Any, *, sequence: bool = False, vo
         sequence: cut activations between blocks along the sequence, whose length must divide. transformers would take position
             ids and masks from the length of one device's piece: give position ids, and attend by kernels that make no mask.
         vocabulary: share out the rows of embedding and head too.
+        regather: with `sequence`, keep only each device's piece of what a block was given, and gather it again in backward.
 
     Returns:
         How many matrices are shared out.
@@ -55,7 +59,9 @@ def parallelize(model: PreTrainedModel, mesh: Any, *, sequence: bool = False, vo
     why = tensor_plan.problems(facts.family, heads=facts.heads, kv_heads=facts.kv_heads, degree=mesh.size())
     if why:
         raise ValueError(why[0])
-    return tensor.parallelize(model, tensor_plan.shares(model), mesh, sequence=sequence, vocabulary=vocabulary)
+    return tensor.parallelize(
+        model, tensor_plan.shares(model), mesh, sequence=sequence, vocabulary=vocabulary, regather=regather
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +88,8 @@ class TensorParallel(Technique):
     """Devices that share out each matrix; 0: all that other techniques leave. It must divide the heads and the key-value heads, and should not exceed the devices of a host."""
     sequence_parallel: bool = False
     """Cut activations between attention and feed-forward along the sequence: as much is sent, and less is kept. The length must divide by the degree."""
+    regather: bool = False
+    """With sequence_parallel: keep each device's piece of what attention and feed-forward were given, and gather it again in backward, while gradients by it are made. A quarter more is sent."""
     loss_parallel: bool = True
     """Each device makes the logits of its part of the vocabulary only; false gathers logits (or, for chunked_loss and liger, the head) on each device."""
     rows: Annotated[int, Bound(1)] = 512
@@ -107,6 +115,8 @@ class TensorParallel(Technique):
         if degree < 2:
             return ["shares out matrices among devices, and there is one; start several with --nproc (or plan with --count)"]
         found = tensor_plan.problems(model.family, heads=model.heads, kv_heads=model.kv_heads, degree=degree)
+        if self.regather and not self.sequence_parallel:
+            found.append("regather: nothing is gathered without sequence_parallel; set that to true, or leave regather out")
         if self.sequence_parallel and recipe.batch.length % degree:
             found.append(
                 f"sequence_parallel: batch.length {recipe.batch.length} does not divide by degree {degree}; "
@@ -147,7 +157,13 @@ class TensorParallel(Technique):
         vocabulary = divides and Tag("class-head") not in build.tags
         _without_dropout(part)
         try:
-            count = parallelize(part, build.mesh.sub(Axis.TENSOR), sequence=self.sequence_parallel, vocabulary=vocabulary)
+            count = parallelize(
+                part,
+                build.mesh.sub(Axis.TENSOR),
+                sequence=self.sequence_parallel,
+                vocabulary=vocabulary,
+                regather=self.regather,
+            )
         except ValueError as error:
             raise RecipeError(f"techniques.{self.name()}: {error}") from None
         if self.loss_parallel:
@@ -158,6 +174,7 @@ class TensorParallel(Technique):
             build.finish_gradients.append(finish)
         words = [f"{count} matrices shared out among {degree} devices"]
         words += ["activations between blocks cut along the sequence"] * self.sequence_parallel
+        words += ["gathered again in backward"] * self.regather
         words += [f"logits of a {degree}th of the vocabulary each, {self.rows} rows at a time"] * self.loss_parallel
         words += ["embedding and head whole"] * (not vocabulary)
         return Change("; ".join(words), count)
@@ -168,8 +185,8 @@ class TensorParallel(Technique):
         return [replace(self, degree=n, sequence_parallel=cut) for n in degrees for cut in (False, True)]
 
     def rungs(self, context: Context) -> Iterable[Technique]:
-        milder = replace(self, sequence_parallel=True)
-        return [milder] if not self.sequence_parallel and not milder.check(context) else []
+        milder = [replace(self, sequence_parallel=True), replace(self, sequence_parallel=True, regather=True)]
+        return [rung for rung in milder[self.sequence_parallel + self.regather :] if not rung.check(context)]
 
 
 def _sum_partial(build: Build) -> None:

@@ -27,6 +27,7 @@ from .processes import ALL
 
 PLAIN = "tensor_parallel: {degree: 2}"
 CUT = "tensor_parallel: {degree: 2, sequence_parallel: true}"
+AGAIN = "tensor_parallel: {degree: 2, sequence_parallel: true, regather: true}"
 WHOLE = "tensor_parallel: {degree: 2, loss_parallel: false}"
 
 
@@ -72,6 +73,9 @@ CASES = {
     "fused, not cut": Case(PLAIN, "fused_operators: {}, efficient_attention: {}", steps=2),
     "qwen3 cut": Case(CUT, "efficient_attention: {}, activation_checkpointing: {mode: selective}", family="qwen3"),
     "tied, read from a folder": Case(CUT, model=family("written", random=False), steps=2),
+    "gathered again": Case(AGAIN, "gradient_accumulation: {steps: 2}", family="qwen3", steps=2),
+    "biases, gathered again": Case(AGAIN, model=family("qwen2"), steps=2),
+    "fsdp, gathered again": Case(f"{AGAIN}, fsdp: {{}}", "activation_checkpointing: {every: 2}", family="qwen3", world=4),
     "phi3": Case(CUT, model=family("phi3"), steps=2),
     "gemma2": Case(CUT, model=family("gemma2"), steps=2),
     "pairs": Case(CUT, "preference: {loss: simpo}", steps=2),
@@ -207,6 +211,32 @@ def test_bytes_sent_are_those_of_the_formula(fake: Any, sequence: bool) -> None:
     partial = layers * 2 * 8 + sequence * (2 * layers + 1) * 32
     assert small[partial * 4] == 1
     assert sum(sent.values()) == sum(large.values()) + 2 * chunks + 1 + 1  # and the norm of all gradients
+
+
+def gathered_again(regather: bool, mode: str) -> str:
+    cut = f"{{degree: 2, rows: 64, sequence_parallel: true, regather: {str(regather).lower()}}}"
+    return f"{{mixed_precision: {{mode: {mode}}}, tensor_parallel: {cut}}}"
+
+
+@pytest.mark.parametrize("mode", ["fp32", "bf16"])
+def test_two_gathers_a_layer_more_are_sent_when_gathered_again(fake: Any, mode: str) -> None:
+    fake(2)
+    more, fewer = (step_under_fake_tensors(gathered_again(on, mode), "qwen3")[1] for on in (True, False))
+    assert more - fewer == Counter(
+        {("all_gather_into_tensor", 4 * 32 * 32 * 4): 2 * 3}
+    )  # rows x length x width x bytes, layers
+    assert not fewer - more
+
+
+def test_what_is_gathered_again_is_kept_in_pieces() -> None:
+    from preheat.planning.observe import observe
+
+    kept, all_ = (
+        observe(tiny(gathered_again(on, "fp32"), family="qwen3", rows=4), vocabulary=96, device=DEVICE, world=2)
+        for on in (True, False)
+    )
+    stream = 4 * 32 * 32 * 4
+    assert all_.peak["forward"] - kept.peak["forward"] == 2 * 3 * stream / 2
 
 
 def test_a_share_of_a_large_mesh_is_built_and_stepped_under_fake_tensors(fake: Any) -> None:
