@@ -187,11 +187,14 @@ def _observe(recipe: Recipe, vocabulary: int | None, device: Device, by_layer: b
 
 
 def _enough(made: Build, micros: int) -> int:
-    """Micro-batches to run, of which the others are like the last: a pipeline is full with as many as it has stages."""
+    """Micro-batches to run, of which the others are like the last: a pipeline is full with as many as it has stages, and one more meets the gradients of the first."""
     if (stages := made.mesh.size(Axis.PIPELINE)) == 1:
         return 3 if made.device.kind == "cpu" else 2
-    enough = stages if len(made.trained) == 1 else 2 * stages  # several stages a device take more before the first backward
-    if micros <= enough or micros % stages:
+    alone = len(made.trained) == 1
+    enough = (
+        stages + 1 if alone else 2 * stages
+    )  # several stages a device take more before the first backward, in rounds of as many as stages
+    if micros <= enough or (micros % stages and not alone):
         return micros
     made.accumulation = enough
     return enough

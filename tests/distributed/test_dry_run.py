@@ -211,6 +211,22 @@ def test_many_micro_batches_of_a_pipeline_take_no_more_than_those_on_their_way(m
         )  # tokens, labels and positions of 24 more; what travels would be 24 each
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zero_bubble"])
+def test_few_micro_batches_of_a_pipeline_take_what_all_take(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A first round of them is on its way before there are gradients; the next is beside them."""
+    spread = f"{{pipeline_parallel: {{degree: 2, micro_batches: 8, schedule: {schedule}}}}}"
+    wide = "model={family: llama, layers: 4, width: 128, heads: 4, kv_heads: 2, vocabulary: 96}"
+    recipe = recipes.override(tiny(spread, rows=8), wide, "parallel.devices=2", "batch.length=64")
+
+    def peaks() -> dict[str, int]:
+        found = observe(recipe, vocabulary=96, device=DEVICE, evaluated=False).peak
+        return {phase: found[phase] for phase in ("forward", "backward")}
+
+    few = peaks()
+    monkeypatch.setattr("preheat.planning.observe._enough", lambda made, micros: micros)
+    assert peaks() == pytest.approx(few, rel=0.01)
+
+
 @pytest.mark.parametrize(
     "spread",
     [
