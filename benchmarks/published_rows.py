@@ -1,0 +1,300 @@
+"""A row of published runs as a recipe: the model by its sizes, mesh, micro-batch, precision, techniques.
+
+What a row leaves open is filled in by these rules, the same for all. They are what tools of its kind do, with the source where one was looked up.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+__all__ = [
+    "LENGTH",
+    "Open",
+    "Row",
+    "compiled",
+    "in_megatrons_way",
+    "keeps_as_transformers",
+    "kernels_of_their_own",
+    "leaves_open",
+    "mesh_of",
+    "micro_batches_of",
+    "number",
+    "recipe_of",
+    "whole",
+]
+
+Row = Mapping[str, str]
+LENGTH, VOCABULARY = 2048, 50304  # where a row states none
+
+SINCE_2024 = (
+    "H200",
+    "GH200",
+    "B200",
+    "GB200",
+    "B300",
+    "GB300",
+    "MI300",
+    "MI325",
+    "MI355",
+    "RTX-4070Ti-SUPER",
+    "RTX-4080-SUPER",
+    "RTX-50",
+)  # rented since, with tools of that time
+
+
+class Open(ValueError):
+    """A row does not say enough, or asks for what cannot be planned."""
+
+
+def number(row: Row, key: str) -> float | None:
+    return float(row[key]) if row.get(key, "").strip() else None
+
+
+def whole(row: Row, key: str, default: int = 1) -> int:
+    value = number(row, key)
+    return default if value is None else int(value)
+
+
+def model_of(row: Row) -> tuple[dict[str, Any], dict[str, Any]]:
+    """`model` of a recipe and the techniques that give it its feed-forward block.
+
+    Two matrices or three, and a tied head or not: what comes closest to the number of parameters.
+    """
+    from preheat.models import presets
+
+    unit = 128 * whole(row, "tp") if whole(row, "tp") > 1 else 1  # rows of the vocabulary are shared out in equal parts
+    vocabulary = -(-whole(row, "vocab", VOCABULARY) // unit) * unit
+    name = re.sub(r"[^a-z0-9]", "", row["model"].lower())
+    known = [preset for preset in presets.PRESETS if name and re.sub(r"[^a-z0-9]", "", preset) == name]
+    if number(row, "hidden") is None or number(row, "layers") is None:
+        if known:
+            return {"preset": known[0]}, {}
+        size = re.search(r"(\d+(?:\.\d+)?)\s*([BbM])\b", re.sub(r"(\d)b(\d)\b", r"\1.\2b", row["model"]))  # 7b1: 7.1b
+        if size is None:
+            raise Open("neither the model's sizes nor a name that is known")
+        return {"size": f"{size[1]}{size[2].upper()}", "vocabulary": vocabulary}, {}
+    width, layers = whole(row, "hidden"), whole(row, "layers")
+    heads = whole(row, "heads", max(1, width // 128))
+    kv_heads = whole(row, "kv_heads", heads)
+    inner = whole(row, "ffn", 4 * width)
+    total = number(row, "params_b")
+    attention = 2 * width * width + 2 * width * width * kv_heads // heads
+
+    def parameters(matrices: int, ends: int) -> float:
+        return (layers * (attention + matrices * width * inner) + ends * vocabulary * width) / 1e9
+
+    matrices, ends = min(
+        ((m, e) for m in (3, 2) for e in (2, 1)),
+        key=lambda pair: abs(parameters(*pair) - total) if total else pair != (3, 2),
+    )
+    if known and total and not 0.8 < parameters(matrices, ends) / total < 1.25:  # experts
+        return {"preset": known[0]}, {}
+    if total and not 0.8 < parameters(matrices, ends) / total < 1.25:
+        raise Open(f"{total} billion parameters, and its sizes make {parameters(matrices, ends):.1f}: of another family")
+    made = {
+        "family": "llama",
+        "layers": layers,
+        "width": width,
+        "heads": heads,
+        "kv_heads": kv_heads,
+        "feed_forward": inner if matrices == 3 else inner * 2 // 3,
+        "vocabulary": vocabulary,
+        "tie_embeddings": ends == 1,
+        "positions": max(whole(row, "seq_len", LENGTH), LENGTH),
+    }
+    if width % heads:
+        raise Open(f"{heads} heads do not divide a width of {width}")
+    return made, {"feed_forward": {"activation": "gelu"}} if matrices == 2 else {}
+
+
+def mesh_of(row: Row) -> tuple[dict[str, Any], int, int]:
+    """Techniques that spread the run, devices, and devices that share out rows."""
+    tensor, pipeline, context = (whole(row, key) for key in ("tp", "pp", "cp"))
+    shares = whole(row, "dp_replicate", 8 if tensor * pipeline > 1 else 1) * whole(row, "dp_shard")
+    devices = whole(row, "n_gpus", shares * tensor * pipeline * context)
+    replicate, shard = whole(row, "dp_replicate"), whole(row, "dp_shard")
+    stage = whole(row, "zero_stage", 3 if shard > 1 else 0)
+    rest = devices // (tensor * pipeline * context)
+    if rest * tensor * pipeline * context != devices:
+        raise Open(f"tensor {tensor} x pipeline {pipeline} x context {context} does not divide {devices} devices")
+    made: dict[str, Any] = {}
+    if rest > 1 or context > 1:
+        if stage >= 2 and (shard > 1 or replicate == 1):
+            made["fsdp"] = {"reshard": stage == 3, "gather": "bf16", "reduce": "last" if pipeline > 1 else "each"}
+            if replicate > 1 and shard > 1:
+                made["fsdp"]["replicate"] = replicate
+            if row["cpu_offload"] == "params":
+                made["fsdp"]["offload"] = True
+        else:
+            made["data_parallel"] = {}
+            if (
+                stage == 1 or number(row, "zero_stage") is None
+            ):  # who trains at such sizes shares out the optimizer's states at least
+                made["zero1"] = {}
+    if tensor > 1:
+        made["tensor_parallel"] = {"degree": tensor, "sequence_parallel": row["sequence_parallel"] != "no"}
+        made["tensor_parallel"]["regather"] = in_megatrons_way(row) and row["sequence_parallel"] == "yes"
+        if "chunk" not in row["fused_or_chunked_ce"]:
+            made["tensor_parallel"]["rows"] = whole(row, "micro_batch") * whole(row, "seq_len", LENGTH)
+    if pipeline > 1:  # of several stages a device, one: as many layers are held, and `answer` shortens the bubble
+        made["pipeline_parallel"] = {"degree": pipeline}
+    if context > 1:
+        made["context_parallel"] = {"degree": context}
+    if whole(row, "ep") > 1:
+        made["expert_parallel"] = {"degree": whole(row, "ep")}
+    return made, devices, rest
+
+
+def in_megatrons_way(row: Row) -> bool:
+    """Says whether sequences are cut, and does not share out weights: Megatron-LM and what is made of it (DeepSpeed's, NeMo, Megatron-Bridge).
+
+    They gather a block's input again in backward, and their loss takes the logits' fp32 copy in place (megatron/core/tensor_parallel: layers.py, cross_entropy.py).
+    """
+    return bool(row["sequence_parallel"]) and whole(row, "dp_shard") == 1
+
+
+def precision_of(row: Row, sharded: bool, devices: int) -> dict[str, Any]:
+    """fp8 and fp4 are of products alone. Weights that are sharded are fp32 and gathered in bf16; others are bf16 with fp32 masters."""
+    said, adapts = row["precision"], row["method"] in ("lora", "qlora")
+    made: dict[str, Any] = {}
+    if "pure" in said or "true" in said:
+        mode = "bf16_pure"
+    elif said.startswith("fp16"):
+        mode = "fp16_master"
+    else:
+        mode = "bf16" if sharded or devices == 1 else "bf16_master"
+    if adapts:
+        mode = "bf16_weights"
+    made["mixed_precision"] = {"mode": mode}
+    if in_eights(row) and not kernels_of_their_own(row):
+        made["fp8"] = {"recipe": "rowwise" if "row" in said else "tensorwise"}
+    return made
+
+
+def in_eights(row: Row) -> bool:
+    return row["precision"].startswith(("fp8", "mxfp8", "nvfp4"))
+
+
+def kernels_of_their_own(row: Row) -> bool:
+    """8 bits with no word of a compiler: what makes the casts is written by hand, within products and norms, and so is attention."""
+    return in_eights(row) and not row["compile"]
+
+
+def compiled(row: Row) -> bool:
+    """Casts to 8 bits are fused wherever they are worth it."""
+    return row["compile"] == "yes" or (in_eights(row) and row["compile"] != "no")
+
+
+def keeps_as_transformers(row: Row) -> bool:
+    """Who tunes without a compiler and recomputes nothing has transformers' own norms and, with adapters, dropout: both keep copies.
+
+    Else norms are one operator: in tools for pretraining, and what a compiler fuses keeps as little (tests/unit/test_compile.py).
+    """
+    return not compiled(row) and row["method"] != "pretrain" and row["activation_checkpointing"] != "full"
+
+
+def techniques_of(row: Row) -> dict[str, Any]:
+    said, tunes, keeps = row["fused_or_chunked_ce"], row["method"] != "pretrain", keeps_as_transformers(row)
+    made: dict[str, Any] = {}
+    if "fused" in said or not (keeps or row["compile"] == "no"):
+        made["fused_operators"] = {"gate": compiled(row)}
+    if "unfused" not in row["attention"] and "eager" not in row["attention"]:
+        made["efficient_attention"] = {}
+    recompute = {
+        "full": {},
+        "selective": {"mode": "selective", "products": 2},
+        "op": {"mode": "selective", "products": 2},
+    }.get(row["activation_checkpointing"])
+    if recompute is not None:
+        made["activation_checkpointing"] = recompute
+    at_once = max(1, whole(row, "micro_batch") * whole(row, "seq_len", LENGTH))
+    to_host = "chunk" in said and row["cpu_offload"] == "activations"  # what of logits is kept goes too
+    if "fused linear" in said or to_host or (not said and tunes and not keeps and (whole(row, "n_gpus") == 1 or compiled(row))):
+        # Who tunes on one device or with a compiler, memory in mind, has the loss by few rows unless it is said otherwise.
+        made["chunked_loss"] = {}
+    elif "chunk" in said or (not said and whole(row, "tp") == 1 and in_megatrons_way(row)):
+        made["chunked_loss"] = {"rows": at_once}  # and more, see `loss_of_others`
+    elif compiled(row) and not said and row["gpu"].startswith(SINCE_2024):
+        # Their compilers fuse the loss too: logits and their gradients in half precision, about what ours takes for all rows at once.
+        made["chunked_loss"] = {"rows": at_once}
+    if row["cpu_offload"] == "activations":
+        made["activation_offload"] = {}
+    optimizer = row["optimizer"]
+    if "paged" in optimizer:  # its states move to the host when the device has no room for them
+        made["optimizer_offload"] = {}
+    elif "8bit" in optimizer or "8-bit" in optimizer:
+        made["low_bit_adamw"] = {"bits": 8}
+    elif "in backward" in optimizer:
+        made["optimizer_in_backward"] = {}
+    elif "muon" in optimizer:
+        made["muon"] = {}
+    elif "int8-weights" in optimizer:
+        raise Open("weights of 8 bits that are trained: no technique has them")
+    if row["method"] in ("lora", "qlora"):
+        made["lora"] = {"rank": whole(row, "lora_rank", 16)} | adapted(row)
+    if row["method"] == "qlora":
+        made["nf4"] = {}
+    if "lora" in made and keeps:
+        made["lora"]["dropout"] = 0.05
+    return made
+
+
+def leaves_open(row: Row) -> bool:
+    """Whether rows, lengths, optimizer or devices are not said, or are said to be fewer than the row's columns have them."""
+    said = all(row[key] for key in ("micro_batch", "seq_len", "optimizer", "n_gpus"))
+    return not said or bool(re.search(r"variable|shorter|not \d+ tokens", row.get("notes", "")))
+
+
+_MAPS = {"q": "q_proj", "k": "k_proj", "v": "v_proj", "o": "o_proj", "mlp": r"mlp\.\w+_proj|mlp\.fc\d"}
+
+
+def adapted(row: Row) -> dict[str, str]:
+    """The maps that adapters act on, where the row says so in words ("LoRA on q,v").
+
+    Where it does not, those of the method's authors: queries and values in LoRA (arXiv:2106.09685, peft's default too), all but the head in QLoRA.
+    """
+    words = re.search(r"LoRA on (all|[a-z]+(?:,[a-z]+)*)\b", row.get("notes", ""))
+    said = words[1] if words else "q,v" if row["method"] == "lora" else "all"
+    maps = [_MAPS[word] for word in said.split(",") if word in _MAPS]
+    return {"targets": rf".*\.({'|'.join(maps)})"} if maps else {}
+
+
+def micro_batches_of(row: Row, shares: int) -> int:
+    """Of a step, on each of so many devices that share out rows."""
+    micro = whole(row, "micro_batch")
+    rows = whole(row, "global_batch_seqs", micro * shares * (4 * whole(row, "pp") if whole(row, "pp") > 1 else 1))
+    return max(1, round(rows / (micro * shares)))
+
+
+def recipe_of(row: Row) -> Any:
+    """The row as a recipe."""
+    from preheat import recipe as recipes
+
+    model, techniques = model_of(row)
+    spread, devices, shares = mesh_of(row)
+    micro = whole(row, "micro_batch")
+    steps = micro_batches_of(row, shares)
+    techniques |= techniques_of(row) | spread | precision_of(row, "fsdp" in spread, devices)
+    if "data_parallel" in spread and row["method"] not in ("lora", "qlora"):
+        # Whoever does not shard weights keeps fp32 gradients in buffers, from one step to the next: some stand beside what a pipeline has on its way.
+        steps = max(steps, 1 + whole(row, "pp"))
+    if "pipeline_parallel" in techniques:
+        steps = max(steps, 2)
+        techniques["pipeline_parallel"]["micro_batches"] = steps
+    elif steps > 1:
+        techniques["gradient_accumulation"] = {"steps": steps}
+    if {"low_bit_adamw", "muon"} & techniques.keys() and techniques["mixed_precision"]["mode"] == "bf16_master":
+        techniques["mixed_precision"]["mode"] = "bf16"  # they bring an optimizer of their own
+    values = {
+        "name": "published",
+        "model": model,
+        "batch": {"size": micro * shares * steps, "length": whole(row, "seq_len", LENGTH)},
+        "stop": {"steps": 1},
+        "optimizer": {"clip": 0.0 if "optimizer_in_backward" in techniques else 1.0},
+        "parallel": {"devices": devices},
+        "techniques": techniques,
+    }
+    return recipes.parse(json.dumps(values))  # JSON is YAML

@@ -1,0 +1,92 @@
+"""benchmarks/published.py: rows of a table in, predictions with intervals and reasons out; what a row's words say of it is taken, its measured values are not."""
+
+from __future__ import annotations
+
+import csv
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+HEADER = (
+    "id,source_repo,source_path,model,params_b,hidden,layers,heads,kv_heads,ffn,vocab,seq_len,gpu,n_gpus,dp_replicate,dp_shard,zero_stage,"
+    "tp,sequence_parallel,pp,vpp,pp_schedule,cp,ep,micro_batch,global_batch_seqs,precision,optimizer,activation_checkpointing,method,lora_rank,compile,attention,fused_or_chunked_ce,cpu_offload,peak_mem_gib,tokens_per_s_per_gpu,tflops_per_gpu,mfu_pct,notes"
+)
+COLUMNS = HEADER.split(",")
+
+
+def row(name: str, **said: Any) -> dict[str, str]:
+    small: dict[str, Any] = {"hidden": 256, "layers": 4, "heads": 4, "kv_heads": 4, "ffn": 1024, "vocab": 8192, "seq_len": 512}
+    plain = {
+        "gpu": "H100",
+        "n_gpus": 1,
+        "micro_batch": 2,
+        "precision": "bf16 (pure)",
+        "optimizer": "adamw",
+        "method": "full-ft",
+    }
+    return dict.fromkeys(COLUMNS, "") | {key: str(value) for key, value in {"id": name, **small, **plain, **said}.items()}
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, str]]:
+    folder = tmp_path_factory.mktemp("published")
+    rows = [
+        row("plain", activation_checkpointing="full", compile="yes"),
+        row("measured otherwise", activation_checkpointing="full", compile="yes", peak_mem_gib=77, tokens_per_s_per_gpu=1, source_repo="a/b"),
+        row("reserved", activation_checkpointing="full", compile="yes", notes="peak reserved"),
+        row("lengths vary", activation_checkpointing="full", compile="yes", notes="variable lengths"),
+        row("queries", method="lora", lora_rank=8, notes="LoRA on q,v"),
+        row("all maps", method="lora", lora_rank=8, notes="LoRA on q,k,v,o,mlp"),
+        row("no sizes", hidden="", layers="", model="of some kind"),
+    ]  # fmt: skip
+    with (folder / "in.csv").open("w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS)
+        writer.writeheader()
+        writer.writerows(rows)
+    (folder / "gpus.csv").write_text("gpu,mem_gib\n", encoding="utf-8")
+    files = ["--runs", folder / "in.csv", "--gpus", folder / "gpus.csv", "--out", folder / "out.csv"]
+    command = [sys.executable, str(ROOT / "benchmarks/published.py"), *map(str, files), "--jobs", "1"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "a/b" in done.stdout
+    with (folder / "out.csv").open(encoding="utf-8") as file:
+        return {found["id"]: found for found in csv.DictReader(file)}
+
+
+def gib(answers: dict[str, dict[str, str]], name: str) -> tuple[float, float, float]:
+    low, said, high = (float(answers[name][key]) for key in ("low_gib", "predicted_gib", "high_gib"))
+    assert low < said < high
+    return low, said, high
+
+
+def test_a_row_without_sizes_says_why_not(answers: dict[str, dict[str, str]]) -> None:
+    assert answers["no sizes"]["predicted_gib"] == answers["no sizes"]["predicted_tok_s"] == ""
+    assert "neither the model's sizes nor a name" in answers["no sizes"]["reason"]
+
+
+def test_states_of_a_plain_row_are_those_of_the_closed_form(answers: dict[str, dict[str, str]]) -> None:
+    """Weights, gradients and two moments of 2 bytes each; rows of 1,024 tokens add little beside them, and a compiled tool's loss is by few rows."""
+    parameters = 2 * 8192 * 256 + 4 * (4 * 256 * 256 + 3 * 256 * 1024)
+    _, said, _ = gib(answers, "plain")
+    assert 1.0 < said / (8 * parameters / 2**30) < 1.5
+    assert float(answers["plain"]["predicted_tok_s"]) > 0
+
+
+def test_measured_values_and_sources_are_not_looked_at(answers: dict[str, dict[str, str]]) -> None:
+    assert gib(answers, "measured otherwise") == gib(answers, "plain")
+
+
+def test_words_of_a_row_say_which_memory_is_meant_and_what_is_adapted(answers: dict[str, dict[str, str]]) -> None:
+    assert gib(answers, "reserved")[1] > gib(answers, "plain")[1]
+    assert gib(answers, "queries")[1] < gib(answers, "all maps")[1]
+
+
+def test_a_guess_has_a_wider_interval(answers: dict[str, dict[str, str]]) -> None:
+    (low, said, high), (least, same, most) = gib(answers, "plain"), gib(answers, "lengths vary")
+    assert same == said
+    assert least < low
+    assert most > high
