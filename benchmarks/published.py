@@ -115,17 +115,18 @@ def _by_cudnn(kernel: Any) -> Any:
 def gib_of(row: Row, made: Mapping[str, Any], recipe: Any) -> float:
     """What the row's tool reports, where it says so: what tensors take, what the allocator reserves, or that with the driver's context.
 
-    Else reserved memory where weights are sharded, which keeps pools a stream; the middle of both in a pipeline, whose activations have many sizes; what
-    tensors take elsewhere.
+    Else reserved memory where weights are sharded or in a pipeline, which keep pools a stream and blocks of many sizes; what tensors take elsewhere.
     """
     words = re.search("nvidia-smi|allocated|active memory|reserved", row.get("notes", ""))
-    reserved, allocated = float(made["reserved_gib"]), float(made["allocated_gib"])
+    reserved, allocated = (
+        made[key] + made["overhead"]["workspaces"] for key in ("reserved_gib", "allocated_gib")
+    )  # torch's own
+    sharded, pipeline = ("fsdp" in recipe.techniques, "pipeline_parallel" in recipe.techniques)
+    if pipeline and not sharded:  # what a replay keeps in segments of fixed sizes is too much, and none at all too little
+        reserved = (reserved + allocated) / 2
     if words:
-        context = float(made["overhead"]["context"])
-        return {"nvidia-smi": reserved + context, "reserved": reserved}.get(words[0], allocated)
-    if "fsdp" in recipe.techniques:
-        return reserved
-    return (reserved + allocated) / 2 if "pipeline_parallel" in recipe.techniques else allocated
+        return float({"nvidia-smi": reserved + made["overhead"]["context"], "reserved": reserved}.get(words[0], allocated))
+    return float(reserved if sharded or pipeline else allocated)
 
 
 def loss_of_others(row: Row, made: Mapping[str, Any], recipe: Any) -> float:
