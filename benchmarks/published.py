@@ -199,7 +199,7 @@ def memory_of(row: Row, made: Mapping[str, Any], recipe: Any) -> tuple[float, fl
     return low, gib, high
 
 
-_OPEN = 0.55, 1.5  # of memory, where what it grows with is a guess
+_OPEN, _OPEN_SPEED = (0.55, 1.5), (0.53, 1.6)  # where what they grow with is a guess
 
 
 def has_room(row: Row, made: Mapping[str, Any], recipe: Any, roofline: Any) -> bool:
@@ -285,8 +285,9 @@ def answer(row: Row, gpus: Mapping[str, Row]) -> dict[str, Any]:
         low, gib, high = (min(edge, roofline.device.memory / 2**30) for edge in memory_of(row, made, used))  # it had room
         out |= {"predicted_gib": gib, "low_gib": low, "high_gib": high}
         if timed:
-            low, high = (edge / recipe.parallel.devices for edge in made["tokens_per_second_interval"])
             speed = made["tokens_per_second"] / recipe.parallel.devices
+            edges = (edge / made["tokens_per_second"] for edge in made["tokens_per_second_interval"])
+            low, high = (edge * speed for edge in (_OPEN_SPEED if leaves_open(row) else edges))
             out |= {"predicted_tok_s": speed, "low_tok_s": low, "high_tok_s": high}
         out["made"], out["used"] = made, sorted(used.techniques)
     except (PreheatError, ValueError) as error:
