@@ -277,8 +277,10 @@ def answer(row: Row, gpus: Mapping[str, Row]) -> dict[str, Any]:
                 break
             if more.keys() & recipe.techniques.keys() - {"gradient_accumulation"}:
                 continue
-            clip = ["optimizer.clip=0"] if "optimizer_in_backward" in more else []
-            recipe = override(recipe, *clip, *(f"techniques.{name}={value}" for name, value in more.items() if value))
+            beside = ["optimizer.clip=0"] if "optimizer_in_backward" in more else []
+            if "activation_checkpointing" in more and "tensor_parallel" in recipe.techniques:
+                beside.append("techniques.tensor_parallel.regather=false")  # what is computed again is gathered again
+            recipe = override(recipe, *beside, *(f"techniques.{name}={value}" for name, value in more.items() if value))
             recipe = replace(recipe, techniques={k: t for k, t in recipe.techniques.items() if more.get(k, "") is not None})
             with contextlib.suppress(Open):
                 made, used = planned(row, recipe, roofline)

@@ -136,7 +136,8 @@ def mesh_of(row: Row) -> tuple[dict[str, Any], int, int]:
                 made["zero1"] = {}
     if tensor > 1:
         made["tensor_parallel"] = {"degree": tensor, "sequence_parallel": row["sequence_parallel"] != "no"}
-        made["tensor_parallel"]["regather"] = in_megatrons_way(row) and row["sequence_parallel"] == "yes"
+        again = not row["activation_checkpointing"] or row["activation_checkpointing"] == "none"
+        made["tensor_parallel"]["regather"] = again and in_megatrons_way(row) and row["sequence_parallel"] == "yes"
         if "chunk" not in row["fused_or_chunked_ce"]:
             made["tensor_parallel"]["rows"] = whole(row, "micro_batch") * whole(row, "seq_len", LENGTH)
     if pipeline > 1:  # of several stages a device, one: as many layers are held, and `answer` shortens the bubble

@@ -2,9 +2,9 @@
 
 What: transformers' plan of the model, carried out by torch's DTensor styles: the maps into attention and feed-forward are cut by outputs, the maps out of
 them by inputs, so that two sums a layer go forward and two go back. `sequence_parallel` cuts what flows between them along the sequence: the sums
-become a reduce-scatter and a gather of the same bytes, and norms and kept activations are shared out too; `regather` gathers once more in backward and keeps
-less still. `loss_parallel` leaves each device the logits
-of its part of the vocabulary, some rows at a time: two numbers a row are sent, and no logits.
+become a reduce-scatter and a gather of the same bytes, and norms and kept activations are shared out too; `regather` gathers what a block was given once more
+in backward, instead of keeping it whole. `loss_parallel` leaves each device the logits of its part of the vocabulary, some rows at a time: two numbers a row
+are sent, and no logits.
 Helps: weights, gradients, optimizer and most activations fall with the degree, at any batch size. Hurts: what is sent stands in the way of every layer and
 grows with the batch, so it wants the fastest links (within a host) and few devices; small matrices run slower. Whole on each device stay norms, and, where
 the plan of a family gathers fused or normalized projections (Phi-3, OLMo 2), attention. chunked_loss and liger's loss go with `loss_parallel: false` only.
@@ -89,7 +89,7 @@ class TensorParallel(Technique):
     sequence_parallel: bool = False
     """Cut activations between attention and feed-forward along the sequence: as much is sent, and less is kept. The length must divide by the degree."""
     regather: bool = False
-    """With sequence_parallel: keep each device's piece of what attention and feed-forward were given, and gather it again in backward, while gradients by it are made. A quarter more is sent."""
+    """With sequence_parallel and without checkpointing: keep each device's piece of what attention and feed-forward were given, and gather it again in backward, while gradients by it are made. A quarter more is sent."""
     loss_parallel: bool = True
     """Each device makes the logits of its part of the vocabulary only; false gathers logits (or, for chunked_loss and liger, the head) on each device."""
     rows: Annotated[int, Bound(1)] = 512
@@ -117,6 +117,10 @@ class TensorParallel(Technique):
         found = tensor_plan.problems(model.family, heads=model.heads, kv_heads=model.kv_heads, degree=degree)
         if self.regather and not self.sequence_parallel:
             found.append("regather: nothing is gathered without sequence_parallel; set that to true, or leave regather out")
+        if self.regather and Tag("recomputes") in context.tags:
+            found.append(
+                "regather: layers that are computed again gather anew anyway, and would keep the pieces besides; leave it out"
+            )
         if self.sequence_parallel and recipe.batch.length % degree:
             found.append(
                 f"sequence_parallel: batch.length {recipe.batch.length} does not divide by degree {degree}; "
