@@ -266,13 +266,19 @@ class Lion(Guarded):
             keep_(mean, torch.lerp(mean, slope, 1 - second), self.found_inf)
 
 
-def orthogonalize(matrix: Tensor, steps: int = 5) -> Tensor:
-    """About U V^T of the singular value decomposition U S V^T: Muon's Newton-Schulz iteration, in bf16.
+def quick_half() -> torch.dtype:
+    """bf16, or fp32 on a CPU that has no kernels for bf16: below AVX512 a product takes some 20 times as long in it."""
+    return torch.float32 if torch.backends.cpu.get_cpu_capability() in ("DEFAULT", "AVX2") else torch.bfloat16
+
+
+def orthogonalize(matrix: Tensor, steps: int = 5, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """About U V^T of the singular value decomposition U S V^T: Muon's Newton-Schulz iteration.
 
     Singular values end between about 0.7 and 1.2, which does the training no harm (Jordan et al. 2024, kellerjordan.github.io/posts/muon).
 
     Args:
         matrix: [n, m].
+        dtype: of the iterations, and of what comes out.
 
     Example:
         >>> o = orthogonalize(torch.diag(torch.tensor([3.0, 1.0]))).float().diagonal()
@@ -281,7 +287,7 @@ def orthogonalize(matrix: Tensor, steps: int = 5) -> Tensor:
     """
     a, b, c = 3.4445, -4.7750, 2.0315
     tall = matrix.shape[0] > matrix.shape[1]
-    x = (matrix.t() if tall else matrix).to(torch.bfloat16)
+    x = (matrix.t() if tall else matrix).to(dtype)
     x = x / x.norm().clamp(min=1e-7)
     for _ in range(steps):
         gram = x @ x.t()
@@ -306,6 +312,9 @@ class Muon(Guarded):
 
     Nesterov momentum is orthogonalized; the update is scaled by 0.2 sqrt(max(n, m)), so that its size is that of AdamW's and rate and
     weight decay carry over (Liu et al. 2025, arXiv:2502.16982, section 2.2). What torch.optim.Muon computes, and it skips a step whose gradients are not finite.
+
+    Args:
+        dtype: in which it is orthogonalized.
     """
 
     def __init__(
@@ -318,7 +327,9 @@ class Muon(Guarded):
         weight_decay: float = 0.0,
         momentum: float = 0.95,
         steps: int = 5,
+        dtype: torch.dtype = torch.bfloat16,
     ):
+        self.dtype = dtype
         super().__init__(
             groups, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, momentum=momentum, steps=steps, muon=False
         )
@@ -336,9 +347,9 @@ class Muon(Guarded):
         momentum = state["momentum"] * group["momentum"] + grad
         update = torch.add(grad, momentum, alpha=group["momentum"])
         if isinstance(like, DTensor):  # whole on every device, in the precision that is computed in
-            update = share_of(orthogonalize(whole(spread_as(update.bfloat16(), like)), group["steps"]), like)
+            update = share_of(orthogonalize(whole(spread_as(update.to(self.dtype), like)), group["steps"], self.dtype), like)
         else:
-            update = orthogonalize(update, group["steps"])
+            update = orthogonalize(update, group["steps"], self.dtype)
         keep_(p, decayed.add_(update, alpha=-group["lr"] * 0.2 * side**0.5), self.found_inf)
         keep_(state["momentum"], momentum, self.found_inf)
 

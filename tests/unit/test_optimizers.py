@@ -12,8 +12,11 @@ from preheat.ops.host_optimizer import HostAdamW
 from preheat.ops.low_bit import LowBitAdamW
 from preheat.ops.optimizers import Adafactor, Lion, Muon, StochasticAdamW, orthogonalize
 from preheat.ops.sharded import total_norm
+from preheat.technique import Device
 from preheat.techniques.apollo import apollo_optimizer
 from preheat.techniques.muon import muon_optimizer
+
+from ..conftest import DEVICE, tiny
 
 
 def run(make: Any, steps: int = 4, shape: tuple[int, ...] = (24, 16)) -> tuple[torch.Tensor, list[torch.Tensor], torch.Tensor]:
@@ -56,15 +59,35 @@ def test_muon_is_that_of_torch(shape: tuple[int, int]) -> None:
     assert near(ours[0] - ours[2], torchs[0] - torchs[2], 0.02)
 
 
-def test_orthogonalized_singular_values_are_near_one() -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_orthogonalized_singular_values_are_near_one(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     matrix = torch.randn(48, 20) @ torch.diag(torch.logspace(0, -1.5, 20))
     u, _, v = torch.linalg.svd(matrix, full_matrices=False)
-    made = orthogonalize(matrix).float()
+    made = orthogonalize(matrix, dtype=dtype)
+    assert made.dtype == dtype
+    made = made.float()
     values = torch.linalg.svdvals(made)
     assert float(values.min()) > 0.6
     assert float(values.max()) < 1.3
     assert near(u.T @ made @ v.T, torch.diag(torch.diagonal(u.T @ made @ v.T)), 0.1), "the same directions"
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype"), [("AVX2", torch.float32), ("AVX512", torch.bfloat16), ("SVE256", torch.bfloat16)]
+)
+def test_a_cpu_without_products_in_bf16_iterates_in_fp32(
+    capability: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from preheat.engine.build import build
+
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    gpu = Device("cuda", "H100", 80 << 30, (9, 0), at_hand=False)
+    assert build(tiny("{muon: {}}"), vocabulary=96, device=DEVICE).optimizer.dtype == dtype
+    dry = torch._subclasses.fake_tensor.FakeTensorMode(allow_non_fake_inputs=True)
+    assert build(tiny("{muon: {}}"), vocabulary=96, device=gpu, dry=dry).optimizer.dtype == torch.bfloat16, (
+        "planned for elsewhere"
+    )
 
 
 def test_what_muon_does_not_take_goes_by_adamw() -> None:
