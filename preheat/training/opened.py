@@ -150,9 +150,9 @@ def _run(path: Path, step: int | None) -> Opened:
             + (f"no checkpoint is whole ({damaged[0][0].name}: {damaged[0][1]})" if damaged else "has no checkpoint yet")
         )
     device, _ = resolve(recipe)
-    # What an adapter began from is in the checkpoint by now, and its folder may be gone.
+    # What an adapter began from is in the checkpoint by now, and its folder may be gone. A curriculum's start is another thing.
     techniques = {
-        name: replace(t, start=None) if "start" in {f.name for f in dataclasses.fields(t)} else t  # type: ignore[call-arg]
+        name: replace(t, start=None) if ("start", None) in {(f.name, f.default) for f in dataclasses.fields(t)} else t  # type: ignore[call-arg]
         for name, t in recipe.techniques.items()
         if not t.leaves_nothing
     }

@@ -23,6 +23,7 @@ from preheat.techniques.difficulty_curriculum import competence, losses_of, orde
 from preheat.techniques.length_curriculum import LengthCurriculum, length_at, shape_at
 from preheat.training import loop as training
 from preheat.training import session
+from preheat.training.opened import open_model
 from preheat.training.watch import Watch
 
 from ..conftest import DEVICE, tiny
@@ -335,6 +336,9 @@ def test_ended_in_the_middle_and_resumed_every_loss_is_the_same(
     resumed = training.train(many, out=tmp_path / "cut", resume=True)
     assert logged(tmp_path / "cut") == logged(tmp_path / "whole")
     assert resumed["validation_loss"] == whole["validation_loss"]
+    assert open_model(tmp_path / "cut").step == 14, (
+        "what eval, generate and export open: a curriculum's start is no adapter's folder"
+    )
     lengths = logged(tmp_path / "whole", "length")
     events = [json.loads(line) for line in (tmp_path / "whole" / "events.jsonl").read_text().splitlines()]
     grown = [(e["step"], e["was"], e["rows"]) for e in events if e["kind"] == "micro_batch"]
