@@ -20,6 +20,7 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from preheat.errors import RunError
 from preheat.ops.losses import (
@@ -36,6 +37,10 @@ from preheat.technique import RowLoss
 from preheat.technique.share import Share
 
 __all__ = ["SharedCrossEntropy", "parallelize", "shared_logits", "sum_partial"]
+
+
+Given = WeakTensorKeyDictionary
+"""What a block was given, gathered -> `_Gathered`, as long as it lives."""
 
 
 class _Whole(ParallelStyle):
@@ -94,16 +99,16 @@ class _Rows(ParallelStyle):
 class _Input(ParallelStyle):
     """A block gets its input whole, once for all of its maps: their gradients by it are added before they are summed over the devices."""
 
-    def __init__(self, held: Placement, regather: bool):
-        self.held, self.regather = held, regather
+    def __init__(self, held: Placement, given: Given | None):
+        self.held, self.given = held, given
 
     def _apply(self, module: nn.Module, device_mesh: Any) -> nn.Module:
         def whole(_: Any, args: Any, kwargs: Any) -> Any:
             x = args[0] if args else kwargs["hidden_states"]
-            piece: Any = DTensor.from_local(x, device_mesh, [self.held], run_check=False)
+            piece = DTensor.from_local(x, device_mesh, [self.held], run_check=False)
             x = piece.redistribute(placements=[Replicate()])
-            if self.regather:
-                x.gathered = _Gathered(piece.detach())
+            if self.given is not None:
+                self.given[x] = _Gathered(piece.detach())
             return ((x, *args[1:]), kwargs) if args else ((), {**kwargs, "hidden_states": x})
 
         module.register_forward_pre_hook(whole, with_kwargs=True)
@@ -113,7 +118,7 @@ class _Input(ParallelStyle):
 class _Gathered:
     """What a block was given, gathered anew for the backward passes of all its maps."""
 
-    def __init__(self, piece: DTensor):
+    def __init__(self, piece: Any):
         self.piece, self.users = piece, 0
         self.whole: DTensor | None = None
 
@@ -131,9 +136,9 @@ class _RegatheringLinear(torch.autograd.Function):
     """`F.linear` of a gathered input that keeps this device's piece of it alone (Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2)."""
 
     @staticmethod
-    def forward(ctx: Any, x: Any, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.gathered = x.gathered
-        ctx.gathered.users += 1
+    def forward(ctx: Any, x: Tensor, gathered: _Gathered, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.gathered = gathered
+        gathered.users += 1
         ctx.save_for_backward(weight)
         ctx.biased = bias is not None
         return F.linear(x, weight, bias)
@@ -145,11 +150,15 @@ class _RegatheringLinear(torch.autograd.Function):
         by_input = grad @ weight.to(grad.dtype) if ctx.needs_input_grad[0] else None
         rows = grad.flatten(0, -2)
         by_weight = rows.t() @ x.to(grad.dtype).flatten(0, -2)
-        return by_input, by_weight, rows.sum(0) if ctx.biased else None
+        return by_input, None, by_weight, rows.sum(0) if ctx.biased else None
 
 
 class _Columns(ColwiseParallel):
-    """A map whose outputs are shared out; `_Input` says whether it gathers its input again in backward."""
+    """A map whose outputs are shared out, and which keeps of its input what `_Input` says."""
+
+    def __init__(self, given: Given):
+        super().__init__()
+        self.given = given
 
     def _apply(self, module: nn.Module, device_mesh: Any) -> nn.Module:
         super()._apply(module, device_mesh)
@@ -157,9 +166,10 @@ class _Columns(ColwiseParallel):
         plain = linear.forward
 
         def forward(x: Tensor) -> Tensor:
-            if not hasattr(x, "gathered") or not linear.weight.requires_grad:
+            gathered = self.given.get(x)
+            if gathered is None or not linear.weight.requires_grad:
                 return plain(x)
-            return _RegatheringLinear.apply(x, linear.weight, linear.bias)
+            return _RegatheringLinear.apply(x, gathered, linear.weight, linear.bias)
 
         linear.forward = forward
         return module
@@ -167,15 +177,15 @@ class _Columns(ColwiseParallel):
 
 def _styles(stream: Placement, rows_divide: bool, regather: bool) -> dict[Share, tuple[ParallelStyle, ...]]:
     """torch's style of each share; `stream`: how what flows between blocks is held."""
-    cut = stream == Shard(1)
+    cut, given = stream == Shard(1), WeakTensorKeyDictionary() if regather else None
     ends: dict[Share, tuple[ParallelStyle, ...]] = {
         Share.EMBEDDING: (_Rows(stream),),
         Share.HEAD: (ColwiseParallel(output_layouts=Replicate()),),
     }
     whole: dict[Share, tuple[ParallelStyle, ...]] = {Share.EMBEDDING: (_Whole(stream),), Share.HEAD: (_Whole(),)}
     return {
-        Share.BLOCK: (_Input(stream, regather),),
-        Share.COLUMNS: (_Columns() if regather else ColwiseParallel(),),
+        Share.BLOCK: (_Input(stream, given),),
+        Share.COLUMNS: (ColwiseParallel() if given is None else _Columns(given),),
         Share.COLUMNS_GATHERED: (ColwiseParallel(output_layouts=Replicate()),),
         Share.ROWS: (RowwiseParallel(output_layouts=stream),),
         Share.ROWS_SPLIT: (RowwiseParallel(input_layouts=Replicate(), output_layouts=stream),),
