@@ -69,10 +69,10 @@ def test_a_row_without_sizes_says_why_not(answers: dict[str, dict[str, str]]) ->
 
 
 def test_states_of_a_plain_row_are_those_of_the_closed_form(answers: dict[str, dict[str, str]]) -> None:
-    """Weights, gradients and two moments of 2 bytes each; rows of 1,024 tokens add little beside them, and a compiled tool's loss is by few rows."""
+    """Weights, gradients and two moments of 2 bytes each, and 32 MiB of cuBLAS; rows of 1,024 tokens add little, and a compiled tool's loss is by few rows."""
     parameters = 2 * 8192 * 256 + 4 * (4 * 256 * 256 + 3 * 256 * 1024)
     _, said, _ = gib(answers, "plain")
-    assert 1.0 < said / (8 * parameters / 2**30) < 1.5
+    assert 1.0 < (said - 32 / 2**10) / (8 * parameters / 2**30) < 1.5
     assert float(answers["plain"]["predicted_tok_s"]) > 0
 
 
