@@ -136,7 +136,7 @@ def mesh_of(row: Row) -> tuple[dict[str, Any], int, int]:
                 made["zero1"] = {}
     if tensor > 1:
         made["tensor_parallel"] = {"degree": tensor, "sequence_parallel": row["sequence_parallel"] != "no"}
-        again = not row["activation_checkpointing"] or row["activation_checkpointing"] == "none"
+        again = row["activation_checkpointing"] in ("", "none") and row["method"] not in ("lora", "qlora")
         made["tensor_parallel"]["regather"] = again and in_megatrons_way(row) and row["sequence_parallel"] == "yes"
         if "chunk" not in row["fused_or_chunked_ce"]:
             made["tensor_parallel"]["rows"] = whole(row, "micro_batch") * whole(row, "seq_len", LENGTH)

@@ -224,8 +224,12 @@ def parallelize(
         How many matrices are shared out.
 
     Raises:
-        ValueError: a matrix that does not divide by the mesh.
+        ValueError: a matrix that does not divide by the mesh, or nothing that could be gathered again.
     """
+    if regather and Share.COLUMNS not in shares.values():
+        raise ValueError(
+            "regather: this family's plan leaves no map's outputs cut, so nothing is gathered for one; leave it out"
+        )
     degree, count = mesh.size(), 0
     styles = _styles(Shard(1) if sequence else Replicate(), vocabulary, sequence and regather)
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()  # a pipeline's stage may lack either

@@ -117,6 +117,8 @@ class TensorParallel(Technique):
         found = tensor_plan.problems(model.family, heads=model.heads, kv_heads=model.kv_heads, degree=degree)
         if self.regather and not self.sequence_parallel:
             found.append("regather: nothing is gathered without sequence_parallel; set that to true, or leave regather out")
+        if self.regather and Tag("frozen-base") in context.tags:
+            found.append("regather: maps that are not trained keep no input, and adapters keep theirs whole; leave it out")
         if self.regather and Tag("recomputes") in context.tags:
             found.append(
                 "regather: layers that are computed again gather anew anyway, and would keep the pieces besides; leave it out"
