@@ -17,7 +17,7 @@ from torch import Tensor
 
 from preheat.compress.export import card, shared
 from preheat.compress.export.plain import plain, require
-from preheat.compress.export.traced import Logits, to_onnx, trace
+from preheat.compress.export.traced import REDUCE_RANGE, Logits, to_onnx, trace
 from preheat.models.adapter import facts
 
 __all__ = ["quantize", "replay", "write"]
@@ -79,7 +79,7 @@ def quantize(file: Path) -> None:
     onnx.save_model(onnx.load(file), whole)
     data.unlink(missing_ok=True)
     file.unlink()
-    quantize_dynamic(whole, file, weight_type=QuantType.QInt8, per_channel=True)
+    quantize_dynamic(whole, file, weight_type=QuantType.QInt8, per_channel=True, reduce_range=REDUCE_RANGE)
     whole.unlink()
 
 

@@ -12,7 +12,11 @@ from torch import Tensor, nn
 
 from preheat.errors import RunError
 
-__all__ = ["Logits", "refused", "to_onnx", "trace"]
+__all__ = ["REDUCE_RANGE", "Logits", "refused", "to_onnx", "trace"]
+
+# ONNX Runtime on x86 without VNNI (AVX2, early AVX512) adds two products of eight bits in sixteen, where they saturate: logits were
+# off by a half. Weights of seven bits cannot, and a file is carried to machines that its writer does not know.
+REDUCE_RANGE = True
 
 
 class Logits(nn.Module):

@@ -90,6 +90,7 @@ def _calibrated(whole: Path, file: Path, images: Tensor) -> None:
         per_channel=True,
         activation_type=QuantType.QUInt8,
         weight_type=QuantType.QInt8,
+        reduce_range=traced.REDUCE_RANGE,
         nodes_to_exclude=products,
     )
     ready.unlink()
