@@ -34,6 +34,7 @@ def row(name: str, **said: Any) -> dict[str, str]:
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, str]]:
     folder = tmp_path_factory.mktemp("published")
+    two_stages = {"precision": "bf16", "pp": 2, "dp_replicate": 2, "n_gpus": 4, "sequence_parallel": "no", "method": "pretrain"}
     rows = [
         row("plain", activation_checkpointing="full", compile="yes"),
         row("measured otherwise", activation_checkpointing="full", compile="yes", peak_mem_gib=77, tokens_per_s_per_gpu=1, source_repo="a/b"),
@@ -41,6 +42,8 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, str
         row("lengths vary", activation_checkpointing="full", compile="yes", notes="variable lengths"),
         row("queries", method="lora", lora_rank=8, notes="LoRA on q,v"),
         row("all maps", method="lora", lora_rank=8, notes="LoRA on q,k,v,o,mlp"),
+        row("pipeline", **two_stages),
+        row("pipeline, fp32 sums", **two_stages, notes="fp32 grad accumulation (BF16 optimizer)"),
         row("no sizes", hidden="", layers="", model="of some kind"),
     ]  # fmt: skip
     with (folder / "in.csv").open("w", encoding="utf-8", newline="") as file:
@@ -83,6 +86,15 @@ def test_measured_values_and_sources_are_not_looked_at(answers: dict[str, dict[s
 def test_words_of_a_row_say_which_memory_is_meant_and_what_is_adapted(answers: dict[str, dict[str, str]]) -> None:
     assert gib(answers, "reserved")[1] > gib(answers, "plain")[1]
     assert gib(answers, "queries")[1] < gib(answers, "all maps")[1]
+
+
+def test_sums_of_gradients_that_a_row_says_to_be_fp32_have_those_of_a_micro_batch_beside_them(
+    answers: dict[str, dict[str, str]],
+) -> None:
+    """Two bytes a weight of the first stage: the embedding and three of four layers, since the head costs about two."""
+    stage = 8192 * 256 + 3 * (4 * 256 * 256 + 3 * 256 * 1024)
+    more = gib(answers, "pipeline, fp32 sums")[1] - gib(answers, "pipeline")[1]
+    assert more == pytest.approx(1.02 * 2 * stage / 2**30, rel=0.01)
 
 
 def test_a_guess_has_a_wider_interval(answers: dict[str, dict[str, str]]) -> None:
