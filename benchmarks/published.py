@@ -121,6 +121,7 @@ def gib_of(row: Row, made: Mapping[str, Any], recipe: Any) -> float:
     reserved, allocated = (
         made[key] + made["overhead"]["workspaces"] for key in ("reserved_gib", "allocated_gib")
     )  # torch's own
+    reserved = min(reserved, made["available_gib"] - made["overhead"]["context"])  # it had room
     sharded, pipeline = ("fsdp" in recipe.techniques, "pipeline_parallel" in recipe.techniques)
     if pipeline and not sharded:  # what a replay keeps in segments of fixed sizes is too much, and none at all too little
         reserved = (reserved + allocated) / 2

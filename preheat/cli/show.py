@@ -89,6 +89,8 @@ def picture(plan: Mapping[str, Any], name: str) -> Any:
     from rich.table import Table
     from rich.text import Text
 
+    from preheat.planning.found import in_pieces
+
     peak, has = plan["peak_gib"], plan["available_gib"]
     bars = Table.grid(padding=(0, 2))
     width = 36
@@ -120,7 +122,7 @@ def picture(plan: Mapping[str, Any], name: str) -> Any:
     )
     parts: list[Any] = [head, Text(f"memory at its peak (in {plan['peak_phase']})"), bars]
     parts += [_phases(plan), Text("time"), speed, verdict]
-    warnings = []
+    warnings = [words] if (words := in_pieces(plan)) else []
     if plan.get("contended"):
         warnings.append(
             "the machine was busy when it was calibrated and still is, so speeds are too low: plan again when it is quiet"

@@ -53,7 +53,7 @@ class Caching:
 
     Args:
         expandable: `PYTORCH_ALLOC_CONF=expandable_segments:True`.
-        limit: of what can be reserved; segments that are free as a whole are given back before it is crossed.
+        limit: of what can be reserved. Before it is crossed segments that are free as a whole are given back, of one that grows all free pages.
 
     Example:
         >>> held = Caching()
@@ -74,6 +74,8 @@ class Caching:
         """False: `limit` leaves no room for it."""
         need = max(-(-size // _ROUND) * _ROUND, _ROUND)
         small = need <= _SMALL
+        if self.expandable and self.limit is not None and self.allocated + need > self.limit:
+            return False
         pool = self._pools.setdefault((stream, small), _Pool())
         piece = pool.holes.take(need)
         if piece is None:
@@ -99,7 +101,7 @@ class Caching:
     def _from_driver(self, pool: _Pool, need: int, small: bool) -> tuple[int, int] | None:
         if self.expandable:
             piece, grown = pool.stretch(need, _SMALL_SEGMENT if small else _LARGE_SEGMENT)
-            self.reserved += grown
+            self.reserved = self.reserved + grown if self.limit is None else min(self.reserved + grown, self.limit)
             return piece
         size = _SMALL_SEGMENT if small else _LARGE_SEGMENT if need < _OWN_SEGMENT else -(-need // _ROUND_LARGE) * _ROUND_LARGE
         if self.limit is not None and self.reserved + size > self.limit:

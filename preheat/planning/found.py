@@ -9,7 +9,7 @@ from typing import Any
 from preheat.planning.candidates import Numerics, Settings
 from preheat.recipe import Recipe
 
-__all__ = ["Found", "Seen", "too_large"]
+__all__ = ["Found", "Seen", "in_pieces", "too_large"]
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,19 @@ class Found:
 def too_large(plan: Mapping[str, Any]) -> str:
     """Why a plan does not fit, with what fills the most."""
     most = sorted(plan["memory"].items(), key=lambda item: -item[1])[:2]
-    return f"needs {plan['peak_gib']:.1f} GiB of {plan['available_gib']:.1f}: " + ", ".join(
-        f"{category} {size:.1f}" for category, size in most
+    what = ", ".join(f"{category} {size:.1f}" for category, size in most)
+    return "; ".join(
+        filter(None, (f"needs {plan['peak_gib']:.1f} GiB of {plan['available_gib']:.1f}: {what}", in_pieces(plan)))
     )
+
+
+def in_pieces(plan: Mapping[str, Any]) -> str:
+    """What to try on a GPU that has room for a plan's tensors and not for the freed memory that torch's allocator keeps in segments of fixed sizes; else empty."""
+    kept = plan["overhead"].get("allocator", 0.0)
+    if plan["device"].get("segments") != "fixed":
+        return ""
+    if plan.get("gives_back"):
+        return "the allocator must give back freed memory in each step to make room, which takes time: --set hardware.segments=expandable has less to give back"
+    if not plan["peak_gib"] - kept <= plan["available_gib"] < plan["peak_gib"]:
+        return ""
+    return f"{kept:.1f} of it is freed memory in pieces; segments that grow give it back page by page: --set hardware.segments=expandable"

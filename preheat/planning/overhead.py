@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from preheat.engine.checkpoint import beside_steps
 from preheat.planning.allocator import hold
+from preheat.planning.caching import replay_caching
 from preheat.planning.observe import Observation
 from preheat.planning.recorder import STEP
 from preheat.recipe import Recipe
 from preheat.technique import Device
 
-__all__ = ["EXACT", "SOURCES", "beside", "exporting"]
+__all__ = ["EXACT", "SOURCES", "beside", "exporting", "gives_back"]
 
 _MIB = 2**20
 _CPU_BASE = 24 * _MIB  # stacks and scratch of the threads, autograd's objects; measured
@@ -34,13 +35,48 @@ SOURCES = {
 
 def beside(recipe: Recipe, seen: Observation, device: Device) -> dict[str, int]:
     """Bytes that a process holds beside what the dry run saw, {what: bytes}."""
-    held = seen.held or hold(seen.log, seen.streams, device)
-    kept = max(held - max(size for phase, size in seen.peak.items() if phase in ("load", *STEP)), 0)
+    kept = max(_held(seen, device) - _alive(seen), 0)
     if device.kind == "cpu":
         products = sum(kernel.dtype == "bf16" and kernel.operator.startswith(_PRODUCTS) for kernel in seen.kernels)
         kernels = _CPU_PRODUCT * products
         return {"process": _CPU_BASE, "kernels": kernels, "allocator": kept, "saving": _copy_to_save(recipe, seen, device)}
     return {"context": _CUDA_BASE, "workspaces": _CUBLAS, "allocator": kept}
+
+
+def gives_back(seen: Observation, device: Device) -> bool:
+    """Whether a GPU has room for the tensors and not for all that its allocator would keep beside them.
+
+    Before an allocation fails torch gives back what is free, segments of fixed sizes that are free as a whole, single pages of those that grow; that takes time,
+    step after step. Source: `release_cached_blocks` in torch's CUDACachingAllocator.cpp.
+    """
+    return device.kind != "cpu" and _alive(seen) <= _room(device) < _kept_at_will(seen, device)
+
+
+def _room(device: Device) -> int:
+    return device.memory - _CUDA_BASE - _CUBLAS
+
+
+def _alive(seen: Observation) -> int:
+    """Bytes of tensors, at most."""
+    return max(size for phase, size in seen.peak.items() if phase in ("load", *STEP))
+
+
+def _kept_at_will(seen: Observation, device: Device) -> int:
+    """Bytes had from the system, at most, on a device that is large enough."""
+    if seen.held is None:
+        seen.held = hold(seen.log, seen.streams, device)
+    return seen.held
+
+
+def _held(seen: Observation, device: Device) -> int:
+    """Bytes had from the system, at most. Whether segments of fixed sizes can be given back in time only a log tells."""
+    if gives_back(seen, device):
+        limited = (
+            replay_caching(seen.log, seen.streams, expandable=device.expandable, limit=_room(device)) if seen.log else None
+        )
+        if limited.fits if limited else device.expandable:
+            return limited.reserved if limited else _room(device)
+    return _kept_at_will(seen, device)
 
 
 EXACT = 1 << 29  # weights up to which an export compares in fp64, as compress/export/shared.py has it

@@ -14,7 +14,7 @@ from preheat.hardware.rates import Rates
 from preheat.models import adapter
 from preheat.planning.layers import observe_few
 from preheat.planning.observe import BESIDE, CATEGORIES, Observation, observe
-from preheat.planning.overhead import SOURCES, beside, exporting
+from preheat.planning.overhead import SOURCES, beside, exporting, gives_back
 from preheat.planning.predict import step_seconds
 from preheat.planning.roofline import Roofline, Seconds
 from preheat.recipe import Recipe
@@ -37,6 +37,13 @@ _LAUNCHES = 10**9  # weights below which a step may be as long as its kernels ta
 
 
 _CLOSE = 0.02  # so near to the device's memory few layers cannot tell whether it fits: all are observed
+
+
+def _segments(device: Device) -> str | None:
+    """How torch's allocator takes memory, as `hardware.segments` has it; None on a CPU, whose heap is our own."""
+    if device.kind == "cpu":
+        return None
+    return "expandable" if device.expandable else "fixed"
 
 
 def _interval(value: float, factors: tuple[float, float]) -> list[float]:
@@ -89,7 +96,8 @@ def plan(
     """
     seen = observe_few(recipe, vocabulary=vocabulary, device=device, world=world)
     made = describe(recipe, seen, device=device, rates=rates, rows=rows, in_use=in_use)
-    if not seen.log and abs(made["peak_gib"] / made["available_gib"] - 1) < _CLOSE:
+    near = abs(made["peak_gib"] / made["available_gib"] - 1) < _CLOSE
+    if not seen.log and (near or gives_back(seen, device)):
         seen = observe(recipe, vocabulary=vocabulary, device=device, world=world)
         made = describe(recipe, seen, device=device, rates=rates, rows=rows, in_use=in_use)
     return made
@@ -176,8 +184,9 @@ def describe(
         "steps": steps,
         "seconds_total": total,
         "slots": seen.slots,
-        "device": {"kind": device.kind, "name": device.name},
+        "device": {"kind": device.kind, "name": device.name, "segments": _segments(device)},
         "watts": rates.device.watts if isinstance(rates, Roofline) else None,
         "contended": rates.contended,
+        "gives_back": peak <= available and gives_back(seen, device),
         "heap": out_of_reach() if device.kind == "cpu" and device.at_hand else None,
     }
