@@ -548,7 +548,7 @@ def one_document(folder: Path) -> Path:
     return into
 
 
-def one_row(form: str, length: int, text: Path, *, steps: int = 3) -> dict[str, Any]:
+def one_row(form: str, length: int, text: Path, *, steps: int = 3, precision: str = "bf16") -> dict[str, Any]:
     """A step of one row of one document: a model of about 15 million parameters, as the issue's CPU has it."""
     return {
         "name": f"{form.replace(' ', '-').replace(',', '')}-{length}",
@@ -556,7 +556,7 @@ def one_row(form: str, length: int, text: Path, *, steps: int = 3) -> dict[str, 
         "data": {"source": str(text), "text_files": "whole", "vocabulary": 4096, "packing": "stream", "validation": 0.0},
         "batch": {"size": 1, "length": length},
         "stop": {"steps": steps},
-        "techniques": {"mixed_precision": {"mode": "bf16"}, "efficient_attention": {}, "activation_checkpointing": {}, "chunked_loss": {"rows": 1024}, **FORMS[form]},
+        "techniques": {**({"mixed_precision": {"mode": "bf16"}} if precision == "bf16" else {}), "efficient_attention": {}, "activation_checkpointing": {}, "chunked_loss": {"rows": 1024}, **FORMS[form]},
     }  # fmt: skip
 
 
@@ -644,7 +644,7 @@ def planned(devices: int, length: int) -> dict[str, Any]:
     }
 
 
-def draw_time(seconds: dict[str, dict[int, list[float]]], gib: dict[str, dict[int, dict[str, float]]]) -> None:
+def draw_time(name: str, seconds: dict[str, dict[int, list[float]]], gib: dict[str, dict[int, dict[str, float]]]) -> None:
     def draw(axes: Any) -> None:
         for form in FORMS:
             axes[0].plot(list(seconds[form]), [np.median(some) for some in seconds[form].values()], "o-", label=form)
@@ -654,7 +654,7 @@ def draw_time(seconds: dict[str, dict[int, list[float]]], gib: dict[str, dict[in
         axes[0].legend()
         axes[1].legend()
 
-    plotted("length-time", draw, columns=2)
+    plotted(f"length-{name}", draw, columns=2)
 
 
 def clock(options: argparse.Namespace) -> None:
@@ -668,19 +668,18 @@ def clock(options: argparse.Namespace) -> None:
                 for form in sorted(FORMS, reverse=bool(turn % 2)):
                     if form != "full" and length <= 1024:
                         continue
-                    recipe = one_row(form, length, text, steps=options.steps)
+                    once = length in options.once
+                    steps = 1 if once else options.steps
+                    recipe = one_row(form, length, text, steps=steps, precision=options.precision)
                     recipe["name"] += f"-{turn}"
                     summary, _ = train(recipe, Path(name))
                     held[form][length] = {"predicted": summary["predicted"]["peak_gib"], "measured": summary["peak_gib"]}
-                    steps = [
-                        json.loads(line) for line in (Path(name) / recipe["name"] / "metrics.jsonl").read_text().splitlines()
-                    ]
-                    found[form].setdefault(length, []).extend(
-                        step["seconds"] for step in steps[1:] if "seconds" in step and "loss" in step
-                    )
+                    lines = (Path(name) / recipe["name"] / "metrics.jsonl").read_text().splitlines()
+                    taken = [step["seconds"] for step in map(json.loads, lines) if "seconds" in step and "loss" in step]
+                    found[form].setdefault(length, []).extend(taken if once else taken[1:])
                     print(form, length, [f"{s:.2f}" for s in found[form][length]], flush=True)
-    lines = ["# Time against length", "Seconds of a step of one row of one document, the median (least to most) of all steps but a run's first; a model of 15 million parameters on a CPU: bf16, checkpointed layers,",
-             "chunked loss. Memory: the peak of the process less what the imports took, in the last turn.", "",
+    lines = ["# Time against length", "Seconds of a step of one row of one document, the median (least to most) of all steps but a run's first (of lengths that are taken once, the one step); a model of 15 million parameters on a CPU:",
+             f"{options.precision}, checkpointed layers, chunked loss. Memory: the peak of the process less what the imports took, in the last turn.", "",
              "| tokens a row | full | window 1,024 | full / window | GiB, full: predicted, measured | window 1,024 |", "|---|---|---|---|---|---|"]  # fmt: skip
     for length in (*options.lengths, *options.once):
         cells = []
@@ -692,10 +691,11 @@ def clock(options: argparse.Namespace) -> None:
         peaks = [held[form].get(length) for form in FORMS]
         told = [f"{peak['predicted']:.2f}, {peak['measured']:.2f}" if peak else "" for peak in peaks]
         lines.append(f"| {length:,} | {cells[0]} | {cells[1]} | {ratio} | {' | '.join(told)} |")
-    lines += ["", "![seconds against length](length-time.png)"]
+    part = "time" if options.precision == "bf16" else f"time-{options.precision}"
+    lines += ["", f"![seconds against length](length-{part}.png)"]
 
-    draw_time(found, held)
-    written("time", lines, {"seconds": found, "gib": held})
+    draw_time(part, found, held)
+    written(part, lines, {"seconds": found, "gib": held})
 
 
 def main() -> None:
@@ -730,9 +730,8 @@ def main() -> None:
     three.add_argument("--far", type=int, nargs="+", default=[131072, 524288, 1048576])
     four = parts.add_parser("time")
     four.add_argument("--lengths", type=int, nargs="+", default=doublings)
-    four.add_argument(
-        "--once", type=int, nargs="*", default=[], help="lengths of the first turn alone: their steps take minutes"
-    )
+    four.add_argument("--once", type=int, nargs="*", default=[], help="lengths of which one step is taken: it takes minutes")
+    four.add_argument("--precision", choices=["bf16", "fp32"], default="bf16", help="fp32 where a CPU is slow in bf16")
     four.add_argument("--steps", type=int, default=3)
     four.add_argument("--turns", type=int, default=3)
     options = parser.parse_args()
