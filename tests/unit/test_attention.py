@@ -239,7 +239,7 @@ def test_packed_rows_give_the_loss_and_gradients_of_their_documents_one_by_one(t
         packed.append(labels)
     whole = batch_of(tokens, torch.stack(packed), documents)
     losses = [float(gradients(made[0], [whole]).total), float(gradients(made[1], [b for b in alone if b.weight]).total)]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-9)
+    assert losses[0] == pytest.approx(losses[1], rel=3e-7)  # summed in fp32
     grads = [{name: p.grad for name, p in b.parameters()} for b in made]
     assert difference(*grads) < 1e-6
 

@@ -212,7 +212,7 @@ def test_a_chain_trains_distils_and_narrows(images: Path, folder: Path, tmp_path
     (tmp_path / "mine.yaml").write_text(
         f"""chain:
   - {{compress: width, settings: {{channels: 0.5}}}}
-  - {{train: 2, rate: 0.5, settings: {{batch.size: 19}}, techniques: {{distillation: {{teacher: {first}, mixture: 1.0}}}}}}
+  - {{train: 2, rate: 0.1, settings: {{batch.size: 19}}, techniques: {{distillation: {{teacher: {first}, mixture: 1.0}}}}}}
 """
     )
     mine = load_chain(tmp_path / "mine.yaml")
