@@ -266,11 +266,6 @@ class Lion(Guarded):
             keep_(mean, torch.lerp(mean, slope, 1 - second), self.found_inf)
 
 
-def quick_half() -> torch.dtype:
-    """bf16, or fp32 on a CPU that has no kernels for bf16: below AVX512 a product takes some 20 times as long in it."""
-    return torch.float32 if torch.backends.cpu.get_cpu_capability() in ("DEFAULT", "AVX2") else torch.bfloat16
-
-
 def orthogonalize(matrix: Tensor, steps: int = 5, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """About U V^T of the singular value decomposition U S V^T: Muon's Newton-Schulz iteration.
 

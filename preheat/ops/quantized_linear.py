@@ -4,7 +4,8 @@ Held as plain modules with their integers as parameters, and not as torchao's te
 torchao's real four bits cannot be saved through transformers (its codes are packed in the order of one kind of CPU), its eight bits beat
 bf16 only under torch.compile, and neither takes codes that were chosen elsewhere (GPTQ, AWQ, a bit budget). Here the codes lie in a
 neutral order, so that a folder opens on any machine; on a CPU few rows (decoding) go through aten's own kernels for packed weights, and
-many (a prompt) through a weight that is made in the input's precision for the moment, which is faster beyond `FEW` rows.
+many (a prompt) through a weight that is made in the input's precision for the moment, which is faster beyond `FEW` rows. A CPU without AVX512
+has no quick products in bf16: few rows go through kernels of ours there (`ops/few_rows.cpp`), and many through a weight in fp32.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
+from preheat.hardware.probe import quick_half
+from preheat.ops.few_rows import eight_bits, four_bits, of_use
 from preheat.ops.quantized import (
     HALF,
     Groups,
@@ -89,7 +92,8 @@ class QuantizedMap(nn.Module):
 
     def product(self, x: Tensor) -> Tensor:
         """x [tokens, in] times the values, [tokens, out] in the precision of x."""
-        return F.linear(x, self.values(x.dtype))
+        quick = _quick(x)
+        return F.linear(x.to(quick), self.values(x.dtype).to(quick)).to(x.dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         kind = x.device.type
@@ -148,10 +152,13 @@ class Int8Linear(QuantizedMap):
         return self.codes.to(dtype) * self.scales.to(dtype)[:, None]
 
     def product(self, x: Tensor) -> Tensor:
-        fits = self.in_features % _KERNEL_INPUTS == 0
-        if fits and x.dtype == HALF and x.device.type == "cpu" and x.shape[0] <= FEW[self.kind]:
+        few = x.device.type == "cpu" and x.shape[0] <= FEW[self.kind]
+        if few and self.in_features % 32 == 0 and x.dtype == HALF and of_use():
+            return eight_bits(x, self.codes, self.scales.to(HALF))
+        if few and self.in_features % _KERNEL_INPUTS == 0 and x.dtype == HALF:
             return torch.ops.aten._weight_int8pack_mm(x.contiguous(), self.codes, self.scales.to(HALF))
-        return F.linear(x, self.codes.to(x.dtype)).mul_(self.scales.to(x.dtype))  # codes are exact in bf16
+        quick = _quick(x)
+        return F.linear(x.to(quick), self.codes.to(quick)).mul_(self.scales.to(quick)).to(x.dtype)  # codes are exact in bf16
 
     def rounded_product(self, x: Tensor) -> Tensor:
         if x.device.type != "cpu":
@@ -218,8 +225,10 @@ class Int4Linear(QuantizedMap):
         return group_values(self.groups(), dtype)
 
     def product(self, x: Tensor) -> Tensor:
-        fits = self.form["group"] in _KERNEL_GROUPS and self.out_features % 16 == 0
-        if not fits or x.dtype != HALF or x.device.type != "cpu" or x.shape[0] > FEW[self.kind]:
+        few = x.device.type == "cpu" and x.shape[0] <= FEW[self.kind]
+        if few and self.form["group"] % 32 == 0 and x.dtype == HALF and of_use():
+            return four_bits(x, self.codes, self.scales.to(HALF), None if self.zeros is None else self.zeros.to(HALF))
+        if not few or self.form["group"] not in _KERNEL_GROUPS or self.out_features % 16 or x.dtype != HALF:
             return super().product(x)
         if self._ready is None:  # in this CPU's order, beside the neutral one that a prompt is multiplied from
             made = self.groups()
@@ -298,6 +307,11 @@ class Int8Embedding(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         return F.embedding(tokens, self.codes).to(self.scales.dtype) * self.scales[tokens][..., None]
+
+
+def _quick(x: Tensor) -> torch.dtype:
+    """What a product of x is computed in: fp32 for bf16 on a CPU that is slow in it."""
+    return quick_half() if x.dtype == HALF and x.device.type == "cpu" else x.dtype
 
 
 def _empty(shape: tuple[int, ...], dtype: torch.dtype = HALF) -> Tensor:

@@ -58,8 +58,8 @@ class Muon(Technique):
     def apply(self, build: Build, part: Any) -> Change:
         import torch
 
+        from preheat.hardware.probe import quick_half
         from preheat.models.adapter import ends
-        from preheat.ops.optimizers import quick_half
 
         dtype = quick_half() if build.device.kind == "cpu" else torch.bfloat16
 

@@ -1,0 +1,87 @@
+"""Few rows times weights of eight or four bits on CPUs with AVX2 and no more, by `few_rows.cpp`. Operators of torch, so that they are traced and observed."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import warnings
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from preheat.errors import RunError
+from preheat.hardware.native import library
+
+__all__ = ["eight_bits", "four_bits", "of_use"]
+
+
+@functools.cache
+def of_use() -> bool:
+    """Whether these are quicker than aten's own kernels here, which are for AVX512 and for ARM, and can be built."""
+    return torch.backends.cpu.get_cpu_capability() == "AVX2" and _made() is not None
+
+
+def eight_bits(x: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
+    """x bf16 [rows, in] times codes int8 [out, in] and scales bf16 [out]: bf16 [rows, out]. `in` is a multiple of 32."""
+    return (_eight_bits if _watched() else _run_eight_bits)(x, codes, scales)
+
+
+def four_bits(x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor:
+    """x bf16 [rows, in] times (code - 8) * scale + zero: bf16 [rows, out].
+
+    Args:
+        codes: uint8 [out, in / 2], two a byte, as `ops.quantized.pack` has them.
+        scales, zeros: bf16 [out, in / group], the group a multiple of 32; zeros None: symmetric.
+    """
+    return (_four_bits if _watched() else _run_four_bits)(x, codes, scales, zeros)
+
+
+def _watched() -> bool:
+    """Whether somebody looks on, who needs an operator: a tracer or a dry run. Else its dispatch would take as long as a small product."""
+    return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0 or torch.jit.is_tracing()
+
+
+def _run_eight_bits(x: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
+    out = x.new_empty(x.shape[0], codes.shape[0])
+    _call("preheat_eight_bits", (x, codes, scales), out, *codes.shape)
+    return out
+
+
+def _run_four_bits(x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor:
+    out = x.new_empty(x.shape[0], codes.shape[0])
+    _call("preheat_four_bits", (x, codes, scales, zeros), out, codes.shape[0], x.shape[1], x.shape[1] // scales.shape[1])
+    return out
+
+
+_eight_bits = torch.library.custom_op("preheat::eight_bits", _run_eight_bits, mutates_args=(), device_types="cpu")
+_four_bits = torch.library.custom_op("preheat::four_bits", _run_four_bits, mutates_args=(), device_types="cpu")
+
+
+@_eight_bits.register_fake
+def _(x: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
+    return x.new_empty(x.shape[0], codes.shape[0])
+
+
+@_four_bits.register_fake
+def _(x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor:
+    return x.new_empty(x.shape[0], codes.shape[0])
+
+
+def _call(name: str, given: tuple[Tensor | None, ...], out: Tensor, *sizes: int) -> None:
+    made = _made()
+    assert made is not None, "of_use() comes first"
+    held = [None if t is None else t.contiguous() for t in given]
+    places = [ctypes.c_void_p(None if t is None else t.data_ptr()) for t in (*held, out)]
+    getattr(made, name)(*places, *map(ctypes.c_int64, (out.shape[0], *sizes)), torch.get_num_threads())
+
+
+@functools.cache
+def _made() -> ctypes.CDLL | None:
+    try:
+        return library(Path(__file__).with_suffix(".cpp"), vector=True)
+    except RunError as error:
+        warnings.warn(
+            f"maps in eight and four bits are computed by aten, in two to three times the time: {error}", stacklevel=2
+        )
+        return None
