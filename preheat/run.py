@@ -62,6 +62,7 @@ PLAN_KEYS = {
     "tokens_per_second": "predicted",
     "tokens_per_second_interval": "[low, high]: nine in ten measured speeds lay between",
     "mfu": "model FLOPs utilisation, predicted, of the measured matrix rate",
+    "fp32_rate": "FLOP/s of products in fp32, where the recipe computes in bf16 and this device is slower in it; None otherwise",
     "flops_per_step": "counted by the dry run",
     "parameters": "{total, trained}",
     "steps": "steps of the run",

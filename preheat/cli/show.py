@@ -123,6 +123,10 @@ def picture(plan: Mapping[str, Any], name: str) -> Any:
     parts: list[Any] = [head, Text(f"memory at its peak (in {plan['peak_phase']})"), bars]
     parts += [_phases(plan), Text("time"), speed, verdict]
     warnings = [words] if (words := in_pieces(plan)) else []
+    if quicker := plan.get("fp32_rate"):
+        warnings.append(
+            f"{plan['device']['name']} is slow in bf16: {plan['matrix_rate'] / 1e9:,.0f} GFLOP/s, and {quicker / 1e9:,.0f} in fp32; without mixed_precision a step is sooner done"
+        )
     if plan.get("contended"):
         warnings.append(
             "the machine was busy when it was calibrated and still is, so speeds are too low: plan again when it is quiet"

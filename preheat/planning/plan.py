@@ -177,6 +177,9 @@ def describe(
         "tokens_per_second_interval": _interval(seen.tokens / seconds, of_speed),
         "mfu": seen.model_flops / seconds / ceiling,
         "matrix_rate": ceiling,
+        "fp32_rate": quicker
+        if dtype == "bf16" and (quicker := rates.peak_matrix_rate.get("fp32", 0.0)) > 1.2 * ceiling
+        else None,
         "flops_per_step": sum(seen.flops.values()),
         "model_flops_per_step": seen.model_flops,
         "tokens_per_step": seen.tokens,

@@ -1,6 +1,7 @@
 """Hardware: the catalogue, the probe of this machine, and its measured rates."""
 
 import dataclasses
+import io
 import json
 import os
 import platform
@@ -19,6 +20,8 @@ from preheat.hardware.calibrate import Grid, calibrate, rates
 from preheat.hardware.catalogue import accelerator, accelerators
 from preheat.hardware.rates import LAYOUTS, MOVERS, MatrixRate, MovedRate, Rates, load, stored_at
 from preheat.technique import Device
+
+from ..conftest import tiny
 
 SMALL = Grid(
     rows=(64, 256),
@@ -297,3 +300,39 @@ def test_without_a_compiler_the_reason_is_told_and_tensors_live_on(tmp_path: Pat
     assert done.stdout.split("\n")[0] == " ".join(
         ["no C++ compiler was found; install g++, or name one in CXX"] * 2 + ["True", "1048576.0"]
     )
+
+
+@pytest.mark.parametrize(
+    ("bf16", "techniques", "warned"),
+    [(8e9, "{mixed_precision: {mode: bf16}}", True), (8e9, "{}", False), (4e11, "{mixed_precision: {mode: bf16}}", False)],
+)
+def test_a_plan_tells_of_a_cpu_that_is_slower_in_bf16(bf16: float, techniques: str, warned: bool) -> None:
+    from rich.console import Console
+
+    from preheat.cli.show import picture
+    from preheat.planning.plan import plan
+
+    dtypes = ("fp32", "bf16")
+    measured = made_up(
+        peak_matrix_rate={"fp32": 7e10, "bf16": bf16},
+        adamw=dict.fromkeys(dtypes, 1e-9),
+        matrix=tuple(MatrixRate(d, layout, 100, 100, 100, 1e9) for d in dtypes for layout in LAYOUTS),
+        moved=tuple(MovedRate(mover, d, 1000, 1e9) for d in dtypes for mover in MOVERS),
+    )
+    made = plan(tiny(techniques), vocabulary=96, device=Device("cpu", "a CPU", 2**33), rates=measured)
+    assert made["fp32_rate"] == (7e10 if warned else None)
+    screen = Console(width=200, file=io.StringIO())
+    with screen.capture() as caught:
+        screen.print(picture(made, "tiny"))
+    assert ("a CPU is slow in bf16: 8 GFLOP/s, and 70 in fp32" in caught.get()) == warned
+
+
+@pytest.mark.parametrize(("capability", "set_first"), [("AVX2", ["techniques.mixed_precision.mode=fp32"]), ("AVX512", [])])
+def test_the_demo_computes_in_fp32_where_bf16_would_take_an_hour(
+    capability: str, set_first: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from preheat.cli.demo import _at_hand
+
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: capability)
+    assert _at_hand() == set_first
