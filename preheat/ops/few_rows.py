@@ -1,4 +1,7 @@
-"""Few rows times weights of eight or four bits on CPUs with AVX2 and no more, by `few_rows.cpp`. Operators of torch, so that they are traced and observed."""
+"""Few rows times weights of eight or four bits on CPUs with AVX2 and no more, by `few_rows.cpp`.
+
+Plain calls, and not operators of torch, whose dispatch would take as long as a small product: tracers and dry runs are sent to aten's operators.
+"""
 
 from __future__ import annotations
 
@@ -16,15 +19,23 @@ from preheat.hardware.native import library
 __all__ = ["eight_bits", "four_bits", "of_use"]
 
 
-@functools.cache
 def of_use() -> bool:
-    """Whether these are quicker than aten's own kernels here, which are for AVX512 and for ARM, and can be built."""
-    return torch.backends.cpu.get_cpu_capability() == "AVX2" and _made() is not None
+    """Whether these are quicker than aten's own kernels here, which are for AVX512 and for ARM, can be built, and nobody looks on who needs operators."""
+    if torch.compiler.is_compiling() or torch.jit.is_tracing() or torch._C._len_torch_dispatch_stack() > 0:
+        return False
+    return _avx2_alone() and _made() is not None
+
+
+@functools.cache
+def _avx2_alone() -> bool:
+    return torch.backends.cpu.get_cpu_capability() == "AVX2"
 
 
 def eight_bits(x: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
     """x bf16 [rows, in] times codes int8 [out, in] and scales bf16 [out]: bf16 [rows, out]. `in` is a multiple of 32."""
-    return (_eight_bits if _watched() else _run_eight_bits)(x, codes, scales)
+    out = x.new_empty(x.shape[0], codes.shape[0])
+    _call("preheat_eight_bits", (x, codes, scales), out, *codes.shape)
+    return out
 
 
 def four_bits(x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor:
@@ -34,38 +45,9 @@ def four_bits(x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None) ->
         codes: uint8 [out, in / 2], two a byte, as `ops.quantized.pack` has them.
         scales, zeros: bf16 [out, in / group], the group a multiple of 32; zeros None: symmetric.
     """
-    return (_four_bits if _watched() else _run_four_bits)(x, codes, scales, zeros)
-
-
-def _watched() -> bool:
-    """Whether somebody looks on, who needs an operator: a tracer or a dry run. Else its dispatch would take as long as a small product."""
-    return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0 or torch.jit.is_tracing()
-
-
-def _run_eight_bits(x: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
-    out = x.new_empty(x.shape[0], codes.shape[0])
-    _call("preheat_eight_bits", (x, codes, scales), out, *codes.shape)
-    return out
-
-
-def _run_four_bits(x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor:
     out = x.new_empty(x.shape[0], codes.shape[0])
     _call("preheat_four_bits", (x, codes, scales, zeros), out, codes.shape[0], x.shape[1], x.shape[1] // scales.shape[1])
     return out
-
-
-_eight_bits = torch.library.custom_op("preheat::eight_bits", _run_eight_bits, mutates_args=(), device_types="cpu")
-_four_bits = torch.library.custom_op("preheat::four_bits", _run_four_bits, mutates_args=(), device_types="cpu")
-
-
-@_eight_bits.register_fake
-def _(x: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
-    return x.new_empty(x.shape[0], codes.shape[0])
-
-
-@_four_bits.register_fake
-def _(x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor:
-    return x.new_empty(x.shape[0], codes.shape[0])
 
 
 def _call(name: str, given: tuple[Tensor | None, ...], out: Tensor, *sizes: int) -> None:
