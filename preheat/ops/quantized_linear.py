@@ -95,6 +95,10 @@ class QuantizedMap(nn.Module):
         quick = _quick(x)
         return F.linear(x.to(quick), self.values(x.dtype).to(quick)).to(x.dtype)
 
+    def _few(self, x: Tensor) -> bool:
+        """Whether the kernels for packed weights are of use, which have no gradients."""
+        return x.device.type == "cpu" and x.shape[0] <= FEW[self.kind] and not (x.requires_grad and torch.is_grad_enabled())
+
     def forward(self, x: Tensor) -> Tensor:
         kind = x.device.type
         if torch.is_autocast_enabled(kind):
@@ -152,7 +156,7 @@ class Int8Linear(QuantizedMap):
         return self.codes.to(dtype) * self.scales.to(dtype)[:, None]
 
     def product(self, x: Tensor) -> Tensor:
-        few = x.device.type == "cpu" and x.shape[0] <= FEW[self.kind]
+        few = self._few(x)
         if few and self.in_features % 32 == 0 and x.dtype == HALF and of_use():
             return eight_bits(x, self.codes, self.scales.to(HALF))
         if few and self.in_features % _KERNEL_INPUTS == 0 and x.dtype == HALF:
@@ -225,7 +229,7 @@ class Int4Linear(QuantizedMap):
         return group_values(self.groups(), dtype)
 
     def product(self, x: Tensor) -> Tensor:
-        few = x.device.type == "cpu" and x.shape[0] <= FEW[self.kind]
+        few = self._few(x)
         if few and self.form["group"] % 32 == 0 and x.dtype == HALF and of_use():
             return four_bits(x, self.codes, self.scales.to(HALF), None if self.zeros is None else self.zeros.to(HALF))
         if not few or self.form["group"] not in _KERNEL_GROUPS or self.out_features % 16 or x.dtype != HALF:

@@ -84,3 +84,11 @@ def test_without_a_compiler_it_is_told_and_aten_computes(monkeypatch: pytest.Mon
     wanted = x.double() @ made.weight.double().T
     assert float((made(x).double() - wanted).norm() / wanted.norm()) < 5e-3
     few_rows._made.cache_clear()
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4", "int4, zeros"])
+def test_gradients_go_through_a_map_of_few_rows(kind: str) -> None:
+    made, x = maps(96, 48)[kind], torch.randn(2, 96).bfloat16().requires_grad_()
+    made(x).float().sum().backward()  # type: ignore[no-untyped-call]
+    assert x.grad is not None
+    assert torch.allclose(x.grad.float(), made.weight.sum(0).expand(2, -1), rtol=2e-2, atol=2e-2)
