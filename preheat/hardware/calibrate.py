@@ -70,6 +70,8 @@ class Grid:
 
 
 FULL = Grid()
+_FIRST, _PATIENCE = 256, 4.0
+"""Size of the first square product, and seconds that the next one may take by its rate."""
 _TOO_LONG = 0.06
 """Seconds: a product that is expected to take longer is left out, and the same layer with fewer rows stands for it."""
 _COLD = 64 << 20
@@ -114,7 +116,9 @@ def calibrate(device: Device, threads: int, progress: Progress | None = None, *,
             done = 0.05 + share * index
             tell(f"matrix products in {name}", done)
             peak[name] = _peak(seconds, random, dtype, grid)
-            matrix += _matrix(seconds, random, name, dtype, grid)
+            layers = _matrix(seconds, random, name, dtype, grid)
+            peak[name] = max(peak[name], *(rate.flops for rate in layers))
+            matrix += layers
             tell(f"operators in {name}", done + share / 2)
             moved += _moved(seconds, random, name, dtype, grid)
             attention += _attention(seconds, random, name, dtype, grid)
@@ -164,10 +168,11 @@ def _square(seconds: Stopwatch, random: Random, dtype: torch.dtype, size: int) -
 
 
 def _peak(seconds: Stopwatch, random: Random, dtype: torch.dtype, grid: Grid) -> float:
-    best = 0.0
+    """FLOP/s of the best square product; a small one says first whether a large one would take too long, as in bf16 on a CPU without AVX512 (a minute)."""
+    best, longest = _square(seconds, random, dtype, min(_FIRST, *grid.products)), _PATIENCE
     for size in sorted(grid.products):
-        if not best or 2 * size**3 / best < 0.5:
-            best = max(best, _square(seconds, random, dtype, size))
+        if 2 * size**3 / best < longest:
+            best, longest = max(best, _square(seconds, random, dtype, size)), 0.5
     return best
 
 

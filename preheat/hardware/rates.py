@@ -123,7 +123,7 @@ class Rates:
     threads: int
     """CPU threads that were used."""
     peak_matrix_rate: Mapping[str, float]
-    """dtype -> FLOP/s of the best large product: what MFU is a share of."""
+    """dtype -> FLOP/s of the best product: what MFU is a share of."""
     bandwidth: float
     """Bytes read and written a second by a copy far larger than the caches."""
     launch: float

@@ -336,3 +336,20 @@ def test_the_demo_computes_in_fp32_where_bf16_would_take_an_hour(
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: capability)
     assert _at_hand() == set_first
+
+
+@pytest.mark.parametrize(("rate", "sizes"), [(3e8, [256]), (3e10, [256, 2048]), (1e12, [256, 2048, 4096])])
+def test_a_large_product_that_would_take_too_long_is_left_out(rate: float, sizes: list[int]) -> None:
+    from preheat.hardware.calibrate import FULL, _peak
+
+    made: list[int] = []
+
+    def random(shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
+        made.append(shape[0])
+        return torch.empty(0, dtype=dtype)
+
+    def seconds(call: object, budget: float) -> float:
+        return 2 * made[-1] ** 3 / rate
+
+    assert _peak(seconds, random, torch.bfloat16, FULL) == pytest.approx(rate)  # type: ignore[arg-type]
+    assert sorted(set(made)) == sizes
