@@ -15,6 +15,7 @@ __all__ = [
     "Open",
     "Row",
     "compiled",
+    "filled",
     "in_megatrons_way",
     "keeps_as_transformers",
     "kernels_of_their_own",
@@ -28,6 +29,7 @@ __all__ = [
 
 Row = Mapping[str, str]
 LENGTH, VOCABULARY = 2048, 50304  # where a row states none
+_SHORTER = r"variable|shorter|not \d+ tokens"
 
 SINCE_2024 = (
     "H200",
@@ -56,6 +58,21 @@ def number(row: Row, key: str) -> float | None:
 def whole(row: Row, key: str, default: int = 1) -> int:
     value = number(row, key)
     return default if value is None else int(value)
+
+
+def filled(row: Row) -> Row:
+    """The row with a micro-batch where it names none, and the length that its rows have where it says that they are shorter than its column has it.
+
+    Torch's own pipelines cut what a device gets of a step into as many micro-batches as there are stages (torchtitan's
+    `pipeline_parallel_microbatches`, left out). Alpaca's rows, one by one, are cut at 512 tokens by who published them (stanford_alpaca's train.py).
+    """
+    made = dict(row)
+    stages, rows = whole(row, "pp"), number(row, "global_batch_seqs")
+    if stages > 1 and not row["micro_batch"] and rows and number(row, "zero_stage") == 3:
+        made["micro_batch"] = str(max(1, round(rows / (mesh_of(row)[2] * stages))))
+    if "Alpaca" in row["notes"] and row["seq_len"] and re.search(_SHORTER, row["notes"]):
+        made["seq_len"] = str(min(whole(row, "seq_len"), 512))
+    return made
 
 
 def model_of(row: Row) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -246,7 +263,7 @@ def techniques_of(row: Row) -> dict[str, Any]:
 def leaves_open(row: Row) -> bool:
     """Whether rows, lengths, optimizer or devices are not said, or are said to be fewer than the row's columns have them."""
     said = all(row[key] for key in ("micro_batch", "seq_len", "optimizer", "n_gpus"))
-    return not said or bool(re.search(r"variable|shorter|not \d+ tokens", row.get("notes", "")))
+    return not said or bool(re.search(_SHORTER, row["notes"]))
 
 
 _MAPS = {"q": "q_proj", "k": "k_proj", "v": "v_proj", "o": "o_proj", "mlp": r"mlp\.\w+_proj|mlp\.fc\d"}
@@ -257,7 +274,7 @@ def adapted(row: Row) -> dict[str, str]:
 
     Where it does not, those of the method's authors: queries and values in LoRA (arXiv:2106.09685, peft's default too), all but the head in QLoRA.
     """
-    words = re.search(r"LoRA on (all|[a-z]+(?:,[a-z]+)*)\b", row.get("notes", ""))
+    words = re.search(r"LoRA on (all|[a-z]+(?:,[a-z]+)*)\b", row["notes"])
     said = words[1] if words else "q,v" if row["method"] == "lora" else "all"
     maps = [_MAPS[word] for word in said.split(",") if word in _MAPS]
     return {"targets": rf".*\.({'|'.join(maps)})"} if maps else {}

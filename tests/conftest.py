@@ -10,9 +10,22 @@ import pytest
 
 from preheat import recipe as recipes
 from preheat.data.kinds import Examples
+from preheat.hardware.calibrate import Grid
 from preheat.technique import Batch, Device, MaskSpec
 
 DEVICE = Device("cpu", "test", 8 << 30)
+# So few sizes to measure rates at that it takes seconds.
+SMALL = Grid(
+    rows=(64, 256),
+    layers=((256, 256),),
+    products=(256,),
+    elements=(2**14,),
+    width=64,
+    vocabulary=512,
+    attention=((1, 2, 64, 16),),
+    parameters=2**14,
+    large=2**20,
+)
 
 
 SLOW = [

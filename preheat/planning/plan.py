@@ -25,15 +25,14 @@ __all__ = ["describe", "plan", "settled"]
 GIB = 2**30
 
 
-# Measured over predicted, of nine in ten: (memory, speed). On a CPU of the recipes of benchmarks/results/plan_vs_measured.json and plan_vs_measured-drawn.md,
+# Measured over predicted, of nine in ten. On a CPU of the recipes of benchmarks/results/plan_vs_measured.json and plan_vs_measured-drawn.md,
 # on accelerators of the catalogue of published runs (benchmarks/results/published.md).
-_NINE_IN_TEN: dict[str, tuple[tuple[float, float], tuple[float, float]]] = {
-    "measured": ((0.9, 1.1), (0.65, 1.2)),
-    "catalogue": ((0.84, 1.18), (0.67, 1.17)),
-    "catalogue, little known": ((0.84, 1.18), (0.53, 1.6)),
-}
+_MEMORY = {"measured": (0.9, 1.1), "catalogue": (0.88, 1.12), "catalogue, little known": (0.8, 1.4)}
+_SPEED = {"measured": (0.65, 1.2), "catalogue": (0.67, 1.17), "catalogue, little known": (0.53, 1.6)}
 _OFTEN_MEASURED = ("ampere", "hopper", "ada")  # generations of accelerators
-_LAUNCHES = 10**9  # weights below which a step may be as long as its kernels take to be handed out
+_SMALL = (
+    10**9
+)  # weights below which a step may be as long as its kernels take to be handed out, and its memory what a tool holds beside the model
 
 
 _CLOSE = 0.02  # so near to the device's memory few layers cannot tell whether it fits: all are observed
@@ -50,10 +49,14 @@ def _interval(value: float, factors: tuple[float, float]) -> list[float]:
     return [value * factor for factor in factors]
 
 
-def _known(seen: Observation, spent: Seconds, rates: Roofline) -> str:
-    """How much is known of such plans: less where a pipeline waits, the host's link is used, kernels are small or few have measured the accelerator."""
-    little = spent.idle or spent.link or seen.parameters < _LAUNCHES or rates.device.generation not in _OFTEN_MEASURED
-    return "catalogue, little known" if little else "catalogue"
+def _known(seen: Observation, rates: Rates | Roofline, spent: Seconds | None) -> tuple[str, str]:
+    """How much is known of such plans' memory and speed: less where the model is small or few have measured the accelerator; of speed, too, where a pipeline
+    waits or the host's link is used."""
+    if not isinstance(rates, Roofline) or spent is None:
+        return "measured", "measured"
+    little = seen.parameters < _SMALL or rates.device.generation not in _OFTEN_MEASURED
+    names = ("catalogue", "catalogue, little known")
+    return names[little], names[bool(little or spent.idle or spent.link)]
 
 
 def steps_of(recipe: Recipe, rows: int | None) -> int | None:
@@ -143,24 +146,21 @@ def describe(
     lines = {what: size for what, size in lines.items() if size}
     peak = (seen.peak[seen.peak_phase] + added) / GIB
     available = (device.memory - in_use) / GIB
-    if isinstance(rates, Roofline):
-        spent = rates.seconds(seen)
-        seconds, known = spent.total, _known(seen, spent, rates)
-    else:
-        seconds, known = step_seconds(seen, rates), "measured"
+    spent = rates.seconds(seen) if isinstance(rates, Roofline) else None
+    seconds = spent.total if spent else step_seconds(seen, rates)
     dtype = "bf16" if any(Tag("bf16-compute") in t.provided() for t in recipe.techniques.values()) else "fp32"
     ceiling = rates.peak_matrix_rate.get(dtype)
     if not ceiling:
         raise RecipeError(
             f"--gpu: {device.name} has no rate for {dtype}, in which the recipe computes; state {dtype}=TFLOP/s too"
         )
-    of_memory, of_speed = _NINE_IN_TEN[known]
+    of_memory, of_speed = _known(seen, rates, spent)
     steps = steps_of(recipe, rows)
     total = seconds * steps if steps else (recipe.stop.hours or 0) * 3600 or None
     return {
         "fits": peak <= available,
         "peak_gib": peak,
-        "peak_gib_interval": _interval(peak, of_memory),
+        "peak_gib_interval": _interval(peak, _MEMORY[of_memory]),
         "available_gib": available,
         "memory": phases[seen.peak_phase],
         "overhead": {what: size / GIB for what, size in lines.items()},
@@ -174,7 +174,7 @@ def describe(
         "peak_phase": seen.peak_phase,
         "seconds_per_step": seconds,
         "tokens_per_second": seen.tokens / seconds,
-        "tokens_per_second_interval": _interval(seen.tokens / seconds, of_speed),
+        "tokens_per_second_interval": _interval(seen.tokens / seconds, _SPEED[of_speed]),
         "mfu": seen.model_flops / seconds / ceiling,
         "matrix_rate": ceiling,
         "fp32_rate": quicker

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import io
 import json
 import os
@@ -14,6 +15,8 @@ from typing import Any
 from unittest import mock
 
 import pytest
+
+from ..conftest import SMALL
 
 RECIPE = """\
 name: small
@@ -90,7 +93,14 @@ class InThisProcess:
 
 @pytest.fixture(scope="session")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("cache")
+    """With rates of this machine by a few small sizes: `preheat calibrate` takes a minute or more, and again where others kept the cores busy."""
+    from preheat.hardware.calibrate import calibrate
+    from preheat.hardware.probe import probe
+
+    folder = tmp_path_factory.mktemp("cache")
+    with mock.patch.dict(os.environ, {"PREHEAT_CACHE": str(folder)}):
+        dataclasses.replace(calibrate(probe("cpu"), 1, grid=SMALL), contended=False).store()
+    return folder
 
 
 @pytest.fixture

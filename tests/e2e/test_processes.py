@@ -117,7 +117,8 @@ def test_a_process_that_stands_still_is_named_and_ends_the_run(preheat: Command)
     ],
 )
 def test_what_cannot_be_shared_out_is_told_in_one_line(preheat: Command, arguments: tuple[str, ...], words: str) -> None:
-    _, error = preheat("train", "r.yaml", *arguments, code=2)
+    run = preheat if "--nproc" in arguments else preheat.here
+    _, error = run("train", "r.yaml", *arguments, code=2)
     assert [line for line in error.splitlines() if line.startswith("error: ")] == [line for line in error.splitlines() if line]
     assert words in error
     assert not (preheat.folder / "runs").exists()

@@ -16,24 +16,12 @@ import torch
 
 from preheat.errors import RecipeError, RunError
 from preheat.hardware import probe as probing
-from preheat.hardware.calibrate import Grid, calibrate, rates
+from preheat.hardware.calibrate import calibrate, rates
 from preheat.hardware.catalogue import accelerator, accelerators
 from preheat.hardware.rates import LAYOUTS, MOVERS, MatrixRate, MovedRate, Rates, load, stored_at
 from preheat.technique import Device
 
-from ..conftest import tiny
-
-SMALL = Grid(
-    rows=(64, 256),
-    layers=((256, 256),),
-    products=(256,),
-    elements=(2**14,),
-    width=64,
-    vocabulary=512,
-    attention=((1, 2, 64, 16),),
-    parameters=2**14,
-    large=2**20,
-)
+from ..conftest import SMALL, tiny
 
 
 def made_up(**changes: object) -> Rates:
