@@ -24,15 +24,13 @@ __all__ = ["describe", "plan", "settled"]
 
 GIB = 2**30
 
-
 # Measured over predicted, of nine in ten. On a CPU of the recipes of benchmarks/results/plan_vs_measured.json and plan_vs_measured-drawn.md,
 # on accelerators of the catalogue of published runs (benchmarks/results/published.md).
 _MEMORY = {"measured": (0.9, 1.1), "catalogue": (0.88, 1.12), "catalogue, little known": (0.8, 1.4)}
 _SPEED = {"measured": (0.65, 1.2), "catalogue": (0.67, 1.17), "catalogue, little known": (0.53, 1.6)}
 _OFTEN_MEASURED = ("ampere", "hopper", "ada")  # generations of accelerators
-_SMALL = (
-    10**9
-)  # weights below which a step may be as long as its kernels take to be handed out, and its memory what a tool holds beside the model
+# Weights below which a step may be as long as its kernels take to be handed out, and memory what a tool holds beside the model.
+_SMALL = 10**9
 
 
 _CLOSE = 0.02  # so near to the device's memory few layers cannot tell whether it fits: all are observed
@@ -49,11 +47,9 @@ def _interval(value: float, factors: tuple[float, float]) -> list[float]:
     return [value * factor for factor in factors]
 
 
-def _known(seen: Observation, rates: Rates | Roofline, spent: Seconds | None) -> tuple[str, str]:
+def _known(seen: Observation, spent: Seconds, rates: Roofline) -> tuple[str, str]:
     """How much is known of such plans' memory and speed: less where the model is small or few have measured the accelerator; of speed, too, where a pipeline
     waits or the host's link is used."""
-    if not isinstance(rates, Roofline) or spent is None:
-        return "measured", "measured"
     little = seen.parameters < _SMALL or rates.device.generation not in _OFTEN_MEASURED
     names = ("catalogue", "catalogue, little known")
     return names[little], names[bool(little or spent.idle or spent.link)]
@@ -146,15 +142,17 @@ def describe(
     lines = {what: size for what, size in lines.items() if size}
     peak = (seen.peak[seen.peak_phase] + added) / GIB
     available = (device.memory - in_use) / GIB
-    spent = rates.seconds(seen) if isinstance(rates, Roofline) else None
-    seconds = spent.total if spent else step_seconds(seen, rates)
+    if isinstance(rates, Roofline):
+        spent = rates.seconds(seen)
+        seconds, (of_memory, of_speed) = spent.total, _known(seen, spent, rates)
+    else:
+        seconds, of_memory, of_speed = step_seconds(seen, rates), "measured", "measured"
     dtype = "bf16" if any(Tag("bf16-compute") in t.provided() for t in recipe.techniques.values()) else "fp32"
     ceiling = rates.peak_matrix_rate.get(dtype)
     if not ceiling:
         raise RecipeError(
             f"--gpu: {device.name} has no rate for {dtype}, in which the recipe computes; state {dtype}=TFLOP/s too"
         )
-    of_memory, of_speed = _known(seen, rates, spent)
     steps = steps_of(recipe, rows)
     total = seconds * steps if steps else (recipe.stop.hours or 0) * 3600 or None
     return {
