@@ -110,13 +110,15 @@ class Bench:
         print(line(name, against, self.results[name], size, what), flush=True)
         return what
 
-    def trained(self, techniques: str, steps: int, lr: float, batch: int) -> Any:
-        """A copy of the model after some steps, with techniques."""
+    def trained(self, techniques: str, steps: int, lr: float, batch: int, taught: bool = False) -> Any:
+        """A copy of the model after some steps, with techniques; `taught`: by the model as it was alone, without labels."""
         length = self.texts.calibration[0].shape[1]
         with tempfile.TemporaryDirectory() as folder:
             write_model(
                 copy.deepcopy(self.plain), self.opened.tokenizer, Path(folder), method="none", base=None, dtype=torch.float32
             )
+            if taught:
+                techniques += f", distillation: {{teacher: {folder}, mixture: 1.0}}"
             recipe = recipes.parse(
                 f"model: {{path: {folder}}}\nbatch: {{size: {batch}, length: {length}}}\nstop: {{steps: {steps}}}\n"
                 f"optimizer: {{lr: {lr}, weight_decay: 0}}\ntechniques: {{{_PLAIN}{techniques}}}"
@@ -173,6 +175,27 @@ def asked(text: str, only: str) -> bool:
     return not only or text in only.split(";") or (";" not in only and text.partition(",")[0] in only.split(","))
 
 
+def teach(bench: Bench, a: argparse.Namespace) -> None:
+    """The table of quantization-aware training against the model's own probabilities, without labels: what is won is of the codes alone."""
+    print(
+        f"\nAfter {a.train_steps} steps of {a.train_rows} rows towards the model's own probabilities, learning rate {a.lr:g}:\n"
+    )
+    print("| variant | bits a weight | bytes of weights | perplexity | rise | 95 % |\n|---|---|---|---|---|---|")
+    pairs = []
+    for text in a.aware.split(";"):
+        settings = text.partition(",")[1:]
+        others = [] if "inputs" in text else [method + "".join(settings) for method in a.converted.split(";")]
+        for name in others:
+            if name not in bench.results:
+                bench.variant(name, copy.deepcopy(bench.plain), bench.before, name)
+        knobs = json.dumps(dataclasses.asdict(read_variant(text).method))
+        own = f"trained with quantization_aware and distillation, then {text}"
+        made = bench.trained(f", quantization_aware: {knobs}", a.train_steps, a.lr, a.train_rows, taught=True)
+        bench.variant(text, made, bench.before, own)
+        pairs += [(own, name) for name in others]
+    beside(bench, pairs)
+
+
 def train(bench: Bench, a: argparse.Namespace) -> None:
     """The tables of equal steps with quantization-aware training and without, one for each grid."""
     where = "the run's training rows" if a.data is None else "the calibration text"
@@ -196,6 +219,10 @@ def train(bench: Bench, a: argparse.Namespace) -> None:
         own = f"trained with quantization_aware, then {text}"
         bench.variant(text, bench.trained(f", quantization_aware: {knobs}", *how), base, own)
         pairs += [(own, name) for name in names]
+    beside(bench, pairs)
+
+
+def beside(bench: Bench, pairs: Sequence[tuple[str, str]]) -> None:
     print("\n| beside each other, on the same rows | | 95 % |\n|---|---|---|")
     for one, other in pairs:
         print(f"| {one}, from {other} | {rise(bench.results[other], bench.results[one])} |")
@@ -215,6 +242,7 @@ def main() -> None:
     parse.add_argument("--train-rows", type=int, default=8, help="rows a step")
     parse.add_argument("--converted", default=CONVERTED, help="methods for what was trained without, between semicolons")
     parse.add_argument("--aware", default=AWARE, help="what is trained for and converted to, between semicolons")
+    parse.add_argument("--taught", action="store_true", help="train towards the model's own probabilities, not labels")
     parse.add_argument("--lr", type=float, default=3e-4)
     a = parse.parse_args()
     bench = Bench(a)
@@ -231,7 +259,7 @@ def main() -> None:
             if "(predicted)" in what:
                 told.append(f"{text}: {what.partition('. By map')[0]}.")
     if a.train_steps:
-        train(bench, a)
+        (teach if a.taught else train)(bench, a)
     print("\n" + "\n".join(told))
 
 

@@ -5,6 +5,10 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 
+import torch
+
+from preheat.hardware.probe import quick_half
+
 __all__ = ["drawn", "settings"]
 
 WORK = 1.2e11  # parameters times tokens of a step, at most
@@ -12,8 +16,9 @@ QUIET = ["evaluate={rows: 4}", "checkpoint={}", "sample={}"]
 
 
 def drawn(count: int, seed: int) -> Iterator[list[str]]:
-    """`KEY=VALUE` settings on top of the recipe `demo`, for so many recipes; the same for the same seed."""
-    draw = random.Random(seed)
+    """`KEY=VALUE` settings on top of the recipe `demo`, for so many recipes; the same for the same seed, but that those in bf16 are in fp32 on a CPU that is slow
+    in bf16, where a step would take minutes."""
+    draw, half = random.Random(seed), quick_half() == torch.bfloat16
     while count:
         family = draw.choice(["llama", "llama", "qwen3", "gpt2"])
         width = draw.choice([128, 192, 256, 384, 512, 640])
@@ -21,7 +26,7 @@ def drawn(count: int, seed: int) -> Iterator[list[str]]:
         vocabulary = draw.choice([4096, 8192, 16384, 32000])
         length, rows = draw.choice([64, 128, 256, 512, 1024]), draw.choice([2, 4, 8, 16, 32])
         parameters = 12 * layers * width * width + 2 * vocabulary * width
-        techniques = _techniques(draw, family, rows)
+        techniques = _techniques(draw, family, rows, half)
         if not 1e10 < parameters * rows * length < WORK:
             continue
         model = f"{{family: {family}, layers: {layers}, width: {width}, heads: {heads}, vocabulary: {vocabulary}}}"
@@ -34,13 +39,13 @@ def settings(values: list[str]) -> list[str]:
     return [word for value in values for word in ("--set", value)]
 
 
-def _techniques(draw: random.Random, family: str, rows: int) -> list[str]:
+def _techniques(draw: random.Random, family: str, rows: int, half: bool) -> list[str]:
     made = []
     mode = draw.choice(["fp32", "bf16", "bf16", "bf16_weights", "bf16_master"])
     adapts = draw.random() < 0.2
     if adapts and mode == "bf16_master":  # refused over a frozen base
         mode = "bf16_weights"
-    if mode != "fp32":
+    if mode != "fp32" and half:
         made.append(f"mixed_precision: {{mode: {mode}}}")
     for often, words in (
         (0.5, "efficient_attention: {}"),

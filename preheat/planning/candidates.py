@@ -15,7 +15,19 @@ from preheat.engine.build import context_of, techniques_of
 from preheat.errors import RecipeError
 from preheat.models import adapter
 from preheat.recipe import Recipe
-from preheat.technique import DATA, Axis, Context, Device, Technique, conflicts_of, on_one_device, refusals, registry, sizes_of
+from preheat.technique import (
+    DATA,
+    Axis,
+    Context,
+    Device,
+    Technique,
+    conflicts_of,
+    on_one_device,
+    refusals,
+    registry,
+    sizes_of,
+    spreading,
+)
 
 __all__ = ["NUMERICS", "Numerics", "Settings", "Space", "problems_of", "words", "worst"]
 
@@ -77,8 +89,8 @@ class Space:
 
     def on_one_device(self) -> list[type[Technique]]:
         """Those that are for a single device too, but for the cutting into micro-batches."""
-        spreading = frozenset(tag for cls in registry().values() if cls.spreads() for tag in cls.provides)
-        return [cls for cls in self.searched() if not cls.spreads() and not cls.needs & spreading and cls().cuts() == 1]
+        shared = spreading()
+        return [cls for cls in self.searched() if not cls.spreads() and not cls.needs & shared and cls().cuts() == 1]
 
     def layouts(self) -> Iterator[Settings]:
         """Ways to share out the work among the devices, each a set of techniques; () for one device."""

@@ -240,8 +240,12 @@ class _Search:
         if any(t.spreads() for t in self.space.recipe.techniques.values()):
             self.space.context(self.space.recipe)
         size, world = self.space.recipe.batch.size, self.space.world
-        if size % world == 0 and (reasons := dict.fromkeys(why for why in self._clash.values() if why)):
-            return f"techniques: nothing that may be added can be planned here: {'; '.join(list(reasons)[:3])}"
+        # What stands nearest to the recipe first: else its own mistake would be hidden behind those of layouts that nobody asked for.
+        clashes = sorted(self._clash.items(), key=lambda clash: len(clash[0][0]) + len(clash[0][1]))
+        reasons = dict.fromkeys(why for _, why in clashes if why)
+        stated = [why for why in reasons if why.partition(":")[0] in self.space.recipe.techniques and ": needs " not in why]
+        if size % world == 0 and reasons:
+            return f"techniques: nothing that may be added can be planned here: {'; '.join((stated or list(reasons))[:3])}"
         return (
             f"batch.size: {size} rows cannot be shared out evenly among {world} devices by what may be added; use a multiple of {world}"
             f" (--batch-tokens {size // world * world * self.space.recipe.batch.length or world * self.space.recipe.batch.length}), or fewer devices"

@@ -17,6 +17,7 @@ from preheat.technique.base import (
     on_one_device,
     refusals,
     registry,
+    spreading,
 )
 from preheat.technique.batch import Batch, LossSum, MaskSpec, RowLoss, Shape, Stateful
 from preheat.technique.build import Build
@@ -53,4 +54,5 @@ __all__ = [
     "refusals",
     "registry",
     "sizes_of",
+    "spreading",
 ]

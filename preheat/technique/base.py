@@ -29,6 +29,7 @@ __all__ = [
     "on_one_device",
     "refusals",
     "registry",
+    "spreading",
 ]
 
 
@@ -214,8 +215,12 @@ def refusals(t: Technique, context: Context) -> list[str]:
 
 def on_one_device(techniques: Mapping[str, Technique]) -> dict[str, Technique]:
     """Those that are left on one device: not what shares out the work, nor what has its place beside that alone (experts shared out within fsdp)."""
-    shared = frozenset(tag for t in techniques.values() if t.spreads() for tag in t.provided())
-    return {name: t for name, t in techniques.items() if not t.spreads() and not t.needs & shared}
+    return {name: t for name, t in techniques.items() if not t.spreads() and not t.needs & spreading()}
+
+
+def spreading() -> frozenset[Tag]:
+    """What only techniques that share out the work provide."""
+    return frozenset(tag for cls in registry().values() if cls.spreads() for tag in cls.provides)
 
 
 def clashes_of(techniques: Iterable[Technique], tags: frozenset[Tag]) -> list[tuple[str, str]]:

@@ -153,6 +153,10 @@ class PipelineParallel(Technique):
             found.append(
                 f"degree: {self.degree} devices with {self._each} stages each are {count} stages, and the model has {context.model.layers} layers; use fewer"
             )
+        if context.model.experts:  # as `preheat.models.stages` refuses; here a search sees it before it builds anything
+            found.append(
+                f"{context.model.family} has experts, whose cost a dry run cannot see and whose balancing loss stages do not hand on; use fsdp, with expert_parallel"
+            )
         found += self._of_batch(context)
         if self.schedule == "zbv" and context.model.tied:
             found.append(

@@ -176,6 +176,12 @@ def test_what_contradicts_itself_is_told_in_one_line(more: str, rows: int, words
         found(override(small(rows=rows), more), 4000, world=8)
 
 
+def test_a_stated_technique_that_no_layout_goes_with_is_told_before_layouts_that_nobody_asked_for() -> None:
+    model = "model={family: qwen3_moe, layers: 2, width: 64, heads: 4, vocabulary: 2048, config: {num_experts: 8}}"
+    with pytest.raises(RecipeError, match=r"be planned here: expert_parallel: degree: 3 does not divide the 8 devices"):
+        found(override(small(), model, "techniques.expert_parallel={degree: 3}"), 4000, world=8)
+
+
 def test_a_look_tells_what_a_layer_keeps_from_what_its_gradients_take() -> None:
     rates = gpu(8192)
     how: dict[str, Any] = {"vocabulary": None, "device": rates.as_device, "rates": rates}
