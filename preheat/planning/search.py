@@ -240,9 +240,8 @@ class _Search:
         if any(t.spreads() for t in self.space.recipe.techniques.values()):
             self.space.context(self.space.recipe)
         size, world = self.space.recipe.batch.size, self.space.world
-        # What stands nearest to the recipe first: else its own mistake would be hidden behind those of layouts that nobody asked for.
-        clashes = sorted(self._clash.items(), key=lambda clash: len(clash[0][0]) + len(clash[0][1]))
-        reasons = dict.fromkeys(why for _, why in clashes if why)
+        simplest = sorted(self._clash, key=lambda pair: len(pair[0]) + len(pair[1]))  # before layouts that nobody asked for
+        reasons = dict.fromkeys(filter(None, map(self._clash.get, simplest)))
         stated = [why for why in reasons if why.partition(":")[0] in self.space.recipe.techniques and ": needs " not in why]
         if size % world == 0 and reasons:
             return f"techniques: nothing that may be added can be planned here: {'; '.join((stated or list(reasons))[:3])}"
