@@ -4,11 +4,12 @@ What: the linear maps of the layers are rounded to the grid of `preheat compress
 and last layer to int8's; gradients pass as if nothing was rounded, and the weights that are trained stay full. With `inputs: int8` each
 token's inputs are rounded to eight bits, too (ExecuTorch's 8da4w). With LoRA the sum W + s B A is rounded, which is what merging
 gives. `preheat compress RUN` then converts with the same settings, and no weight of these maps differs from what was trained with. Helps:
-less loss than any method after training; best as the last part of a training, from a trained model with a low learning rate. Where four bits
-cost tenths of a percent, towards the model itself: `distillation` with its own folder as teacher and mixture 1.0, at some 3e-5. Hurts: Adam moves
-every weight by about the learning rate whatever the gradient, so that a higher rate takes more than rounding took; nothing to gain where four bits cost
-hundredths (a model too little trained); each forward pass rounds every weight (about one more pass over the weights), and keeps the rounded one until
-its backward pass.
+less loss than what rounds the layers after training; best as the last part of a training, from a trained model with a low learning rate.
+Embedding and head are not rounded here: where they have four bits too, GPTQ was before it. Where four bits cost tenths of a percent, towards
+the model itself: `distillation` with its own folder as teacher and mixture 1.0, at some 3e-5. Hurts: Adam moves every weight by about the
+learning rate whatever the gradient, so that a higher rate takes more than rounding took; nothing to gain where four bits cost hundredths (a
+model too little trained); each forward pass rounds every weight (about one more pass over the weights), and keeps the rounded one until its
+backward pass.
 Source: Jacob et al. 2018 (arXiv:1712.05877); for language models, Liu et al. 2023 (arXiv:2305.17888).
 """
 

@@ -60,6 +60,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, str
         row("as many micro-batches as stages", **of_torch, micro_batch=""),
         row("tunes", **sharded),
         row("tunes, allocated", **sharded, notes="max allocated"),
+        row("tunes, reserved", **sharded, notes="peak reserved"),
         row("pretrains", **sharded, method="pretrain", compile="yes"),
         row("pretrains, reserved", **sharded, method="pretrain", compile="yes", notes="peak reserved"),
         row("no sizes", hidden="", layers="", model="of some kind"),
@@ -108,6 +109,7 @@ def test_words_of_a_row_say_which_memory_is_meant_and_what_is_adapted(answers: d
 
 def test_which_memory_is_meant_where_no_word_says_it(answers: dict[str, dict[str, str]]) -> None:
     assert gib(answers, "tunes") == gib(answers, "tunes, allocated")
+    assert gib(answers, "tunes, reserved")[1] > gib(answers, "tunes")[1]
     assert gib(answers, "pretrains") == gib(answers, "pretrains, reserved")
 
 
