@@ -22,7 +22,7 @@ from drawn import drawn, settings
 
 SLOW = 120  # seconds; a run takes 10 to 20 with memory enough
 # What a run imports and compiles on the way no plan counts, nor address space that is reserved and never touched (stacks of threads, malloc's arenas):
-# a step of one layer, in a process of its own, says what both are.
+# the same recipe without a cap, in a process of its own, says what both are. One of a layer and few tokens does not: what it leaves untouched a larger one needs.
 BEFORE = """
 import json, sys
 from preheat import load_recipe, train
@@ -38,7 +38,7 @@ class Begun(Watch):
             self.at = sizes("VmSize", "VmRSS")
 
 begun = Begun()
-train(load_recipe("demo", [*sys.argv[3:], "model.layers=1", "batch.length=32", "stop.steps=1"]), out=sys.argv[1], watch=begun)
+train(load_recipe("demo", sys.argv[3:]), out=sys.argv[1], watch=begun)
 address, memory = (now - then for now, then in zip(sizes("VmPeak", "VmHWM"), begun.at))
 json.dump({"modules": list(sys.modules), "untouched": max(address - memory, 0)}, open(sys.argv[2], "w"))
 """

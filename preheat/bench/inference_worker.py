@@ -209,7 +209,11 @@ def _joined(parts: list[Timed]) -> dict[str, Any]:
 
 
 def _plain(job: dict[str, Any], device: Any) -> Any:
-    """The folder's model as transformers itself loads it."""
+    """The folder's model as transformers itself loads it.
+
+    Raises:
+        RunError: it is none that transformers opens, or one of whose weights it finds only some, and would draw the others.
+    """
     import torch
     from transformers import AutoModelForCausalLM, GenerationConfig
 
@@ -218,7 +222,14 @@ def _plain(job: dict[str, Any], device: Any) -> Any:
     if not (Path(job["model"]) / "config.json").is_file():
         raise RunError(f"{job['model']}: engine=transformers opens Hugging Face folders only (no config.json); export the run")
     dtype = getattr(torch, DTYPES[job["dtype"] or "fp32"])
-    model = AutoModelForCausalLM.from_pretrained(job["model"], dtype=dtype, local_files_only=True)
+    model, told = AutoModelForCausalLM.from_pretrained(
+        job["model"], dtype=dtype, local_files_only=True, output_loading_info=True
+    )
+    if missing := sorted(told["missing_keys"]):
+        raise RunError(
+            f"{job['model']}: engine=transformers finds no weights for {len(missing)} tensors of the model ({missing[0]}), and would draw them; "
+            "it opens plain folders, and none that `preheat compress` wrote: leave it to preheat, or name the model it was made from"
+        )
     model.generation_config = GenerationConfig()  # no token ends a text early
     return model.to(device).eval()
 

@@ -173,7 +173,7 @@ def generate(
     with (
         torch.random.fork_rng(devices=devices),
         _writing(model, attention, alone),
-        nullcontext() if draft is None else _writing(draft, _plain_attention(draft), False),
+        nullcontext() if draft is None else _writing(draft, _attention(draft, Sample(), False), False),
     ):
         for rows in _batches(rooms, settings.tokens, 1 if alone or settings.speculates else batch):
             torch.manual_seed(seed)
@@ -264,11 +264,12 @@ def _attention(model: PreTrainedModel, settings: Sample, alone: bool) -> str:
     """The name of what the model attends by while it writes."""
     if alone:
         return STANDALONE
-    if settings.window is None:
-        return _plain_attention(model)
-    from preheat.models.kv_cache import window_attention
+    from preheat.models.kv_cache import cache_attention
 
-    return window_attention(settings.window)
+    plain = _plain_attention(model)
+    # A model that does not take its attention from transformers' registry asks for sdpa by name.
+    ours = model._supports_attention_backend and model.device.type == "cpu" and plain == "sdpa"
+    return cache_attention(settings.window) if ours or settings.window is not None else plain
 
 
 @contextmanager

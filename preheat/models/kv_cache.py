@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from preheat.recipe import Sample
 
-__all__ = ["Int8Layer", "cache_nbytes", "dequantize", "make_cache", "quantize", "room", "window_attention"]
+__all__ = ["Int8Layer", "cache_attention", "cache_nbytes", "dequantize", "make_cache", "quantize", "room"]
 
 _PLAIN = ("full_attention", "sliding_attention")
 """Kinds of layers whose cache is keys and values of tokens, and nothing else."""
@@ -192,15 +192,43 @@ def cache_nbytes(cache: Cache) -> int:
 
 
 @functools.cache
-def window_attention(window: int) -> str:
-    """The name, in transformers' registry, of its fast attention for tokens that see `window` tokens back, in layers with windows and without."""
+def cache_attention(window: int | None = None) -> str:
+    """The name, in transformers' registry, of its fast attention, with a kernel of ours for few tokens on a CPU (`cached_attention.py`).
+
+    Args:
+        window: tokens see that many back, in layers with windows of their own and without; None: all, or what their layer lets them.
+    """
     from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import sdpa_mask
+
+    name = "preheat-cache" if window is None else f"preheat-window-{window}"
+    AttentionInterface.register(name, _over_cache)
+    AttentionMaskInterface.register(name, sdpa_mask if window is None else functools.partial(_window_mask, window))
+    return name
+
+
+def _over_cache(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    **more: Any,
+) -> tuple[Tensor, None]:
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    name = f"preheat-window-{window}"
-    AttentionInterface.register(name, sdpa_attention_forward)
-    AttentionMaskInterface.register(name, functools.partial(_window_mask, window))
-    return name
+    from preheat.models.cached_attention import cached_attention, of_use
+
+    plain = (
+        not any(more.get(name) for name in ("dropout", "softcap", "output_attentions")) and more.get("position_bias") is None
+    )
+    if plain and of_use(query, key, value, attention_mask):
+        return cached_attention(
+            query, key, value, attention_mask, query.shape[-1] ** -0.5 if scaling is None else scaling
+        ), None
+    return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **more)
 
 
 def _window_mask(

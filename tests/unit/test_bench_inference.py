@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,8 +10,8 @@ from typing import Any
 import pytest
 
 from preheat.bench.inference import _require_room
-from preheat.bench.inference_worker import Speaker
-from preheat.errors import DataError, DoesNotFit, RecipeError
+from preheat.bench.inference_worker import Speaker, _plain
+from preheat.errors import DataError, DoesNotFit, RecipeError, RunError
 
 
 @pytest.fixture(scope="module")
@@ -62,6 +63,19 @@ def test_transformers_by_itself_writes_the_same_texts(model: str, data_folder: P
     found = theirs.measure(2, 24)
     assert found["texts"] == _texts(model, text)
     assert (found["passes"], found["drawn"], found["cache_bytes"]) == (7, 14, theirs.about()["cache_bytes"][0])
+
+
+def test_transformers_by_itself_draws_no_weights_that_a_folder_does_not_name(model: str, tmp_path: Path) -> None:
+    """Folders of `preheat compress` have codes in their place: it would write, as fast as from real ones."""
+    from safetensors.torch import load_file, save_file
+
+    folder = Path(shutil.copytree(model, tmp_path / "model"))
+    folder.joinpath("model.safetensors").chmod(0o644)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.2.mlp.up_proj.codes"] = tensors.pop("model.layers.2.mlp.up_proj.weight")
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(RunError, match=r"no weights for 1 tensors of the model \(model.layers.2.mlp.up_proj.weight\)"):
+        _plain(_job(str(folder), {}), "cpu")
 
 
 def _texts(model: str, text: str) -> list[list[int]]:
