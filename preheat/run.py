@@ -68,6 +68,7 @@ PLAN_KEYS = {
     "steps": "steps of the run",
     "seconds_total": "predicted time to finish",
     "contended": "whether the machine was busy when its rates were measured, and is still",
+    "pace": "how many times as long as by this machine's rates steps of earlier runs took, in the median of the last nine of 20 s and more: in the predicted seconds; 1 where fewer than three are known",
     "gives_back": "whether a GPU's allocator must give back freed memory for it to fit, which takes time in each step",
     "heap": "why preheat's heap, whose memory is predicted, will not serve on this machine; None where it will",
     "watts": "of the device's board at most; None where none is known",

@@ -35,11 +35,14 @@ def calibrate(
     from rich.console import Console
 
     from preheat.hardware.calibrate import calibrate as measure
+    from preheat.hardware.heap import keep_heap
     from preheat.hardware.links import load_links
     from preheat.hardware.probe import probe
 
     here = probe(device)
     console = Console(stderr=True, quiet=as_json)
+    if here.kind == "cpu":
+        keep_heap()  # as a run does: in glibc's each large result costs a page fault for every 4 KiB
     with console.status("measuring") as status:
         rates = measure(
             here, threads or torch.get_num_threads(), lambda what, done: status.update(f"measuring {what} ({done:.0%})")

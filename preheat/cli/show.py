@@ -120,6 +120,8 @@ def picture(plan: Mapping[str, Any], name: str) -> Any:
         if plan["fits"]
         else Text(f"does not fit: needs {memory(peak)}, has {memory(has)}", style="bold red")
     )
+    if abs(plan.get("pace", 1.0) - 1) > 0.02:
+        speed.add_row("  ", f"{plan['pace']:.2f} times as long as by the measured rates, as the last runs here took")
     parts: list[Any] = [head, Text(f"memory at its peak (in {plan['peak_phase']})"), bars]
     parts += [_phases(plan), Text("time"), speed, verdict]
     warnings = [words] if (words := in_pieces(plan)) else []

@@ -57,7 +57,7 @@ class Grid:
     """(inputs, outputs) of a linear layer; the last two are an adapter's."""
     products: tuple[int, ...] = (2048, 4096)
     """Sizes of the square products that give the peak."""
-    elements: tuple[int, ...] = (2**16, 2**20, 2**22, 3 * 2**21)
+    elements: tuple[int, ...] = (2**16, 2**20, 2**22, 3 * 2**21, 2**24)
     """Elements of the tensors of operators that move memory: in a core's cache, in the shared one, and beyond."""
     width: int = 512
     vocabulary: int = 32000
@@ -149,7 +149,9 @@ class _Turns:
 
     def __init__(self, calls: Sequence[Callable[[], object]]):
         self._calls, self._kept = itertools.cycle(calls), deque[object](maxlen=len(calls))
-        for _ in calls:  # their memory is had from the system here
+        for _ in range(
+            len(calls) + 1
+        ):  # all their memory is had from the system here, and that of one more: a result goes when the next is there
             self()
 
     def __call__(self) -> None:
@@ -230,6 +232,9 @@ def _movers(
     positive = x.abs() + 1
     out = torch.empty_like(x)
     row, column = random((grid.width,), dtype), random((n, 1), dtype)
+    later = (
+        torch.arange(grid.width, device=x.device)[None] >= grid.width // 2
+    )  # as a causal mask's: with one drawn at random a CPU guesses wrongly
     heads = x.view(1, -1, 4, grid.width // 4)
     left, right = x.chunk(2, dim=-1)
     left, right = left.contiguous(), right.contiguous()
@@ -245,6 +250,7 @@ def _movers(
         "mul": (lambda: x * y, one + 2 * many),
         "mul_row": (lambda: x * row, 2 * one + row.numel() * size),
         "mul_column": (lambda: x * column, 2 * one + column.numel() * size),
+        "masked_fill": (lambda: x.masked_fill(later, 0.0), 2 * one + grid.width),
         "exp": (x.exp, 2 * one),
         "rsqrt": (positive.rsqrt, 2 * one),
         "silu": (lambda: F.silu(x), 2 * one),

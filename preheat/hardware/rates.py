@@ -6,6 +6,7 @@ three and is never used for another. `preheat.hardware.calibrate` measures it.
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import hashlib
 import json
@@ -13,12 +14,25 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any, Literal, TypeVar
 
 from preheat.errors import RecipeError, RunError
 from preheat.hardware.links import LinkRate, cache_folder, load_links, seconds_of, store_json
 
-__all__ = ["LAYOUTS", "MOVERS", "AttentionRate", "Layout", "LinkRate", "MatrixRate", "MovedRate", "Rates", "load", "stored_at"]
+__all__ = [
+    "LAYOUTS",
+    "MOVERS",
+    "AttentionRate",
+    "Layout",
+    "LinkRate",
+    "MatrixRate",
+    "MovedRate",
+    "Rates",
+    "load",
+    "note_run",
+    "stored_at",
+]
 
 Layout = Literal["forward", "grad_input", "grad_weight"]
 
@@ -42,6 +56,7 @@ MOVERS: dict[str, str] = {
     "mul": "x * y",
     "mul_row": "x [n, width] * w [width]",
     "mul_column": "x [n, width] * s [n, 1]",
+    "masked_fill": "x [n, width] with places of each row set to a number",
     "exp": "x.exp()",
     "rsqrt": "x.rsqrt()",
     "silu": "silu(x)",
@@ -112,6 +127,17 @@ def _near(points: Iterable[tuple[Sequence[float], float]], at: Sequence[float], 
     return math.exp(sum(w * math.log(value) for w, (_, value) in zip(weights, nearest, strict=True)) / sum(weights))
 
 
+def _between(points: Iterable[tuple[float, float]], at: float) -> float:
+    """The value at `at` on the line between its neighbours, of logarithms; that of the outermost point beyond it."""
+    known = sorted(points)
+    above = bisect.bisect_left(known, (at,))
+    if above in (0, len(known)):
+        return known[min(above, len(known) - 1)][1]
+    (low, first), (high, last) = known[above - 1 : above + 1]
+    share = math.log(at / low) / math.log(high / low)
+    return math.exp((1 - share) * math.log(first) + share * math.log(last))
+
+
 @dataclass(frozen=True)
 class Rates:
     """What a machine was measured to do. Rates are for all of its `threads` together."""
@@ -139,6 +165,8 @@ class Rates:
     """How long measuring took."""
     links: tuple[LinkRate, ...] = ()
     """What collectives were measured to take between devices of this kind, by `nettest`; stored in a file of their own."""
+    pace: float = 1.0
+    """How many times as long as by these rates the steps of finished runs took, in the median (`note_run`); stored in a file of its own."""
 
     def matrix_rate(self, dtype: str, layout: Layout, n: int, k: int, m: int) -> float:
         """FLOP/s of a product, interpolated between the measured shapes.
@@ -162,8 +190,8 @@ class Rates:
         Raises:
             RunError: it was not measured in that dtype.
         """
-        points = [((r.bytes,), r.rate) for r in self.moved if (r.operator, r.dtype) == (operator, dtype)]
-        return _near(self._some(points, f"'{operator}' in {dtype}"), (max(bytes, 1),), count=2)
+        points = [(r.bytes, r.rate) for r in self.moved if (r.operator, r.dtype) == (operator, dtype)]
+        return _between(self._some(points, f"'{operator}' in {dtype}"), max(bytes, 1))
 
     def attention_rate(self, dtype: str, direction: Literal["forward", "backward"], length: int) -> float:
         """FLOP/s of causal attention, in `AttentionRate`'s count of FLOPs.
@@ -171,8 +199,8 @@ class Rates:
         Raises:
             RunError: nothing was measured in that dtype.
         """
-        points = [((r.length,), r.flops) for r in self.attention if (r.dtype, r.direction) == (dtype, direction)]
-        return _near(self._some(points, f"attention in {dtype}"), (length,), count=2)
+        points = [(r.length, r.flops) for r in self.attention if (r.dtype, r.direction) == (dtype, direction)]
+        return _between(self._some(points, f"attention in {dtype}"), length)
 
     def collective_seconds(self, collective: str, backend: str, bytes: int, devices: int, hosts: int = 1) -> float:
         """Seconds of a collective of `bytes` (as nccl-tests count them) among `devices` on `hosts`, from those that `nettest` measured.
@@ -197,12 +225,13 @@ class Rates:
             RunError: the folder cannot be written.
         """
         path = stored_at(self.hardware, self.torch, self.threads)
-        values = {key: value for key, value in dataclasses.asdict(self).items() if key != "links"}
+        values = {key: value for key, value in dataclasses.asdict(self).items() if key not in ("links", "pace")}
         store_json(path, {"format": _FORMAT, **values})
+        _runs_of(path).unlink(missing_ok=True)  # they were beside other rates
         return path
 
 
-_FORMAT = 5
+_FORMAT = 6
 """Raised when what is measured changes, so that an older file is measured again."""
 
 
@@ -238,4 +267,41 @@ def load(hardware: str, torch: str, threads: int) -> Rates | None:
         return tuple(cls(**row) for row in values.pop(key))
 
     matrix, moved, attention = rows(MatrixRate, "matrix"), rows(MovedRate, "moved"), rows(AttentionRate, "attention")
-    return Rates(**values, matrix=matrix, moved=moved, attention=attention, links=load_links(hardware, torch))
+    links, pace = load_links(hardware, torch), _pace(_noted(_runs_of(path)))
+    return Rates(**values, matrix=matrix, moved=moved, attention=attention, links=links, pace=pace)
+
+
+_RUNS = 9
+"""Finished runs that count, the last ones: a machine that others use is another one tomorrow."""
+_FEW = 3
+"""Fewer of them say nothing of the next."""
+
+
+def note_run(hardware: str, torch: str, threads: int, ratio: float) -> None:
+    """Keeps how many times as long as its rates say a finished run took for its steps: later plans are that much slower, or quicker.
+
+    Args:
+        ratio: measured seconds over those by the rates alone, without the pace of runs before.
+
+    Raises:
+        RunError: the folder cannot be written.
+    """
+    path = _runs_of(stored_at(hardware, torch, threads))
+    store_json(path, {"ratios": [*_noted(path), ratio][-_RUNS:]})
+
+
+def _runs_of(calibration: Path) -> Path:
+    return calibration.with_name(calibration.name.replace("calibration", "runs"))
+
+
+def _noted(path: Path) -> list[float]:
+    """The ratios in a file; none where there is no such file, or something else in it: it is a cache."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))["ratios"]
+        return [float(ratio) for ratio in found if 0 < float(ratio) < math.inf]
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
+
+
+def _pace(ratios: Sequence[float]) -> float:
+    return median(ratios) if len(ratios) >= _FEW else 1.0

@@ -142,6 +142,7 @@ def _carried_on(one: Observation, two: Observation, times: float) -> Observation
         held=max(peak.values()),  # what a CPU's heap keeps of freed tensors is not affine, and left out
         groups=two.groups,
         compiled=two.compiled,
+        slowed=one.slowed,
         idle=one.idle,
     )
 

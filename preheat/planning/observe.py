@@ -6,6 +6,7 @@ model of any size is observed on any machine in seconds.
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -55,6 +56,7 @@ class Observation:
         streams: {block: stream} of those in the log that are made on a stream beside the main one.
         groups: {group of a kernel: axes of the mesh along which its devices stand}.
         compiled: layers' small operators are fused when they really run.
+        slowed: how many times as long the host takes for an operator because of what techniques do between operators.
         idle: time that this device waits for others, as a share of that in which it works: a pipeline's bubble.
     """
 
@@ -75,6 +77,7 @@ class Observation:
     streams: dict[int, str] = field(default_factory=dict)
     groups: dict[tuple[int, int], tuple[Axis, ...]] = field(default_factory=dict)
     compiled: bool = False
+    slowed: float = 1.0
     idle: float = 0.0
 
     @property
@@ -182,6 +185,7 @@ def _observe(recipe: Recipe, vocabulary: int | None, device: Device, by_layer: b
         streams=recorder.streams,
         groups={key: made.mesh.along(ranks) for key, ranks in recorder.groups.items()},
         compiled=Tag("compiled-layers") in made.tags,
+        slowed=math.prod(t.slows_host() for t in recipe.techniques.values()),
         idle=made.idle(len(micros)),
     )
 

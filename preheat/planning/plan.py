@@ -188,6 +188,7 @@ def describe(
         "device": {"kind": device.kind, "name": device.name, "segments": _segments(device)},
         "watts": rates.device.watts if isinstance(rates, Roofline) else None,
         "contended": rates.contended,
+        "pace": rates.pace,
         "gives_back": peak <= available and gives_back(seen, device),
         "heap": out_of_reach() if device.kind == "cpu" and device.at_hand else None,
     }

@@ -26,7 +26,7 @@ _MOVERS = {
     "div_": "add_",
     "bitwise_and_": "add_",
     "clamp": "copy",
-    "masked_fill": "mul",
+    "masked_fill": "masked_fill",
     "where": "mul",
     "pow": "copy",
     "cos": "exp",
@@ -152,5 +152,5 @@ _HOST_SHARE = 8
 
 def step_seconds(observation: Observation, rates: Rates) -> float:
     """Seconds of one optimizer step."""
-    host = rates.launch * (_HOST_SHARE - 1)
-    return sum((kernel_seconds(kernel, rates) + host) * count for kernel, count in observation.kernels.items())
+    host = rates.launch * (_HOST_SHARE * observation.slowed - 1)
+    return rates.pace * sum((kernel_seconds(kernel, rates) + host) * count for kernel, count in observation.kernels.items())

@@ -160,6 +160,7 @@ def _values(seen: Observation) -> dict[str, Any]:
         "passing",
         "slots",
         "compiled",
+        "slowed",
         "idle",
         "held",
     )

@@ -148,6 +148,7 @@ class Roofline:
     device: Accelerator
     per_host: int = 8
     contended = False
+    pace = 1.0
 
     @classmethod
     def of(cls, name: str, per_host: int = 8) -> Roofline:
@@ -237,7 +238,7 @@ class Roofline:
                 fused = _FUSED.get(kernel.dtype, 1.0) if observation.compiled and kernel.operator in _POINTWISE else 1.0
                 moved += (self._moving(kernel.bytes_read + kernel.bytes_written) + _LAUNCH) * fused * count
         computing = products + attention + moved
-        host = max(launches * (_HOST_COMPILED if observation.compiled else _HOST) - computing, 0.0)
+        host = max(launches * (_HOST_COMPILED if observation.compiled else _HOST) * observation.slowed - computing, 0.0)
         waiting += max(beside - computing, 0.0)
         working = computing + host + waiting
         idle, link = working * observation.idle, self._link(observation, computing)

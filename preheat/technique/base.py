@@ -117,6 +117,10 @@ class Technique(ABC):
         """The tags of `provides` that these settings bring."""
         return self.provides
 
+    def slows_host(self) -> float:
+        """How many times as long as without it the host takes for an operator of a step: Python that comes between operators."""
+        return 1.0
+
     @classmethod
     def name(cls) -> str:
         """The key in the recipe: the module's name."""

@@ -258,6 +258,7 @@ class _Loop:
         measured = {**self.meter.measured(), **self._counted()}
         self.writer.event("measured", **measured)
         if not stopped:
+            self.meter.teach()
             self._baselines()
             self._samples()
             self.writer.event(

@@ -8,11 +8,15 @@ from typing import Any
 import torch
 
 from preheat.hardware.probe import peak_bytes, resident_bytes
+from preheat.hardware.rates import note_run
+from preheat.technique import Slot
 from preheat.training.session import Session
 
 __all__ = ["Meter"]
 
 GIB = 2**30
+_TOLD = 20.0
+"""Seconds of steps, at least, of a run that says something of the next: short ones are as quick as the machine was just then."""
 
 
 class Meter:
@@ -46,3 +50,12 @@ class Meter:
                 "spread": [sorted(self.speeds)[int(q * (len(self.speeds) - 1))] for q in (0.1, 0.9)],
             }
         return found
+
+    def teach(self) -> None:
+        """Leaves for later plans how long the steps of this run took, where there were enough of them to tell, all of one shape, in one process."""
+        plan, speeds = self.session.plan, self.speeds[1:]
+        seconds = sum(plan["tokens_per_step"] / speed for speed in speeds)
+        if seconds < _TOLD or self.session.build.owner(Slot.BATCH_SHAPE) != "plain" or self.session.ranks.world > 1:
+            return
+        ratio = plan["tokens_per_second"] * plan["pace"] / median(speeds)
+        note_run(plan["device"]["name"], torch.__version__, torch.get_num_threads(), ratio)

@@ -18,7 +18,7 @@ from preheat.errors import RecipeError, RunError
 from preheat.hardware import probe as probing
 from preheat.hardware.calibrate import calibrate, rates
 from preheat.hardware.catalogue import accelerator, accelerators
-from preheat.hardware.rates import LAYOUTS, MOVERS, MatrixRate, MovedRate, Rates, load, stored_at
+from preheat.hardware.rates import LAYOUTS, MOVERS, MatrixRate, MovedRate, Rates, load, note_run, stored_at
 from preheat.technique import Device
 
 from ..conftest import SMALL, tiny
@@ -161,9 +161,33 @@ def test_rates_are_interpolated_between_the_measured_shapes() -> None:
     assert made.matrix_rate("fp32", "forward", 100, 100, 100) == 1e9
     assert made.matrix_rate("fp32", "forward", 1000, 100, 100) == pytest.approx(2e9)  # half way in logarithms
     assert made.moved_rate("mul", "fp32", 10_000) == pytest.approx(2e9)
-    assert 1e9 < made.moved_rate("mul", "fp32", 2000) < 2e9
+    assert [made.moved_rate("mul", "fp32", size) for size in (100, 1000, 10**9)] == [1e9, 1e9, 4e9]  # the ends hold beyond
     with pytest.raises(RunError, match="no rate of matrix products in bf16 was measured on made up"):
         made.matrix_rate("bf16", "forward", 1, 1, 1)
+
+
+def test_finished_runs_tell_plans_their_pace(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PREHEAT_CACHE", str(tmp_path))
+    made = made_up()
+    where = (made.hardware, made.torch, made.threads)
+    made.store()
+
+    def pace(*ratios: float) -> float:
+        for ratio in ratios:
+            note_run(*where, ratio)
+        found = load(*where)
+        assert found is not None
+        return found.pace
+
+    assert pace(1.2, 1.5) == 1.0  # too few
+    assert pace(1.3) == 1.3
+    assert pace(*[0.9] * 9) == 0.9  # the last nine
+    (file,) = tmp_path.glob("runs-*.json")
+    file.write_text("{")
+    assert pace() == 1.0
+    assert pace(2, 2, 2) == 2
+    made.store()  # measured anew: they were beside other rates
+    assert pace() == 1.0
 
 
 def test_rates_come_back_as_stored_and_only_for_the_same_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
