@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -188,6 +189,54 @@ def test_finished_runs_tell_plans_their_pace(monkeypatch: pytest.MonkeyPatch, tm
     assert pace(2, 2, 2) == 2
     made.store()  # measured anew: they were beside other rates
     assert pace() == 1.0
+
+
+@pytest.mark.parametrize(
+    ("speeds", "owner", "world", "told"),
+    [
+        ([1.0] + [20.0] * 4, "plain", 1, [5.0]),  # 20 s of steps, the first aside; the rates alone said 100 tokens a second
+        ([1.0] + [20.0] * 3, "plain", 1, []),
+        ([1.0] + [20.0] * 4, "length_curriculum", 1, []),
+        ([1.0] + [20.0] * 4, "plain", 2, []),
+    ],
+)
+def test_a_run_of_enough_steps_of_one_shape_is_noted(
+    speeds: list[float], owner: str, world: int, told: list[float], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from preheat.training.meter import Meter
+
+    monkeypatch.setenv("PREHEAT_CACHE", str(tmp_path))
+    plan = {"tokens_per_step": 100, "tokens_per_second": 50.0, "pace": 2.0, "device": {"name": "made up"}}
+    session: Any = SimpleNamespace(
+        plan=plan, build=SimpleNamespace(owner=lambda slot: owner), ranks=SimpleNamespace(world=world)
+    )
+    meter = Meter(session)
+    meter.speeds = speeds
+    meter.teach()
+    assert [json.loads(file.read_text())["ratios"] for file in tmp_path.glob("runs-*.json")] == ([told] if told else [])
+
+
+def test_what_checkpointing_costs_the_host_and_the_pace_are_in_a_step() -> None:
+    from preheat.planning.observe import observe
+    from preheat.planning.predict import step_seconds
+
+    def seconds(mode: str, **changes: object) -> tuple[float, int]:
+        measured = made_up(
+            peak_matrix_rate={"fp32": 7e10},
+            matrix=tuple(MatrixRate("fp32", layout, 100, 100, 100, 1e15) for layout in LAYOUTS),
+            moved=tuple(MovedRate(mover, "fp32", 1000, 1e15) for mover in MOVERS),
+            adamw={"fp32": 0.0},
+            **changes,
+        )
+        seen = observe(
+            tiny(f"{{activation_checkpointing: {{mode: {mode}}}}}"), vocabulary=96, device=Device("cpu", "a CPU", 2**33)
+        )
+        return step_seconds(seen, measured), sum(seen.kernels.values())
+
+    for mode, times in (("full", 1.8), ("selective", 3.2)):
+        found, kernels = seconds(mode)
+        assert found == pytest.approx(8 * times * 1e-6 * kernels, rel=0.02)  # kernels that take no time
+    assert seconds("full", pace=1.5)[0] == pytest.approx(1.5 * seconds("full")[0])
 
 
 def test_rates_come_back_as_stored_and_only_for_the_same_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

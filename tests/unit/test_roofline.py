@@ -212,7 +212,9 @@ def test_what_shares_out_rows_hides_behind_computing_and_exchanges_within_a_laye
 
     def waiting(operator: str, axis: Axis) -> float:
         sent = kernel(operator, group=(8, 1), bytes_read=1 << 20, bytes_written=1 << 20)
-        seen = SimpleNamespace(kernels=Counter({work: 1, sent: 1}), groups={(8, 1): (axis,)}, compiled=False, idle=0.0)
+        seen = SimpleNamespace(
+            kernels=Counter({work: 1, sent: 1}), groups={(8, 1): (axis,)}, compiled=False, slowed=1.0, idle=0.0
+        )
         return h100.seconds(seen).waiting  # type: ignore[arg-type]
 
     assert waiting("c10d::_allgather_base_", Axis.SHARD) == 0
