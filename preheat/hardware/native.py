@@ -10,12 +10,13 @@ import platform
 import shutil
 import subprocess
 import tempfile
+import warnings
 from pathlib import Path
 
 from preheat.errors import RunError
 from preheat.hardware.links import cache_folder
 
-__all__ = ["NO_COMPILER", "compiler", "is_built", "library"]
+__all__ = ["NO_COMPILER", "compiler", "is_built", "library", "quick_library"]
 
 NO_COMPILER = "no C++ compiler was found; install g++, or name one in CXX"
 _FLAGS = ("-std=c++20", "-fPIC", "-shared")
@@ -45,6 +46,15 @@ def library(source: Path, *, vector: bool = False) -> ctypes.CDLL:
         return ctypes.CDLL(str(built))
     except OSError as error:
         raise RunError(f"{built}: cannot be loaded ({error})") from None
+
+
+def quick_library(source: Path, without: str) -> ctypes.CDLL | None:
+    """What a file of C++ exports for this CPU alone; None where it cannot be had, which a warning tells: `without` says what that costs."""
+    try:
+        return library(source, vector=True)
+    except RunError as error:
+        warnings.warn(f"{without}: {error}", stacklevel=3)
+        return None
 
 
 def is_built(source: Path) -> bool:

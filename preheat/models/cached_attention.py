@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import warnings
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from preheat.errors import RunError
-from preheat.hardware.native import library
+from preheat.hardware.native import quick_library
 
 __all__ = ["cached_attention", "of_use"]
 
@@ -82,8 +80,6 @@ def _fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -
 
 @functools.cache
 def _made() -> ctypes.CDLL | None:
-    try:
-        return library(Path(__file__).with_suffix(".cpp"), vector=True)
-    except RunError as error:
-        warnings.warn(f"tokens attend to their cache by torch's kernel, in several times the time: {error}", stacklevel=2)
-        return None
+    return quick_library(
+        Path(__file__).with_suffix(".cpp"), "tokens attend to their cache by torch's kernel, in several times the time"
+    )

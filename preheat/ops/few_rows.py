@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import warnings
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from preheat.errors import RunError
-from preheat.hardware.native import library
+from preheat.hardware.native import quick_library
 
 __all__ = ["eight_bits", "four_bits", "of_use"]
 
@@ -60,10 +58,6 @@ def _call(name: str, given: tuple[Tensor | None, ...], out: Tensor, *sizes: int)
 
 @functools.cache
 def _made() -> ctypes.CDLL | None:
-    try:
-        return library(Path(__file__).with_suffix(".cpp"), vector=True)
-    except RunError as error:
-        warnings.warn(
-            f"maps in eight and four bits are computed by aten, in two to three times the time: {error}", stacklevel=2
-        )
-        return None
+    return quick_library(
+        Path(__file__).with_suffix(".cpp"), "maps in eight and four bits are computed by aten, in two to three times the time"
+    )

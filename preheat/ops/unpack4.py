@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import warnings
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from preheat.errors import RunError
-from preheat.hardware.native import library
+from preheat.hardware.native import quick_library
 from preheat.ops.quantized import HALF, Groups, group_values, unpack
 
 __all__ = ["unpack4"]
@@ -47,8 +45,6 @@ def _(codes: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor:
 
 @functools.cache
 def _made() -> ctypes.CDLL | None:
-    try:
-        return library(Path(__file__).with_suffix(".cpp"), vector=True)
-    except RunError as error:
-        warnings.warn(f"four-bit weights are unpacked by torch, in several times the time: {error}", stacklevel=2)
-        return None
+    return quick_library(
+        Path(__file__).with_suffix(".cpp"), "four-bit weights are unpacked by torch, in several times the time"
+    )

@@ -104,7 +104,7 @@ def test_without_a_compiler_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     def none(*_: object, **__: object) -> None:
         raise RunError("no C++ compiler was found")
 
-    monkeypatch.setattr(ops, "library", none)
+    monkeypatch.setattr("preheat.hardware.native.library", none)
     ops._made.cache_clear()
     with pytest.warns(UserWarning, match="several times the time: no C"):
         assert not of_use(*given(1, 4, 2, 1, 9, 64, 64), None)

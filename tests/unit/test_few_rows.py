@@ -74,7 +74,7 @@ def test_without_a_compiler_it_is_told_and_aten_computes(monkeypatch: pytest.Mon
     def none(*_: object, **__: object) -> None:
         raise RunError("no C++ compiler was found")
 
-    monkeypatch.setattr(few_rows, "library", none)
+    monkeypatch.setattr("preheat.hardware.native.library", none)
     monkeypatch.setattr(few_rows, "_avx2_alone", lambda: True)
     few_rows._made.cache_clear()
     with pytest.warns(UserWarning, match="two to three times the time: no C"):

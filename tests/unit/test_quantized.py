@@ -167,7 +167,7 @@ def test_unpacking_without_a_compiler_is_told(monkeypatch: pytest.MonkeyPatch) -
     def none(*_: object, **__: object) -> None:
         raise RunError("no C++ compiler was found")
 
-    monkeypatch.setattr(unpack4, "library", none)
+    monkeypatch.setattr("preheat.hardware.native.library", none)
     unpack4._made.cache_clear()
     with pytest.warns(UserWarning, match="in several times the time: no C"):
         assert unpack4._made() is None
