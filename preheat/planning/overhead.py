@@ -14,7 +14,7 @@ __all__ = ["EXACT", "SOURCES", "beside", "exporting", "gives_back"]
 
 _MIB = 2**20
 # Stacks and scratch of the threads, autograd's objects. By least squares over sixty recipes drawn at random: 16 MiB, and 1.3 for each product in bf16
-# (benchmarks/results/plan_vs_measured-drawn.md); 24 and 1.4 were chosen before, on eleven of them, two thirds of them above 0.5 GiB.
+# (benchmarks/results/plan_vs_measured-drawn.md); 24 and 1.4 were chosen before, on thirty of them and eleven mostly larger ones.
 _CPU_BASE = 16 * _MIB
 # oneDNN compiles a product in bf16 for each shape and keeps it, and documents bring shapes that the dry run does not see: 0.2 to 3.0 MiB measured.
 _CPU_PRODUCT = round(1.3 * _MIB)

@@ -258,7 +258,10 @@ class _Loop:
         measured = {**self.meter.measured(), **self._counted()}
         self.writer.event("measured", **measured)
         if not stopped:
-            self.meter.teach()
+            try:
+                self.meter.teach()
+            except RunError as error:  # the run is whole without it
+                self.watch.notice(str(error))
             self._baselines()
             self._samples()
             self.writer.event(
