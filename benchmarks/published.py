@@ -174,6 +174,23 @@ def of_ours(row: Row, made: Mapping[str, Any], recipe: Any) -> float:
     return second + (float(made["memory"]["parameters"]) if row["precision"].startswith("fp16") else 0.0)
 
 
+def root_of_others(row: Row, made: Mapping[str, Any], recipe: Any) -> float:
+    """GiB of the embedding, gathered from a step's first map to its last, where ours lets go of it between.
+
+    FSDP1 wrapped by layers, as tools for tuning have it (transformers' `auto_wrap`, litgpt, fsdp_qlora), leaves embedding and head to its root, which stays
+    whole until backward is over; the root's share comes from the host beside it where shares are offloaded.
+    """
+    if "fsdp" not in recipe.techniques or row["method"] == "pretrain" or compiled(row):
+        return 0.0
+    from preheat.models import adapter
+
+    config = adapter.configure(recipe, None).get_text_config()
+    if config.tie_word_embeddings:
+        return 0.0
+    shares = 1 + (1 / whole(row, "dp_shard") if recipe.techniques["fsdp"].offload else 0)
+    return float(2 * config.vocab_size * config.hidden_size * shares / 2**30)
+
+
 def half_gradients(row: Row, made: Mapping[str, Any], recipe: Any) -> float:
     """GiB of a micro-batch's gradients in half precision, until its backward is over and they are added to fp32 sums, where a row says that it has such.
 
@@ -205,6 +222,7 @@ def memory_of(row: Row, made: Mapping[str, Any], recipe: Any, opened: bool) -> t
         + gib_of(row, made, recipe)
         + loss_of_others(row, made, recipe)
         + half_gradients(row, made, recipe)
+        + root_of_others(row, made, recipe)
         + inputs_kept(row, recipe)
         - of_ours(row, made, recipe)
     )
