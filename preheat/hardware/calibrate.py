@@ -112,6 +112,8 @@ def calibrate(device: Device, threads: int, progress: Progress | None = None, *,
         bandwidth = 2 * grid.large / seconds(lambda: target.copy_(source))
         tiny = random((8,), torch.float32)
         launch = seconds(lambda: tiny + tiny)
+        piece, other = random((2**18,), torch.float32), torch.ones(2**18, device=device.kind)
+        near = None if cuda else 3 * piece.nbytes / seconds(lambda: piece.mul_(other))
         for index, (name, dtype) in enumerate(dtypes.items()):
             done = 0.05 + share * index
             tell(f"matrix products in {name}", done)
@@ -131,6 +133,7 @@ def calibrate(device: Device, threads: int, progress: Progress | None = None, *,
         peak_matrix_rate=peak,
         bandwidth=bandwidth,
         launch=launch,
+        near=near,
         adamw=adamw,
         matrix=tuple(matrix),
         moved=tuple(moved),
@@ -285,6 +288,10 @@ def _movers(
     own = torch.Generator(device=x.device)
     calls["random_"] = (lambda: bits.random_(-(2**63), None, generator=own), bits.numel() * 8)
     calls["index_copy_"] = (lambda: out.index_copy_(0, order, x), 2 * one)
+    few, places = random((256,), dtype), random.rows(2**16, 256).to(torch.int32).repeat(-(-n * grid.width // 2**16))
+    calls["look_up"] = (lambda: few.index_select(0, places), places.numel() * (4 + size))
+    flag = torch.ones((), dtype=torch.bool, device=x.device)
+    calls["where"] = (lambda: torch.where(flag, x, y), 3 * one)
     return calls
 
 

@@ -75,6 +75,8 @@ MOVERS: dict[str, str] = {
     "embedding_backward": "gradients of random rows summed into a table: the bytes of the gradient and of the table",
     "random_": "64 random bits an element, drawn one after the other on a CPU",
     "index_copy_": "rows written in random order into a tensor that exists",
+    "look_up": "numbers of a table of 256 by their 32-bit places: the bytes of the places and of what comes out",
+    "where": "x or y, whole, by one flag",
 }
 """Operators that move more than they compute. The time of one is the bytes of its operands read and of its results written (each once,
 as the operator is called, broadcast operands at their own size; indices apart) over its rate."""
@@ -163,6 +165,8 @@ class Rates:
     """Other processes wanted the same cores meanwhile: the rates are too low; measure again on a quiet machine."""
     seconds: float
     """How long measuring took."""
+    near: float | None = None
+    """Bytes read and written a second by an operator on 1 MiB that stays in a CPU's cache."""
     links: tuple[LinkRate, ...] = ()
     """What collectives were measured to take between devices of this kind, by `nettest`; stored in a file of their own."""
     pace: float = 1.0
@@ -231,7 +235,7 @@ class Rates:
         return path
 
 
-_FORMAT = 6
+_FORMAT = 7
 """Raised when what is measured changes, so that an older file is measured again."""
 
 

@@ -27,7 +27,7 @@ _MOVERS = {
     "bitwise_and_": "add_",
     "clamp": "copy",
     "masked_fill": "masked_fill",
-    "where": "mul",
+    "where": "where",
     "pow": "copy",
     "cos": "exp",
     "sin": "exp",
@@ -80,6 +80,11 @@ _SPARSE = {
 }  # touch few places of what they are given
 
 
+# Operators of ours that a CPU computes by others on pieces that stay in the cache, in fp32 (ops/fused.py): the bytes that those move for an element.
+_BY_PIECES = {"preheat::rms_norm": 28, "preheat::rms_norm_backward": 84}
+_CUSTOM = 40  # launches that such a call costs, in Python for the most part
+
+
 def _dtype(kernel: Kernel, rates: Rates) -> str:
     known = {row.dtype for row in rates.moved}
     return kernel.dtype if kernel.dtype in known else "fp32"
@@ -110,6 +115,8 @@ def kernel_seconds(kernel: Kernel, rates: Rates) -> float:
         return rates.adamw["fp32"] * kernel.bytes_read / 16
     if moved == 0:
         return rates.launch
+    if name in _BY_PIECES and rates.near is not None:
+        return _CUSTOM * rates.launch + _BY_PIECES[name] * math.prod(kernel.shapes[0]) / rates.near
     dtype = _dtype(kernel, rates)
     if name in _SPARSE:
         return rates.launch + kernel.bytes_read / 1e12
@@ -126,6 +133,10 @@ def kernel_seconds(kernel: Kernel, rates: Rates) -> float:
             mover = "copy"
     elif name in ("mul", "sum"):
         mover = _broadcast(kernel)
+    elif name == "index_select" and len(kernel.shapes[0]) == 1:  # number by number, however few bytes each has
+        mover, dtype, moved = "look_up", "fp32", 8 * math.prod(kernel.shapes[1])
+    elif name == "where":
+        dtype, moved = "fp32", 12 * max(map(math.prod, kernel.shapes))
     return rates.launch + moved / rates.moved_rate(mover, dtype, moved)
 
 
