@@ -64,13 +64,15 @@ def calibrate(
 def _table(rates: Rates) -> Table:
     from rich.table import Table
 
+    from preheat.cli.show import gflops
+
     table = Table(title=f"{rates.hardware}, {rates.threads} threads, torch {rates.torch}, measured in {rates.seconds:.0f} s")
     table.add_column("what")
     table.add_column("rate", justify="right")
     for dtype, rate in rates.peak_matrix_rate.items():
-        table.add_row(f"matrix product, {dtype}", f"{rate / 1e9:,.0f} GFLOP/s")
+        table.add_row(f"matrix product, {dtype}", f"{gflops(rate)} GFLOP/s")
     for row in rates.attention:
-        table.add_row(f"attention, {row.dtype}, {row.direction}, length {row.length}", f"{row.flops / 1e9:,.0f} GFLOP/s")
+        table.add_row(f"attention, {row.dtype}, {row.direction}, length {row.length}", f"{gflops(row.flops)} GFLOP/s")
     table.add_row("memory, read and written", f"{rates.bandwidth / 1e9:,.1f} GB/s")
     for operator in ("mul", "silu", "log_softmax"):
         for dtype in rates.peak_matrix_rate:

@@ -17,7 +17,7 @@ from preheat.training.watch import Watch
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["Alarms", "Json", "Live", "RecipeArgument", "Set", "console", "duration", "emit", "picture", "rate"]
+__all__ = ["Alarms", "Json", "Live", "RecipeArgument", "Set", "console", "duration", "emit", "gflops", "picture", "rate"]
 
 RecipeArgument = Annotated[
     str, typer.Argument(metavar="RECIPE", help="A recipe file, or the name of a built-in recipe (see: preheat recipes).")
@@ -49,6 +49,15 @@ def rate(value: float | None) -> str:
     if value is None:
         return "-"
     return f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
+
+
+def gflops(rate: float) -> str:
+    """
+    >>> gflops(2.3e8), gflops(9.81e11)
+    ('0.23', '981')
+    """
+    found = rate / 1e9
+    return f"{found:.2g}" if found < 10 else f"{found:,.0f}"
 
 
 def duration(seconds: float | None) -> str:
@@ -127,7 +136,7 @@ def picture(plan: Mapping[str, Any], name: str) -> Any:
     warnings = [words] if (words := in_pieces(plan)) else []
     if quicker := plan.get("fp32_rate"):
         warnings.append(
-            f"{plan['device']['name']} is slow in bf16: {plan['matrix_rate'] / 1e9:,.0f} GFLOP/s, and {quicker / 1e9:,.0f} in fp32; without mixed_precision a step is sooner done"
+            f"{plan['device']['name']} is slow in bf16: {gflops(plan['matrix_rate'])} GFLOP/s, and {gflops(quicker)} in fp32; without mixed_precision a step is sooner done"
         )
     if plan.get("contended"):
         warnings.append(

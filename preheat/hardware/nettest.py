@@ -10,7 +10,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -118,8 +119,7 @@ def _names(rows: Iterable[dict[str, Any]]) -> list[str]:
 
 def _started(task: Task, processes: int, port: int | None, tell: Told | None) -> dict[str, Any]:
     """Starts the processes, listens to the first, and ends all when one fails."""
-    port = _port(port)
-    with tempfile.TemporaryDirectory(prefix="preheat-nettest-") as folder:
+    with _held(port) as port, tempfile.TemporaryDirectory(prefix="preheat-nettest-") as folder:
         result = Path(folder) / "result.json"
         command = [sys.executable, "-c", "from preheat.hardware.nettest import _child; _child()"]
         command += [json.dumps(dataclasses.asdict(task)), str(result)]
@@ -156,16 +156,18 @@ def _started(task: Task, processes: int, port: int | None, tell: Told | None) ->
                 file.close()
 
 
-def _port(port: int | None) -> int:
-    with socket.socket() as trial:
-        trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+@contextmanager
+def _held(port: int | None) -> Iterator[int]:
+    """A port that nobody else is given meanwhile: a socket is bound to it and does not listen, which leaves listening to rank 0."""
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            trial.bind(("127.0.0.1", port or 0))
+            holder.bind(("127.0.0.1", port or 0))
         except OSError as error:
             raise RunError(
                 f"--port {port}: cannot be used ({error.strerror}); name another, or leave it out and a free one is taken"
             ) from None
-        return int(trial.getsockname()[1])
+        yield int(holder.getsockname()[1])
 
 
 def _listen(started: list[subprocess.Popen[str]], tell: Told | None) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 
 from preheat.hardware.rates import Layout, Rates
+from preheat.ops.fused import BY_PIECES
 from preheat.planning.observe import Kernel, Observation
 
 __all__ = ["kernel_seconds", "step_seconds"]
@@ -80,9 +81,7 @@ _SPARSE = {
 }  # touch few places of what they are given
 
 
-# Operators of ours that a CPU computes by others on pieces that stay in the cache, in fp32 (ops/fused.py): the bytes that those move for an element.
-_BY_PIECES = {"preheat::rms_norm": 28, "preheat::rms_norm_backward": 84}
-_CUSTOM = 40  # launches that such a call costs, in Python for the most part
+_CUSTOM = 40  # launches that a call of an operator of ours costs, in Python for the most part
 
 
 def _dtype(kernel: Kernel, rates: Rates) -> str:
@@ -115,8 +114,8 @@ def kernel_seconds(kernel: Kernel, rates: Rates) -> float:
         return rates.adamw["fp32"] * kernel.bytes_read / 16
     if moved == 0:
         return rates.launch
-    if name in _BY_PIECES and rates.near is not None:
-        return _CUSTOM * rates.launch + _BY_PIECES[name] * math.prod(kernel.shapes[0]) / rates.near
+    if name in BY_PIECES and rates.near is not None:
+        return _CUSTOM * rates.launch + BY_PIECES[name] * math.prod(kernel.shapes[0]) / rates.near
     dtype = _dtype(kernel, rates)
     if name in _SPARSE:
         return rates.launch + kernel.bytes_read / 1e12

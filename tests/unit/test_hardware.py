@@ -239,6 +239,29 @@ def test_what_checkpointing_costs_the_host_and_the_pace_are_in_a_step() -> None:
     assert seconds("full", pace=1.5)[0] == pytest.approx(1.5 * seconds("full")[0])
 
 
+def test_our_norm_and_what_low_bits_look_up_have_rates_of_their_own() -> None:
+    """A plan took them for copies: recipes with `fused_operators` and `low_bit_adamw` were a fifth and more too quick."""
+    from preheat.planning.observe import Kernel, observe
+    from preheat.planning.predict import kernel_seconds
+
+    rates = {"copy": 1e12, "look_up": 1e10, "where": 2e10, "embedding": 1e12, "mul": 1e12}
+    moved = tuple(MovedRate(mover, "fp32", 1000, rate) for mover, rate in rates.items())
+
+    def seconds(operator: str, dtype: str, shapes: tuple[tuple[int, ...], ...], near: float | None = 5e10) -> float:
+        kernel = Kernel(operator, dtype, flops=0, bytes_read=8 * 10**6, bytes_written=4 * 10**6, shapes=shapes)
+        return kernel_seconds(kernel, made_up(moved=moved, near=near)) - 1e-6
+
+    rows = ((1000, 1000), (1000,))
+    assert seconds("preheat::rms_norm", "bf16", rows) == pytest.approx(39e-6 + 28e6 / 5e10)
+    assert seconds("preheat::rms_norm_backward", "bf16", rows) == pytest.approx(39e-6 + 84e6 / 5e10)
+    assert seconds("preheat::rms_norm", "fp32", rows, near=None) == pytest.approx(12e6 / 1e12)  # a GPU's is one kernel
+    assert seconds("index_select", "int", ((256,), (10**6,))) == pytest.approx(8e6 / 1e10)
+    assert seconds("index_select", "fp32", ((256, 64), (10**6,))) == pytest.approx(12e6 / 1e12)
+    assert seconds("where", "int", ((), (10**6,), (10**6,))) == pytest.approx(12e6 / 2e10)
+    seen = observe(tiny("{fused_operators: {}}"), vocabulary=96, device=Device("cpu", "a CPU", 2**33))
+    assert {"preheat::rms_norm", "preheat::rms_norm_backward"} <= {kernel.operator for kernel in seen.kernels}
+
+
 def test_rates_come_back_as_stored_and_only_for_the_same_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PREHEAT_CACHE", str(tmp_path / "cache"))
     made = made_up()
