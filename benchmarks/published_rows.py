@@ -64,9 +64,14 @@ def filled(row: Row) -> Row:
     """The row with a micro-batch where it names none, and the length that its rows have where it says that they are shorter than its column has it.
 
     Torch's own pipelines cut what a device gets of a step into as many micro-batches as there are stages (torchtitan's
-    `pipeline_parallel_microbatches`, left out). Alpaca's rows, one by one, are cut at 512 tokens by who published them (stanford_alpaca's train.py).
+    `pipeline_parallel_microbatches`, left out). Who pretrains and says neither rows, length nor precision has four rows and bf16 throughout (litgpt's
+    extensions/thunder/pretrain.py). Alpaca's rows, one by one, are cut at 512 tokens by who published them (stanford_alpaca's train.py).
     """
     made = dict(row)
+    if row["method"] == "pretrain" and not any(
+        row[key] for key in ("micro_batch", "seq_len", "global_batch_seqs", "precision")
+    ):
+        made |= {"micro_batch": "4", "precision": "bf16 (true)"}
     stages, rows = whole(row, "pp"), number(row, "global_batch_seqs")
     if stages > 1 and not row["micro_batch"] and rows and number(row, "zero_stage") == 3:
         made["micro_batch"] = str(max(1, round(rows / (mesh_of(row)[2] * stages))))

@@ -16,6 +16,7 @@ HEADER = (
     "tp,sequence_parallel,pp,vpp,pp_schedule,cp,ep,micro_batch,global_batch_seqs,precision,optimizer,activation_checkpointing,method,lora_rank,compile,attention,fused_or_chunked_ce,cpu_offload,peak_mem_gib,tokens_per_s_per_gpu,tflops_per_gpu,mfu_pct,notes"
 )
 COLUMNS = HEADER.split(",")
+ALL_SAID, LEFT_OPEN = 1.05, 1.10  # on what is seen, for what is not
 
 
 def row(name: str, **said: Any) -> dict[str, str]:
@@ -44,6 +45,16 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, str
         "global_batch_seqs": 32,
     }
     sharded = {"n_gpus": 2, "dp_shard": 2, "zero_stage": 3}
+    many = {"method": "pretrain", "compile": "yes", "micro_batch": 64, "layers": 24, "activation_checkpointing": "selective"}
+    gpt = {
+        "precision": "bf16",
+        "sequence_parallel": "no",
+        "dp_replicate": 2,
+        "n_gpus": 2,
+        "method": "pretrain",
+        "compile": "yes",
+    }
+    crowded = {"gpu": "Card-2GB", "micro_batch": 128, "compile": "yes"}
     two_stages = {"precision": "bf16", "pp": 2, "dp_replicate": 2, "n_gpus": 4, "sequence_parallel": "no", "method": "pretrain"}
     rows = [
         row("plain", activation_checkpointing="full", compile="yes"),
@@ -63,6 +74,15 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, str
         row("tunes, reserved", **sharded, notes="peak reserved"),
         row("pretrains", **sharded, method="pretrain", compile="yes"),
         row("pretrains, reserved", **sharded, method="pretrain", compile="yes", notes="peak reserved"),
+        row("pretrains on AMD's", **sharded, **many, gpu="MI300X"),
+        row("pretrains on NVIDIA's", **sharded, **many, gpu="H200"),
+        row("pretrains and says little", method="pretrain", micro_batch="", seq_len="", precision=""),
+        row("four rows", method="pretrain", micro_batch=4, seq_len=2048, precision="bf16 (true)"),
+        row("recomputes", **crowded, activation_checkpointing="full"),
+        row("recomputes, it seems", **crowded),
+        row("recomputes nothing", **crowded, activation_checkpointing="none"),
+        row("Llama", model="Llama", **gpt),
+        row("GPT", model="GPT", **gpt),
         row("no sizes", hidden="", layers="", model="of some kind"),
     ]  # fmt: skip
     with (folder / "in.csv").open("w", encoding="utf-8", newline="") as file:
@@ -115,7 +135,24 @@ def test_which_memory_is_meant_where_no_word_says_it(answers: dict[str, dict[str
 
 def test_what_a_row_leaves_open_is_what_tools_do(answers: dict[str, dict[str, str]]) -> None:
     assert gib(answers, "Alpaca's") == gib(answers, "512 tokens of a row")
-    assert gib(answers, "as many micro-batches as stages")[1] == gib(answers, "micro-batches of 8")[1]
+    more = LEFT_OPEN / ALL_SAID
+    assert gib(answers, "as many micro-batches as stages")[1] == pytest.approx(more * gib(answers, "micro-batches of 8")[1])
+    assert gib(answers, "pretrains and says little")[1] == pytest.approx(more * gib(answers, "four rows")[1])
+
+
+def test_what_a_row_says_is_not_changed_to_make_it_fit(answers: dict[str, dict[str, str]]) -> None:
+    assert gib(answers, "recomputes, it seems") == gib(answers, "recomputes")
+    assert float(answers["recomputes nothing"]["predicted_gib"]) == 2.0  # more than that, and it ran
+
+
+def test_who_pretrains_with_shards_has_segments_that_grow_where_the_driver_can(answers: dict[str, dict[str, str]]) -> None:
+    assert gib(answers, "pretrains on AMD's")[1] > gib(answers, "pretrains on NVIDIA's")[1]
+
+
+def test_megatrons_gpt_keeps_masks_of_dropped_hidden_states(answers: dict[str, dict[str, str]]) -> None:
+    """Two masks of a byte a number in each of four layers, of 1,024 tokens."""
+    more = gib(answers, "GPT")[1] - gib(answers, "Llama")[1]
+    assert more == pytest.approx(ALL_SAID * 2 * 4 * 1024 * 256 / 2**30)
 
 
 def test_sums_of_gradients_that_a_row_says_to_be_fp32_have_those_of_a_micro_batch_beside_them(
@@ -124,11 +161,11 @@ def test_sums_of_gradients_that_a_row_says_to_be_fp32_have_those_of_a_micro_batc
     """Two bytes a weight of the first stage: the embedding and three of four layers, since the head costs about two."""
     stage = 8192 * 256 + 3 * (4 * 256 * 256 + 3 * 256 * 1024)
     more = gib(answers, "pipeline, fp32 sums")[1] - gib(answers, "pipeline")[1]
-    assert more == pytest.approx(1.04 * 2 * stage / 2**30, rel=0.01)
+    assert more == pytest.approx(ALL_SAID * 2 * stage / 2**30, rel=0.01)
 
 
 def test_a_guess_has_a_wider_interval(answers: dict[str, dict[str, str]]) -> None:
     (low, said, high), (least, same, most) = gib(answers, "plain"), gib(answers, "lengths vary")
-    assert same == said
+    assert same == pytest.approx(LEFT_OPEN / ALL_SAID * said)
     assert least < low
     assert most > high
