@@ -84,8 +84,14 @@ app.command("nettest")(nettest.nettest)
 def main(arguments: list[str] | None = None) -> None:
     """Runs a command line and exits: 0 done, 1 the run failed, 2 the command or recipe is wrong, 3 it does not fit, 4 the data is wrong."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    # transformers imports torchao where it is installed, which then logs warnings that nobody here can act on; so does torch's ONNX exporter.
-    for noisy in ("torchao", "torch.utils._pytree", "torch.onnx._internal.exporter._registration"):
+    # transformers imports torchao where it is installed, which then logs warnings that nobody here can act on; so do torch's ONNX exporter
+    # and its compiler, of layers that are computed again.
+    for noisy in (
+        "torchao",
+        "torch.utils._pytree",
+        "torch.onnx._internal.exporter._registration",
+        "torch._higher_order_ops.wrap",
+    ):
         logging.getLogger(noisy).setLevel(logging.ERROR)
     command = typer.main.get_command(app)
     if "--debug" in arguments[:1]:

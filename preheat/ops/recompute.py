@@ -15,10 +15,12 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import SAC_IGNORED_OPS, CheckpointPolicy, create_selective_checkpoint_contexts
 
-__all__ = ["Call", "Planner", "Seen", "choose", "contexts", "watch"]
+__all__ = ["Call", "Planner", "Seen", "choose", "contexts", "dear", "watch"]
 
 Key = tuple[Any, int]
-"""An operator, and which of its calls in the layer's forward pass; -1: all of them, for attention, whose calls vary with the documents."""
+"""An operator, and which of its calls in the layer's forward pass; (`ATTENTION`, -1): all of attention, whose calls vary with the documents."""
+
+ATTENTION = "attention"
 
 _FLOPS_A_BYTE = 50
 """What moving a byte costs in FLOPs: about the ratio of a device's matrix rate to its memory's bandwidth, some 10 on a CPU and some 200 on a GPU."""
@@ -35,7 +37,11 @@ class Call:
 
 @dataclass(frozen=True)
 class Seen:
-    """A layer's forward pass: its calls in order, and the bytes that autograd keeps of it when nothing is computed again."""
+    """A layer's forward pass: its calls in order, and the bytes that autograd keeps of it when nothing is computed again.
+
+    Calls after the last tensor that autograd keeps are not among them: computing again ends there, and what was kept of them would be for nothing (the last
+    product of most layers, which is the dearest for its size).
+    """
 
     calls: tuple[Call, ...]
     saved: int
@@ -53,7 +59,8 @@ def _cost(func: Any, args: Any, out: Any, tensors: list[Tensor]) -> int:
 
 
 def _is_attention(func: Any) -> bool:
-    return "_scaled_dot_product" in func._schema.name
+    """Torch's operators, and the one that compiled layers have for any kernel of ours."""
+    return "_scaled_dot_product" in func._schema.name or func._schema.name == "preheat::attention"
 
 
 class _Watch(TorchDispatchMode):
@@ -64,6 +71,7 @@ class _Watch(TorchDispatchMode):
         self.found: dict[Key, tuple[set[int], Call]] = {}
         self.made: set[int] = set()
         self.counts: Counter[Any] = Counter()
+        self.needed: set[Key] = set()  # called before the last tensor that autograd kept
         self.held: list[Any] = []  # storages stay alive, so that their numbers are their own
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -92,7 +100,7 @@ class _Watch(TorchDispatchMode):
             size, cost = sum(storage.nbytes() for storage in made.values()), _cost(func, args, out, inputs + outputs)
             numbers = set(made)
             if _is_attention(func):
-                key = (func, -1)
+                key = (ATTENTION, -1)
                 others, call = self.found.get(key, (set(), Call(key, 0, 0)))
                 numbers, size, cost = numbers | others, size + call.bytes, cost + call.cost
             self.found[key] = (numbers, Call(key, size, cost))
@@ -122,6 +130,7 @@ def watch(forward: Callable[..., Any], args: Any, kwargs: Any) -> Seen:
     watched = _Watch()
 
     def pack(t: Tensor) -> Tensor:
+        watched.needed.update(watched.found)
         saved[_number(t)] = t.untyped_storage().nbytes()
         watched.held.append(t)
         return t
@@ -132,7 +141,7 @@ def watch(forward: Callable[..., Any], args: Any, kwargs: Any) -> Seen:
         with torch.enable_grad(), saved_tensors_hooks(pack, lambda t: t), watched:
             forward(*args, **kwargs)
     kept = sum(size for number, size in saved.items() if number in watched.made - given)
-    return Seen(tuple(call for _, call in watched.found.values()), kept)
+    return Seen(tuple(call for key, (_, call) in watched.found.items() if key in watched.needed), kept)
 
 
 @contextlib.contextmanager
@@ -184,25 +193,44 @@ def contexts(kept: frozenset[Key]) -> tuple[Any, Any]:
 
     def policy(context: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         count = counts[context.is_recompute]
-        key = (func, count[func])
+        key = (ATTENTION, -1) if _is_attention(func) else (func, count[func])
         count[func] += 1
-        return CheckpointPolicy.MUST_SAVE if key in kept or (func, -1) in kept else CheckpointPolicy.PREFER_RECOMPUTE
+        return CheckpointPolicy.MUST_SAVE if key in kept else CheckpointPolicy.PREFER_RECOMPUTE
 
     made: tuple[Any, Any] = create_selective_checkpoint_contexts(policy)
     return made
 
 
+def dear(seen: Seen, every: int) -> frozenset[Key]:
+    """The results of attention and of every so many matrix products, in the order in which they run: dear to compute for what they weigh.
+
+    Example:
+        >>> product = torch.ops.aten.mm.default
+        >>> kept = dear(Seen(tuple(Call((product, i), 8, 100) for i in range(3)), 24), 2)
+        >>> sorted(i for _, i in kept)
+        [-1, 1]
+    """
+    products = [call.key for call in seen.calls if call.key[0] in _products()]
+    return frozenset({*products[every - 1 :: every], (ATTENTION, -1)})
+
+
+def _products() -> frozenset[Any]:
+    aten = torch.ops.aten
+    return frozenset({aten.mm.default, aten.addmm.default, aten.bmm.default})
+
+
 class Planner:
-    """Chooses once for each kind of layer and shape of input, and remembers."""
+    """Chooses once for each kind of layer and shape of input, and remembers. `choose`: of what was seen of a layer, the keys to keep."""
 
-    def __init__(self, budget: float):
-        self.budget = budget
-        self._chosen: dict[Any, frozenset[Key]] = {}
+    def __init__(self, choose: Callable[[Seen], frozenset[Key]]):
+        self.choose = choose
+        self._chosen: dict[Any, Callable[[], tuple[Any, Any]]] = {}
 
-    def __call__(self, kind: Any, forward: Callable[..., Any], args: Any, kwargs: Any) -> frozenset[Key]:
-        """Keys to keep of `forward(*args, **kwargs)`. `kind`: what tells layers apart that compute otherwise."""
+    def __call__(self, kind: Any, forward: Callable[..., Any], args: Any, kwargs: Any) -> Callable[[], tuple[Any, Any]]:
+        """`contexts` of what to keep of `forward(*args, **kwargs)`, the same function each time. `kind`: what tells layers apart that compute otherwise."""
         shapes = tuple((t.shape, t.dtype) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor))
         key = (kind, shapes, torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda"))
         if key not in self._chosen:
-            self._chosen[key] = choose(watch(forward, args, kwargs), self.budget)
+            kept = self.choose(watch(forward, args, kwargs))
+            self._chosen[key] = lambda: contexts(kept)
         return self._chosen[key]

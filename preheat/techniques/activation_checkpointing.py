@@ -1,8 +1,9 @@
 """Activation checkpointing: keep less of the forward pass, compute it again in the backward pass.
 
 What: a layer keeps only its input (`full`), or its input and the results of attention and of every `products`-th matrix product (`selective`), or as
-many results as a share of its activations allows (`budget`: those that spare most computing, by one look at the layer under fake
-tensors), and the rest is computed again when its gradient is due. Same numbers, bit for bit, with deterministic kernels.
+many results as a share of its activations allows (`budget`: those that spare most computing), and the rest is computed again when its gradient is due. One
+look at the layer under fake tensors says what there is to keep, and which results no gradient needs again: the last product of most layers. Same
+numbers, bit for bit, with deterministic kernels.
 Helps: activations no longer grow with everything inside a layer. Hurts: `full` costs a further forward pass of the
 wrapped layers (a third more FLOPs there); `selective` only the cheap operators; `budget` what lies between.
 Source: Chen et al. 2016 (arXiv:1604.06174); selective: Korthikanti et al. 2022 (arXiv:2205.05198); choice under a budget as a
@@ -11,8 +12,7 @@ knapsack: Jain et al. 2020 (Checkmate, arXiv:1910.02653) pose the problem.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
@@ -22,42 +22,9 @@ from preheat.technique import Build, Change, Context, Stage, Tag, Technique
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["ActivationCheckpointing", "checkpoint_layers"]
+    from preheat.ops.recompute import Planner
 
-
-def _saved_operators() -> list[Any]:
-    """Operators dear to compute for what they weigh: matrix products and fused attention."""
-    import torch
-
-    aten = torch.ops.aten
-    return [
-        aten.mm.default,
-        aten.addmm.default,
-        aten.bmm.default,
-        aten._scaled_dot_product_flash_attention.default,
-        aten._scaled_dot_product_flash_attention_for_cpu.default,
-        aten._scaled_dot_product_efficient_attention.default,
-        aten._scaled_dot_product_cudnn_attention.default,
-    ]
-
-
-def _policy(every: int) -> Any:
-    """Which results one call of a layer keeps: those of attention, and of every so many matrix products."""
-    import torch
-    from torch.utils.checkpoint import CheckpointPolicy
-
-    saved = frozenset(_saved_operators())
-    counted = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default}
-    seen = {True: 0, False: 0}  # in the second forward pass, and in the first
-
-    def policy(context: Any, operator: Any, *_: Any, **__: Any) -> CheckpointPolicy:
-        if operator in counted:
-            seen[context.is_recompute] += 1
-            if seen[context.is_recompute] % every:
-                return CheckpointPolicy.PREFER_RECOMPUTE
-        return CheckpointPolicy.MUST_SAVE if operator in saved else CheckpointPolicy.PREFER_RECOMPUTE
-
-    return policy
+__all__ = ["ActivationCheckpointing", "Checkpointed", "checkpoint_layers"]
 
 
 def checkpoint_layers(
@@ -84,39 +51,51 @@ def checkpoint_layers(
         >>> checkpoint_layers(stack, every=2)
         2
     """
-    import torch
-    from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+    from preheat.ops.recompute import Planner, choose, dear
 
-    def wrapped(kind: Any, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    planner = None
+    if keep != "inputs":
+        planner = Planner(lambda seen: dear(seen, products) if keep == "products" else choose(seen, float(keep)))
+    chosen = [layer for index, layer in enumerate(layers) if (index + 1) % every == 0]
+    for layer in chosen:
+        kind = (type(layer), tuple(p.shape for p in layer.parameters()))  # layers alike share what is chosen for them
+        layer.forward = Checkpointed(layer.forward, kind, planner)  # type: ignore[method-assign]
+    return len(chosen)
+
+
+class Checkpointed:
+    """A layer's forward pass that is computed again in the backward pass. `checkpoint_layers` makes it.
+
+    Args:
+        forward: of the layer.
+        kind: the same for layers that share what is chosen for them.
+        planner: chooses what to keep beside the layer's input; None: nothing.
+    """
+
+    def __init__(self, forward: Callable[..., Any], kind: Any, planner: Planner | None):
+        self.forward, self.kind, self.planner = forward, kind, planner
+        self.how: dict[str, Any] | None = None if planner else {}
+
+    def prepare(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Chooses for inputs of such shapes. Who traces calls has to call it first, since the layer is looked at under fake tensors."""
+        import torch
+
+        if self.planner is not None and torch.is_grad_enabled():
+            self.how = {"context_fn": self.planner(self.kind, self.forward, args, dict(kwargs))}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        import torch
+        from torch.utils.checkpoint import checkpoint
+
         if not torch.is_grad_enabled():  # evaluation and generation have no backward pass to compute it again in
-            return forward(*args, **kwargs)
+            return self.forward(*args, **kwargs)
         if kwargs.get("past_key_values") is not None:
             raise ValueError(
                 "a layer that is computed twice would fill the KV cache twice; call the model with use_cache=False"
             )
-        return checkpoint(forward, *args, use_reentrant=False, **context(kind, forward, args, kwargs), **kwargs)
-
-    if keep == "inputs":
-
-        def context(*_: Any) -> dict[str, Any]:
-            return {}
-    elif keep == "products":
-
-        def context(*_: Any) -> dict[str, Any]:
-            return {"context_fn": lambda: create_selective_checkpoint_contexts(_policy(products))}
-    else:
-        from preheat.ops.recompute import Planner, contexts
-
-        chosen_for = Planner(float(keep))
-
-        def context(*call: Any) -> dict[str, Any]:
-            return {"context_fn": functools.partial(contexts, chosen_for(*call))}
-
-    chosen = [layer for index, layer in enumerate(layers) if (index + 1) % every == 0]
-    for layer in chosen:
-        kind = (type(layer), tuple(p.shape for p in layer.parameters()))  # layers alike share what is chosen for them
-        layer.forward = functools.partial(wrapped, kind, layer.forward)  # type: ignore[method-assign]
-    return len(chosen)
+        if self.how is None or not torch.compiler.is_compiling():
+            self.prepare(args, kwargs)
+        return checkpoint(self.forward, *args, use_reentrant=False, **(self.how or {}), **kwargs)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
 from preheat.engine.build import build
 from preheat.engine.step import forward, gradients, update
@@ -84,13 +85,33 @@ def test_the_operator_keeps_torchs_contract() -> None:
     torch.library.opcheck(torch.ops.preheat.attention.default, arguments, test_utils=checks)
 
 
-def test_checkpointed_layers_are_compiled_whole() -> None:
-    plain, other = (
-        build(tiny("{activation_checkpointing: {}, mixed_precision: {}}"), vocabulary=96, device=DEVICE) for _ in range(2)
-    )
+@pytest.mark.parametrize("mode", ["full", "selective", "selective, products: 2", "budget, budget: 0.5"])
+def test_checkpointed_layers_are_compiled_whole(mode: str) -> None:
+    techniques = f"{{activation_checkpointing: {{mode: {mode}}}, mixed_precision: {{}}, efficient_attention: {{}}}}"
+    plain, other = (build(tiny(techniques), vocabulary=96, device=DEVICE) for _ in range(2))
     compiled = compile_layers(anatomy(other.trained[0]).layers, backend="aot_eager")  # type: ignore[arg-type]
     assert difference(_grads(other, uneven()), _grads(plain, uneven())) < 0.01
     assert compiled.graphs == 1
+
+
+def test_compiled_layers_keep_what_was_chosen_before_they_were_traced() -> None:
+    """Of a layer's nine products eight are kept (no gradient needs the last), four or none; the others are computed twice: by the operators that run."""
+    counts = {}
+    for mode in ("full", "selective", "selective, products: 2"):
+        made = build(tiny(f"{{activation_checkpointing: {{mode: {mode}}}}}"), vocabulary=96, device=DEVICE)
+        compile_layers(anatomy(made.trained[0]).layers, backend="aot_eager")  # type: ignore[arg-type]
+        _grads(made, uneven())
+        with FlopCounterMode(display=False) as counter:
+            _grads(made, uneven())
+        counts[mode] = counter.get_total_flops()
+    width, inner, tokens, layers = 32, made.trained[0].config.intermediate_size, 4 * 32, 3
+    maps = [
+        2 * tokens * width * size for size in (width, width // 2, width // 2, width, inner, inner)
+    ]  # q, k, v and o, gate and up
+    scores = 2 * tokens * 32 * width  # of 32 tokens with 32, and as much again with the values
+    again = [layers * flops for flops in (*maps[:3], scores, scores, *maps[3:])]
+    assert counts["full"] - counts["selective"] == sum(again)
+    assert counts["selective, products: 2"] - counts["selective"] == sum(again[::2])
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16_pure"])

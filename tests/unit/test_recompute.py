@@ -8,7 +8,7 @@ import random
 import pytest
 import torch
 
-from preheat.ops.recompute import Call, Seen, choose, watch
+from preheat.ops.recompute import ATTENTION, Call, Seen, choose, dear, watch
 from preheat.planning.observe import observe
 from preheat.recipe import override
 
@@ -46,6 +46,16 @@ def test_what_a_layer_computes_and_saves_is_seen_without_computing_it() -> None:
         watch(layer.forward, (x,), {})
         out = layer(x)
     assert type(out) is torch.Tensor, "autocast's cache keeps no fake weights"
+
+
+@pytest.mark.parametrize("normed", [False, True])
+def test_the_last_product_is_kept_only_where_a_gradient_needs_it(normed: bool) -> None:
+    """Added to the layer's input it is not needed again; normed first, as in Gemma 2, it is."""
+    inner, after = (torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.GELU(), torch.nn.Linear(32, 8)), torch.nn.LayerNorm(8))
+    seen = watch(lambda x: x + (after(inner(x)) if normed else inner(x)), (torch.zeros(10, 8, requires_grad=True),), {})
+    product = torch.ops.aten.addmm.default
+    assert [call.key for call in seen.calls if call.key[0] is product] == [(product, i) for i in range(1 + normed)]
+    assert dear(seen, 1) == {(ATTENTION, -1), *((product, i) for i in range(1 + normed))}
 
 
 @pytest.mark.parametrize("techniques", ["efficient_attention: {}", "mixed_precision: {}, efficient_attention: {}"])
