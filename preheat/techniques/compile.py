@@ -79,10 +79,8 @@ class CompiledLayers:
         from torch._dynamo.exc import Unsupported
         from torch._dynamo.utils import counters
 
-        if prepare := getattr(
-            forward, "prepare", None
-        ):  # a layer that is computed again chooses what it keeps, which cannot be traced
-            prepare(args, kwargs)
+        if prepare := getattr(forward, "prepare", None):  # layers that are computed again choose what they keep
+            prepare(args, kwargs)  # which cannot be traced
         before = counters["stats"]["unique_graphs"]
         try:
             with self._allowance(), warnings.catch_warnings():

@@ -105,9 +105,8 @@ def test_compiled_layers_keep_what_was_chosen_before_they_were_traced() -> None:
             _grads(made, uneven())
         counts[mode] = counter.get_total_flops()
     width, inner, tokens, layers = 32, made.trained[0].config.intermediate_size, 4 * 32, 3
-    maps = [
-        2 * tokens * width * size for size in (width, width // 2, width // 2, width, inner, inner)
-    ]  # q, k, v and o, gate and up
+    sizes = (width, width // 2, width // 2, width, inner, inner)  # what q, k, v and o, gate and up give
+    maps = [2 * tokens * width * size for size in sizes]
     scores = 2 * tokens * 32 * width  # of 32 tokens with 32, and as much again with the values
     again = [layers * flops for flops in (*maps[:3], scores, scores, *maps[3:])]
     assert counts["full"] - counts["selective"] == sum(again)
