@@ -116,7 +116,8 @@ def _observe(recipe: Recipe, vocabulary: int | None, device: Device, by_layer: b
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    recorder = Recorder(rounding=512 if device.kind == "cuda" else 64, spread=torch.distributed.is_initialized())
+    cpu = device.kind == "cpu"
+    recorder = Recorder(rounding=64 if cpu else 512, spread=torch.distributed.is_initialized(), casts=cpu)
     # bodies of `with dry:` in build: allocations of parameters and optimizer state are seen too
     made = build(recipe, vocabulary=vocabulary, device=device, dry=_Both(mode, recorder))
     with mode, recorder, counting(recorder), gathering(recorder.look_at_gathered), reducing(recorder.sum_gradients):

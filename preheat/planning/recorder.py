@@ -134,11 +134,12 @@ class Recorder(TorchDispatchMode):
     Args:
         rounding: of the allocator, bytes.
         spread: the step is one of several devices'.
+        casts: operators of single numbers cast operands of another dtype as a whole before they run, as torch does on a CPU; on a GPU they cast as they read.
     """
 
-    def __init__(self, rounding: int, spread: bool = False):
+    def __init__(self, rounding: int, spread: bool = False, casts: bool = False):
         super().__init__()  # type: ignore[no-untyped-call]
-        self.rounding, self.spread = rounding, spread
+        self.rounding, self.spread, self.casts = rounding, spread, casts
         self._gathered: dict[
             int, tuple[weakref.ref[Any], int, int]
         ] = {}  # id of a storage that holds gathered weights -> it, number, bytes
@@ -206,6 +207,14 @@ class Recorder(TorchDispatchMode):
         self.phase = phase
         self._enter(self._made, 0)
         self._made += 1
+
+    def _pass(self, size: int) -> None:
+        """Enters what an operator holds while it runs."""
+        number, size = self._made, -(-size // self.rounding) * self.rounding
+        self._made += 1
+        self.rounded[number] = 0
+        self._enter(number, size)
+        self._enter(number, -size)
 
     def _enter(self, number: int, size: int) -> None:
         self.log.append((number, size, self._phase()))
@@ -312,6 +321,9 @@ class Recorder(TorchDispatchMode):
         if known.stream is not None:
             self.streams.update({n: known.stream for t in (outputs or written) if (n := self.number(t)) is not None})
         read, made = (sum(_moved(t) for t in some) for some in (inputs, written))
+        if self.casts and known.pointwise and where == "device" and (cast := _cast(inputs, written)):
+            self._pass(cast)
+            read, made = read + cast, made + cast
         if where in ("out", "back"):  # the host's side crosses the link
             read = made = sum(_moved(t) for t in (*inputs, *outputs) if id(_storage(t)) in self._host)
         flops = _flops(known.formula, args, out)
@@ -348,6 +360,7 @@ class _Operator:
     splits: bool
     stream: str | None
     collective: bool
+    pointwise: bool  # of single numbers, whatever their dtypes
     formula: Any
 
 
@@ -361,6 +374,7 @@ def _operator(func: Any) -> _Operator:
         name.endswith("::split_with_sizes_copy"),
         _STREAMS.get(name.rpartition("::")[2]),
         func.namespace in ("c10d", "_c10d_functional"),
+        torch.Tag.pointwise in func.tags and name not in _CASTS,
         _formula(func),
     )
 
@@ -368,6 +382,7 @@ def _operator(func: Any) -> _Operator:
 # Operators of FSDP2 that write what it made on a stream of its own.
 _STREAMS = {"all_gather_copy_in": "gather", "_reduce_scatter_base_": "reduce"}
 _FREE = {"aten::_unsafe_view", "aten::detach", "aten::alias", "aten::_local_scalar_dense", "prim::device", "aten::set_data"}
+_CASTS = {"aten::copy_", "aten::_to_copy"}  # what they write is the cast
 _FORWARD = {"preheat::grouped_linear"}  # operators of a forward pass alone, which torch runs without grad mode always
 _LINK: dict[str, Place] = {
     "preheat::to_host": "out",
@@ -384,6 +399,16 @@ _EMPTY = {
     "aten::new_empty_strided",
     "aten::empty.memory_format",
 }
+
+
+def _cast(inputs: Iterable[Tensor], written: Iterable[Tensor]) -> int:
+    """Bytes of whole operands and results of another floating dtype than that in which an operator computes; single numbers count for nothing."""
+    floats = [t for t in inputs if t.dtype.is_floating_point and t.ndim]
+    if len({t.dtype for t in floats}) < 2:
+        return 0
+    common = functools.reduce(torch.promote_types, (t.dtype for t in floats))
+    others = [t for t in (*floats, *written) if t.dtype.is_floating_point and t.dtype != common]
+    return sum(min(t.numel(), _storage(t).nbytes() // t.element_size()) * common.itemsize for t in others)
 
 
 def _moved(t: Tensor) -> int:
