@@ -52,6 +52,31 @@ def test_chunks_give_the_plain_gradients_in_an_eighth_of_its_memory(inputs: Any)
     assert little <= much / 8
 
 
+def test_the_heads_gradient_is_summed_in_fp32_some_rows_at_a_time(inputs: Any) -> None:
+    """Bit for bit what sums of whole products give, with no product of all 32,000 pieces: of bf16 and, cast by torch, of fp32 they would take 12 MiB."""
+    hidden, head, labels = inputs
+    whole = PIECES * WIDTH * 2  # of bf16
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        ours, beyond = _run(chunked_logits, inputs)
+    assert beyond < ROWS * WIDTH * 2 + 2 * whole + 512 * PIECES * 2 + whole, (
+        "hidden states, the weight and its gradient cast, a chunk's logits, and less than a product"
+    )
+    products: list[torch.Tensor] = []
+
+    class Seen(CrossEntropy):
+        def value_and_grad_(self, logits: torch.Tensor, *aligned: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            found = super().value_and_grad_(logits, *aligned)
+            products.append(logits.detach().clone())
+            return found
+
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        chunked_logits(hidden.clone().requires_grad_(), head, Seen(), labels)
+    parts = hidden[0].bfloat16().split(512)
+    factor = (labels[0] != -100).bfloat16().split(512)
+    total = sum(torch.mm(g.t(), h * f[:, None]).float() for g, h, f in zip(products, parts, factor, strict=True))
+    assert torch.equal(ours["head"], total / ROWS)
+
+
 def test_torchs_own_kernel_agrees(inputs: Any) -> None:
     hidden, head, labels = inputs
     found = []

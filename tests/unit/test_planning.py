@@ -130,3 +130,36 @@ print(heap._library().preheat_furthest())
 def test_a_step_is_held_once_however_often_it_is_taken() -> None:
     step = [(1, 64 << 20, "forward"), (2, 1 << 16, "forward"), (2, -(1 << 16), "backward"), (1, -(64 << 20), "update")]
     assert replay([(0, 1 << 21, "load"), *step, (3, 1 << 30, "evaluation")]) == 68 << 20
+
+
+@pytest.mark.parametrize("operator", ["sum", "in place", "in place, below", "by a number", "alike", "copy"])
+def test_casts_of_mixed_operands_are_seen_as_torch_makes_them(operator: str) -> None:
+    """Bytes that an operator of single numbers makes on a CPU, by torch's own profiler and by the recorder."""
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    from preheat.planning.recorder import Recorder
+
+    full, half = torch.ones(1 << 16), torch.ones(1 << 16, dtype=torch.bfloat16)
+
+    def run() -> torch.Tensor:
+        return {
+            "sum": lambda: full + half,
+            "in place": lambda: full.add_(half),
+            "in place, below": lambda: half.mul_(full),
+            "by a number": lambda: half * torch.tensor(2.0),
+            "alike": lambda: full * full,
+            "copy": lambda: full.copy_(half),
+        }[operator]()
+
+    run()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        run()
+    memory = [e.nbytes() for e in seen.profiler.kineto_results.events() if e.name() == "[memory]"]  # type: ignore[union-attr]
+    recorder = Recorder(rounding=64, casts=True)
+    for operand in (full, half):
+        recorder.follow(operand)
+    there = len(recorder.log)
+    with recorder:
+        run()
+    assert sum(size for _, size, _ in recorder.log[there:] if size > 64) == sum(size for size in memory if size > 64)
