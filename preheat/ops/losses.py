@@ -11,6 +11,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from preheat.ops.again import alike
+from preheat.ops.chunk_sums import Beside, sum_product
 from preheat.ops.sharded import whole
 from preheat.ops.tied_head import pair_of
 from preheat.technique import RowLoss
@@ -236,7 +237,7 @@ class _Chunked(torch.autograd.Function):
         kept_hidden, kept_weight = hidden.dtype, weight.dtype
         wants_hidden, wants_weight = (differentiate and needs for needs in ctx.needs_input_grad[:2])
         hidden, weight = hidden.detach().to(dtype), weight.detach().to(dtype)
-        beside = _Beside(low, up, dtype, differentiate) if low is not None and up is not None else None
+        beside = Beside(low, up, dtype, differentiate) if low is not None and up is not None else None
         total = hidden.new_zeros((), dtype=torch.float32)
         grad_hidden = torch.empty_like(hidden, dtype=kept_hidden) if wants_hidden else None
         grad_weight = torch.empty_like(weight, dtype=kept_weight) if wants_weight else None
@@ -267,7 +268,7 @@ class _Chunked(torch.autograd.Function):
                 if grad_weight.dtype == dtype:
                     grad_weight.addmm_(logits.t(), product, beta=float(start > 0))  # 0: what stood there is not read
                 else:
-                    _sum_product(grad_weight, logits, product, first=start == 0)
+                    sum_product(grad_weight, logits, product, first=start == 0)
         beside_grads = beside.grads if beside is not None else (None, None)
         grads = (grad_hidden, grad_weight, *beside_grads)
         ctx.save_for_backward(*(g for g in grads if g is not None))
@@ -281,45 +282,6 @@ class _Chunked(torch.autograd.Function):
         # In place: these were made for this one call and nobody else holds them.
         hidden, weight, low, up = (next(kept).mul_(grads[0]) if wanted else None for wanted in wants)
         return (hidden, weight, None, None, None, None, low, up, *([None] * count))
-
-
-_SOME_ROWS = 4096
-"""Of the head at a time: on two cores 4 times as quick as all 32,000 of 512 numbers at once, as quick or quicker for smaller heads; on a GPU large enough to fill it."""
-
-
-def _sum_product(total: Tensor, left: Tensor, right: Tensor, *, first: bool) -> None:
-    """total (+)= left.T @ right, where it has another dtype than the factors; `first`: what stands in it is not read.
-
-    Some rows of it at a time: the product would be as large as half of it, and a CPU casts all of that before it adds.
-    """
-    for start in alike(range(0, total.shape[0], _SOME_ROWS)):
-        rows = slice(start, start + _SOME_ROWS)
-        product = torch.mm(left[:, rows].t(), right)
-        if first:
-            total[rows].copy_(product)
-        else:
-            total[rows].add_(product)
-
-
-class _Beside:
-    """What logits have beside the head's own: low [n, rank] times up [rank, vocabulary], chunk by chunk."""
-
-    def __init__(self, low: Tensor, up: Tensor, dtype: torch.dtype, differentiate: bool):
-        self.low, self.up = low.detach().to(dtype), up.detach().to(dtype)
-        made = (torch.empty_like(low), torch.zeros_like(up)) if differentiate else (None, None)
-        self.grads: tuple[Tensor | None, Tensor | None] = made
-
-    def add_(self, logits: Tensor, start: int) -> None:
-        logits.addmm_(self.low[start : start + logits.shape[0]], self.up)
-
-    def differentiate(self, grad: Tensor, factor: Tensor, start: int) -> None:
-        """From the gradient of a chunk's logits, up to a factor a row."""
-        grad_low, grad_up = self.grads
-        if grad_low is None or grad_up is None:
-            return
-        rows = slice(start, start + grad.shape[0])
-        grad_low[rows] = torch.mm(grad, self.up.t()) * factor
-        grad_up += torch.mm((self.low[rows] * factor).t(), grad)
 
 
 def chunked_logits(hidden: Tensor, head: torch.nn.Module, row_loss: RowLoss, *aligned: Tensor, rows: int = 512) -> Tensor:

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 
 from preheat.ops.sharded import local
 from preheat.planning.fakes import call, tensors
+from preheat.planning.formulas import flops_of, formula_of
 
 __all__ = ["STEP", "Kernel", "Mark", "Phase", "Recorder"]
 
@@ -66,40 +67,6 @@ _DTYPES = {
     torch.float8_e4m3fn: "float8",
     torch.float8_e5m2: "float8",
 }
-
-
-def _attention_flops(q: Any, k: Any, v: Any) -> int:
-    """Of one forward pass as if every token saw all others (as torch's own formulas count): 4 rows heads n m head_dim."""
-    rows, heads, n, width = q
-    return int(2 * rows * heads * n * k[2] * (width + v[3]))
-
-
-def _flops(formula: Any, args: Any, out: Any) -> int:
-    if formula is None:
-        return 0
-    shapes = tuple(a.shape if isinstance(a, Tensor) else a for a in args)
-    try:
-        return _counted(formula, shapes, out.shape if isinstance(out, Tensor) else None)
-    except TypeError:  # lists among the arguments, as of a convolution
-        return int(formula(*args, out_val=out))
-
-
-@functools.lru_cache(4096)
-def _counted(formula: Any, shapes: Any, out: Any) -> int:
-    return int(formula(*shapes, out_val=out))
-
-
-def _formula(operator: Any) -> Any:
-    """Shapes of an operator's arguments and its result's -> FLOPs; None where it has none."""
-    from torch.utils.flop_counter import flop_registry
-
-    aten, packet = torch.ops.aten, operator._overloadpacket
-    if packet is aten._scaled_dot_product_flash_attention_for_cpu:  # torch has no formula for it
-        return lambda q, k, v, *_, out_val: _attention_flops(q, k, v)
-    if packet is aten._scaled_dot_product_flash_attention_for_cpu_backward:
-        return lambda _, q, k, v, *more, out_val: _attention_flops(q, k, v) * 5 // 2
-    packet = {aten.addmm_: aten.addmm, aten.baddbmm_: aten.baddbmm}.get(packet, packet)  # torch lists no in-place products
-    return flop_registry.get(packet)
 
 
 def _argument(operator: Any, args: Any, kwargs: Any, name: str, default: Any) -> Any:
@@ -326,7 +293,7 @@ class Recorder(TorchDispatchMode):
             read, made = read + cast, made + cast
         if where in ("out", "back"):  # the host's side crosses the link
             read = made = sum(_moved(t) for t in (*inputs, *outputs) if id(_storage(t)) in self._host)
-        flops = _flops(known.formula, args, out)
+        flops = flops_of(known.formula, args, out)
         floats = [t.dtype for t in inputs if t.dtype in _DTYPES] or [t.dtype for t in outputs if t.dtype in _DTYPES]
         kernel = Kernel(
             operator=known.name.removeprefix("aten::"),
@@ -375,7 +342,7 @@ def _operator(func: Any) -> _Operator:
         _STREAMS.get(name.rpartition("::")[2]),
         func.namespace in ("c10d", "_c10d_functional"),
         torch.Tag.pointwise in func.tags and name not in _CASTS,
-        _formula(func),
+        formula_of(func),
     )
 
 

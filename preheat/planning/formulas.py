@@ -1,0 +1,45 @@
+"""FLOPs of operators, by torch's formulas and where it has none by ours."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["flops_of", "formula_of"]
+
+
+def _attention_flops(q: Any, k: Any, v: Any) -> int:
+    """Of one forward pass as if every token saw all others (as torch's own formulas count): 4 rows heads n m head_dim."""
+    rows, heads, n, width = q
+    return int(2 * rows * heads * n * k[2] * (width + v[3]))
+
+
+def flops_of(formula: Any, args: Any, out: Any) -> int:
+    if formula is None:
+        return 0
+    shapes = tuple(a.shape if isinstance(a, Tensor) else a for a in args)
+    try:
+        return _counted(formula, shapes, out.shape if isinstance(out, Tensor) else None)
+    except TypeError:  # lists among the arguments, as of a convolution
+        return int(formula(*args, out_val=out))
+
+
+@functools.lru_cache(4096)
+def _counted(formula: Any, shapes: Any, out: Any) -> int:
+    return int(formula(*shapes, out_val=out))
+
+
+def formula_of(operator: Any) -> Any:
+    """Shapes of an operator's arguments and its result's -> FLOPs; None where it has none."""
+    from torch.utils.flop_counter import flop_registry
+
+    aten, packet = torch.ops.aten, operator._overloadpacket
+    if packet is aten._scaled_dot_product_flash_attention_for_cpu:  # torch has no formula for it
+        return lambda q, k, v, *_, out_val: _attention_flops(q, k, v)
+    if packet is aten._scaled_dot_product_flash_attention_for_cpu_backward:
+        return lambda _, q, k, v, *more, out_val: _attention_flops(q, k, v) * 5 // 2
+    packet = {aten.addmm_: aten.addmm, aten.baddbmm_: aten.baddbmm}.get(packet, packet)  # torch lists no in-place products
+    return flop_registry.get(packet)
