@@ -3,9 +3,9 @@
     python benchmarks/published.py --runs IN.csv --gpus GPUS.csv --out OUT.csv [--jobs 2]
 
 Each row becomes a recipe (model by its sizes, mesh, micro-batch, precision, techniques), planned for its accelerator as `preheat plan` does.
-What a row leaves open is filled in by the rules of published_rows.py, the same for all. No row's name or source is looked at, and of its notes only which maps
+What a row leaves open is filled in by the rules of published_rows.py, the same for all. No row's name or source is looked at. Of its notes only which maps
 adapters act on (`adapted`), which memory was read (`gib_of`), fp32 sums of gradients (`half_gradients`), that lengths vary and rows are Alpaca's
-(`leaves_open`, `filled`). Writes
+(`leaves_open`, `filled`); of its model's name the sizes where none are stated, and whether it is a GPT (`dropped`). Writes
 `id,predicted_gib,low_gib,high_gib,predicted_tok_s,low_tok_s,high_tok_s,seconds,reason` (tokens a second of each accelerator; empty where it
 cannot be said, with the reason) and prints errors by source.
 """

@@ -49,4 +49,4 @@ def nearest(word: str, known: "list[str] | tuple[str, ...]") -> str:
     found = difflib.get_close_matches(word, known, n=1, cutoff=0.55)
     if found:
         return f"did you mean '{found[0]}'?"
-    return "known: " + ", ".join(sorted(known))
+    return "known: " + ", ".join(sorted(known)) if known else "there are none here"

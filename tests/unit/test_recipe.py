@@ -20,6 +20,10 @@ BASE = "model: {size: 15M}\nstop: {steps: 10}\n"
     ("text", "words"),
     [
         ("modle: {}", ["r.yaml:1", "unknown key 'modle'", "did you mean 'model'"]),
+        (
+            BASE + "techniques: {optimizer_in_backward: {on: true}}",
+            ["'techniques.optimizer_in_backward.on'", "there are none here"],
+        ),
         (BASE + "batch:\n  lenght: 8", ["r.yaml:4", "unknown key 'batch.lenght'", "'length'"]),
         (BASE + "batch: {size: big}", ["r.yaml:3", "batch.size", "whole number", "'big'"]),
         (BASE + "batch: {size: 2.5}", ["batch.size", "whole number", "2.5"]),
