@@ -51,7 +51,7 @@ def _print(screen: Any, shown: dict[str, Any]) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from preheat.report.words import clean
+    from preheat.text import clean
 
     colours = screen.is_terminal and not screen.no_color
     for example in shown["examples"]:

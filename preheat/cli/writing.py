@@ -148,6 +148,6 @@ def note(words: str) -> None:
 
 def shown(text: str) -> str:
     """Text for standard output: on a terminal, control characters are shown and not obeyed."""
-    from preheat.report.words import clean
+    from preheat.text import clean
 
     return clean(text) if sys.stdout.isatty() else text

@@ -7,9 +7,10 @@ import math
 import re
 from typing import Any
 
+from preheat.text import clean
+
 __all__ = [
     "MISSING",
-    "clean",
     "count",
     "duration",
     "escape",
@@ -25,24 +26,6 @@ __all__ = [
 ]
 
 MISSING = "not recorded"
-
-# What a page must not carry as it is: control characters, direction overrides (they reorder what follows), lone surrogates.
-_CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff\ufffe\uffff]")
-
-
-def clean(text: Any) -> str:
-    """Text with control characters shown (as U+2400 and on) rather than obeyed.
-
-    Example:
-        >>> clean("a\\x1b[31mb")
-        'a␛[31mb'
-    """
-
-    def shown(match: re.Match[str]) -> str:
-        code = ord(match.group())
-        return chr(0x2400 + code) if code < 0x20 else "\u2421" if code == 0x7F else "\ufffd"
-
-    return _CONTROLS.sub(shown, str(text).replace("\r\n", "\n"))
 
 
 def escape(text: Any) -> str:

@@ -1,0 +1,58 @@
+"""Makes foreign text safe to show: control characters become visible, long values are shortened. No torch."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+__all__ = ["clean", "quoted", "shorten"]
+
+# Neither a page nor a terminal must receive these: control characters, direction overrides (they reorder what follows),
+# lone surrogates.
+_CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff\ufffe\uffff]")
+
+
+def clean(text: Any) -> str:
+    """Returns the text with control characters shown (as U+2400 and on) instead of obeyed; line feeds and tabs stay.
+
+    Example:
+        >>> clean("a\\x1b[31mb")
+        'a␛[31mb'
+    """
+
+    def visible(match: re.Match[str]) -> str:
+        code = ord(match.group())
+        return chr(0x2400 + code) if code < 0x20 else "\u2421" if code == 0x7F else "\ufffd"
+
+    return _CONTROLS.sub(visible, str(text).replace("\r\n", "\n"))
+
+
+def shorten(text: str, limit: int = 80) -> str:
+    """Returns the text on one line, without control characters, with its middle cut if it is longer than `limit`.
+
+    Example:
+        >>> shorten("9" * 5000, 20)
+        '999999999…999999999'
+    """
+    # Only the ends are cleaned: the text may be a hundred megabytes long.
+    if len(text) > 4 * limit:
+        text = text[: 2 * limit] + "…" + text[-2 * limit :]
+    text = " ".join(clean(text).split())
+    half = (limit - 1) // 2
+    return text if len(text) <= limit else f"{text[:half]}…{text[-half:]}"
+
+
+def quoted(value: Any, limit: int = 80) -> str:
+    """Returns a foreign value as an error message quotes it: its `repr`, shortened. Never raises, whatever the value.
+
+    Example:
+        >>> quoted("a" * 5000, 16), quoted(3)
+        ("'aaaaaa…aaaaaa'", '3')
+    """
+    if isinstance(value, str):
+        short = value if len(value) <= 4 * limit else value[: 2 * limit] + "…" + value[-2 * limit :]
+        return shorten(repr(short), limit)
+    try:
+        return shorten(repr(value), limit)
+    except (ValueError, RecursionError):  # an integer of more digits than Python prints; a value nested in itself
+        return f"a {type(value).__name__} too large to show"
