@@ -24,6 +24,8 @@ def data(
     Example: `preheat data my.yaml --rows 5 --html data.html`. Exit code 4: a check refuses the data.
     """
     from preheat import recipe as recipes
+
+    chosen = recipes.load(recipe, set or [])  # before torch is imported, which takes seconds
     from preheat import report
     from preheat.cli.show import console, emit
     from preheat.data.kinds import require_examples
@@ -31,7 +33,6 @@ def data(
     from preheat.errors import DataError
     from preheat.training.session import data_of
 
-    chosen = recipes.load(recipe, set or [])
     prepared = data_of(chosen, refuse=False)
     shown = look(prepared, rows=rows, seed=chosen.seed) | {"name": chosen.name}
     page = report.write_data(shown, html) if html else None

@@ -22,6 +22,8 @@ def demo(
     Example: `preheat demo`
     """
     from preheat import recipe as recipes
+
+    recipes.load("demo", set or [])  # a wrong key is told before torch is imported
     from preheat.cli.show import console
     from preheat.cli.train import run
     from preheat.run import Reader

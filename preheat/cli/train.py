@@ -65,16 +65,18 @@ def _dry_run(
     recipe: str, overrides: list[str], *, gpu: str | None, out: Path | None, resume: bool, nproc: int, json: bool
 ) -> None:
     """Data, the run's folder and a plan of the recipe as it is; exit code 3 where it does not fit."""
+    from preheat.training.asked import asked, hardware
+
+    # Before torch is imported, which takes seconds.
+    question = asked(recipe, [*overrides, *([f"parallel.devices={nproc}"] if nproc > 1 else [])])
     from preheat.cli.plan import finish
     from preheat.cli.planned import stated
     from preheat.cli.show import Alarms, console
     from preheat.errors import RecipeError
     from preheat.models.presets import require_weights
     from preheat.run import check_folder
-    from preheat.training.asked import asked, hardware
     from preheat.training.session import read_data
 
-    question = asked(recipe, [*overrides, *([f"parallel.devices={nproc}"] if nproc > 1 else [])])
     if not question.given:
         raise RecipeError(f"{recipe}: --dry-run takes a recipe; preheat plan takes a model, and writes one with --out")
     check_folder(out or Path("runs") / question.recipe.name, resume=resume)

@@ -85,8 +85,7 @@ def sampling(overrides: Sequence[str] = (), **values: Any) -> Sample:
         asked[name] = compose(raw, f"--set {item}")[0]
     reader = RecipeReader("--set", {})
     made: Sample = reader.flat(Sample, {**values, **asked}, ("sample",))
-    if reader.found:
-        raise RecipeError("\n".join(reader.found))
+    reader.refuse()
     if problems := made.problems():
         said = [(f"sample.{name}" if name in asked else f"--{name.replace('_', '-')}", words) for name, words in problems]
         raise RecipeError("; ".join(f"{name}: {words}" for name, words in said))

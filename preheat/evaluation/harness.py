@@ -14,6 +14,7 @@ from preheat.errors import DataError, RecipeError, nearest
 from preheat.evaluation import bootstrap
 from preheat.evaluation.results import Result
 from preheat.evaluation.scoring import Scorer
+from preheat.recipe.text import read_text
 
 __all__ = ["measure_by_harness", "model_for_harness", "require_harness"]
 
@@ -163,9 +164,11 @@ def _task_of(file: Path) -> str:
 
     if not file.is_file():
         raise RecipeError(f"--tasks lm-eval:{file}: no such file")
-    node = yaml.compose(
-        file.read_text(encoding="utf-8"), Loader=yaml.SafeLoader
-    )  # nothing is constructed: !function is lm-eval's own
+    try:
+        # Nothing is constructed: !function is lm-eval's own.
+        node = yaml.compose(read_text(file), Loader=yaml.SafeLoader)
+    except (yaml.YAMLError, RecursionError):
+        raise RecipeError(f"--tasks lm-eval:{file}: is not YAML") from None
     pairs = node.value if isinstance(node, yaml.MappingNode) else []
     found = next((str(value.value) for key, value in pairs if key.value in ("task", "group")), None)
     if found is None:

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from preheat.errors import RecipeError, nearest
 from preheat.recipe.boundary import RecipeReader
 from preheat.recipe.parts import Count, Whole
-from preheat.recipe.text import compose
+from preheat.recipe.text import compose, read
 
 __all__ = ["BUILT_IN", "OF_LENGTH", "LengthTask", "Task", "built_in", "find_tasks", "load_task"]
 
@@ -145,10 +145,7 @@ def load_task(path: Path, settings: Mapping[str, str] | None = None) -> Task | L
     Raises:
         RecipeError: no such file, an unknown key (the nearest is named), a value out of range.
     """
-    try:
-        values, lines = compose(path.read_text(encoding="utf-8"), str(path))
-    except (OSError, UnicodeDecodeError) as error:
-        raise RecipeError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or 'not text in UTF-8'})") from None
+    values, lines = read(path)
     if settings and isinstance(values, dict):
         values |= {key: compose(value, f"{path.stem}, {key}")[0] for key, value in settings.items()}
     task = _read(values, str(path), lines)
@@ -167,8 +164,8 @@ def _read(values: Any, name: str, lines: Any) -> Task | LengthTask:
     if task is not None:
         for key, words in task.problems():
             reader.say((key,), f"{key}: {words}")
-    if reader.found or task is None:
-        raise RecipeError("\n".join(reader.found))
+    reader.refuse()
+    assert task is not None, "a task that was not read has a problem"
     return task
 
 

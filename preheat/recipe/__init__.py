@@ -18,7 +18,7 @@ from typing import Any
 
 from preheat.errors import RecipeError, nearest
 from preheat.recipe.boundary import RecipeReader, json_schema
-from preheat.recipe.bounds import Bound, Count, NonNegative, Positive, Share, Whole
+from preheat.recipe.bounds import Bound, Count, Long, NonNegative, Positive, Seed, Share, Whole
 from preheat.recipe.parts import (
     Batch,
     Checkpoint,
@@ -34,7 +34,8 @@ from preheat.recipe.parts import (
     field_docs,
 )
 from preheat.recipe.sample import Sample
-from preheat.recipe.text import compose, write
+from preheat.recipe.text import compose, read_text, write
+from preheat.text import quoted, shorten
 
 __all__ = [
     "Batch",
@@ -44,6 +45,7 @@ __all__ = [
     "Data",
     "Evaluate",
     "Hardware",
+    "Long",
     "Model",
     "NonNegative",
     "Optimizer",
@@ -52,6 +54,7 @@ __all__ = [
     "Recipe",
     "Sample",
     "Schedule",
+    "Seed",
     "Share",
     "Stop",
     "Whole",
@@ -78,19 +81,23 @@ def parse(text: str, *, where: str = "recipe", overrides: Sequence[str] = ()) ->
         RecipeError: every problem found, a line each: file, line, key, value and the nearest right name.
     """
     values, lines = compose(text, where)
+    assigned: dict[tuple[str, ...], str] = {}
     for item in overrides:
         values = _assign(values, item)
-        key = tuple(item.split("=", 1)[0].split("."))
+        key = tuple(item.split("=", 1)[0].strip().split("."))
+        for at in [a for a in assigned if a[: len(key)] == key]:
+            del assigned[at]
         for at in [a for a in lines if a[: len(key)] == key]:
             del lines[at]
-    return RecipeReader(where, lines).recipe(values)
+        assigned[key] = f"--set {shorten(item)}"
+    return RecipeReader(where, lines, assigned).recipe(values)
 
 
 def _assign(values: Any, item: str) -> Any:
     key, equals, raw = item.partition("=")
     if not equals or not key:
-        raise RecipeError(f"--set {item}: write it as key=value, e.g. --set batch.size=64")
-    value, _ = compose(raw, f"--set {item}")
+        raise RecipeError(f"--set {shorten(item)}: write it as key=value, e.g. --set batch.size=64")
+    value, _ = compose(raw, f"--set {shorten(item)}")
     value = None if raw.strip() == "" else value
     path = key.strip().split(".")
     values = dict(values) if isinstance(values, Mapping) else values
@@ -98,7 +105,7 @@ def _assign(values: Any, item: str) -> Any:
     for step in path[:-1]:
         inner = at.get(step)
         if step in at and inner is not None and not isinstance(inner, Mapping):
-            raise RecipeError(f"--set {item}: '{step}' is {inner!r}, which has no settings inside")
+            raise RecipeError(f"--set {shorten(item)}: '{shorten(step)}' is {quoted(inner)}, which has no settings inside")
         at[step] = dict(inner or {})
         at = at[step]
     at[path[-1]] = value
@@ -118,23 +125,30 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
         8
     """
     file = Path(path)
-    if not file.is_file():  # a folder of the same name is no reason to hide a built-in recipe
+    where = shorten(str(path), 200)
+    if not _is_there(file):  # a folder of the same name is no reason to hide a built-in recipe
         known = built_in()
-        if str(path) not in known and file.is_dir():
-            raise RecipeError(f"{path}: is a folder; name a recipe file")
+        if str(path) not in known and _is_there(file, folder=True):
+            raise RecipeError(f"{where}: is a folder; name a recipe file")
         if str(path) not in known:
-            raise RecipeError(f"{path}: no such file, and no built-in recipe of that name; {nearest(str(path), list(known))}")
+            raise RecipeError(f"{where}: no such file, and no built-in recipe of that name; {nearest(str(path), list(known))}")
         file = known[str(path)]
+    return parse(read_text(file, where), where=where, overrides=overrides)
+
+
+def _is_there(file: Path, *, folder: bool = False) -> bool:
     try:
-        text = file.read_text(encoding="utf-8")
-    except UnicodeDecodeError:
-        raise RecipeError(f"{path}: not text in UTF-8") from None
-    return parse(text, where=str(path), overrides=overrides)
+        return file.exists() and file.is_dir() == folder
+    except (OSError, ValueError):  # a name that is too long, or holds NUL, names no file
+        return False
 
 
 def override(recipe: Recipe, *items: str) -> Recipe:
     """The recipe with `a.b=c` settings replaced."""
-    return parse(dump(recipe), where=recipe.name, overrides=items)
+    values = as_values(recipe)
+    for item in items:
+        values = _assign(values, item)
+    return RecipeReader(recipe.name, {}).recipe(values)
 
 
 def as_values(recipe: Recipe) -> dict[str, Any]:

@@ -6,14 +6,17 @@ import dataclasses
 import functools
 import inspect
 import json
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import field
 from typing import Annotated, Any
 
 from preheat.errors import RecipeError, nearest
-from preheat.recipe.bounds import Bound, Whole
+from preheat.recipe.bounds import Bound, Seed
 from preheat.recipe.parts import Recipe, field_docs
+from preheat.recipe.synonyms import unknown_key
 from preheat.technique import Technique, registry
+from preheat.text import quoted, shorten
 
 __all__ = ["RecipeReader", "json_schema"]
 
@@ -26,7 +29,7 @@ def _adapter(cls: type) -> Any:
     def bounded(bound: Bound) -> pydantic.AfterValidator:
         def check(value: Any) -> Any:
             words = bound.problem(value) if isinstance(value, int | float) else None
-            if words:
+            if words and not isinstance(value, bool):
                 raise ValueError(words)
             return value
 
@@ -39,12 +42,12 @@ def _adapter(cls: type) -> Any:
         origin = typing.get_origin(kind)
         if origin is Annotated:
             base, *extra = typing.get_args(kind)
-            return Annotated[(convert(base), *(bounded(e) if isinstance(e, Bound) else e for e in extra))]
+            return Annotated[(base, *(bounded(e) if isinstance(e, Bound) else e for e in extra))]
         if origin in (typing.Union, types.UnionType):
             return typing.Union[tuple(convert(a) for a in typing.get_args(kind))]  # noqa: UP007
         if origin is tuple:
             return tuple[tuple(convert(a) if a is not Ellipsis else a for a in typing.get_args(kind))]  # type: ignore[misc]
-        return kind
+        return Annotated[kind, bounded(Bound())] if kind in (int, float) else kind
 
     import typing
 
@@ -83,16 +86,48 @@ def _words(error: Any) -> str:
     }.get(kind, error["msg"][0].lower() + error["msg"][1:])
 
 
-class RecipeReader:
-    def __init__(self, where: str, lines: Mapping[tuple[str, ...], int]):
-        self.where, self.lines, self.found = where, lines, list[str]()
+_MOST_PROBLEMS = 10
+"""As many problems of one recipe are told; the others are counted."""
 
-    def say(self, at: Sequence[Any], text: str) -> None:
+
+class RecipeReader:
+    """Reads plain values into dataclasses and collects what is wrong with them.
+
+    Args:
+        where: the name that errors give the text.
+        lines: the line of each key.
+        assigned: keys that `--set` gave, with the words that errors name instead of the line.
+    """
+
+    def __init__(self, where: str, lines: Mapping[tuple[str, ...], int], assigned: Mapping[tuple[str, ...], str] | None = None):
+        self.where, self.lines, self.assigned = where, lines, assigned or {}
+        self.found: dict[str, None] = {}
+        self.more = 0
+
+    def say(self, at: Sequence[Any], problem: str | Callable[[], str]) -> None:
+        """Notes a problem of the key at this path. A callable is asked for the text only if it will be shown."""
+        if len(self.found) >= _MOST_PROBLEMS:
+            self.more += 1
+            return
         at = tuple(str(a) for a in at)
-        line = next((self.lines[at[:n]] for n in range(len(at), 0, -1) if at[:n] in self.lines), None)
-        message = f"{self.where}:{line}: {text}" if line else f"{self.where}: {text}"
-        if message not in self.found:
-            self.found.append(message)
+        place = self.where
+        for n in range(len(at), 0, -1):
+            if words := self.assigned.get(at[:n]):
+                place = words
+                break
+            if at[:n] in self.lines:
+                place = f"{self.where}:{self.lines[at[:n]]}"
+                break
+        self.found[f"{place}: {problem if isinstance(problem, str) else problem()}"] = None
+
+    def refuse(self) -> None:
+        """
+        Raises:
+            RecipeError: a problem was noted; a line each.
+        """
+        if self.found:
+            more = [f"{self.where}: and {self.more:,} more problems"] if self.more else []
+            raise RecipeError("\n".join([*self.found, *more]))
 
     def flat(self, cls: type, values: Any, at: tuple[str, ...]) -> Any:
         """One dataclass without nested ones, or None after saying why not."""
@@ -101,25 +136,29 @@ class RecipeReader:
         values = {} if values is None else values
         name = ".".join(at)
         if not isinstance(values, Mapping):
-            self.say(at, f"{name}: must be a mapping of settings, got {values!r}")
+            self.say(at, f"{name}: must be a mapping of settings, got {quoted(values)}")
             return None
         known = [f.name for f in dataclasses.fields(cls)]
+        unknown = [key for key in values if key not in known]
+        for key in unknown:
+            self.say((*at, key), lambda key=key: unknown_key((*at, str(key)), known))  # type: ignore[misc]
         try:
-            made = _adapter(cls).model_validate_json(json.dumps(values, default=str))
+            read = _adapter(cls).model_validate_json(
+                json.dumps({key: value for key, value in values.items() if key in known}, default=str)
+            )
         except pydantic.ValidationError as problem:
             seen: dict[str, list[Any]] = {}
             for error in problem.errors():
                 seen.setdefault(str(error["loc"][0]) if error["loc"] else "", []).append(error)
             for key, errors in seen.items():
                 here = (*at, key)
-                if errors[0]["type"] == "extra_forbidden":
-                    self.say(here, f"unknown key '{'.'.join(here)}'; {nearest(key, known)}")
-                    continue
                 words = " or ".join(dict.fromkeys(_words(e) for e in errors))
-                self.say(here, f"{'.'.join(here)}: {words}, got {values.get(key)!r}")
+                self.say(here, f"{'.'.join(here)}: {shorten(words, 300)}, got {quoted(values.get(key))}")
+            return None
+        if unknown:
             return None
         try:
-            return cls(**{k: getattr(made, k) for k in known})
+            return cls(**{k: getattr(read, k) for k in known})
         except ValueError as problem:  # a technique's own __post_init__
             self.say(at, f"{name}: {problem}")
             return None
@@ -133,58 +172,61 @@ class RecipeReader:
             )
         parts = {f.name: f for f in dataclasses.fields(Recipe)}
         top = _top_scalars()
-        made: dict[str, Any] = {}
+        settings: dict[str, Any] = {}
         scalars = self.flat(top, {k: v for k, v in values.items() if k in ("name", "seed")}, ())
         if scalars is not None:
-            made.update(dataclasses.asdict(scalars))
+            settings.update(dataclasses.asdict(scalars))
         for key, value in values.items():
             if key not in parts:
-                self.say((key,), f"unknown key '{key}'; {nearest(str(key), list(parts))}")
+                self.say((key,), lambda key=key: unknown_key((str(key),), list(parts)))  # type: ignore[misc]
             elif key == "techniques":
-                made[key] = self.techniques(value)
+                settings[key] = self.techniques(value)
             elif key not in ("name", "seed"):
                 cls = parts[key].default_factory
                 assert dataclasses.is_dataclass(cls)
-                made[key] = self.flat(cls, value, (key,))  # type: ignore[arg-type]
-        if self.found:
-            raise RecipeError("\n".join(self.found))
+                settings[key] = self.flat(cls, value, (key,))  # type: ignore[arg-type]
+        self.refuse()
         try:
-            return Recipe(**made)
+            return Recipe(**settings)
         except RecipeError:
             blank = object.__new__(Recipe)
             for f in dataclasses.fields(Recipe):
                 default = f.default if f.default is not dataclasses.MISSING else f.default_factory()  # type: ignore[misc,operator]
-                object.__setattr__(blank, f.name, made.get(f.name, default))
+                object.__setattr__(blank, f.name, settings.get(f.name, default))
             for key, text in blank.problems():
                 self.say(key.split("."), f"{key}: {text}")
-            raise RecipeError("\n".join(self.found)) from None
+            self.refuse()
+            raise AssertionError("a recipe that was refused has a problem") from None
 
     def techniques(self, values: Any, at: tuple[str, ...] = ("techniques",)) -> dict[str, Technique]:
         known, name = registry(), ".".join(at)
         if isinstance(values, list) and all(isinstance(v, str) for v in values):  # a list of names means their defaults
-            twice = {v for v in values if values.count(v) > 1}
-            for one in sorted(twice):
-                self.say(at, f"{name}: '{one}' stands twice")
+            for one, times in sorted(Counter(values).items()):
+                if times > 1:
+                    self.say(at, f"{name}: {quoted(one)} stands twice")
             values = dict.fromkeys(values)
         if values is None:
             return {}
         if not isinstance(values, Mapping):
-            self.say(at, f"{name}: must be names with their settings, got {values!r}")
+            self.say(at, f"{name}: must be names with their settings, got {quoted(values)}")
             return {}
-        made = {}
+        techniques = {}
         for one, settings in values.items():
             if one not in known:
-                self.say((*at, one), f"unknown technique '{one}'; {nearest(str(one), list(known))}")
+                self.say(
+                    (*at, one),
+                    lambda one=one: f"unknown technique {quoted(str(one))}; {nearest(str(one), list(known))}",  # type: ignore[misc]
+                )
                 continue
-            made[one] = self.flat(known[one], settings, (*at, one))
-        return made
+            techniques[one] = self.flat(known[one], settings, (*at, one))
+        return techniques
 
 
 @functools.cache
 def _top_scalars() -> type:
     """name and seed, which stand at the top level."""
     return dataclasses.make_dataclass(
-        "Top", [("name", str, field(default="run")), ("seed", Whole, field(default=0))], frozen=True, kw_only=True
+        "Top", [("name", str, field(default="run")), ("seed", Seed, field(default=0))], frozen=True, kw_only=True
     )
 
 

@@ -2,32 +2,44 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Annotated
 
-__all__ = ["Bound", "Count", "NonNegative", "Positive", "Share", "Whole"]
+__all__ = ["LARGEST", "Bound", "Count", "Long", "NonNegative", "Positive", "Seed", "Share", "Whole"]
 
-# Bounds, as pydantic metadata: enforced at the YAML boundary only. A plain tuple keeps pydantic out of this import.
+# Bounds, as pydantic metadata: enforced at the YAML boundary only. A plain class keeps pydantic out of this import.
+
+
+LARGEST = 2**31 - 1
+"""The bound of a number whose field states none: sizes beyond it overflow in torch long before anything could run."""
 
 
 @dataclass(frozen=True)
 class Bound:
-    """A closed or half-open range that a number must lie in."""
+    """A closed or half-open range that a number must lie in. Every number has a bound: `high` is `LARGEST` if not stated."""
 
     low: float | None = None
-    high: float | None = None
+    high: float = LARGEST
     open_low: bool = False
 
     def problem(self, value: float) -> str | None:
+        """Returns what is wrong with the number, or None."""
+        if isinstance(value, float) and not math.isfinite(value):
+            return "must be a finite number"
         if self.low is not None and (value < self.low or (self.open_low and value == self.low)):
             return f"must be {'above' if self.open_low else 'at least'} {self.low:g}"
-        if self.high is not None and value > self.high:
-            return f"must be at most {self.high:g}"
-        return None
+        if value > self.high:
+            return f"must be at most {self.high:,}"
+        return f"must be at least {-LARGEST:,}" if value < -LARGEST else None
 
 
 Count = Annotated[int, Bound(1)]
 Whole = Annotated[int, Bound(0)]
+Long = Annotated[int, Bound(1, 10**15)]
+"""A count of tokens, steps or documents of a whole run."""
+Seed = Annotated[int, Bound(0, 2**32 - 1)]
+"""What every random generator takes (numpy's limit)."""
 Positive = Annotated[float, Bound(0, open_low=True)]
 NonNegative = Annotated[float, Bound(0)]
 Share = Annotated[float, Bound(0, 1)]

@@ -13,9 +13,10 @@ from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal
 
 from preheat.errors import RecipeError, nearest
-from preheat.recipe.bounds import Bound, Count, NonNegative, Positive, Share, Whole
+from preheat.recipe.bounds import Bound, Count, Long, NonNegative, Positive, Seed, Share, Whole
 from preheat.recipe.sample import Sample
 from preheat.technique import Technique
+from preheat.text import quoted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,23 +36,23 @@ class Model:
     """One dial for a new model, e.g. 15M or 1.1B: the parameters outside the embeddings and head; depth, width, heads and learning rate follow."""
     shape: Literal["balanced", "deep"] = "balanced"
     """With `size`: balanced (width 64 times the depth), or deep and thin (20 times), which suits models below a billion parameters."""
-    layers: Count | None = None
+    layers: Annotated[int, Bound(1, 4096)] | None = None
     """Number of transformer layers of a new model."""
-    width: Count | None = None
+    width: Annotated[int, Bound(1, 2**20)] | None = None
     """Hidden size of a new model."""
-    heads: Count | None = None
+    heads: Annotated[int, Bound(1, 2**14)] | None = None
     """Query heads of a new model."""
-    kv_heads: Count | None = None
+    kv_heads: Annotated[int, Bound(1, 2**14)] | None = None
     """Key-value heads of a new model (grouped queries); as many as `heads` when not stated."""
-    feed_forward: Count | None = None
+    feed_forward: Annotated[int, Bound(1, 2**22)] | None = None
     """Inner width of the feed-forward block of a new model; of each expert where it has experts."""
-    experts: Count | None = None
+    experts: Annotated[int, Bound(1, 2**14)] | None = None
     """Experts of each layer of a new qwen3_moe or mixtral; 8 when not stated."""
-    experts_per_token: Count | None = None
+    experts_per_token: Annotated[int, Bound(1, 2**14)] | None = None
     """Experts that a token goes to; 2 when not stated."""
-    positions: Count | None = None
+    positions: Annotated[int, Bound(1, 2**27)] | None = None
     """Longest sequence of a new model; the batch's length when not stated."""
-    vocabulary: Count | None = None
+    vocabulary: Annotated[int, Bound(1, 2**24)] | None = None
     """Rows of the embedding of a new model; the tokenizer's size when not stated."""
     tie_embeddings: bool | None = None
     """Let embedding and head share one matrix; the family's habit when not stated."""
@@ -95,13 +96,13 @@ class Data:
     """Read the source while training instead of tokenizing all of it first."""
     tokenizer: str | None = None
     """A tokenizer folder; the model's own when not stated; with neither, a BPE is trained on the data."""
-    vocabulary: Annotated[int, Bound(258)] = 4096
+    vocabulary: Annotated[int, Bound(258, 2**22)] = 4096
     """Pieces of the BPE that is trained when there is no tokenizer."""
     packing: Literal["auto", "stream", "whole"] = "auto"
     """`stream` cuts documents at row ends; `whole` never cuts an example and pads. auto: stream for plain text, else whole."""
-    image_pixels: Annotated[int, Bound(1024)] = 1 << 20
+    image_pixels: Annotated[int, Bound(1024, 2**28)] = 1 << 20
     """Of a model that reads images: at most so many pixels of each; larger images are shrunk, as its processor shrinks those beyond its own limit. Qwen3-VL makes a token of 32 x 32."""
-    images: NonNegative = 1.0
+    images: Annotated[float, Bound(0, 10_000)] = 1.0
     """Of a model that reads images: images of `image_pixels` in each row, as a plan counts them. A run counts those of the fullest row of its data."""
     text_files: Literal["cut", "whole"] = "cut"
     """A .txt file of more than 64 KB: cut at blank lines into documents of some 4 KB, which can be shuffled and split; or one whole document, as long contexts need."""
@@ -109,11 +110,11 @@ class Data:
     """What becomes of a document longer than a row. split: running text goes on in the next row, an example keeps its beginning (preflight: truncated); refuse: the run does not begin (exit code 4). Counted either way."""
     validation: str | float = 0.02
     """Share of documents held out (chosen by their content, so that equal documents fall on one side), or a file or folder to validate on."""
-    limit: Count | None = None
+    limit: Long | None = None
     """Read at most so many documents."""
-    workers: Whole = 0
+    workers: Annotated[int, Bound(0, 1024)] = 0
     """Loader processes. The order of the data is the same for any number."""
-    prefetch: Count = 2
+    prefetch: Annotated[int, Bound(1, 65_536)] = 2
     """Batches that each loader process prepares ahead."""
 
     def problems(self) -> list[tuple[str, str]]:
@@ -126,9 +127,9 @@ class Data:
             at, weight = f"data.source.{n}", part.get("weight", 1)
             found += [(f"{at}.{key}", f"unknown key; {nearest(str(key), list(known))}") for key in part if key not in known]
             if not isinstance(part.get("source"), str):
-                found.append((f"{at}.source", f"names a file, a folder or a dataset, got {part.get('source')!r}"))
+                found.append((f"{at}.source", f"names a file, a folder or a dataset, got {quoted(part.get('source'))}"))
             if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight <= 100:
-                found.append((f"{at}.weight", f"must be a number above 0 and at most 100, got {weight!r}"))
+                found.append((f"{at}.weight", f"must be a number above 0 and at most 100, got {quoted(weight)}"))
         if not self.source:
             found.append(("data.source", "is empty; name a file, a folder or a dataset"))
         if self.longer == "refuse" and self.streaming:
@@ -159,9 +160,9 @@ _OF_A_SOURCE = ("layout", "columns", "text", "prompt", "completion", "subset", "
 class Batch:
     """What the optimizer sees in one step."""
 
-    size: Count = 32
+    size: Annotated[int, Bound(1, 2**24)] = 32
     """Rows (packed sequences) per optimizer step, over all micro-batches and devices: the global batch."""
-    length: Annotated[int, Bound(2)] = 256
+    length: Annotated[int, Bound(2, 2**24)] = 256
     """Tokens in a row."""
 
 
@@ -199,9 +200,9 @@ class Schedule:
 class Stop:
     """When to stop; what is reached first counts."""
 
-    steps: Count | None = None
+    steps: Long | None = None
     """Optimizer steps."""
-    tokens: Count | None = None
+    tokens: Long | None = None
     """Tokens read."""
     epochs: Positive | None = None
     """Passes over the training rows."""
@@ -246,7 +247,7 @@ class Hardware:
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: cuda when there is one."""
-    threads: Count | None = None
+    threads: Annotated[int, Bound(1, 4096)] | None = None
     """CPU threads; all cores when not stated."""
     memory: str | None = None
     """Memory that the run may use, e.g. 12GiB; what the device has when not stated."""
@@ -259,14 +260,19 @@ class Hardware:
 class Parallel:
     """Over how many devices, and what runs them. How the work is shared out is said by techniques: data_parallel, fsdp, tensor_parallel and others."""
 
-    devices: Count | None = None
+    devices: Annotated[int, Bound(1, 2**20)] | None = None
     """Processes, one a device; a run started with another number is refused, a plan takes it. As many as were started when not stated."""
     engine: Literal["native", "deepspeed"] = "native"
     """native: PyTorch's own, as techniques say; deepspeed: DeepSpeed's ZeRO in place of data_parallel, fsdp and zero1 (needs `pip install preheat[deepspeed]`)."""
     zero: Literal[1, 2, 3] = 1
     """Of engine deepspeed: share out optimizer states (1), gradients too (2), weights too (3)."""
-    timeout: Positive = 600.0
+    timeout: Annotated[float, Bound(0, 10**7, open_low=True)] = 600.0
     """Seconds that one process waits for the others before it says where each stands and ends."""
+
+
+_MOST_PARAMETERS = 10**15
+_MOST_TOKENS = 10**10
+"""Of a step: beyond them torch's sizes overflow, and no machine there is could hold either."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -275,7 +281,7 @@ class Recipe:
 
     name: str = "run"
     """A short name, used for the run's folder."""
-    seed: Whole = 0
+    seed: Seed = 0
     """Decides weights, data order and every other draw."""
     model: Model = field(default_factory=Model)
     data: Data = field(default_factory=Data)
@@ -319,7 +325,7 @@ class Recipe:
                 )
             )
         if model.size is not None and not re.fullmatch(r"\d+(\.\d+)?[KMB]", model.size):
-            found.append(("model.size", f"{model.size!r} is not a size; write it like 15M or 1.1B"))
+            found.append(("model.size", f"{quoted(model.size)} is not a size; write it like 15M or 1.1B"))
         if model.family not in ("qwen3_moe", "mixtral") and (given_experts := model.experts or model.experts_per_token):
             found.append(("model.experts", f"{given_experts}: {model.family} has no experts; use family: qwen3_moe or mixtral"))
         elif (model.experts_per_token or 2) > (model.experts or 8):
@@ -333,6 +339,15 @@ class Recipe:
             found.append(("model.kv_heads", f"{model.kv_heads} does not divide heads {model.heads}"))
         if model.width and model.heads and model.width % model.heads:
             found.append(("model.width", f"{model.width} is not a multiple of heads {model.heads}"))
+        parameters = (model.layers or 1) * (model.width or 1) * (
+            4 * (model.width or 1) + 3 * (model.feed_forward or 1) * (model.experts or 1)
+        ) + (model.vocabulary or 1) * (model.width or 1)
+        if parameters > _MOST_PARAMETERS:
+            words = f"these sizes make a model of {parameters:.1e} parameters, more than {_MOST_PARAMETERS:.0e}; lower them"
+            found.append(("model", words))
+        if (tokens := self.batch.size * self.batch.length) > _MOST_TOKENS:
+            words = f"size times length is {tokens:.1e} tokens a step, more than {_MOST_TOKENS:.0e}; lower one of them"
+            found.append(("batch", words))
         if model.add_tokens and not model.path:
             found.append(
                 (
@@ -342,7 +357,7 @@ class Recipe:
             )
         if len(set(model.add_tokens)) < len(model.add_tokens) or not all(token.strip() for token in model.add_tokens):
             found.append(
-                ("model.add_tokens", f"{list(model.add_tokens)} has one that is empty or stands twice; write each once")
+                ("model.add_tokens", f"{quoted(list(model.add_tokens))} has one that is empty or stands twice; write each once")
             )
         if (data.prompt is None) != (data.completion is None):
             found.append(("data.prompt", "prompt and completion go together; state both or neither"))
@@ -359,7 +374,7 @@ class Recipe:
             found.append(("stop.hours", words))
         found += [(f"sample.{key}", words) for key, words in self.sample.problems()]
         if not re.fullmatch(r"[\w.-]+", self.name):
-            found.append(("name", f"{self.name!r} must be letters, digits, '.', '_' or '-'"))
+            found.append(("name", f"{quoted(self.name)} must be letters, digits, '.', '_' or '-'"))
         return found
 
 

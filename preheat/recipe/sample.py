@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from preheat.recipe.bounds import Bound, Count, NonNegative, Positive, Share, Whole
+from preheat.recipe.bounds import Bound, NonNegative, Positive, Share, Whole
+from preheat.text import quoted
 
 __all__ = ["Sample"]
 
@@ -17,7 +18,7 @@ class Sample:
 
     prompts: tuple[str | tuple[Mapping[str, Any], ...], ...] = ()
     """Beginnings to continue, or chats (lists of messages) to answer; none: no samples."""
-    tokens: Count = 64
+    tokens: Annotated[int, Bound(1, 2**24)] = 64
     """At most so many tokens for each."""
     temperature: NonNegative = 0.0
     """0: the likeliest token each time; 1: as the model believes; between, likelier tokens are preferred."""
@@ -37,9 +38,9 @@ class Sample:
     """Each token sees at most so many tokens back, itself included, and the cache keeps no more: other text, once it is longer; null: the model's own."""
     draft: str | None = None
     """A smaller model with the same tokenizer (a run or a folder) that proposes tokens, which the model checks several at a time: the same greedy text."""
-    draft_tokens: Count = 4
+    draft_tokens: Annotated[int, Bound(1, 1024)] = 4
     """Tokens that the draft proposes at a time."""
-    lookup: Count | None = None
+    lookup: Annotated[int, Bound(1, 1024)] | None = None
     """Propose so many tokens at a time by looking up what followed the last ones where they stood before: the same greedy text, without a draft."""
     compile: bool = False
     """Compile the model for single tokens: takes seconds to minutes at the first one, and a static cache."""
@@ -81,7 +82,7 @@ class Sample:
 def _chat_problem(messages: tuple[Mapping[str, Any], ...]) -> str | None:
     for message in messages:
         if not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str):
-            return f"{dict(message)!r} is no message; write {{role: user, content: ...}}"
+            return f"{quoted(dict(message))} is no message; write {{role: user, content: ...}}"
     if not messages or messages[-1]["role"] == "assistant":
         return "a chat to answer ends with the user's message"
     return None

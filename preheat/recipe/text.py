@@ -1,22 +1,46 @@
 """YAML 1.2 for recipes: PyYAML's loader and dumper with the scalars of the core schema, and the line of every key.
 
-PyYAML follows YAML 1.1, which reads 1e-4 as text and off as false.
+PyYAML follows YAML 1.1, which reads 1e-4 as text and off as false. What it reads is bounded in size, depth and number of values, since
+a few lines of aliases can stand for billions of values.
 """
 
 from __future__ import annotations
 
+import math
 import re
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import yaml
 
 from preheat.errors import RecipeError
+from preheat.text import quoted, shorten
 
-__all__ = ["compose", "write"]
+__all__ = ["LARGEST_FILE", "compose", "read", "read_text", "write"]
+
+LARGEST_FILE = 1 << 20
+"""Bytes of a YAML file that is read. A recipe with every default written out has five thousand."""
+_DEEPEST = 32
+_MOST_VALUES = 50_000
+
+
+class _Unusable(yaml.constructor.ConstructorError):
+    """What YAML allows and no recipe can use."""
 
 
 class _Loader(yaml.SafeLoader):
-    pass
+    depth = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        self.depth += 1
+        if self.depth > _DEEPEST:  # before PyYAML, which calls itself for each level, runs out of stack
+            problem = f"is nested more than {_DEEPEST} levels deep"
+            raise _Unusable(None, None, problem, self.peek_event().start_mark)
+        try:
+            return super().compose_node(parent, index)
+        finally:
+            self.depth -= 1
 
 
 class _Dumper(yaml.SafeDumper):
@@ -36,28 +60,109 @@ for _class in (_Loader, _Dumper):
     _class.yaml_implicit_resolvers = {}
     for _tag, (_pattern, _first) in _SCALARS.items():
         _class.add_implicit_resolver(_tag, re.compile(rf"^(?:{_pattern})$"), [c if c != "\0" else "" for c in _first])
-_Loader.add_constructor(
-    "tag:yaml.org,2002:int", lambda loader, node: int(node.value, 0) if node.value[:2] in ("0o", "0x") else int(node.value)
-)
-_Loader.add_constructor(
-    "tag:yaml.org,2002:float", lambda loader, node: float(re.sub(r"\.(inf|nan)$", r"\1", node.value.lower()))
-)
+
+
+def _scalar(read: Callable[[str], Any], rule: str) -> Callable[[yaml.SafeLoader, yaml.Node], Any]:
+    """A constructor whose errors are YAML errors with their line, whatever stands there."""
+
+    def construct(loader: yaml.SafeLoader, node: yaml.Node) -> Any:
+        try:
+            return read(loader.construct_scalar(node))  # type: ignore[arg-type]
+        except (ValueError, OverflowError):
+            raise _Unusable(None, None, f"{rule}, got {quoted(node.value, 40)}", node.start_mark) from None
+
+    return construct
+
+
+def _integer(text: str) -> int:
+    if len(text) > 70:  # Python refuses to read integers of more than 4,300 digits
+        raise ValueError
+    value = int(text, 0) if text[:2] in ("0o", "0x") else int(text)
+    if not -(2**63) <= value < 2**63:
+        raise ValueError
+    return value
+
+
+def _number(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError
+    return value
+
+
+def _text(text: str) -> str:
+    if "\0" in text or any("\ud800" <= c <= "\udfff" for c in text):
+        raise ValueError
+    return text
+
+
+# The core schema alone: no dates, no binary, no sets, which nothing here could use.
+_Loader.yaml_constructors = {
+    f"tag:yaml.org,2002:{name}": yaml.SafeLoader.yaml_constructors[f"tag:yaml.org,2002:{name}"]
+    for name in ("null", "seq", "map")
+} | {None: yaml.SafeLoader.yaml_constructors[None]}
+for _name, _read, _rule in (
+    ("int", _integer, "an integer must fit in 64 bits"),
+    ("float", _number, "a number must be finite"),
+    ("bool", lambda text: {"true": True, "false": False}.get(text.lower(), text), "a truth value is true or false"),
+    ("str", _text, "text must not hold NUL or half of a surrogate pair"),
+):
+    _Loader.add_constructor(f"tag:yaml.org,2002:{_name}", _scalar(_read, _rule))
 _Dumper.add_representer(tuple, lambda dumper, value: dumper.represent_sequence("tag:yaml.org,2002:seq", value, flow_style=True))
 _Dumper.add_representer(float, lambda dumper, value: dumper.represent_scalar("tag:yaml.org,2002:float", repr(value)))
 
 
+def read(path: Path, where: str | None = None) -> tuple[Any, dict[tuple[str, ...], int]]:
+    """`compose` of a file.
+
+    Args:
+        where: the name that errors give it; the path if None.
+
+    Raises:
+        RecipeError: it cannot be read, is no text, is larger than `LARGEST_FILE`, or as `compose`.
+    """
+    return compose(read_text(path, where), where or str(path))
+
+
+def read_text(path: Path, where: str | None = None) -> str:
+    """The text of a YAML file; arguments and errors as of `read`."""
+    where = where or str(path)
+    try:
+        if path.exists() and not path.is_file():  # a pipe or a device could be read for ever
+            raise RecipeError(f"{where}: is {'a folder' if path.is_dir() else 'not a file'}; name a YAML file")
+        if path.stat().st_size > LARGEST_FILE:
+            raise RecipeError(f"{where}: is larger than {LARGEST_FILE >> 20} MiB, which no recipe is; name a YAML file")
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise RecipeError(f"{where}: not text in UTF-8") from None
+    except OSError as error:
+        raise RecipeError(f"{where}: cannot be read ({error.strerror})") from None
+
+
 def compose(text: str, where: str) -> tuple[Any, dict[tuple[str, ...], int]]:
-    """YAML text as plain values and the line of each key. A key that stands twice is an error."""
+    """YAML text as plain values and the line of each key.
+
+    Raises:
+        RecipeError: it is not YAML, a key is given twice, or it is larger, deeper or (by its aliases) longer than any recipe.
+    """
     lines: dict[tuple[str, ...], int] = {}
+    nodes = 0
 
     def walk(node: yaml.Node, at: tuple[str, ...]) -> None:
+        nonlocal nodes
+        nodes += 1
+        line = f"{where}:{node.start_mark.line + 1}"
+        if len(at) > _DEEPEST:  # an anchor that is used within itself ends here too
+            raise RecipeError(f"{line}: is nested more than {_DEEPEST} levels deep")
+        if nodes > _MOST_VALUES:
+            raise RecipeError(f"{line}: holds more than {_MOST_VALUES:,} values, aliases (*name) written out")
         if isinstance(node, yaml.MappingNode):
             for key, value in node.value:
                 here = (*at, str(key.value))
                 if here in lines:
-                    raise RecipeError(
-                        f"{where}:{key.start_mark.line + 1}: key '{'.'.join(here)}' stands twice (also in line {lines[here]})"
-                    )
+                    name = shorten(".".join(here))
+                    first = lines[here]
+                    raise RecipeError(f"{where}:{key.start_mark.line + 1}: key '{name}' stands twice (also in line {first})")
                 lines[here] = key.start_mark.line + 1
                 walk(value, here)
         elif isinstance(node, yaml.SequenceNode):
@@ -65,6 +170,8 @@ def compose(text: str, where: str) -> tuple[Any, dict[tuple[str, ...], int]]:
                 lines[(*at, str(index))] = value.start_mark.line + 1
                 walk(value, (*at, str(index)))
 
+    if len(text) > LARGEST_FILE:
+        raise RecipeError(f"{where}: is longer than {LARGEST_FILE >> 20} MiB, which no recipe is")
     try:
         loader = _Loader(text)
         node = loader.get_single_node()
@@ -75,7 +182,9 @@ def compose(text: str, where: str) -> tuple[Any, dict[tuple[str, ...], int]]:
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f":{mark.line + 1}" if mark else ""
-        raise RecipeError(f"{where}{line}: not YAML: {getattr(error, 'problem', None) or error}") from None
+        problem = getattr(error, "problem", None) or str(error)
+        kind = "" if isinstance(error, _Unusable) else "not YAML: "
+        raise RecipeError(f"{where}{line}: {kind}{shorten(problem, 160)}") from None
 
 
 def write(value: Any) -> str:

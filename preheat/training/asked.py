@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
@@ -18,10 +18,12 @@ from preheat.hardware.catalogue import accelerator, stated
 from preheat.hardware.probe import parse_memory, resident_bytes
 from preheat.hardware.rates import Rates
 from preheat.models import configs, presets
-from preheat.planning.roofline import Roofline
 from preheat.recipe import Recipe
 from preheat.technique import Device
-from preheat.training.session import resolve
+from preheat.text import shorten
+
+if TYPE_CHECKING:
+    from preheat.planning.roofline import Roofline
 
 __all__ = ["METHODS", "Question", "asked", "hardware"]
 
@@ -104,8 +106,11 @@ def _given(recipe: Recipe) -> Question:
 
 def _is_recipe(what: str) -> bool:
     file = Path(what)
-    if file.is_file():
-        return file.name != "config.json"
+    try:
+        if file.exists() and not file.is_dir():
+            return file.name != "config.json"
+    except (OSError, ValueError):
+        raise RecipeError(f"{shorten(what)}: names no file (it is too long, or holds a NUL character)") from None
     return what in recipes.built_in() or file.suffix in (".yaml", ".yml")
 
 
@@ -171,9 +176,12 @@ def hardware(gpu: str | None, recipe: Recipe, per_host: int) -> tuple[Device, Ra
     """
     if gpu is None:
         from preheat.hardware.calibrate import rates
+        from preheat.training.session import resolve
 
         device, threads = resolve(recipe, per_host)
         return device, rates(device, threads), resident_bytes() if device.kind == "cpu" else 0
+    from preheat.planning.roofline import Roofline  # it imports torch, and a recipe that is wrong is told before
+
     found = stated(gpu) if "=" in gpu else _known(gpu)
     if found.memory is None or found.bandwidth is None:
         raise RecipeError(f"--gpu: the catalogue has no memory or bandwidth of {found.name}; {_STATE}")

@@ -1,0 +1,153 @@
+"""Which key of ours somebody meant who wrote another: the names that other trainers use, and keys at the wrong level. No torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+from collections.abc import Mapping, Sequence
+
+from preheat.errors import nearest
+from preheat.recipe.parts import Recipe
+from preheat.technique import registry
+from preheat.text import quoted
+
+__all__ = ["NAMES", "unknown_key"]
+
+# Names of axolotl, LLaMA-Factory, TRL and transformers' TrainingArguments, torchtune, torchtitan and litgpt.
+NAMES: Mapping[str, str] = {
+    key: ours
+    for ours, keys in {
+        "batch.length": "sequence_len max_length max_seq_length max_seq_len seq_len seq_length cutoff_len block_size model_max_length",
+        "batch.size": "global_batch_size train_batch_size total_batch_size batch_size local_batch_size",
+        "checkpoint.asynchronous": "async_mode async_save",
+        "checkpoint.every": "save_steps save_interval checkpoint_interval ckpt_freq saves_per_epoch",
+        "checkpoint.keep": "save_total_limit keep_latest_k max_checkpoints",
+        "data.columns": "field_messages column_mapping",
+        "data.layout": "dataset_type",
+        "data.limit": "max_samples max_train_samples",
+        "data.packing": "sample_packing packing pack packed",
+        "data.source": "datasets dataset dataset_name dataset_path train_data train_file data_files train_dataset",
+        "data.streaming": "stream",
+        "data.template": "chat_template prompt_template prompt_style",
+        "data.text": "dataset_text_field text_column text_field",
+        "data.tokenizer": "tokenizer_name tokenizer_path tokenizer_name_or_path tokenizer_config hf_assets_path",
+        "data.train_on": "train_on_inputs train_on_prompt completion_only_loss assistant_only_loss mask_prompt roles_to_train",
+        "data.validation": "val_set_size val_size test_size eval_dataset val_split_fraction",
+        "data.vocabulary": "vocab_size",
+        "data.workers": "dataloader_num_workers num_workers preprocessing_num_workers dataset_processes dataset_num_proc",
+        "evaluate.every": "eval_steps eval_interval evals_per_epoch eval_every val_interval",
+        "evaluate.rows": "max_eval_samples max_iters eval_iters",
+        "evaluate.tasks": "eval_tasks lm_eval_tasks",
+        "hardware.device": "accelerator",
+        "hardware.threads": "num_threads",
+        "model.feed_forward": "intermediate_size ffn_dim ffn_hidden_size",
+        "model.heads": "num_attention_heads n_heads n_head num_heads",
+        "model.kv_heads": "num_key_value_heads n_kv_heads n_query_groups",
+        "model.layers": "num_hidden_layers n_layers n_layer num_layers",
+        "model.path": "base_model model_name_or_path model_name model_path pretrained_model_name_or_path checkpoint_dir",
+        "model.positions": "max_position_embeddings",
+        "model.tie_embeddings": "tie_word_embeddings",
+        "model.width": "hidden_size n_embd d_model dim",
+        "name": "run_name experiment_name job_name",
+        "optimizer.betas": "adam_beta1 adam_beta2 beta1 beta2 adam_betas",
+        "optimizer.clip": "max_grad_norm max_norm grad_clip gradient_clip_val clip_grad_norm gradient_clip",
+        "optimizer.eps": "adam_epsilon epsilon",
+        "optimizer.lr": "learning_rate max_lr peak_lr",
+        "optimizer.weight_decay": "wd",
+        "parallel.devices": "num_gpus nproc_per_node num_processes gpus world_size",
+        "parallel.zero": "zero_stage stage",
+        "schedule.floor": "min_lr_ratio min_lr cosine_min_lr_ratio",
+        "schedule.kind": "lr_scheduler lr_scheduler_type scheduler decay_type",
+        "schedule.warmup": "warmup_ratio warmup_steps warmup num_warmup_steps lr_warmup_steps",
+        "seed": "random_seed manual_seed data_seed",
+        "stop.epochs": "num_epochs num_train_epochs max_epochs",
+        "stop.hours": "max_time max_hours",
+        "stop.steps": "max_steps max_train_steps total_steps training_steps num_iterations iterations train_steps max_steps_per_epoch",
+        "stop.tokens": "max_tokens train_tokens",
+        "techniques.activation_checkpointing": "gradient_checkpointing use_gradient_checkpointing enable_activation_checkpointing recompute",
+        "techniques.chunked_loss": "chunked_cross_entropy cut_cross_entropy",
+        "techniques.compile": "torch_compile use_compile",
+        "techniques.efficient_attention": "flash_attention flash_attn flash_attention_2 attn_implementation sdp_attention xformers_attention",
+        "techniques.fsdp": "fsdp_config fsdp2 fsdp_version",
+        "techniques.gradient_accumulation.steps": "gradient_accumulation_steps accumulate_grad_batches accumulation_steps",
+        "techniques.liger": "use_liger_kernel liger_kernel use_liger",
+        "techniques.lora": "adapter peft peft_config lora_target_linear",
+        "techniques.lora.alpha": "lora_alpha",
+        "techniques.lora.dropout": "lora_dropout",
+        "techniques.lora.rank": "lora_r lora_rank r",
+        "techniques.lora.targets": "lora_target_modules lora_target target_modules",
+        "techniques.mixed_precision": "bf16 fp16 bfloat16 precision dtype torch_dtype mixed_precision_dtype",
+        "techniques.nf4": "load_in_4bit quantization_bit bnb_4bit_quant_type quantize load_in_8bit",
+        "techniques.tensor_parallel": "tensor_parallel_size tensor_parallel_degree tp_size",
+        "techniques.pipeline_parallel": "pipeline_parallel_size pipeline_parallel_degree pp_size",
+        "techniques.context_parallel": "context_parallel_size context_parallel_degree cp_size",
+    }.items()
+    for key in keys.split()
+}
+"""Another trainer's name -> our key."""
+# Keys that a recipe does not have, and what does it.
+_FOLDER = "the folder is the command's: preheat train RECIPE --out FOLDER"
+_RESUME = "it is the command's: preheat train RECIPE --out FOLDER --resume"
+_MICRO = (
+    "'batch.size' counts all rows of a step, over devices and micro-batches; "
+    "'techniques.gradient_accumulation.steps' says in how many micro-batches"
+)
+_ELSEWHERE = {
+    **dict.fromkeys(("output_dir", "out_dir", "out", "dump_folder"), _FOLDER),
+    **dict.fromkeys(("resume_from_checkpoint", "auto_resume_from_checkpoints", "resume"), _RESUME),
+    **dict.fromkeys(("micro_batch_size", "per_device_train_batch_size", "device_batch_size", "micro_batch"), _MICRO),
+}
+
+
+@functools.cache
+def _places() -> dict[str, list[str]]:
+    """The last part of every key -> the whole keys that end in it."""
+    places: dict[str, list[str]] = {}
+    for part in dataclasses.fields(Recipe):
+        places.setdefault(part.name, []).append(part.name)
+        if isinstance(part.default_factory, type) and dataclasses.is_dataclass(part.default_factory):
+            for field in dataclasses.fields(part.default_factory):
+                places.setdefault(field.name, []).append(f"{part.name}.{field.name}")
+    for name, technique in registry().items():
+        places.setdefault(name, []).insert(0, f"techniques.{name}")
+        for field in dataclasses.fields(technique):
+            places.setdefault(field.name, []).append(f"techniques.{name}.{field.name}")
+    return places
+
+
+def unknown_key(path: Sequence[str], known: Sequence[str]) -> str:
+    """The message of a key that is not known, with the key that was probably meant.
+
+    Args:
+        path: the key, from the recipe's root.
+        known: the keys that stand beside it.
+
+    Example:
+        >>> unknown_key(("learning_rate",), ["optimizer"])
+        "unknown key 'learning_rate'; here it is 'optimizer.lr'"
+        >>> unknown_key(("batch", "steps"), ["size", "length"])
+        "unknown key 'batch.steps'; it belongs to stop: 'stop.steps'"
+    """
+    message = f"unknown key {quoted('.'.join(path))}; "
+    key = path[-1]
+    word = key.lower().replace("-", "_")
+    if len(word) > 60:
+        return message + nearest("", list(known))
+    if word in _ELSEWHERE:
+        return message + _ELSEWHERE[word]
+    if word in known:
+        return message + f"did you mean '{word}'?"
+    if ours := NAMES.get(word):
+        return message + f"here it is '{ours}'"
+    close = difflib.get_close_matches(word, known, n=1, cutoff=0.75)
+    if close:
+        return message + f"did you mean '{close[0]}'?"
+    if places := _places().get(word):
+        of_recipe = [place for place in places if not place.startswith("techniques.")] or places
+        if len(of_recipe) == 1 or len(path) == 1:
+            return message + f"it belongs to {of_recipe[0].rpartition('.')[0] or 'the top'}: '{of_recipe[0]}'"
+        return message + "there is " + " and ".join(f"'{place}'" for place in of_recipe[:3])
+    if alike := difflib.get_close_matches(word, [*NAMES, *_places()], n=1, cutoff=0.85):
+        return message + f"did you mean '{NAMES.get(alike[0]) or _places()[alike[0]][0]}'?"
+    return message + nearest(key, list(known))
