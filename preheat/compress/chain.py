@@ -33,6 +33,7 @@ from preheat.models.adapter import require_decoder_only
 from preheat.recipe import Bound, Model, Recipe, Sample, Stop
 from preheat.recipe.boundary import RecipeReader
 from preheat.recipe.text import compose
+from preheat.run import to_json
 from preheat.technique import Slot, Stage, Tag, Technique, clashes_of
 from preheat.training.opened import open_model
 from preheat.training.session import plan_here
@@ -221,7 +222,7 @@ def run_chain(
     before.time(found, models, turns=turns)
     made = compressing.summed(state.place, found, (found[-1]["name"], "the last step of the chain"), str(source), texts)
     made |= {"said": state.said, "exports": state.exports}
-    (out / "compress.json").write_text(json.dumps(made, indent=1), encoding="utf-8")
+    (out / "compress.json").write_text(to_json(made, indent=1), encoding="utf-8")
     return made
 
 
