@@ -329,9 +329,10 @@ def _steps(folder: Path) -> list[Path]:
 
 
 def _is_of(path: Path, run: str) -> bool:
-    """Whether a checkpoint says that it is of a run; one that cannot be read is nobody's."""
+    """Whether a checkpoint says that it is of a run, and of the step that it is named after; one that cannot be read is nobody's."""
     try:
-        return bool(_state(path).run == run)
+        state = _state(path)
+        return (state.run, state.step) == (run, step_of(path.name))
     except ValueError:
         return False
 
