@@ -616,8 +616,8 @@ class Reader:
         except OSError as error:
             wrong.append(f"the rest, which cannot be read ({error.strerror})")
         if wrong:
-            more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
-            self.damaged[name] = f"left out {shorten(wrong[0], 160)}{more}"
+            others = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+            self.damaged[name] = f"left out {shorten(wrong[0], 160)}{others}"
 
     def _rows(self, steps: bool) -> list[dict[str, Any]]:
         by_step = {line["step"]: line for line in self._lines("metrics.jsonl", _METRIC) if ("loss" in line) is steps}

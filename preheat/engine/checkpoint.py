@@ -305,8 +305,8 @@ def write(build: Build, taken: Taken, folder: Path, *, keep: int, apart: bool = 
     if not lead:
         return final
     # Later ones are of steps that the run went back from; they are replaced when it comes there.
-    own = [p for p in _steps(folder) if (step_of(p.name) or 0) <= taken.step and _is_of(p, taken.run)]
-    for old in own[keep:]:
+    past = [p for p in _steps(folder) if (step_of(p.name) or 0) <= taken.step and _is_of(p, taken.run)]
+    for old in past[keep:]:
         _remove(old)
     return final
 

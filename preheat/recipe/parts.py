@@ -359,8 +359,8 @@ class Recipe:
             words = f"schedule {self.schedule.kind} needs a length in steps, tokens or epochs; add one (hours still ends the run early) or use schedule.kind: constant"
             found.append(("stop.hours", words))
         found += [(f"sample.{key}", words) for key, words in self.sample.problems()]
-        if words := folder_name_problem(self.name):
-            found.append(("name", words))
+        if problem := folder_name_problem(self.name):
+            found.append(("name", problem))
         return found
 
 

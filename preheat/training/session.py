@@ -57,7 +57,6 @@ __all__ = [
 class Finished:
     """A run that was to be resumed and has no step left to take. Nothing was written."""
 
-    ranks: Ranks
     summary: dict[str, Any]
     """As `train` returns it."""
 
@@ -270,13 +269,14 @@ def open_session(recipe: Recipe, out: Path, *, resume: bool, watch: Watch, force
     """
     ranks = meet(recipe)
     device, threads = resolve(recipe, ranks.on_host)
-    ready = None
+    ready: _Ready | None = None
     if ranks.lead:
-        ready = _prepare(recipe, out, ranks, device, threads, resume=resume, watch=watch, force=force)
-        if isinstance(ready, dict):
-            ranks.tell("prepared", {"finished": ready})
+        prepared = _prepare(recipe, out, ranks, device, threads, resume=resume, watch=watch, force=force)
+        if isinstance(prepared, Finished):
+            ranks.tell("prepared", {"finished": prepared.summary})
             ranks.gather("read")  # the store may end with this process
-            return Finished(ranks, ready)
+            return prepared
+        ready = prepared
         built, expected = ready.effective, ready.expected
         ranks.tell("prepared", {"recipe": recipes.dump(built), "plan": expected})
         data, probes, samples = ready.data, ready.probes, ready.samples
@@ -284,7 +284,7 @@ def open_session(recipe: Recipe, out: Path, *, resume: bool, watch: Watch, force
         heard = ranks.hear("prepared")
         if "finished" in heard:
             ranks.gather("read")
-            return Finished(ranks, heard["finished"])
+            return Finished(heard["finished"])
         built, expected = recipes.parse(heard["recipe"], where="the recipe of rank 0"), heard["plan"]
         data, probes, samples = read_data(recipe, watch)
     ranks.agree({"recipe": digest(recipes.dump(recipe)), "data": data.fingerprint, **versions()})
@@ -368,8 +368,7 @@ def _length(data: Any) -> int | None:
 
 def _prepare(
     recipe: Recipe, out: Path, ranks: Ranks, device: Device, threads: int, *, resume: bool, watch: Watch, force: bool
-) -> _Ready | dict[str, Any]:
-    """What the run begins with, or the summary of one that has ended already."""
+) -> _Ready | Finished:
     from preheat.hardware.calibrate import rates
 
     check_folder(out, resume=resume)
@@ -380,14 +379,15 @@ def _prepare(
     if run is not None:
         looked = checkpoint.find(out / "checkpoints", run=run.id)
         if not recipe.stop.epochs and (summary := summary_of_finished(run, looked, recipe, steps_of(recipe, None))):
-            return summary
+            return Finished(summary)
     if other:
         watch.notice("other settings of techniques that spare memory: losses will agree up to rounding, not bit for bit")
     presets.require_weights(recipe)
     watch.stage("reading data")
     data, probes, samples = read_data(recipe, watch)
-    if run is not None and (summary := summary_of_finished(run, looked, recipe, steps_of(recipe, _length(data)))):
-        return summary
+    total = steps_of(recipe, _length(data))
+    if run is not None and looked is not None and (summary := summary_of_finished(run, looked, recipe, total)):
+        return Finished(summary)
     watch.stage("measuring this machine (once)")
     measured = rates(device, threads, progress=lambda what, done: watch.progress(what, done, 1.0))
     watch.stage("planning")
