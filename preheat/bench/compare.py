@@ -16,7 +16,7 @@ from typing import Any
 from preheat import recipe as recipes
 from preheat.errors import RecipeError, RunError
 from preheat.recipe import Recipe
-from preheat.run import strict, write_atomic
+from preheat.run import claim, to_json, write_atomic
 from preheat.technique import registry
 
 __all__ = ["Contender", "ablation", "bench", "chosen", "cosine_of", "speed_of", "take_turn", "verdicts"]
@@ -103,10 +103,7 @@ def bench(
     plans = _plans(contenders)
     running = [c for c in contenders if not c.failed]
     total, done = len(running) * repeats, 0
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise RunError(f"{out}: cannot be made ({error.strerror}); name another folder with --out") from None
+    claim(out, "bench", ("bench.json", "bench.html"))
     with tempfile.TemporaryDirectory() as folder:
         for turn in range(repeats):
             for c in [*running[turn % len(running) :], *running[: turn % len(running)]]:
@@ -131,7 +128,7 @@ def bench(
         "verdicts": verdicts(rows, list(recipe.techniques), available),
         "recipe": recipes.as_values(recipe),
     }
-    write_atomic(out / "bench.json", json.dumps(strict(made), indent=1) + "\n")
+    write_atomic(out / "bench.json", to_json(made, indent=1) + "\n")
     return made
 
 

@@ -22,7 +22,7 @@ from typing import IO, Any, Literal
 
 from preheat.errors import DoesNotFit, RecipeError, RunError
 from preheat.recipe import Sample
-from preheat.run import strict, write_atomic
+from preheat.run import claim, to_json, write_atomic
 
 __all__ = ["Speech", "bench_inference"]
 
@@ -123,10 +123,7 @@ def bench_inference(
     """
     say = say or (lambda what, done, total: None)
     cells = [(rows, length) for length in lengths for rows in batches]
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise RunError(f"{out}: cannot be made ({error.strerror}); name another folder with --out") from None
+    claim(out, "inference", ("inference.json", "inference.html"))
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         workers = []
@@ -163,7 +160,7 @@ def bench_inference(
             if not worker.failed
         ],
     }
-    write_atomic(out / "inference.json", json.dumps(strict(made), indent=1) + "\n")
+    write_atomic(out / "inference.json", to_json(made, indent=1) + "\n")
     return made
 
 

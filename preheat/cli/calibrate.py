@@ -29,7 +29,6 @@ def calibrate(
     Example: preheat calibrate --threads 2
     """
     import dataclasses
-    import json
 
     import torch
     from rich.console import Console
@@ -38,6 +37,7 @@ def calibrate(
     from preheat.hardware.heap import keep_heap
     from preheat.hardware.links import load_links
     from preheat.hardware.probe import probe
+    from preheat.run import to_json
 
     here = probe(device)
     console = Console(stderr=True, quiet=as_json)
@@ -50,7 +50,7 @@ def calibrate(
     stored = rates.store()
     rates = dataclasses.replace(rates, links=load_links(rates.hardware, rates.torch))  # nettest's
     if as_json:
-        print(json.dumps({**dataclasses.asdict(rates), "stored": str(stored)}))
+        print(to_json({**dataclasses.asdict(rates), "stored": str(stored)}))
         return
     console = Console()
     console.print(_table(rates))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -11,6 +10,7 @@ import typer
 
 from preheat.cli import writing
 from preheat.cli.show import Base
+from preheat.run import to_json
 
 if TYPE_CHECKING:
     from preheat.training.chats import Conversation
@@ -133,7 +133,7 @@ def _save(talk: Conversation, file: Path) -> None:
         raise RecipeError(f"/save {file}: nothing was said yet")
     try:
         with file.open("a", encoding="utf-8") as out:
-            out.write(json.dumps({"messages": talk.messages}, ensure_ascii=False) + "\n")
+            out.write(to_json({"messages": talk.messages}) + "\n")
     except OSError as error:
         raise RecipeError(f"/save {file}: cannot be written ({error.strerror})") from None
     writing.note(f"{len(talk.messages)} messages appended to {file}")

@@ -127,7 +127,9 @@ def evaluate(
 
 def _begin(samples: Path) -> None:
     from preheat.errors import RecipeError
+    from preheat.run import require_own
 
+    require_own(samples, ['{"task": '])
     try:
         samples.write_text("", encoding="utf-8")
     except OSError as error:
@@ -137,9 +139,10 @@ def _begin(samples: Path) -> None:
 def _recipe_of(models: list[str]) -> Recipe | None:
     """Of the last run that is named: it says what is read, and how."""
     from preheat import recipe as recipes
+    from preheat.run import Reader
 
     runs = [Path(path) / "recipe.yaml" for path in models if (Path(path) / "recipe.yaml").is_file()]
-    return recipes.load(runs[-1]) if runs else None
+    return recipes.parse(Reader(runs[-1].parent).recipe_text, where=str(runs[-1])) if runs else None
 
 
 def _measured(

@@ -9,12 +9,15 @@ import typer
 
 from preheat.cli.show import Json, RecipeArgument, Set
 from preheat.recipe import field_docs
+from preheat.run import require_own
 from preheat.training.jobs import Job
 from preheat.training.jobs.job import Kind
 
 __all__ = ["launch"]
 
 _HELP = field_docs(Job)
+_MARK = "# written by preheat launch"
+"""In each job: a file that has it may be replaced."""
 
 
 def launch(
@@ -86,7 +89,10 @@ def launch(
         kind=kind,
     )
     text = written(job, to)
+    first, line, rest = text.partition("\n") if text.startswith("#!") else ("", "", text)
+    text = f"{first}{line}{_MARK}\n{rest}"
     if output is not None:
+        require_own(output, [_MARK])
         try:
             output.write_text(text, encoding="utf-8")
         except OSError as error:

@@ -131,10 +131,12 @@ def write_recipe(made: Mapping[str, Any], question: Question, path: Path) -> Non
     from preheat.recipe.text import write
     from preheat.run import write_asked
 
+    mark = "# written by preheat plan"
+
     values = dict(made["recipe"])
     if question.checkpoint and values["model"]["path"] is None and values["model"]["weights"] != "random":
         values["model"] = {**values["model"], "path": question.checkpoint}
-    write_asked(path, write(values))
+    write_asked(path, f"{mark}\n{write(values)}", marks=[mark])
 
 
 def served(question: Question, gpu: str | None, devices: int, json: bool) -> None:

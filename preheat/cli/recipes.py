@@ -64,7 +64,7 @@ def schema() -> None:
 
     from preheat.recipe import json_schema
 
-    print(text.dumps(json_schema(), indent=1))
+    print(text.dumps(json_schema(), indent=1, allow_nan=False))
 
 
 def init(

@@ -41,7 +41,7 @@ def console() -> Console:
 def emit(value: Any) -> None:
     """One JSON object on standard output; NaN becomes null."""
 
-    print(json.dumps(strict(value)))
+    print(json.dumps(strict(value), allow_nan=False))
 
 
 def rate(value: float | None) -> str:

@@ -31,6 +31,12 @@ def run(recipe: Recipe, *, out: Path | None, resume: bool, force: bool, json: bo
         made = start(recipe, out=out, resume=resume, force=force, watch=watch)
     if not lead:
         return made
+    if made.get("already_finished"):
+        if json:
+            emit(made)
+        else:
+            screen.print(_finished(made), soft_wrap=True)
+        return made
     page = reports.write(made["run"])
     made["report"] = str(page)
     if json:
@@ -38,6 +44,15 @@ def run(recipe: Recipe, *, out: Path | None, resume: bool, force: bool, json: bo
     else:
         screen.print(_summary(made))
     return made
+
+
+def _finished(made: dict[str, Any]) -> Any:
+    from rich.text import Text
+
+    return Text(
+        f"{made['run']}: has finished already, at step {made['steps']:,}; nothing was written. "
+        f"To go on longer, resume it with a later end: --set stop.steps={2 * made['steps']}"
+    )
 
 
 def _summary(made: dict[str, Any]) -> Any:

@@ -32,7 +32,9 @@ from preheat.errors import PreheatError, RecipeError, nearest
 from preheat.models.adapter import require_decoder_only
 from preheat.recipe import Bound, Model, Recipe, Sample, Stop
 from preheat.recipe.boundary import RecipeReader
+from preheat.recipe.parts import folder_name_problem
 from preheat.recipe.text import compose
+from preheat.run import to_json
 from preheat.technique import Slot, Stage, Tag, Technique, clashes_of
 from preheat.training.opened import open_model
 from preheat.training.session import plan_here
@@ -114,9 +116,12 @@ def load_chain(path: str | Path) -> Chain:
         places.append(f"{path}:{lines[at]}: chain.{n}")
         if step is not None:
             reader.techniques(step.techniques, (*at, "techniques"))
+    name = str(values.get("name", file.stem))
+    if "name" in values and (words := folder_name_problem(name)):
+        reader.say(("name",), f"name: {words}")
     if reader.found:
         raise RecipeError("\n".join(reader.found))
-    return Chain(str(values.get("name", file.stem)), tuple(steps), tuple(places))
+    return Chain(name, tuple(steps), tuple(places))
 
 
 @dataclass
@@ -221,7 +226,7 @@ def run_chain(
     before.time(found, models, turns=turns)
     made = compressing.summed(state.place, found, (found[-1]["name"], "the last step of the chain"), str(source), texts)
     made |= {"said": state.said, "exports": state.exports}
-    (out / "compress.json").write_text(json.dumps(made, indent=1), encoding="utf-8")
+    (out / "compress.json").write_text(to_json(made, indent=1), encoding="utf-8")
     return made
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from preheat.compress.texts import Texts, find_texts
 from preheat.errors import RecipeError, RunError, nearest
 from preheat.models.adapter import require_decoder_only
 from preheat.recipe.boundary import RecipeReader
+from preheat.run import Reader, to_json
 from preheat.training.opened import Opened, open_model
 
 __all__ = ["Variant", "compress", "made_of", "read_variant", "summed", "trained_for"]
@@ -83,7 +83,9 @@ def trained_for(source: str | Path) -> list[Variant]:
     from preheat import recipe as recipes
 
     file = Path(source) / "recipe.yaml"
-    technique: Any = recipes.load(file).techniques.get("quantization_aware") if file.is_file() else None
+    if not file.is_file():
+        return []
+    technique: Any = recipes.parse(Reader(source).recipe_text, where=str(file)).techniques.get("quantization_aware")
     if technique is None:
         return []
     return [Variant("int4", methods()["int4"](**dataclasses.asdict(technique)))]
@@ -155,7 +157,7 @@ def compress(
             (place / "README.md").write_text(text, encoding="utf-8")
         choice = _chosen(found, within)
         made = summed(out if len(found) == 1 else out / choice[0], found, choice, str(source), texts)
-        (beside / "compress.json").write_text(json.dumps(made, indent=1), encoding="utf-8")
+        (beside / "compress.json").write_text(to_json(made, indent=1), encoding="utf-8")
     return made
 
 

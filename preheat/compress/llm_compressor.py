@@ -17,6 +17,7 @@ from torch import Tensor
 
 from preheat.errors import RunError
 from preheat.ops.quantized import Groups
+from preheat.run import to_json
 
 __all__ = ["Found", "python_of", "run", "unpacked"]
 
@@ -60,7 +61,7 @@ def run(model: Any, rows: Sequence[Tensor], asked: Mapping[str, Any], python: st
         model.set_attn_implementation("eager")  # the folder must not name our own attention
         model.save_pretrained(folder / "model")
         model.set_attn_implementation(attention)
-        (folder / "asked.json").write_text(json.dumps({**asked, "rows": [row[0].tolist() for row in rows]}), encoding="utf-8")
+        (folder / "asked.json").write_text(to_json({**asked, "rows": [row[0].tolist() for row in rows]}), encoding="utf-8")
         worker = Path(__file__).with_name("llm_compressor_worker.py")
         # Nothing of this environment: the other has a torch and a transformers of its own.
         environment = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "PYTHONHOME")}

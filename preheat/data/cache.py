@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from preheat.errors import DataError
+from preheat.run import to_json
 
 __all__ = ["default_root", "entry", "read_entry"]
 
@@ -64,7 +65,7 @@ def entry(root: Path, name: str, build: Callable[[Path], dict[str, Any]]) -> tup
             new.mkdir()
             values = build(new)
             files = {p.relative_to(new).as_posix(): _checksum(p) for p in sorted(new.rglob("*")) if p.is_file()}
-            (new / "entry.json").write_text(json.dumps({"files": files, "values": values}), encoding="utf-8")
+            (new / "entry.json").write_text(to_json({"files": files, "values": values}), encoding="utf-8")
             with contextlib.suppress(OSError):  # a damaged entry goes; that there is none is the usual case
                 folder.rename(Path(made) / "damaged")
             with contextlib.suppress(OSError):  # another process was first: its entry has the same content

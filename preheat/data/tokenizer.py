@@ -113,7 +113,7 @@ def _look_at(knob: str, path: Path) -> None:
     # The Rust reader raises a bare Exception for a file that is cut or of another kind, so look first.
     try:
         found = json.loads(file.read_bytes())
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, RecursionError) as error:
         raise DataError(f"{file}: not a tokenizer: {error}") from None
     if not isinstance(found, dict) or not isinstance(found.get("model"), dict):
         raise DataError(f"{file}: not a tokenizer: it has no 'model'")

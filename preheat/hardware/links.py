@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from preheat.errors import RunError
+from preheat.run import to_json
 
 __all__ = [
     "COLLECTIVES",
@@ -137,7 +138,7 @@ def store_json(path: Path, values: Mapping[str, Any]) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=path.stem, delete=False, encoding="utf-8") as beside:
-            beside.write(json.dumps(values, indent=1) + "\n")
+            beside.write(to_json(values, indent=1) + "\n")
         os.replace(beside.name, path)  # beside has a name of its own, since two processes may measure at once
     except OSError as error:
         raise RunError(

@@ -20,6 +20,7 @@ from preheat.hardware.catalogue import accelerator
 from preheat.hardware.collectives import Task, Told, measure
 from preheat.hardware.links import COLLECTIVES, LinkRate, store_links
 from preheat.hardware.probe import parse_memory
+from preheat.run import to_json
 
 __all__ = ["COLLECTIVES", "Task", "expected", "nettest", "sizes_of", "started_by_torchrun"]
 
@@ -219,4 +220,4 @@ def _child() -> None:
         sys.stderr.write(f"{type(error).__name__}: {error}\n")
         sys.exit(1)
     if made:
-        Path(sys.argv[2]).write_text(json.dumps(made), encoding="utf-8")
+        Path(sys.argv[2]).write_text(to_json(made), encoding="utf-8")

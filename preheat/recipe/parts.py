@@ -373,9 +373,21 @@ class Recipe:
             words = f"schedule {self.schedule.kind} needs a length in steps, tokens or epochs; add one (hours still ends the run early) or use schedule.kind: constant"
             found.append(("stop.hours", words))
         found += [(f"sample.{key}", words) for key, words in self.sample.problems()]
-        if not re.fullmatch(r"[\w.-]+", self.name):
-            found.append(("name", f"{quoted(self.name)} must be letters, digits, '.', '_' or '-'"))
+        if problem := folder_name_problem(self.name):
+            found.append(("name", problem))
         return found
+
+
+def folder_name_problem(name: str) -> str | None:
+    """What keeps a name from naming a folder beside others: it must neither be hidden, nor lead elsewhere, nor be too long for a file system.
+
+    Example:
+        >>> folder_name_problem("demo"), folder_name_problem("..")
+        (None, "'..' must be letters, digits, '.', '_' or '-', not begin with '.', and be at most 100 bytes long")
+    """
+    if re.fullmatch(r"[\w-][\w.-]*", name) and len(name.encode()) <= 100:
+        return None
+    return f"{quoted(name)} must be letters, digits, '.', '_' or '-', not begin with '.', and be at most 100 bytes long"
 
 
 @functools.cache

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from preheat.errors import RunError
-from preheat.report.page import document
+from preheat.report.page import GENERATOR, document
 from preheat.report.plots import NARROW, SENTINEL, drawn
 from preheat.report.words import escape
 from preheat.run import write_asked
@@ -50,7 +50,9 @@ def write_compress(folder: str | Path) -> Path:
         raise RunError(f"{source}: no such file; preheat compress writes it") from None
     except ValueError as error:
         raise RunError(f"{source}: is damaged ({error}); run preheat compress again") from None
-    return write_asked(source.with_suffix(".html"), _page(made), fix="make the folder writable or free some room")
+    return write_asked(
+        source.with_suffix(".html"), _page(made), marks=[GENERATOR], fix="make the folder writable or free some room"
+    )
 
 
 def _page(made: dict[str, Any]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from preheat.report.page import document
+from preheat.report.page import GENERATOR, document
 from preheat.report.words import escape, grouped, percent, tied
 from preheat.run import write_asked
 
@@ -18,7 +18,7 @@ def write_data(shown: dict[str, Any], path: str | Path) -> Path:
     Raises:
         RunError: the page cannot be written.
     """
-    return write_asked(path, _page(shown), fix="name another file with --html")
+    return write_asked(path, _page(shown), marks=[GENERATOR], fix="name another file with --html")
 
 
 def _page(shown: dict[str, Any]) -> str:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Any
 
-from preheat.errors import RunError
 from preheat.report.words import MISSING, count, duration, gib, grouped, loss, number, off_by, signed_percent
 from preheat.run import METRIC_KEYS, Reader
 
@@ -21,28 +19,20 @@ def collect(path: str | Path) -> dict[str, Any]:
 
     Returns:
         {title, run, state, verdict, summary, predicted, measured, difference, curves, expert_loads, not_finite, evaluations, evaluation,
-        baseline, memory, phases, changes, samples, events, environment, recipe, again}. Values that the run
+        baseline, memory, phases, changes, samples, events, environment, recipe, damaged, again}. Values that the run
         does not hold are None; losses that were not finite are NaN here and null in `report.json` (see `strict`).
 
     Raises:
-        RunError: no run lies there, or one of its files cannot be read.
+        RunError: no run lies there. Files of it that are damaged are left out, and named in `damaged`.
     """
     import shlex
 
-    import yaml
-
     run = Reader(path)
-    try:
-        plan, environment, changes = run.plan, run.environment, run.changes
-        metrics, evaluations, events, samples = run.metrics(), run.evaluations(), run.events(), run.samples()
-        evaluation = run.evaluation
-        recipe = yaml.safe_load(run.recipe_text)
-    except (json.JSONDecodeError, UnicodeDecodeError, yaml.YAMLError) as error:
-        words = str(error).splitlines()[0]
-        raise RunError(
-            f"{run.path}: a file of this run is damaged ({words}); restore it or train again into another folder"
-        ) from None
-    recipe = recipe if isinstance(recipe, dict) else {}
+    plan, environment, changes = run.plan, run.environment, run.changes
+    metrics, evaluations, events, samples = run.metrics(), run.evaluations(), run.events(), run.samples()
+    evaluation = run.evaluation
+    recipe, recipe_text = run.recipe_shown()
+    data = recipe.get("data")
     measured: dict[str, Any] = next((e for e in reversed(events) if e["kind"] == "measured"), {})
     last = metrics[-1] if metrics else {}
     finished: dict[str, Any] = next((e for e in reversed(events) if e["kind"] == "finished"), {})
@@ -66,7 +56,7 @@ def collect(path: str | Path) -> dict[str, Any]:
             "sessions": sum(e["kind"] in ("started", "resumed") for e in events),
             "parameters": plan.get("parameters"),
             "model": recipe.get("model"),
-            "data": (recipe.get("data") or {}).get("source"),
+            "data": data.get("source") if isinstance(data, dict) else None,
         },
         "predicted": {
             k: plan.get(k)
@@ -83,7 +73,7 @@ def collect(path: str | Path) -> dict[str, Any]:
         },
         "measured": {k: measured.get(k) for k in ("peak_gib", "tokens_per_second", "seconds_per_step", "mfu")},
         "curves": {name: [line.get(name) for line in metrics] for name in METRIC_KEYS},
-        "expert_loads": [[line["step"], line["expert_loads"]] for line in metrics if line.get("expert_loads")],
+        "expert_loads": _loads(metrics),
         "not_finite": [m["step"] for m in metrics if not math.isfinite(_real(m["loss"])) or _bad(m.get("gradient_norm"))],
         "evaluations": evaluations,
         "evaluation": evaluation,
@@ -97,7 +87,8 @@ def collect(path: str | Path) -> dict[str, Any]:
         "samples": samples,
         "events": [e for e in events if e["kind"] not in NOT_IN_TIMELINE],
         "environment": environment,
-        "recipe": run.recipe_text,
+        "recipe": recipe_text,
+        "damaged": run.words,
         "again": f"preheat train {shlex.quote(str(run.path / 'recipe.yaml'))} --out {shlex.quote(str(run.path) + '-again')}",
     }
     predicted, real = figures["predicted"], figures["measured"]
@@ -106,6 +97,12 @@ def collect(path: str | Path) -> dict[str, Any]:
     }
     figures["verdict"] = _verdict(figures)
     return figures
+
+
+def _loads(metrics: list[dict[str, Any]]) -> list[list[Any]]:
+    """[step, load of each layer], of the lines that tell of as many layers as the last one."""
+    lines = [line for line in metrics if line.get("expert_loads")]
+    return [[m["step"], m["expert_loads"]] for m in lines if len(m["expert_loads"]) == len(lines[-1]["expert_loads"])]
 
 
 def _first(*values: Any) -> Any:
@@ -183,7 +180,7 @@ def _sources(data: Any) -> str:
     'stdlib and notes.txt'
     """
     several = data if isinstance(data, list) else [data]
-    return " and ".join(str(one["source"] if isinstance(one, dict) else one) for one in several)
+    return " and ".join(str(one.get("source") if isinstance(one, dict) else one) for one in several)
 
 
 def _length(summary: dict[str, Any]) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 
 from preheat.errors import RunError
 from preheat.report import plots
-from preheat.report.page import document
+from preheat.report.page import GENERATOR, document
 from preheat.report.words import escape, gib, grouped, loss, percent, tied
 from preheat.run import write_asked
 
@@ -32,7 +32,9 @@ def write_inference(folder: str | Path) -> Path:
         raise RunError(f"{source}: no such file; preheat bench --inference writes it") from None
     except ValueError as error:
         raise RunError(f"{source}: is damaged ({error}); run preheat bench --inference again") from None
-    return write_asked(source.with_suffix(".html"), _page(found), fix="make the folder writable or free some room")
+    return write_asked(
+        source.with_suffix(".html"), _page(found), marks=[GENERATOR], fix="make the folder writable or free some room"
+    )
 
 
 def _page(found: dict[str, Any]) -> str:

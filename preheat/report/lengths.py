@@ -116,7 +116,7 @@ def _continued(name: str, task: str, parts: Parts) -> str:
     across = sorted({part["length"] for part in parts})
     lines = [(n, f"series-{k % 6 + 1}", [part for part in parts if part["length"] == n]) for k, n in enumerate(across)]
     longest = {part["share"]: part["value"] for part in lines[-1][2]}
-    words = f"Of {across[-1]:,} tokens: {loss(longest[0.0])} with nothing before them, {loss(longest[1.0])} with all."
+    words = f"Of {across[-1]:,} tokens: {loss(longest.get(0.0))} with nothing before them, {loss(longest.get(1.0))} with all."
 
     def draw(axes: Axes) -> None:
         for _, colour, some in lines:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from preheat.report import plots
-from preheat.report.page import document
+from preheat.report.page import GENERATOR, document
 from preheat.report.plots import Curve
 from preheat.report.words import escape
 from preheat.run import write_asked
@@ -56,7 +56,7 @@ def write_net(made: dict[str, Any], path: str | Path) -> Path:
     Raises:
         RunError: it cannot be written.
     """
-    return write_asked(path, _page(made))
+    return write_asked(path, _page(made), marks=[GENERATOR])
 
 
 def _page(made: dict[str, Any]) -> str:

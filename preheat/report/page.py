@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import json
 import math
 from collections.abc import Iterable, Sequence
 from importlib import resources
@@ -29,9 +28,12 @@ from preheat.report.words import (
     tied,
     value,
 )
-from preheat.run import strict, write_atomic
+from preheat.run import MARK, require_own, to_json, write_atomic
 
-__all__ = ["render", "write"]
+__all__ = ["GENERATOR", "render", "write"]
+
+GENERATOR = '<meta name="generator" content="preheat">'
+"""In the head of each page: a file that has it may be replaced."""
 
 
 def write(run: str | Path) -> Path:
@@ -41,7 +43,7 @@ def write(run: str | Path) -> Path:
         run: the folder of a run: finished, going on, stopped or failed.
 
     Raises:
-        RunError: no run lies there, a file of it is damaged, or the report cannot be written.
+        RunError: no run lies there, or the report cannot be written.
 
     Example:
         >>> write("runs/demo")                                          # doctest: +SKIP
@@ -49,8 +51,10 @@ def write(run: str | Path) -> Path:
     """
     figures = collect(run)
     page = render(figures)
-    data = json.dumps(strict(figures), indent=1, allow_nan=False) + "\n"
+    data = to_json(figures, indent=1) + "\n"
     path = Path(run) / "report.html"
+    if not (Path(run) / MARK).exists():  # a folder that has a recipe.yaml, perhaps, and is no run
+        require_own(path, [GENERATOR])
     try:
         write_atomic(path.with_name("report.json"), data)
         write_atomic(path, page)
@@ -87,6 +91,7 @@ def document(title: str, body: str) -> str:
 <head>
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
+{GENERATOR}
 <meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
 <title>{escape(title)}</title>
 <style>
@@ -118,6 +123,9 @@ def _header(figures: dict[str, Any]) -> str:
     notice = ""
     if state["kind"] != "finished":
         notice = f'<p class="notice{" bad" if state["kind"] == "failed" else ""}" role="status">{escape(state["words"])}</p>'
+    if figures["damaged"]:
+        words = "Damaged files of this run, of which a part is left out: " + "; ".join(figures["damaged"]) + "."
+        notice += f'<p class="notice bad" role="status">{escape(words)}</p>'
     return (
         f'<header id="verdict"><p class="eyebrow">preheat report · {escape(_WORD[state["kind"]])}</p>'
         f'<h1>{escape(figures["title"])}</h1><p class="verdict">{escape(figures["verdict"])}</p>{notice}</header>'
@@ -242,7 +250,7 @@ def _evaluation(figures: dict[str, Any]) -> str:
             old, apart = (((of.get(part) or {}).get(name) or {}).get("metrics") or {} for of in (before, off))
             cut = f" ({result['truncated']:,} without room for all of their context)" if result.get("truncated") else ""
             rows.append(
-                f'<tr><th scope="rowgroup" colspan="4">{escape(name)}: {escape(grouped(result["rows"]))} rows{cut}</th></tr>'
+                f'<tr><th scope="rowgroup" colspan="4">{escape(name)}: {escape(grouped(result.get("rows")))} rows{cut}</th></tr>'
             )
             for metric, told in measured.items():
                 cells = [between(old.get(metric)), between(told), between(apart.get(metric), signed=True)]

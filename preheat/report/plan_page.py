@@ -5,15 +5,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from preheat.report import drawings, plots
-from preheat.report.page import document
+from preheat.report.page import GENERATOR, document
 from preheat.report.words import count, duration, escape, gib, grouped, percent, tied
-from preheat.run import strict, write_asked
+from preheat.run import to_json, write_asked
 
 __all__ = ["write_plan"]
 
@@ -32,7 +31,7 @@ def write_plan(made: Mapping[str, Any], path: str | Path) -> Path:
     Raises:
         RunError: it cannot be written.
     """
-    return write_asked(path, _page(made))
+    return write_asked(path, _page(made), marks=[GENERATOR])
 
 
 def _page(made: Mapping[str, Any]) -> str:
@@ -53,7 +52,7 @@ def _page(made: Mapping[str, Any]) -> str:
             drawings.pareto(drawn["pareto"], drawn["front"], made["available_gib"]) + _alternatives(made),
         ),
         ("reasons", "Why not the others", _reasons(made)),
-        ("recipe", "Recipe", f"<pre>{escape(json.dumps(strict(made['recipe']), indent=1))}</pre>"),
+        ("recipe", "Recipe", f"<pre>{escape(to_json(made['recipe'], indent=1))}</pre>"),
     )
     body = "".join(f'<section id="{key}"><h2>{title}</h2>{content}</section>\n' for key, title, content in sections)
     return document(

@@ -24,12 +24,13 @@ from preheat.errors import RunError
 from preheat.hardware.heap import give_back
 from preheat.hardware.probe import reset_peak
 from preheat.recipe import Recipe
+from preheat.run import Reader
 from preheat.technique import Batch, Build, Shape, Tag
 from preheat.training.meter import Meter
 from preheat.training.recover import Recovery
 from preheat.training.rungs import LAST, SAVING
 from preheat.training.schedule import share_of_peak
-from preheat.training.session import Session, open_session
+from preheat.training.session import Finished, Session, open_session
 from preheat.training.signals import Signals
 from preheat.training.standing import Standing
 from preheat.training.watch import Watch
@@ -50,7 +51,8 @@ def train(
 
     Returns:
         {run, steps, loss, validation_loss, tokens_per_second, peak_gib, predicted: {peak_gib, tokens_per_second}, stopped}, and where
-        the objective has them (accuracy for one) scores: {name: value} of the last evaluation.
+        the objective has them (accuracy for one) scores: {name: value} of the last evaluation. `already_finished` is True if the run
+        had ended before: then nothing was written.
 
     Raises:
         PreheatError: one clear line; see preheat/errors.py for the kinds.
@@ -61,6 +63,8 @@ def train(
     """
     watch = watch or Watch()
     session = open_session(recipe, Path(out or Path("runs") / recipe.name), resume=resume, watch=watch, force=force)
+    if isinstance(session, Finished):
+        return session.summary
     standing = Standing(session.ranks, 0.8 * recipe.parallel.timeout, watch.alarm)
     loop = _Loop(session, watch, standing)
     try:
@@ -87,12 +91,18 @@ class _Loop:
         self.recipe, self.writer = session.recipe, session.writer
         self.recovery = Recovery(session, standing)
         self.meter = Meter(session)
-        self.loss = math.nan
+        self.loss = self._last_loss()
         self.evaluated: tuple[int, Measured] | None = None
         self.judged = session.progress.step or -1  # the step whose evaluation, if one is due, was taken
         self.shape: Shape | None = None
         self.stopped: str | None = None  # the signal that ends the run
         self.late = False  # some process says that the hours are over
+
+    def _last_loss(self) -> float:
+        """The loss of the step that the run stands at: a session may find none left to take."""
+        step = self.session.progress.step
+        lines = Reader(self.writer.path).metrics() if step and self.session.ranks.lead else []
+        return next((float(line["loss"]) for line in lines if line["step"] == step), math.nan)
 
     # Another build and another place to go on from may stand there after a lack of memory.
     @property
@@ -256,7 +266,8 @@ class _Loop:
         # Before evaluation and samples: the peak that was predicted is that of training and evaluation.
         validation = math.nan if stopped else self._evaluate()
         measured = {**self.meter.measured(), **self._counted()}
-        self.writer.event("measured", **measured)
+        if self.meter.speeds:  # a session without a step has measured nothing that stands beside the plan
+            self.writer.event("measured", **measured)
         if not stopped:
             try:
                 self.meter.teach()

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,6 +14,7 @@ from preheat.engine.build import alone, build
 from preheat.errors import RecipeError, RunError
 from preheat.models.generate import Written
 from preheat.recipe import Model, Recipe, Sample, Stop
+from preheat.run import Reader
 from preheat.technique import Build
 from preheat.training.session import resolve
 from preheat.training.texts import Prompt, write_texts
@@ -67,8 +66,8 @@ def open_model(path: str | Path, *, base: str | None = None, step: int | None = 
         RecipeError: the base cannot be had, or is another one than the adapter's.
     """
     path = Path(path)
-    if re.fullmatch(r"step-\d+", path.name) and (path.parent.parent / "recipe.yaml").is_file():
-        own = int(path.name.removeprefix("step-"))
+    own = checkpoint.step_of(path.name)
+    if own is not None and (path.parent.parent / "recipe.yaml").is_file():
         if step not in (None, own):
             raise RunError(f"{path}: is the checkpoint of step {own}, and step {step} was asked for; name the run")
         path, step = path.parent.parent, own
@@ -121,7 +120,7 @@ def open_draft(path: str, tokenizer: Any) -> Any:
 def require_model(path: str | Path) -> None:
     """Raises RunError where there is nothing that `open_model` opens."""
     place = Path(path)
-    run = place.parent.parent if re.fullmatch(r"step-\d+", place.name) else place
+    run = place.parent.parent if checkpoint.step_of(place.name) is not None else place
     if not any(file.is_file() for file in (run / "recipe.yaml", place / "config.json", place / "adapter_config.json")):
         raise RunError(
             f"{path}: is neither a run (no recipe.yaml), nor a Hugging Face model folder (no config.json), nor an adapter (no adapter_config.json)"
@@ -131,24 +130,28 @@ def require_model(path: str | Path) -> None:
 def _at_start(path: Path) -> Opened:
     from preheat.data.tokenizer import load_tokenizer
 
-    recipe = alone(recipes.load(path / "recipe.yaml"))
+    run = Reader(path)
+    recipe = alone(recipes.parse(run.recipe_text, where=str(path / "recipe.yaml")))
+    classes = tuple(run.data.get("classes") or ())
     tokenizer = load_tokenizer(str(path / "tokenizer"))
     device, _ = resolve(recipe)
     made = build(recipe, vocabulary=len(tokenizer), device=device)
-    return Opened(recipe, made, tokenizer, 0, str(path / "tokenizer"), classes=tuple(_told(path).get("classes", ())))
+    return Opened(recipe, made, tokenizer, 0, str(path / "tokenizer"), classes=classes)
 
 
 def _run(path: Path, step: int | None) -> Opened:
     from preheat.data.tokenizer import load_tokenizer
 
-    recipe = alone(recipes.load(path / "recipe.yaml"))
-    tokenizer = load_tokenizer(str(path / "tokenizer"))
-    found, damaged = checkpoint.find(path / "checkpoints", step)
+    run = Reader(path)
+    recipe = alone(recipes.parse(run.recipe_text, where=str(path / "recipe.yaml")))
+    told = run.data
+    found, damaged = checkpoint.find(path / "checkpoints", step, run=run.id)
     if found is None:
         raise RunError(
             f"{path}: "
             + (f"no checkpoint is whole ({damaged[0][0].name}: {damaged[0][1]})" if damaged else "has no checkpoint yet")
         )
+    tokenizer = load_tokenizer(str(path / "tokenizer"))
     device, _ = resolve(recipe)
     # What an adapter began from is in the checkpoint by now, and its folder may be gone. A curriculum's start is another thing.
     techniques = {
@@ -163,16 +166,9 @@ def _run(path: Path, step: int | None) -> Opened:
             f"{path}: the weights in {recipe.model.path} changed since the run was trained on them; put back those that were there"
         )
     checkpoint.load_weights(made, found)
-    told = _told(path)
-    template = told["template"] if told.get("chat") else None
-    classes = tuple(told.get("classes", ()))
+    template = told.get("template") if told.get("chat") else None
+    classes = tuple(told.get("classes") or ())
     return Opened(recipe, made, tokenizer, progress.step, str(path / "tokenizer"), template=template, classes=classes)
-
-
-def _told(path: Path) -> dict[str, Any]:
-    """What a run says of its data."""
-    file = path / "data.json"
-    return dict(json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else {}
 
 
 def _folder(model: str, tokenizer_folder: str) -> Opened:

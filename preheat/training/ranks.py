@@ -6,6 +6,7 @@ before the others join it, so that what takes long or goes wrong does so once, o
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -65,6 +66,15 @@ class Ranks:
             return json.loads(self.store.get(key))
         except (dist.DistNetworkError, dist.DistStoreError):
             raise RunError(f"rank {self.rank}: rank 0 ended before the run began; its own words say why") from None
+
+    def gather(self, key: str) -> None:
+        """Waits until every process has called this with the same key, or ended."""
+        import torch.distributed as dist
+
+        if self.store is not None:
+            self.store.set(f"{key}/{self.rank}", "")
+            with contextlib.suppress(dist.DistNetworkError, dist.DistStoreError):
+                self.store.wait([f"{key}/{rank}" for rank in range(self.world)])
 
     def agree(self, facts: dict[str, str]) -> None:
         """Compares what must be equal everywhere.

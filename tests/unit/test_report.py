@@ -289,15 +289,31 @@ def test_the_same_run_gives_the_same_page_and_leaves_the_settings_of_plots_alone
     assert dict(matplotlib.rcParams) == before
 
 
-def test_a_damaged_or_missing_run_is_one_clear_line(tmp_path):
+def test_a_missing_run_is_one_clear_line_and_a_damaged_file_is_named(tmp_path):
     with pytest.raises(RunError, match="is not a run"):
         write(tmp_path)
     path = run_folder(tmp_path / "run")
     (path / "plan.json").write_text("{cut")
-    with pytest.raises(RunError, match="damaged") as caught:
-        write(path)
-    assert "\n" not in str(caught.value)
-    assert not (path / "report.html").exists()
+    (path / "recipe.yaml").write_bytes(b"\xff")
+    with (path / "events.jsonl").open("a") as file:
+        file.write('3\n{"step": 1}\n{"kind": "finished", "steps": "x"}\n')
+    page = Page(write(path))
+    assert "plan.json: left out: no whole JSON" in page.text
+    assert "events.jsonl: left out line" in page.text
+    assert "recipe.yaml: left out" in page.text
+    assert "and 2 more" in page.text
+    figures = json.loads((path / "report.json").read_text())
+    assert figures["state"]["kind"] == "finished"
+    assert len(figures["curves"]["loss"]) == 60, "the rest is as it was"
+
+
+def test_a_report_does_not_replace_a_page_of_somebody_else(tmp_path):
+    (tmp_path / "recipe.yaml").write_text("name: mine\n")
+    (tmp_path / "report.html").write_text("mine")
+    with pytest.raises(RunError, match="preheat did not write it"):
+        write(tmp_path)
+    assert (tmp_path / "report.html").read_text() == "mine"
+    assert not (tmp_path / "report.json").exists()
 
 
 def test_thinning_keeps_spikes_and_gaps_and_smoothing_is_the_mean():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -54,18 +53,18 @@ def _origin(run: Path, made: Mapping[str, Any]) -> list[str]:
     lines = [f"Written by preheat from the run `{run.resolve().name}`{merged}.", "", "## Trained", ""]
     for technique, changes in told.changes.items():
         lines += [f"- {technique}: {change['what']}" for change in changes]
-    lines += _data(run) + _measured(told)
+    lines += _data(told) + _measured(told)
     return [*lines, "", "The recipe:", "", "```yaml", told.recipe_text.strip(), "```"]
 
 
-def _data(run: Path) -> list[str]:
-    file = run / "data.json"
-    if not file.is_file():
+def _data(run: Reader) -> list[str]:
+    data = run.data
+    if "source" not in data:
         return []
-    data = json.loads(file.read_text(encoding="utf-8"))
-    sizes = data.get("counts", {}).get("train", {})
-    count = f", {sizes['documents']:,} documents, {sizes['tokens']:,} tokens to train on" if "tokens" in sizes else ""
-    template = f"; chat template {data['template']}" if data.get("chat") else ""
+    sizes = (data.get("counts") or {}).get("train") or {}
+    whole = "tokens" in sizes and "documents" in sizes
+    count = f", {sizes['documents']:,} documents, {sizes['tokens']:,} tokens to train on" if whole else ""
+    template = f"; chat template {data['template']}" if data.get("chat") and "template" in data else ""
     return [f"- data: {data['source']}{count}{template}"]
 
 
@@ -74,14 +73,15 @@ def _measured(told: Reader) -> list[str]:
     lines = []
     if metrics:
         last = metrics[-1]
-        lines.append(
-            f"- after {last['step']:,} steps and {last['tokens']:,} tokens: training loss {last['loss']:.4f} nats a token"
-        )
-    losses = [(line["step"], line["validation_loss"]) for line in evaluations if "validation_loss" in line]
+        tokens = f" and {last['tokens']:,} tokens" if last.get("tokens") is not None else ""
+        lines.append(f"- after {last['step']:,} steps{tokens}: training loss {last['loss']:.4f} nats a token")
+    losses = [(line["step"], line["validation_loss"]) for line in evaluations if line.get("validation_loss") is not None]
     if losses:
         lines.append(f"- validation loss {losses[-1][1]:.4f} at step {losses[-1][0]:,}")
-    if machine := told.environment.get("machine"):
-        lines.append(f"- on {machine['device']}, with torch {told.environment['versions']['torch']}")
+    environment = told.environment
+    device, torch = ((environment.get(part) or {}).get(key) for part, key in (("machine", "device"), ("versions", "torch")))
+    if device and torch:
+        lines.append(f"- on {device}, with torch {torch}")
     return lines
 
 

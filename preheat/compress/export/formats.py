@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from preheat.errors import RecipeError, RunError, nearest
+from preheat.run import Reader
 
 __all__ = ["FORMATS", "place_of", "write"]
 
@@ -55,7 +56,10 @@ def _reads_images(run: str | Path) -> bool:
 
     path = Path(run)
     if (path / "recipe.yaml").is_file():
-        return adapter.facts(adapter.configure(recipes.load(path / "recipe.yaml"), 1)).vision is not None
+        return (
+            adapter.facts(adapter.configure(recipes.parse(Reader(path).recipe_text, where=str(path / "recipe.yaml")), 1)).vision
+            is not None
+        )
     return (path / "config.json").is_file() and vision_of(configs.read(str(path), False)) is not None
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from preheat.ops.adapters import merge, names_of
 from preheat.ops.class_head import ClassHead, as_sequence_classifier, pad_for
 from preheat.ops.quantized_folder import is_compressed
 from preheat.ops.quantized_training import unfake_
+from preheat.run import Reader
 from preheat.technique import Tag
 from preheat.training.opened import open_model
 
@@ -141,8 +141,7 @@ def _classifier(model: Any, pad: int, run: str | Path) -> Any:
         made = as_sequence_classifier(model, pad=pad)
     except ValueError as error:
         raise RunError(f"{run}: cannot be exported: {error}") from None
-    file = Path(run) / "data.json"
-    names = json.loads(file.read_text(encoding="utf-8")).get("classes") if file.is_file() else None
+    names = Reader(run).data.get("classes") if (Path(run) / "recipe.yaml").is_file() else None
     if names:
         made.config.id2label = dict(enumerate(map(str, names)))
         made.config.label2id = {name: n for n, name in made.config.id2label.items()}

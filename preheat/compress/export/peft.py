@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import math
 import warnings
 from pathlib import Path
@@ -21,6 +20,7 @@ from preheat.ops.experts import STACKS
 from preheat.ops.nf4 import PackedMap, dequantize, quantize, tables
 from preheat.ops.peft_folder import BASE
 from preheat.ops.quantized_training import unfake_
+from preheat.run import to_json
 from preheat.technique import Stage
 from preheat.training.opened import Opened, open_model
 
@@ -102,7 +102,7 @@ def write(run: str | Path, out: str | Path, *, tolerance: float | None = None) -
         made.save_pretrained(folder, save_embedding_layers=False)
         del made
         opened.tokenizer.save_pretrained(folder)
-        (folder / BASE).write_text(json.dumps(written, indent=1), encoding="utf-8")
+        (folder / BASE).write_text(to_json(written, indent=1), encoding="utf-8")
         again: Any = peft.PeftModel.from_pretrained(_loaded(source, base, read), folder)
         if written["nf4"]:
             unrounded = shared.compare(wanted, shared.logits(again.get_base_model(), rows))

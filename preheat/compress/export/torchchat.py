@@ -21,6 +21,7 @@ from torch.nn import functional
 from preheat.compress.export import card, shared
 from preheat.compress.export.plain import plain
 from preheat.errors import RunError
+from preheat.run import to_json
 
 __all__ = ["read", "write"]
 
@@ -73,7 +74,7 @@ def write(
             params = _params(model.model.config, model.source) | {"tokenizer_prepend_bos": _begins(model.tokenizer)}
             weights = _weights(model.model, params, model.source)
             torch.save({name: w.to(getattr(torch, dtype)) for name, w in weights.items()}, folder / "model.pth")
-            (folder / "params.json").write_text(json.dumps(params, indent=2) + "\n", encoding="utf-8")
+            (folder / "params.json").write_text(to_json(params, indent=2) + "\n", encoding="utf-8")
             model.copy_settings(folder)
             notes = [*model.notes, *_settle(folder, model.tokenizer)]
             found = shared.compare(model.wanted, read(folder, model.rows), model.rows)
@@ -187,7 +188,7 @@ def _settle(folder: Path, tokenizer: Any) -> list[str]:
         if template == _PLAIN:
             notes.append("it has no chat template, which torchchat wants; one that only joins the messages is written")
     settings["chat_template"] = template
-    file.write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    file.write_text(to_json(settings, indent=2) + "\n", encoding="utf-8")
     return notes
 
 

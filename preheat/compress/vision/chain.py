@@ -12,7 +12,6 @@ The file is that of `preheat compress --recipe` (see preheat/compress/chain.py);
 
 from __future__ import annotations
 
-import json
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -32,6 +31,7 @@ from preheat.compress.vision.images import Images, calibration, read_folder
 from preheat.compress.vision.pruning import narrower
 from preheat.errors import RecipeError, RunError, nearest
 from preheat.models.image_classifiers import open_classifier, open_processor, scores
+from preheat.run import to_json
 
 __all__ = ["run_chain"]
 
@@ -117,7 +117,7 @@ def run_chain(
     whole = {"path": told[-1]["path"], "source": str(source), "data": words, "before": before, "variants": told}
     for number, made in enumerate(told):
         card.write(out / made["name"], whole, number)
-    (out / "compress.json").write_text(json.dumps(whole, indent=1), encoding="utf-8")
+    (out / "compress.json").write_text(to_json(whole, indent=1), encoding="utf-8")
     return whole
 
 
