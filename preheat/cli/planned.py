@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from preheat.training.asked import Question
 
-__all__ = ["budget", "searched", "served", "stated", "write_recipe"]
+__all__ = ["budget", "recipe_text", "searched", "served", "stated", "write_recipe"]
 
 _SECONDS = {1: 8.0, 64: 50.0}  # for trying, by the number of devices up to which
 _MANY = 60.0
@@ -122,19 +122,25 @@ def searched(
     return made, page
 
 
-def write_recipe(made: Mapping[str, Any], question: Question, path: Path) -> None:
-    """The chosen recipe as YAML; a model by its name gets the checkpoint to train from.
-
-    Raises:
-        RunError: it cannot be written.
-    """
+def recipe_text(made: Mapping[str, Any], question: Question) -> str:
+    """The chosen recipe as YAML; a model by its name gets the checkpoint to train from."""
     from preheat.recipe.text import write
-    from preheat.run import write_asked
 
     values = dict(made["recipe"])
     if question.checkpoint and values["model"]["path"] is None and values["model"]["weights"] != "random":
         values["model"] = {**values["model"], "path": question.checkpoint}
-    write_asked(path, write(values))
+    return write(values)
+
+
+def write_recipe(made: Mapping[str, Any], question: Question, path: Path) -> None:
+    """Writes the chosen recipe.
+
+    Raises:
+        RunError: it cannot be written.
+    """
+    from preheat.run import write_asked
+
+    write_asked(path, recipe_text(made, question))
 
 
 def served(question: Question, gpu: str | None, devices: int, json: bool) -> None:

@@ -5,13 +5,11 @@ compress.json ──write_compress──▶ compress.html
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from preheat.errors import RunError
-from preheat.report.page import document
+from preheat.report.page import document, read_figures
 from preheat.report.plots import NARROW, SENTINEL, drawn
 from preheat.report.words import escape
 from preheat.run import write_asked
@@ -44,12 +42,7 @@ def write_compress(folder: str | Path) -> Path:
         RunError: there is no compress.json, it is damaged, or the page cannot be written.
     """
     source = Path(folder) / "compress.json"
-    try:
-        made = json.loads(source.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise RunError(f"{source}: no such file; preheat compress writes it") from None
-    except ValueError as error:
-        raise RunError(f"{source}: is damaged ({error}); run preheat compress again") from None
+    made = read_figures(source, "preheat compress", ("chosen", "variants"))
     return write_asked(source.with_suffix(".html"), _page(made), fix="make the folder writable or free some room")
 
 
