@@ -124,7 +124,8 @@ def _positions(name: str, task: str, parts: Parts, old: Parts) -> str:
             if all(number(part.get(key)) is not None for part in some for key in ("low", "high")):
                 low, high = ([part[key] for part in some] for key in ("low", "high"))
                 axes.fill_between(places, low, high, color=SENTINEL[colour], alpha=0.15, linewidth=0)
-        axes.set_xscale("log", base=2)
+        if min(part["end"] for part in parts) > 0:
+            axes.set_xscale("log", base=2)
         _ticks(axes, [part["end"] for part in parts])
         axes.set_xlabel("up to this place, tokens", loc="right", labelpad=2)
 
