@@ -278,3 +278,17 @@ def test_no_mark_is_clipped_by_the_frame_and_any_name_can_be_drawn() -> None:
     assert "1.5e-05" not in plots.spans(
         "z", [plots.Span("a", 0, 1, "ink"), plots.Span("b", 1, 1 - 1.5e-05, "ink")], "w", unit="GiB"
     )
+
+
+def test_a_planned_recipe_says_what_differs_from_the_defaults() -> None:
+    from types import SimpleNamespace
+
+    from preheat import recipe as recipes
+    from preheat.cli.planned import recipe_text
+
+    text = "name: n\nmodel:\n  size: 15M\nbatch:\n  length: 64\nstop:\n  steps: 3\ntechniques:\n  lora:\n    rank: 4\n  chunked_loss: {}\n"
+    recipe = recipes.parse(text)
+    question: Any = SimpleNamespace(checkpoint=None)
+    assert recipe_text({"recipe": recipes.as_values(recipe)}, question) == text
+    question = SimpleNamespace(checkpoint="org/model")
+    assert recipes.parse(recipe_text({"recipe": recipes.as_values(recipe)}, question)).model.path == "org/model"
