@@ -201,7 +201,7 @@ def _tiles(figures: dict[str, Any]) -> str:
         (
             "Validation loss",
             loss(summary["validation_loss"]),
-            f"perplexity {math.exp(held_out):,.3g}" if held_out is not None and held_out < 50 else "",
+            f"perplexity {value(math.exp(held_out))}" if held_out is not None and held_out < 50 else "",
         ),
         ("Tokens per second", grouped(measured["tokens_per_second"]), against("tokens_per_second", grouped)),
         ("Peak memory", gib(measured["peak_gib"]), against("peak_gib", gib)),
@@ -401,23 +401,30 @@ _KINDS = {"rung": "fallback"}
 
 # What an event records: its name on the page and how its value is written. Others are shown by their key, without underscores.
 _RECORDED: dict[str, tuple[str, Callable[[Any], str]]] = {
-    "asked": ("asked for", lambda found: gib(number(found) and found / 2**30)),
+    "asked": ("it asked for", lambda found: gib(number(found) and found / 2**30)),
     "room": ("free", lambda found: gib(number(found) and found / 2**30)),
     "beside": ("taken beside the tensors", lambda found: gib(number(found) and found / 2**30)),
     "loss": ("loss", loss),
     "mfu": ("model FLOPs utilisation", percent),
     "peak_gib": ("peak memory", gib),
-    "seconds": ("took", duration),
-    "seconds_per_step": ("a step takes", lambda found: f"{value(found)} s"),
+    "seconds": ("took", lambda found: f"{value(found)} s" if (number(found) or 9) < 1 else duration(found)),
+    "seconds_per_step": (
+        "seconds a step",
+        lambda found: " to ".join(map(value, found)) if isinstance(found, list) else value(found),
+    ),
     "signal": ("by", str),
-    "spread": ("its middle half", lambda found: " to ".join(map(grouped, found)) if isinstance(found, list) else value(found)),
+    "spread": ("spread", lambda found: " to ".join(map(grouped, found)) if isinstance(found, list) else value(found)),
+    "steps": ("steps", grouped),
     "tokens": ("tokens", grouped),
     "tokens_per_second": ("tokens a second", grouped),
     "validation_loss": ("validation loss", loss),
+    "took": ("continued with", lambda found: ", ".join(map(str, found)) if isinstance(found, list) else value(found)),
     "was_gib": ("peak before", gib),
+    "where": ("while", value),
+    "words": ("reason", value),
 }
 # Long lists that are shown elsewhere (fallbacks) or are for `preheat doctor oom`; `held` of a checkpoint is `seconds` of most.
-_NOT_SHOWN = ("time", "kind", "skipped", "allocator", "set", "held")
+_NOT_SHOWN = ("time", "kind", "skipped", "allocator", "set", "held", "path")
 
 
 def _event(event: dict[str, Any]) -> str:

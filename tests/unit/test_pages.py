@@ -290,5 +290,5 @@ def test_a_planned_recipe_says_what_differs_from_the_defaults() -> None:
     recipe = recipes.parse(text)
     question: Any = SimpleNamespace(checkpoint=None)
     assert recipe_text({"recipe": recipes.as_values(recipe)}, question) == text
-    question = SimpleNamespace(checkpoint="org/model")
+    recipe, question = recipes.parse("model: {preset: gpt2}\nstop: {steps: 1}"), SimpleNamespace(checkpoint="org/model")
     assert recipes.parse(recipe_text({"recipe": recipes.as_values(recipe)}, question)).model.path == "org/model"
