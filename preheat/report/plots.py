@@ -361,6 +361,8 @@ def drawn(name: str, size: tuple[float, float], words: str, draw: Callable[[Axes
     with matplotlib.rc_context(), warnings.catch_warnings():
         # The page's font draws the text, so that what matplotlib's own lacks does not matter.
         warnings.filterwarnings("ignore", message="(?s).*[Gg]lyph", category=UserWarning)
+        # A plot of damaged figures may have no room left for its axes; it is drawn all the same.
+        warnings.filterwarnings("ignore", message="constrained_layout not applied", category=UserWarning)
         matplotlib.rcdefaults()  # not the reader's matplotlibrc: equal runs give equal reports
         matplotlib.rcParams.update(
             {
