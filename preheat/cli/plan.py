@@ -121,9 +121,10 @@ def finish(made: dict[str, Any], page: Any, asked: Question, *, out: Path | None
 
         write_recipe(made, asked, out)
     if html is not None:
+        from preheat.cli.planned import recipe_text
         from preheat.report.plan_page import write_plan
 
-        write_plan({**made, "figures": page()}, html)
+        write_plan({**made, "figures": page(), "yaml": recipe_text(made, asked)}, html)
     if json:
         emit({**made, "absent": asked.absent} if asked.absent else made)
     else:

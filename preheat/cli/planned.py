@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from preheat.training.asked import Question
 
-__all__ = ["budget", "searched", "served", "stated", "write_recipe"]
+__all__ = ["budget", "recipe_text", "searched", "served", "stated", "write_recipe"]
 
 _SECONDS = {1: 8.0, 64: 50.0}  # for trying, by the number of devices up to which
 _MANY = 60.0
@@ -122,21 +123,44 @@ def searched(
     return made, page
 
 
-def write_recipe(made: Mapping[str, Any], question: Question, path: Path) -> None:
-    """The chosen recipe as YAML; a model by its name gets the checkpoint to train from.
-
-    Raises:
-        RunError: it cannot be written.
-    """
+def recipe_text(made: Mapping[str, Any], question: Question) -> str:
+    """The chosen recipe as YAML, without what is as by default; a model by its name gets the checkpoint to train from."""
+    from preheat import recipe as recipes
     from preheat.recipe.text import write
-    from preheat.run import write_asked
-
-    mark = "# written by preheat plan"
 
     values = dict(made["recipe"])
     if question.checkpoint and values["model"]["path"] is None and values["model"]["weights"] != "random":
         values["model"] = {**values["model"], "path": question.checkpoint}
-    write_asked(path, f"{mark}\n{write(values)}", marks=[mark])
+    return write(_set_apart(recipes.parse(write(values)), values))
+
+
+def _set_apart(part: Any, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Those values of a recipe, or of a part of it, that differ from the defaults.
+
+    Args:
+        part: the dataclass that they were read into.
+    """
+    differing: dict[str, Any] = {}
+    for field in dataclasses.fields(part):
+        found, plain = getattr(part, field.name), values[field.name]
+        default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        if field.name == "techniques":
+            differing[field.name] = {name: _set_apart(technique, plain[name]) for name, technique in found.items()}
+        elif found != default:
+            differing[field.name] = _set_apart(found, plain) if dataclasses.is_dataclass(found) else plain
+    return differing
+
+
+def write_recipe(made: Mapping[str, Any], question: Question, path: Path) -> None:
+    """Writes the chosen recipe.
+
+    Raises:
+        RunError: it cannot be written.
+    """
+    from preheat.run import write_asked
+
+    mark = "# written by preheat plan"
+    write_asked(path, f"{mark}\n{recipe_text(made, question)}", marks=[mark])
 
 
 def served(question: Question, gpu: str | None, devices: int, json: bool) -> None:

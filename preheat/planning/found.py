@@ -43,7 +43,7 @@ class Found:
         rejected: (settings in words, why not), a line each.
         guessed: how many candidates were put in order.
         confirmed: the best was dry-run with all its layers.
-        front: (GiB, tokens a second) of those guesses that no other one betters in both, from the smallest on.
+        guesses: (settings in words, GiB, tokens a second) of the candidates as they were put in order, the fastest first; of many, some.
     """
 
     best: Seen
@@ -52,7 +52,7 @@ class Found:
     rejected: list[tuple[str, str]] = field(default_factory=list)
     guessed: int = 0
     confirmed: bool = False
-    front: list[tuple[float, float]] = field(default_factory=list)
+    guesses: list[tuple[str, float, float]] = field(default_factory=list)
 
 
 def too_large(plan: Mapping[str, Any]) -> str:

@@ -5,16 +5,13 @@ bench.json ──render──▶ bench.html
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from preheat.errors import RunError
 from preheat.report import plots
-from preheat.report.page import GENERATOR, document
-from preheat.report.words import escape, gib, grouped, loss, number, tied
-from preheat.run import write_asked
+from preheat.report.page import document, scrolling, write_figures
+from preheat.report.words import change, escape, gib, grouped, headline, loss, number, percent, sizes, tied, unit_of
 
 __all__ = ["write_bench"]
 
@@ -26,15 +23,7 @@ def write_bench(folder: str | Path) -> Path:
         RunError: there is no bench.json, it is damaged, or the page cannot be written.
     """
     source = Path(folder) / "bench.json"
-    try:
-        found = json.loads(source.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise RunError(f"{source}: no such file; preheat bench writes it") from None
-    except ValueError as error:
-        raise RunError(f"{source}: is damaged ({error}); run preheat bench again") from None
-    return write_asked(
-        source.with_suffix(".html"), _page(found), marks=[GENERATOR], fix="make the folder writable or free some room"
-    )
+    return write_figures(source, "preheat bench", ("name", "rows"), _page)
 
 
 def _page(found: dict[str, Any]) -> str:
@@ -44,12 +33,12 @@ def _page(found: dict[str, Any]) -> str:
     falls = f'<section id="give"><h2>What each technique gives</h2>{waterfalls}</section>' if waterfalls else ""
     return document(
         f"{found['name']} · preheat bench",
-        f"""<header id="verdict"><p class="eyebrow">preheat bench</p><h1>{escape(found["name"])}</h1>
+        f"""<header id="verdict"><p class="eyebrow">preheat bench</p><h1>{escape(headline(found["name"]))}</h1>
 <p class="verdict">{escape(_headline(found))}</p></header>
 <section id="verdicts"><h2>Verdicts</h2>{said}</section>
 {falls}
 <section id="contenders"><h2>Every contender</h2>{_table(found)}</section>
-<footer>{found["repeats"]} turns of {found["steps"]} steps each, every turn in a process of its own, in alternation. Speed: median over the turns
+<footer>{escape(found["repeats"])} turns of {escape(found["steps"])} steps each, every turn in a process of its own, in alternation. Speed: median over the turns
 of the median step; ratios within a round. Memory: the greatest of the turns, less what the imports took. Cosine: of the first step's
 gradients with those of {escape(found["rows"][0]["name"])}. All figures as data: bench.json.</footer>""",
     )
@@ -62,7 +51,7 @@ def _headline(found: dict[str, Any]) -> str:
         return f"{len(found['rows'])} contenders on this machine."
     return (
         f"All together: {whole['ratio']:.2f} times the speed of the plain recipe ({grouped(whole['tokens_per_second'])} against "
-        f"{grouped(plain['tokens_per_second'])} tokens/s) in {whole['peak_gib'] / plain['peak_gib']:.0%} of its memory "
+        f"{grouped(plain['tokens_per_second'])} tokens/s) in {percent(whole['peak_gib'] / plain['peak_gib'])} of its memory "
         f"({gib(whole['peak_gib'])} against {gib(plain['peak_gib'])})."
     )
 
@@ -76,7 +65,7 @@ def _waterfalls(found: dict[str, Any]) -> str:
         return ""
     drawn = []
     for key, title, unit, scale in (
-        ("peak_gib", "Peak memory", "GiB", 1.0),
+        ("peak_gib", "Peak memory", *unit_of([row["peak_gib"] for row in rows.values()])),
         ("tokens_per_second", "Speed", "thousand tokens/s", 1e-3),
     ):
         plain, whole = rows["plain"][key] * scale, rows["all"][key] * scale
@@ -86,12 +75,13 @@ def _waterfalls(found: dict[str, Any]) -> str:
         bars = [plots.Span("plain", 0.0, plain, "series-6")]
         at = plain
         for name, size in parts:
-            colour = "series-6" if name == "overlap" else "series-3" if size * better >= 0 else "series-2"
+            unchanged = change(size, max(plain, whole)) == "0"
+            colour = "series-6" if name == "overlap" or unchanged else "series-3" if size * better >= 0 else "series-2"
             bars.append(plots.Span(name, at, at + size, colour))
             at += size
         bars.append(plots.Span("all", 0.0, whole, "series-1"))
         words = f"{title} in {unit}: from {plain:.3g} plain to {whole:.3g} with all; " + ", ".join(
-            f"{name} {size:+.2g}" for name, size in parts
+            f"{name} {change(size, max(plain, whole))}" for name, size in parts
         )
         caption = "Each bar is what changes when that technique alone is left out; overlap is what they share."
         drawing = plots.spans(f"fall-{key.replace('_', '-')}", bars, words, unit=unit)
@@ -99,22 +89,27 @@ def _waterfalls(found: dict[str, Any]) -> str:
     return f'<div class="two">{"".join(drawn)}</div>'
 
 
-_HEAD = ("contender", "tokens/s", "times plain", "peak", "start-up", "loss", "cosine")
-
-
 def _table(found: dict[str, Any]) -> str:
-    head = "".join(f'<th scope="col"{" class=n" if n else ""}>{title}</th>' for n, title in enumerate(_HEAD))
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(map(_row, found['rows']))}</tbody></table>"
+    rows = found["rows"]
+    predicted = [row["predicted"]["peak_gib"] if not row["failed"] and row["predicted"] else None for row in rows]
+    unit, texts = sizes([*(None if row["failed"] else row["peak_gib"] for row in rows), *predicted])
+    titles = ("contender", "tokens/s", "times plain", f"peak, {unit}", "start-up", "loss", "cosine")
+    head = "".join(f'<th scope="col"{" class=n" if n else ""}>{title}</th>' for n, title in enumerate(titles))
+    shown = "".join(
+        _row(row, peak, f"predicted {guess}" if size is not None else "", len(titles) - 1)
+        for row, peak, guess, size in zip(rows, texts, texts[len(rows) :], predicted, strict=False)
+    )
+    return scrolling(f"<table><thead><tr>{head}</tr></thead><tbody>{shown}</tbody></table>")
 
 
-def _row(row: dict[str, Any]) -> str:
+def _row(row: dict[str, Any], peak: str, predicted: str, columns: int) -> str:
     name = f'<th scope="row">{escape(row["name"])}</th>'
     if row["failed"]:
-        return f'<tr>{name}<td class="free bad" colspan="{len(_HEAD) - 1}">{escape(row["failed"])}</td></tr>'
+        return f'<tr>{name}<td class="free bad" colspan="{columns}">{escape(row["failed"])}</td></tr>'
     cells: Sequence[tuple[str, str]] = (
         (grouped(row["tokens_per_second"]), f"{grouped(row['spread'][0])} to {grouped(row['spread'][1])}"),
         (f"{row['ratio']:.2f}", f"{row['ratio_spread'][0]:.2f} to {row['ratio_spread'][1]:.2f}"),
-        (gib(row["peak_gib"]), f"predicted {gib(row['predicted']['peak_gib'])}" if row["predicted"] else ""),
+        (peak, predicted),
         (f"{row['startup_seconds']:.1f} s", ""),
         (loss(row["loss"]), ""),
         (f"{row['gradient_cosine']:.6f}" if number(row["gradient_cosine"]) is not None else "none in common", ""),

@@ -5,16 +5,13 @@ compress.json ──write_compress──▶ compress.html
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from preheat.errors import RunError
-from preheat.report.page import GENERATOR, document
+from preheat.report.page import document, write_figures
 from preheat.report.plots import NARROW, SENTINEL, drawn
 from preheat.report.words import escape
-from preheat.run import write_asked
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -44,15 +41,7 @@ def write_compress(folder: str | Path) -> Path:
         RunError: there is no compress.json, it is damaged, or the page cannot be written.
     """
     source = Path(folder) / "compress.json"
-    try:
-        made = json.loads(source.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise RunError(f"{source}: no such file; preheat compress writes it") from None
-    except ValueError as error:
-        raise RunError(f"{source}: is damaged ({error}); run preheat compress again") from None
-    return write_asked(
-        source.with_suffix(".html"), _page(made), marks=[GENERATOR], fix="make the folder writable or free some room"
-    )
+    return write_figures(source, "preheat compress", ("chosen", "variants"), _page)
 
 
 def _page(made: dict[str, Any]) -> str:
