@@ -16,15 +16,15 @@ from preheat.errors import RunError
 __all__ = ["compare", "load", "tokenizer_of", "types_of"]
 
 
-def compare(plain: Plain, file: Path) -> shared.Difference:
-    """Reads the file and compares its logits, and how it cuts text into tokens, with the model's.
+def compare(plain: Plain, file: Path) -> tuple[shared.Difference, Any]:
+    """Reads the file and compares its logits, and how it cuts text into tokens, with the model's; the model that was read, too.
 
     Raises:
         RunError: the tokenizer that stands in the file is another one.
     """
     model, tokenizer = load(file)
     _same_tokens(plain.tokenizer, tokenizer, file)
-    return shared.compare(plain.wanted, shared.logits(model, plain.rows), plain.rows)
+    return shared.compare(plain.wanted, shared.logits(model, plain.rows), plain.rows), model
 
 
 def load(file: Path) -> tuple[Any, Any]:
