@@ -200,7 +200,9 @@ def compress(
         say("timing")
         before.time(found, timed, turns=turns)
         for told, variant, place in zip(found, variants, places, strict=True):
-            text = card.write(told, source=str(source), texts=texts, reads=variant.method.reads_rows)
+            text = card.write(
+                told, source=str(source), texts=texts, reads=variant.method.reads_rows, quantized=told["quantized"]
+            )
             (place / "README.md").write_text(text, encoding="utf-8")
         choice = _chosen(found, within)
         made = summed(out if len(found) == 1 else out / choice[0], found, choice, str(source), texts)
@@ -239,6 +241,8 @@ def _require(opened: Opened, variants: Sequence[Variant], source: Any) -> None:
 
 def _one(variant: Variant, opened: Opened, before: Before, place: Path, say: Say) -> tuple[dict[str, Any], Any]:
     """One variant applied, written, opened again, compared and measured: what is told of it, and the model, to be timed."""
+    from preheat.ops.quantized_folder import quantized_modules
+
     name, method = variant.name, variant.method
     say(f"{name}: compressing")
     model: Any = copy.deepcopy(opened.build.trained[0])
@@ -254,12 +258,14 @@ def _one(variant: Variant, opened: Opened, before: Before, place: Path, say: Say
         )
     say(f"{name}: measuring")
     told, timed = before.against(again)
+    quantized = bool(quantized_modules(again.build.trained[0]))
     told = {
         "name": name,
         "method": method.name(),
         "settings": dataclasses.asdict(method),
         "what": change.what,
         "notes": notes,
+        "quantized": quantized,
         "bytes": sum(p.stat().st_size for p in place.glob("*.safetensors")),
         **told,
     }

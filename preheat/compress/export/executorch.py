@@ -84,7 +84,7 @@ def write(
             made = {"path": str(out), "bytes": shared.size(folder, file.name), "dtype": dtype, "length": length}
             made |= {"merged": model.merged, "read_by": card.version_of("executorch"), **shared.figures(found, bound)}
             made |= {**model.held.told(found, partial(replay, file), longest=length - 1), "note": "; ".join(notes)}
-        card.write(folder, run, made, title=f"ExecuTorch program, {dtype}", use=_USE)
+        card.write(folder, run, made, title=f"ExecuTorch program, {dtype}", use=_USE, library="executorch")
     return made
 
 

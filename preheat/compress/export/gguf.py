@@ -86,7 +86,7 @@ def write(
             made |= {"merged": model.merged, "read_by": card.version_of("transformers"), **others}
             made |= {**shared.figures(found, bound), **model.held.by(again, found), "note": "; ".join(notes)}
         use = f"llama-cli -m {made['file']} -p 'Once upon a time'"
-        card.write(folder, run, made, title=f"GGUF, {dtype}", use=use)
+        card.write(folder, run, made, title=f"GGUF, {dtype}", use=use, library="gguf")
     return made
 
 

@@ -11,6 +11,7 @@ import torch
 from preheat.compress.ends import end_texts, name_ends, require_same_tokens
 from preheat.compress.export import card, shared
 from preheat.compress.export.held import Held, held_of
+from preheat.compress.front_matter import pipeline_of
 from preheat.compress.new_folder import NewFolder, require_new
 from preheat.compress.unfinished import unfinished
 from preheat.errors import RunError
@@ -123,6 +124,7 @@ def write_held(
         require_same_tokens(tokenizer, folder)
         if vision is not None and opened.build.weights.folder is not None:
             copy_processor(opened.build.weights.folder, folder)
+        pipeline = pipeline_of(model.config)  # its architectures are set by now
         opened.build.parts.clear()
         del model
         again = reader.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
@@ -149,7 +151,7 @@ def write_held(
             "note": "; ".join(notes),
         }
         use = f'import transformers\nmodel = transformers.{reader.__name__}.from_pretrained(".")'
-        card.write(folder, run, made, title=f"Hugging Face folder, {name}", use=use)
+        card.write(folder, run, made, title=f"Hugging Face folder, {name}", use=use, library="transformers", pipeline=pipeline)
     return made, held
 
 

@@ -66,7 +66,7 @@ def write(
             made = {"path": str(out), "bytes": shared.size(folder, file.name), "dtype": dtype, "merged": model.merged}
             made |= {"read_by": card.version_of("onnxruntime"), **shared.figures(found, bound)}
             made |= {**model.held.told(found, partial(replay, file)), "note": "; ".join(model.notes)}
-        card.write(folder, run, made, title=f"ONNX, {dtype}", use=_USE)
+        card.write(folder, run, made, title=f"ONNX, {dtype}", use=_USE, library="onnx")
     return made
 
 

@@ -144,7 +144,7 @@ def write(run: str | Path, out: str | Path, *, tolerance: float | None = None) -
             f'import peft, transformers\nbase = transformers.AutoModelForCausalLM.from_pretrained({base!r})\nmodel = peft.PeftModel.from_pretrained(base, ".")\n'
             'model.generation_config = transformers.GenerationConfig.from_pretrained(".")'
         )
-        card.write(folder, run, made, title="adapter for peft", use=use)
+        card.write(folder, run, made, title="adapter for peft", use=use, library="peft")
     return made
 
 

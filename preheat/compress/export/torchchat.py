@@ -83,7 +83,7 @@ def write(
             told = model.held.told(found, partial(read, folder))
         made = {"path": str(out), "bytes": shared.size(folder, "model.pth"), "dtype": dtype, "merged": model.merged}
         made |= {"read_by": "its layout's arithmetic", **shared.figures(found, bound), **told, "note": "; ".join(notes)}
-        card.write(folder, run, made, title=f"torchchat checkpoint, {dtype}", use=_USE.format(dtype=dtype))
+        card.write(folder, run, made, title=f"torchchat checkpoint, {dtype}", use=_USE.format(dtype=dtype), library="torchchat")
     return made
 
 

@@ -69,7 +69,7 @@ def write(
             **told,
             "note": "; ".join(notes),
         }
-        card.write(folder, run, made, title=f"compressed-tensors, {dtype}", use="vllm serve .")
+        card.write(folder, run, made, title=f"compressed-tensors, {dtype}", use="vllm serve .", library="transformers")
     return made
 
 
