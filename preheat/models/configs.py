@@ -16,7 +16,8 @@ from preheat.models import experts, presets, sizes, vision
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-    from preheat.recipe import Recipe
+    from preheat.text import quoted
+from preheat.recipe import Recipe
 
 __all__ = ["new", "of", "preset_config", "read", "refuse_unknown_rotary", "tokenizer_folder"]
 
@@ -99,6 +100,11 @@ def read(path: str, trust: bool) -> PretrainedConfig:
             if not folder.exists()
             else f"model.path: {path}: {first[:300]}"
         ) from None
+    stored = getattr(found, "quantization_config", None)
+    if stored is not None and not isinstance(stored, Mapping) and not hasattr(stored, "to_dict"):
+        raise RecipeError(
+            f"model.path: {path}: config.json states quantization_config {quoted(stored)}, and no settings by name; mend it"
+        )
     if folder.exists():
         _require_sizes(found, folder / "config.json")
     return found
