@@ -16,8 +16,7 @@ from preheat.models import experts, presets, sizes, vision
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-    from preheat.text import quoted
-from preheat.recipe import Recipe
+    from preheat.recipe import Recipe
 
 __all__ = ["new", "of", "preset_config", "read", "refuse_unknown_rotary", "tokenizer_folder"]
 
@@ -91,7 +90,7 @@ def read(path: str, trust: bool) -> PretrainedConfig:
             trust_remote_code=trust,
             local_files_only=folder.exists() or _offline() or not hub_reachable(),
         )
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, AttributeError, TypeError) as error:  # also of values of another kind than transformers reads
         first = str(error).strip().split("\n")[0]
         if not folder.exists() and (path.startswith((".", "/", "~")) or path.count("/") > 1):
             raise RecipeError(f"model.path: {path}: no such folder; {_models_near(folder)}") from None
@@ -100,11 +99,6 @@ def read(path: str, trust: bool) -> PretrainedConfig:
             if not folder.exists()
             else f"model.path: {path}: {first[:300]}"
         ) from None
-    stored = getattr(found, "quantization_config", None)
-    if stored is not None and not isinstance(stored, Mapping) and not hasattr(stored, "to_dict"):
-        raise RecipeError(
-            f"model.path: {path}: config.json states quantization_config {quoted(stored)}, and no settings by name; mend it"
-        )
     if folder.exists():
         _require_sizes(found, folder / "config.json")
     return found

@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from preheat.compress.export.shared import Difference
+from preheat.compress.unfinished import unfinished
 from preheat.errors import DataError, RecipeError
 from preheat.models.adapter import plain_logits
 from preheat.text import shorten
@@ -34,25 +36,28 @@ class Held:
         words: what it is.
         before: the run's perplexity; None: that of the compared texts is told.
         documents: tokens and labels, [1, n] each, as a model reads them that knows nothing of packing.
+        unfinished: that the model is of the middle of a run, in words; '' where it is not.
     """
 
     words: str
     before: float | None = None
     documents: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    unfinished: str = ""
 
     def told(self, difference: Difference, replay: Replay | None, *, longest: int = 0) -> dict[str, Any]:
-        """{before, after, perplexity_of} for what a writer returns.
+        """{before, after, perplexity_of, unfinished} for what a writer returns.
 
         Args:
             difference: whose perplexities stand where there are no documents.
-            replay: logits by what was written; None: they are not measured.
+            replay: logits by what was written; None: it is not measured, and counts as what it was made of.
             longest: positions that `replay` takes; 0: any.
         """
         before, after = difference.perplexity or (None, None)
         words = SAMPLES if self.documents else self.words
         if self.documents and not (longest and any(tokens.shape[1] > longest for tokens, _ in self.documents)):
-            before, after, words = self.before, None if replay is None else self._perplexity(replay), self.words
-        return {"before": {"perplexity": before}, "after": {"perplexity": after}, "perplexity_of": words}
+            before, after, words = self.before, self.before if replay is None else self._perplexity(replay), self.words
+        perplexities = {"before": {"perplexity": before}, "after": {"perplexity": after}, "perplexity_of": words}
+        return {**perplexities, "unfinished": self.unfinished}
 
     def by(self, model: Any, difference: Difference) -> dict[str, Any]:
         """`told` of a model of transformers."""
@@ -80,7 +85,12 @@ class Held:
             yield part
 
 
-def held_of(opened: Opened) -> Held:
+def held_of(opened: Opened, source: str | Path) -> Held:
+    """`_held_of`, with what there is to know of a run that is not finished."""
+    return replace(_held_of(opened), unfinished=unfinished(source, opened.step))
+
+
+def _held_of(opened: Opened) -> Held:
     """The validation rows of a run, with its perplexity there; sample texts for what is no run, has none, or is not trained on next tokens."""
     from preheat.data import Rows, prepare
     from preheat.data.loader import evaluation_rows

@@ -13,7 +13,6 @@ from preheat.compress.export import card, shared
 from preheat.compress.export.held import Held, held_of
 from preheat.compress.front_matter import pipeline_of
 from preheat.compress.new_folder import NewFolder, require_new
-from preheat.compress.unfinished import unfinished
 from preheat.errors import RunError
 from preheat.models.adapter import auto_class, head
 from preheat.models.experts import biases, has_bias
@@ -87,7 +86,7 @@ def write_held(
         raise RunError(
             f"{run}: is compressed, and what is rounded is not written as other formats' weights; export the model it was made from"
         )
-    held = held_of(opened)
+    held = held_of(opened, run)
     rounded = unfake_(model)
     kept = dtype or next(p.dtype for p in model.parameters() if p.is_floating_point())
     accepted = shared.Bound(shared.TOLERANCE[kept] if tolerance is None else tolerance)
@@ -110,7 +109,7 @@ def write_held(
     tied = not classifies and model.get_input_embeddings().weight is model.get_output_embeddings().weight
     model.set_attn_implementation("eager")  # the folder must not name our own attention
     model.config.use_cache = True
-    notes = [words] if (words := unfinished(run, opened.step)) else []
+    notes = [held.unfinished] if held.unfinished else []
     notes += [_NO_WINDOW] if Tag("window") in opened.build.tags else []
     notes += [_UNROUNDED] if rounded else []
     notes += [_NO_BIAS] if biases(model) and not has_bias(model.config) else []

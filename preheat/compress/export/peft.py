@@ -16,7 +16,6 @@ from preheat.compress.ends import Ends, name_ends, require_same_tokens
 from preheat.compress.export import card, shared
 from preheat.compress.export.held import held_of
 from preheat.compress.new_folder import NewFolder, require_new
-from preheat.compress.unfinished import unfinished
 from preheat.errors import RunError
 from preheat.models.adapter import require_decoder_only
 from preheat.models.generation_settings import ends_of, read_generation
@@ -67,7 +66,7 @@ def write(run: str | Path, out: str | Path, *, tolerance: float | None = None) -
     require_decoder_only(model, "preheat export --to peft")
     names = names_of(model)
     base = _base(opened, names, run)
-    held = held_of(opened)
+    held = held_of(opened, run)
     unfake_(model)  # the adapter is that of the weights before rounding
     accepted = shared.Bound(shared.TOLERANCE[torch.float32] if tolerance is None else tolerance)
     rows = shared.rows(opened.tokenizer, opened.build.model.positions, [])
@@ -93,7 +92,7 @@ def write(run: str | Path, out: str | Path, *, tolerance: float | None = None) -
         "nf4": {"double_quantization": double, "modules": list(packed)} if packed else None,
     }
     read = {"dtype": torch.float32, "trust_remote_code": opened.recipe.model.trust_remote_code}
-    source, notes = str(opened.build.weights.folder), [words] if (words := unfinished(run, opened.step)) else []
+    source, notes = str(opened.build.weights.folder), [held.unfinished] if held.unfinished else []
     notes += [_PISSA] if pissa else []
     stated = read_generation(opened.build.weights.folder)[0] or GenerationConfig.from_model_config(model.config)
     ends = name_ends(model, opened)
@@ -103,6 +102,9 @@ def write(run: str | Path, out: str | Path, *, tolerance: float | None = None) -
     del model, packed
     with NewFolder(out) as folder, warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="fan_in_fan_out is set")
+        warnings.filterwarnings(
+            "ignore", message="Model with `tie_word_embeddings=True`"
+        )  # `_merged_otherwise` measures what it means
         # peft looks for these among modules; it takes the rank all the same.
         warnings.filterwarnings("ignore", message=r"The following rank_pattern keys .*experts", category=RuntimeWarning)
         warnings.filterwarnings(
