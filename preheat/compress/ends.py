@@ -115,10 +115,15 @@ def end_texts(tokenizer: Any) -> Any:
     changed = copy.deepcopy(tokenizer)
     if _ended(changed, tokenizer):
         return changed
-    backend, mark = changed.backend_tokenizer, (tokenizer.eos_token, tokenizer.eos_token_id)
-    end = processors.TemplateProcessing(single=f"$A {mark[0]}", pair=f"$A {mark[0]} $B:1 {mark[0]}:1", special_tokens=[mark])
-    own = backend.post_processor
-    backend.post_processor = end if own is None else processors.Sequence([own, end])
+    marks = [(tokenizer.eos_token, tokenizer.eos_token_id)]
+    begin = ""
+    if _document(tokenizer, "a")[:-1] != tokenizer.encode("a", add_special_tokens=False):
+        begin, marks = f"{tokenizer.bos_token} ", [*marks, (tokenizer.bos_token, tokenizer.bos_token_id)]
+    one = f"{begin}$A {tokenizer.eos_token}"
+    # In place of the tokenizer's own: of two in a sequence the second does not see what the first put there.
+    changed.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single=one, pair=f"{one} $B:1 {tokenizer.eos_token}:1", special_tokens=marks
+    )
     if {"add_bos_token", "add_eos_token"} & changed.init_kwargs.keys():  # with these, readers make the post-processor anew
         changed.init_kwargs["add_eos_token"] = True
     if not _ended(changed, tokenizer):
