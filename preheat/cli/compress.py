@@ -135,6 +135,11 @@ def compress(
         named = trained_for(model)
     if not named:
         _list_methods()
+    notes: list[str] = []
+    if within is not None and len(named) == 1:
+        notes.append("--within chooses among several variants, and one was asked for: it changed nothing")
+    if rows is not None and not any(variant.method.reads_rows for variant in named):
+        notes.append("--rows: no chosen method reads calibration rows: it changed nothing but the timed prompt")
     disable_progress_bar()
     label = named[0].name if len(named) == 1 else "variants"
     target = out or home / f"compressed-{label}{step}"
@@ -148,13 +153,10 @@ def compress(
             length=length,
             measured=measured or 64,
             within=0.02 if within is None else within,
+            notes=notes,
             page=write_compress,
             say=status.update if status is not None else lambda words: None,
         )
-    if within is not None and len(named) == 1:
-        made["said"].append("--within chooses among several variants, and one was asked for: it changed nothing")
-    if rows is not None and not any(variant.method.reads_rows for variant in named):
-        made["said"].append("--rows: no chosen method reads calibration rows: it changed nothing but the timed prompt")
     _show(made, target, json=json)
 
 

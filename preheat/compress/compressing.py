@@ -148,6 +148,7 @@ def compress(
     measured: int = 64,
     within: float = 0.02,
     turns: int = 5,
+    notes: Sequence[str] = (),
     page: Page = lambda folder: None,
     say: Say = lambda words: None,
 ) -> dict[str, Any]:
@@ -165,6 +166,7 @@ def compress(
         measured: held-out rows, at most.
         within: the variant that is chosen is the smallest whose perplexity is higher by this share at most.
         turns: of the timing.
+        notes: what is to be said beside what is found here.
         page: given the folder with its compress.json before it takes its name, to put a page there.
         say: told what is being done.
 
@@ -206,7 +208,7 @@ def compress(
             (place / "README.md").write_text(text, encoding="utf-8")
         choice = _chosen(found, within)
         made = summed(out if len(found) == 1 else out / choice[0], found, choice, str(source), texts)
-        words = [unfinished(source, opened.step), *(note for told in found for note in told["notes"])]
+        words = [unfinished(source, opened.step), *(note for told in found for note in told["notes"]), *notes]
         made["said"] = list(dict.fromkeys(filter(None, words)))
         (beside / "compress.json").write_text(json.dumps(made, indent=1), encoding="utf-8")
         page(beside)
