@@ -32,7 +32,6 @@ import math
 import os
 import re
 import secrets
-import shutil
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -58,7 +57,6 @@ __all__ = [
     "to_json",
     "write_asked",
     "write_atomic",
-    "writing",
 ]
 
 MARK = "preheat.json"
@@ -269,26 +267,6 @@ def claim(folder: str | Path, kind: str, files: Sequence[str]) -> None:
             write_atomic(folder / MARK, to_json({"kind": kind, "id": uuid.uuid4().hex, "files": list(files)}, indent=1) + "\n")
     except OSError as error:
         raise RunError(f"{folder}: cannot be made ({error.strerror}); name another folder with --out") from None
-
-
-@contextlib.contextmanager
-def writing(out: Path) -> Iterator[Path]:
-    """A new folder beside `out` to write into, which becomes `out` when all went well and is removed when not.
-
-    Raises:
-        RunError: `out` stands already, or cannot be written.
-    """
-    if out.exists() or out.is_symlink():
-        raise RunError(f"{out}: stands there already; name another folder with --out")
-    beside = out.with_name(f"{out.name[:200]}.{secrets.token_hex(4)}.writing")
-    try:
-        beside.mkdir(parents=True)
-        yield beside
-        beside.rename(out)
-    except OSError as error:
-        raise RunError(f"{out}: cannot be written ({error.strerror or error})") from None
-    finally:
-        shutil.rmtree(beside, ignore_errors=True)
 
 
 def _some(names: Sequence[str], most: int = 5) -> str:

@@ -59,12 +59,14 @@ def export(
     """
     from transformers.utils.logging import disable_progress_bar
 
+    from preheat.cli.interrupts import interruptible
     from preheat.cli.show import console, emit
     from preheat.compress.export import formats
 
     disable_progress_bar()
     target = out or formats.place_of(run, to, dtype)
-    made = formats.write(to, run, target, dtype=dtype, tolerance=tolerance, base=base, length=length)
+    with interruptible("nothing was written", as_json=json):
+        made = formats.write(to, run, target, dtype=dtype, tolerance=tolerance, base=base, length=length)
     if json:
         emit(made)
         return
@@ -89,4 +91,4 @@ def export(
 
 def _perplexity(made: dict[str, Any]) -> str:
     before, after = made["before"]["perplexity"], made["after"]["perplexity"]
-    return "" if before is None else f"; perplexity {before:.5g} before, {after:.5g} after"
+    return "" if before is None else f"; perplexity {before:.5g} before, {after:.5g} after, on {made['perplexity_of']}"

@@ -33,6 +33,7 @@ from preheat.technique import (
     on_one_device,
     sizes_of,
 )
+from preheat.text import shorten
 
 __all__ = ["alone", "build", "context_of", "peak_learning_rate", "techniques_of", "world_of"]
 
@@ -190,9 +191,9 @@ def _stored_quantized(made: Build, stored: Any, reading: bool) -> None:
     (part,) = made.trained
     try:
         names = ours.open_on_meta(part, told)
-    except (KeyError, AttributeError, ValueError) as error:
+    except (KeyError, AttributeError, ValueError, TypeError, ZeroDivisionError) as error:  # of a damaged or foreign file
         raise RecipeError(
-            f"model.path: {path}: its config.json does not say how its weights stand ({error}); compress it again"
+            f"model.path: {path}: its config.json does not say how its weights stand ({shorten(str(error))}); compress it again"
         ) from None
     made.weights.fresh(r"(?!)", names, ours.tables_of)  # no parameter is fresh, only the tables
 

@@ -90,7 +90,7 @@ def read(path: str, trust: bool) -> PretrainedConfig:
             trust_remote_code=trust,
             local_files_only=folder.exists() or _offline() or not hub_reachable(),
         )
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, AttributeError, TypeError) as error:  # also of values of another kind than transformers reads
         first = str(error).strip().split("\n")[0]
         if not folder.exists() and (path.startswith((".", "/", "~")) or path.count("/") > 1):
             raise RecipeError(f"model.path: {path}: no such folder; {_models_near(folder)}") from None

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import shutil
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch import Tensor
 from preheat.compress.export import card, shared
 from preheat.compress.export.plain import plain
 from preheat.compress.export.traced import Logits, trace
+from preheat.compress.new_folder import NewFolder, require_new
 from preheat.errors import RunError
 from preheat.models.adapter import facts
 
@@ -51,11 +53,11 @@ def write(
     from transformers import AutoModelForCausalLM
 
     out = Path(out)
-    shared.must_be_new(out)
+    require_new(out, run)
     if not any(map(shutil.which, ("g++", "clang++", "c++"))):
         raise RunError("--to aoti: needs a C++ compiler and found none on the PATH: apt install g++, or use --to onnx")
     bound = shared.bound_of("aoti", dtype, tolerance)
-    with shared.beside(out) as folder:
+    with NewFolder(out) as folder:
         with plain(run, folder, base=base) as model:
             file = folder / "model.pt2"
             positions = facts(model.model.config).positions
@@ -66,8 +68,9 @@ def write(
             shared.refuse_beyond(found, bound, str(out), "use --dtype float32, or raise --tolerance")
             model.copy_settings(folder)
             made = {"path": str(out), "bytes": shared.size(folder, file.name), "dtype": dtype, "merged": model.merged}
-            made |= {"read_by": card.version_of("torch"), **shared.figures(found, bound), "note": "; ".join(model.notes)}
-        card.write(folder, run, made, title=f"AOTInductor package, {dtype}", use=_USE)
+            made |= {"read_by": card.version_of("torch"), **shared.figures(found, bound)}
+            made |= {**model.held.told(found, partial(replay, file)), "note": "; ".join(model.notes)}
+        card.write(folder, run, made, title=f"AOTInductor package, {dtype}", use=_USE, library="pytorch")
     return made
 
 

@@ -6,13 +6,23 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from preheat.compress.front_matter import front_matter
 from preheat.errors import RunError
 from preheat.run import Reader
 
 __all__ = ["version_of", "write"]
 
 
-def write(folder: Path, run: str | Path, made: Mapping[str, Any], *, title: str, use: str) -> None:
+def write(
+    folder: Path,
+    run: str | Path,
+    made: Mapping[str, Any],
+    *,
+    title: str,
+    use: str,
+    library: str,
+    pipeline: str = "text-generation",
+) -> None:
     """Writes `folder`/README.md.
 
     Args:
@@ -21,16 +31,22 @@ def write(folder: Path, run: str | Path, made: Mapping[str, Any], *, title: str,
         made: what the writer returns.
         title: the format and dtype, as in "GGUF, q8_0".
         use: a command or a few lines of Python that use it.
+        library: what loads it, as the hub calls it.
+        pipeline: the hub's name of the task.
     """
     name = Path(run).resolve().name
+    relation = "adapter" if library == "peft" else "quantized"
+    front = front_matter(run, library=library, pipeline=pipeline, relation=relation)
     parts = [
-        f"---\ntags:\n- preheat\n---\n\n# {name}: {title}",
+        f"{front.yaml}\n\n# {name}: {title}",
         "\n".join(_origin(Path(run), made)),
         "\n".join(["## Compared with the model it came from\n", *_compared(made)]),
         f"## Use\n\n```\n{use}\n```",
     ]
     if made["note"]:
         parts.insert(3, f"Note: {made['note']}.")
+    if front.left_out:
+        parts.append(front.left_out)
     try:
         (folder / "README.md").write_text("\n\n".join(parts) + "\n", encoding="utf-8")
     except OSError as error:
@@ -95,7 +111,7 @@ def _compared(made: Mapping[str, Any]) -> list[str]:
         ("same most likely token", f"{made['top1_agreement']:.1%} of positions"),
     ]
     if before is not None:
-        rows.append(("perplexity over these rows", f"{before:.5g} before, {after:.5g} after"))
+        rows.append((f"perplexity on {made['perplexity_of']}", f"{before:.5g} before, {after:.5g} after"))
     return [
         f"Read back by {made['read_by']}:",
         "",

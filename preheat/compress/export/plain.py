@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from preheat.compress.export import huggingface, shared
+from preheat.compress.export.held import Held
 from preheat.errors import RunError
 from preheat.models.adapter import facts
 
@@ -31,7 +32,9 @@ class Plain:
         wanted: its logits there, [1, length, vocabulary] each.
         merged: adapters that were merged.
         ends: tokens that end a text.
+        turn: the one that ends an answer, where the model was trained on chats.
         notes: what the folder cannot say.
+        held: what perplexity is measured on.
     """
 
     source: Path
@@ -42,7 +45,9 @@ class Plain:
     wanted: list[Tensor]
     merged: int
     ends: list[int]
+    turn: int | None
     notes: list[str]
+    held: Held
 
     def copy_settings(self, folder: Path) -> None:
         """Puts the tokenizer, the configuration and the settings of generation beside what is written."""
@@ -64,7 +69,7 @@ def plain(run: str | Path, beside: Path, *, base: str | None = None) -> Iterator
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     folder = beside / "huggingface"
-    made = huggingface.write(run, folder, dtype=torch.float32, base=base)
+    made, held = huggingface.write_held(run, folder, dtype=torch.float32, base=base, measure=False)
     try:
         if made["before"]["perplexity"] is None:
             raise RunError(f"{run}: is a classifier, and this format is for language models; use --to hf")
@@ -76,7 +81,8 @@ def plain(run: str | Path, beside: Path, *, base: str | None = None) -> Iterator
         rows = shared.rows(tokenizer, facts(model.config).positions, known)
         notes = [made["note"]] if made["note"] else []
         wanted = shared.logits(model, rows)
-        yield Plain(Path(run), folder, model.eval(), tokenizer, rows, wanted, made["merged"], made["tokens_that_end"], notes)
+        ends, turn = made["tokens_that_end"], made["turn_ends"]
+        yield Plain(Path(run), folder, model.eval(), tokenizer, rows, wanted, made["merged"], ends, turn, notes, held)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch.nn import functional
 
 from preheat.compress.export import card, shared
 from preheat.compress.export.plain import plain
+from preheat.compress.new_folder import NewFolder, require_new
 from preheat.errors import RunError
 from preheat.run import to_json
 
@@ -67,9 +69,9 @@ def write(
         RunError: a model whose blocks torchchat has not; beyond the bound.
     """
     out = Path(out)
-    shared.must_be_new(out)
+    require_new(out, run)
     bound = shared.bound_of("torchchat", dtype, tolerance)
-    with shared.beside(out) as folder:
+    with NewFolder(out) as folder:
         with plain(run, folder, base=base) as model:
             params = _params(model.model.config, model.source) | {"tokenizer_prepend_bos": _begins(model.tokenizer)}
             weights = _weights(model.model, params, model.source)
@@ -79,9 +81,10 @@ def write(
             notes = [*model.notes, *_settle(folder, model.tokenizer)]
             found = shared.compare(model.wanted, read(folder, model.rows), model.rows)
             shared.refuse_beyond(found, bound, str(out), "use --dtype float32, or raise --tolerance")
+            told = model.held.told(found, partial(read, folder))
         made = {"path": str(out), "bytes": shared.size(folder, "model.pth"), "dtype": dtype, "merged": model.merged}
-        made |= {"read_by": "its layout's arithmetic", **shared.figures(found, bound), "note": "; ".join(notes)}
-        card.write(folder, run, made, title=f"torchchat checkpoint, {dtype}", use=_USE.format(dtype=dtype))
+        made |= {"read_by": "its layout's arithmetic", **shared.figures(found, bound), **told, "note": "; ".join(notes)}
+        card.write(folder, run, made, title=f"torchchat checkpoint, {dtype}", use=_USE.format(dtype=dtype), library="torchchat")
     return made
 
 
