@@ -161,7 +161,10 @@ def build(
             for part in parts:
                 materialize(part, made.torch_device, home=made.home, placed=_lies_on_host if dry and made.home else None)
                 if dry is None:
-                    made.sources.get(role, made.weights).fill(part, seed=recipe.seed)
+                    source = made.sources.get(role, made.weights)
+                    source.fill(part, seed=recipe.seed)
+                    if source.notes:
+                        made.changes.setdefault("weights", []).extend(Change(words, 1) for words in source.notes)
         apply(Stage.MATERIALIZE, Stage.OPTIMIZER)
         if not made.parameters():
             raise RecipeError("techniques: nothing is left to train: every parameter is frozen")

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from preheat.errors import RecipeError, nearest
+from preheat.foreign import FAULTS, fault
 from preheat.models import configs, encoder_decoder, experts, vision
 from preheat.models.anatomy import (
     SOFTCAP,
@@ -245,6 +246,7 @@ def build_on_meta(config: PretrainedConfig, *, trust: bool = False, as_stored: b
     """The model with its parameters on the meta device: no memory, no values. Its attention goes through preheat's slots.
 
     Args:
+        trust: the recipe asks for the code of the model's folder; only whoever started this can allow it (`preheat.trust`).
         as_stored: parameters have the dtype that the configuration names; fp32 otherwise, whatever it names: what is trained in less says so
             in its recipe.
 
@@ -253,6 +255,7 @@ def build_on_meta(config: PretrainedConfig, *, trust: bool = False, as_stored: b
     """
     import torch
     import transformers
+    from huggingface_hub.errors import StrictDataclassError
 
     from preheat.models.surgery import own_rotary
 
@@ -264,10 +267,11 @@ def build_on_meta(config: PretrainedConfig, *, trust: bool = False, as_stored: b
     factory = getattr(transformers, auto_class(config))
     try:
         with torch.device("meta"):
-            model = factory.from_config(config, attn_implementation=attention, trust_remote_code=trust, dtype=dtype, **ours)
-    except ValueError as error:
+            runs = configs.runs_code(config, trust)
+            model = factory.from_config(config, attn_implementation=attention, trust_remote_code=runs, dtype=dtype, **ours)
+    except (*FAULTS, StrictDataclassError) as error:
         raise RecipeError(
-            f"model: {config.model_type} is no decoder-only model that transformers can build ({str(error).splitlines()[0][:200]})"
+            f"model: {config.model_type} is no decoder-only model that transformers can build ({fault(error, 200)})"
         ) from None
     model.config.use_cache = False
     own_rotary(model)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from preheat.compress.export import card, shared
 from preheat.errors import RunError
+from preheat.models import configs
 from preheat.models.adapter import require_decoder_only
 from preheat.ops.adapters import base_of, names_of, own_of
 from preheat.ops.expert_adapters import adapted_experts
@@ -82,7 +83,7 @@ def write(run: str | Path, out: str | Path, *, tolerance: float | None = None) -
         "fingerprint": opened.build.weights.fingerprint(),
         "nf4": {"double_quantization": double, "modules": list(packed)} if packed else None,
     }
-    read = {"dtype": torch.float32, "trust_remote_code": opened.recipe.model.trust_remote_code}
+    read = {"dtype": torch.float32, "trust_remote_code": configs.runs_code(model.config, opened.recipe.model.trust_remote_code)}
     source, notes = str(opened.build.weights.folder), [_PISSA] if pissa else []
     opened.build.parts.clear()
     del model, packed
