@@ -14,6 +14,7 @@ from preheat.engine import checkpoint
 from preheat.engine.build import alone
 from preheat.errors import RunError
 from preheat.recipe import Recipe
+from preheat.recipe.places import anchored
 from preheat.run import Writer
 from preheat.technique import Build
 from preheat.training.watch import Watch
@@ -28,7 +29,9 @@ _FREE = ("name", "stop", "evaluate", "checkpoint", "sample", "hardware", "data.w
 
 
 def fingerprints(made: Build, data: Any) -> dict[str, str]:
-    config = json.dumps(made.trained[0].config.to_dict(), sort_keys=True, default=str)  # type: ignore[operator,union-attr]
+    settings = made.trained[0].config.to_dict()  # type: ignore[operator,union-attr]
+    settings.pop("_name_or_path", None)  # where it was read from: the same folder may be named in several ways
+    config = json.dumps(settings, sort_keys=True, default=str)
     return {
         "data": data.fingerprint,
         "model": hashlib.sha256(config.encode()).hexdigest()[:16],
@@ -42,7 +45,7 @@ def compare(recipe: Recipe, before: str) -> bool:
     Returns:
         Whether techniques that spare memory and keep the numbers, up to rounding, are others than they were.
     """
-    was_recipe = recipes.parse(before, where="recipe.yaml of the run")
+    was_recipe, recipe = anchored(recipes.parse(before, where="recipe.yaml of the run")), anchored(recipe)
     milder, milder_before = (_of_techniques(r, relieves=True) for r in (recipe, was_recipe))
     # Another number of devices, and another way to share the work among them, changes no number.
     old, new = (recipes.as_values(_of_techniques(alone(r), relieves=False)) for r in (was_recipe, recipe))

@@ -7,7 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from preheat import recipe as recipes
 from preheat.errors import RunError
+from preheat.recipe.places import published
 from preheat.run import Reader
 
 __all__ = ["version_of", "write"]
@@ -55,7 +57,7 @@ def _origin(run: Path, made: Mapping[str, Any]) -> list[str]:
     for technique, changes in told.changes.items():
         lines += [f"- {technique}: {change['what']}" for change in changes]
     lines += _data(run) + _measured(told)
-    return [*lines, "", "The recipe:", "", "```yaml", told.recipe_text.strip(), "```"]
+    return [*lines, "", "The recipe:", "", "```yaml", recipes.dump(published(recipes.load(run / "recipe.yaml"))).strip(), "```"]
 
 
 def _data(run: Path) -> list[str]:
