@@ -12,7 +12,7 @@ from typing import Any
 from preheat.engine.balance import balance, scores
 from preheat.engine.step import plain_slots
 from preheat.errors import RecipeError
-from preheat.models import adapter, encoder_decoder, presets, sizes
+from preheat.models import adapter, configs, encoder_decoder, presets, sizes
 from preheat.models.weights import WeightSource, materialize, mean_rows
 from preheat.ops.attention_module import attention_in_chunks
 from preheat.recipe import Parallel, Recipe
@@ -119,6 +119,8 @@ def build(
     if dry is None:
         presets.require_weights(recipe)
     config = adapter.configure(recipe, vocabulary)
+    off = configs.without_dropout(configs.of(recipe, vocabulary)) if dry is None and not reading else {}
+    off = {key: value for key, value in off.items() if key not in recipe.model.config}
     context = context_of(recipe, config, device)
     techniques = techniques_of(recipe)
     problems = conflicts_of(techniques, context)
@@ -136,6 +138,11 @@ def build(
     made.weights = WeightSource(_weights_folder(recipe))
     if made.weights.folder and (stored := getattr(config, "quantization_config", None)):
         _stored_quantized(made, stored, reading)
+    if off:
+        keys = ", ".join(f"{key} {value:g}" for key, value in sorted(off.items()))
+        made.changes["dropout"] = [
+            Change(f"dropout is off, where the model's configuration has {keys}: trained without", len(off))
+        ]
     plain_slots(made)
     balance(made, config.get_text_config())
     if (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
     from preheat.recipe import Recipe
 
-__all__ = ["new", "of", "preset_config", "read", "refuse_unknown_rotary", "runs_code", "tokenizer_folder"]
+__all__ = ["new", "of", "preset_config", "read", "refuse_unknown_rotary", "runs_code", "tokenizer_folder", "without_dropout"]
 
 
 def tokenizer_folder(recipe: Recipe) -> str | None:
@@ -258,6 +259,27 @@ def new(recipe: Recipe, vocabulary: int | None) -> PretrainedConfig:
         # Chosen experts' weights sum to 1, as in the published Qwen3 models and in Mixtral.
         return Qwen3MoeConfig(**common, moe_intermediate_size=common["intermediate_size"], norm_topk_prob=True)
     return LlamaConfig(**common) if model.family == "llama" else Qwen3Config(**common)
+
+
+def without_dropout(config: PretrainedConfig) -> dict[str, float]:
+    """Sets every dropout of a configuration to 0, in place. Returns those that were not, by key.
+
+    Published configurations have that of their pretraining (GPT-2's and T5's are 0.1). Fine-tuning is done without today, most kernels have
+    none, and recomputed layers would need the same draws; `model.config` can switch on again what is outside attention.
+    """
+    found = {}
+    parts = {id(part): part for part in (config, config.get_text_config(), getattr(config, "vision_config", None)) if part}
+    for part in parts.values():
+        for key, value in vars(part).items():
+            if _DROPOUT.search(key) and isinstance(value, float | int) and not isinstance(value, bool) and value > 0:
+                found[key] = float(value)
+        for key in found:
+            if hasattr(part, key):
+                setattr(part, key, 0.0)
+    return found
+
+
+_DROPOUT = re.compile(r"(drop|dropout|pdrop|layerdrop|drop_path)(_rate|_prob)?$")
 
 
 def refuse_unknown_rotary(config: PretrainedConfig) -> None:

@@ -416,12 +416,15 @@ class WeightSource:
         import torch
 
         for _, buffer in model.named_buffers():
-            buffer.fill_(float("nan") if buffer.is_floating_point() else torch.iinfo(buffer.dtype).min)
+            if buffer.dtype != torch.bool:  # which has no value to spare
+                buffer.fill_(float("nan") if buffer.is_floating_point() else torch.iinfo(buffer.dtype).min)
 
     def _uncovered(self, model: Any) -> None:
         import torch
 
         for name, buffer in model.named_buffers():
+            if buffer.dtype == torch.bool:
+                continue
             left = buffer.isnan() if buffer.is_floating_point() else buffer == torch.iinfo(buffer.dtype).min
             if bool(left.any()):
                 raise RecipeError(

@@ -102,6 +102,8 @@ class Session:
         made = build(self.effective, vocabulary=len(self.data.tokenizer), device=self.device)
         # Dropout: other masks for other rows, the same in each run.
         torch.manual_seed(self.recipe.seed * 65537 + made.mesh.index(*DATA))
+        for change in made.changes.get("dropout", ()):
+            self.watch.notice(change.what)
         progress = checkpoint.Progress(recipe=recipes.dump(self.effective), fingerprints=fingerprints(made, self.data))
         folder = self.writer.path
         if resume:
