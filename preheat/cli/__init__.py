@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from preheat import trust
 from preheat.cli import (
     bench,
     calibrate,
@@ -31,6 +32,8 @@ from preheat.cli import (
     train,
     try_,
 )
+from preheat.cli.consent import opens_models
+from preheat.cli.warned import warnings_shown
 from preheat.errors import PreheatError
 
 __all__ = ["app", "main"]
@@ -59,23 +62,23 @@ def _global(
         raise typer.Exit
 
 
-app.command("plan")(plan.plan)
-app.command("data")(data.data)
-app.command("train")(train.train)
-app.command("bench")(bench.bench)
+app.command("plan")(opens_models(plan.plan))
+app.command("data")(opens_models(data.data))
+app.command("train")(opens_models(train.train))
+app.command("bench")(opens_models(bench.bench))
 app.command("report")(report.report)
-app.command("eval")(evaluate.evaluate)
-app.command("generate")(generate.generate)
-app.command("chat")(chat.chat)
-app.command("compress")(compress.compress)
-app.command("export")(export.export)
+app.command("eval")(opens_models(evaluate.evaluate))
+app.command("generate")(opens_models(generate.generate))
+app.command("chat")(opens_models(chat.chat))
+app.command("compress")(opens_models(compress.compress))
+app.command("export")(opens_models(export.export))
 app.command("demo")(demo.demo)
 app.add_typer(models.app, name="models")
 app.add_typer(recipes.app, name="recipes")
 app.command("init")(recipes.init)
 app.add_typer(techniques.app, name="techniques")
 app.command("try")(try_.try_)
-app.command("launch")(launch.launch)
+app.command("launch")(opens_models(launch.launch))
 app.add_typer(doctor.app, name="doctor")
 app.command("calibrate")(calibrate.calibrate)
 app.command("nettest")(nettest.nettest)
@@ -95,9 +98,11 @@ def main(arguments: list[str] | None = None) -> None:
         logging.getLogger(noisy).setLevel(logging.ERROR)
     command = typer.main.get_command(app)
     if "--debug" in arguments[:1]:
-        command.main(arguments, prog_name="preheat")
+        with trust.consent(), warnings_shown():
+            command.main(arguments, prog_name="preheat")
     try:
-        command.main(arguments, prog_name="preheat")  # exits with 0, or 2 after a message where the command is wrong
+        with trust.consent(), warnings_shown():
+            command.main(arguments, prog_name="preheat")  # exits with 0, or 2 after a message where the command is wrong
     except PreheatError as error:
         if "--json" in arguments:
             print(json.dumps({"error": str(error), "exit_code": error.exit_code}))

@@ -159,8 +159,8 @@ def _measured(
     from preheat.evaluation.texts import bytes_of_tokens, measure_text, tokens_of_text
     from preheat.training.opened import open_model
 
-    is_adapter = (Path(path) / "adapter_config.json").is_file()
-    opened = open_model(path, base=base if is_adapter else None, at_start=at_start)
+    takes_base = any((Path(path) / name).is_file() for name in ("adapter_config.json", "recipe.yaml"))
+    opened = open_model(path, base=base if takes_base else None, at_start=at_start)
     settings = recipe or opened.recipe
     cut = length or settings.batch.length
     tokenizer = opened.tokenizer_folder

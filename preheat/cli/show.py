@@ -28,7 +28,10 @@ Set = Annotated[
         "--set", metavar="KEY=VALUE", help="Override a key of the recipe, e.g. --set batch.size=64. May stand several times."
     ),
 ]
-Base = Annotated[str | None, typer.Option("--base", help="The base of an adapter's folder, where it names another place.")]
+Base = Annotated[
+    str | None,
+    typer.Option("--base", help="The base of an adapter or a run, where it is no longer at the place that these name."),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 
 

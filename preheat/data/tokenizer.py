@@ -10,10 +10,12 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
+from preheat import trust
 from preheat.data.examples import END, PAD, Document, Piece
 from preheat.data.files import missing
 from preheat.data.sources import digest
 from preheat.errors import DataError, RecipeError
+from preheat.foreign import read_object
 from preheat.hardware.network import hub_reachable
 
 if TYPE_CHECKING:
@@ -71,8 +73,9 @@ def load_tokenizer(name: str, *, knob: str = "data.tokenizer", add_tokens: Seque
         raise DataError(
             f"{knob} {name}: no such folder, and no network to look for a model of that name; name a folder that has tokenizer.json"
         )
+    runs = path.exists() and trust.may_run(knob, name, _code(path))
     try:
-        found = transformers.AutoTokenizer.from_pretrained(str(path) if path.exists() else name, trust_remote_code=False)
+        found = transformers.AutoTokenizer.from_pretrained(str(path) if path.exists() else name, trust_remote_code=runs)
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise DataError(
             f"{knob} {name}: no tokenizer can be read from it: {(str(error).strip() or type(error).__name__).splitlines()[0]}"
@@ -100,6 +103,19 @@ def _add(tokenizer: PreTrainedTokenizerFast, tokens: Sequence[str]) -> None:
     if there := [token for token in tokens if token in known]:
         raise DataError(f"model.add_tokens: the tokenizer has {there[0]!r} already (number {known[there[0]]}); leave it out")
     raise DataError(f"model.add_tokens: the tokenizer's numbers have gaps (the new tokens got {got}), so it cannot be added to")
+
+
+def _code(path: Path) -> list[str]:
+    """The folder's own code that reads its tokenizer, where tokenizer.json and transformers' classes do not."""
+    from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
+
+    file = path / "tokenizer_config.json"
+    settings = read_object(file, "data.tokenizer") if file.is_file() else {}
+    name = settings.get("tokenizer_class")
+    if (path / "tokenizer.json").is_file() or (isinstance(name, str) and tokenizer_class_from_name(name) is not None):
+        return []
+    places = settings.get("auto_map")
+    return trust.names_of_code({"auto_map": {"AutoTokenizer": places.get("AutoTokenizer")}}) if isinstance(places, dict) else []
 
 
 def _look_at(knob: str, path: Path) -> None:

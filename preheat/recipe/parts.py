@@ -61,7 +61,7 @@ class Model:
     config: Mapping[str, Any] = field(default_factory=dict)
     """Further keys of the transformers configuration, e.g. {rope_theta: 500000}."""
     trust_remote_code: bool = False
-    """Run model code that comes with `path`. Off unless you trust its author."""
+    """The model needs Python code that comes with `path`. A recipe only says so: who runs it must allow it by --trust-remote-code."""
 
 
 @dataclass(frozen=True, kw_only=True)

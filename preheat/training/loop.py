@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from preheat import trust
 from preheat.data import baselines
 from preheat.data.loader import evaluation_rows, samples_of
 from preheat.engine.checkpoint import Progress
@@ -39,7 +40,13 @@ __all__ = ["train"]
 
 
 def train(
-    recipe: Recipe, *, out: str | Path | None = None, resume: bool = False, force: bool = False, watch: Watch | None = None
+    recipe: Recipe,
+    *,
+    out: str | Path | None = None,
+    resume: bool = False,
+    force: bool = False,
+    watch: Watch | None = None,
+    trust_remote_code: bool = False,
 ) -> dict[str, Any]:
     """Trains a recipe into a run folder.
 
@@ -48,6 +55,7 @@ def train(
         resume: go on with the run in that folder, bit for bit.
         force: train even where the plan says that it does not fit.
         watch: what to tell.
+        trust_remote_code: run Python code that comes with the model's folder, which `model.trust_remote_code` alone never does.
 
     Returns:
         {run, steps, loss, validation_loss, tokens_per_second, peak_gib, predicted: {peak_gib, tokens_per_second}, stopped}, and where
@@ -61,7 +69,11 @@ def train(
         >>> from preheat import load_recipe, train
         >>> train(load_recipe("demo", ["stop.steps=20"]), out="runs/first")      # doctest: +SKIP
     """
-    watch = watch or Watch()
+    with trust.trusting(trust_remote_code):
+        return _train(recipe, out, resume=resume, force=force, watch=watch or Watch())
+
+
+def _train(recipe: Recipe, out: str | Path | None, *, resume: bool, force: bool, watch: Watch) -> dict[str, Any]:
     session = open_session(recipe, Path(out or Path("runs") / recipe.name), resume=resume, watch=watch, force=force)
     if isinstance(session, Finished):
         return session.summary

@@ -15,8 +15,10 @@ from preheat.engine import checkpoint
 from preheat.engine.build import alone
 from preheat.errors import RunError
 from preheat.recipe import Recipe
+from preheat.recipe.places import anchored, published
 from preheat.run import Reader, Writer
 from preheat.technique import Build
+from preheat.text import quoted
 from preheat.training.watch import Watch
 
 __all__ = ["Looked", "compare", "fingerprints", "resumed", "summary_of_finished"]
@@ -29,7 +31,9 @@ _FREE = ("name", "stop", "evaluate", "checkpoint", "sample", "hardware", "data.w
 
 
 def fingerprints(made: Build, data: Any) -> dict[str, str]:
-    config = json.dumps(made.trained[0].config.to_dict(), sort_keys=True, default=str)  # type: ignore[operator,union-attr]
+    settings = made.trained[0].config.to_dict()  # type: ignore[operator,union-attr]
+    settings.pop("_name_or_path", None)  # where it was read from: the same folder may be named in several ways
+    config = json.dumps(settings, sort_keys=True, default=str)
     return {
         "data": data.fingerprint,
         "model": hashlib.sha256(config.encode()).hexdigest()[:16],
@@ -43,7 +47,9 @@ def compare(recipe: Recipe, before: str) -> bool:
     Returns:
         Whether techniques that spare memory and keep the numbers, up to rounding, are others than they were.
     """
-    was_recipe = recipes.parse(before, where="recipe.yaml of the run")
+    # Files and folders may have moved: their names are compared here, their contents by the checkpoint's fingerprints.
+    was_recipe = published(anchored(recipes.parse(before, where="recipe.yaml of the run")))
+    recipe = published(anchored(recipe))
     milder, milder_before = (_of_techniques(r, relieves=True) for r in (recipe, was_recipe))
     # Another number of devices, and another way to share the work among them, changes no number.
     old, new = (recipes.as_values(_of_techniques(alone(r), relieves=False)) for r in (was_recipe, recipe))
@@ -51,7 +57,7 @@ def compare(recipe: Recipe, before: str) -> bool:
     changed = sorted(key for key in changed if not any(key == free or key.startswith(free + ".") for free in _FREE))
     if changed:
         was, now = _leaves(old), _leaves(new)
-        words = ", ".join(f"{key} (was {was.get(key)!r}, is {now.get(key)!r})" for key in changed)
+        words = ", ".join(f"{key} (was {quoted(was.get(key))}, is {quoted(now.get(key))})" for key in changed)
         raise RunError(
             f"--resume: the recipe is not that of the run: {words}; put back what was, or start another run with --out"
         )

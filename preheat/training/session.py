@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from preheat import recipe as recipes
+from preheat import trust
 from preheat.engine import checkpoint
 from preheat.engine.build import build, peak_learning_rate
 from preheat.engine.saving import Saving
@@ -25,6 +26,7 @@ from preheat.planning.found import in_pieces
 from preheat.planning.ladder import Planner
 from preheat.planning.plan import plan, settled, steps_of
 from preheat.recipe import Recipe
+from preheat.recipe.places import anchored
 from preheat.run import Reader, Silent, Writer, check_folder
 from preheat.technique import DATA, Batch, Build, Device, Shape, Slot
 from preheat.training.counted import with_images
@@ -119,6 +121,8 @@ class Session:
         made = build(self.effective, vocabulary=len(self.data.tokenizer), device=self.device)
         # Dropout: other masks for other rows, the same in each run.
         torch.manual_seed(self.recipe.seed * 65537 + made.mesh.index(*DATA))
+        for change in made.changes.get("dropout", ()):
+            self.watch.notice(change.what)
         progress = checkpoint.Progress(
             recipe=recipes.dump(self.effective), fingerprints=fingerprints(made, self.data), run=self.writer.id
         )
@@ -240,8 +244,17 @@ def vocabulary_of(recipe: Recipe) -> int:
     return len(load_tokenizer(folder, add_tokens=recipe.model.add_tokens))
 
 
-def plan_here(recipe: Recipe) -> dict[str, Any]:
-    """The plan of a recipe on this machine (measured first, where it was not yet); keys as in `preheat.run.PLAN_KEYS`, and `recipe`."""
+def plan_here(recipe: Recipe, *, trust_remote_code: bool = False) -> dict[str, Any]:
+    """The plan of a recipe on this machine (measured first, where it was not yet); keys as in `preheat.run.PLAN_KEYS`, and `recipe`.
+
+    Args:
+        trust_remote_code: as of `train`.
+    """
+    with trust.trusting(trust_remote_code):
+        return _plan_here(recipe)
+
+
+def _plan_here(recipe: Recipe) -> dict[str, Any]:
     from preheat.hardware.calibrate import rates
 
     device, threads = resolve(recipe)
@@ -323,7 +336,7 @@ def open_session(recipe: Recipe, out: Path, *, resume: bool, watch: Watch, force
             writer.json("data.json", data.record() | {"chat": samples.template is not None})
         writer.json("plan.json", expected)
         writer.json("environment.json", environment(device, threads) | {"processes": ranks.world})
-        writer.text("recipe.yaml", recipes.dump(recipe))  # last: a folder with a recipe is a run
+        writer.text("recipe.yaml", recipes.dump(anchored(recipe)))  # last: a folder with a recipe is a run
         writer.event("resumed" if resume else "started", step=session.progress.step)
     except BaseException:
         writer.close() if resume else writer.take_back()

@@ -181,7 +181,7 @@ def test_pages_and_folders_of_results_replace_only_their_own(command: Command) -
     "name", ["..", ".", "", "a/b", "/tmp/x", "a\nb", "a\x1b[31m", "a\0", "n" * 300, ".hidden", "ä" * 60, 3]
 )
 def test_a_name_does_not_lead_out_of_its_folder(name: Any) -> None:
-    with pytest.raises(RecipeError, match="name|NUL") as caught:
+    with pytest.raises(RecipeError, match=r"name|NUL") as caught:
         recipes.parse(json.dumps({**recipes.as_values(recipes.parse(RECIPE)), "name": name}))
     assert "\n" not in str(caught.value)
     assert len(str(caught.value)) < 300

@@ -6,8 +6,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from preheat import recipe as recipes
 from preheat.compress.front_matter import front_matter
 from preheat.errors import RunError
+from preheat.recipe.places import published
 from preheat.run import Reader
 
 __all__ = ["version_of", "write"]
@@ -70,7 +72,8 @@ def _origin(run: Path, made: Mapping[str, Any]) -> list[str]:
     for technique, changes in told.changes.items():
         lines += [f"- {technique}: {change['what']}" for change in changes]
     lines += _data(told) + _measured(told)
-    return [*lines, "", "The recipe:", "", "```yaml", told.recipe_text.strip(), "```"]
+    text = recipes.dump(published(recipes.parse(told.recipe_text, where=str(run / "recipe.yaml"))))
+    return [*lines, "", "The recipe:", "", "```yaml", text.strip(), "```"]
 
 
 def _data(run: Reader) -> list[str]:

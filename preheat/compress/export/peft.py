@@ -16,6 +16,7 @@ from preheat.compress.export import card, shared
 from preheat.compress.export.held import held_of
 from preheat.compress.new_folder import NewFolder, require_new
 from preheat.errors import RunError
+from preheat.models import configs
 from preheat.models.adapter import require_decoder_only
 from preheat.models.generation_settings import ends_of, read_generation
 from preheat.ops.adapters import base_of, names_of, own_of
@@ -91,7 +92,7 @@ def write(run: str | Path, out: str | Path, *, tolerance: float | None = None) -
         "fingerprint": opened.build.weights.fingerprint(),
         "nf4": {"double_quantization": double, "modules": list(packed)} if packed else None,
     }
-    read = {"dtype": torch.float32, "trust_remote_code": opened.recipe.model.trust_remote_code}
+    read = {"dtype": torch.float32, "trust_remote_code": configs.runs_code(model.config, opened.recipe.model.trust_remote_code)}
     source, notes = str(opened.build.weights.folder), [held.unfinished] if held.unfinished else []
     notes += [_PISSA] if pissa else []
     stated = read_generation(opened.build.weights.folder)[0] or GenerationConfig.from_model_config(model.config)
