@@ -15,6 +15,7 @@ from typing import Any
 
 from preheat import recipe as recipes
 from preheat.errors import RecipeError, RunError
+from preheat.hardware.processes import ended_by, tethered
 from preheat.recipe import Recipe
 from preheat.run import strict, write_atomic
 from preheat.technique import registry
@@ -177,10 +178,10 @@ def take_turn(c: Contender, steps: int, gradient: Path | None, folder: Path, sec
     }
     job.write_text(json.dumps(values), encoding="utf-8")
     command = [sys.executable, "-m", "preheat.bench.worker", str(job)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = subprocess.run(tethered(command), capture_output=True, text=True, check=False)
     if done.returncode or not result.exists():
-        last = (done.stderr.strip().splitlines() or [""])[-1]
-        c.failed = last or f"its process ended with {done.returncode} (killed for memory, perhaps)"
+        last = (done.stderr.strip().splitlines() or [""])[-1] if done.returncode >= 0 else ""
+        c.failed = last or f"its process {ended_by(done.returncode)}"
         return
     found = json.loads(result.read_text(encoding="utf-8"))
     if "failed" in found:
