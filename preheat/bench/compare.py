@@ -238,6 +238,7 @@ def verdicts(rows: Sequence[dict[str, Any]], names: Sequence[str], available: fl
 
     Returns:
         {technique, speed: ratio with / without, within_noise, freed_gib, words} each, for techniques that were left out once.
+        within_noise: None where one turn of each, or a failure, leaves nothing to judge by.
     """
     by_name = {row["name"]: row for row in rows}
     whole, found = by_name.get("all"), []
@@ -254,7 +255,8 @@ def verdicts(rows: Sequence[dict[str, Any]], names: Sequence[str], available: fl
             continue
         ratios = [a / b for a, b in zip(whole["speeds"], rest["speeds"], strict=False)]
         speed, freed = median(ratios), rest["peak_gib"] - whole["peak_gib"]
-        noise = abs(speed - 1) < NOISE or min(ratios) <= 1 <= max(ratios)
+        # One turn of each tells nothing: another process on the machine may be all that differs.
+        noise = None if len(ratios) < 2 else abs(speed - 1) < NOISE or _overlap(whole["speeds"], rest["speeds"])
         found.append(
             {
                 "technique": name,
@@ -267,15 +269,25 @@ def verdicts(rows: Sequence[dict[str, Any]], names: Sequence[str], available: fl
     return found
 
 
-def _words(name: str, speed: float, noise: bool, freed: float, without: float, available: float) -> str:
-    fast = (
-        "changes speed by less than the noise" if noise else f"{'gives' if speed > 1 else 'costs'} {abs(speed - 1):.0%} speed"
-    )
+def _overlap(a: Sequence[float], b: Sequence[float]) -> bool:
+    """Whether the ranges of two sets of figures overlap."""
+    return max(min(a), min(b)) <= min(max(a), max(b))
+
+
+def _words(name: str, speed: float, noise: bool | None, freed: float, without: float, available: float) -> str:
+    fast = f"{'gives' if speed > 1 else 'costs'} {abs(speed - 1):.0%} speed"
+    if noise:
+        fast = "no difference in speed seen"
+    elif noise is None:
+        fast = "no verdict on speed from one turn (--repeats 3 gives one)"
     small = abs(freed) < max(0.02 * without, 0.01)
     size = f"{abs(freed):.2f} GiB" if abs(freed) >= 1 else f"{abs(freed) * 1024:.0f} MiB"
     space = "memory stays" if small else f"{'frees' if freed > 0 else 'takes'} {size}"
-    words = f"{name} {fast} and {space}" if not small else f"{name} {fast}; {space} as it is"
-    slower = not noise and speed < 1
+    if noise is False:
+        words = f"{name} {fast} and {space}" if not small else f"{name} {fast}; {space} as it is"
+    else:
+        words = f"{name}: {fast}; {space if not small else 'no difference in memory seen'}"
+    slower = noise is False and speed < 1
     if slower and freed > 0 and not small:
         words += f": not needed here, {available - without:.1f} GiB are free without it"
     elif slower:

@@ -281,7 +281,7 @@ def spans(name: str, rows: Sequence[Span], words: str, *, unit: str) -> str:
             axes.barh(y, row.end - row.start, left=row.start, height=0.62, color=SENTINEL[row.colour])
             whole = row.start == 0.0
             axes.annotate(
-                f"{row.end - row.start:{'.3g' if whole else '+.2g'}}",
+                f"{row.end - row.start:{'.3g' if whole else '+.2g'}}" if row.end != row.start else "0",
                 (max(row.start, row.end), y),
                 xytext=(4, 0),
                 textcoords="offset points",

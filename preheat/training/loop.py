@@ -202,8 +202,13 @@ class _Loop:
         self.recovery.begin()
         self.standing.at(step, "reading rows")
         batch: list[Batch] = []
-        if not self._unless_stopped(lambda: batch.extend(next(stream))):
-            return
+        try:
+            if not self._unless_stopped(lambda: batch.extend(next(stream))):
+                return
+        except RunError as error:
+            at = self.session.saving.at
+            last = f"--resume goes on from step {at}" if at > 0 else "no checkpoint was saved before"
+            raise RunError(f"{error}; {last}") from None
         shape = self.session.shape(self.progress.step)
         if self.shape not in (None, shape):
             give_back(self.build.device.kind)

@@ -3,6 +3,7 @@
 import gc
 import multiprocessing
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -12,8 +13,10 @@ import numpy as np
 import pytest
 import torch
 
+from preheat.data import loader
 from preheat.data.loader import batches, evaluation_batches, sample_rows
 from preheat.data.packing import Rows, Tokens
+from preheat.errors import RunError
 from preheat.technique import Shape
 
 
@@ -133,3 +136,35 @@ def test_evaluation_reads_rows_of_the_whole_split_in_order(rows):
     assert numbers == sorted(set(numbers))
     assert np.ptp(np.diff([*numbers, len(rows)])) <= 1, "a few rows stand for all: the first ones are of the first files alone"
     assert [len(b.rows) for b in evaluation_batches(rows, micro=64, limit=10**6)] == [len(rows)]
+
+
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSTOP])
+def test_readers_that_end_or_hang_are_started_anew_once_at_the_same_row(rows, monkeypatch, end):
+    monkeypatch.setattr(loader, "PATIENCE", 1.5)
+    whole, said = flat(take(rows, 8)), []
+    source = batches(rows, seed=3, committed=0, shape=growing, workers=2, say=said.append)
+    got = [next(source)]
+    for child in multiprocessing.active_children():
+        os.kill(child.pid, end)
+    got += [next(source) for _ in range(7)]
+    assert flat(got) == whole
+    how = "was ended by SIGKILL" if end == signal.SIGKILL else "gave nothing for 2 s, and was ended"
+    assert [words.split(": ")[1].startswith(f"a reader process {how}") for words in said] == [True]
+    assert re.search(r"while reading rows \d+ to \d+; readers are started anew at the same row", said[0])
+    for child in multiprocessing.active_children():
+        os.kill(child.pid, signal.SIGKILL)
+    with pytest.raises(RunError, match=r"for the second time; read in this process, with data\.workers=0"):
+        [next(source) for _ in range(50)]
+
+
+def test_what_a_terminal_sends_to_all_its_processes_does_not_end_readers(rows):
+    whole = flat(take(rows, 8))
+    source = batches(rows, seed=3, committed=0, shape=growing, workers=1, say=lambda words: pytest.fail(words))
+    got = [next(source)]
+    (child,) = multiprocessing.active_children()
+    server = int(subprocess.run(["ps", "-o", "ppid=", str(child.pid)], capture_output=True, text=True, check=True).stdout)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+        os.kill(child.pid, number)
+        os.kill(server, number)
+    time.sleep(0.3)
+    assert flat([*got, *(next(source) for _ in range(7))]) == whole
