@@ -21,7 +21,7 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -62,7 +62,6 @@ def batches(
     prefetch: int = 2,
     pin: bool = False,
     share: tuple[int, int] = (0, 1),
-    say: Callable[[str], None] = lambda words: None,
 ) -> Generator[list[Batch], None, None]:
     """Global batches without end, each as its micro-batches.
 
@@ -81,11 +80,10 @@ def batches(
         prefetch: micro-batches that each worker makes ahead.
         pin: put tensors into page-locked memory, for faster copies to a GPU.
         share: (number, devices): only the rows of this one of the devices that share out each global batch.
-        say: told when workers are started anew.
 
     Raises:
         DataError: a row is wrong.
-        RunError: a worker was killed, or gave nothing for `PATIENCE`, twice.
+        RunError: a worker was killed, or gave nothing for `PATIENCE`.
 
     Yields:
         ceil(rows / shape.micro) micro-batches, the last perhaps smaller, where a device has that many of `shape.rows`. All devices
@@ -101,10 +99,7 @@ def batches(
         return map(shape, itertools.count(step))
 
     if isinstance(rows, StreamRows):
-        source, first = rows, committed
-        with _Reader(
-            lambda done: _Loader(_Stream(source, first + done), None, min(workers, 1), prefetch, False), say
-        ) as stream:
+        with closing(_Loader(_Stream(rows, committed), None, min(workers, 1), prefetch, False)) as stream:
             for now in shapes():
                 read = [_unless_error(stream.next()) for _ in range(samples_of(now, rows.length))]
                 whole = dict(read)
@@ -118,10 +113,21 @@ def batches(
         for now in shapes()
         for part in _parts(list(itertools.islice(order, samples_of(now, rows.length))), now, rows.length, share)
     )
-    asked = _Asked(parts)
-    with _Reader(lambda done: _Loader(_Keyed(rows), asked.after(done), workers, prefetch, pin), say, asked.words) as loaded:
+    asked = deque[_Part]()  # of the workers, and not here yet
+
+    def keys() -> Iterator[_Part]:
+        for part in parts:
+            asked.append(part)
+            yield part
+
+    def micro_batch() -> Batch:
+        made = _unless_error(loaded.next(lambda: asked[0].rows))
+        asked.popleft()
+        return made  # type: ignore[no-any-return]
+
+    with closing(_Loader(_Keyed(rows), keys(), workers, prefetch, pin)) as loaded:
         for now in shapes():
-            yield [_unless_error(loaded.next()) for _ in range(_micro_batches(now, share[1]))]
+            yield [micro_batch() for _ in range(_micro_batches(now, share[1]))]
 
 
 def evaluation_rows(total: int, limit: int) -> list[int]:
@@ -279,74 +285,6 @@ class _Stream(IterableDataset[Any]):
             yield error  # as a value: DataLoader would wrap an exception of a worker in its traceback
 
 
-class _Asked:
-    """Micro-batches that were asked of workers, kept until they came: new workers are asked for the others again."""
-
-    def __init__(self, parts: Iterator[_Part]):
-        self.parts, self.waiting, self.first = parts, deque[_Part](), 0
-
-    def after(self, done: int) -> Iterator[_Part]:
-        """Those after so many of them."""
-        self._forget(done)
-        yield from list(self.waiting)
-        for part in self.parts:
-            self.waiting.append(part)
-            yield part
-
-    def words(self, done: int) -> str:
-        self._forget(done)
-        rows = self.waiting[0].rows if self.waiting else ()
-        return f" while reading rows {min(rows)} to {max(rows)}" if rows else ""
-
-    def _forget(self, done: int) -> None:
-        while self.first < done and self.waiting:
-            self.waiting.popleft()
-            self.first += 1
-
-
-class _Reader:
-    """What a loader gives, one after the other; its workers are started anew once if one was killed or does not answer.
-
-    The order depends on nothing but the samples committed, so nothing is lost and nothing comes twice.
-
-    Args:
-        start: a loader that begins after so many.
-        say: told when workers are started anew.
-        where: what is being read after so many, for messages.
-    """
-
-    def __init__(
-        self, start: Callable[[int], _Loader], say: Callable[[str], None], where: Callable[[int], str] = lambda done: ""
-    ):
-        self.start, self.say, self.where = start, say, where
-        self.done, self.again = 0, True
-        self.loader = start(0)
-
-    def __enter__(self) -> _Reader:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.loader.close()
-
-    def next(self) -> Any:
-        while True:
-            try:
-                value = self.loader.next()
-            except (RuntimeError, OSError, EOFError):  # OSError: its tensors are asked of a process that is gone
-                if (why := self.loader.failed()) is None:
-                    raise
-            else:
-                self.done += 1
-                return value
-            self.loader.close()
-            words = f"data.workers: a reader process {why}{self.where(self.done)}"
-            if not self.again:
-                raise RunError(f"{words}, for the second time; read in this process, with data.workers=0")
-            self.again = False
-            self.say(f"{words}; readers are started anew at the same row")
-            self.loader = self.start(self.done)
-
-
 class _Loader:
     """A DataLoader's iterator, and its workers."""
 
@@ -380,17 +318,28 @@ class _Loader:
         if workers:
             threading.Thread(target=self._watch, daemon=True).start()
 
-    def next(self) -> Any:
+    def next(self, rows: Callable[[], Sequence[int]] = tuple) -> Any:
+        """What comes next.
+
+        Args:
+            rows: the numbers of the rows that it is read from, for errors.
+        """
         self.waits = time.monotonic()
         try:
             return next(self.iterator)
+        except (RuntimeError, OSError, EOFError):  # OSError: its tensors are asked of a process that is gone
+            if (why := self._failed()) is None:
+                raise
+            numbers = rows()
+            where = f" while reading rows {min(numbers)} to {max(numbers)} of the training data" if numbers else ""
+            raise RunError(f"data.workers: a reader process {why}{where}; set data.workers=0 to read in this process") from None
         finally:
             self.waits = None
 
-    def failed(self) -> str | None:
+    def _failed(self) -> str | None:
         """How a worker ended, if one did."""
         if self.hung:
-            return f"gave nothing for {PATIENCE:.0f} s, and was ended"
+            return f"gave nothing for {PATIENCE:.0f} s, and was ended,"
         end = time.monotonic() + 1  # the fork server says a moment later that one has ended
         while self.workers:
             if ended := [worker for worker in self.workers if not worker.is_alive()]:

@@ -206,9 +206,7 @@ class _Loop:
             if not self._unless_stopped(lambda: batch.extend(next(stream))):
                 return
         except RunError as error:
-            at = self.session.saving.at
-            last = f"--resume goes on from step {at}" if at > 0 else "no checkpoint was saved before"
-            raise RunError(f"{error}; {last}") from None
+            raise RunError(f"{error}; {self._saved_before_the_end()}") from None
         shape = self.session.shape(self.progress.step)
         if self.shape not in (None, shape):
             give_back(self.build.device.kind)
@@ -258,6 +256,13 @@ class _Loop:
         }
         self.writer.metric(**line)
         self.watch.step({**line, "mfu": self.meter.mfu(tokens / seconds)}, self.session.total)
+
+    def _saved_before_the_end(self) -> str:
+        """Saves what stands, if this process can do so alone, and says from where `--resume` goes on."""
+        if self.build.mesh.world == 1 and self.progress.step > max(self.session.saving.at, 0):
+            self._save(last=True)
+        at = self.session.saving.at
+        return f"--resume goes on from step {at}" if at > 0 else "no checkpoint was saved yet"
 
     def _is_late(self, seconds: float = 0.0) -> bool:
         hours = self.recipe.stop.hours

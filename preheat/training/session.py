@@ -145,7 +145,6 @@ class Session:
             prefetch=settings.prefetch,
             pin=self.device.kind == "cuda",
             share=(mesh.index(*DATA), mesh.size(*DATA)),
-            say=self.watch.alarm,
         )
 
     def let_go(self) -> None:
