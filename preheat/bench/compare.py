@@ -241,7 +241,8 @@ def verdicts(rows: Sequence[dict[str, Any]], names: Sequence[str], available: fl
         within_noise: None where one turn of each, or a failure, leaves nothing to judge by.
     """
     by_name = {row["name"]: row for row in rows}
-    whole, found = by_name.get("all"), []
+    found: list[dict[str, Any]] = []
+    whole = by_name.get("all")
     for name in names:
         rest = by_name.get(f"without {name}") if len(names) > 1 else by_name.get("plain")
         if whole is None or rest is None:

@@ -311,7 +311,9 @@ class _Loader:
                 **settings,
             )
             self.iterator: Any = iter(self.loader)  # starts the workers
-        self.workers = list(self.iterator._workers) if workers else []  # torch gives them no public name
+        self.workers: list[Any] = list(
+            getattr(self.iterator, "_workers", ())
+        )  # only with workers; torch gives them no public name
         self.waits: float | None = None  # since when for the next
         self.hung = False
         self._over = threading.Event()
