@@ -21,6 +21,7 @@ from statistics import median
 from typing import IO, Any, Literal
 
 from preheat.errors import DoesNotFit, RecipeError, RunError
+from preheat.hardware.processes import ended_by, tethered
 from preheat.recipe import Sample
 from preheat.run import claim, to_json, write_atomic
 
@@ -57,7 +58,9 @@ class _Worker:
         file.write_text(json.dumps(job), encoding="utf-8")
         self._errors: IO[str] = (folder / f"{id(self)}.log").open("w+", encoding="utf-8")
         command = [sys.executable, "-m", "preheat.bench.inference_worker", str(file)]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True)
+        self._process = subprocess.Popen(
+            tethered(command), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True
+        )
 
     def __enter__(self) -> _Worker:
         return self
@@ -84,8 +87,8 @@ class _Worker:
     def _ended(self) -> dict[str, Any]:
         code = self._process.wait()
         self._errors.seek(0)
-        last = (self._errors.read().strip().splitlines() or [""])[-1]
-        return {"failed": last or f"its process ended with {code} (killed for memory, perhaps)"}
+        last = (self._errors.read().strip().splitlines() or [""])[-1] if code >= 0 else ""
+        return {"failed": last or f"its process {ended_by(code)}"}
 
 
 def bench_inference(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import sys
@@ -35,6 +34,9 @@ from preheat.cli import (
 from preheat.cli.consent import opens_models
 from preheat.cli.warned import warnings_shown
 from preheat.errors import PreheatError
+from preheat.hardware.interrupts import Interrupted, raising
+from preheat.run import to_json
+from preheat.training.launch import LAUNCHED
 
 __all__ = ["app", "main"]
 
@@ -85,7 +87,8 @@ app.command("nettest")(nettest.nettest)
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Runs a command line and exits: 0 done, 1 the run failed, 2 the command or recipe is wrong, 3 it does not fit, 4 the data is wrong."""
+    """Runs a command line and exits: 0 done, 1 the run failed, 2 the command or recipe is wrong, 3 it does not fit, 4 the data is wrong;
+    130, 143 or 129 after SIGINT, SIGTERM or SIGHUP."""
     arguments = sys.argv[1:] if arguments is None else arguments
     # transformers imports torchao where it is installed, which then logs warnings that nobody here can act on; so do torch's ONNX exporter
     # and its compiler, of layers that are computed again.
@@ -97,18 +100,31 @@ def main(arguments: list[str] | None = None) -> None:
     ):
         logging.getLogger(noisy).setLevel(logging.ERROR)
     command = typer.main.get_command(app)
-    if "--debug" in arguments[:1]:
-        with trust.consent(), warnings_shown():
-            command.main(arguments, prog_name="preheat")
     try:
-        with trust.consent(), warnings_shown():
-            command.main(arguments, prog_name="preheat")  # exits with 0, or 2 after a message where the command is wrong
+        with raising(), trust.consent(), warnings_shown():
+            # Exits with 0, or 2 after a message where the command is wrong.
+            command.main(arguments, prog_name="preheat", obj=tuple(arguments))
+    except Interrupted as signal:
+        _tell(signal, json_wanted="--json" in arguments)
+        sys.exit(signal.exit_code)
     except PreheatError as error:
+        if "--debug" in arguments[:1]:
+            raise
         if "--json" in arguments:
-            print(json.dumps({"error": str(error), "exit_code": error.exit_code}))
+            print(to_json({"error": str(error), "exit_code": error.exit_code}))
         for line in str(error).splitlines():
             print(f"error: {line}", file=sys.stderr)
         sys.exit(error.exit_code)
     except BrokenPipeError:  # whoever reads what we print went away, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
+
+
+def _tell(signal: Interrupted, *, json_wanted: bool) -> None:
+    if LAUNCHED in os.environ:
+        return  # one of several processes; whoever started them says it
+    if json_wanted:
+        resume = {"resume": signal.resume} if signal.resume else {}
+        print(to_json({"error": str(signal), "stopped": signal.number.name, "exit_code": signal.exit_code, **resume}))
+    else:
+        print(f"{signal}{f'; to go on: {signal.resume}' if signal.resume else ''}", file=sys.stderr)

@@ -123,6 +123,10 @@ def bench(
     screen.print(f"report: {page}", soft_wrap=True)
 
 
+def _between(row: dict[str, Any]) -> str:
+    return f"{row['ratio_spread'][0]:.2f} to {row['ratio_spread'][1]:.2f}" if len(row["speeds"]) > 1 else "one turn"
+
+
 def _table(rows: list[dict[str, Any]], wide: bool) -> Any:
     """The report has every column; a narrow terminal gets those that the verdicts speak of."""
     from rich.table import Table
@@ -141,7 +145,7 @@ def _table(rows: list[dict[str, Any]], wide: bool) -> Any:
         table.add_row(
             row["name"],
             rate(row["tokens_per_second"]),
-            f"{row['ratio']:.2f} ({row['ratio_spread'][0]:.2f} to {row['ratio_spread'][1]:.2f})",
+            f"{row['ratio']:.2f} ({_between(row)})",
             memory(row["peak_gib"]),
             f"{row['loss']:.3f}",
             *(

@@ -85,7 +85,6 @@ def compress(
     from rich.console import Console
     from transformers.utils.logging import disable_progress_bar
 
-    from preheat.cli.interrupts import interruptible
     from preheat.compress.chain import load_chain, run_chain
     from preheat.compress.compressing import compress as run
     from preheat.compress.compressing import read_variants, trained_for
@@ -95,7 +94,6 @@ def compress(
     from preheat.report.compress_page import write_compress
 
     stated = {"--rows": rows, "--length": length, "--measured": measured, "--within": within}
-    stays = "what its steps wrote whole stays" if recipe is not None else "nothing was written"
     if is_classifier(Path(model)):
         if recipe is None or data is None or method or settings or bits is not None:
             raise RecipeError(
@@ -105,8 +103,7 @@ def compress(
         _refuse_unread(stated, "an image classifier's chain")
         from preheat.cli.compress_vision import compress_vision
 
-        with interruptible(stays, as_json=json):
-            compress_vision(model, recipe, data, out, json=json)
+        compress_vision(model, recipe, data, out, json=json)
         return
     home, step = home_of(model)
     if recipe is not None:
@@ -118,7 +115,7 @@ def compress(
         chain = load_chain(recipe)
         target = out or home / (chain.name + step)
         disable_progress_bar()
-        with interruptible(stays, as_json=json), nullcontext() if json else Console(stderr=True).status("opening") as status:
+        with nullcontext() if json else Console(stderr=True).status("opening") as status:
             made = run_chain(
                 model,
                 chain,
@@ -143,7 +140,7 @@ def compress(
     disable_progress_bar()
     label = named[0].name if len(named) == 1 else "variants"
     target = out or home / f"compressed-{label}{step}"
-    with interruptible(stays, as_json=json), nullcontext() if json else Console(stderr=True).status("opening") as status:
+    with nullcontext() if json else Console(stderr=True).status("opening") as status:
         made = run(
             model,
             named,

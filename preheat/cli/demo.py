@@ -33,12 +33,14 @@ def demo(
         console().print(
             "this CPU is slow in bf16: the demo computes in fp32 (techniques.mixed_precision.mode=fp32)", style="dim"
         )
+    settings = [*first, *(set or [])]
     made = run(
-        recipes.load("demo", [*first, *(set or [])]),
+        recipes.load("demo", settings),
         out=out or _free(Path("runs") / "demo"),
         resume=False,
         force=False,
         json=json,
+        again=["train", "demo", *(part for item in settings for part in ("--set", item))],
     )
     if json:
         return

@@ -59,14 +59,12 @@ def export(
     """
     from transformers.utils.logging import disable_progress_bar
 
-    from preheat.cli.interrupts import interruptible
     from preheat.cli.show import console, emit
     from preheat.compress.export import formats
 
     disable_progress_bar()
     target = out or formats.place_of(run, to, dtype)
-    with interruptible("nothing was written", as_json=json):
-        made = formats.write(to, run, target, dtype=dtype, tolerance=tolerance, base=base, length=length)
+    made = formats.write(to, run, target, dtype=dtype, tolerance=tolerance, base=base, length=length)
     if json:
         emit(made)
         return

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from preheat.errors import RunError
 from preheat.hardware.heap import keep_heap
+from preheat.hardware.processes import ended_by, tethered
 from preheat.hardware.rates import AttentionRate, Layout, MatrixRate, MovedRate, Rates, load
 from preheat.hardware.stopwatch import OtherProcesses, Random, Stopwatch, threads_of
 from preheat.technique import Device
@@ -349,18 +350,21 @@ def rates(device: Device, threads: int, measure: bool = True, progress: Progress
 def _measure_apart(device: Device, threads: int, progress: Progress | None, grid: Grid) -> None:
     task = {"device": dataclasses.asdict(device), "threads": threads, "grid": dataclasses.asdict(grid)}
     command = [sys.executable, "-c", "from preheat.hardware.calibrate import _child; _child()", json.dumps(task)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
+    with subprocess.Popen(tethered(command), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
         assert child.stdout is not None
         assert child.stderr is not None
-        for line in child.stdout:
-            what, done = json.loads(line)
-            if progress is not None:
-                progress(what, done)
-        words = child.stderr.read().strip()
+        try:
+            for line in child.stdout:
+                what, done = json.loads(line)
+                if progress is not None:
+                    progress(what, done)
+            words = child.stderr.read().strip()
+        except BaseException:
+            child.kill()  # leaving the block waits for it
+            raise
     if child.returncode != 0:
-        raise RunError(
-            f"measuring the rates of this machine failed: {words.splitlines()[-1] if words else f'exit {child.returncode}'}"
-        )
+        last = words.splitlines()[-1] if words and child.returncode > 0 else f"its process {ended_by(child.returncode)}"
+        raise RunError(f"measuring the rates of this machine failed: {last}")
 
 
 def _child() -> None:

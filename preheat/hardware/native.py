@@ -15,6 +15,7 @@ from pathlib import Path
 
 from preheat.errors import RunError
 from preheat.hardware.links import cache_folder
+from preheat.hardware.processes import tethered
 
 __all__ = ["NO_COMPILER", "compiler", "is_built", "library", "quick_library"]
 
@@ -86,7 +87,7 @@ def _build(source: Path, out: Path, torch: Path, flags: tuple[str, ...]) -> None
             made = Path(folder) / out.name
             link = (f"-L{torch / 'lib'}", "-lc10", f"-Wl,-rpath,{torch / 'lib'}")
             command = [found, *_FLAGS, *flags, f"-I{torch / 'include'}", str(source), "-o", str(made), *link]
-            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            done = subprocess.run(tethered(command), capture_output=True, text=True, check=False)
             if done.returncode:
                 said = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr.strip())
                 raise RunError(f"{found} could not build {source.name}: {said}")

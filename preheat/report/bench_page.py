@@ -15,6 +15,9 @@ from preheat.report.words import change, escape, gib, grouped, headline, loss, n
 
 __all__ = ["write_bench"]
 
+MEMORY_SEEN, SPEED_SEEN = 0.02, 0.03
+"""Shares of the whole below which a difference is taken for none, as in the verdicts."""
+
 
 def write_bench(folder: str | Path) -> Path:
     """Writes `bench.html` beside a `bench.json` and returns its path.
@@ -49,8 +52,9 @@ def _headline(found: dict[str, Any]) -> str:
     plain, whole = rows.get("plain"), rows.get("all")
     if not plain or not whole or plain["failed"] or whole["failed"]:
         return f"{len(found['rows'])} contenders on this machine."
+    turns = "" if len(whole["speeds"]) > 1 else "In one turn, which gives no verdict on speed. "
     return (
-        f"All together: {whole['ratio']:.2f} times the speed of the plain recipe ({grouped(whole['tokens_per_second'])} against "
+        f"{turns}All together: {whole['ratio']:.2f} times the speed of the plain recipe ({grouped(whole['tokens_per_second'])} against "
         f"{grouped(plain['tokens_per_second'])} tokens/s) in {percent(whole['peak_gib'] / plain['peak_gib'])} of its memory "
         f"({gib(whole['peak_gib'])} against {gib(plain['peak_gib'])})."
     )
@@ -64,13 +68,19 @@ def _waterfalls(found: dict[str, Any]) -> str:
     if not left_out:
         return ""
     drawn = []
-    for key, title, unit, scale in (
-        ("peak_gib", "Peak memory", *unit_of([row["peak_gib"] for row in rows.values()])),
-        ("tokens_per_second", "Speed", "thousand tokens/s", 1e-3),
+    judged = {verdict["technique"]: verdict for verdict in found["verdicts"]}
+    for key, title, unit, scale, least in (
+        ("peak_gib", "Peak memory", *unit_of([row["peak_gib"] for row in rows.values()]), MEMORY_SEEN),
+        ("tokens_per_second", "Speed", "thousand tokens/s", 1e-3, SPEED_SEEN),
     ):
         plain, whole = rows["plain"][key] * scale, rows["all"][key] * scale
+        seen = least * max(plain, whole)  # less than that cannot be measured: no difference is drawn
         parts = [(name, whole - row[key] * scale) for name, row in left_out]
-        parts.append(("overlap", whole - plain - sum(size for _, size in parts)))
+        if key == "tokens_per_second":  # a verdict that says no difference was seen is drawn as none
+            parts = [(name, 0.0 if judged.get(name, {}).get("within_noise") else size) for name, size in parts]
+        parts = [(name, size if abs(size) >= seen else 0.0) for name, size in parts]
+        overlap = whole - plain - sum(size for _, size in parts)
+        parts.append(("overlap", overlap if abs(overlap) >= seen else 0.0))
         better = -1 if key == "peak_gib" else 1
         bars = [plots.Span("plain", 0.0, plain, "series-6")]
         at = plain
@@ -81,7 +91,7 @@ def _waterfalls(found: dict[str, Any]) -> str:
             at += size
         bars.append(plots.Span("all", 0.0, whole, "series-1"))
         words = f"{title} in {unit}: from {plain:.3g} plain to {whole:.3g} with all; " + ", ".join(
-            f"{name} {change(size, max(plain, whole))}" for name, size in parts
+            f"{name} {change(size, max(plain, whole))}" if size else f"{name} no difference seen" for name, size in parts
         )
         caption = "Each bar is what changes when that technique alone is left out; overlap is what they share."
         drawing = plots.spans(f"fall-{key.replace('_', '-')}", bars, words, unit=unit)
@@ -102,13 +112,17 @@ def _table(found: dict[str, Any]) -> str:
     return scrolling(f"<table><thead><tr>{head}</tr></thead><tbody>{shown}</tbody></table>")
 
 
+def _between(row: dict[str, Any]) -> str:
+    return f"{row['ratio_spread'][0]:.2f} to {row['ratio_spread'][1]:.2f}" if len(row["speeds"]) > 1 else "one turn"
+
+
 def _row(row: dict[str, Any], peak: str, predicted: str, columns: int) -> str:
     name = f'<th scope="row">{escape(row["name"])}</th>'
     if row["failed"]:
         return f'<tr>{name}<td class="free bad" colspan="{columns}">{escape(row["failed"])}</td></tr>'
     cells: Sequence[tuple[str, str]] = (
         (grouped(row["tokens_per_second"]), f"{grouped(row['spread'][0])} to {grouped(row['spread'][1])}"),
-        (f"{row['ratio']:.2f}", f"{row['ratio_spread'][0]:.2f} to {row['ratio_spread'][1]:.2f}"),
+        (f"{row['ratio']:.2f}", _between(row)),
         (peak, predicted),
         (f"{row['startup_seconds']:.1f} s", ""),
         (loss(row["loss"]), ""),

@@ -19,6 +19,7 @@ from preheat.errors import DoesNotFit, RecipeError
 from preheat.evaluation.probes import Probes
 from preheat.hardware.exhaustion import held_bytes
 from preheat.hardware.heap import give_back, keep_heap
+from preheat.hardware.interrupts import check
 from preheat.hardware.probe import reset_peak, resident_bytes
 from preheat.models import adapter, configs, presets
 from preheat.models.vision import reading
@@ -118,6 +119,7 @@ class Session:
         import torch
 
         self.watch.stage("building")
+        check()
         made = build(self.effective, vocabulary=len(self.data.tokenizer), device=self.device)
         # Dropout: other masks for other rows, the same in each run.
         torch.manual_seed(self.recipe.seed * 65537 + made.mesh.index(*DATA))
@@ -132,6 +134,7 @@ class Session:
         self.build, self.progress, self.assembled = made, progress, True
         self.peak_lr = peak_learning_rate(made)
         self.saving = Saving(made, folder / "checkpoints", at=progress.step or -1)
+        check()
         self.writer.json("changes.json", {name: [asdict(c) for c in changes] for name, changes in made.changes.items()})
         self.read()
 
@@ -401,8 +404,10 @@ def _prepare(
     total = steps_of(recipe, _length(data))
     if run is not None and looked is not None and (summary := summary_of_finished(run, looked, recipe, total)):
         return Finished(summary)
+    check()
     watch.stage("measuring this machine (once)")
     measured = rates(device, threads, progress=lambda what, done: watch.progress(what, done, 1.0))
+    check()
     watch.stage("planning")
     how: dict[str, Any] = {"vocabulary": len(data.tokenizer), "device": device, "rates": measured, "in_use": _in_use(device)}
     # The run keeps the recipe as it was written: what a dry run chooses may differ where the run is resumed.

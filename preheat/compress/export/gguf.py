@@ -20,6 +20,7 @@ from preheat.compress.export.gguf_vocabulary import add_vocabulary, ends_left
 from preheat.compress.export.plain import Plain, plain, require
 from preheat.compress.new_folder import NewFolder, require_new
 from preheat.errors import RunError
+from preheat.hardware.processes import tethered
 
 if TYPE_CHECKING:
     import numpy as np
@@ -120,7 +121,7 @@ def _tool(dtype: str) -> str:
 
 
 def _quantize(tool: str, whole: Path, file: Path, dtype: str) -> None:
-    done = subprocess.run([tool, str(whole), str(file), dtype.upper()], capture_output=True, text=True)
+    done = subprocess.run(tethered([tool, str(whole), str(file), dtype.upper()]), capture_output=True, text=True)
     if done.returncode or not file.is_file():
         last = ((done.stderr or done.stdout).strip().splitlines() or ["it said nothing"])[-1]
         raise RunError(f"--dtype {dtype}: {tool} failed ({done.returncode}): {last}")
