@@ -6,7 +6,7 @@ import json
 import logging
 import os
 import sys
-from typing import Annotated
+from typing import Annotated, Any, NoReturn
 
 import typer
 
@@ -31,7 +31,9 @@ from preheat.cli import (
     train,
     try_,
 )
+from preheat.cli.screen import say
 from preheat.errors import PreheatError
+from preheat.text import shorten
 
 __all__ = ["app", "main"]
 
@@ -55,7 +57,7 @@ def _global(
     if version:
         from preheat import __version__
 
-        print(__version__)
+        say(__version__)
         raise typer.Exit
 
 
@@ -81,6 +83,28 @@ app.command("calibrate")(calibrate.calibrate)
 app.command("nettest")(nettest.nettest)
 
 
+_UsageError = next(
+    cls for cls in typer.BadParameter.__mro__ if cls.__name__ == "ClickException"
+)  # typer has it in no public place
+
+
+def _see_help(error: Any) -> str:
+    context = getattr(error, "ctx", None)
+    return f"; see: {context.command_path} --help" if context is not None else ""
+
+
+def _end(arguments: list[str], message: str, code: int) -> NoReturn:
+    """Ends the command with a line on standard error for each problem, and with a JSON object where that was asked for."""
+    if "--json" in arguments:
+        say(json.dumps({"error": message, "exit_code": code}))
+    for line in message.split("\n"):
+        say(f"error: {shorten(line, _LONGEST)}", error=True)
+    sys.exit(code)
+
+
+_LONGEST = 680  # characters of a message; whoever raises it shortens what it quotes, this is for what nobody thought of
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Runs a command line and exits: 0 done, 1 the run failed, 2 the command or recipe is wrong, 3 it does not fit, 4 the data is wrong."""
     arguments = sys.argv[1:] if arguments is None else arguments
@@ -97,13 +121,16 @@ def main(arguments: list[str] | None = None) -> None:
     if "--debug" in arguments[:1]:
         command.main(arguments, prog_name="preheat")
     try:
-        command.main(arguments, prog_name="preheat")  # exits with 0, or 2 after a message where the command is wrong
+        sys.exit(command.main(arguments, prog_name="preheat", standalone_mode=False) or 0)
     except PreheatError as error:
-        if "--json" in arguments:
-            print(json.dumps({"error": str(error), "exit_code": error.exit_code}))
-        for line in str(error).splitlines():
-            print(f"error: {line}", file=sys.stderr)
-        sys.exit(error.exit_code)
+        _end(arguments, str(error), error.exit_code)
+    except _UsageError as error:
+        if type(error).__name__ == "NoArgsIsHelpError":  # the help was printed instead
+            sys.exit(error.exit_code)
+        # click's message may quote an argument whole; its lines are choices.
+        _end(arguments, " ".join(error.format_message().split()).rstrip(".") + _see_help(error), error.exit_code)
+    except typer.Abort:
+        sys.exit(1)
     except BrokenPipeError:  # whoever reads what we print went away, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from preheat.cli.screen import say
 from preheat.cli.show import Json, RecipeArgument, Set
 from preheat.recipe import field_docs
 from preheat.training.jobs import Job
@@ -97,7 +98,7 @@ def launch(
     if json:
         emit(made | ({} if output else {"job": text}) | {"submit": submit(to, str(output)) if output else None})
     elif output is None:
-        print(text, end="")
+        say(text, end="")
     else:
         mesh = " x ".join(f"{axis} {size}" for axis, size in made["mesh"].items()) or "1 device"
         screen = console()

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from preheat.cli.screen import passing
 
 if TYPE_CHECKING:
     from preheat.training.asked import Question
@@ -81,12 +82,7 @@ def searched(
 
     def tell(words: str) -> None:
         if not quiet:
-            print(
-                f"\r\x1b[2K{words[:100]}" if sys.stderr.isatty() else words,
-                end="" if sys.stderr.isatty() else "\n",
-                file=sys.stderr,
-                flush=True,
-            )
+            passing(words)
 
     def found_of(asked: Question, **how: Any) -> Any:
         space = Space(asked.recipe, vocabulary_of(asked.recipe), device, devices, allow, per_host)  # type: ignore[arg-type]
@@ -96,8 +92,8 @@ def searched(
 
     with crew():
         found = found_of(question)
-        if sys.stderr.isatty() and not quiet:
-            print("\r\x1b[2K", end="", file=sys.stderr, flush=True)
+        if not quiet:
+            passing()
         made = explain(found, devices=devices, price=price)
         if not made["fits"]:
             for name, other in others.items():

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from preheat.cli.screen import say
 from preheat.cli.show import Json
 
 __all__ = ["app", "init"]
@@ -54,7 +55,7 @@ def recipes(context: typer.Context, json: Json = False) -> None:
 @app.command("show")
 def show(name: str) -> None:
     """Prints a built-in recipe with its comments. Example: `preheat recipes show demo`"""
-    print(_find(name).read_text(encoding="utf-8"), end="")
+    say(_find(name).read_text(encoding="utf-8"), end="")
 
 
 @app.command("schema")
@@ -64,7 +65,7 @@ def schema() -> None:
 
     from preheat.recipe import json_schema
 
-    print(text.dumps(json_schema(), indent=1))
+    say(text.dumps(json_schema(), indent=1))
 
 
 def init(
@@ -86,4 +87,4 @@ def init(
         raise RecipeError(f"{target}: cannot be written ({error.strerror})") from None
     chain = source.parent.name == "chains"
     then = f"preheat compress RUN --recipe {target}" if chain else f"preheat plan {target}, then preheat train {target}"
-    print(f"wrote {target}; next: {then}")
+    say(f"wrote {target}; next: {then}")

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 import time
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
+from preheat.cli.screen import bar, console, say
 from preheat.run import strict
 from preheat.training.watch import Watch
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 __all__ = ["Alarms", "Json", "Live", "RecipeArgument", "Set", "console", "duration", "emit", "gflops", "picture", "rate"]
 
@@ -32,16 +29,10 @@ Base = Annotated[str | None, typer.Option("--base", help="The base of an adapter
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 
 
-def console() -> Console:
-    from rich.console import Console
-
-    return Console(stderr=False, highlight=False)
-
-
 def emit(value: Any) -> None:
     """One JSON object on standard output; NaN becomes null."""
 
-    print(json.dumps(strict(value)))
+    say(json.dumps(strict(value)))
 
 
 def rate(value: float | None) -> str:
@@ -176,24 +167,17 @@ class Alarms(Watch):
     """Only what must be seen."""
 
     def alarm(self, words: str) -> None:
-        print(words, file=sys.stderr, flush=True)
+        say(words, error=True)
 
 
 class Live(Alarms):
     """A run on the terminal: stages, a progress bar with loss, speed, MFU, memory and time left, and what is noteworthy."""
 
-    def __init__(self, screen: Console, name: str):
-        from rich.progress import BarColumn, Progress, TextColumn
+    def __init__(self, screen: Any, name: str):
+        from rich.progress import BarColumn
 
         self.screen, self.name = screen, name
-        self._bar = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=24),
-            TextColumn("{task.fields[words]}"),
-            console=screen,
-            transient=True,
-            auto_refresh=False,
-        )
+        self._bar = bar(screen, "{task.description}", BarColumn(bar_width=24), "{task.fields[words]}", auto_refresh=False)
         self._task: Any = None
         self._drawn = 0.0
         self._stage = ""
@@ -249,4 +233,4 @@ class Live(Alarms):
         self.screen.print(f"step {step:,}: validation loss {loss:.4f}{words}")
 
     def notice(self, words: str) -> None:
-        self.screen.print(f"[yellow]note:[/yellow] {words}", soft_wrap=True)
+        self.screen.note(words)
