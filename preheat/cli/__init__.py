@@ -83,6 +83,13 @@ app.command("calibrate")(calibrate.calibrate)
 app.command("nettest")(nettest.nettest)
 
 
+class _Screen(logging.Handler):
+    """What the library logs, a line each on standard error."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        say(f"note: {shorten(record.getMessage(), _LONGEST)}", error=True)
+
+
 _UsageError = next(
     cls for cls in typer.BadParameter.__mro__ if cls.__name__ == "ClickException"
 )  # typer has it in no public place
@@ -117,6 +124,8 @@ def main(arguments: list[str] | None = None) -> None:
         "torch._higher_order_ops.wrap",
     ):
         logging.getLogger(noisy).setLevel(logging.ERROR)
+    log = logging.getLogger("preheat")
+    log.handlers = [_Screen()]
     command = typer.main.get_command(app)
     if "--debug" in arguments[:1]:
         command.main(arguments, prog_name="preheat")

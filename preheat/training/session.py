@@ -349,8 +349,7 @@ def _prepare(
     presets.require_weights(recipe)
     watch.stage("reading data")
     data, probes, samples = read_data(recipe, watch)
-    watch.stage("measuring this machine (once)")
-    measured = rates(device, threads, progress=lambda what, done: watch.progress(what, done, 1.0))
+    measured = rates(device, threads, progress=_Measuring(watch))
     watch.stage("planning")
     how: dict[str, Any] = {"vocabulary": len(data.tokenizer), "device": device, "rates": measured, "in_use": _in_use(device)}
     # The run keeps the recipe as it was written: what a dry run chooses may differ where the run is resumed.
@@ -366,6 +365,19 @@ def _prepare(
             f"does not fit: needs {expected['peak_gib']:.2f} GiB, has {expected['available_gib']:.2f} GiB; {in_pieces(expected) or 'use smaller micro-batches or techniques that save memory (preheat techniques lists them)'}, or train all the same with --force"
         )
     return _Ready(data, probes, samples, chosen, built, expected, planner, looked, events)
+
+
+class _Measuring:
+    """A stage of its own, if this machine is measured: told when the first progress comes."""
+
+    def __init__(self, watch: Watch):
+        self.watch, self.begun = watch, False
+
+    def __call__(self, what: str, done: float) -> None:
+        if not self.begun:
+            self.watch.stage("measuring this machine (once)")
+            self.begun = True
+        self.watch.progress(what, done, 1.0)
 
 
 def _order(made: Build, rows: Any, committed: int, shape: Callable[[int], Shape], total: int | None) -> Iterator[int]:
