@@ -23,6 +23,7 @@ from preheat.cli import (
     generate,
     launch,
     models,
+    modes,
     nettest,
     plan,
     recipes,
@@ -61,26 +62,26 @@ def _global(
         raise typer.Exit
 
 
-app.command("plan")(plan.plan)
+app.command("plan", cls=modes.Command)(plan.plan)
 app.command("data")(data.data)
-app.command("train")(train.train)
-app.command("bench")(bench.bench)
+app.command("train", cls=modes.Command)(train.train)
+app.command("bench", cls=modes.Command)(bench.bench)
 app.command("report")(report.report)
-app.command("eval")(evaluate.evaluate)
-app.command("generate")(generate.generate)
-app.command("chat")(chat.chat)
-app.command("compress")(compress.compress)
+app.command("eval", cls=modes.Command)(evaluate.evaluate)
+app.command("generate", cls=modes.Command)(generate.generate)
+app.command("chat", cls=modes.Command)(chat.chat)
+app.command("compress", cls=modes.Command)(compress.compress)
 app.command("export")(export.export)
 app.command("demo")(demo.demo)
 app.add_typer(models.app, name="models")
 app.add_typer(recipes.app, name="recipes")
 app.command("init")(recipes.init)
 app.add_typer(techniques.app, name="techniques")
-app.command("try")(try_.try_)
+app.command("try", cls=modes.Command)(try_.try_)
 app.command("launch")(launch.launch)
 app.add_typer(doctor.app, name="doctor")
 app.command("calibrate")(calibrate.calibrate)
-app.command("nettest")(nettest.nettest)
+app.command("nettest", cls=modes.Command)(nettest.nettest)
 
 
 class _Screen(logging.Handler):
