@@ -15,6 +15,7 @@ from typing import Any
 
 from preheat import recipe as recipes
 from preheat.errors import RecipeError, RunError
+from preheat.planning.found import falls_short
 from preheat.recipe import Recipe
 from preheat.run import strict, write_atomic
 from preheat.technique import registry
@@ -160,7 +161,7 @@ def _plans(contenders: Sequence[Contender]) -> list[dict[str, Any] | None]:
         c.recipe = recipes.parse(json.dumps(made["recipe"]))  # with what a dry run chooses, so that the turns take it too
         plans.append(made)
         if not made["fits"]:
-            c.failed = f"does not fit: needs {made['peak_gib']:.2f} GiB, has {made['available_gib']:.2f} GiB"
+            c.failed = falls_short(made)
     return plans
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from preheat.cli.screen import passing
@@ -12,7 +11,7 @@ from preheat.cli.screen import passing
 if TYPE_CHECKING:
     from preheat.training.asked import Question
 
-__all__ = ["budget", "searched", "served", "stated", "write_recipe"]
+__all__ = ["budget", "recipe_text", "searched", "served", "stated"]
 
 _SECONDS = {1: 8.0, 64: 50.0}  # for trying, by the number of devices up to which
 _MANY = 60.0
@@ -118,19 +117,14 @@ def searched(
     return made, page
 
 
-def write_recipe(made: Mapping[str, Any], question: Question, path: Path) -> None:
-    """The chosen recipe as YAML; a model by its name gets the checkpoint to train from.
-
-    Raises:
-        RunError: it cannot be written.
-    """
-    from preheat.recipe.text import write
-    from preheat.run import write_asked
+def recipe_text(made: Mapping[str, Any], question: Question) -> str:
+    """The chosen recipe as YAML; a model by its name gets the checkpoint to train from."""
+    from preheat.recipe.brief import brief
 
     values = dict(made["recipe"])
     if question.checkpoint and values["model"]["path"] is None and values["model"]["weights"] != "random":
         values["model"] = {**values["model"], "path": question.checkpoint}
-    write_asked(path, write(values))
+    return brief(values)
 
 
 def served(question: Question, gpu: str | None, devices: int, json: bool) -> None:

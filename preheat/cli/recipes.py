@@ -70,7 +70,7 @@ def schema() -> None:
 
 def init(
     name: Annotated[str, typer.Argument(metavar="NAME", help="A built-in recipe.")],
-    to: Annotated[Path | None, typer.Option("--to", help="The file to write; NAME.yaml when not given.")] = None,
+    out: Annotated[Path | None, typer.Option("--out", help="The file to write; NAME.yaml when not given.")] = None,
 ) -> None:
     """Copies a built-in recipe for you to edit, with comments that say what each line does.
 
@@ -78,9 +78,9 @@ def init(
     """
     from preheat.errors import RecipeError
 
-    source, target = _find(name), to or Path(f"{name}.yaml")
+    source, target = _find(name), out or Path(f"{name}.yaml")
     if target.exists():
-        raise RecipeError(f"{target}: stands there already; name another file with --to")
+        raise RecipeError(f"{target}: stands there already; name another file with --out")
     try:
         target.write_text(source.read_text(encoding="utf-8"), encoding="utf-8")
     except OSError as error:

@@ -89,7 +89,7 @@ def picture(plan: Mapping[str, Any], name: str) -> Any:
     from rich.table import Table
     from rich.text import Text
 
-    from preheat.planning.found import in_pieces
+    from preheat.planning.found import falls_short, in_pieces
 
     peak, has = plan["peak_gib"], plan["available_gib"]
     bars = Table.grid(padding=(0, 2))
@@ -98,7 +98,7 @@ def picture(plan: Mapping[str, Any], name: str) -> Any:
     for category, gib in plan["memory"].items():
         bars.add_row(f"  {category}", Text(memory(gib), justify="right"), Text("█" * round(gib * scale) or "▏", style="cyan"))
     total = Text(
-        f"{peak / has:.1%} of the {memory(has)} of {plan['device']['name']}",
+        f"{f'{peak / has:.1%} of the {memory(has)} left' if has * 1024 >= 1 else 'nothing is left'} of {plan['device']['name']}",
         style="green" if plan["fits"] else "red",
     )
     bars.add_row("  peak", Text(memory(peak), justify="right", style="bold"), total)
@@ -115,11 +115,7 @@ def picture(plan: Mapping[str, Any], name: str) -> Any:
         speed.add_row("  to finish", f"{duration(plan['seconds_total'])} for {plan['steps']:,} steps")
     p = plan["parameters"]
     head = Text(f"{name}: {p['total']:,} parameters, {p['trained']:,} trained, on {plan['device']['name']}", style="bold")
-    verdict = (
-        Text("fits", style="bold green")
-        if plan["fits"]
-        else Text(f"does not fit: needs {memory(peak)}, has {memory(has)}", style="bold red")
-    )
+    verdict = Text("fits", style="bold green") if plan["fits"] else Text(falls_short(plan), style="bold red")
     if abs(plan.get("pace", 1.0) - 1) > 0.02:
         speed.add_row("  ", f"{plan['pace']:.2f} times as long as by the measured rates, as the last runs here took")
     parts: list[Any] = [head, Text(f"memory at its peak (in {plan['peak_phase']})"), bars]

@@ -42,10 +42,13 @@ def techniques(context: typer.Context, json: Json = False) -> None:
         return
     from rich.table import Table
 
-    table = Table("technique", "stage", "numerics", "what", box=None, pad_edge=False)
+    screen = console()
+    wide = screen.width >= 100
+    table = Table("technique", *(["stage"] if wide else []), "numerics", "what", box=None, pad_edge=False)
     for name, cls in found.items():
-        table.add_row(name, cls.stage.name.lower(), cls.numerics, _document(cls).split("\n")[0].partition(": ")[2])
-    console().print(table)
+        stage = [cls.stage.name.lower()] if wide else []
+        table.add_row(name, *stage, cls.numerics, _document(cls).split("\n")[0].partition(": ")[2])
+    screen.print(table)
 
 
 @app.command("show")

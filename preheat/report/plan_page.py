@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 from preheat.report import drawings, plots
 from preheat.report.page import document
 from preheat.report.words import count, duration, escape, gib, grouped, percent, tied
-from preheat.run import strict, write_asked
+from preheat.run import write_asked
 
 __all__ = ["write_plan"]
 
@@ -53,7 +52,7 @@ def _page(made: Mapping[str, Any]) -> str:
             drawings.pareto(drawn["pareto"], drawn["front"], made["available_gib"]) + _alternatives(made),
         ),
         ("reasons", "Why not the others", _reasons(made)),
-        ("recipe", "Recipe", f"<pre>{escape(json.dumps(strict(made['recipe']), indent=1))}</pre>"),
+        ("recipe", "Recipe", f"<pre>{escape(made['recipe_text'])}</pre>"),
     )
     body = "".join(f'<section id="{key}"><h2>{title}</h2>{content}</section>\n' for key, title, content in sections)
     return document(

@@ -21,7 +21,7 @@ from preheat.hardware.heap import give_back, keep_heap
 from preheat.hardware.probe import reset_peak, resident_bytes
 from preheat.models import adapter, configs, presets
 from preheat.models.vision import reading
-from preheat.planning.found import in_pieces
+from preheat.planning.found import falls_short, in_pieces
 from preheat.planning.ladder import Planner
 from preheat.planning.plan import plan, settled, steps_of
 from preheat.recipe import Recipe
@@ -362,7 +362,7 @@ def _prepare(
     watch.planned(expected)
     if not expected["fits"] and not force:
         raise DoesNotFit(
-            f"does not fit: needs {expected['peak_gib']:.2f} GiB, has {expected['available_gib']:.2f} GiB; {in_pieces(expected) or 'use smaller micro-batches or techniques that save memory (preheat techniques lists them)'}, or train all the same with --force"
+            f"{falls_short(expected)}; {in_pieces(expected) or 'use smaller micro-batches or techniques that save memory (preheat techniques lists them)'}, or train all the same with --force"
         )
     return _Ready(data, probes, samples, chosen, built, expected, planner, looked, events)
 

@@ -73,7 +73,7 @@ def test_plain_lines(capsys: pytest.CaptureFixture[str]):
         ["plan", "--no-such\x1b[31m" + "z" * 100_000],
         ["nope\x1b[31m" + "z" * 100_000],
         ["train"],
-        ["launch", "demo", "--to", "\x07\n\n"],
+        ["launch", "demo", "--scheduler", "\x07\n\n"],
     ],
     ids=["number", "choice", "option", "command", "nothing", "lines"],
 )
