@@ -300,7 +300,7 @@ def _trained(step: Step, state: _State, out: Path) -> str:
 
     recipe, left = _possible(step, state, plan_here)
     state.said += [f"{name} was left out: {why}" for name, why in left.items()]
-    made = train(recipe, out=out)
+    made = train(recipe, out=out, progress=False)
     names = ", ".join(name for name in step.techniques if name not in left)
     return f"trained {made['steps']} steps with {names or 'no further technique'}; loss {made['validation_loss']:.4f}"
 

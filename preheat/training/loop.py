@@ -32,13 +32,19 @@ from preheat.training.schedule import share_of_peak
 from preheat.training.session import Session, open_session
 from preheat.training.signals import Signals
 from preheat.training.standing import Standing
-from preheat.training.watch import Watch
+from preheat.training.watch import Logged, Watch
 
 __all__ = ["train"]
 
 
 def train(
-    recipe: Recipe, *, out: str | Path | None = None, resume: bool = False, force: bool = False, watch: Watch | None = None
+    recipe: Recipe,
+    *,
+    out: str | Path | None = None,
+    resume: bool = False,
+    force: bool = False,
+    progress: bool = True,
+    watch: Watch | None = None,
 ) -> dict[str, Any]:
     """Trains a recipe into a run folder.
 
@@ -46,7 +52,8 @@ def train(
         out: the folder; `runs/<name>` when not given.
         resume: go on with the run in that folder, bit for bit.
         force: train even where the plan says that it does not fit.
-        watch: what to tell.
+        progress: log stages, the plan and steps as `preheat.run` (on standard error where logging is not set up).
+        watch: what to tell instead.
 
     Returns:
         {run, steps, loss, validation_loss, tokens_per_second, peak_gib, predicted: {peak_gib, tokens_per_second}, stopped}, and where
@@ -59,7 +66,7 @@ def train(
         >>> from preheat import load_recipe, train
         >>> train(load_recipe("demo", ["stop.steps=20"]), out="runs/first")      # doctest: +SKIP
     """
-    watch = watch or Watch()
+    watch = watch or (Logged() if progress else Watch())
     session = open_session(recipe, Path(out or Path("runs") / recipe.name), resume=resume, watch=watch, force=force)
     standing = Standing(session.ranks, 0.8 * recipe.parallel.timeout, watch.alarm)
     loop = _Loop(session, watch, standing)
