@@ -43,7 +43,7 @@ app = typer.Typer(
     name="preheat",
     help="Know that it fits and how fast it will run before you train; then train it, and see the evidence.",
     no_args_is_help=True,
-    add_completion=False,
+    add_completion=True,
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -91,7 +91,7 @@ class _Screen(logging.Handler):
         say(f"note: {shorten(record.getMessage(), _LONGEST)}", error=True)
 
 
-_UsageError = next(
+_UsageError: Any = next(
     cls for cls in typer.BadParameter.__mro__ if cls.__name__ == "ClickException"
 )  # typer has it in no public place
 

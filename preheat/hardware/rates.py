@@ -298,7 +298,9 @@ def _read(values: Mapping[str, Any]) -> Rates:
 
     matrix, moved, attention = rows(MatrixRate, "matrix"), rows(MovedRate, "moved"), rows(AttentionRate, "attention")
     peak, adamw = read_numbers(values["peak_matrix_rate"], "peak_matrix_rate"), read_numbers(values["adamw"], "adamw")
-    kinds = {(row.dtype, row.layout) for row in matrix} | {(row.dtype, row.direction) for row in attention}
+    kinds: set[tuple[str, str]] = {(row.dtype, row.layout) for row in matrix} | {
+        (row.dtype, row.direction) for row in attention
+    }
     kinds |= {(row.dtype, "moved") for row in moved} | {(dtype, "adamw") for dtype in adamw}
     if not peak:
         raise Damaged("peak_matrix_rate is empty")
@@ -306,7 +308,7 @@ def _read(values: Mapping[str, Any]) -> Rates:
         for kind in (*LAYOUTS, "forward", "backward", "moved", "adamw"):
             if (dtype, kind) not in kinds:
                 raise Damaged(f"no rate of {kind} in {shorten(dtype, 20)}")
-    numbers = {key: read_number(values[key], key) for key in ("bandwidth", "launch", "seconds")}
+    numbers: dict[str, Any] = {key: read_number(values[key], key) for key in ("bandwidth", "launch", "seconds")}
     near = None if values["near"] is None else read_number(values["near"], "near")
     names = {key: values[key] for key in ("hardware", "torch", "threads", "contended")}
     return Rates(

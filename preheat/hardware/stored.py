@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import json
 import typing
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -57,7 +57,7 @@ def read_numbers(value: Any, name: str) -> dict[str, float]:
     return {key: read_number(number, f"{name}.{key}") for key, number in value.items()}
 
 
-def read_row(cls: type[_Row], values: Any, zero: Collection[str] = ()) -> _Row:
+def read_row(cls: Callable[..., _Row], values: Any, zero: Collection[str] = ()) -> _Row:
     """A flat dataclass of numbers and names from an object that has its very fields.
 
     Args:
@@ -85,6 +85,6 @@ def read_row(cls: type[_Row], values: Any, zero: Collection[str] = ()) -> _Row:
 
 
 @functools.cache
-def _hints(cls: type) -> dict[str, Any]:
+def _hints(cls: Callable[..., Any]) -> dict[str, Any]:
     hints = typing.get_type_hints(cls)
     return {field.name: hints[field.name] for field in dataclasses.fields(cls)}  # type: ignore[arg-type]

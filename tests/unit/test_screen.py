@@ -88,3 +88,16 @@ def test_a_wrong_command_line_is_one_line(arguments: list[str], capsys: pytest.C
     assert "\x1b" not in error
     assert "\x07" not in error
     assert json.loads(out)["exit_code"] == 2
+
+
+def test_shells_complete_commands_and_values(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    monkeypatch.setenv("_PREHEAT_COMPLETE", "complete_bash")
+    for line, place, expected in (
+        ("preheat tr", 1, {"train", "try"}),
+        ("preheat launch x --scheduler s", 4, {"slurm", "skypilot"}),
+    ):
+        monkeypatch.setenv("COMP_WORDS", line)
+        monkeypatch.setenv("COMP_CWORD", str(place))
+        with pytest.raises(SystemExit):
+            main([])
+        assert set(capsys.readouterr().out.split()) == expected
