@@ -16,6 +16,7 @@ from typing import Any
 from preheat import recipe as recipes
 from preheat.errors import RecipeError, RunError
 from preheat.hardware.processes import ended_by, tethered
+from preheat.planning.found import falls_short
 from preheat.recipe import Recipe
 from preheat.run import claim, to_json, write_atomic
 from preheat.technique import registry
@@ -158,7 +159,7 @@ def _plans(contenders: Sequence[Contender]) -> list[dict[str, Any] | None]:
         c.recipe = recipes.parse(json.dumps(made["recipe"]))  # with what a dry run chooses, so that the turns take it too
         plans.append(made)
         if not made["fits"]:
-            c.failed = f"does not fit: needs {made['peak_gib']:.2f} GiB, has {made['available_gib']:.2f} GiB"
+            c.failed = falls_short(made)
     return plans
 
 

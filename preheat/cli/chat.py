@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from preheat.cli import writing
+from preheat.cli.screen import say, write_text
 from preheat.cli.show import Base
 from preheat.run import to_json
+from preheat.text import shorten
 
 if TYPE_CHECKING:
     from preheat.training.chats import Conversation
@@ -86,7 +88,7 @@ def chat(
         except PreheatError as error:
             if not live:  # nobody is there to say it otherwise
                 raise
-            print(f"error: {error}", file=sys.stderr)
+            say(f"error: {shorten(str(error), 700)}", error=True)
 
 
 def _next_line(live: bool) -> str | None:
@@ -100,7 +102,7 @@ def _next_line(live: bool) -> str | None:
     try:
         return input("> ")
     except (EOFError, KeyboardInterrupt):
-        print()
+        say()
         return None
 
 
@@ -144,12 +146,12 @@ def _answer(talk: Conversation, line: str) -> None:
     watched.kind = talk.opened.build.device.kind
     try:
         with watched:
-            answer = talk.say(line, lambda part: print(writing.shown(part), end="", flush=True))
+            answer = talk.say(line, write_text)
     except KeyboardInterrupt:
-        print(flush=True)
+        say()
         writing.note("broken off; what was said stands in the conversation")
         return
-    print(flush=True)
+    say()
     watched.tokens = len(answer.written.tokens)
     if answer.dropped:
         writing.note(f"the oldest {answer.dropped} messages were dropped: with them the model's positions would not suffice")

@@ -82,9 +82,9 @@ def compress(
     """
     from contextlib import nullcontext
 
-    from rich.console import Console
     from transformers.utils.logging import disable_progress_bar
 
+    from preheat.cli.show import console
     from preheat.compress.chain import load_chain, run_chain
     from preheat.compress.compressing import compress as run
     from preheat.compress.compressing import read_variants, trained_for
@@ -115,7 +115,7 @@ def compress(
         chain = load_chain(recipe)
         target = out or home / (chain.name + step)
         disable_progress_bar()
-        with nullcontext() if json else Console(stderr=True).status("opening") as status:
+        with nullcontext() if json else console(error=True).status("opening") as status:
             made = run_chain(
                 model,
                 chain,
@@ -140,7 +140,7 @@ def compress(
     disable_progress_bar()
     label = named[0].name if len(named) == 1 else "variants"
     target = out or home / f"compressed-{label}{step}"
-    with nullcontext() if json else Console(stderr=True).status("opening") as status:
+    with nullcontext() if json else console(error=True).status("opening") as status:
         made = run(
             model,
             named,
@@ -176,7 +176,7 @@ def _show(made: dict[str, Any], target: Path, *, json: bool) -> None:
     for variant in made["variants"]:
         screen.print(f"{variant['name']}: {variant['what'].partition('. By map')[0]}", soft_wrap=True, style="dim")
     for words in made.get("said", ()):
-        screen.print(f"note: {words}", soft_wrap=True, markup=False)
+        screen.print(f"note: {words}", soft_wrap=True)
     for told in made.get("exports", ()):
         screen.print(
             f"wrote {told['path']} ({told['bytes'] / 2**20:.1f} MiB); its logits differ by at most {told['max_logit_difference']:.2g} (largest {told['largest_logit']:.3g})",

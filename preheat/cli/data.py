@@ -102,6 +102,6 @@ def _print(screen: Any, shown: dict[str, Any]) -> None:
         bars.add_row(f"  {upto}", f"{bar['count']:,}", Text("█" * round(36 * bar["count"] / max(most, 1)), "cyan"))
     screen.print(bars)
     for line in shown["preflight"]:
-        screen.print(f"[yellow]note:[/yellow] {clean(line)}" if colours else Text(f"note: {clean(line)}"), soft_wrap=True)
+        screen.note(line)
     if not shown["preflight"] and not shown["blocked"]:
         screen.print("the checks before training found nothing")

@@ -149,8 +149,7 @@ def _measured(
     path: str, at_start: bool, *, texts: list[str], tasks: list[Any], recipe: Recipe | None, rows: int, limit: int | None, length: int | None, samples: Path | None, base: str | None
 ) -> Found:  # fmt: skip
     """Everything of one model, which is then let go of."""
-    from rich.console import Console
-
+    from preheat.cli.show import console
     from preheat.evaluation.harness import measure_by_harness
     from preheat.evaluation.length import measure_length, questions_of, reach_of
     from preheat.evaluation.measure import measure_task
@@ -166,7 +165,7 @@ def _measured(
     tokenizer = opened.tokenizer_folder
     micro = min(8, settings.batch.size)
     positions = opened.build.model.positions
-    with Console(stderr=True).status("reading") as status:
+    with console(error=True).status("reading") as status:
 
         def say(what: str, done: float, total: float | None) -> None:
             status.update(f"{path}: {what} {done:,.0f}" + (f" of {total:,.0f}" if total else ""))

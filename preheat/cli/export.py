@@ -84,7 +84,7 @@ def export(
             soft_wrap=True,
         )
     if made["note"]:
-        console().print(f"note: {made['note']}", soft_wrap=True, markup=False)
+        console().print(f"note: {made['note']}", soft_wrap=True)
 
 
 def _perplexity(made: dict[str, Any]) -> str:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from preheat.cli.screen import passing
 
 if TYPE_CHECKING:
     from preheat.training.asked import Question
@@ -82,12 +82,7 @@ def searched(
 
     def tell(words: str) -> None:
         if not quiet:
-            print(
-                f"\r\x1b[2K{words[:100]}" if sys.stderr.isatty() else words,
-                end="" if sys.stderr.isatty() else "\n",
-                file=sys.stderr,
-                flush=True,
-            )
+            passing(words)
 
     def found_of(asked: Question, **how: Any) -> Any:
         space = Space(asked.recipe, vocabulary_of(asked.recipe), device, devices, allow, per_host)  # type: ignore[arg-type]
@@ -97,8 +92,8 @@ def searched(
 
     with crew():
         found = found_of(question)
-        if sys.stderr.isatty() and not quiet:
-            print("\r\x1b[2K", end="", file=sys.stderr, flush=True)
+        if not quiet:
+            passing()
         made = explain(found, devices=devices, price=price)
         if not made["fits"]:
             for name, other in others.items():
@@ -124,38 +119,20 @@ def searched(
 
 
 def recipe_text(made: Mapping[str, Any], question: Question) -> str:
-    """The chosen recipe as YAML, without what is as by default; a model by its name gets the checkpoint to train from."""
-    from preheat import recipe as recipes
-    from preheat.recipe.text import write
+    """The chosen recipe as YAML; a model by its name gets the checkpoint to train from."""
+    from preheat.recipe.brief import brief
 
     values = dict(made["recipe"])
     if question.checkpoint and values["model"]["path"] is None and values["model"]["weights"] != "random":
         values["model"] = {**values["model"], "path": question.checkpoint}
-    return write(_set_apart(recipes.parse(write(values)), values))
-
-
-def _set_apart(part: Any, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Those values of a recipe, or of a part of it, that differ from the defaults.
-
-    Args:
-        part: the dataclass that they were read into.
-    """
-    differing: dict[str, Any] = {}
-    for field in dataclasses.fields(part):
-        found, plain = getattr(part, field.name), values[field.name]
-        default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
-        if field.name == "techniques":
-            differing[field.name] = {name: _set_apart(technique, plain[name]) for name, technique in found.items()}
-        elif found != default:
-            differing[field.name] = _set_apart(found, plain) if dataclasses.is_dataclass(found) else plain
-    return differing
+    return brief(values)
 
 
 def write_recipe(made: Mapping[str, Any], question: Question, path: Path) -> None:
     """Writes the chosen recipe.
 
     Raises:
-        RunError: it cannot be written.
+        RunError: it cannot be written, or another file stands there.
     """
     from preheat.run import write_asked
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import sys
 from collections.abc import Iterator
 
-from preheat.text import clean
+from preheat.cli.screen import say
 
 __all__ = ["warnings_shown"]
 
@@ -19,10 +18,10 @@ class _Lines(logging.Handler):
         self._shown: set[str] = set()
 
     def emit(self, record: logging.LogRecord) -> None:
-        line = clean(record.getMessage()).replace("\n", " ")
+        line = " ".join(record.getMessage().split())
         if line not in self._shown and os.environ.get("RANK", "0") == "0":  # of several processes the first speaks
             self._shown.add(line)
-            print(f"warning: {line}", file=sys.stderr, flush=True)
+            say(f"warning: {line}", error=True)
 
 
 @contextlib.contextmanager

@@ -310,7 +310,7 @@ def _trained(step: Step, state: _State, out: Path) -> str:
 
     recipe, left = _possible(step, state, plan_here)
     state.said += [f"{name} was left out: {why}" for name, why in left.items()]
-    made = train(recipe, out=out)
+    made = train(recipe, out=out, progress=False)
     if made["stopped"]:
         raise RunError(
             f"{out}: its training was ended by {made['stopped']} at step {made['steps']:,}, so the chain ends here; preheat train "

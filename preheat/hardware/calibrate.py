@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -71,6 +72,7 @@ class Grid:
 
 
 FULL = Grid()
+_log = logging.getLogger(__name__)
 _FIRST, _PATIENCE = 256, 4.0
 """Size of the first square product, and seconds that the next one may take by its rate."""
 _TOO_LONG = 0.06
@@ -336,6 +338,8 @@ def rates(device: Device, threads: int, measure: bool = True, progress: Progress
     import torch
 
     found = load(device.name, torch.__version__, threads)
+    if progress is None and measure and found is None:
+        _log.warning("measuring this machine, once; some ten seconds to a minute")
     if measure and (found is None or (found.contended and not _contended(OtherProcesses(), threads, watch=0.5))):
         _measure_apart(device, threads, progress, grid)
         found = load(device.name, torch.__version__, threads)

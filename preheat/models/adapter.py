@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -155,7 +156,15 @@ def facts(config: PretrainedConfig) -> ModelFacts:
 @functools.cache
 def _register_attention() -> None:
     """Puts our attention function under its own name into transformers' registry; nothing of theirs is replaced."""
-    from transformers import AttentionInterface
+    # The first import of transformers' models: it imports torchao where that is installed, which logs warnings that nobody can act on.
+    noisy = {logging.getLogger(name): logging.getLogger(name).level for name in ("torchao", "torch.utils._pytree")}
+    for logger in noisy:
+        logger.setLevel(logging.ERROR)
+    try:
+        from transformers import AttentionInterface
+    finally:
+        for logger, level in noisy.items():
+            logger.setLevel(level)
 
     AttentionInterface.register(ATTENTION, _attention)
 

@@ -51,7 +51,7 @@ def _page(made: Mapping[str, Any]) -> str:
         ),
         ("choice", "Candidates", _candidates(made)),
         ("reasons", "Why not the others", _reasons(made)),
-        ("recipe", "Recipe", f"<pre>{escape(made['yaml'], LONG)}</pre>"),
+        ("recipe", "Recipe", f"<pre>{escape(made['recipe_text'], LONG)}</pre>"),
     )
     body = "".join(f'<section id="{key}"><h2>{title}</h2>{content}</section>\n' for key, title, content in sections if content)
     return document(

@@ -36,7 +36,7 @@ from preheat.training.schedule import share_of_peak
 from preheat.training.session import Finished, Session, open_session
 from preheat.training.signals import Signals
 from preheat.training.standing import Standing
-from preheat.training.watch import Watch
+from preheat.training.watch import Logged, Watch
 
 __all__ = ["train"]
 
@@ -47,6 +47,7 @@ def train(
     out: str | Path | None = None,
     resume: bool = False,
     force: bool = False,
+    progress: bool = True,
     watch: Watch | None = None,
     trust_remote_code: bool = False,
 ) -> dict[str, Any]:
@@ -56,7 +57,8 @@ def train(
         out: the folder; `runs/<name>` when not given.
         resume: go on with the run in that folder, bit for bit.
         force: train even where the plan says that it does not fit.
-        watch: what to tell.
+        progress: log stages, the plan and steps as `preheat.run` (on standard error where logging is not set up).
+        watch: what to tell instead.
         trust_remote_code: run Python code that comes with the model's folder, which `model.trust_remote_code` alone never does.
 
     Returns:
@@ -72,7 +74,7 @@ def train(
         >>> train(load_recipe("demo", ["stop.steps=20"]), out="runs/first")      # doctest: +SKIP
     """
     with trust.trusting(trust_remote_code):
-        return _train(recipe, out, resume=resume, force=force, watch=watch or Watch())
+        return _train(recipe, out, resume=resume, force=force, watch=watch or (Logged() if progress else Watch()))
 
 
 def _train(recipe: Recipe, out: str | Path | None, *, resume: bool, force: bool, watch: Watch) -> dict[str, Any]:

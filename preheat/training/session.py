@@ -23,7 +23,7 @@ from preheat.hardware.interrupts import check
 from preheat.hardware.probe import reset_peak, resident_bytes
 from preheat.models import adapter, configs, presets
 from preheat.models.vision import reading
-from preheat.planning.found import in_pieces
+from preheat.planning.found import falls_short, in_pieces
 from preheat.planning.ladder import Planner
 from preheat.planning.plan import plan, settled, steps_of
 from preheat.recipe import Recipe
@@ -405,8 +405,7 @@ def _prepare(
     if run is not None and looked is not None and (summary := summary_of_finished(run, looked, recipe, total)):
         return Finished(summary)
     check()
-    watch.stage("measuring this machine (once)")
-    measured = rates(device, threads, progress=lambda what, done: watch.progress(what, done, 1.0))
+    measured = rates(device, threads, progress=_Measuring(watch))
     check()
     watch.stage("planning")
     how: dict[str, Any] = {"vocabulary": len(data.tokenizer), "device": device, "rates": measured, "in_use": _in_use(device)}
@@ -421,9 +420,22 @@ def _prepare(
     watch.planned(expected)
     if not expected["fits"] and not force:
         raise DoesNotFit(
-            f"does not fit: needs {expected['peak_gib']:.2f} GiB, has {expected['available_gib']:.2f} GiB; {in_pieces(expected) or 'use smaller micro-batches or techniques that save memory (preheat techniques lists them)'}, or train all the same with --force"
+            f"{falls_short(expected)}; {in_pieces(expected) or 'use smaller micro-batches or techniques that save memory (preheat techniques lists them)'}, or train all the same with --force"
         )
     return _Ready(data, probes, samples, chosen, built, expected, planner, looked, events)
+
+
+class _Measuring:
+    """A stage of its own, if this machine is measured: told when the first progress comes."""
+
+    def __init__(self, watch: Watch):
+        self.watch, self.begun = watch, False
+
+    def __call__(self, what: str, done: float) -> None:
+        if not self.begun:
+            self.watch.stage("measuring this machine (once)")
+            self.begun = True
+        self.watch.progress(what, done, 1.0)
 
 
 def _order(made: Build, rows: Any, committed: int, shape: Callable[[int], Shape], total: int | None) -> Iterator[int]:

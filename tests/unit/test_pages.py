@@ -35,7 +35,7 @@ CATEGORIES = dict.fromkeys(("parameters", "gradients", "optimizer", "activations
 PAGES: dict[str, tuple[Any, dict[str, Any]]] = {
     "bench": (
         bench_page._page,
-        {"name": "n", "steps": 3, "repeats": 2, "verdicts": [{"words": "v"}], "rows": [*map(bench_row, ("plain", "all", "without lora")), {"name": "x", "failed": "why"}]},
+        {"name": "n", "steps": 3, "repeats": 2, "verdicts": [{"technique": "lora", "within_noise": True, "words": "v"}], "rows": [*map(bench_row, ("plain", "all", "without lora")), {"name": "x", "failed": "why"}]},
     ),
     "compress": (
         compress_page._page,
@@ -66,7 +66,7 @@ PAGES: dict[str, tuple[Any, dict[str, Any]]] = {
     ),
     "plan": (
         plan_page._page,
-        {**SMALL, "recipe": {"name": "n"}, "yaml": "name: n", "device": {"name": "d"}, "devices": 1, "fits": True, "available_gib": 0.03, "numerics": "exact", "chosen": "c",
+        {**SMALL, "recipe": {"name": "n"}, "recipe_text": "name: n", "device": {"name": "d"}, "devices": 1, "fits": True, "available_gib": 0.03, "numerics": "exact", "chosen": "c",
          "searched": {"candidates": 3, "looked_at": 2, "confirmed": True}, "parameters": {"total": 9, "trained": 9}, "cost": None, "energy": None, "peak_phase": "forward",
          "seconds_per_step": 0.1, "tokens_per_step": 9, "mfu": 0.1, "matrix_rate": 1e12, "seconds_total": 5.0, "steps": 7, "memory": CATEGORIES, "export": None,
          "phase_memory": {"forward": CATEGORIES}, "phases": {"forward": 0.02}, "overhead": {"context": 0.1}, "overhead_sources": {"context": "s"},
@@ -289,6 +289,7 @@ def test_a_planned_recipe_says_what_differs_from_the_defaults() -> None:
     text = "name: n\nmodel:\n  size: 15M\nbatch:\n  length: 64\nstop:\n  steps: 3\ntechniques:\n  lora:\n    rank: 4\n  chunked_loss: {}\n"
     recipe = recipes.parse(text)
     question: Any = SimpleNamespace(checkpoint=None)
-    assert recipe_text({"recipe": recipes.as_values(recipe)}, question) == text
+    said = recipe_text({"recipe": recipes.as_values(recipe)}, question)
+    assert "".join(line for line in said.splitlines(keepends=True) if not line.lstrip().startswith("#")) == text
     recipe, question = recipes.parse("model: {preset: gpt2}\nstop: {steps: 1}"), SimpleNamespace(checkpoint="org/model")
     assert recipes.parse(recipe_text({"recipe": recipes.as_values(recipe)}, question)).model.path == "org/model"
