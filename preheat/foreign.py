@@ -46,8 +46,8 @@ def fault(error: BaseException, limit: int = 240) -> str:
         >>> fault(KeyError("factor")), fault(ValueError("no such thing\\nat all"))
         ("KeyError: 'factor'", 'no such thing')
     """
-    while type(error.__cause__) is not type(None) and isinstance(error, ValueError):
-        error = error.__cause__  # a check that wraps what it found
+    while error.__cause__ is not None and isinstance(error, ValueError):  # a check that wraps what it found
+        error = error.__cause__
     lines = [line for line in str(error).splitlines() if line.strip()]
     first = lines[0] if lines else ""
     if len(lines) > 1 and first.rstrip().endswith(":"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
+import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -192,6 +193,8 @@ def _one(variant: Variant, opened: Opened, before: Before, place: Path, say: Say
     model: Any = copy.deepcopy(opened.build.trained[0])
     change = method.apply(model, before.texts.calibration if method.reads_rows else [])
     folder.write_model(model, opened.tokenizer, place, method=name, base=opened.build.weights.folder, dtype=before.dtype)
+    for words in shared.code_in(place):
+        logging.getLogger("preheat.compress").warning("%s: %s", name, words)
     held = held_logits(model, opened)
     del model
     say(f"{name}: opening what was written")

@@ -11,6 +11,7 @@ import torch
 from preheat.compress.export import card, shared
 from preheat.errors import RunError
 from preheat.models.adapter import auto_class, head
+from preheat.models.configs import runs_code
 from preheat.models.experts import biases, has_bias
 from preheat.models.surgery import beyond_transformers
 from preheat.models.vision import copy_processor, drawn_image
@@ -35,6 +36,7 @@ def write(
     dtype: torch.dtype | None = None,
     tolerance: float | None = None,
     base: str | None = None,
+    final: bool = True,
 ) -> dict[str, Any]:
     """Writes `out` from the newest whole checkpoint of a run, or from an adapter's folder and its base.
 
@@ -45,6 +47,7 @@ def write(
         dtype: of the weights that are written; that of the run's when None.
         tolerance: largest difference of a logit, as a share of the largest logit (at least of 1); `shared.TOLERANCE` when None.
         base: as in `open_model`.
+        final: the folder is what was asked for, and not on the way to another format, which holds no code.
 
     Returns:
         {path, bytes, dtype, merged, tokens_that_end, read_by, note} and `shared.figures`; note: what the folder cannot say, or "".
@@ -93,6 +96,7 @@ def write(
     notes += [_UNROUNDED] if rounded else []
     notes += [_NO_BIAS] if biases(model) and not has_bias(model.config) else []
     notes += _name_ends(model, opened.tokenizer, opened.build.weights.folder)
+    runs = runs_code(model.config, opened.recipe.model.trust_remote_code)
     ends = model.generation_config.eos_token_id
     name = str(kept).removeprefix("torch.")
     with shared.beside(out) as folder:
@@ -102,7 +106,8 @@ def write(
             copy_processor(opened.build.weights.folder, folder)
         opened.build.parts.clear()
         del model
-        again = reader.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
+        notes += shared.code_in(folder) if final else []
+        again = reader.from_pretrained(folder, dtype=torch.float32, local_files_only=True, trust_remote_code=runs)
         texts = None if classifies else [*rows, *(seen["input_ids"] for seen in drawn)]
         found = shared.compare(wanted, shared.logits(again, rows, drawn), texts)
         hint = (
