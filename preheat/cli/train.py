@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from preheat.cli.screen import say
 from preheat.cli.show import Json, RecipeArgument, Set
 from preheat.hardware.interrupts import Interrupted
 from preheat.training.launch import LAUNCHED
@@ -60,7 +61,7 @@ def run(recipe: Recipe, *, out: Path | None, resume: bool, force: bool, json: bo
         else:
             screen.print(_summary(made))
             if "resume" in made:
-                print(f"to go on: {made['resume']}")
+                say(f"to go on: {made['resume']}")
     if code:
         raise typer.Exit(code)
     return made

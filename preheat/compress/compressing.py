@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -252,6 +253,8 @@ def _one(variant: Variant, opened: Opened, before: Before, place: Path, say: Say
     model: Any = copy.deepcopy(opened.build.trained[0])
     change = method.apply(model, before.texts.calibration if method.reads_rows else [])
     notes = folder.write_model(model, opened, place, method=name, dtype=before.dtype)
+    for words in shared.code_in(place):
+        logging.getLogger("preheat.compress").warning("%s: %s", name, words)
     held = held_logits(model, opened)
     del model
     say(f"{name}: opening what was written")

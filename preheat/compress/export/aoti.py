@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from preheat import trust
 from preheat.compress.export import card, shared
 from preheat.compress.export.plain import plain
 from preheat.compress.export.traced import Logits, trace
@@ -62,7 +63,9 @@ def write(
             file = folder / "model.pt2"
             positions = facts(model.model.config).positions
             # Read anew: casting a model casts the frequencies of its rotary positions, too.
-            cast = AutoModelForCausalLM.from_pretrained(model.folder, dtype=getattr(torch, dtype), local_files_only=True)
+            cast = AutoModelForCausalLM.from_pretrained(
+                model.folder, dtype=getattr(torch, dtype), local_files_only=True, trust_remote_code=trust.allowed()
+            )
             compile_package(Logits(cast), file, positions)
             found = shared.compare(model.wanted, replay(file, model.rows), model.rows)
             shared.refuse_beyond(found, bound, str(out), "use --dtype float32, or raise --tolerance")

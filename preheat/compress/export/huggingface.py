@@ -14,6 +14,7 @@ from preheat.compress.front_matter import pipeline_of
 from preheat.compress.new_folder import NewFolder, require_new
 from preheat.errors import RunError
 from preheat.models.adapter import auto_class, head
+from preheat.models.configs import runs_code
 from preheat.models.experts import biases, has_bias
 from preheat.models.surgery import beyond_transformers
 from preheat.models.vision import copy_processor, drawn_image
@@ -51,7 +52,7 @@ def write_held(
     dtype: torch.dtype | None = None,
     tolerance: float | None = None,
     base: str | None = None,
-    measure: bool = True,
+    final: bool = True,
 ) -> tuple[dict[str, Any], Held]:
     """Writes `out` from the newest whole checkpoint of a run, or from an adapter's folder and its base.
 
@@ -62,7 +63,7 @@ def write_held(
         dtype: of the weights that are written; that of the run's when None.
         tolerance: largest difference of a logit, as a share of the largest logit (at least of 1); `shared.TOLERANCE` when None.
         base: as in `open_model`.
-        measure: also the perplexity of what was written; where another format follows, it is that one's that counts.
+        final: the folder is what was asked for. One on the way to another format is not measured, and nothing is said of its code.
 
     Returns:
         {path, bytes, dtype, merged, tokens_that_end, turn_ends, read_by, note} and `shared.figures`; turn_ends: the token that ends an answer, or None;
@@ -116,6 +117,7 @@ def write_held(
     ends = name_ends(model, opened)
     tokenizer = end_texts(opened.tokenizer) if classifies else ends.tokenizer
     notes += [] if classifies else ends.notes
+    runs = runs_code(model.config, opened.recipe.model.trust_remote_code)
     name = str(kept).removeprefix("torch.")
     with NewFolder(out) as folder:
         model.save_pretrained(folder)
@@ -126,7 +128,8 @@ def write_held(
         pipeline = pipeline_of(model.config)  # its architectures are set by now
         opened.build.parts.clear()
         del model
-        again = reader.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
+        notes += shared.code_in(folder) if final else []
+        again = reader.from_pretrained(folder, dtype=torch.float32, local_files_only=True, trust_remote_code=runs)
         texts = None if classifies else [*rows, *(seen["input_ids"] for seen in drawn)]
         found = shared.compare(wanted, shared.logits(again, rows, drawn), texts)
         hint = (
@@ -146,7 +149,7 @@ def write_held(
             "turn_ends": ends.turn,
             "read_by": card.version_of("transformers"),
             **shared.figures(found, accepted),
-            **(held.by(again, found) if measure else held.told(found, None)),
+            **(held.by(again, found) if final else held.told(found, None)),
             "note": "; ".join(notes),
         }
         use = f'import transformers\nmodel = transformers.{reader.__name__}.from_pretrained(".")'

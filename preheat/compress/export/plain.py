@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from preheat import trust
 from preheat.compress.export import huggingface, shared
 from preheat.compress.export.held import Held
 from preheat.errors import RunError
@@ -69,14 +70,16 @@ def plain(run: str | Path, beside: Path, *, base: str | None = None) -> Iterator
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     folder = beside / "huggingface"
-    made, held = huggingface.write_held(run, folder, dtype=torch.float32, base=base, measure=False)
+    made, held = huggingface.write_held(run, folder, dtype=torch.float32, base=base, final=False)
     try:
         if made["before"]["perplexity"] is None:
             raise RunError(f"{run}: is a classifier, and this format is for language models; use --to hf")
-        if AutoConfig.from_pretrained(folder, local_files_only=True).is_encoder_decoder:
+        if AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=trust.allowed()).is_encoder_decoder:
             raise RunError(f"{run}: is an encoder-decoder, and this format is for decoder-only models; use --to hf")
-        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, local_files_only=True, trust_remote_code=trust.allowed()
+        )
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=trust.allowed())
         known = [n for n in sorted(tokenizer.added_tokens_decoder) if n < model.config.vocab_size][:32]
         rows = shared.rows(tokenizer, facts(model.config).positions, known)
         notes = [made["note"]] if made["note"] else []

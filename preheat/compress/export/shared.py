@@ -134,6 +134,18 @@ def rows(tokenizer: Any, positions: int, extra: list[int]) -> list[Tensor]:
     return [torch.tensor([row]) for row in found if row]
 
 
+def code_in(folder: Path) -> list[str]:
+    """What there is to say of Python code in a folder that was written: transformers copies that of the model it came from."""
+    names = sorted(file.name for file in folder.glob("*.py"))
+    return (
+        [
+            f"the folder carries Python code of the model it came from ({', '.join(names)}), which runs for whoever opens it with trust_remote_code=True"
+        ]
+        if names
+        else []
+    )
+
+
 def logits(model: Any, tokens: list[Tensor], seen: Sequence[Mapping[str, Tensor]] = ()) -> list[Tensor]:
     """By transformers' own attention, on the CPU; the model stays behind in fp32, in place.
 
