@@ -7,11 +7,16 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from preheat.errors import DataError, RecipeError, nearest
+from preheat.text import shorten
 
 __all__ = ["CHECKS", "Check", "Findings", "Verdict", "judge", "merged", "refuse_unknown"]
 
 SHOWN = 5
 """Rows that a finding names."""
+
+
+LONGEST = 360
+"""Characters of what a finding says."""
 
 
 class Check(NamedTuple):
@@ -79,6 +84,7 @@ class Findings:
     def add(self, check: str, where: str, words: str, count: int = 1, of: int | None = None) -> None:
         """Counts what was found; `of` (how many there are) is `judge`'s number of rows when not stated."""
         assert check in CHECKS, check
+        words = shorten(words, LONGEST)  # it may quote the row: names, values
         entry = self.found.setdefault(check, {"count": 0, "of": of, "rows": []})
         entry["count"] += count
         if len(entry["rows"]) < SHOWN:

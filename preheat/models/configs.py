@@ -22,14 +22,24 @@ __all__ = ["new", "of", "preset_config", "read", "refuse_unknown_rotary", "token
 
 
 def tokenizer_folder(recipe: Recipe) -> str | None:
-    """The model's own tokenizer, when its folder carries one."""
+    """The model's own tokenizer, when its folder carries one.
+
+    Raises:
+        RecipeError: the model was trained with one, and neither its folder nor the recipe names it.
+    """
+    from preheat.data.tokenizer import WITHOUT_JSON
+
     path = recipe.model.path
     if path is None:
         return None
     folder = Path(path)
-    if folder.is_dir() and not any(
-        (folder / name).exists() for name in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
-    ):
+    known = ("tokenizer.json", "tokenizer_config.json", *WITHOUT_JSON)
+    if folder.is_dir() and not any((folder / name).exists() for name in known):
+        if recipe.data.tokenizer is None and recipe.model.weights == "pretrained" and any(folder.glob("*.safetensors")):
+            raise RecipeError(
+                f"model.path {path}: has weights and no tokenizer, and a new one would give them tokens that they never saw; "
+                "copy the model's tokenizer.json there, or set data.tokenizer to the folder that has it"
+            )
         return None
     return path
 

@@ -255,6 +255,8 @@ def open_session(recipe: Recipe, out: Path, *, resume: bool, watch: Watch, force
         heard = ranks.hear("prepared")
         built, expected = recipes.parse(heard["recipe"], where="the recipe of rank 0"), heard["plan"]
         data, probes, samples = read_data(recipe, watch)
+    from preheat.data.tokenizer import save_tokenizer
+
     ranks.agree({"recipe": digest(recipes.dump(recipe)), "data": data.fingerprint, **versions()})
     import torch.distributed.checkpoint  # noqa: F401  # so that the imports' memory is known before the build
 
@@ -286,7 +288,7 @@ def open_session(recipe: Recipe, out: Path, *, resume: bool, watch: Watch, force
             writer.event(**event)
         session.assemble(resume=resume)
         if ranks.lead and not resume:
-            data.tokenizer.save_pretrained(out / "tokenizer")
+            save_tokenizer(data.tokenizer, out / "tokenizer")
             writer.json("data.json", data.record() | {"chat": samples.template is not None})
         writer.json("plan.json", expected)
         writer.json("environment.json", environment(device, threads) | {"processes": ranks.world})
