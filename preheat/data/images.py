@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from preheat.data.conversations import PLACE, Unreadable
-from preheat.data.files import kind_of, shown
+from preheat.data.files import kind_of
 from preheat.errors import DataError
 from preheat.technique import Images, Vision
 

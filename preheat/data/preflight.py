@@ -15,7 +15,7 @@ SHOWN = 5
 """Rows that a finding names."""
 
 
-LONGEST = 360
+LONGEST = 420
 """Characters of what a finding says."""
 
 
@@ -44,6 +44,15 @@ CHECKS = {
     "template_end": Check(
         "a chat template without a special token at the end of the assistant's turn, so that the model never learns to stop",
         "use data.template: alpaca, which ends turns with the tokenizer's end of text, or (without an adapter) give it the template's tokens by model.add_tokens",
+    ),
+    "open_turn": Check(
+        "a chat template that asks for an answer whatever is asked of it, so that each row ends in an open turn",
+        "write the generation prompt under {% if add_generation_prompt %} in the template, or use another data.template",
+    ),
+    "generation_prompt": Check(
+        "an answer that is asked for behind other tokens than those it is trained behind",
+        "make the template's generation prompt the beginning of what it renders of an answer",
+        1.0,
     ),
     "untrained": Check("rows without a single token to train on", "take them out, or change data.train_on", drops=True),
     "images": Check(

@@ -22,7 +22,14 @@ from preheat.data.streaming import StreamRows, encode_all
 from preheat.data.templates import Template
 from preheat.data.tokenizer import Encoder, load_tokenizer, read_as_it_is, save_tokenizer, train_tokenizer
 from preheat.data.tokenizing import SIDES, Progress, Stream, streams_of, tokenize
-from preheat.data.verifying import cut_answers, longer_than_a_row, look_at_template, look_at_tokens, refuse_longer
+from preheat.data.verifying import (
+    cut_answers,
+    longer_than_a_row,
+    look_at_prompts,
+    look_at_template,
+    look_at_tokens,
+    refuse_longer,
+)
 from preheat.errors import DataError
 from preheat.recipe import Data
 from preheat.technique import Vision
@@ -165,6 +172,7 @@ def prepare(
     template = next((s.layout.template for s in sources if s.layout.template), None)
     ends, found = _ends(own, template), Findings()
     look_at_template(sources, template, found)
+    look_at_prompts(sources, encoder, found)
     if template is not None and own.chat_template != template.text and not isinstance(own.chat_template, dict):
         own.chat_template = template.text  # so that the run's tokenizer asks as it was trained
 

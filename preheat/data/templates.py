@@ -21,6 +21,7 @@ from preheat.data.examples import END, PAD, Piece
 from preheat.data.files import missing
 from preheat.data.formats import FORMATS, SUGGESTIONS
 from preheat.errors import DataError, nearest
+from preheat.text import quoted, shorten
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -141,6 +142,14 @@ class Template:
             DataError: the template does not render these messages.
         """
         return self._render(messages, tools, asks=True)
+
+    def text_of(self, messages: Sequence[Message], tools: Tools = None) -> str:
+        """The conversation as it is rendered for training, where nothing is asked for.
+
+        Raises:
+            DataError: the template does not render these messages.
+        """
+        return self._render(messages, tools)
 
     def pieces(self, messages: Sequence[Message], tools: Tools = None, train_on: TrainOn = "assistant") -> tuple[Piece, ...]:
         """The conversation as text that is read and text that is trained on; joined it is what the template renders.
@@ -270,6 +279,13 @@ class Template:
         upto = whole if n == len(messages) - 1 else self._render(messages[: n + 1], tools)
         start = len(before) if whole.startswith(before) else self._begin(whole, messages, tools, n)
         if start is None:
+            asked = self._render(messages[:n], tools)
+            if before.startswith(asked) and whole.startswith(asked):
+                raise DataError(
+                    f"{self.name}: its generation prompt {quoted(before[len(asked) :][-60:])} is no beginning of message {n + 1} as it renders "
+                    f"it, {quoted(whole[len(asked) :][:60])}: what is trained on would never be asked for; write the answers as it asks for "
+                    "them (with an open <think>, say), mark the assistant's text with {% generation %}, or use another data.template"
+                )
             raise self._unproven(n, "begins")
         end = self._cut(whole, start, len(upto)) if whole.startswith(upto) else self._end(whole, messages, tools, n)
         if end is None:

@@ -260,7 +260,7 @@ def _refused_by_rust(file: str, _changed: int, _size: int) -> str:
 
     try:
         Tokenizer.from_file(file)
-    except Exception as error:  # noqa: BLE001  # of exactly this class: the library has no other
+    except Exception as error:  # of exactly this class: the library has no other
         if type(error) is not Exception:
             raise
         return _first_line(error)
@@ -341,7 +341,7 @@ def _unlike_backends(right: Any, other: Any) -> str | None:
     pieces, numbers = right.get_vocab(with_added_tokens=True), other.get_vocab(with_added_tokens=True)
     if pieces.items() - numbers.items():
         piece, number = min(pieces.items() - numbers.items(), key=lambda pair: pair[1])
-        return f"{piece!r}, token {number} of tokenizer.json, is {numbers[piece] if piece in numbers else 'no token'}"
+        return f"{piece!r}, token {number} of tokenizer.json, is {numbers.get(piece, 'no token')}"
     special = [token.content for token in right.get_added_tokens_decoder().values()][:64]
     texts = [*_SEVERAL_KINDS, *(f"a {token} b{token}c\n" for token in special)]
     for tokenizer in (right, other):
@@ -468,14 +468,14 @@ class Encoder:
         marks = bytearray(len(begin))
         counts = _tokens_of(sequence, encoding)
         if counts is None:  # a token spans the border of two pieces: encode them apart, as a prompt is when the model is asked
-            parts = [self._alone(piece.text, first=n == 0) for n, piece in enumerate(sequence)]
+            parts = [self.alone(piece.text, first=n == 0) for n, piece in enumerate(sequence)]
             tokens, counts = [token for part in parts for token in part], [len(part) for part in parts]
         for piece, count in zip(sequence, counts, strict=True):
             marks += bytes([piece.trained]) * count
         marks += bytes([sequence[-1].trained]) * len(end)
         return Encoded([*begin, *tokens, *end], bytes(marks), document.label)
 
-    def _alone(self, text: str, *, first: bool) -> list[int]:
+    def alone(self, text: str, *, first: bool = True) -> list[int]:
         """Tokens of a piece by itself; of one that stands behind another without the blank that some tokenizers put before a text."""
         if first:
             return cast("list[int]", self.backend.encode(text, add_special_tokens=False).ids)

@@ -347,6 +347,10 @@ class Recipe:
         if (data.prompt is None) != (data.completion is None):
             found.append(("data.prompt", "prompt and completion go together; state both or neither"))
         found += data.problems()
+        if data.streaming and self.stop.epochs:
+            found.append(
+                ("stop.epochs", "a streamed source has no known length; use stop.steps or stop.tokens, or data.streaming: false")
+            )
         if isinstance(data.validation, float | int) and not 0 <= data.validation < 1:
             found.append(
                 ("data.validation", f"{data.validation} is no share; use a number from 0 up to (not with) 1, or a path")
