@@ -460,6 +460,12 @@ class Encoder:
         made = (self._finish(*pair, encoding) for pair, encoding in zip(flat, whole, strict=True))
         return [[next(made) for _ in d.sequences] for d in documents]
 
+    def first_of(self, document: Document) -> list[int]:
+        """The tokens of a document's first sequence."""
+        sequence = document.sequences[0]
+        whole = self.backend.encode("".join(piece.text for piece in sequence), add_special_tokens=False)
+        return self._finish(document, sequence, whole).tokens
+
     def _finish(self, document: Document, sequence: tuple[Piece, ...], encoding: Any) -> Encoded:
         tokens: list[int] = encoding.ids
         begin, end = ([], []) if document.complete else (self.begin, [self.end])

@@ -125,7 +125,7 @@ def _gap(template: _Noting, encoder: Encoder, document: Document) -> str:
             between = whole[len(asked) :].partition(content)[0]  # trained on, as if the model should write it
         if between.strip():
             return f"message {n + 1}: {quoted(between)} stands before the answer in training, and the generation prompt does not write it"
-        ids = encoder([document._replace(sequences=(pieces,), images=())])[0][0].tokens
+        ids = encoder.first_of(document._replace(sequences=(pieces,), images=()))
         if words := _unlike(encoder, encoder.alone(asked), ids):
             return f"message {n + 1}: {words}"
     return ""
@@ -146,7 +146,7 @@ def _cut_otherwise(encoder: Encoder, document: Document) -> str:
     pieces = document.sequences[0]
     if document.complete or len(pieces) < 2 or pieces[0].trained or document.label is not None:
         return ""
-    ids = encoder([document])[0][0].tokens
+    ids = encoder.first_of(document)
     return _unlike(encoder, [*encoder.begin, *encoder.alone(pieces[0].text)], ids)
 
 
