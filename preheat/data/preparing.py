@@ -103,6 +103,7 @@ def prepare(
     progress: Progress | None = None,
     embedding: int | None = None,
     refuse: bool = True,
+    partial: bool = False,
     vision: Vision | None = None,
     processor: Mapping[str, Any] | None = None,
 ) -> Prepared:
@@ -119,6 +120,7 @@ def prepare(
         progress: called now and then with what is done, how much of it, and of how much (None: not known).
         embedding: rows of the model's embedding, where known.
         refuse: raise for what the checks block; else it stands in `blocked`, to be looked at.
+        partial: what does not fill a last row of running text is a row too (`Rows.partial`).
         vision, processor: how the model reads images, and its image processor's settings; None: it reads text alone.
 
     Raises:
@@ -189,7 +191,7 @@ def prepare(
     values = made["values"]
     found = Findings(merged(found.found, values["found"]))
     train, validation = (
-        Rows(Tokens.open(folder, side, values["group"]), length, packing, encoder.pad)
+        Rows(Tokens.open(folder, side, values["group"]), length, packing, encoder.pad, partial=partial)
         if values["documents"][side]
         else _none(length)
         for side in SIDES

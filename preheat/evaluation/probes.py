@@ -56,7 +56,7 @@ class Probes:
             how: dict[str, Any] = {"seed": recipe.seed, "tokenizer": folder}
             if settings.forgetting is not None:
                 self.forgetting = rows_of_text(
-                    recipe.data, settings.forgetting, knob="evaluate.forgetting", length=length, **how
+                    recipe.data, settings.forgetting, knob="evaluate.forgetting", length=length, partial=True, **how
                 )
             reader, of = Reader(data.tokenizer, length), {"longest": length, "reach": length, "limit": settings.rows}
             texts = functools.partial(tokens_of_text, recipe.data, **how)
