@@ -15,7 +15,7 @@ __all__ = ["data"]
 def data(
     recipe: RecipeArgument,
     set: Set = None,
-    rows: Annotated[int, typer.Option("--rows", min=1, help="Packed rows to show.")] = 3,
+    rows: Annotated[int, typer.Option("--rows", min=1, help="Packed sequences to show.")] = 3,
     html: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Also write a page with all of it.")] = None,
     json: Json = False,
 ) -> None:
@@ -59,8 +59,8 @@ def _print(screen: Any, shown: dict[str, Any]) -> None:
             what = f", class {document['label']}" if document["label"] is not None else ""
             if example["compared"]:
                 what = ", rejected" if n % 2 else ", chosen"
-            title = f"row {example['row']:,}: {document['tokens']:,} tokens, {document['trained']:,} trained{what}"
-            screen.print(Rule(title, align="left", characters="─" if colours else "-"))
+            title = f"{document['where']}: {document['tokens']:,} tokens, {document['trained']:,} trained{what} (sequence {example['row']:,})"
+            screen.print(Rule(Text(clean(title)), align="left", characters="─" if colours else "-"))
             text = Text()
             for words, trained, _ in document["spans"]:
                 words = clean(words)
@@ -92,7 +92,7 @@ def _print(screen: Any, shown: dict[str, Any]) -> None:
         f"median {lengths['median']:,.0f}, 95 % up to {lengths['p95']:,.0f}, longest {lengths['longest']:,} tokens{cut}",
     )
     full = f"{packing['efficiency']:.1%} of their places hold text, {packing['trained']:,} labels"
-    table.add_row("packing", f"{packing['how']}: {packing['rows']:,} rows of {packing['length']:,} tokens; {full}")
+    table.add_row("packing", f"{packing['how']}: {packing['rows']:,} sequences of {packing['length']:,} tokens; {full}")
     screen.print(table)
     most = max((bar["count"] for bar in lengths["bars"]), default=0)
     bars = Table.grid(padding=(0, 2))

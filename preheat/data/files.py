@@ -18,6 +18,7 @@ from preheat.errors import DataError, nearest
 from preheat.text import clean, quoted, shorten
 
 __all__ = [
+    "LONGEST",
     "ROWS",
     "TEXT",
     "BadJson",
@@ -49,8 +50,9 @@ CUT_AT = 4 * 1024
 CUT_AT_ANY_LINE = 4 * CUT_AT
 """... at the first line end after so many, and within a line of more."""
 
-LONGEST_LINE = 256 * 2**20
-"""Bytes of a row at most: a larger line is a file of another kind, and several copies of it stand in memory while it is read."""
+LONGEST = 16 * 2**20
+"""Bytes of a line, and characters of a row, at most: the longest books have as many. A tokenizer takes a second and more for each million of
+one text, and some take longer by more than in proportion."""
 DEEPEST = 100
 """Levels of lists and objects in a row at most: what reads nested values (Python, Jinja, Arrow) gives up at a few hundred."""
 
@@ -266,7 +268,7 @@ OTHER_FORMATS = {
 """How files begin that often bear a wrong name."""
 
 
-def read_lines(path: Path, *, longest: int | None = LONGEST_LINE) -> Iterator[tuple[int, str]]:
+def read_lines(path: Path, *, longest: int | None = LONGEST) -> Iterator[tuple[int, str]]:
     """Numbered lines with their ends, decoded from UTF-8, without a byte order mark.
 
     Raises:
@@ -281,7 +283,7 @@ def read_lines(path: Path, *, longest: int | None = LONGEST_LINE) -> Iterator[tu
                 raise DataError(f"{where}: is {what[0]}, not text in UTF-8; {what[1]}")
             if longest is not None and len(raw) > longest:
                 raise DataError(
-                    f"{where}: the line has more than {longest // 2**20:,} MiB, which no row has; write one object a line, each on a line of its own"
+                    f"{where}: the line has more than {longest // 2**20:,} MiB, and a row at most that; cut it into several rows"
                 )
             if b"\0" in raw:
                 raise DataError(f"{where}: byte {offset + raw.index(0):,} is 0: a binary file, not text")

@@ -10,7 +10,7 @@ from typing import Any, get_args, get_type_hints
 
 from preheat.data.conversations import Unreadable, answer_of, messages_of, order_problem, texts_of, tools_of
 from preheat.data.examples import Document, Piece
-from preheat.data.files import closest, kind_of, listed
+from preheat.data.files import LONGEST, closest, kind_of, listed
 from preheat.data.images import Eye, seen
 from preheat.data.layout_fields import LAYOUTS, class_name, class_names, said_by_columns
 from preheat.data.templates import Message, Template, TrainOn
@@ -88,6 +88,10 @@ class Layout:
             if not isinstance(row, Mapping):
                 raise Unreadable("fields", f"is {kind_of(row)}, not an object with fields")
             made = self._document(row, notes)
+            if (size := sum(len(piece.text) for sequence in made.sequences for piece in sequence)) > LONGEST:
+                raise Unreadable(
+                    "fields", f"has {size:,} characters of text, and a row at most {LONGEST:,}; cut it into several"
+                )
         except Unreadable as problem:
             return Document((), where=where, notes=((problem.check, problem.words),))
         return made._replace(

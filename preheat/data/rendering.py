@@ -132,4 +132,6 @@ def require_template(name: str, text: str) -> None:
         except jinja2.TemplateError:
             return  # told with its line when it is rendered
     if found := next(parsed.find_all(nodes.Pow), None):
-        raise TemplateLimit(f"{name}, line {found.lineno}: computes a power ({quoted('**')}), which no chat template needs; write the number")
+        raise TemplateLimit(
+            f"{name}, line {found.lineno}: computes a power ({quoted('**')}), which no chat template needs; write the number"
+        )

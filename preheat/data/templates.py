@@ -85,7 +85,7 @@ def _read(setting: str) -> tuple[str, str]:
         if path.is_dir():
             raise DataError(f"data.template {shown(path)}: is a folder; name a .jinja file")
         if path.suffix not in (".jinja", ".j2", ".txt") and "/" not in setting:
-            raise DataError(f"data.template {quoted(setting)}: no template of that name; {nearest(setting[:40], list(FORMATS))}")
+            raise DataError(f"data.template {shown(setting)}: no template of that name; {nearest(setting[:40], list(FORMATS))}")
         raise missing("data.template", path)
     try:
         return path.read_text(encoding="utf-8-sig"), shown(path)

@@ -15,6 +15,7 @@ from preheat.data.files import expanded, kind_of, missing
 from preheat.data.sources import digest
 from preheat.errors import DataError, RecipeError, RunError
 from preheat.hardware.network import hub_reachable
+from preheat.recipe.parts import TOKENIZER_FILES
 from preheat.text import shorten
 
 if TYPE_CHECKING:
@@ -35,12 +36,6 @@ __all__ = [
     "unlike",
     "unlike_folders",
 ]
-
-WITHOUT_JSON = (
-    *("tokenizer.model", "spiece.model", "spm.model", "sentencepiece.bpe.model", "tekken.json"),
-    *("vocab.json", "vocab.txt", "tokenizer.tiktoken", "tiktoken.model"),
-)
-"""What transformers makes a tokenizer from where there is no tokenizer.json."""
 
 _UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError)
 """What transformers raises of a tokenizer that it cannot make."""
@@ -230,7 +225,7 @@ def _look_at(knob: str, path: Path) -> None:
         raise DataError(f"{knob} {path}: is a file; name the folder that holds tokenizer.json")
     file = path / "tokenizer.json"
     if not file.exists():
-        if not any((path / other).is_file() for other in WITHOUT_JSON):
+        if not any((path / other).is_file() for other in TOKENIZER_FILES):
             raise DataError(f"{knob} {path}: not a tokenizer folder: it has no tokenizer.json")
         return
     # The Rust reader raises a bare Exception for a file that is cut or of another kind, so look first.

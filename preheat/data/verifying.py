@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import os
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,7 +24,15 @@ from preheat.data.tokenizing import Stream
 from preheat.errors import DataError
 from preheat.text import quoted
 
-__all__ = ["cut_answers", "longer_than_a_row", "look_at_prompts", "look_at_template", "look_at_tokens", "refuse_longer"]
+__all__ = [
+    "cut_answers",
+    "longer_than_a_row",
+    "look_at_prompts",
+    "look_at_template",
+    "look_at_tokens",
+    "places_of",
+    "refuse_longer",
+]
 
 
 def look_at_template(sources: Sequence[Source], template: Template | None, found: Findings) -> None:
@@ -47,6 +54,10 @@ LOOKED_AT = 8
 """Rows of each source that are asked for as generation asks: a template treats all rows of a kind alike."""
 
 
+LONG = 100_000
+"""Characters of a row that is left aside there: it would be tokenized twice more."""
+
+
 def look_at_prompts(sources: Sequence[Source], encoder: Encoder, found: Findings) -> None:
     """Whether what the model reads before an answer is the same in training and when it is asked, token by token."""
     for source in sources:
@@ -60,7 +71,7 @@ def look_at_prompts(sources: Sequence[Source], encoder: Encoder, found: Findings
         layout = replace(layout, template=noting) if noting is not None else layout
         for where, row in itertools.islice(source.rows(), LOOKED_AT):
             document = layout.document(row, where)
-            if not document.sequences:
+            if not document.sequences or len(document.text) > LONG:
                 continue
             words = _gap(noting, encoder, document) if noting is not None else _cut_otherwise(encoder, document)
             if words:
@@ -95,7 +106,7 @@ def _open_turn(template: Template) -> str:
     except DataError:  # it may want more than a question and an answer: the rows then say what is wrong
         return ""
     before, answer, behind = whole.rpartition(_ANSWER)
-    opening = os.path.commonprefix([before[::-1], behind[::-1]])[::-1]
+    opening = before[len(before) - _shared(before[::-1], behind[::-1]) :]
     said = functools.reduce(lambda text, token: text.replace(token, " "), template.special, opening)  # more than an end of turn
     return opening.strip() if answer and whole == asked and re.search(r"\w", said) else ""
 
@@ -114,7 +125,7 @@ def _gap(template: _Noting, encoder: Encoder, document: Document) -> str:
         if not whole:
             continue
         if not whole.startswith(asked):
-            at = len(os.path.commonprefix([whole, asked]))
+            at = _shared(whole, asked)
             return (
                 f"message {n + 1}: it is asked for behind {quoted(asked[max(0, at - 12) :][:60])}, and trained on behind "
                 f"{quoted(whole[max(0, at - 12) :][:60])}: the generation prompt is no beginning of the row"
@@ -129,6 +140,12 @@ def _gap(template: _Noting, encoder: Encoder, document: Document) -> str:
         if words := _unlike(encoder, encoder.alone(asked), ids):
             return f"message {n + 1}: {words}"
     return ""
+
+
+def _shared(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """How many items two sequences share at their beginning."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((n for n, pair in pairs if pair[0] != pair[1]), min(len(one), len(other)))
 
 
 def _first_trained(pieces: Sequence[Piece], start: int) -> int:
@@ -151,9 +168,9 @@ def _cut_otherwise(encoder: Encoder, document: Document) -> str:
 
 
 def _unlike(encoder: Encoder, asked: Sequence[int], ids: Sequence[int]) -> str:
-    if list(ids[: len(asked)]) == list(asked):
+    at = _shared(asked, ids)
+    if at == len(asked):
         return ""
-    at = next((n for n, pair in enumerate(zip(asked, ids, strict=False)) if pair[0] != pair[1]), len(ids))
     one, other = (quoted([encoder.backend.id_to_token(t) for t in part[at : at + 3]]) for part in (asked, ids))
     return f"the tokens of its prompt end in {one} when it is asked for, and are {other} in training"
 
@@ -198,6 +215,29 @@ def look_at_tokens(
         entry_ = found.found.get("truncated")
         if entry_:
             entry_ |= {"count": len(cut), "of": documents["train"]}
+
+
+def places_of(streams: Sequence[Stream], wanted: Sequence[tuple[int, int]], *, held: bool) -> dict[tuple[int, int], str]:
+    """File and row of documents, found by reading again until all are.
+
+    Args:
+        wanted: (content hash (64 bits), how many of equal content were read before it) of each.
+        held: of the documents to validate on.
+    """
+    marks, read, found = {mark for mark, _ in wanted}, Counter[int](), dict[tuple[int, int], str]()
+    missing = set(wanted)
+    for stream in streams:
+        for side, content, document in stream.read(Counter(), Findings()):
+            mark = int(content[:16], 16)
+            if (side == "validation") == held and mark in marks:
+                found[mark, read[mark]] = document.where
+                missing.discard((mark, read[mark]))
+                read[mark] += 1
+                if not missing:
+                    return found
+    for mark, number in missing:  # read more than once by its source's weight
+        found[mark, number] = found.get((mark, max(read[mark] - 1, 0)), "")
+    return found
 
 
 def _wheres(streams: Sequence[Stream], marks: set[int], *, held: bool) -> Iterator[str]:

@@ -54,7 +54,13 @@ def described(result: Result, *, seed: int = 0) -> dict[str, Any]:
     parts: [{length, depth (or others of `Part.place`), value, low, high}]."""
     metrics = {name: _values(metric.value, interval(metric, seed=seed)) for name, metric in result.metrics.items()}
     metrics |= {name: _values(value, None) for name, value in result.alone.items()}
-    made = {"rows": result.rows, "tokens": result.tokens, "truncated": result.truncated, "left": result.left, "metrics": metrics}
+    made = {
+        "rows": result.rows,
+        "tokens": result.tokens,
+        "truncated": result.truncated,
+        "left": result.left,
+        "metrics": metrics,
+    }
     parts = [{**part.place, **_values(part.metric.value, interval(part.metric, seed=seed))} for part in result.parts]
     return {**made, "parts": parts} if parts else made
 

@@ -28,9 +28,7 @@ UNITS = 64
 """Batches that a text is read in at least, where it has the rows: they are what the bootstrap draws."""
 
 
-def rows_of_text(
-    data: Data, source: str, *, knob: str, length: int, seed: int, tokenizer: str, partial: bool = False
-) -> Rows:
+def rows_of_text(data: Data, source: str, *, knob: str, length: int, seed: int, tokenizer: str, partial: bool = False) -> Rows:
     """A second text as rows, cut as the run's own are.
 
     Args:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from preheat.errors import RecipeError, nearest
 from preheat.hardware.network import hub_reachable
 from preheat.models import experts, presets, sizes, vision
+from preheat.recipe.parts import TOKENIZER_FILES
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -27,13 +28,11 @@ def tokenizer_folder(recipe: Recipe) -> str | None:
     Raises:
         RecipeError: the model was trained with one, and neither its folder nor the recipe names it.
     """
-    from preheat.data.tokenizer import WITHOUT_JSON
-
     path = recipe.model.path
     if path is None:
         return None
     folder = Path(path)
-    known = ("tokenizer.json", "tokenizer_config.json", *WITHOUT_JSON)
+    known = ("tokenizer_config.json", *TOKENIZER_FILES)
     if folder.is_dir() and not any((folder / name).exists() for name in known):
         if recipe.data.tokenizer is None and recipe.model.weights == "pretrained" and any(folder.glob("*.safetensors")):
             raise RecipeError(

@@ -18,6 +18,13 @@ from preheat.recipe.sample import Sample
 from preheat.technique import Technique
 
 
+TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer.model", "spiece.model", "spm.model", "sentencepiece.bpe.model", "tekken.json"),
+    *("vocab.json", "vocab.txt", "tokenizer.tiktoken", "tiktoken.model"),
+)
+"""What transformers makes a tokenizer from: the first, or where there is none one of the others."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Model:
     """The model: from a `path`, a `preset` to plan with, a `family` and sizes, or one dial (`size: 15M`)."""
@@ -86,7 +93,7 @@ class Data:
     classes: tuple[str, ...] = ()
     """Names of the classes in their order, for `layout: classes`; those that stand in the data, sorted, when not stated."""
     preflight: Mapping[str, Literal["block", "warn"]] = field(default_factory=dict)
-    """Checks of the data by name: block (exit code 4) or warn; where a warned row cannot be trained on it is left out and counted. `preheat data` shows them all. Some begin at a share: 1 % of rows for broken encodings and special tokens in the text, 1 % of tokens that the tokenizer does not know, 5 % of validation rows that nearly stand in training, 10 % of examples cut within their answers; all others at the first row."""
+    """Checks of the data by name: block (exit code 4) or warn; where a warned row cannot be trained on it is left out and counted. `preheat data` shows them all. Some begin at a share: 1 % of rows for broken encodings and special tokens in the text, 1 % of tokens that the tokenizer does not know, 5 % of validation rows that nearly stand in training, 10 % of examples cut within their answers; generation_prompt is told only; all others begin at the first row."""
     subset: str | None = None
     """Configuration name of a `datasets` source."""
     split: str = "train"
@@ -349,7 +356,10 @@ class Recipe:
         found += data.problems()
         if data.streaming and self.stop.epochs:
             found.append(
-                ("stop.epochs", "a streamed source has no known length; use stop.steps or stop.tokens, or data.streaming: false")
+                (
+                    "stop.epochs",
+                    "a streamed source has no known length; use stop.steps or stop.tokens, or data.streaming: false",
+                )
             )
         if isinstance(data.validation, float | int) and not 0 <= data.validation < 1:
             found.append(
