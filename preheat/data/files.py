@@ -146,16 +146,16 @@ def find_files(knob: str, path: Path) -> tuple[list[Path], str, str]:
     every, left = _under(knob, path)
     for suffixes in ((".jsonl", ".parquet", ".csv"), (".json",), TEXT):
         chosen = [p for p in every if p.suffix in suffixes]
+        if ".jsonl" not in suffixes and any(p.suffix == ".arrow" for p in every):
+            raise DataError(
+                f"{knob} {shown(path)}: has .arrow files without the state.json that datasets.save_to_disk writes beside them; "
+                "it is not whole: write it again, or as .parquet"
+            )
         if chosen:
             left.update(_suffix(p) for p in every if p.suffix not in suffixes)
             kinds = ", ".join(sorted({p.suffix for p in chosen}))
             return chosen, f"{path}: {len(chosen)} files ({kinds})", _counted(left)
     left.update(map(_suffix, every))
-    if any(p.suffix == ".arrow" for p in every):
-        raise DataError(
-            f"{knob} {shown(path)}: has .arrow files without the state.json that datasets.save_to_disk writes beside them; "
-            "it is not whole: write it again, or as .parquet"
-        )
     holds = f"; it holds {_counted(left)}" if left else ", it is empty"
     raise DataError(f"{knob} {shown(path)}: the folder has no file that preheat reads ({', '.join(TEXT + ROWS)}){holds}")
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import heapq
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -35,6 +36,7 @@ __all__ = [
     "train_tokenizer",
     "unlike",
     "unlike_folders",
+    "write_tokenizer",
 ]
 
 _UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError)
@@ -193,8 +195,8 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path) -> str | No
     Raises:
         RunError: it cannot be written, or what was written is another tokenizer.
     """
+    write_tokenizer(tokenizer, folder)
     try:
-        tokenizer.save_pretrained(folder)
         if rebuilt_by_transformers(folder):  # the class that it was read by: name the one that takes the file as it is
             file = folder / "tokenizer_config.json"
             settings = {**json.loads(file.read_bytes()), "tokenizer_class": "PreTrainedTokenizerFast"}
@@ -254,12 +256,35 @@ def _refused_by_rust(file: str, _changed: int, _size: int) -> str:
     from tokenizers import Tokenizer
 
     try:
-        Tokenizer.from_file(file)
-    except Exception as error:  # of exactly this class: the library has no other
-        if type(error) is not Exception:
-            raise
+        with _rust():
+            Tokenizer.from_file(file)
+    except OSError as error:
         return _first_line(error)
     return ""
+
+
+@contextlib.contextmanager
+def _rust() -> Iterator[None]:
+    """Raises OSError where the Rust library raises a bare Exception: it has no other for what it cannot read or write."""
+    try:
+        yield
+    except Exception as error:
+        if type(error) is not Exception:
+            raise
+        raise OSError(_first_line(error)) from None
+
+
+def write_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
+    """Saves a tokenizer without looking at it again, for a reader of our own.
+
+    Raises:
+        RunError: it cannot be written.
+    """
+    try:
+        with _rust():
+            tokenizer.save_pretrained(folder)
+    except OSError as error:
+        raise RunError(f"{folder}: the tokenizer cannot be saved ({error.strerror or error})") from None
 
 
 @functools.lru_cache(maxsize=32)  # a search asks for each of its candidates, and a large tokenizer takes a second to read

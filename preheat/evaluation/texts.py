@@ -108,8 +108,8 @@ def measure_text(build: Build, rows: Rows, *, micro: int, limit: int, sizes: np.
         if sum(bytes_):
             made["bits_per_byte"] = bootstrap.ratio([loss / math.log(2) for loss in losses], bytes_, higher=False)
     scores = summed(build, judged).scores if own else {}
-    cut = {"truncated": rows.truncated, "left": len(rows) - count}
-    return Result(made, count, digest(weights, bytes_, count), tokens=int(sum(weights)), alone=scores, **cut)
+    identity, left = digest(weights, bytes_, count), len(rows) - count
+    return Result(made, count, identity, tokens=int(sum(weights)), truncated=rows.truncated, left=left, alone=scores)
 
 
 def _next_tokens(build: Build, batch: Batch) -> tuple[float, int]:

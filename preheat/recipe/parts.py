@@ -17,7 +17,6 @@ from preheat.recipe.bounds import Bound, Count, NonNegative, Positive, Share, Wh
 from preheat.recipe.sample import Sample
 from preheat.technique import Technique
 
-
 TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer.model", "spiece.model", "spm.model", "sentencepiece.bpe.model", "tekken.json"),
     *("vocab.json", "vocab.txt", "tokenizer.tiktoken", "tiktoken.model"),
