@@ -122,11 +122,13 @@ def test_streamed_rows_are_trained_planned_and_resumed_exactly(preheat: Command)
     assert preheat.here.json("plan", "s.yaml")["fits"]
     made = preheat.here.json("train", "s.yaml", "--out", "whole")
     whole = losses(preheat.folder / "whole")
-    assert made["steps"] == 12 and made["validation_loss"] < 6
+    assert made["steps"] == 12
+    assert made["validation_loss"] < 6
     shutil.copytree(preheat.folder / "whole", preheat.folder / "again")
     shutil.rmtree(preheat.folder / "again/checkpoints/step-12")
     preheat.here("train", "s.yaml", "--out", "again", "--resume")
-    assert losses(preheat.folder / "again") == whole and len(whole) == 12
+    assert losses(preheat.folder / "again") == whole
+    assert len(whole) == 12
     _, error = preheat.here("train", "s.yaml", "--set", "stop.epochs=1", "--out", "no", code=2)
     assert "stop.epochs: a streamed source has no known length" in error
 
@@ -184,8 +186,10 @@ def test_rows_that_no_reader_survives_as_commands(preheat: Command, case: str) -
     (preheat.folder / "rows.jsonl").write_bytes(VARIANTS[name][1])
     out, error = preheat(command, "chat.yaml", *(("--out", "o") if command == "train" else ()), code=4)
     (line,) = [line for line in error.splitlines() if line.startswith("error: ")]
-    assert re.search("rows.jsonl:1", line) and len(line) < 700
-    assert "Traceback" not in error and "\x1b[31m" not in out + error
+    assert re.search("rows.jsonl:1", line)
+    assert len(line) < 700
+    assert "Traceback" not in error
+    assert "\x1b[31m" not in out + error
 
 
 def test_a_template_that_always_asks_is_refused(preheat: Command) -> None:
@@ -194,7 +198,8 @@ def test_a_template_that_always_asks_is_refused(preheat: Command) -> None:
     (preheat.folder / "always.jinja").write_text(text)
     (preheat.folder / "rows.jsonl").write_bytes(lines(TALK))
     _, error = preheat.here("train", "chat.yaml", "--set", "data.template=always.jinja", "--out", "o", code=4)
-    assert "always.jinja: asks for an answer whatever is asked of it" in error and not (preheat.folder / "o").exists()
+    assert "always.jinja: asks for an answer whatever is asked of it" in error
+    assert not (preheat.folder / "o").exists()
     (preheat.folder / "never.jinja").write_text(
         "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}x"
     )
