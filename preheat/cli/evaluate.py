@@ -209,7 +209,8 @@ def _rows(settings: Recipe, name: str, *, is_run: bool, length: int, tokenizer: 
             words = "is read as a stream" if name == "train" else "has no validation rows"
             raise RecipeError(f"--data {name}: the run {words}; name a text")
         return held
-    return rows_of_text(settings.data, name, knob="--data", length=length, seed=settings.seed, tokenizer=tokenizer)
+    how: dict[str, Any] = {"length": length, "seed": settings.seed, "tokenizer": tokenizer}
+    return rows_of_text(settings.data, name, knob="--data", partial=True, **how)
 
 
 def _told(model: str, found: Found) -> dict[str, Any]:
@@ -256,7 +257,9 @@ def _value(value: Mapping[str, Any] | None, *, signed: bool = False) -> str:
 def _notes(made: Mapping[str, Any]) -> list[str]:
     told = []
     for name, result in made["texts"].items():
-        told.append(f"{name}: {result['tokens']:,} tokens in {result['rows']:,} rows")
+        left = f"; {result['left']:,} more rows were not read (--rows)" if result["left"] else ""
+        cut = f"; {result['truncated']:,} examples lost their end (--length)" if result["truncated"] else ""
+        told.append(f"{name}: {result['tokens']:,} tokens in {result['rows']:,} rows{left}{cut}")
     for name, result in made["tasks"].items():
         cut = f"; {result['truncated']:,} had no room for all of their context" if result["truncated"] else ""
         told.append(f"{name}: {result['rows']:,} rows{cut}")

@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from preheat.data.conversations import PLACE, Unreadable, kind_of
+from preheat.data.conversations import PLACE, Unreadable
+from preheat.data.files import kind_of
 from preheat.errors import DataError
 from preheat.run import to_json
 from preheat.technique import Images, Vision

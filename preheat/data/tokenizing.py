@@ -125,7 +125,7 @@ def tokenize(
             finally:
                 writer.close()
             values = _finish(folder, work, writer.tally, writer.dtype, eye)
-        except PreheatError:
+        except (PreheatError, OSError):  # refused, or a full disk, which needs the room
             shutil.rmtree(work, ignore_errors=True)
             raise
         shutil.rmtree(work, ignore_errors=True)

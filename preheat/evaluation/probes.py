@@ -6,9 +6,11 @@ import functools
 import math
 import tempfile
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from preheat import run as runs
+from preheat.data.tokenizer import write_tokenizer
 from preheat.engine.evaluate import Measured
 from preheat.evaluation.harness import measure_by_harness, require_harness
 from preheat.evaluation.length import measure_length, questions_of
@@ -53,11 +55,11 @@ class Probes:
         self.sizes = bytes_of_tokens(data.tokenizer)
         length, self.forgetting = recipe.batch.length, None
         with tempfile.TemporaryDirectory() as folder:  # the tokenizer may have been trained for this run
-            data.tokenizer.save_pretrained(folder)
+            write_tokenizer(data.tokenizer, Path(folder))
             how: dict[str, Any] = {"seed": recipe.seed, "tokenizer": folder}
             if settings.forgetting is not None:
                 self.forgetting = rows_of_text(
-                    recipe.data, settings.forgetting, knob="evaluate.forgetting", length=length, **how
+                    recipe.data, settings.forgetting, knob="evaluate.forgetting", length=length, partial=True, **how
                 )
             reader, of = Reader(data.tokenizer, length), {"longest": length, "reach": length, "limit": settings.rows}
             texts = functools.partial(tokens_of_text, recipe.data, **how)

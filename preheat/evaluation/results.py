@@ -34,7 +34,8 @@ class Result:
         rows: questions, or rows of text.
         identity: two results with equal ones are over the same rows, and can be compared row by row.
         tokens: that a loss was taken over; None for a task.
-        truncated: contexts that lost their beginning.
+        truncated: contexts that lost their beginning; of a text, examples that lost their end.
+        left: rows of a text that were not read.
         alone: metrics without an interval.
         parts: the first metric, or what `preheat.evaluation.length` says, part by part.
     """
@@ -44,16 +45,23 @@ class Result:
     identity: str
     tokens: int | None = None
     truncated: int = 0
+    left: int = 0
     alone: Mapping[str, float] = field(default_factory=dict)
     parts: Sequence[Part] = ()
 
 
 def described(result: Result, *, seed: int = 0) -> dict[str, Any]:
-    """{rows, tokens, truncated, metrics: {name: {value, low, high}}}; low and high are None without an interval. Where the result has parts:
+    """{rows, tokens, truncated, left, metrics: {name: {value, low, high}}}; low and high are None without an interval. Where the result has parts:
     parts: [{length, depth (or others of `Part.place`), value, low, high}]."""
     metrics = {name: _values(metric.value, interval(metric, seed=seed)) for name, metric in result.metrics.items()}
     metrics |= {name: _values(value, None) for name, value in result.alone.items()}
-    made = {"rows": result.rows, "tokens": result.tokens, "truncated": result.truncated, "metrics": metrics}
+    made = {
+        "rows": result.rows,
+        "tokens": result.tokens,
+        "truncated": result.truncated,
+        "left": result.left,
+        "metrics": metrics,
+    }
     parts = [{**part.place, **_values(part.metric.value, interval(part.metric, seed=seed))} for part in result.parts]
     return {**made, "parts": parts} if parts else made
 

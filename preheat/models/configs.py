@@ -14,6 +14,7 @@ from preheat.errors import RecipeError, nearest
 from preheat.foreign import FAULTS, fault, read_object
 from preheat.hardware.network import hub_reachable
 from preheat.models import experts, presets, sizes, vision
+from preheat.recipe.parts import TOKENIZER_FILES
 from preheat.text import quoted
 
 if TYPE_CHECKING:
@@ -25,14 +26,22 @@ __all__ = ["new", "of", "preset_config", "read", "refuse_unknown_rotary", "runs_
 
 
 def tokenizer_folder(recipe: Recipe) -> str | None:
-    """The model's own tokenizer, when its folder carries one."""
+    """The model's own tokenizer, when its folder carries one.
+
+    Raises:
+        RecipeError: the model was trained with one, and neither its folder nor the recipe names it.
+    """
     path = recipe.model.path
     if path is None:
         return None
     folder = Path(path)
-    if folder.is_dir() and not any(
-        (folder / name).exists() for name in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
-    ):
+    known = ("tokenizer_config.json", *TOKENIZER_FILES)
+    if folder.is_dir() and not any((folder / name).exists() for name in known):
+        if recipe.data.tokenizer is None and recipe.model.weights == "pretrained" and any(folder.glob("*.safetensors")):
+            raise RecipeError(
+                f"model.path {path}: has weights and no tokenizer, and a new one would give them tokens that they never saw; "
+                "copy the model's tokenizer.json there, or set data.tokenizer to the folder that has it"
+            )
         return None
     return path
 

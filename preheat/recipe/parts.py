@@ -18,6 +18,12 @@ from preheat.recipe.sample import Sample
 from preheat.technique import Technique
 from preheat.text import quoted
 
+TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer.model", "spiece.model", "spm.model", "sentencepiece.bpe.model", "tekken.json"),
+    *("vocab.json", "vocab.txt", "tokenizer.tiktoken", "tiktoken.model"),
+)
+"""What transformers makes a tokenizer from: the first, or where there is none one of the others."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
@@ -87,7 +93,7 @@ class Data:
     classes: tuple[str, ...] = ()
     """Names of the classes in their order, for `layout: classes`; those that stand in the data, sorted, when not stated."""
     preflight: Mapping[str, Literal["block", "warn"]] = field(default_factory=dict)
-    """Checks of the data by name: block (exit code 4) or warn; where a warned row cannot be trained on it is left out and counted. `preheat data` shows them all. Some begin at a share: 1 % of rows for broken encodings and special tokens in the text, 1 % of tokens that the tokenizer does not know, 5 % of validation rows that nearly stand in training, 10 % of examples cut within their answers; all others at the first row."""
+    """Checks of the data by name: block (exit code 4) or warn; where a warned row cannot be trained on it is left out and counted. `preheat data` shows them all. Some begin at a share: 1 % of rows for broken encodings and special tokens in the text, 1 % of tokens that the tokenizer does not know, 5 % of validation rows that nearly stand in training, 10 % of examples cut within their answers; generation_prompt is told only; all others begin at the first row."""
     subset: str | None = None
     """Configuration name of a `datasets` source."""
     split: str = "train"
@@ -362,6 +368,13 @@ class Recipe:
         if (data.prompt is None) != (data.completion is None):
             found.append(("data.prompt", "prompt and completion go together; state both or neither"))
         found += data.problems()
+        if data.streaming and self.stop.epochs:
+            found.append(
+                (
+                    "stop.epochs",
+                    "a streamed source has no known length; use stop.steps or stop.tokens, or data.streaming: false",
+                )
+            )
         if isinstance(data.validation, float | int) and not 0 <= data.validation < 1:
             found.append(
                 ("data.validation", f"{data.validation} is no share; use a number from 0 up to (not with) 1, or a path")

@@ -31,7 +31,11 @@ def _page(shown: dict[str, Any]) -> str:
         ("Rows read", grouped(counts["read"]), left),
         ("Examples to train on", grouped(packing["documents"]), f"{counts['validation']['documents']:,} to validate on"),
         ("Tokens", grouped(packing["tokens"]), f"{packing['trained']:,} are trained on"),
-        ("Packed rows", grouped(packing["rows"]), f"of {packing['length']:,} tokens, {percent(packing['efficiency'])} text"),
+        (
+            "Packed sequences",
+            grouped(packing["rows"]),
+            f"of {packing['length']:,} tokens, {percent(packing['efficiency'])} text",
+        ),
         ("Longest", grouped(shown["lengths"]["longest"]), f"median {shown['lengths']['median']:,.0f} tokens"),
         ("Longer than a row", grouped(shown["lengths"]["longer_than_a_row"]), f"{packing['cut']:,} with a cut answer"),
         ("Duplicates", grouped(packing["duplicates"]), "examples that stand there before"),
@@ -46,7 +50,7 @@ def _page(shown: dict[str, Any]) -> str:
         f"""<header id="verdict"><p class="eyebrow">preheat data</p><h1>{escape(headline(shown["name"]))}</h1>
 <p class="verdict">{escape(verdict + template)}</p>{notices}</header>
 <dl class="tiles">{drawn}</dl>
-<section id="examples"><h2>As the model sees it</h2><p class="small"><mark>Marked</mark> is trained on; the rest is read. Rows in the order of training.</p>
+<section id="examples"><h2>As the model sees it</h2><p class="small"><mark>Marked</mark> is trained on; the rest is read. Sequences in the order of training, each document with its file and row.</p>
 {"".join(map(_example, shown["examples"]))}</section>
 <section id="lengths"><h2>Tokens of an example</h2>{_bars(shown["lengths"]["bars"])}</section>
 <section id="sources"><h2>Sources</h2>{_sources(counts["sources"])}</section>
@@ -60,7 +64,9 @@ def _example(example: dict[str, Any]) -> str:
         what = f", class {found['label']}" if found["label"] is not None else ""
         if example["compared"]:
             what = ", rejected" if n % 2 else ", chosen"
-        title = f"row {example['row']:,}: {found['tokens']:,} tokens, {found['trained']:,} trained{what}"
+        title = (
+            f"{found['where']}: {found['tokens']:,} tokens, {found['trained']:,} trained{what} (sequence {example['row']:,})"
+        )
         text = "".join(
             f"<mark>{escape(words, LONG)}</mark>" if trained else escape(words, LONG) for words, trained, _ in found["spans"]
         )

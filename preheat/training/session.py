@@ -334,7 +334,7 @@ def open_session(recipe: Recipe, out: Path, *, resume: bool, watch: Watch, force
             writer.event(**event)
         session.assemble(resume=resume)
         if ranks.lead and not resume:
-            writer.folder("tokenizer", data.tokenizer.save_pretrained)
+            writer.folder("tokenizer", lambda folder: _save_tokenizer(data.tokenizer, folder, watch))
         if ranks.lead:
             writer.json("data.json", data.record() | {"chat": samples.template is not None})
         writer.json("plan.json", expected)
@@ -345,6 +345,13 @@ def open_session(recipe: Recipe, out: Path, *, resume: bool, watch: Watch, force
         writer.close() if resume else writer.take_back()
         raise
     return session
+
+
+def _save_tokenizer(tokenizer: Any, folder: Path, watch: Watch) -> None:
+    from preheat.data.tokenizer import save_tokenizer
+
+    if line := save_tokenizer(tokenizer, folder):
+        watch.notice(f"tokenizer: {line}")
 
 
 @dataclass

@@ -430,9 +430,9 @@ def test_broken_rows_are_named(tmp_path: Path) -> None:
     for name, words in {
         "a.jsonl": "a.jsonl:2: not JSON",
         "b.csv": "row 2 has more fields",
-        "c.jsonl": "c.jsonl:2: is list",
+        "c.jsonl": "c.jsonl:2: is a list",
         "d.parquet": "not a readable Parquet",
-        "e.json": "holds int",
+        "e.json": "holds a number",
         "f.jsonl": "not text in UTF-8",
     }.items():
         with pytest.raises(DataError) as error:
