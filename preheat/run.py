@@ -396,7 +396,10 @@ _EVENTS: dict[str, _Check] = {
         held=_map(_number),
         allocator=_map(_number),
     ),
-    "sample": _both(_has(prompt=lambda v: v is None or _text(v) or _list(_may_have())(v)), _may_have(text=_none_or(_text))),
+    "sample": _both(
+        _has(prompt=lambda v: v is None or _text(v) or _list(_may_have())(v)),
+        _may_have(text=_none_or(_text), expected=_none_or(_text)),
+    ),
     "finished": _both(
         _may_have(steps=_count), _may_have(**dict.fromkeys(("loss", "validation_loss", "tokens", "seconds"), _real))
     ),
@@ -412,6 +415,11 @@ _METRIC = _both(
     _may_have(expert_loads=_none_or(_list(_number)), tasks=_none_or(_map(_map(_real)))),
     _may_have(validation_loss=_real, forgetting_loss=_real),
 )
+
+
+def _sample(event: Mapping[str, Any]) -> dict[str, Any]:
+    return {"prompt": event.get("prompt"), "before": None, "text": None, "expected": event.get("expected")}
+
 
 _MOST = 1 << 28
 """Bytes of a JSON file that is read: what a run writes is far smaller."""
@@ -617,9 +625,9 @@ class Reader:
         return [e for e in self._lines("events.jsonl", right) if kind is None or e["kind"] == kind]
 
     def samples(self) -> list[dict[str, Any]]:
-        """[{prompt, before, text}]: the texts written last, each beside what the model wrote to that prompt before its first step.
+        """[{prompt, before, text, expected}]: the texts written last, each beside what the model wrote to that prompt before its first step.
 
-        None stands where there is none.
+        expected: the answer of the validation row that the prompt is from. None stands where there is none.
         """
         found: dict[str, dict[str, Any]] = {}
         fresh = True
@@ -629,12 +637,12 @@ class Reader:
             elif event["kind"] == "sample":
                 key = json.dumps(event.get("prompt"))
                 if event.get("step") == 0:
-                    found[key] = {"prompt": event.get("prompt"), "before": event.get("text"), "text": None}
+                    found[key] = _sample(event) | {"before": event.get("text")}
                     continue
                 if fresh:  # another session wrote after other prompts, perhaps
                     found = {k: {**v, "text": None} for k, v in found.items() if v["before"] is not None}
                 fresh = False
-                found.setdefault(key, {"prompt": event.get("prompt"), "before": None})["text"] = event.get("text")
+                found.setdefault(key, _sample(event))["text"] = event.get("text")
         written = [v for v in found.values() if v["text"] is not None]
         return written or list(found.values())
 

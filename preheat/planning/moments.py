@@ -136,12 +136,15 @@ def generating(made: Build, recorder: Recorder, recipe: Recipe) -> None:
     Written token by token less is alive beside the cache. A prompt has at most as many tokens as bytes.
     """
     prompts = [p if isinstance(p, str) else "".join(str(m["content"]) for m in p) for p in recipe.sample.prompts]
-    if not prompts:
+    if not recipe.sample.wanted:
         return
     recorder.begin("generation")
-    length = max(len(p.encode()) for p in prompts) + 1 + recipe.sample.tokens
+    longest = max((len(p.encode()) for p in prompts), default=0)
+    if recipe.sample.rows:  # a row's question is shorter than the row
+        longest = max(longest, recipe.batch.length)
+    length = longest + 1 + recipe.sample.tokens
     length = min(length, made.model.positions or length)
-    tokens = torch.empty(min(len(prompts), _PROMPTS), length, dtype=torch.int64)
+    tokens = torch.empty(min(len(prompts) + recipe.sample.rows, _PROMPTS), length, dtype=torch.int64)
     given = {"input_ids": tokens, "logits_to_keep": 1}
     if made.model.encoder:  # reads the prompt and writes the rest
         given = dict(

@@ -17,7 +17,9 @@ class Sample:
     """Text that the model writes, for the report: at the end, and before the first step too where the model is a pretrained one."""
 
     prompts: tuple[str | tuple[Mapping[str, Any], ...], ...] = ()
-    """Beginnings to continue, or chats (lists of messages) to answer; none: no samples."""
+    """Beginnings to continue, or chats (lists of messages) to answer; with neither these nor `rows`: no samples."""
+    rows: Annotated[int, Bound(0, 256)] = 0
+    """Also answer the questions of so many validation rows, of data that has answers (chats, prompts); each is shown beside the row's own answer."""
     tokens: Annotated[int, Bound(1, 2**24)] = 64
     """At most so many tokens for each."""
     temperature: NonNegative = 0.0
@@ -44,6 +46,11 @@ class Sample:
     """Propose so many tokens at a time by looking up what followed the last ones where they stood before: the same greedy text, without a draft."""
     compile: bool = False
     """Compile the model for single tokens: takes seconds to minutes at the first one, and a static cache."""
+
+    @property
+    def wanted(self) -> bool:
+        """Whether a run writes samples."""
+        return bool(self.prompts or self.rows)
 
     @property
     def speculates(self) -> bool:

@@ -370,10 +370,14 @@ def _samples(samples: list[dict[str, Any]]) -> str:
         before, after = (
             None if text is None else str(text).removeprefix(prompt) for text in (sample.get("before"), sample.get("text"))
         )
-        if before is None:
+        expected = sample.get("expected")
+        if before is None and expected is None:
             shown.append(f'<pre class="sample"><b>{escape(prompt, LONG)}</b>{escape(after or "", LONG)}</pre>')
             continue
-        columns = (("Before training", before), ("After training", after))
+        columns: list[tuple[str, str | None]] = [("Before training", before)] if before is not None else []
+        columns += [("After training", after)]
+        if expected is not None:
+            columns.append(("The row's own answer", str(expected)))
         shown.append(
             f'<div class="sample"><pre><b>{escape(prompt, LONG)}</b></pre><div class="two">'
             + "".join(

@@ -104,8 +104,8 @@ class Classification(Technique):
         recipe, why = context.recipe, []
         if recipe.data.packing == "stream":
             why.append("data.packing: stream cuts documents at row ends; use auto or whole")
-        if recipe.sample.prompts:
-            why.append("sample.prompts: a classifier writes no text; leave them out")
+        if recipe.sample.wanted:
+            why.append("sample: a classifier writes no text; leave them out")
         if recipe.evaluate.baselines:
             why.append("evaluate.baselines: a unigram model knows no classes; set it to false")
         return why

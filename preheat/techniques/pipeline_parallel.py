@@ -173,8 +173,8 @@ class PipelineParallel(Technique):
             found.append(
                 "evaluate.tasks: reads logits of single tokens, which only the last device makes; run `preheat eval` on the checkpoint"
             )
-        if recipe.sample.prompts:
-            found.append("sample.prompts: no device has the whole model; run `preheat generate` on the checkpoint")
+        if recipe.sample.wanted:
+            found.append("sample: no device has the whole model; run `preheat generate` on the checkpoint")
         return found
 
     def _of_split_backward(self, context: Context) -> list[str]:

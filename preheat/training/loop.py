@@ -378,7 +378,7 @@ class _Loop:
             self.writer.event("baseline", vocabulary=len(self.session.data.tokenizer), **found)
 
     def _samples(self) -> None:
-        if self.recipe.sample.prompts:
+        if self.session.samples.prompts:
             self.recovery.begin()
             self.watch.stage("writing samples")
             self.session.samples.write(self.build, self.writer, step=self.progress.step)

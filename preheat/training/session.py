@@ -380,7 +380,15 @@ def read_data(recipe: Recipe, watch: Watch) -> tuple[Any, Probes, Samples]:
         watch.notice(line)
     model = adapter.facts(adapter.configure(recipe, len(data.tokenizer)))
     require_examples(recipe, data, encoder=model.encoder)
-    samples = Samples(recipe, data.tokenizer, template=chat_template(data.layout), positions=model.positions)
+    if recipe.sample.rows and model.encoder:
+        raise RecipeError("sample.rows: is for decoders; name what an encoder-decoder is asked with sample.prompts")
+    samples = Samples(
+        recipe,
+        data.tokenizer,
+        template=chat_template(data.layout),
+        positions=model.positions,
+        validation=data.validation,
+    )
     return data, Probes(recipe, data, watch.progress), samples
 
 

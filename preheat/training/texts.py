@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from preheat.data.formats import SUGGESTIONS
@@ -18,10 +18,24 @@ if TYPE_CHECKING:
     from preheat.data.templates import Template
     from preheat.technique import Build
 
-__all__ = ["Prompt", "chat_template", "find_template", "prompt_tokens", "turn_ends", "write_texts"]
+__all__ = ["Prompt", "chat_template", "find_template", "Tokens", "prompt_tokens", "turn_ends", "write_texts"]
 
-Prompt = str | Sequence[Mapping[str, Any]]
-"""A text, or the messages of a chat."""
+
+@dataclass(frozen=True)
+class Tokens:
+    """The beginning of a row, as the tokens that the model reads in training.
+
+    Attributes:
+        ids: one or more.
+        text: the same, to be shown.
+    """
+
+    ids: tuple[int, ...]
+    text: str
+
+
+Prompt = str | Sequence[Mapping[str, Any]] | Tokens
+"""A text, the messages of a chat, or tokens."""
 
 
 def find_template(setting: str | None, tokenizer: Any, *, model: str) -> Template:
@@ -119,7 +133,9 @@ def prompt_tokens(
         RecipeError: a chat without a template, nothing to begin with, or no room for an answer.
         DataError: the template does not render the chat.
     """
-    if template is not None:
+    if isinstance(prompt, Tokens):
+        ids = list(prompt.ids)
+    elif template is not None:
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
         ids = tokenizer.encode(template.prompt(messages), add_special_tokens=False, verbose=False)
     elif not isinstance(prompt, str):

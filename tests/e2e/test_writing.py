@@ -56,6 +56,39 @@ def test_texts_are_written_in_order_and_figures_stand_beside(preheat: Command, s
     assert [t["text"] for t in both] == [texts[1].removeprefix("Tom had a red ball.").rstrip("\n")] * 2
 
 
+def test_questions_of_validation_rows_are_answered_before_and_after(preheat: Command, stories: str) -> None:
+    rows = [{"instruction": f"Say {n}", "output": f"It is {n}."} for n in range(40)]
+    (preheat.folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = "data={source: rows.jsonl, validation: 0.2, template: alpaca}"
+    changes = [f"model={{path: {stories}}}", data, "batch.length=128", "evaluate.rows=2", "stop.steps=2", "checkpoint.every=0"]
+    preheat.here(
+        *["train", "r.yaml", "--set", "sample={rows: 2, tokens: 6}", *(part for c in changes for part in ("--set", c))]
+    )
+    run = preheat.folder / "runs/small"
+    samples = json.loads((run / "samples.json").read_text())
+    said = {row["instruction"]: row["output"] for row in rows}
+    assert len(samples) == 2
+    for sample in samples:
+        question = sample["prompt"].split("### Instruction:\n")[1].split("\n")[0]
+        assert sample["expected"].strip() == said[question]
+        assert sample["before"] is not None
+        assert sample["text"] is not None
+    texts = preheat.here.json(
+        "generate",
+        str(run),
+        *(p for s in samples for p in ("--prompt", s["prompt"].split("### Instruction:\n")[1].split("\n")[0])),
+        "--tokens",
+        "6",
+    )["texts"]
+    assert [t["text"] for t in texts] == [s["text"] for s in samples], (
+        "the question is what generate asks by the run's template"
+    )
+    assert "The row's own answer" in (run / "report.html").read_text()
+    with_text = [*changes[:1], "sample.rows=2", "stop.steps=2"]
+    error = preheat.here(*["train", "r.yaml", "--out", "t", *(p for c in with_text for p in ("--set", c))], code=2)[1]
+    assert "sample.rows: the validation rows hold no question with an answer" in error
+
+
 def test_checkpoints_of_a_run_and_samples_before_and_after(preheat: Command, stories: str) -> None:
     sample = "sample={prompts: [The cat, The dog], tokens: 12}"
     preheat.here(
