@@ -20,9 +20,11 @@ import torch
 from torch import Tensor, nn
 
 from preheat.errors import RecipeError
+from preheat.foreign import FAULTS, fault, finite
 from preheat.ops.adapters import base_of, draw, inject, names_of, own_of, parameters_of
 from preheat.ops.sharded import local, share_of
 from preheat.ops.tied_head import TiedHead, pair_of
+from preheat.text import quoted
 
 __all__ = ["BASE", "AdapterFolder", "begin", "put_in", "read_folder"]
 
@@ -95,7 +97,10 @@ class AdapterFolder:
 
     def tensors(self) -> dict[str, Tensor]:
         with self._opened() as file:
-            return {_plain(key): file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+            return {
+                _plain(key): finite(file.get_tensor(key), key, self.path / _FILE, self.knob)
+                for key in file.keys()  # noqa: SIM118
+            }
 
     def _opened(self) -> Any:
         from safetensors import SafetensorError, safe_open
@@ -230,7 +235,14 @@ def read_folder(path: str | Path, knob: str) -> AdapterFolder:
     known = {f.name for f in dataclasses.fields(cls)}
     if unknown := sorted(key for key in values if key not in known and values[key]):
         raise RecipeError(f"{knob}: {path} sets {unknown[0]}, which the installed peft does not know; update peft")
-    config = cls(**{key: values[key] for key in values if key in known and key != "peft_type"})
+    if not isinstance(values.get("base_model_name_or_path") or "", str):
+        raise RecipeError(
+            f"{knob}: {file}: base_model_name_or_path: must be text, got {quoted(values['base_model_name_or_path'])}"
+        )
+    try:
+        config = cls(**{key: values[key] for key in values if key in known and key != "peft_type"})
+    except FAULTS as error:
+        raise RecipeError(f"{knob}: {file}: {fault(error)}") from None
     folder = AdapterFolder(path, config, written, knob)
     for key, words in _NOT_ADDED.items():
         if getattr(config, key, None):
@@ -293,8 +305,8 @@ def put_in(model: nn.Module, folder: AdapterFolder) -> list[str]:
     with torch.random.fork_rng(devices=[]):  # peft draws what is then overwritten
         try:
             names = inject(model, folder.config)
-        except ValueError as error:
-            raise folder.fault(f"cannot be put into this model: {str(error).splitlines()[0][:200]}") from None
+        except FAULTS as error:
+            raise folder.fault(f"cannot be put into this model: {fault(error, 200)}") from None
     folder.fits(model)
     folder.load(model)
     for p in model.parameters():

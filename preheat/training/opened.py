@@ -182,7 +182,7 @@ def _on_base(run: Reader, base: str | None, progress: checkpoint.Progress | None
             folder = home.joinpath(*parts[-count:])
             if trained and (folder / "config.json").is_file() and WeightSource(folder).fingerprint() == trained:
                 return replace(recipe, model=replace(recipe.model, path=str(folder)))
-    raise RunError(f"{path}: its base model is no longer at {named}; name the base's folder with --base")
+    raise RunError(f"{path}: its base model {named}: no such folder; name where it is now with --base")
 
 
 def _run(path: Path, step: int | None, base: str | None) -> Opened:

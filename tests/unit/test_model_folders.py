@@ -230,6 +230,33 @@ def test_models_that_attend_by_themselves_are_refused(kind: str, config: Callabl
         adapter.build_on_meta(config())
 
 
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({}, r"adapter_model.safetensors: .*lora_A.weight holds 64 values that are not finite"),
+        ({"r": "eight"}, r"adapter: .*r|cannot be put into this model"),
+        ({"base_model_name_or_path": 5}, r"base_model_name_or_path: must be text, got 5"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # which peft asks
+def test_an_adapters_folder_is_read_as_carefully(settings: dict[str, Any], words: str, tmp_path: Path) -> None:
+    import peft
+
+    from preheat.ops.peft_folder import put_in, read_folder
+
+    path = small(tmp_path / "m")
+    plain: Any = transformers.AutoModelForCausalLM.from_pretrained(path)
+    peft.get_peft_model(plain, peft.LoraConfig(r=2, target_modules=["q_proj"])).save_pretrained(tmp_path / "a")
+    file = tmp_path / "a" / "adapter_model.safetensors"
+    weights = load_file(file)
+    save_file({key: value / 0 if "lora_A" in key else value for key, value in weights.items()}, file)
+    stated = tmp_path / "a" / "adapter_config.json"
+    stated.write_text(json.dumps(json.loads(stated.read_text()) | settings))
+    with pytest.raises(PreheatError, match=words) as found:
+        put_in(opened(path).trained[0], read_folder(tmp_path / "a", "adapter"))
+    assert "\n" not in str(found.value)
+
+
 def test_code_runs_by_consent_alone(tmp_path: Path) -> None:
     path = configured(small(tmp_path / "m"), model_type="strange", auto_map={"AutoConfig": "configuration_strange.C", "AutoModelForCausalLM": "modeling_strange.M"})  # fmt: skip
     mark = tmp_path / "ran"

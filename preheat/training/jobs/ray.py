@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from preheat import recipe as recipes
+from preheat import trust
 from preheat.errors import RecipeError
 from preheat.training.jobs.job import Job
 
@@ -37,7 +38,9 @@ def write(job: Job) -> str:
         "PORT": job.port or 29400,
         "NEEDS": needs,
         "ACCELERATOR": job.accelerator,
-        "ENVIRONMENT": {"OMP_NUM_THREADS": str(max(1, cores // job.processes))} | job.environment(),
+        "ENVIRONMENT": {"OMP_NUM_THREADS": str(max(1, cores // job.processes))}
+        | job.environment()
+        | ({trust.VARIABLE: "1"} if trust.allowed() else {}),
     }
     head = f'"""{job.recipe.name} on {job.nodes} hosts of {job.processes} processes; preheat launch wrote this file."""\n'
     settings = "\n".join(f"{name} = {_literal(value)}" for name, value in values.items())
