@@ -46,6 +46,7 @@ def read_variant(text: str, overrides: Sequence[str] = ()) -> Variant:
         64
     """
     from preheat.recipe.text import compose
+    from preheat.text import shorten
 
     name, *pairs = re.split(r",(?![^\[]*\])", text)  # not at those inside a list
     values: dict[str, Any] = {}
@@ -53,7 +54,7 @@ def read_variant(text: str, overrides: Sequence[str] = ()) -> Variant:
         key, equals, raw = pair.partition("=")
         if not equals:
             raise RecipeError(f"--method {text}: write settings as key=value, e.g. --method int4,group=64")
-        values[key.strip()] = compose(raw, f"--set {pair}")[0]
+        values[key.strip()] = compose(raw, f"--set {shorten(pair)}", numbered=False)[0]
     return made_of(name, values)
 
 
@@ -68,8 +69,7 @@ def made_of(name: str, values: Mapping[str, Any]) -> Variant:
         raise RecipeError(f"--method {name}: no such method; {nearest(name, list(known))}")
     reader = RecipeReader("--method", {})
     method = reader.flat(known[name], values, (name,))
-    if reader.found:
-        raise RecipeError("\n".join(reader.found))
+    reader.refuse()
     label = "-".join([name, *(f"{key}-{_plain(value)}" for key, value in sorted(values.items()))])
     return Variant(label, method)
 

@@ -12,13 +12,15 @@ from typing import TYPE_CHECKING, Any
 from preheat.errors import RecipeError, nearest
 from preheat.hardware.network import hub_reachable
 from preheat.models import experts, presets, sizes, vision
+from preheat.recipe.parts import MOST_PARAMETERS
+from preheat.text import quoted
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
     from preheat.recipe import Recipe
 
-__all__ = ["new", "of", "preset_config", "read", "refuse_unknown_rotary", "tokenizer_folder"]
+__all__ = ["new", "of", "preset_config", "read", "refuse_unknown_rotary", "require_in_reach", "tokenizer_folder"]
 
 
 def tokenizer_folder(recipe: Recipe) -> str | None:
@@ -34,8 +36,60 @@ def tokenizer_folder(recipe: Recipe) -> str | None:
     return path
 
 
+_HIGHEST = {
+    "hidden_size": 2**20,
+    "num_hidden_layers": 4096,
+    "num_decoder_layers": 4096,
+    "num_attention_heads": 2**16,
+    "num_key_value_heads": 2**16,
+    "head_dim": 2**16,
+    "vocab_size": 2**26,
+    "intermediate_size": 2**24,
+    "moe_intermediate_size": 2**24,
+    "max_position_embeddings": 2**40,
+    "num_experts": 2**14,
+    "num_local_experts": 2**14,
+    "n_routed_experts": 2**14,
+    "num_experts_per_tok": 2**14,
+}
+"""As a recipe's own bounds (`recipe.parts.Model`), by transformers' names."""
+_MAYBE_NONE = ("num_key_value_heads", "num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok")
+"""Zero says of some families that there are none."""
+
+
+def require_in_reach(config: PretrainedConfig) -> None:
+    """Raises for sizes that no machine holds or that are no sizes, before anything is built: a folder's configuration may say anything.
+
+    Raises:
+        RecipeError: the first of them.
+    """
+    text = config.get_text_config()
+    sizes_found = {key: getattr(text, key, None) for key in _HIGHEST}
+    for key, value in sizes_found.items():
+        if value is None or isinstance(value, list | tuple | dict):
+            continue  # one a layer, of some families
+        least = 0 if key in _MAYBE_NONE else 1
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= _HIGHEST[key]:
+            raise RecipeError(
+                f"model: {config.model_type} has {key} {quoted(value)}; it must be a whole number from {least} to {_HIGHEST[key]}"
+            )
+    count = {key: value if isinstance(value, int) and value else 1 for key, value in sizes_found.items()}
+    many = max(count["num_experts"], count["num_local_experts"], count["n_routed_experts"])
+    inner = many * count["moe_intermediate_size"] if many > 1 else count["intermediate_size"]
+    width = count["hidden_size"]
+    about = width * (count["num_hidden_layers"] * (2 * width + 3 * inner) + count["vocab_size"])
+    if about > MOST_PARAMETERS:
+        raise RecipeError(f"model: {config.model_type} has about {about:.0e} parameters, more than {MOST_PARAMETERS:.0e}")
+
+
 def of(recipe: Recipe, vocabulary: int | None) -> PretrainedConfig:
     """The configuration before `model.config` and techniques change it; arguments and errors as of `adapter.configure`."""
+    found = _of(recipe, vocabulary)
+    require_in_reach(found)
+    return found
+
+
+def _of(recipe: Recipe, vocabulary: int | None) -> PretrainedConfig:
     model = recipe.model
     if model.preset is None:
         return read(model.path, model.trust_remote_code) if model.path else new(recipe, vocabulary)
@@ -204,5 +258,5 @@ def refuse_unknown_rotary(config: PretrainedConfig) -> None:
         kind = part.get("rope_type", "default")
         if kind not in (known := ["default", *ROPE_INIT_FUNCTIONS]):
             raise RecipeError(
-                f"model.config.rope_parameters: {config.model_type} knows no rope_type {kind!r}; {nearest(str(kind), known)}"
+                f"model.config.rope_parameters: {config.model_type} knows no rope_type {quoted(kind)}; {nearest(str(kind), known)}"
             )

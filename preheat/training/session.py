@@ -99,7 +99,7 @@ class Session:
         self.watch.stage("building")
         made = build(self.effective, vocabulary=len(self.data.tokenizer), device=self.device)
         # Dropout: other masks for other rows, the same in each run.
-        torch.manual_seed(self.recipe.seed * 65537 + made.mesh.index(*DATA))
+        torch.manual_seed((self.recipe.seed * 65537 + made.mesh.index(*DATA)) % 2**63)
         progress = checkpoint.Progress(recipe=recipes.dump(self.effective), fingerprints=fingerprints(made, self.data))
         folder = self.writer.path
         if resume:
@@ -152,12 +152,21 @@ class Session:
         give_back(self.device.kind)
 
 
+_THREADS_A_CORE = 4
+
+
 def resolve(recipe: Recipe, on_host: int = 1) -> tuple[Device, int]:
     """The device and the number of CPU threads of a recipe; sets the threads.
 
     Args:
         on_host: processes that share this host: each has its share of the cores and, on CPUs, of the memory.
+
+    Raises:
+        RecipeError: more threads than serve on so few cores.
     """
+    cores, threads = os.cpu_count() or 1, recipe.hardware.threads or 1
+    if threads > _THREADS_A_CORE * cores:  # measuring the rates of thousands takes hours
+        raise RecipeError(f"hardware.threads: {threads:,} are too many for the {cores} cores here; use at most {cores}")
     import torch
 
     from preheat.hardware.probe import probe
