@@ -114,9 +114,7 @@ class Bench:
         """A copy of the model after some steps, with techniques; `taught`: by the model as it was alone, without labels."""
         length = self.texts.calibration[0].shape[1]
         with tempfile.TemporaryDirectory() as folder:
-            write_model(
-                copy.deepcopy(self.plain), self.opened.tokenizer, Path(folder), method="none", base=None, dtype=torch.float32
-            )
+            write_model(copy.deepcopy(self.plain), self.opened, Path(folder), method="none", dtype=torch.float32)
             if taught:
                 techniques += f", distillation: {{teacher: {folder}, mixture: 1.0}}"
             recipe = recipes.parse(

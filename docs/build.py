@@ -233,11 +233,12 @@ def evidence_page() -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
-    shutil.rmtree(BUILD, ignore_errors=True)
-    shutil.copytree(DOCS / "pages", BUILD)
+def main(sources: Path = BUILD, target: Path = ROOT / "site") -> None:
+    """Writes the pages into `sources` and the site into `target`; what was there is replaced."""
+    shutil.rmtree(sources, ignore_errors=True)
+    shutil.copytree(DOCS / "pages", sources)
     for picture in (*DOCS.glob("*.png"), *RESULTS.glob("*.png")):
-        shutil.copy(picture, BUILD)
+        shutil.copy(picture, sources)
     pages = {f"techniques/{name}.md": technique_page(name, cls) for name, cls in registry().items()}
     pages |= {
         "techniques/index.md": cheat_sheet(),
@@ -248,15 +249,15 @@ def main() -> None:
         "recipe.schema.json": json.dumps(json_schema(), indent=1) + "\n",
     }
     for name, text in pages.items():
-        path = BUILD / name
+        path = sources / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
     site = yaml.safe_load((DOCS / "mkdocs.yml").read_text(encoding="utf-8"))
     section = next(entry["Techniques"] for entry in site["nav"] if "Techniques" in entry)
     section[:] = [section[0], *({name: f"techniques/{name}.md"} for name in registry())]
-    site |= {"docs_dir": str(BUILD), "site_dir": str(ROOT / "site")}
-    (BUILD.parent / "mkdocs.yml").write_text(yaml.safe_dump(site, sort_keys=False), encoding="utf-8")
-    command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--config-file", BUILD.parent / "mkdocs.yml"]
+    site |= {"docs_dir": str(sources), "site_dir": str(target)}
+    (sources.parent / "mkdocs.yml").write_text(yaml.safe_dump(site, sort_keys=False), encoding="utf-8")
+    command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--config-file", sources.parent / "mkdocs.yml"]
     subprocess.run(command, check=True, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"})
 
 

@@ -4,7 +4,7 @@ from preheat import load_recipe, plan, train
 
 recipe = load_recipe("demo", ["stop.steps=50"])
 print(plan(recipe)["peak_gib"])
-train(recipe, out="runs/first")
+train(recipe, out="runs/first")  # progress=False: without lines about its progress
 """
 
 from __future__ import annotations
@@ -28,6 +28,10 @@ _HOME = {
     "plan": ("preheat.training.session", "plan_here"),
     "train": ("preheat.training.loop", "train"),
 }
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, "__version__"])
 
 
 def __getattr__(name: str) -> Any:

@@ -15,8 +15,10 @@ from typing import Any
 
 from preheat import recipe as recipes
 from preheat.errors import RecipeError, RunError
+from preheat.hardware.processes import ended_by, tethered
+from preheat.planning.found import falls_short
 from preheat.recipe import Recipe
-from preheat.run import strict, write_atomic
+from preheat.run import claim, to_json, write_atomic
 from preheat.technique import registry
 
 __all__ = ["Contender", "ablation", "bench", "chosen", "cosine_of", "speed_of", "take_turn", "verdicts"]
@@ -103,10 +105,7 @@ def bench(
     plans = _plans(contenders)
     running = [c for c in contenders if not c.failed]
     total, done = len(running) * repeats, 0
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise RunError(f"{out}: cannot be made ({error.strerror}); name another folder with --out") from None
+    claim(out, "bench", ("bench.json", "bench.html"))
     with tempfile.TemporaryDirectory() as folder:
         for turn in range(repeats):
             for c in [*running[turn % len(running) :], *running[: turn % len(running)]]:
@@ -131,7 +130,7 @@ def bench(
         "verdicts": verdicts(rows, list(recipe.techniques), available),
         "recipe": recipes.as_values(recipe),
     }
-    write_atomic(out / "bench.json", json.dumps(strict(made), indent=1) + "\n")
+    write_atomic(out / "bench.json", to_json(made, indent=1) + "\n")
     return made
 
 
@@ -160,7 +159,7 @@ def _plans(contenders: Sequence[Contender]) -> list[dict[str, Any] | None]:
         c.recipe = recipes.parse(json.dumps(made["recipe"]))  # with what a dry run chooses, so that the turns take it too
         plans.append(made)
         if not made["fits"]:
-            c.failed = f"does not fit: needs {made['peak_gib']:.2f} GiB, has {made['available_gib']:.2f} GiB"
+            c.failed = falls_short(made)
     return plans
 
 
@@ -177,10 +176,10 @@ def take_turn(c: Contender, steps: int, gradient: Path | None, folder: Path, sec
     }
     job.write_text(json.dumps(values), encoding="utf-8")
     command = [sys.executable, "-m", "preheat.bench.worker", str(job)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = subprocess.run(tethered(command), capture_output=True, text=True, check=False)
     if done.returncode or not result.exists():
-        last = (done.stderr.strip().splitlines() or [""])[-1]
-        c.failed = last or f"its process ended with {done.returncode} (killed for memory, perhaps)"
+        last = (done.stderr.strip().splitlines() or [""])[-1] if done.returncode >= 0 else ""
+        c.failed = last or f"its process {ended_by(done.returncode)}"
         return
     found = json.loads(result.read_text(encoding="utf-8"))
     if "failed" in found:
@@ -237,9 +236,11 @@ def verdicts(rows: Sequence[dict[str, Any]], names: Sequence[str], available: fl
 
     Returns:
         {technique, speed: ratio with / without, within_noise, freed_gib, words} each, for techniques that were left out once.
+        within_noise: None where one turn of each, or a failure, leaves nothing to judge by.
     """
     by_name = {row["name"]: row for row in rows}
-    whole, found = by_name.get("all"), []
+    found: list[dict[str, Any]] = []
+    whole = by_name.get("all")
     for name in names:
         rest = by_name.get(f"without {name}") if len(names) > 1 else by_name.get("plain")
         if whole is None or rest is None:
@@ -253,7 +254,8 @@ def verdicts(rows: Sequence[dict[str, Any]], names: Sequence[str], available: fl
             continue
         ratios = [a / b for a, b in zip(whole["speeds"], rest["speeds"], strict=False)]
         speed, freed = median(ratios), rest["peak_gib"] - whole["peak_gib"]
-        noise = abs(speed - 1) < NOISE or min(ratios) <= 1 <= max(ratios)
+        # One turn of each tells nothing: another process on the machine may be all that differs.
+        noise = None if len(ratios) < 2 else abs(speed - 1) < NOISE or _overlap(whole["speeds"], rest["speeds"])
         found.append(
             {
                 "technique": name,
@@ -266,15 +268,25 @@ def verdicts(rows: Sequence[dict[str, Any]], names: Sequence[str], available: fl
     return found
 
 
-def _words(name: str, speed: float, noise: bool, freed: float, without: float, available: float) -> str:
-    fast = (
-        "changes speed by less than the noise" if noise else f"{'gives' if speed > 1 else 'costs'} {abs(speed - 1):.0%} speed"
-    )
+def _overlap(a: Sequence[float], b: Sequence[float]) -> bool:
+    """Whether the ranges of two sets of figures overlap."""
+    return max(min(a), min(b)) <= min(max(a), max(b))
+
+
+def _words(name: str, speed: float, noise: bool | None, freed: float, without: float, available: float) -> str:
+    fast = f"{'gives' if speed > 1 else 'costs'} {abs(speed - 1):.0%} speed"
+    if noise:
+        fast = "no difference in speed seen"
+    elif noise is None:
+        fast = "no verdict on speed from one turn (--repeats 3 gives one)"
     small = abs(freed) < max(0.02 * without, 0.01)
     size = f"{abs(freed):.2f} GiB" if abs(freed) >= 1 else f"{abs(freed) * 1024:.0f} MiB"
     space = "memory stays" if small else f"{'frees' if freed > 0 else 'takes'} {size}"
-    words = f"{name} {fast} and {space}" if not small else f"{name} {fast}; {space} as it is"
-    slower = not noise and speed < 1
+    if noise is False:
+        words = f"{name} {fast} and {space}" if not small else f"{name} {fast}; {space} as it is"
+    else:
+        words = f"{name}: {fast}; {space if not small else 'no difference in memory seen'}"
+    slower = noise is False and speed < 1
     if slower and freed > 0 and not small:
         words += f": not needed here, {available - without:.1f} GiB are free without it"
     elif slower:

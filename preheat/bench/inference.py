@@ -21,8 +21,9 @@ from statistics import median
 from typing import IO, Any, Literal
 
 from preheat.errors import DoesNotFit, RecipeError, RunError
+from preheat.hardware.processes import ended_by, tethered
 from preheat.recipe import Sample
-from preheat.run import strict, write_atomic
+from preheat.run import claim, to_json, write_atomic
 
 __all__ = ["Speech", "bench_inference"]
 
@@ -57,7 +58,9 @@ class _Worker:
         file.write_text(json.dumps(job), encoding="utf-8")
         self._errors: IO[str] = (folder / f"{id(self)}.log").open("w+", encoding="utf-8")
         command = [sys.executable, "-m", "preheat.bench.inference_worker", str(file)]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True)
+        self._process = subprocess.Popen(
+            tethered(command), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True
+        )
 
     def __enter__(self) -> _Worker:
         return self
@@ -84,8 +87,8 @@ class _Worker:
     def _ended(self) -> dict[str, Any]:
         code = self._process.wait()
         self._errors.seek(0)
-        last = (self._errors.read().strip().splitlines() or [""])[-1]
-        return {"failed": last or f"its process ended with {code} (killed for memory, perhaps)"}
+        last = (self._errors.read().strip().splitlines() or [""])[-1] if code >= 0 else ""
+        return {"failed": last or f"its process {ended_by(code)}"}
 
 
 def bench_inference(
@@ -123,10 +126,7 @@ def bench_inference(
     """
     say = say or (lambda what, done, total: None)
     cells = [(rows, length) for length in lengths for rows in batches]
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise RunError(f"{out}: cannot be made ({error.strerror}); name another folder with --out") from None
+    claim(out, "inference", ("inference.json", "inference.html"))
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         workers = []
@@ -163,7 +163,7 @@ def bench_inference(
             if not worker.failed
         ],
     }
-    write_atomic(out / "inference.json", json.dumps(strict(made), indent=1) + "\n")
+    write_atomic(out / "inference.json", to_json(made, indent=1) + "\n")
     return made
 
 

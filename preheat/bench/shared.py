@@ -17,6 +17,8 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+from preheat.hardware.processes import ended_by, local_group, tethered
+
 if TYPE_CHECKING:
     from preheat.bench.trial import Wish
     from preheat.recipe import Recipe
@@ -73,21 +75,27 @@ def _several(job: dict[str, Any]) -> dict[str, Any]:
         path = Path(folder) / "job.json"
         path.write_text(json.dumps(job | {"folder": folder, "threads": threads}), encoding="utf-8")
         command = [sys.executable, "-m", "preheat.bench.shared", str(path)]
-        started = [
-            subprocess.Popen(
-                [*command, str(rank)],
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
-                text=True,
-                env={**os.environ, "OMP_NUM_THREADS": str(threads)},
-            )
-            for rank in range(world)
-        ]
-        errors = [process.communicate()[1] for process in started]
+        started: list[subprocess.Popen[str]] = []
+        try:
+            for rank in range(world):
+                started.append(
+                    subprocess.Popen(
+                        tethered([*command, str(rank)]),
+                        stdout=subprocess.DEVNULL,
+                        stderr=subprocess.PIPE,
+                        text=True,
+                        env={**os.environ, "OMP_NUM_THREADS": str(threads), **local_group()},
+                    )
+                )
+            errors = [process.communicate()[1] for process in started]
+        finally:
+            for process in started:
+                process.kill()
+                process.wait()
         for process, error in zip(started, errors, strict=True):
             if process.returncode:
-                last = (error.strip().splitlines() or [f"a process ended with {process.returncode}"])[-1]
-                return {"not_run": last}
+                last = error.strip().splitlines()[-1:] if process.returncode > 0 else []
+                return {"not_run": last[0] if last else f"a process {ended_by(process.returncode)}"}
         found = [json.loads((Path(folder) / f"{rank}.json").read_text(encoding="utf-8")) for rank in range(world)]
     first = found[0]
     return {

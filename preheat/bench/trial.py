@@ -301,9 +301,14 @@ def _changed(row: dict[str, Any], rows: list[dict[str, Any]]) -> str:
     if "tokens_per_second" not in base:
         return f"{name}: {row['tokens_per_second']:,.0f} tokens/s in {row['peak_gib']:.2f} GiB; without it nothing runs: {base['not_run']}"
     speed, freed = row["ratio"], base["peak_gib"] - row["peak_gib"]
-    fast = "speed within the noise" if abs(speed - 1) < NOISE else f"{abs(speed - 1):.0%} {'faster' if speed > 1 else 'slower'}"
+    # One turn of each: a figure, and no verdict.
+    fast = f"{abs(speed - 1):.0%} {'faster' if speed > 1 else 'slower'} in one turn"
+    if abs(speed - 1) < NOISE:
+        fast = "no difference in speed seen"
     share = freed / base["peak_gib"] if base["peak_gib"] else 0.0
-    space = "memory as it was" if abs(share) < 0.02 else f"{abs(share):.0%} {'less' if freed > 0 else 'more'} memory"
+    space = (
+        "no difference in memory seen" if abs(share) < 0.02 else f"{abs(share):.0%} {'less' if freed > 0 else 'more'} memory"
+    )
     return f"{name}: {fast}, {space}, loss {row['loss']:.3f} against {base['loss']:.3f}"
 
 

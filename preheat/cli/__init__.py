@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import sys
-from typing import Annotated
+from typing import Annotated, Any, NoReturn
 
 import typer
 
+from preheat import trust
 from preheat.cli import (
     bench,
     calibrate,
@@ -23,6 +23,7 @@ from preheat.cli import (
     generate,
     launch,
     models,
+    modes,
     nettest,
     plan,
     recipes,
@@ -31,7 +32,14 @@ from preheat.cli import (
     train,
     try_,
 )
+from preheat.cli.consent import opens_models
+from preheat.cli.screen import say
+from preheat.cli.warned import warnings_shown
 from preheat.errors import PreheatError
+from preheat.hardware.interrupts import Interrupted, raising
+from preheat.run import to_json
+from preheat.text import shorten
+from preheat.training.launch import LAUNCHED
 
 __all__ = ["app", "main"]
 
@@ -40,7 +48,7 @@ app = typer.Typer(
     name="preheat",
     help="Know that it fits and how fast it will run before you train; then train it, and see the evidence.",
     no_args_is_help=True,
-    add_completion=False,
+    add_completion=True,
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -55,34 +63,57 @@ def _global(
     if version:
         from preheat import __version__
 
-        print(__version__)
+        say(__version__)
         raise typer.Exit
 
 
-app.command("plan")(plan.plan)
-app.command("data")(data.data)
-app.command("train")(train.train)
-app.command("bench")(bench.bench)
+app.command("plan", cls=modes.Command)(opens_models(plan.plan))
+app.command("data")(opens_models(data.data))
+app.command("train", cls=modes.Command)(opens_models(train.train))
+app.command("bench", cls=modes.Command)(opens_models(bench.bench))
 app.command("report")(report.report)
-app.command("eval")(evaluate.evaluate)
-app.command("generate")(generate.generate)
-app.command("chat")(chat.chat)
-app.command("compress")(compress.compress)
-app.command("export")(export.export)
+app.command("eval", cls=modes.Command)(opens_models(evaluate.evaluate))
+app.command("generate", cls=modes.Command)(opens_models(generate.generate))
+app.command("chat", cls=modes.Command)(opens_models(chat.chat))
+app.command("compress", cls=modes.Command)(opens_models(compress.compress))
+app.command("export")(opens_models(export.export))
 app.command("demo")(demo.demo)
 app.add_typer(models.app, name="models")
 app.add_typer(recipes.app, name="recipes")
 app.command("init")(recipes.init)
 app.add_typer(techniques.app, name="techniques")
-app.command("try")(try_.try_)
-app.command("launch")(launch.launch)
+app.command("try", cls=modes.Command)(try_.try_)
+app.command("launch")(opens_models(launch.launch))
 app.add_typer(doctor.app, name="doctor")
 app.command("calibrate")(calibrate.calibrate)
-app.command("nettest")(nettest.nettest)
+app.command("nettest", cls=modes.Command)(nettest.nettest)
+
+
+_UsageError: Any = next(
+    cls for cls in typer.BadParameter.__mro__ if cls.__name__ == "ClickException"
+)  # typer has it in no public place
+
+
+def _see_help(error: Any) -> str:
+    context = getattr(error, "ctx", None)
+    return f"; see: {context.command_path} --help" if context is not None else ""
+
+
+def _end(arguments: list[str], message: str, code: int) -> NoReturn:
+    """Ends the command with a line on standard error for each problem, and with a JSON object where that was asked for."""
+    if "--json" in arguments:
+        say(to_json({"error": message, "exit_code": code}))
+    for line in message.split("\n"):
+        say(f"error: {shorten(line, _LONGEST)}", error=True)
+    sys.exit(code)
+
+
+_LONGEST = 680  # characters of a message; whoever raises it shortens what it quotes, this is for what nobody thought of
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Runs a command line and exits: 0 done, 1 the run failed, 2 the command or recipe is wrong, 3 it does not fit, 4 the data is wrong."""
+    """Runs a command line and exits: 0 done, 1 the run failed, 2 the command or recipe is wrong, 3 it does not fit, 4 the data is wrong;
+    130, 143 or 129 after SIGINT, SIGTERM or SIGHUP."""
     arguments = sys.argv[1:] if arguments is None else arguments
     # transformers imports torchao where it is installed, which then logs warnings that nobody here can act on; so do torch's ONNX exporter
     # and its compiler, of layers that are computed again.
@@ -94,16 +125,33 @@ def main(arguments: list[str] | None = None) -> None:
     ):
         logging.getLogger(noisy).setLevel(logging.ERROR)
     command = typer.main.get_command(app)
-    if "--debug" in arguments[:1]:
-        command.main(arguments, prog_name="preheat")
     try:
-        command.main(arguments, prog_name="preheat")  # exits with 0, or 2 after a message where the command is wrong
+        with raising(), trust.consent(), warnings_shown():
+            sys.exit(command.main(arguments, prog_name="preheat", standalone_mode=False, obj=tuple(arguments)) or 0)
+    except Interrupted as signal:
+        _tell(signal, json_wanted="--json" in arguments)
+        sys.exit(signal.exit_code)
     except PreheatError as error:
-        if "--json" in arguments:
-            print(json.dumps({"error": str(error), "exit_code": error.exit_code}))
-        for line in str(error).splitlines():
-            print(f"error: {line}", file=sys.stderr)
-        sys.exit(error.exit_code)
+        if "--debug" in arguments[:1]:
+            raise
+        _end(arguments, str(error), error.exit_code)
+    except _UsageError as error:
+        if type(error).__name__ == "NoArgsIsHelpError":  # the help was printed instead
+            sys.exit(error.exit_code)
+        # click's message may quote an argument whole; its lines are choices.
+        _end(arguments, " ".join(error.format_message().split()).rstrip(".") + _see_help(error), error.exit_code)
+    except typer.Abort:
+        sys.exit(1)
     except BrokenPipeError:  # whoever reads what we print went away, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
+
+
+def _tell(signal: Interrupted, *, json_wanted: bool) -> None:
+    if LAUNCHED in os.environ:
+        return  # one of several processes; whoever started them says it
+    if json_wanted:
+        resume = {"resume": signal.resume} if signal.resume else {}
+        say(to_json({"error": str(signal), "stopped": signal.number.name, "exit_code": signal.exit_code, **resume}))
+    else:
+        say(f"{signal}{f'; to go on: {signal.resume}' if signal.resume else ''}", error=True)

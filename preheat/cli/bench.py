@@ -96,10 +96,12 @@ def bench(
     if json:
         result = run(made, contenders, steps=steps, repeats=repeats, out=folder)
     else:
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+        from rich.progress import BarColumn, MofNCompleteColumn, TimeRemainingColumn
 
-        columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn(), TimeRemainingColumn())
-        with Progress(*columns, console=screen, transient=True) as progress:
+        from preheat.cli.screen import bar
+
+        columns = ("{task.description}", BarColumn(bar_width=24), MofNCompleteColumn(), TimeRemainingColumn())
+        with bar(screen, *columns) as progress:
             task = progress.add_task("planning", total=None)
             result = run(
                 made,
@@ -119,8 +121,12 @@ def bench(
         screen.print(f"- {verdict['words']}", soft_wrap=True)
     for row in result["rows"]:
         if row["failed"]:
-            screen.print(f"{row['name']} was not run: {row['failed']}", markup=False, soft_wrap=True)
+            screen.print(f"{row['name']} was not run: {row['failed']}", soft_wrap=True)
     screen.print(f"report: {page}", soft_wrap=True)
+
+
+def _between(row: dict[str, Any]) -> str:
+    return f"{row['ratio_spread'][0]:.2f} to {row['ratio_spread'][1]:.2f}" if len(row["speeds"]) > 1 else "one turn"
 
 
 def _table(rows: list[dict[str, Any]], wide: bool) -> Any:
@@ -141,7 +147,7 @@ def _table(rows: list[dict[str, Any]], wide: bool) -> Any:
         table.add_row(
             row["name"],
             rate(row["tokens_per_second"]),
-            f"{row['ratio']:.2f} ({row['ratio_spread'][0]:.2f} to {row['ratio_spread'][1]:.2f})",
+            f"{row['ratio']:.2f} ({_between(row)})",
             memory(row["peak_gib"]),
             f"{row['loss']:.3f}",
             *(

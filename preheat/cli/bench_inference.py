@@ -48,10 +48,12 @@ def inference(
     if json:
         made = bench_inference(speeches, **how)
     else:
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+        from rich.progress import BarColumn, MofNCompleteColumn, TimeRemainingColumn
 
-        columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn(), TimeRemainingColumn())
-        with Progress(*columns, console=screen, transient=True) as progress:
+        from preheat.cli.screen import bar
+
+        columns = ("{task.description}", BarColumn(bar_width=24), MofNCompleteColumn(), TimeRemainingColumn())
+        with bar(screen, *columns) as progress:
             task = progress.add_task("starting", total=None)
             made = bench_inference(
                 speeches,
@@ -65,7 +67,7 @@ def inference(
     screen.print(_table(made, wide=screen.width >= 160))
     for model in made["models"]:
         if model["failed"]:
-            screen.print(f"[red]{model['name']}: {model['failed']}[/red]", soft_wrap=True)
+            screen.print(f"{model['name']}: {model['failed']}", style="red", soft_wrap=True)
     screen.print(f"report: {made['report']}", soft_wrap=True)
 
 

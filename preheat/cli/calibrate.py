@@ -29,34 +29,33 @@ def calibrate(
     Example: preheat calibrate --threads 2
     """
     import dataclasses
-    import json
 
     import torch
-    from rich.console import Console
 
+    from preheat.cli.screen import console, say
     from preheat.hardware.calibrate import calibrate as measure
     from preheat.hardware.heap import keep_heap
     from preheat.hardware.links import load_links
     from preheat.hardware.probe import probe
+    from preheat.run import to_json
 
     here = probe(device)
-    console = Console(stderr=True, quiet=as_json)
     if here.kind == "cpu":
         keep_heap()  # as a run does: in glibc's each large result costs a page fault for every 4 KiB
-    with console.status("measuring") as status:
+    with console(error=True, quiet=as_json).status("measuring") as status:
         rates = measure(
             here, threads or torch.get_num_threads(), lambda what, done: status.update(f"measuring {what} ({done:.0%})")
         )
     stored = rates.store()
     rates = dataclasses.replace(rates, links=load_links(rates.hardware, rates.torch))  # nettest's
     if as_json:
-        print(json.dumps({**dataclasses.asdict(rates), "stored": str(stored)}))
+        say(to_json({**dataclasses.asdict(rates), "stored": str(stored)}))
         return
-    console = Console()
-    console.print(_table(rates))
-    console.print(f"stored in {stored}", soft_wrap=True)
+    screen = console()
+    screen.print(_table(rates))
+    screen.print(f"stored in {stored}", soft_wrap=True)
     if rates.contended:
-        console.print(
+        screen.print(
             "Other processes kept the cores busy, so these rates are too low; run it again on a quiet machine.", style="yellow"
         )
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -10,7 +9,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from preheat.cli import writing
+from preheat.cli.screen import say, write_text
 from preheat.cli.show import Base
+from preheat.run import to_json
+from preheat.text import shorten
 
 if TYPE_CHECKING:
     from preheat.training.chats import Conversation
@@ -86,7 +88,7 @@ def chat(
         except PreheatError as error:
             if not live:  # nobody is there to say it otherwise
                 raise
-            print(f"error: {error}", file=sys.stderr)
+            say(f"error: {shorten(str(error), 700)}", error=True)
 
 
 def _next_line(live: bool) -> str | None:
@@ -100,7 +102,7 @@ def _next_line(live: bool) -> str | None:
     try:
         return input("> ")
     except (EOFError, KeyboardInterrupt):
-        print()
+        say()
         return None
 
 
@@ -133,7 +135,7 @@ def _save(talk: Conversation, file: Path) -> None:
         raise RecipeError(f"/save {file}: nothing was said yet")
     try:
         with file.open("a", encoding="utf-8") as out:
-            out.write(json.dumps({"messages": talk.messages}, ensure_ascii=False) + "\n")
+            out.write(to_json({"messages": talk.messages}) + "\n")
     except OSError as error:
         raise RecipeError(f"/save {file}: cannot be written ({error.strerror})") from None
     writing.note(f"{len(talk.messages)} messages appended to {file}")
@@ -144,12 +146,12 @@ def _answer(talk: Conversation, line: str) -> None:
     watched.kind = talk.opened.build.device.kind
     try:
         with watched:
-            answer = talk.say(line, lambda part: print(writing.shown(part), end="", flush=True))
+            answer = talk.say(line, write_text)
     except KeyboardInterrupt:
-        print(flush=True)
+        say()
         writing.note("broken off; what was said stands in the conversation")
         return
-    print(flush=True)
+    say()
     watched.tokens = len(answer.written.tokens)
     if answer.dropped:
         writing.note(f"the oldest {answer.dropped} messages were dropped: with them the model's positions would not suffice")

@@ -41,7 +41,9 @@ def compress(
     settings: Annotated[
         list[str] | None,
         typer.Option(
-            "--set", metavar="KEY=VALUE", help="A setting of the method, e.g. --set group=64. May stand several times."
+            "--set",
+            metavar="[METHOD.]KEY=VALUE",
+            help="A setting of every chosen method that has it, or of the named one: --set group=64, --set awq.group=64. Repeatable.",
         ),
     ] = None,
     data: Annotated[
@@ -54,19 +56,22 @@ def compress(
     out: Annotated[
         Path | None, typer.Option("--out", help="The folder to write; MODEL/compressed-NAME when not given.")
     ] = None,
-    rows: Annotated[int, typer.Option("--rows", min=1, help="Calibration rows, at most.")] = 128,
+    rows: Annotated[int | None, typer.Option("--rows", min=1, help="Calibration rows, at most; 128 when not given.")] = None,
     length: Annotated[
         int | None, typer.Option("--length", min=2, help="Tokens a row; the run's, or 512, when not given.")
     ] = None,
     measured: Annotated[
-        int, typer.Option("--measured", min=1, help="Held-out rows that perplexity is measured on, at most.")
-    ] = 64,
+        int | None,
+        typer.Option("--measured", min=1, help="Held-out rows that perplexity is measured on, at most; 64 when not given."),
+    ] = None,
     within: Annotated[
-        float,
+        float | None,
         typer.Option(
-            "--within", min=0.0, help="Of several, the smallest is chosen whose perplexity rises by this share at most."
+            "--within",
+            min=0.0,
+            help="Of several, the smallest is chosen whose perplexity rises by this share at most; 0.02 when not given.",
         ),
-    ] = 0.02,
+    ] = None,
     json: Json = False,
 ) -> None:
     """Makes a trained model smaller and faster: quality, size and speed before and after, a model card, and a page.
@@ -77,75 +82,92 @@ def compress(
     """
     from contextlib import nullcontext
 
-    from rich.console import Console
     from transformers.utils.logging import disable_progress_bar
 
+    from preheat.cli.show import console
     from preheat.compress.chain import load_chain, run_chain
     from preheat.compress.compressing import compress as run
-    from preheat.compress.compressing import read_variant, trained_for
+    from preheat.compress.compressing import read_variants, trained_for
+    from preheat.compress.new_folder import home_of
     from preheat.errors import RecipeError
     from preheat.models.image_classifiers import is_classifier
+    from preheat.report.compress_page import write_compress
 
+    stated = {"--rows": rows, "--length": length, "--measured": measured, "--within": within}
     if is_classifier(Path(model)):
         if recipe is None or data is None or method or settings or bits is not None:
             raise RecipeError(
                 f"MODEL: {model} is an image classifier: a chain of steps over it, and a folder of images by class, say what is done; "
                 "preheat compress MODEL --recipe edge-vision --data IMAGES"
             )
+        _refuse_unread(stated, "an image classifier's chain")
         from preheat.cli.compress_vision import compress_vision
 
         compress_vision(model, recipe, data, out, json=json)
         return
+    home, step = home_of(model)
     if recipe is not None:
         if method or settings or bits is not None:
             raise RecipeError(
                 "--recipe: says itself what is done; leave --method, --bits and --set out, or copy it (preheat init) and edit the copy"
             )
+        _refuse_unread({name: value for name, value in stated.items() if name != "--measured"}, "a chain")
         chain = load_chain(recipe)
-        target = out or Path(model) / chain.name
+        target = out or home / (chain.name + step)
         disable_progress_bar()
-        with nullcontext() if json else Console(stderr=True).status("opening") as status:
+        with nullcontext() if json else console(error=True).status("opening") as status:
             made = run_chain(
                 model,
                 chain,
                 target,
                 data=data,
-                measured=measured,
+                measured=measured or 64,
+                page=write_compress,
                 say=status.update if status is not None else lambda words: None,
             )
         _show(made, target, json=json)
         return
-    named = [read_variant(text, settings or []) for text in method or []]
-    if not named and bits is None and not settings:
+    named = read_variants(method or [], bits, settings or [])
+    if not named and not settings:
         named = trained_for(model)
-    if bits is not None:
-        named.append(read_variant(f"bit_budget,bits={bits}", [] if method else settings or []))
     if not named:
         _list_methods()
+    notes: list[str] = []
+    if within is not None and len(named) == 1:
+        notes.append("--within chooses among several variants, and one was asked for: it changed nothing")
+    if rows is not None and not any(variant.method.reads_rows for variant in named):
+        notes.append("--rows: no chosen method reads calibration rows: it changed nothing but the timed prompt")
     disable_progress_bar()
     label = named[0].name if len(named) == 1 else "variants"
-    target = out or Path(model) / f"compressed-{label}"
-    with nullcontext() if json else Console(stderr=True).status("opening") as status:
+    target = out or home / f"compressed-{label}{step}"
+    with nullcontext() if json else console(error=True).status("opening") as status:
         made = run(
             model,
             named,
             target,
             data=data,
-            rows=rows,
+            rows=rows or 128,
             length=length,
-            measured=measured,
-            within=within,
+            measured=measured or 64,
+            within=0.02 if within is None else within,
+            notes=notes,
+            page=write_compress,
             say=status.update if status is not None else lambda words: None,
         )
     _show(made, target, json=json)
 
 
-def _show(made: dict[str, Any], target: Path, *, json: bool) -> None:
-    """Writes the page and tells what was found."""
-    from preheat.cli.show import console, emit
-    from preheat.report.compress_page import write_compress
+def _refuse_unread(stated: dict[str, Any], what: str) -> None:
+    from preheat.errors import RecipeError
 
-    write_compress(target)
+    if unread := [name for name, value in stated.items() if value is not None]:
+        raise RecipeError(f"{unread[0]}: {what} does not read it; leave it out")
+
+
+def _show(made: dict[str, Any], target: Path, *, json: bool) -> None:
+    """Tells what was found."""
+    from preheat.cli.show import console, emit
+
     if json:
         emit(made)
         return
@@ -154,7 +176,7 @@ def _show(made: dict[str, Any], target: Path, *, json: bool) -> None:
     for variant in made["variants"]:
         screen.print(f"{variant['name']}: {variant['what'].partition('. By map')[0]}", soft_wrap=True, style="dim")
     for words in made.get("said", ()):
-        screen.print(f"note: {words}", soft_wrap=True, markup=False)
+        screen.print(f"note: {words}", soft_wrap=True)
     for told in made.get("exports", ()):
         screen.print(
             f"wrote {told['path']} ({told['bytes'] / 2**20:.1f} MiB); its logits differ by at most {told['max_logit_difference']:.2g} (largest {told['largest_logit']:.3g})",

@@ -12,7 +12,6 @@ def compress_vision(model: str, recipe: str, data: str, out: Path | None, *, jso
     """Runs a chain on an image classifier and tells accuracy, bytes and agreement after each step."""
     from contextlib import nullcontext
 
-    from rich.console import Console
     from transformers.utils.logging import disable_progress_bar
 
     from preheat.cli.show import console, emit
@@ -21,7 +20,7 @@ def compress_vision(model: str, recipe: str, data: str, out: Path | None, *, jso
 
     chain = load_chain(recipe)
     disable_progress_bar()
-    with nullcontext() if json else Console(stderr=True).status("opening") as status:
+    with nullcontext() if json else console(error=True).status("opening") as status:
         made = run_chain(
             model,
             chain,

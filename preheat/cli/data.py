@@ -15,7 +15,7 @@ __all__ = ["data"]
 def data(
     recipe: RecipeArgument,
     set: Set = None,
-    rows: Annotated[int, typer.Option("--rows", min=1, help="Packed rows to show.")] = 3,
+    rows: Annotated[int, typer.Option("--rows", min=1, help="Packed sequences to show.")] = 3,
     html: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Also write a page with all of it.")] = None,
     json: Json = False,
 ) -> None:
@@ -60,8 +60,8 @@ def _print(screen: Any, shown: dict[str, Any]) -> None:
             what = f", class {document['label']}" if document["label"] is not None else ""
             if example["compared"]:
                 what = ", rejected" if n % 2 else ", chosen"
-            title = f"row {example['row']:,}: {document['tokens']:,} tokens, {document['trained']:,} trained{what}"
-            screen.print(Rule(title, align="left", characters="─" if colours else "-"))
+            title = f"{document['where']}: {document['tokens']:,} tokens, {document['trained']:,} trained{what} (sequence {example['row']:,})"
+            screen.print(Rule(Text(clean(title)), align="left", characters="─" if colours else "-"))
             text = Text()
             for words, trained, _ in document["spans"]:
                 words = clean(words)
@@ -69,21 +69,21 @@ def _print(screen: Any, shown: dict[str, Any]) -> None:
             screen.print(text, soft_wrap=True)
         if example["padding"]:
             screen.print(Text(f"and {example['padding']:,} places of padding", "dim"))
-    screen.print(Rule(shown["name"], align="left", characters="─" if colours else "-"))
+    screen.print(Rule(Text(clean(shown["name"])), align="left", characters="─" if colours else "-"))
     screen.print(Text.assemble("shown in ", ("green" if colours else "«»", "bold green"), " is trained on, the rest is read"))
     counts, lengths, packing = shown["counts"], shown["lengths"], shown["packing"]
     table = Table.grid(padding=(0, 2))
-    table.add_row("layout", shown["layout"])
+    table.add_row("layout", Text(clean(shown["layout"])))
     if shown["template"]:
-        table.add_row("template", shown["template"])
+        table.add_row("template", Text(clean(shown["template"])))
     if shown["classes"]:
-        table.add_row("classes", f"{len(shown['classes'])}: {', '.join(shown['classes'])}")
+        table.add_row("classes", Text(clean(f"{len(shown['classes'])}: {', '.join(shown['classes'])}")))
     left = ", ".join(f"{n:,} {why}" for why, n in counts["dropped"].items())
     kept = f"{counts['train']['documents']:,} to train on, {counts['validation']['documents']:,} to validate on"
     table.add_row("rows", f"{counts['read']:,} read, {kept}" + (f"; left out: {left}" if left else "; none left out"))
     for source in counts["sources"]:
         weight = f", weight {source['weight']:g}" if source["weight"] != 1 else ""
-        table.add_row("source", Text(f"{source['source']}: {source['tokens']:,} tokens{weight}"))
+        table.add_row("source", Text(clean(f"{source['source']}: {source['tokens']:,} tokens{weight}")))
     table.add_row("duplicates", f"{packing['duplicates']:,} of the examples to train on stand there before")
     cut = f"; {lengths['longer_than_a_row']:,} longer than a row" + (
         f", {packing['cut']:,} with a cut answer" if packing["cut"] else ""
@@ -93,7 +93,7 @@ def _print(screen: Any, shown: dict[str, Any]) -> None:
         f"median {lengths['median']:,.0f}, 95 % up to {lengths['p95']:,.0f}, longest {lengths['longest']:,} tokens{cut}",
     )
     full = f"{packing['efficiency']:.1%} of their places hold text, {packing['trained']:,} labels"
-    table.add_row("packing", f"{packing['how']}: {packing['rows']:,} rows of {packing['length']:,} tokens; {full}")
+    table.add_row("packing", f"{packing['how']}: {packing['rows']:,} sequences of {packing['length']:,} tokens; {full}")
     screen.print(table)
     most = max((bar["count"] for bar in lengths["bars"]), default=0)
     bars = Table.grid(padding=(0, 2))
@@ -102,6 +102,6 @@ def _print(screen: Any, shown: dict[str, Any]) -> None:
         bars.add_row(f"  {upto}", f"{bar['count']:,}", Text("█" * round(36 * bar["count"] / max(most, 1)), "cyan"))
     screen.print(bars)
     for line in shown["preflight"]:
-        screen.print(f"[yellow]note:[/yellow] {clean(line)}" if colours else Text(f"note: {clean(line)}"), soft_wrap=True)
+        screen.note(line)
     if not shown["preflight"] and not shown["blocked"]:
         screen.print("the checks before training found nothing")

@@ -33,12 +33,14 @@ def demo(
         console().print(
             "this CPU is slow in bf16: the demo computes in fp32 (techniques.mixed_precision.mode=fp32)", style="dim"
         )
+    settings = [*first, *(set or [])]
     made = run(
-        recipes.load("demo", [*first, *(set or [])]),
+        recipes.load("demo", settings),
         out=out or _free(Path("runs") / "demo"),
         resume=False,
         force=False,
         json=json,
+        again=["train", "demo", *(part for item in settings for part in ("--set", item))],
     )
     if json:
         return
@@ -49,10 +51,11 @@ def demo(
             f"validation loss, nats a token: this model {made['validation_loss']:.2f}, bigram {base['bigram']:.2f}, unigram {base['unigram']:.2f}"
         )
     for sample in reader.events("sample"):
-        screen.print(f"[dim]{'─' * 60}[/dim]")
-        screen.print(sample["prompt"], style="bold", end="", markup=False)
-        screen.print(sample["text"], markup=False)
-    screen.print(f"[dim]{'─' * 60}[/dim]\nopen {made['report']} in a browser; edit the recipe with: preheat init demo")
+        screen.print("─" * 60, style="dim")
+        screen.print(sample["prompt"], style="bold", end="")
+        screen.print(sample["text"])
+    screen.print("─" * 60, style="dim")
+    screen.print(f"open {made['report']} in a browser; edit the recipe with: preheat init demo")
 
 
 def _at_hand() -> list[str]:

@@ -127,7 +127,9 @@ def evaluate(
 
 def _begin(samples: Path) -> None:
     from preheat.errors import RecipeError
+    from preheat.run import require_own
 
+    require_own(samples, ['{"task": '])
     try:
         samples.write_text("", encoding="utf-8")
     except OSError as error:
@@ -137,17 +139,17 @@ def _begin(samples: Path) -> None:
 def _recipe_of(models: list[str]) -> Recipe | None:
     """Of the last run that is named: it says what is read, and how."""
     from preheat import recipe as recipes
+    from preheat.run import Reader
 
     runs = [Path(path) / "recipe.yaml" for path in models if (Path(path) / "recipe.yaml").is_file()]
-    return recipes.load(runs[-1]) if runs else None
+    return recipes.parse(Reader(runs[-1].parent).recipe_text, where=str(runs[-1])) if runs else None
 
 
 def _measured(
     path: str, at_start: bool, *, texts: list[str], tasks: list[Any], recipe: Recipe | None, rows: int, limit: int | None, length: int | None, samples: Path | None, base: str | None
 ) -> Found:  # fmt: skip
     """Everything of one model, which is then let go of."""
-    from rich.console import Console
-
+    from preheat.cli.show import console
     from preheat.evaluation.harness import measure_by_harness
     from preheat.evaluation.length import measure_length, questions_of, reach_of
     from preheat.evaluation.measure import measure_task
@@ -156,14 +158,14 @@ def _measured(
     from preheat.evaluation.texts import bytes_of_tokens, measure_text, tokens_of_text
     from preheat.training.opened import open_model
 
-    is_adapter = (Path(path) / "adapter_config.json").is_file()
-    opened = open_model(path, base=base if is_adapter else None, at_start=at_start)
+    takes_base = any((Path(path) / name).is_file() for name in ("adapter_config.json", "recipe.yaml"))
+    opened = open_model(path, base=base if takes_base else None, at_start=at_start)
     settings = recipe or opened.recipe
     cut = length or settings.batch.length
     tokenizer = opened.tokenizer_folder
     micro = min(8, settings.batch.size)
     positions = opened.build.model.positions
-    with Console(stderr=True).status("reading") as status:
+    with console(error=True).status("reading") as status:
 
         def say(what: str, done: float, total: float | None) -> None:
             status.update(f"{path}: {what} {done:,.0f}" + (f" of {total:,.0f}" if total else ""))
@@ -207,7 +209,8 @@ def _rows(settings: Recipe, name: str, *, is_run: bool, length: int, tokenizer: 
             words = "is read as a stream" if name == "train" else "has no validation rows"
             raise RecipeError(f"--data {name}: the run {words}; name a text")
         return held
-    return rows_of_text(settings.data, name, knob="--data", length=length, seed=settings.seed, tokenizer=tokenizer)
+    how: dict[str, Any] = {"length": length, "seed": settings.seed, "tokenizer": tokenizer}
+    return rows_of_text(settings.data, name, knob="--data", partial=True, **how)
 
 
 def _told(model: str, found: Found) -> dict[str, Any]:
@@ -254,7 +257,9 @@ def _value(value: Mapping[str, Any] | None, *, signed: bool = False) -> str:
 def _notes(made: Mapping[str, Any]) -> list[str]:
     told = []
     for name, result in made["texts"].items():
-        told.append(f"{name}: {result['tokens']:,} tokens in {result['rows']:,} rows")
+        left = f"; {result['left']:,} more rows were not read (--rows)" if result["left"] else ""
+        cut = f"; {result['truncated']:,} examples lost their end (--length)" if result["truncated"] else ""
+        told.append(f"{name}: {result['tokens']:,} tokens in {result['rows']:,} rows{left}{cut}")
     for name, result in made["tasks"].items():
         cut = f"; {result['truncated']:,} had no room for all of their context" if result["truncated"] else ""
         told.append(f"{name}: {result['rows']:,} rows{cut}")

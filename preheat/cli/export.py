@@ -84,9 +84,9 @@ def export(
             soft_wrap=True,
         )
     if made["note"]:
-        console().print(f"note: {made['note']}", soft_wrap=True, markup=False)
+        console().print(f"note: {made['note']}", soft_wrap=True)
 
 
 def _perplexity(made: dict[str, Any]) -> str:
     before, after = made["before"]["perplexity"], made["after"]["perplexity"]
-    return "" if before is None else f"; perplexity {before:.5g} before, {after:.5g} after"
+    return "" if before is None else f"; perplexity {before:.5g} before, {after:.5g} after, on {made['perplexity_of']}"

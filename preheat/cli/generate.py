@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from preheat.cli import writing
+from preheat.cli.screen import write_text
 from preheat.cli.show import Base, Json
 
 __all__ = ["generate"]
@@ -115,9 +116,9 @@ class _Screen:
         while parts := self.parts.pop(self.row, []):
             for text in parts:
                 if text is not None:
-                    print(writing.shown(text), end="", flush=True)
+                    write_text(text)
                 else:
-                    print(flush=True)
+                    write_text("\n")
                     self._next()
 
     def _next(self) -> None:
@@ -125,12 +126,12 @@ class _Screen:
         if self.row == len(self.prompts):
             return
         if self.row:
-            print("─" * 40)
+            write_text("─" * 40, "\n")
         prompt = self.prompts[self.row]
         if not self.chat:
-            print(writing.shown(prompt), end="", flush=True)
+            write_text(prompt)
         elif len(self.prompts) > 1:
-            print(writing.shown(_said(prompt)))
+            write_text(_said(prompt), "\n")
 
 
 def _said(prompt: Any) -> str:
@@ -148,12 +149,12 @@ def _beside(models: list[str], texts: list[list[dict[str, Any]]]) -> None:
     screen = console()
     for number, row in enumerate(zip(*texts, strict=True)):
         if number:
-            print("─" * 40)
-        print(writing.shown(_said(row[0]["prompt"])))
+            write_text("─" * 40, "\n")
+        write_text(_said(row[0]["prompt"]), "\n")
         if screen.is_terminal and screen.width >= 40 * len(models):
             table = Table(*[Column(Text(name, style="bold")) for name in models], box=None, pad_edge=False, expand=True)
-            table.add_row(*[Text(writing.shown(text["text"])) for text in row])
+            table.add_row(*[Text(text["text"]) for text in row])
             screen.print(table)
         else:
             for text in row:
-                print(f"[{text['model']}]{writing.shown(text['text'])}")
+                write_text(f"[{text['model']}]{text['text']}", "\n")

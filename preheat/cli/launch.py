@@ -7,22 +7,27 @@ from typing import Annotated, Literal
 
 import typer
 
+from preheat.cli.screen import say
 from preheat.cli.show import Json, RecipeArgument, Set
 from preheat.recipe import field_docs
+from preheat.run import require_own
 from preheat.training.jobs import Job
 from preheat.training.jobs.job import Kind
 
 __all__ = ["launch"]
 
 _HELP = field_docs(Job)
+_MARK = "# written by preheat launch"
+"""In each job: a file that has it may be replaced."""
 
 
 def launch(
     recipe: RecipeArgument,
-    to: Annotated[
+    scheduler: Annotated[
         Literal["slurm", "kubernetes", "skypilot", "ray"],
         typer.Option(
-            "--to", help="Who runs it: an sbatch script, Kubeflow manifests, a SkyPilot task, or an entry script for Ray."
+            "--scheduler",
+            help="Who runs it: an sbatch script, Kubeflow manifests, a SkyPilot task, or an entry script for Ray.",
         ),
     ],
     nodes: Annotated[int, typer.Option("--nodes", min=1, help=_HELP["nodes"])] = 1,
@@ -55,7 +60,7 @@ def launch(
 ) -> None:
     """Writes a recipe as a job for a cluster: rendezvous, restarts, environment, and a folder by which every start knows where to go on.
 
-    Example: `preheat launch demo --to slurm --nodes 2 --gpus-per-node 4 --time 4:00:00 --set techniques.fsdp={} -o demo.sbatch`
+    Example: `preheat launch demo --scheduler slurm --nodes 2 --gpus-per-node 4 --time 4:00:00 --set techniques.fsdp={} -o demo.sbatch`
     """
     from preheat import recipe as recipes
     from preheat.cli.show import console, emit
@@ -85,21 +90,24 @@ def launch(
         namespace=namespace,
         kind=kind,
     )
-    text = written(job, to)
+    text = written(job, scheduler)
+    first, line, rest = text.partition("\n") if text.startswith("#!") else ("", "", text)
+    text = f"{first}{line}{_MARK}\n{rest}"
     if output is not None:
+        require_own(output, [_MARK])
         try:
             output.write_text(text, encoding="utf-8")
         except OSError as error:
             raise RecipeError(
                 f"--output {output}: cannot be written ({error.strerror}); name a file in a folder that exists"
             ) from None
-    made = {"to": to, **job.described(), "path": str(output) if output else None}
+    made = {"scheduler": scheduler, **job.described(), "path": str(output) if output else None}
     if json:
-        emit(made | ({} if output else {"job": text}) | {"submit": submit(to, str(output)) if output else None})
+        emit(made | ({} if output else {"job": text}) | {"submit": submit(scheduler, str(output)) if output else None})
     elif output is None:
-        print(text, end="")
+        say(text, end="")
     else:
         mesh = " x ".join(f"{axis} {size}" for axis, size in made["mesh"].items()) or "1 device"
         screen = console()
         screen.print(f"{output}: {made['devices']} devices on {nodes} host{'s' if nodes > 1 else ''}, {mesh}", soft_wrap=True)
-        screen.print(f"submit it with: {submit(to, str(output))}", soft_wrap=True)
+        screen.print(f"submit it with: {submit(scheduler, str(output))}", soft_wrap=True)

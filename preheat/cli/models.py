@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import typer
 
+from preheat.cli.screen import say
 from preheat.cli.show import Json
 
 __all__ = ["app"]
@@ -57,7 +58,7 @@ def show(name: str, json: Json = False) -> None:
     for what, words in facts.items():
         table.add_row(what, words)
     console().print(table)
-    print(
+    say(
         f"\nplan it, without a download:\n  preheat plan {name} --gpu RTX-4090\n"
         f"train it:\n  model: {{path: {preset.chat}}}   # or a folder with its config.json and *.safetensors"
     )

@@ -52,8 +52,6 @@ def nettest(
     """
     import os
 
-    from rich.console import Console
-
     from preheat.cli.show import console, emit
     from preheat.errors import RecipeError, nearest
     from preheat.hardware import nettest as net
@@ -81,7 +79,7 @@ def nettest(
         budget=budget,
         timeout=timeout,
     )
-    with Console(stderr=True, quiet=json).status("starting") as status:
+    with console(error=True, quiet=json).status("starting") as status:
         made = net.nettest(
             task,
             processes=nproc,
@@ -154,6 +152,6 @@ def _shown(made: dict[str, Any]) -> list[RenderableType]:
     busy = sum(row["high"] > 2 * row["seconds"] for row in made["rows"])
     if busy:
         parts.append(
-            f"[yellow]note:[/yellow] {busy} of {len(made['rows'])} rows have times beyond twice their median: something else wanted the cores or the network; measure again when they are quiet"
+            f"note: {busy} of {len(made['rows'])} rows have times beyond twice their median: something else wanted the cores or the network; measure again when they are quiet"
         )
     return [*parts, against_words(made)]

@@ -56,20 +56,15 @@ def _energy(energy: Mapping[str, Any]) -> str:
 def _alternatives(made: Mapping[str, Any]) -> Any:
     from rich.table import Table
 
-    table = Table(
-        "techniques",
-        "memory",
-        "tokens/s",
-        *(["$ / M tokens"] if made["cost"] else []),
-        "beside the best",
-        box=None,
-        pad_edge=False,
-    )
-    for column in table.columns[1:-1]:
-        column.justify = "right"
+    # Numbers first, and never broken; the techniques take what is left of the line.
+    table = Table(box=None, pad_edge=False)
+    for title in ("memory", "tokens/s", *(["$ / M tokens"] if made["cost"] else [])):
+        table.add_column(title, justify="right", no_wrap=True)
+    table.add_column("beside the best", min_width=15)
+    table.add_column("techniques", min_width=25, overflow="fold")
     for a in made["alternatives"]:
         cost = [f"{a['cost']['million_tokens']:.3g}"] if made["cost"] else []
-        table.add_row(f"  {a['what']}", memory(a["peak_gib"]), rate(a["tokens_per_second"]), *cost, a["gives_up"])
+        table.add_row(memory(a["peak_gib"]), rate(a["tokens_per_second"]), *cost, a["gives_up"], a["what"])
     return table
 
 
@@ -88,25 +83,14 @@ def serving_picture(made: Mapping[str, Any]) -> Any:
     from rich.text import Text
 
     d = made["device"]
-    table = Table(
-        "weights in",
-        "cache in",
-        "weights",
-        f"KV cache of {made['length']:,} tokens",
-        "rows that fit",
-        "longest row",
-        "first token",
-        "tokens/s of one",
-        "of all",
-        box=None,
-        pad_edge=False,
-    )
-    for column in table.columns[2:]:
-        column.justify = "right"
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
+    titles = ("weights\nin", "cache\nin", "weights\ntake", "a row's\ncache", "rows\nthat fit", "longest\nrow", "first\ntoken", "tokens/s\nof one", "of all")  # fmt: skip
+    for number, title in enumerate(titles):
+        table.add_column(title, justify="right" if number > 1 else "left", vertical="bottom", no_wrap=True)
     for f in made["formats"]:
         first = f["seconds_to_first_token"]
         table.add_row(
-            f"  {f['weights']}",
+            f["weights"],
             f["cache"],
             memory(f["weights_gib"]),
             memory(f["cache_gib_per_row"]),
@@ -123,7 +107,9 @@ def serving_picture(made: Mapping[str, Any]) -> Any:
             f"{made['model']}: {made['parameters']:,} parameters, served on {many}{d['name']} of {memory(d['memory_gib'])}",
             style="bold",
         ),
-        Text(f"a token takes {made['cache_bytes_per_token'] / 1024:,.0f} KiB of cache; what each device holds:"),
+        Text(
+            f"a token takes {made['cache_bytes_per_token'] / 1024:,.0f} KiB of cache, a row has {made['length']:,} tokens; what each device holds:"
+        ),
         table,
         Text(
             f"at best: tokens/s are the memory's bandwidth over weights and caches, of one row and of all that fit{measured}; the first token comes when the "

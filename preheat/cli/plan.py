@@ -114,16 +114,15 @@ def plan(
 def finish(made: dict[str, Any], page: Any, asked: Question, *, out: Path | None, html: Path | None, json: bool) -> None:
     """Writes what was asked for, prints the rest."""
     from preheat.cli.picture import whole_picture
+    from preheat.cli.planned import recipe_text, write_recipe
     from preheat.cli.show import console, emit
 
     if out is not None:
-        from preheat.cli.planned import write_recipe
-
         write_recipe(made, asked, out)
     if html is not None:
         from preheat.report.plan_page import write_plan
 
-        write_plan({**made, "figures": page()}, html)
+        write_plan({**made, "figures": page(), "recipe_text": recipe_text(made, asked)}, html)
     if json:
         emit({**made, "absent": asked.absent} if asked.absent else made)
     else:
@@ -136,6 +135,6 @@ def finish(made: dict[str, Any], page: Any, asked: Question, *, out: Path | None
             )
         for path, words in ((out, "recipe"), (html, "page")):
             if path is not None:
-                screen.print(f"{words}: {path}")
+                screen.print(f"{words}: {path}", soft_wrap=True)
     if not made["fits"]:
         raise typer.Exit(3)

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from preheat.cli.screen import passing
+
 if TYPE_CHECKING:
     from preheat.training.asked import Question
 
-__all__ = ["budget", "searched", "served", "stated", "write_recipe"]
+__all__ = ["budget", "recipe_text", "searched", "served", "stated", "write_recipe"]
 
 _SECONDS = {1: 8.0, 64: 50.0}  # for trying, by the number of devices up to which
 _MANY = 60.0
@@ -81,12 +82,7 @@ def searched(
 
     def tell(words: str) -> None:
         if not quiet:
-            print(
-                f"\r\x1b[2K{words[:100]}" if sys.stderr.isatty() else words,
-                end="" if sys.stderr.isatty() else "\n",
-                file=sys.stderr,
-                flush=True,
-            )
+            passing(words)
 
     def found_of(asked: Question, **how: Any) -> Any:
         space = Space(asked.recipe, vocabulary_of(asked.recipe), device, devices, allow, per_host)  # type: ignore[arg-type]
@@ -96,8 +92,8 @@ def searched(
 
     with crew():
         found = found_of(question)
-        if sys.stderr.isatty() and not quiet:
-            print("\r\x1b[2K", end="", file=sys.stderr, flush=True)
+        if not quiet:
+            passing()
         made = explain(found, devices=devices, price=price)
         if not made["fits"]:
             for name, other in others.items():
@@ -122,19 +118,26 @@ def searched(
     return made, page
 
 
-def write_recipe(made: Mapping[str, Any], question: Question, path: Path) -> None:
-    """The chosen recipe as YAML; a model by its name gets the checkpoint to train from.
-
-    Raises:
-        RunError: it cannot be written.
-    """
-    from preheat.recipe.text import write
-    from preheat.run import write_asked
+def recipe_text(made: Mapping[str, Any], question: Question) -> str:
+    """The chosen recipe as YAML; a model by its name gets the checkpoint to train from."""
+    from preheat.recipe.brief import brief
 
     values = dict(made["recipe"])
     if question.checkpoint and values["model"]["path"] is None and values["model"]["weights"] != "random":
         values["model"] = {**values["model"], "path": question.checkpoint}
-    write_asked(path, write(values))
+    return brief(values)
+
+
+def write_recipe(made: Mapping[str, Any], question: Question, path: Path) -> None:
+    """Writes the chosen recipe.
+
+    Raises:
+        RunError: it cannot be written, or another file stands there.
+    """
+    from preheat.run import write_asked
+
+    mark = "# written by preheat plan"
+    write_asked(path, f"{mark}\n{recipe_text(made, question)}", marks=[mark])
 
 
 def served(question: Question, gpu: str | None, devices: int, json: bool) -> None:

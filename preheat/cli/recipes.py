@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from preheat.cli.screen import say
 from preheat.cli.show import Json
 
 __all__ = ["app", "init"]
@@ -54,7 +55,7 @@ def recipes(context: typer.Context, json: Json = False) -> None:
 @app.command("show")
 def show(name: str) -> None:
     """Prints a built-in recipe with its comments. Example: `preheat recipes show demo`"""
-    print(_find(name).read_text(encoding="utf-8"), end="")
+    say(_find(name).read_text(encoding="utf-8"), end="")
 
 
 @app.command("schema")
@@ -64,12 +65,12 @@ def schema() -> None:
 
     from preheat.recipe import json_schema
 
-    print(text.dumps(json_schema(), indent=1))
+    say(text.dumps(json_schema(), indent=1, allow_nan=False))
 
 
 def init(
     name: Annotated[str, typer.Argument(metavar="NAME", help="A built-in recipe.")],
-    to: Annotated[Path | None, typer.Option("--to", help="The file to write; NAME.yaml when not given.")] = None,
+    out: Annotated[Path | None, typer.Option("--out", help="The file to write; NAME.yaml when not given.")] = None,
 ) -> None:
     """Copies a built-in recipe for you to edit, with comments that say what each line does.
 
@@ -77,13 +78,13 @@ def init(
     """
     from preheat.errors import RecipeError
 
-    source, target = _find(name), to or Path(f"{name}.yaml")
+    source, target = _find(name), out or Path(f"{name}.yaml")
     if target.exists():
-        raise RecipeError(f"{target}: stands there already; name another file with --to")
+        raise RecipeError(f"{target}: stands there already; name another file with --out")
     try:
         target.write_text(source.read_text(encoding="utf-8"), encoding="utf-8")
     except OSError as error:
         raise RecipeError(f"{target}: cannot be written ({error.strerror})") from None
     chain = source.parent.name == "chains"
     then = f"preheat compress RUN --recipe {target}" if chain else f"preheat plan {target}, then preheat train {target}"
-    print(f"wrote {target}; next: {then}")
+    say(f"wrote {target}; next: {then}")

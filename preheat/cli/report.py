@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from preheat.cli.screen import say
+
 __all__ = ["report"]
 
 
@@ -27,7 +29,7 @@ def report(
         from json import dumps
 
         rows = [{"run": str(run), "report": str(page), "data": str(page.with_name("report.json"))} for run, page in written]
-        print(dumps({"reports": rows}))
+        say(dumps({"reports": rows}))
         return
     for _, page in written:
-        print(page)
+        say(page)

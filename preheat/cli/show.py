@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import math
-import sys
 import time
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
-from preheat.run import strict
+from preheat.cli.screen import bar, console, say
+from preheat.run import to_json
 from preheat.training.watch import Watch
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 __all__ = ["Alarms", "Json", "Live", "RecipeArgument", "Set", "console", "duration", "emit", "gflops", "picture", "rate"]
 
@@ -28,20 +24,17 @@ Set = Annotated[
         "--set", metavar="KEY=VALUE", help="Override a key of the recipe, e.g. --set batch.size=64. May stand several times."
     ),
 ]
-Base = Annotated[str | None, typer.Option("--base", help="The base of an adapter's folder, where it names another place.")]
+Base = Annotated[
+    str | None,
+    typer.Option("--base", help="The base of an adapter or a run, where it is no longer at the place that these name."),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
-
-
-def console() -> Console:
-    from rich.console import Console
-
-    return Console(stderr=False, highlight=False)
 
 
 def emit(value: Any) -> None:
     """One JSON object on standard output; NaN becomes null."""
 
-    print(json.dumps(strict(value)))
+    say(to_json(value))
 
 
 def rate(value: float | None) -> str:
@@ -98,7 +91,7 @@ def picture(plan: Mapping[str, Any], name: str) -> Any:
     from rich.table import Table
     from rich.text import Text
 
-    from preheat.planning.found import in_pieces
+    from preheat.planning.found import falls_short, in_pieces
 
     peak, has = plan["peak_gib"], plan["available_gib"]
     bars = Table.grid(padding=(0, 2))
@@ -107,7 +100,7 @@ def picture(plan: Mapping[str, Any], name: str) -> Any:
     for category, gib in plan["memory"].items():
         bars.add_row(f"  {category}", Text(memory(gib), justify="right"), Text("█" * round(gib * scale) or "▏", style="cyan"))
     total = Text(
-        f"{peak / has:.1%} of the {memory(has)} of {plan['device']['name']}",
+        f"{f'{peak / has:.1%} of the {memory(has)} left' if has * 1024 >= 1 else 'nothing is left'} of {plan['device']['name']}",
         style="green" if plan["fits"] else "red",
     )
     bars.add_row("  peak", Text(memory(peak), justify="right", style="bold"), total)
@@ -124,11 +117,7 @@ def picture(plan: Mapping[str, Any], name: str) -> Any:
         speed.add_row("  to finish", f"{duration(plan['seconds_total'])} for {plan['steps']:,} steps")
     p = plan["parameters"]
     head = Text(f"{name}: {p['total']:,} parameters, {p['trained']:,} trained, on {plan['device']['name']}", style="bold")
-    verdict = (
-        Text("fits", style="bold green")
-        if plan["fits"]
-        else Text(f"does not fit: needs {memory(peak)}, has {memory(has)}", style="bold red")
-    )
+    verdict = Text("fits", style="bold green") if plan["fits"] else Text(falls_short(plan), style="bold red")
     if abs(plan.get("pace", 1.0) - 1) > 0.02:
         speed.add_row("  ", f"{plan['pace']:.2f} times as long as by the measured rates, as the last runs here took")
     parts: list[Any] = [head, Text(f"memory at its peak (in {plan['peak_phase']})"), bars]
@@ -176,24 +165,17 @@ class Alarms(Watch):
     """Only what must be seen."""
 
     def alarm(self, words: str) -> None:
-        print(words, file=sys.stderr, flush=True)
+        say(words, error=True)
 
 
 class Live(Alarms):
     """A run on the terminal: stages, a progress bar with loss, speed, MFU, memory and time left, and what is noteworthy."""
 
-    def __init__(self, screen: Console, name: str):
-        from rich.progress import BarColumn, Progress, TextColumn
+    def __init__(self, screen: Any, name: str):
+        from rich.progress import BarColumn
 
         self.screen, self.name = screen, name
-        self._bar = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=24),
-            TextColumn("{task.fields[words]}"),
-            console=screen,
-            transient=True,
-            auto_refresh=False,
-        )
+        self._bar = bar(screen, "{task.description}", BarColumn(bar_width=24), "{task.fields[words]}", auto_refresh=False)
         self._task: Any = None
         self._drawn = 0.0
         self._stage = ""
@@ -249,4 +231,4 @@ class Live(Alarms):
         self.screen.print(f"step {step:,}: validation loss {loss:.4f}{words}")
 
     def notice(self, words: str) -> None:
-        self.screen.print(f"[yellow]note:[/yellow] {words}", soft_wrap=True)
+        self.screen.note(words)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import typer
 
+from preheat.cli.screen import say
 from preheat.cli.show import Json
 
 __all__ = ["app"]
@@ -41,10 +42,13 @@ def techniques(context: typer.Context, json: Json = False) -> None:
         return
     from rich.table import Table
 
-    table = Table("technique", "stage", "numerics", "what", box=None, pad_edge=False)
+    screen = console()
+    wide = screen.width >= 100
+    table = Table("technique", *(["stage"] if wide else []), "numerics", "what", box=None, pad_edge=False)
     for name, cls in found.items():
-        table.add_row(name, cls.stage.name.lower(), cls.numerics, _document(cls).split("\n")[0].partition(": ")[2])
-    console().print(table)
+        stage = [cls.stage.name.lower()] if wide else []
+        table.add_row(name, *stage, cls.numerics, _document(cls).split("\n")[0].partition(": ")[2])
+    screen.print(table)
 
 
 @app.command("show")
@@ -60,10 +64,10 @@ def show(name: str) -> None:
     if name not in found:
         raise RecipeError(f"{name}: no such technique; {nearest(name, list(found))}")
     cls = found[name]
-    print(_document(cls))
+    say(_document(cls))
     docs = field_docs(cls)
-    print("settings:" if dataclasses.fields(cls) else "no settings")
+    say("settings:" if dataclasses.fields(cls) else "no settings")
     for f in dataclasses.fields(cls):
         default = f.default if f.default_factory is dataclasses.MISSING else f.default_factory()
-        print(f"  {f.name}: {default!r}  # {docs.get(f.name, '')}")
-    print(f"\nin a recipe:\n  techniques:\n    {name}: {{}}")
+        say(f"  {f.name}: {default!r}  # {docs.get(f.name, '')}")
+    say(f"\nin a recipe:\n  techniques:\n    {name}: {{}}")

@@ -3,21 +3,35 @@
 from __future__ import annotations
 
 import os
+import shlex
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from preheat.cli.screen import say
 from preheat.cli.show import Json, RecipeArgument, Set
+from preheat.hardware.interrupts import Interrupted
+from preheat.training.launch import LAUNCHED
+from preheat.training.signals import under_agent
 
 if TYPE_CHECKING:
     from preheat.recipe import Recipe
 
-__all__ = ["run", "train"]
+__all__ = ["resuming", "run", "train"]
 
 
-def run(recipe: Recipe, *, out: Path | None, resume: bool, force: bool, json: bool) -> dict[str, Any]:
-    """Trains, writes the report, and shows predicted beside measured (or prints the JSON object)."""
+def run(recipe: Recipe, *, out: Path | None, resume: bool, force: bool, json: bool, again: Sequence[str]) -> dict[str, Any]:
+    """Trains, writes the report, and shows predicted beside measured (or prints the JSON object).
+
+    Args:
+        again: arguments of the command that the user typed; a run that a signal ended is gone on with by them.
+
+    Raises:
+        typer.Exit: a signal ended the run, after it was saved.
+    """
     from contextlib import nullcontext
 
     from preheat import report as reports
@@ -27,17 +41,68 @@ def run(recipe: Recipe, *, out: Path | None, resume: bool, force: bool, json: bo
     screen = console()
     lead = int(os.environ.get("RANK", "0")) == 0  # of several processes the first shows and reports
     live = Live(screen, recipe.name) if lead and not json else nullcontext(Alarms())
-    with live as watch:
+    folder = out or Path("runs") / recipe.name
+    with live as watch, _going_on(folder, again):
         made = start(recipe, out=out, resume=resume, force=force, watch=watch)
-    if not lead:
+    if made.get("already_finished"):
+        if json and lead:
+            emit(made)
+        elif lead:
+            screen.print(_finished(made), soft_wrap=True)
         return made
-    page = reports.write(made["run"])
-    made["report"] = str(page)
-    if json:
-        emit(made)
-    else:
-        screen.print(_summary(made))
+    code = _exit_code(made["stopped"])
+    if lead:
+        page = reports.write(made["run"])
+        made["report"] = str(page)
+        if code and LAUNCHED not in os.environ:
+            made["resume"] = resuming(again, folder)
+        if json:
+            emit(made)
+        else:
+            screen.print(_summary(made))
+            if "resume" in made:
+                say(f"to go on: {made['resume']}")
+    if code:
+        raise typer.Exit(code)
     return made
+
+
+def _exit_code(stopped: str | None) -> int:
+    """Of a run that a signal ended after it was saved. Under torchrun or in a job 0: a process that failed would be started again."""
+    import signal
+
+    known = {number.name: int(number) for number in signal.Signals}
+    return 128 + known[stopped] if stopped in known and (LAUNCHED in os.environ or not under_agent()) else 0
+
+
+def resuming(arguments: Sequence[str], folder: Path) -> str:
+    """The command that goes on with a run, as a shell reads it: what the user typed, with the run's folder and --resume."""
+    left, rest = [], iter(arguments)
+    for part in rest:
+        if part == "--out":
+            next(rest, None)
+        elif part not in ("--resume", "--auto-resume") and not part.startswith("--out="):
+            left.append(part)
+    return shlex.join(["preheat", *left, "--out", str(folder), "--resume"])
+
+
+def _finished(made: dict[str, Any]) -> Any:
+    from rich.text import Text
+
+    return Text(
+        f"{made['run']}: has finished already, at step {made['steps']:,}; nothing was written. "
+        f"To go on longer, resume it with a later end: --set stop.steps={2 * made['steps']}"
+    )
+
+
+@contextmanager
+def _going_on(folder: Path, arguments: Sequence[str]) -> Iterator[None]:
+    """Names the command that goes on with the run, if one stands in the folder when a signal ends it."""
+    try:
+        yield
+    except Interrupted as signal:
+        begun = (folder / "recipe.yaml").exists()
+        raise Interrupted(signal.number, resuming(arguments, folder) if begun else None) from None
 
 
 def _summary(made: dict[str, Any]) -> Any:
@@ -93,7 +158,23 @@ def _dry_run(
     finish(made, page, question, out=None, html=None, json=json)
 
 
+def _launch(command: list[str], folder: Path, *, nproc: int, restarts: int, json: bool, typed: Sequence[str]) -> None:
+    """Trains in several processes, and exits as they did."""
+    from preheat.cli.show import Alarms, emit
+    from preheat.training.launch import start
+    from preheat.training.rungs import pending
+
+    with _going_on(folder, typed):
+        ended = start(command, processes=nproc, restarts=restarts, again=lambda: bool(pending(folder)), say=Alarms().alarm)
+        if ended.signal is not None and not (json and ended.result):
+            raise Interrupted(ended.signal)
+    if json and ended.result:
+        emit(ended.result | ({"resume": resuming(typed, folder)} if ended.signal is not None else {}))
+    raise typer.Exit(ended.code)
+
+
 def train(
+    context: typer.Context,
     recipe: RecipeArgument,
     set: Set = None,
     out: Annotated[Path | None, typer.Option("--out", help="The run's folder; runs/NAME when not given.")] = None,
@@ -146,13 +227,11 @@ def train(
     read = recipes.load(recipe, set or [])
     folder = out or Path("runs") / read.name
     if nproc > 1 and "RANK" not in os.environ:
-        from preheat.training.launch import start
-        from preheat.training.rungs import pending
-
         command = ["train", recipe, *(part for item in set or [] for part in ("--set", item))]
         command += ["--out", str(out)] if out else []
         command += ["--auto-resume"] if auto_resume or restarts else ["--resume"] if resume else []
         command += [flag for flag, on in (("--force", force), ("--json", json)) if on]
-        raise typer.Exit(start(command, processes=nproc, restarts=restarts, again=lambda: bool(pending(folder))))
+        _launch(command, folder, nproc=nproc, restarts=restarts, json=json, typed=context.obj)
+        return
     resume = resume or (auto_resume and (folder / "recipe.yaml").exists())
-    run(read, out=out, resume=resume, force=force, json=json)
+    run(read, out=out, resume=resume, force=force, json=json, again=context.obj)

@@ -102,7 +102,7 @@ def try_(
     for words in made["words"]:
         screen.print(f"- {words}", soft_wrap=True)
     for words in made["notes"]:
-        screen.print(f"[yellow]note:[/yellow] {words}", soft_wrap=True)
+        screen.note(words)
 
 
 def _table(made: dict[str, Any]) -> Any:

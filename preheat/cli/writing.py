@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from preheat.cli.screen import console
 from preheat.recipe import Sample, field_docs
 
 if TYPE_CHECKING:
@@ -31,7 +31,6 @@ __all__ = [
     "choose_template",
     "note",
     "sampling",
-    "shown",
 ]
 
 HELP = field_docs(Sample)
@@ -142,12 +141,4 @@ class Watched:
 
 def note(words: str) -> None:
     """Told beside the text, on standard error."""
-    dim = ("\x1b[2m", "\x1b[0m") if sys.stderr.isatty() else ("", "")
-    print(f"{dim[0]}{words}{dim[1]}", file=sys.stderr, flush=True)
-
-
-def shown(text: str) -> str:
-    """Text for standard output: on a terminal, control characters are shown and not obeyed."""
-    from preheat.text import clean
-
-    return clean(text) if sys.stdout.isatty() else text
+    console(error=True).print(words, style="dim", soft_wrap=True)

@@ -6,13 +6,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from preheat.compress.front_matter import front_matter
+
 if TYPE_CHECKING:
     from preheat.compress.texts import Texts
 
 __all__ = ["write"]
 
 
-def write(made: Mapping[str, Any], *, source: str, texts: Texts, reads: bool) -> str:
+def write(made: Mapping[str, Any], *, source: str, texts: Texts, reads: bool, quantized: bool) -> str:
     """A card in Markdown.
 
     Args:
@@ -20,6 +22,7 @@ def write(made: Mapping[str, Any], *, source: str, texts: Texts, reads: bool) ->
         source: what was compressed.
         texts: calibration and held-out rows.
         reads: whether the method looked at them.
+        quantized: whether weights are in a form that preheat alone reads.
     """
     from importlib.metadata import version
 
@@ -30,10 +33,9 @@ def write(made: Mapping[str, Any], *, source: str, texts: Texts, reads: bool) ->
     rows = texts.calibration
     looked = f"{len(rows)} rows of {rows[0].shape[1]} tokens" if reads else "not looked at by this method"
     ratio = after["decode_tokens_per_second"] / before["decode_tokens_per_second"]
-    return f"""---
-library_name: preheat
-tags: [preheat, compressed, {made["method"]}]
----
+    library = "preheat" if quantized else "transformers"
+    front = front_matter(source, library=library, pipeline="text-generation", tags=("compressed", made["method"]))
+    return f"""{front.yaml}
 
 # {Path(source).name}, compressed by {made["method"]}
 
@@ -56,5 +58,5 @@ Times are medians of turns taken alternately with the same model in bf16, by tra
 wrote this. Logits differ by at most {made["max_logit_difference"]:.3g} (largest {made["largest_logit"]:.3g}), and the likeliest token is the
 same at {made["top_1_agreement"]:.1%} of the places. What was written was opened again and gave the very logits that it gave in memory.
 
-Use: `preheat generate FOLDER --prompt "…"`, `preheat eval FOLDER --data TEXT`. Written by preheat {version("preheat")}.
+Use: `preheat generate FOLDER --prompt "…"`, `preheat eval FOLDER --data TEXT`. Written by preheat {version("preheat")}. {front.left_out}
 """

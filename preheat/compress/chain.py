@@ -24,15 +24,19 @@ from typing import Annotated, Any
 from preheat import recipe as recipes
 from preheat.compress import compressing
 from preheat.compress.compressing import Variant
-from preheat.compress.export import formats, huggingface, shared
+from preheat.compress.export import formats, huggingface
 from preheat.compress.measuring import Before
+from preheat.compress.new_folder import require_new
 from preheat.compress.texts import Texts, find_texts
+from preheat.compress.unfinished import unfinished
 from preheat.engine.build import alone, peak_learning_rate, techniques_of
-from preheat.errors import PreheatError, RecipeError, nearest
+from preheat.errors import PreheatError, RecipeError, RunError, nearest
 from preheat.models.adapter import require_decoder_only
 from preheat.recipe import Bound, Model, Recipe, Sample, Stop
 from preheat.recipe.boundary import RecipeReader
+from preheat.recipe.parts import folder_name_problem
 from preheat.recipe.text import read
+from preheat.run import to_json, write_asked
 from preheat.technique import Slot, Stage, Tag, Technique, clashes_of
 from preheat.training.opened import open_model
 from preheat.training.session import plan_here
@@ -114,8 +118,11 @@ def load_chain(path: str | Path) -> Chain:
         places.append(f"{path}:{lines[at]}: chain.{n}")
         if step is not None:
             reader.techniques(step.techniques, (*at, "techniques"))
+    name = str(values.get("name", file.stem))
+    if "name" in values and (words := folder_name_problem(name)):
+        reader.say(("name",), f"name: {words}")
     reader.refuse()
-    return Chain(str(values.get("name", file.stem)), tuple(steps), tuple(places))
+    return Chain(name, tuple(steps), tuple(places))
 
 
 @dataclass
@@ -150,6 +157,7 @@ def run_chain(
     data: str | None = None,
     measured: int = 64,
     turns: int = 5,
+    page: compressing.Page = lambda folder: None,
     say: Callable[[str], None] = lambda words: None,
 ) -> dict[str, Any]:
     """Runs a chain on a trained model; `out` and what each step wrote stay where a later one fails.
@@ -159,6 +167,7 @@ def run_chain(
         data: a text to calibrate, train and measure with.
         measured: held-out rows, at most.
         turns: of the timing.
+        page: given the folder with its compress.json, to put a page there.
         say: told what is being done.
 
     Returns:
@@ -168,11 +177,11 @@ def run_chain(
         RecipeError, DataError, RunError: before the first step where that can be known.
     """
     out = Path(out)
-    shared.must_be_new(out)
+    require_new(out, source)
     methods = _methods(chain)
     opened = open_model(source)
     require_decoder_only(opened.build.trained[0], "preheat compress")  # type: ignore[arg-type]
-    ran = opened.step is not None
+    ran, step_of_source = opened.step is not None, opened.step
     if not ran and data is None:
         raise RecipeError("--data: is needed with a model's folder: name the text to calibrate, train and measure with")
     recipe = replace(alone(opened.recipe), data=replace(opened.recipe.data, tokenizer=opened.tokenizer_folder))
@@ -185,9 +194,8 @@ def run_chain(
     tokens = (opened.step or 0) * recipe.batch.size * recipe.batch.length
     state = _State(start, recipe, texts, start, out, tokens or None, peak_learning_rate(opened.build))
     _require_possible(chain, state, opened.build.device.kind)
-    out.mkdir(parents=True)
     say("writing the model that it begins with")
-    huggingface.write(source, start)
+    huggingface.write(source, start)  # makes the folder, or leaves nothing
     if chain.steps[0].train is not None:
         try:
             with said_of(chain.places[0]):
@@ -219,8 +227,9 @@ def run_chain(
     say("timing")
     before.time(found, models, turns=turns)
     made = compressing.summed(state.place, found, (found[-1]["name"], "the last step of the chain"), str(source), texts)
-    made |= {"said": state.said, "exports": state.exports}
-    (out / "compress.json").write_text(json.dumps(made, indent=1), encoding="utf-8")
+    made |= {"said": [*filter(None, [unfinished(source, step_of_source)]), *state.said], "exports": state.exports}
+    write_asked(out / "compress.json", to_json(made, indent=1), fix="free some room; the steps' folders are whole")
+    page(out)
     return made
 
 
@@ -235,6 +244,7 @@ def _methods(chain: Chain) -> dict[int, Variant]:
                 found[number] = compressing.made_of(step.compress, step.settings)
             if step.export is not None:
                 formats.place_of(Path(), step.export, step.settings.get("dtype"))
+                formats.require_settings(step.export, step.settings)
                 if strange := sorted(step.settings.keys() - {"dtype", "tolerance", "length"}):
                     raise RecipeError(f"export to {step.export} has no setting '{strange[0]}'; it has dtype, tolerance, length")
     return found
@@ -299,7 +309,12 @@ def _trained(step: Step, state: _State, out: Path) -> str:
 
     recipe, left = _possible(step, state, plan_here)
     state.said += [f"{name} was left out: {why}" for name, why in left.items()]
-    made = train(recipe, out=out)
+    made = train(recipe, out=out, progress=False)
+    if made["stopped"]:
+        raise RunError(
+            f"{out}: its training was ended by {made['stopped']} at step {made['steps']:,}, so the chain ends here; preheat train "
+            f"{out}/recipe.yaml --out {out} --resume goes on with that step"
+        )
     names = ", ".join(name for name in step.techniques if name not in left)
     return f"trained {made['steps']} steps with {names or 'no further technique'}; loss {made['validation_loss']:.4f}"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import json
+import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,15 +16,20 @@ from preheat.compress.calibrate import require_rows
 from preheat.compress.export import shared
 from preheat.compress.measuring import Before, held_logits
 from preheat.compress.method import Method, methods
+from preheat.compress.new_folder import NewFolder, require_new
 from preheat.compress.texts import Texts, find_texts
+from preheat.compress.unfinished import unfinished
 from preheat.errors import RecipeError, RunError, nearest
 from preheat.models.adapter import require_decoder_only
 from preheat.recipe.boundary import RecipeReader
+from preheat.run import Reader, to_json
+from preheat.text import quoted, shorten
 from preheat.training.opened import Opened, open_model
 
-__all__ = ["Variant", "compress", "made_of", "read_variant", "summed", "trained_for"]
+__all__ = ["Variant", "compress", "made_of", "read_variant", "read_variants", "summed", "trained_for"]
 
 Say = Callable[[str], None]
+Page = Callable[[Path], object]
 
 
 @dataclass(frozen=True)
@@ -35,27 +40,69 @@ class Variant:
     method: Method
 
 
-def read_variant(text: str, overrides: Sequence[str] = ()) -> Variant:
-    """A method from `NAME[,key=value...]` and further `key=value`s; a list is written key=[a, b].
+def read_variants(texts: Sequence[str], bits: float | None, overrides: Sequence[str]) -> list[Variant]:
+    """Methods, a budget of bits besides, and settings that go to every method that has them.
+
+    Args:
+        texts: `NAME[,key=value...]` each.
+        bits: of the method bit_budget; None: it is not asked for.
+        overrides: `key=value`, or `NAME.key=value` for that method alone.
 
     Raises:
-        RecipeError: no such method or setting, or a value that it cannot have.
+        RecipeError: no such method or setting, a value that it cannot have, or a setting that no chosen method has.
+
+    Example:
+        >>> [v.method.group for v in read_variants(["int4", "awq"], None, ["awq.group=64"])]
+        ['auto', 64]
+    """
+    split = [_parsed(text) for text in texts]
+    if bits is not None:
+        split.append(("bit_budget", {"bits": bits}))
+    known = methods()
+    keys = {name: [field.name for field in dataclasses.fields(known[name])] for name, _ in split if name in known}
+    for item in overrides if keys else ():
+        key, value = _setting(item, f"--set {item}")
+        owner, _, own = key.rpartition(".")
+        if owner and owner not in keys:
+            raise RecipeError(
+                f"--set {shorten(item)}: {quoted(owner, 40)} is none of the chosen methods; {nearest(owner, list(keys))}"
+            )
+        having = [name for name in keys if own in keys[name] and owner in ("", name)]
+        if not having:
+            known_keys = sorted({key for name in keys for key in keys[name] if owner in ("", name)})
+            of = owner or ", ".join(keys)
+            raise RecipeError(f"--set {shorten(item)}: {of}: no setting {quoted(own, 40)} there; {nearest(own, known_keys)}")
+        for name, values in split:
+            if name in having:
+                values[own] = value
+    return [made_of(name, values) for name, values in split]
+
+
+def read_variant(text: str, overrides: Sequence[str] = ()) -> Variant:
+    """One method from `NAME[,key=value...]` and further `key=value`s; a list is written key=[a, b].
+
+    Raises:
+        RecipeError: as `read_variants`.
 
     Example:
         >>> read_variant("int4,group=64").method.group
         64
     """
-    from preheat.recipe.text import compose
-    from preheat.text import shorten
+    return read_variants([text], None, overrides)[0]
 
+
+def _parsed(text: str) -> tuple[str, dict[str, Any]]:
     name, *pairs = re.split(r",(?![^\[]*\])", text)  # not at those inside a list
-    values: dict[str, Any] = {}
-    for pair in (*pairs, *overrides):
-        key, equals, raw = pair.partition("=")
-        if not equals:
-            raise RecipeError(f"--method {text}: write settings as key=value, e.g. --method int4,group=64")
-        values[key.strip()] = compose(raw, f"--set {shorten(pair)}", numbered=False)[0]
-    return made_of(name, values)
+    return name, dict(_setting(pair, f"--method {text}") for pair in pairs)
+
+
+def _setting(pair: str, where: str) -> tuple[str, Any]:
+    from preheat.recipe.text import compose
+
+    key, equals, raw = pair.partition("=")
+    if not equals:
+        raise RecipeError(f"{shorten(where)}: write settings as key=value, e.g. --method int4,group=64 or --set group=64")
+    return key.strip(), compose(raw, f"--set {shorten(pair)}", numbered=False)[0]
 
 
 def made_of(name: str, values: Mapping[str, Any]) -> Variant:
@@ -66,7 +113,7 @@ def made_of(name: str, values: Mapping[str, Any]) -> Variant:
     """
     known = methods()
     if name not in known:
-        raise RecipeError(f"--method {name}: no such method; {nearest(name, list(known))}")
+        raise RecipeError(f"--method {shorten(name)}: no such method; {nearest(name, list(known))}")
     reader = RecipeReader("--method", {})
     method = reader.flat(known[name], values, (name,))
     reader.refuse()
@@ -83,7 +130,9 @@ def trained_for(source: str | Path) -> list[Variant]:
     from preheat import recipe as recipes
 
     file = Path(source) / "recipe.yaml"
-    technique: Any = recipes.load(file).techniques.get("quantization_aware") if file.is_file() else None
+    if not file.is_file():
+        return []
+    technique: Any = recipes.parse(Reader(source).recipe_text, where=str(file)).techniques.get("quantization_aware")
     if technique is None:
         return []
     return [Variant("int4", methods()["int4"](**dataclasses.asdict(technique)))]
@@ -101,6 +150,8 @@ def compress(
     measured: int = 64,
     within: float = 0.02,
     turns: int = 5,
+    notes: Sequence[str] = (),
+    page: Page = lambda folder: None,
     say: Say = lambda words: None,
 ) -> dict[str, Any]:
     """Compresses a model by each of the variants, from its weights in fp32 with adapters merged.
@@ -117,17 +168,19 @@ def compress(
         measured: held-out rows, at most.
         within: the variant that is chosen is the smallest whose perplexity is higher by this share at most.
         turns: of the timing.
+        notes: what is to be said beside what is found here.
+        page: given the folder with its compress.json before it takes its name, to put a page there.
         say: told what is being done.
 
     Returns:
-        {path, bytes, before, after, max_logit_difference, chosen, variants: [...]}; the first of the chosen variant. `bytes` is the size
+        {path, bytes, before, after, max_logit_difference, chosen, variants: [...], said: [what there is to know]}; the first of the chosen variant. `bytes` is the size
         of its files of weights; `before` and `after` have the bytes of weights with what is not quantized in bf16.
 
     Raises:
         RecipeError, DataError, RunError: see the methods; `out` stands already; the folder does not give what was compressed.
     """
     out = Path(out)
-    shared.must_be_new(out)
+    require_new(out, source)
     if not variants:
         raise RecipeError(f"--method: none is named; {', '.join(methods())}")
     if len({v.name for v in variants}) < len(variants):
@@ -142,7 +195,7 @@ def compress(
     say("measuring the model as it is")
     before = Before.of(opened, texts, measured=measured)
     found, timed = [], {"before": before.plain}
-    with shared.beside(out) as beside:
+    with NewFolder(out) as beside:
         places = [beside if len(variants) == 1 else beside / variant.name for variant in variants]
         for variant, place in zip(variants, places, strict=True):
             place.mkdir(exist_ok=True)
@@ -151,11 +204,16 @@ def compress(
         say("timing")
         before.time(found, timed, turns=turns)
         for told, variant, place in zip(found, variants, places, strict=True):
-            text = card.write(told, source=str(source), texts=texts, reads=variant.method.reads_rows)
+            text = card.write(
+                told, source=str(source), texts=texts, reads=variant.method.reads_rows, quantized=told["quantized"]
+            )
             (place / "README.md").write_text(text, encoding="utf-8")
         choice = _chosen(found, within)
         made = summed(out if len(found) == 1 else out / choice[0], found, choice, str(source), texts)
-        (beside / "compress.json").write_text(json.dumps(made, indent=1), encoding="utf-8")
+        words = [unfinished(source, opened.step), *(note for told in found for note in told["notes"]), *notes]
+        made["said"] = list(dict.fromkeys(filter(None, words)))
+        (beside / "compress.json").write_text(to_json(made, indent=1), encoding="utf-8")
+        page(beside)
     return made
 
 
@@ -187,11 +245,15 @@ def _require(opened: Opened, variants: Sequence[Variant], source: Any) -> None:
 
 def _one(variant: Variant, opened: Opened, before: Before, place: Path, say: Say) -> tuple[dict[str, Any], Any]:
     """One variant applied, written, opened again, compared and measured: what is told of it, and the model, to be timed."""
+    from preheat.ops.quantized_folder import quantized_modules
+
     name, method = variant.name, variant.method
     say(f"{name}: compressing")
     model: Any = copy.deepcopy(opened.build.trained[0])
     change = method.apply(model, before.texts.calibration if method.reads_rows else [])
-    folder.write_model(model, opened.tokenizer, place, method=name, base=opened.build.weights.folder, dtype=before.dtype)
+    notes = folder.write_model(model, opened, place, method=name, dtype=before.dtype)
+    for words in shared.code_in(place):
+        logging.getLogger("preheat.compress").warning("%s: %s", name, words)
     held = held_logits(model, opened)
     del model
     say(f"{name}: opening what was written")
@@ -202,11 +264,14 @@ def _one(variant: Variant, opened: Opened, before: Before, place: Path, say: Say
         )
     say(f"{name}: measuring")
     told, timed = before.against(again)
+    quantized = bool(quantized_modules(again.build.trained[0]))
     told = {
         "name": name,
         "method": method.name(),
         "settings": dataclasses.asdict(method),
         "what": change.what,
+        "notes": notes,
+        "quantized": quantized,
         "bytes": sum(p.stat().st_size for p in place.glob("*.safetensors")),
         **told,
     }

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+if TYPE_CHECKING:
+    from preheat.training.opened import Opened
 
 __all__ = ["finish", "write_model"]
 
@@ -22,18 +25,22 @@ def finish(model: Any) -> bool:
     return found
 
 
-def write_model(model: Any, tokenizer: Any, folder: Path, *, method: str, base: Path | None, dtype: torch.dtype) -> None:
+def write_model(model: Any, opened: Opened, folder: Path, *, method: str, dtype: torch.dtype) -> list[str]:
     """Writes a model into a folder that `open_model` opens, and leaves it as the folder gives it, in place.
 
     With quantized weights the rest is in bf16. Without any it is a plain folder of transformers', which may be trained further.
 
     Args:
+        opened: what it was made of, whose tokenizer and generation settings it goes on with.
         method: the name of what compressed it.
-        base: the folder whose generation settings it goes on with.        dtype: of the weights, where none is quantized.
+        dtype: of the weights, where none is quantized.
+
+    Returns:
+        What there is to say of how its texts end.
     """
     from safetensors.torch import save_file
-    from transformers import GenerationConfig
 
+    from preheat.compress.ends import name_ends
     from preheat.models.roles import roles
     from preheat.ops.quantized_folder import stored
 
@@ -41,13 +48,7 @@ def write_model(model: Any, tokenizer: Any, folder: Path, *, method: str, base: 
     attention, kept = model.config._attn_implementation, model.config.use_cache
     model.set_attn_implementation("eager")  # the folder must not name our own attention
     model.config.use_cache = True
-    if base is not None and (base / "generation_config.json").is_file():
-        model.generation_config = GenerationConfig.from_pretrained(base)
-    for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
-        own = getattr(tokenizer, key)
-        for place in (model.config, model.generation_config):
-            if getattr(place, key, None) is None and own is not None:
-                setattr(place, key, own)
+    ends = name_ends(model, opened)
     if quantized:
         places = roles(model)
         told = stored(model, method, (places["embedding"][0], places["head"][0]))
@@ -62,6 +63,7 @@ def write_model(model: Any, tokenizer: Any, folder: Path, *, method: str, base: 
         for p in model.parameters():
             p.data = p.data.to(dtype)
         model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    ends.tokenizer.save_pretrained(folder)
     model.set_attn_implementation(attention)
     model.config.use_cache = kept
+    return ends.notes

@@ -16,7 +16,9 @@ import torch
 from torch import Tensor
 
 from preheat.errors import RunError
+from preheat.hardware.processes import ended_by, tethered
 from preheat.ops.quantized import Groups
+from preheat.run import to_json
 
 __all__ = ["Found", "python_of", "run", "unpacked"]
 
@@ -60,12 +62,12 @@ def run(model: Any, rows: Sequence[Tensor], asked: Mapping[str, Any], python: st
         model.set_attn_implementation("eager")  # the folder must not name our own attention
         model.save_pretrained(folder / "model")
         model.set_attn_implementation(attention)
-        (folder / "asked.json").write_text(json.dumps({**asked, "rows": [row[0].tolist() for row in rows]}), encoding="utf-8")
+        (folder / "asked.json").write_text(to_json({**asked, "rows": [row[0].tolist() for row in rows]}), encoding="utf-8")
         worker = Path(__file__).with_name("llm_compressor_worker.py")
         # Nothing of this environment: the other has a torch and a transformers of its own.
         environment = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "PYTHONHOME")}
         done = subprocess.run(
-            [program, str(worker), str(folder)],
+            tethered([program, str(worker), str(folder)]),
             capture_output=True,
             text=True,
             check=False,
@@ -73,7 +75,7 @@ def run(model: Any, rows: Sequence[Tensor], asked: Mapping[str, Any], python: st
         )
         if done.returncode:
             said = [line for line in done.stderr.strip().splitlines() if line.strip()] or ["it says nothing"]
-            raise RunError(f"--method llm_compressor: its process ended with {done.returncode}: {said[-1].strip()}")
+            raise RunError(f"--method llm_compressor: its process {ended_by(done.returncode)}: {said[-1].strip()}")
         return _read(folder / "made", model, asked)
 
 

@@ -1,6 +1,6 @@
 """A folder of entries keyed by content. An entry is written beside, then renamed; a damaged one is built again.
 
-<root>/<kind>-<key>/entry.json   {"files": {name: blake2b}, "values": {...}}
+<root>/<kind>-<key>/entry.json   {"files": {name: blake2b}, "values": {...}, "seal": blake2b of both}
 <root>/<kind>-<key>/...          the files
 """
 
@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from preheat.errors import DataError
+from preheat.run import to_json
 
 __all__ = ["default_root", "entry", "read_entry"]
 
@@ -38,11 +39,15 @@ def _checksum(path: Path) -> str:
 def read_entry(folder: Path) -> dict[str, Any] | None:
     """What an entry holds, {"files", "values"}; None when it is absent or any byte of it has changed."""
     try:
-        found = json.loads((folder / "entry.json").read_bytes())
-        sound = all(_checksum(folder / name) == mark for name, mark in found["files"].items())
-        return found if sound and "values" in found else None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # gone, cut short, or not what we wrote
+        found: dict[str, Any] = json.loads((folder / "entry.json").read_bytes())
+        whole = found["seal"] == _seal(found["files"], found["values"])
+        return found if whole and all(_checksum(folder / name) == mark for name, mark in found["files"].items()) else None
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):  # gone, cut, or not what we wrote
         return None
+
+
+def _seal(files: dict[str, str], values: dict[str, Any]) -> str:
+    return hashlib.blake2b(json.dumps([files, values], sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
 def entry(root: Path, name: str, build: Callable[[Path], dict[str, Any]]) -> tuple[Path, dict[str, Any]]:
@@ -55,16 +60,18 @@ def entry(root: Path, name: str, build: Callable[[Path], dict[str, Any]]) -> tup
     if (found := read_entry(folder)) is not None:
         return folder, found
     try:
-        root.mkdir(parents=True, exist_ok=True)
+        root.mkdir(mode=0o700, parents=True, exist_ok=True)  # of the user alone: it holds what their data says
         for left in root.glob(".partial-*"):
             if time.time() - left.stat().st_mtime > STALE:
                 shutil.rmtree(left, ignore_errors=True)
         with tempfile.TemporaryDirectory(prefix=".partial-", dir=root, ignore_cleanup_errors=True) as made:
             new = Path(made) / "entry"
-            new.mkdir()
-            values = build(new)
+            new.mkdir(mode=0o700)
+            values = json.loads(json.dumps(build(new)))  # as it will be read
             files = {p.relative_to(new).as_posix(): _checksum(p) for p in sorted(new.rglob("*")) if p.is_file()}
-            (new / "entry.json").write_text(json.dumps({"files": files, "values": values}), encoding="utf-8")
+            (new / "entry.json").write_text(
+                to_json({"files": files, "values": values, "seal": _seal(files, values)}), encoding="utf-8"
+            )
             with contextlib.suppress(OSError):  # a damaged entry goes; that there is none is the usual case
                 folder.rename(Path(made) / "damaged")
             with contextlib.suppress(OSError):  # another process was first: its entry has the same content

@@ -6,7 +6,9 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from preheat.data.files import BadJson, kind_of, read_value
 from preheat.errors import nearest
+from preheat.text import quoted
 
 __all__ = ["PLACE", "Unreadable", "answer_of", "kind_of", "messages_of", "order_problem", "texts_of", "tools_of"]
 
@@ -29,18 +31,6 @@ class Unreadable(Exception):
     def __init__(self, check: str, words: str):
         super().__init__(words)
         self.check, self.words = check, words
-
-
-def kind_of(value: Any) -> str:
-    """
-    >>> kind_of(None), kind_of([1]), kind_of("a")
-    ('null', 'a list', 'text')
-    """
-    if value is None:
-        return "null"
-    return {dict: "an object", list: "a list", bool: "true or false", int: "a number", float: "a number", str: "text"}.get(
-        type(value), type(value).__name__
-    )
 
 
 def messages_of(value: Any, field: str) -> list[dict[str, Any]]:
@@ -68,10 +58,13 @@ def _message(turn: Any, where: str) -> dict[str, Any]:
         raise Unreadable("fields", f"{where} is {kind_of(turn)}, not an object")
     said, told = ("role", "content") if "role" in turn else ("from", "value")
     if said not in turn:
-        raise Unreadable("fields", f"{where} has no 'role', only {', '.join(map(repr, turn)) or 'nothing'}")
+        raise Unreadable(
+            "fields", f"{where} has no 'role', only {', '.join(quoted(key, 40) for key in list(turn)[:8]) or 'nothing'}"
+        )
     name = turn[said]
-    if name not in ROLES:
-        raise Unreadable("roles", f"{where} has the role {name!r}, which nobody knows; {nearest(str(name), sorted(ROLES))}")
+    if not isinstance(name, str) or name not in ROLES:
+        near = nearest(name[:40], sorted(ROLES)) if isinstance(name, str) else f"it is {kind_of(name)}, not text"
+        raise Unreadable("roles", f"{where} has the role {quoted(name)}, which nobody knows; {near}")
     content, made = turn.get(told), dict(turn)
     for key in ("role", "from", "content", "value"):
         made.pop(key, None)
@@ -104,7 +97,7 @@ def _joined(parts: Sequence[Any], where: str) -> tuple[str, list[Any]]:
             images.append(file["url"] if isinstance(file, Mapping) and "url" in file else file)
             text = PLACE
         if not isinstance(text, str):
-            kind = part.get("type", "an object without text") if isinstance(part, Mapping) else kind_of(part)
+            kind = quoted(part.get("type", "an object without text"), 40) if isinstance(part, Mapping) else kind_of(part)
             raise Unreadable("fields", f"{where} has a part that is no text ({kind}); only text and images are read")
         texts.append(text)
     return "".join(texts), images
@@ -118,9 +111,9 @@ def _calls(value: Any, where: str) -> list[dict[str, Any]]:
 
 def _json(text: str, where: str) -> Any:
     try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        raise Unreadable("fields", f"{where} calls a tool in what is not JSON ({error.msg} at column {error.colno})") from None
+        return read_value(text)
+    except BadJson as error:
+        raise Unreadable("fields", f"{where} calls a tool in what is not JSON ({error.words})") from None
 
 
 def _tool_calls(calls: Any, where: str) -> list[dict[str, Any]] | None:
@@ -177,7 +170,7 @@ def order_problem(messages: Sequence[Mapping[str, Any]]) -> str | None:
 
 def answer_of(messages: Sequence[Mapping[str, Any]]) -> str:
     """What is said and called, to compare answers by."""
-    return json.dumps([[m["content"], m.get("tool_calls")] for m in messages], ensure_ascii=False)
+    return json.dumps([[m["content"], m.get("tool_calls")] for m in messages], ensure_ascii=False, default=str)
 
 
 def texts_of(messages: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
@@ -185,4 +178,4 @@ def texts_of(messages: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str]]
     for n, message in enumerate(messages, 1):
         yield f"message {n}", message["content"]
         if message.get("tool_calls"):
-            yield f"message {n}", json.dumps(message["tool_calls"], ensure_ascii=False)
+            yield f"message {n}", json.dumps(message["tool_calls"], ensure_ascii=False, default=str)

@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import heapq
 import itertools
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 
+from preheat.data.files import expanded, parse_json, read_lines, shown
 from preheat.data.packing import IGNORED, Rows
 from preheat.errors import DataError
+from preheat.text import quoted
 
 __all__ = ["by_length", "by_rarity", "from_file", "growing_order"]
 
@@ -92,6 +93,7 @@ def from_file(path: Path, rows: Rows) -> np.ndarray:
     Raises:
         DataError: the file cannot be read, holds what is no finite number, or has neither as many as documents nor as rows.
     """
+    path = expanded("techniques.difficulty_curriculum.scores", path)
     try:
         found = _read(path)
     except OSError as error:
@@ -131,14 +133,15 @@ def _read(path: Path) -> np.ndarray:
             f"techniques.difficulty_curriculum.scores: {path}: preheat reads .npy, .txt and .jsonl; rename or convert the file"
         )
     made = []
-    for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), 1):
+    for number, line in read_lines(path):
         if not line.strip():
             continue
+        where = f"techniques.difficulty_curriculum.scores: {shown(path)}:{number}"
+        value = parse_json(line.strip(), where) if path.suffix == ".jsonl" else line
         try:
-            value = json.loads(line) if path.suffix == ".jsonl" else line
             made.append(float(value["score"] if isinstance(value, dict) else value))
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, OverflowError):
             raise DataError(
-                f"techniques.difficulty_curriculum.scores: {path}:{number}: {line.strip()[:60]!r} is no score; write a number or an object with a score"
+                f"{where}: {quoted(line.strip(), 60)} is no score; write a number or an object with a score"
             ) from None
     return np.array(made, np.float64)

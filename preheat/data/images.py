@@ -17,8 +17,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from preheat.data.conversations import PLACE, Unreadable, kind_of
+from preheat.data.conversations import PLACE, Unreadable
+from preheat.data.files import kind_of
 from preheat.errors import DataError
+from preheat.run import to_json
 from preheat.technique import Images, Vision
 
 __all__ = ["Eye", "Picture", "PictureTable", "gathered", "mrope_positions", "seen"]
@@ -225,7 +227,7 @@ class PictureTable:
         listed = [json.loads(line) for line in lines]
         found = [(n, *picture) for n, pictures in enumerate(listed) for picture in pictures]
         np.save(folder / f"{side}-images.npy", np.array([(n, r, c) for n, _, r, c in found], np.int64).reshape(-1, 3))
-        (folder / f"{side}-images.json").write_text(json.dumps({"eye": eye.dump(), "paths": [p for _, p, _, _ in found]}))
+        (folder / f"{side}-images.json").write_text(to_json({"eye": eye.dump(), "paths": [p for _, p, _, _ in found]}))
 
     @classmethod
     def open(cls, folder: Path, side: str) -> PictureTable | None:

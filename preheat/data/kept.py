@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from preheat.errors import RunError
+from preheat.run import to_json
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -75,19 +76,23 @@ class KeptRows:
         file, told = folder / "rows.bin", folder / "kept.json"
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            if not told.exists():
+            # Of the right size: another process, or one that was killed, has just made it.
+            foreign = not told.exists() and file.exists() and file.stat().st_size not in (0, rows * self.record)
+            if not told.exists() and not foreign:
                 with file.open("ab") as opened:
                     opened.truncate(rows * self.record)  # sparse: rows that are not kept take no room
                 beside = told.with_suffix(f".{os.getpid()}")
-                beside.write_text(json.dumps(header, indent=1), encoding="utf-8")
+                beside.write_text(to_json(header, indent=1), encoding="utf-8")
                 beside.rename(told)
-            found = json.loads(told.read_bytes())
+            found = None if foreign else json.loads(told.read_bytes())
         except ValueError:
             raise self._refused("kept.json is not whole") from None
         except OSError as error:
             raise RunError(
                 f"{knob}: {folder}: cannot be written ({error.strerror or error}); name a folder with room"
             ) from None
+        if foreign:
+            raise RunError(f"{knob}: {folder}: holds a rows.bin that preheat did not write; name another folder")
         if found != header:
             was = found.get("of", {}) if isinstance(found, dict) else {}
             other = [f"{key} (was {was.get(key)!r}, is {value!r})" for key, value in of.items() if was.get(key) != value]

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from preheat.errors import DataError
+from preheat.text import shorten
 
 __all__ = ["LAYOUTS", "class_name", "class_names", "said_by_columns"]
 
@@ -24,6 +25,7 @@ LAYOUTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 
 
 def class_name(value: Any) -> str:
+    """The name of a class as a field has it: text, a number, true or false."""
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
@@ -34,7 +36,10 @@ def said_by_columns(known: Sequence[str]) -> str:
         >>> said_by_columns(["mesages"])
         'set data.columns={messages: mesages}'
     """
-    roles = sorted({role for needs, _ in LAYOUTS.values() for role in needs})
+    roles, known = (
+        sorted({role for needs, _ in LAYOUTS.values() for role in needs}),
+        [shorten(name, 40) for name in known[:100]],
+    )
     for name in known:
         if near := difflib.get_close_matches(name.lower(), roles, n=1, cutoff=0.8):
             return f"set data.text: {name}" if near[0] == "text" else f"set data.columns={{{near[0]}: {name}}}"

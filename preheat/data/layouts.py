@@ -8,13 +8,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
-from preheat.data.conversations import Unreadable, answer_of, kind_of, messages_of, order_problem, texts_of, tools_of
+from preheat.data.conversations import Unreadable, answer_of, messages_of, order_problem, texts_of, tools_of
 from preheat.data.examples import Document, Piece
+from preheat.data.files import LONGEST, closest, kind_of, listed
 from preheat.data.images import Eye, seen
 from preheat.data.layout_fields import LAYOUTS, class_name, class_names, said_by_columns
 from preheat.data.templates import Message, Template, TrainOn
 from preheat.errors import DataError, nearest
 from preheat.recipe import Data
+from preheat.text import quoted, shorten
 
 __all__ = ["Layout", "class_names", "layout_of"]
 
@@ -86,6 +88,10 @@ class Layout:
             if not isinstance(row, Mapping):
                 raise Unreadable("fields", f"is {kind_of(row)}, not an object with fields")
             made = self._document(row, notes)
+            if (size := sum(len(piece.text) for sequence in made.sequences for piece in sequence)) > LONGEST:
+                raise Unreadable(
+                    "fields", f"has {size:,} characters of text, and a row at most {LONGEST:,}; cut it into several"
+                )
         except Unreadable as problem:
             return Document((), where=where, notes=((problem.check, problem.words),))
         return made._replace(
@@ -123,11 +129,11 @@ class Layout:
         return row[self.columns[role]]
 
     def _absent(self, role: str, known: Sequence[str]) -> str:
-        name, only = self.columns[role], ", ".join(map(repr, known)) or "none"
+        name, only = self.columns[role], listed(known) or "none"
         if self.strange and known:
             return f"no field 'text', only {only}, which no layout has; {said_by_columns(known)}"
         knob = f"data.{role}" if role in ("text", "prompt", "completion") else f"data.columns.{role}"
-        return f"no field '{name}', only {only}; set {knob}: {nearest(name, list(known)) if known else name}"
+        return f"no field '{name}', only {only}; set {knob}: {closest(name, list(known)) if known else name}"
 
     def _text(self, row: Mapping[str, Any], role: str, notes: list[tuple[str, str]], *, empty: bool) -> str:
         value, name = self._value(row, role), self.columns[role]
@@ -169,14 +175,15 @@ class Layout:
         elif value is not None and class_name(value) in self.classes:
             return self.classes.index(class_name(value))
         raise Unreadable(
-            "fields", f"field '{self.columns['label']}' is {value!r}, none of the classes {', '.join(self.classes[:12])}"
+            "fields",
+            f"field '{self.columns['label']}' is {quoted(value)}, none of the classes {', '.join(shorten(c, 40) for c in self.classes[:12])}",
         )
 
     def _liked(self, row: Mapping[str, Any]) -> int:
         value = self._value(row, "label")
-        known = {"true": 1, "false": 0, "1": 1, "0": 0, "1.0": 1, "0.0": 0}.get(str(value).lower())
+        known = {"true": 1, "false": 0, "1": 1, "0": 0, "1.0": 1, "0.0": 0}.get(quoted(value).strip("'").lower())
         if known is None:
-            raise Unreadable("fields", f"field '{self.columns['label']}' is {value!r}, neither true (liked) nor false")
+            raise Unreadable("fields", f"field '{self.columns['label']}' is {quoted(value)}, neither true (liked) nor false")
         return known
 
     # --- conversations
@@ -199,7 +206,8 @@ class Layout:
         talk: list[Message] = []
         if isinstance(system := self._optional(row, "system"), str) and system.strip():
             talk.append({"role": "system", "content": system})
-        for pair in self._optional(row, "history") or []:
+        history = self._optional(row, "history") or []
+        for pair in history if isinstance(history, Sequence) and not isinstance(history, str) else [None]:
             if not isinstance(pair, Sequence) or len(pair) != 2 or not all(isinstance(t, str) and t.strip() for t in pair):
                 raise Unreadable("fields", f"field '{self.columns['history']}' is no list of pairs of texts")
             talk += [{"role": "user", "content": pair[0]}, {"role": "assistant", "content": pair[1]}]

@@ -12,11 +12,16 @@ from __future__ import annotations
 import functools
 import itertools
 import multiprocessing
+import multiprocessing.forkserver
+import multiprocessing.resource_tracker
 import os
 import signal
 import threading
+import time
 import warnings
+from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -26,8 +31,12 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from preheat.data.images import gathered
 from preheat.data.packing import IGNORED, RowData, Rows, cut, permutation
 from preheat.data.streaming import StreamRows
-from preheat.errors import DataError
+from preheat.errors import DataError, RunError
+from preheat.hardware.processes import ended_by
 from preheat.technique import Batch, MaskSpec, Shape
+
+PATIENCE = 300.0
+"""Seconds without a micro-batch after which readers are ended: none takes that long to read, a network's file system that hangs does."""
 
 __all__ = [
     "batches",
@@ -72,6 +81,10 @@ def batches(
         pin: put tensors into page-locked memory, for faster copies to a GPU.
         share: (number, devices): only the rows of this one of the devices that share out each global batch.
 
+    Raises:
+        DataError: a row is wrong.
+        RunError: a worker was killed, or gave nothing for `PATIENCE`.
+
     Yields:
         ceil(rows / shape.micro) micro-batches, the last perhaps smaller, where a device has that many of `shape.rows`. All devices
         get as many; one that has fewer rows may get a micro-batch of padding.
@@ -86,23 +99,35 @@ def batches(
         return map(shape, itertools.count(step))
 
     if isinstance(rows, StreamRows):
-        with _Loader(_Stream(rows, committed), None, min(workers, 1), prefetch, False) as stream:
+        with closing(_Loader(_Stream(rows, committed), None, min(workers, 1), prefetch, False)) as stream:
             for now in shapes():
-                read = [_unless_error(next(stream)) for _ in range(samples_of(now, rows.length))]
+                read = [_unless_error(stream.next()) for _ in range(samples_of(now, rows.length))]
                 whole = dict(read)
                 parts = _parts(list(whole), now, rows.length, share)
                 made = [_read_part(part, whole.__getitem__, rows.length, rows.encoder.pad) for part in parts]
                 yield [b.pin_memory() for b in made] if pin else list(made)
         return
     order = sample_order(rows, seed, committed) if order is None else order
-    keys = (
+    parts = (
         part
         for now in shapes()
         for part in _parts(list(itertools.islice(order, samples_of(now, rows.length))), now, rows.length, share)
     )
-    with _Loader(_Keyed(rows), keys, workers, prefetch, pin) as loaded:
+    asked = deque[_Part]()  # of the workers, and not here yet
+
+    def keys() -> Iterator[_Part]:
+        for part in parts:
+            asked.append(part)
+            yield part
+
+    def micro_batch() -> Batch:
+        made = _unless_error(loaded.next(lambda: asked[0].rows))
+        asked.popleft()
+        return made  # type: ignore[no-any-return]
+
+    with closing(_Loader(_Keyed(rows), keys(), workers, prefetch, pin)) as loaded:
         for now in shapes():
-            yield [_unless_error(next(loaded)) for _ in range(_micro_batches(now, share[1]))]
+            yield [micro_batch() for _ in range(_micro_batches(now, share[1]))]
 
 
 def evaluation_rows(total: int, limit: int) -> list[int]:
@@ -261,18 +286,21 @@ class _Stream(IterableDataset[Any]):
 
 
 class _Loader:
-    """A DataLoader's iterator as a context: on leaving, its workers end."""
+    """A DataLoader's iterator, and its workers."""
 
     def __init__(self, dataset: Any, keys: Iterator[Any] | None, workers: int, prefetch: int, pin: bool):
         settings: dict[str, Any] = {}
         if workers:
             context = multiprocessing.get_context("forkserver")
             context.set_forkserver_preload(["torch", __name__])
+            multiprocessing.resource_tracker.ensure_running()  # it unblocks signals, so it goes before
+            with _blocked():
+                multiprocessing.forkserver.ensure_running()
             settings = {"multiprocessing_context": context, "prefetch_factor": prefetch, "worker_init_fn": _start_worker}
         # More workers than cores is the user's choice: the order does not depend on it.
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="This DataLoader will create", category=UserWarning)
-            self.loader: DataLoader[Any] = DataLoader(
+            self.loader: DataLoader[Any] | None = DataLoader(
                 dataset,
                 batch_size=None,
                 sampler=keys,
@@ -282,16 +310,79 @@ class _Loader:
                 generator=torch.Generator(),  # else each start would draw a number from the generator that training uses
                 **settings,
             )
-            self.iterator = iter(self.loader)  # starts the workers
+            self.iterator: Any = iter(self.loader)  # starts the workers
+        self.workers: list[Any] = list(
+            getattr(self.iterator, "_workers", ())
+        )  # only with workers; torch gives them no public name
+        self.waits: float | None = None  # since when for the next
+        self.hung = False
+        self._over = threading.Event()
+        if workers:
+            threading.Thread(target=self._watch, daemon=True).start()
 
-    def __enter__(self) -> Iterator[Any]:
-        return self.iterator
+    def next(self, rows: Callable[[], Sequence[int]] = tuple) -> Any:
+        """What comes next.
 
-    def __exit__(self, *_: object) -> None:
-        shutdown = getattr(self.iterator, "_shutdown_workers", None)  # only with workers; torch gives it no public name
-        if shutdown is not None:
-            shutdown()
-        del self.iterator, self.loader
+        Args:
+            rows: the numbers of the rows that it is read from, for errors.
+        """
+        self.waits = time.monotonic()
+        try:
+            return next(self.iterator)
+        except (RuntimeError, OSError, EOFError):  # OSError: its tensors are asked of a process that is gone
+            if (why := self._failed()) is None:
+                raise
+            numbers = rows()
+            where = f" while reading rows {min(numbers)} to {max(numbers)} of the training data" if numbers else ""
+            raise RunError(f"data.workers: a reader process {why}{where}; set data.workers=0 to read in this process") from None
+        finally:
+            self.waits = None
+
+    def _failed(self) -> str | None:
+        """How a worker ended, if one did."""
+        if self.hung:
+            return f"gave nothing for {PATIENCE:.0f} s, and was ended,"
+        end = time.monotonic() + 1  # the fork server says a moment later that one has ended
+        while self.workers:
+            if ended := [worker for worker in self.workers if not worker.is_alive()]:
+                return ended_by(ended[0].exitcode or 0)
+            if time.monotonic() > end:
+                break
+            time.sleep(0.02)
+        return None
+
+    def close(self) -> None:
+        self._over.set()
+        if self.workers:
+            if self.hung or not all(worker.is_alive() for worker in self.workers):
+                for worker in self.workers:
+                    worker.kill()
+            self.iterator._shutdown_workers()
+            for worker in self.workers:
+                worker.kill()
+        self.workers = []
+        self.iterator = self.loader = None
+
+    def _watch(self) -> None:
+        """Ends workers that give nothing for too long, which torch then sees."""
+        while not self._over.wait(min(5.0, PATIENCE / 4)):
+            begun = self.waits
+            if begun is not None and time.monotonic() - begun > PATIENCE:
+                self.hung = True
+                for worker in self.workers:
+                    worker.kill()
+                return
+
+
+@contextmanager
+def _blocked() -> Iterator[None]:
+    """Signals that a terminal or a job sends to all its processes are blocked in what is started within: the main process ends it."""
+    numbers = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1}
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _unless_error(value: Any) -> Any:
@@ -305,7 +396,6 @@ def _as_it_is(value: Any) -> Any:
 
 
 def _start_worker(_: int) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the main process ends the workers
     # DataLoader's workers look whether their parent lives, but that is the fork server, which lives as long as they do:
     # after `kill -9` of the main process both would stay for ever.
     threading.Thread(target=_end_with_main, daemon=True).start()

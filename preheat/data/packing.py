@@ -134,6 +134,7 @@ class Rows:
         pad: the token that fills rows of `whole` packing.
         truncated: examples longer than a row, of which the beginning is used: of two that are compared, half a row each (`whole`).
         no_room: examples left out because nothing that is trained on stands in their first row (`whole`).
+        partial: what does not fill a last row is one too, with padding (`stream`): to evaluate each token once.
 
     Example:
         >>> rows = Rows(Tokens(np.arange(10), np.array([4, 10])), 5)
@@ -147,6 +148,7 @@ class Rows:
     pad: int = 0
     truncated: int = 0
     no_room: int = 0
+    partial: bool = False
     _order: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64), repr=False)
     """`whole`: sequences in the order in which they fill the rows ..."""
     _bounds: np.ndarray = field(default_factory=lambda: np.zeros(1, np.int64), repr=False)
@@ -179,13 +181,16 @@ class Rows:
         self._bounds = np.concatenate([np.zeros(1, np.int64), np.cumsum([len(b) * group for b in bins], dtype=np.int64)])
 
     def __len__(self) -> int:
-        return len(self.tokens.ids) // self.length if self.packing == "stream" else len(self._bounds) - 1
+        if self.packing == "whole":
+            return len(self._bounds) - 1
+        # The last token alone is the label of the row before it.
+        return -(-max(len(self.tokens.ids) - 1, 0) // self.length) if self.partial else len(self.tokens.ids) // self.length
 
     @property
     def tokens_total(self) -> int:
         """Tokens of text in all rows, padding not counted."""
         if self.packing == "stream":
-            return len(self) * self.length
+            return min(len(self) * self.length, len(self.tokens.ids))
         return int(self._used[self._order].sum())
 
     @property
@@ -214,7 +219,7 @@ class Rows:
         if self.packing == "whole":
             held = self._order[self._bounds[index] : self._bounds[index + 1]]
             return held, self._used[held]
-        start, stop = index * self.length, (index + 1) * self.length
+        start, stop = index * self.length, min((index + 1) * self.length, len(self.tokens.ids))
         first = int(np.searchsorted(self.tokens.ends, start, side="right"))
         last = int(np.searchsorted(self.tokens.ends, stop, side="left"))
         ends = np.minimum(self.tokens.ends[first : last + 1], stop)
@@ -228,9 +233,11 @@ class Rows:
 
     def _stream_row(self, index: int) -> RowData:
         start = index * self.length
-        stop = start + self.length
+        stop = min(start + self.length, len(self.tokens.ids))
+        size = stop - start
         span = np.asarray(self.tokens.ids[start : stop + 1]).astype(np.int64)
-        tokens = span[: self.length]
+        tokens: np.ndarray = np.full(self.length, self.pad, np.int64)
+        tokens[:size] = span[:size]
         labels: np.ndarray = np.full(self.length, IGNORED, np.int64)
         labels[: len(span) - 1] = span[1:]
         first = int(np.searchsorted(self.tokens.ends, start, side="right"))  # the document that place `start` is in
@@ -240,8 +247,8 @@ class Rows:
         labels[inside - 1] = IGNORED
         if self.tokens.trained is not None:
             labels[: len(span) - 1][self.tokens.trained[start + 1 : start + len(span)] == 0] = IGNORED
-        cuts = inside.tolist() if len(inside) and inside[-1] == self.length else [*inside.tolist(), self.length]
-        return _row(tokens, labels, np.diff(cuts, prepend=0))
+        cuts = dict.fromkeys([*inside.tolist(), size, self.length])
+        return _row(tokens, labels, np.diff(list(cuts), prepend=0))
 
     def _whole_row(self, index: int) -> RowData:
         tokens: np.ndarray = np.full(self.length, self.pad, np.int64)

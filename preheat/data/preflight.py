@@ -7,11 +7,16 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from preheat.errors import DataError, RecipeError, nearest
+from preheat.text import shorten
 
 __all__ = ["CHECKS", "Check", "Findings", "Verdict", "judge", "merged", "refuse_unknown"]
 
 SHOWN = 5
 """Rows that a finding names."""
+
+
+LONGEST = 420
+"""Characters of what a finding says."""
 
 
 class Check(NamedTuple):
@@ -39,6 +44,15 @@ CHECKS = {
     "template_end": Check(
         "a chat template without a special token at the end of the assistant's turn, so that the model never learns to stop",
         "use data.template: alpaca, which ends turns with the tokenizer's end of text, or (without an adapter) give it the template's tokens by model.add_tokens",
+    ),
+    "open_turn": Check(
+        "a chat template that asks for an answer whatever is asked of it, so that each row ends in an open turn",
+        "write the generation prompt under {% if add_generation_prompt %} in the template, or use another data.template",
+    ),
+    "generation_prompt": Check(
+        "an answer that is asked for behind other tokens than those it is trained behind",
+        "make the template's generation prompt the beginning of what it renders of an answer",
+        1.0,
     ),
     "untrained": Check("rows without a single token to train on", "take them out, or change data.train_on", drops=True),
     "images": Check(
@@ -79,6 +93,7 @@ class Findings:
     def add(self, check: str, where: str, words: str, count: int = 1, of: int | None = None) -> None:
         """Counts what was found; `of` (how many there are) is `judge`'s number of rows when not stated."""
         assert check in CHECKS, check
+        words = shorten(words, LONGEST)  # it may quote the row: names, values
         entry = self.found.setdefault(check, {"count": 0, "of": of, "rows": []})
         entry["count"] += count
         if len(entry["rows"]) < SHOWN:

@@ -20,9 +20,16 @@ from preheat.data.sources import Source, digest, open_source
 from preheat.data.split import Split, chunks, content_hash
 from preheat.data.streaming import StreamRows, encode_all
 from preheat.data.templates import Template
-from preheat.data.tokenizer import Encoder, load_tokenizer, train_tokenizer
+from preheat.data.tokenizer import Encoder, load_tokenizer, read_as_it_is, save_tokenizer, train_tokenizer
 from preheat.data.tokenizing import SIDES, Progress, Stream, streams_of, tokenize
-from preheat.data.verifying import cut_answers, longer_than_a_row, look_at_template, look_at_tokens, refuse_longer
+from preheat.data.verifying import (
+    cut_answers,
+    longer_than_a_row,
+    look_at_prompts,
+    look_at_template,
+    look_at_tokens,
+    refuse_longer,
+)
 from preheat.errors import DataError
 from preheat.recipe import Data
 from preheat.technique import Vision
@@ -96,6 +103,7 @@ def prepare(
     progress: Progress | None = None,
     embedding: int | None = None,
     refuse: bool = True,
+    partial: bool = False,
     vision: Vision | None = None,
     processor: Mapping[str, Any] | None = None,
 ) -> Prepared:
@@ -112,6 +120,7 @@ def prepare(
         progress: called now and then with what is done, how much of it, and of how much (None: not known).
         embedding: rows of the model's embedding, where known.
         refuse: raise for what the checks block; else it stands in `blocked`, to be looked at.
+        partial: what does not fill a last row of running text is a row too (`Rows.partial`).
         vision, processor: how the model reads images, and its image processor's settings; None: it reads text alone.
 
     Raises:
@@ -131,6 +140,7 @@ def prepare(
             "data.streaming: a tokenizer cannot be trained on data that is read while training; set data.tokenizer to a folder"
         )
     own = load_tokenizer(name, knob=knob, add_tokens=add_tokens) if name is not None else None
+    notes = [f"{knob} {name}: {why}; tokenizer.json is read as it is"] if name and (why := read_as_it_is(name)) else []
     eye = None
     if vision is not None:
         if own is None:
@@ -139,6 +149,7 @@ def prepare(
             raise DataError("data.streaming: is for text alone so far; set data.streaming: false for a model that reads images")
         eye = Eye.of(vision, processor or {}, data.image_pixels, own)
     sources = _open(data, own, eye)
+    notes += [f"{source.words}: not read: {source.left}" for source in sources if source.left]
     held = (
         open_source(data.parts()[0][0], validation=True, tokenizer=own, eye=eye) if isinstance(data.validation, str) else None
     )
@@ -163,11 +174,12 @@ def prepare(
     template = next((s.layout.template for s in sources if s.layout.template), None)
     ends, found = _ends(own, template), Findings()
     look_at_template(sources, template, found)
+    look_at_prompts(sources, encoder, found)
     if template is not None and own.chat_template != template.text and not isinstance(own.chat_template, dict):
         own.chat_template = template.text  # so that the run's tokenizer asks as it was trained
 
     if data.streaming:
-        return _stream(data, sources[0], held, split, encoder, own, length, seed, packing, content, found)
+        return _stream(data, sources[0], held, split, encoder, own, length, seed, packing, content, found, notes)
 
     streams = streams_of(sources, held, split)
     entry_name = f"tokens-{digest(content, encoder.key, ends)}"
@@ -179,7 +191,7 @@ def prepare(
     values = made["values"]
     found = Findings(merged(found.found, values["found"]))
     train, validation = (
-        Rows(Tokens.open(folder, side, values["group"]), length, packing, encoder.pad)
+        Rows(Tokens.open(folder, side, values["group"]), length, packing, encoder.pad, partial=partial)
         if values["documents"][side]
         else _none(length)
         for side in SIDES
@@ -207,7 +219,7 @@ def prepare(
     fingerprint = digest(FORMAT, sorted(made["files"].items()), length, packing, encoder.pad)
     words = "; ".join(source.words for source in sources) + (f"; validation: {held.words}" if held else "")
     layout = sources[0].layout
-    verdicts = {"told": verdict.told, "blocked": verdict.blocked}
+    verdicts = {"told": [*notes, *verdict.told], "blocked": verdict.blocked}
     return Prepared(own, train, validation, words, counts, fingerprint, layout, layout.classes, streams=streams, **verdicts)
 
 
@@ -254,7 +266,7 @@ def _trained(
         say("training the tokenizer", 0, None)
 
     def build(folder: Path) -> dict[str, Any]:
-        train_tokenizer(documents(), vocabulary=vocabulary).save_pretrained(folder)
+        save_tokenizer(train_tokenizer(documents(), vocabulary=vocabulary), folder)
         return {}
 
     folder, _ = entry(root, f"tokenizer-{digest(content, vocabulary, tokenizers.__version__)}", build)
@@ -317,6 +329,7 @@ def _stream(
     packing: Literal["stream", "whole"],
     content: str,
     found: Findings,
+    notes: list[str],
 ) -> Prepared:
     look = Counter[str]()
     for _ in split.apply(itertools.islice(source.read(), STREAM_LOOK), look, found):
@@ -333,6 +346,6 @@ def _stream(
     streams = streams_of([source], held, split)
     return Prepared(
         *(own, train, validation, f"{source.words}, streamed", counts, fingerprint, source.layout, source.layout.classes),
-        told=verdict.told,
+        told=[*notes, *verdict.told],
         streams=streams,
     )

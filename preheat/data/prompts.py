@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from preheat.data.files import missing
+from preheat.data.files import expanded, missing, read_jsonl, read_lines, shown
 from preheat.errors import DataError
 
 __all__ = ["read_prompts"]
@@ -22,25 +21,25 @@ def read_prompts(path: Path, *, knob: str = "--file") -> list[str | list[Mapping
     Raises:
         DataError: no such file, no text in UTF-8, no prompt in it, or a row that is none; with the line.
     """
+    path = expanded(knob, path)
     if not path.exists():
         raise missing(knob, path)
+    if not path.is_file():
+        raise DataError(f"{knob} {shown(path)}: is no file; name one with a prompt a line")
+    made: list[str | list[Mapping[str, Any]]] = []
     try:
-        lines = path.read_text(encoding="utf-8-sig").splitlines()
-    except UnicodeDecodeError as error:
-        raise DataError(f"{knob} {path}: byte {error.start} is not text in UTF-8; convert the file") from None
+        if path.suffix == ".jsonl":
+            made = [_prompt(row, where) for where, row in read_jsonl(path)]
+        else:
+            made = [text for _, line in read_lines(path) for text in line.splitlines() if text.strip()]
     except OSError as error:
-        raise DataError(f"{knob} {path}: cannot be read ({error.strerror or error})") from None
-    numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
-    if not numbered:
-        raise DataError(f"{knob} {path}: holds no prompt; write one a line")
-    return [_row(line, f"{path}:{n}") for n, line in numbered] if path.suffix == ".jsonl" else [line for _, line in numbered]
+        raise DataError(f"{knob} {shown(path)}: cannot be read ({error.strerror or error})") from None
+    if not made:
+        raise DataError(f"{knob} {shown(path)}: holds no prompt; write one a line")
+    return made
 
 
-def _row(line: str, where: str) -> str | list[Mapping[str, Any]]:
-    try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise DataError(f"{where}: not JSON: {error.msg} at column {error.colno}") from None
+def _prompt(row: Any, where: str) -> str | list[Mapping[str, Any]]:
     if isinstance(row, Mapping):
         row = row.get("messages", row.get("prompt"))
     if isinstance(row, str):

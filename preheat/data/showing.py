@@ -9,6 +9,7 @@ import numpy as np
 
 from preheat.data.packing import IGNORED, Rows, permutation
 from preheat.data.preparing import Prepared
+from preheat.data.verifying import places_of
 from preheat.errors import DataError
 
 __all__ = ["look"]
@@ -24,8 +25,8 @@ def look(prepared: Prepared, *, rows: int, seed: int) -> dict[str, Any]:
         seed: of the recipe; decides that order.
 
     Returns:
-        Keys of `Prepared.record`, and lengths, packing, blocked, and examples: [{row, documents: [{spans: [[text, trained, tokens]],
-        tokens, trained, label}], padding}].
+        Keys of `Prepared.record`, and lengths, packing, blocked, and examples: [{row, documents: [{where, spans: [[text, trained,
+        tokens]], tokens, trained, label}], padding}]; row: which of the packed sequences, where: the document's file and row.
 
     Raises:
         DataError: the source is streamed.
@@ -37,11 +38,12 @@ def look(prepared: Prepared, *, rows: int, seed: int) -> dict[str, Any]:
         )
     order = permutation(len(train), seed, 0)[:rows].tolist()
     group = train.tokens.group
+    wheres = _wheres(prepared, train, order)
     return prepared.record() | {
         "blocked": prepared.blocked,
         "lengths": _lengths(np.diff(train.tokens.ends, prepend=0).reshape(-1, group).sum(axis=1), train.length),
         "packing": {"how": train.packing, "length": train.length, **prepared.counts["train"]},
-        "examples": [_example(prepared, train, n) for n in order],
+        "examples": [_example(prepared, train, n, wheres) for n in order],
     }
 
 
@@ -64,7 +66,17 @@ def _lengths(sizes: np.ndarray, length: int) -> dict[str, Any]:
     }
 
 
-def _example(prepared: Prepared, rows: Rows, index: int) -> dict[str, Any]:
+def _wheres(prepared: Prepared, rows: Rows, order: list[int]) -> dict[int, str]:
+    """Number of a document, for all in these sequences -> its file and row."""
+    assert rows.tokens.folder is not None, "prepared data is stored"
+    marks = np.load(rows.tokens.folder / f"{rows.tokens.side}-marks.npy")
+    numbers = sorted({int(n) // rows.tokens.group for index in order for n in rows.contents(index)[0]})
+    wanted = [(int(marks[n]), int((marks[:n] == marks[n]).sum())) for n in numbers]
+    found = places_of(prepared.streams, wanted, held=False)
+    return {n: found[place] for n, place in zip(numbers, wanted, strict=True)}
+
+
+def _example(prepared: Prepared, rows: Rows, index: int, wheres: dict[int, str]) -> dict[str, Any]:
     row, numbers = rows.row(index), rows.contents(index)[0].tolist()
     documents, at = [], 0
     for number, size in zip(numbers, row.documents, strict=False):  # what is behind them is padding
@@ -76,6 +88,7 @@ def _example(prepared: Prepared, rows: Rows, index: int) -> dict[str, Any]:
         named = prepared.classes[label] if label is not None and label < len(prepared.classes) else label
         documents.append(
             {
+                "where": wheres[number // rows.tokens.group],
                 "spans": [[_shortened(text, rows), *rest] for text, *rest in _spans(prepared.tokenizer, tokens, marks)],
                 "tokens": size,
                 "trained": sum(marks) if label is None else 1,

@@ -16,13 +16,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from preheat.data.examples import Document
-from preheat.data.files import columns_of, find_files, missing, read_file
+from preheat.data.files import closest, columns_of, expanded, find_files, missing, read_file, shown
 from preheat.data.images import Eye
 from preheat.data.layouts import Layout, class_names, layout_of
 from preheat.data.templates import special_tokens, template_for
 from preheat.errors import DataError, nearest
 from preheat.hardware.network import hub_reachable
 from preheat.recipe import Data
+from preheat.text import shorten
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -53,6 +54,8 @@ class Source:
     rows: Callable[[], Iterator[tuple[str, Any]]]
     count: int | None = None
     weight: float = 1.0
+    left: str = ""
+    """What of its folder is not read, in words."""
 
     @property
     def paired(self) -> bool:
@@ -79,6 +82,7 @@ class _Raw:
     """What a `datasets` label's numbers mean."""
     folder: Path = Path()
     """From which rows name other files."""
+    left: str = ""
 
 
 def digest(*parts: object) -> str:
@@ -116,7 +120,7 @@ def open_source(
             )
         data = replace(data, layout="text" if name == "stdlib" else "prompt", columns={}, prompt=None, completion=None)
     else:
-        raw = _path(knob, Path(name).expanduser(), data) if _is_path(name) else _datasets(knob, name, data)
+        raw = _path(knob, expanded(knob, name), data) if _is_path(knob, name) else _datasets(knob, name, data)
     if layout is None:
         layout = _layout(data, raw, tokenizer, eye)
     shown = raw.words
@@ -131,6 +135,7 @@ def open_source(
         lambda: itertools.islice(raw.rows(names), limit),
         raw.count,
         weight,
+        raw.left,
     )
 
 
@@ -160,11 +165,12 @@ def _layout(data: Data, raw: _Raw, tokenizer: PreTrainedTokenizerFast | None, ey
     return made
 
 
-def _is_path(name: str) -> bool:
+def _is_path(knob: str, name: str) -> bool:
     """Whether a name means a place on this machine: it stands there, or no `datasets` name looks like it."""
-    path = Path(name).expanduser()
+    path = expanded(knob, name)
     return (
         path.exists()
+        or path.is_symlink()
         or name.startswith((".", "/", "~"))
         or name.count("/") > 1
         or path.suffix in (".txt", ".md", ".py", ".jsonl", ".json", ".parquet", ".csv")
@@ -176,7 +182,7 @@ def _path(knob: str, path: Path, data: Data) -> _Raw:
         raise missing(knob, path)
     if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
         return _saved_dataset(knob, path, data)
-    files, words = find_files(knob, path)
+    files, words, left = find_files(knob, path)
     whole = data.text_files == "whole"
     return _Raw(
         words,
@@ -184,6 +190,7 @@ def _path(knob: str, path: Path, data: Data) -> _Raw:
         lambda columns: itertools.chain.from_iterable(read_file(f, columns, whole=whole) for f in files),
         columns_of(files[0]),
         folder=path if path.is_dir() else path.parent,
+        left=left,
     )
 
 
@@ -202,7 +209,7 @@ def _files_key(files: Iterable[Path]) -> str:
                     file.seek(-(2**20), 2)
                     known.update(file.read())
         except OSError as error:
-            raise DataError(f"{path}: cannot be read ({error.strerror})") from None
+            raise DataError(f"{shown(path)}: cannot be read ({error.strerror})") from None
     return known.hexdigest()
 
 
@@ -277,13 +284,26 @@ def _pairs(text: str) -> Iterator[Document]:
 # --- datasets -------------------------------------------------------------------------------------------------------
 
 
+def _broken() -> tuple[type[BaseException], ...]:
+    """What `datasets` and Arrow raise where a data set is not whole, is of another kind, or the network is gone."""
+    import datasets
+    import pyarrow
+
+    kinds = (OSError, ValueError, TypeError, LookupError, AttributeError, NotImplementedError)
+    return (*kinds, datasets.exceptions.DatasetsError, pyarrow.ArrowException)
+
+
 def _rows(rows: Any, where: str) -> Iterator[tuple[str, Any]]:
-    number = 0
-    try:
-        for number, row in enumerate(rows, 1):
-            yield f"{where}: row {number}", row
-    except OSError as error:  # the network, for a streamed one
-        raise DataError(f"{where}: row {number + 1} cannot be read: {_first_line(error)}") from None
+    number, read = 0, iter(rows)
+    while True:
+        try:
+            row = next(read)
+        except StopIteration:
+            return
+        except _broken() as error:
+            raise DataError(f"{where}: row {number + 1} cannot be read: {_first_line(error)}") from None
+        number += 1
+        yield f"{where}: row {number}", row
 
 
 def _split(found: Any, data: Data, where: str) -> Any:
@@ -292,7 +312,7 @@ def _split(found: Any, data: Data, where: str) -> Any:
     if isinstance(found, datasets.DatasetDict | datasets.IterableDatasetDict):
         if data.split not in found:
             raise DataError(
-                f"data.split {data.split}: {where} has no such split; {nearest(data.split, [str(k) for k in found])}"
+                f"data.split {data.split}: {where} has no such split; {closest(data.split, [str(k) for k in found])}"
             )
         return found[data.split]
     return found
@@ -321,9 +341,11 @@ def _saved_dataset(knob: str, path: Path, data: Data) -> _Raw:
 
     try:
         found = datasets.load_from_disk(str(path))
-    except (OSError, ValueError, KeyError) as error:
-        raise DataError(f"{knob} {path}: not a folder that datasets.save_to_disk wrote: {_first_line(error)}") from None
-    return _from_dataset(_split(found, data, str(path)), data, str(path))
+    except _broken() as error:
+        raise DataError(
+            f"{knob} {shown(path)}: not a whole folder of datasets.save_to_disk: {_first_line(error)}; write it again"
+        ) from None
+    return _from_dataset(_split(found, data, shown(path)), data, shown(path))
 
 
 def _datasets(knob: str, name: str, data: Data) -> _Raw:
@@ -345,4 +367,4 @@ def _datasets(knob: str, name: str, data: Data) -> _Raw:
 
 
 def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    return shorten((str(error).strip() or type(error).__name__).splitlines()[0], 300)

@@ -55,11 +55,6 @@ class StreamRows:
     packing: Literal["stream", "whole"]
     seed: int
 
-    def __len__(self) -> int:
-        raise DataError(
-            "stop.epochs: a streamed source has no known length; use stop.steps or stop.tokens, or data.streaming: false"
-        )
-
     def read(self, committed: int = 0) -> Iterator[tuple[int, RowData]]:
         """Endless (sample number, row) from sample number `committed`, epoch after epoch."""
         number = 0

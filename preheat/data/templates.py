@@ -14,13 +14,14 @@ import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from preheat.data.examples import END, PAD, Piece
-from preheat.data.files import missing
+from preheat.data.files import expanded, missing, shown
 from preheat.data.formats import FORMATS, SUGGESTIONS
+from preheat.data.rendering import limited, require_small, require_template
 from preheat.errors import DataError, nearest
+from preheat.text import quoted, shorten
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -79,15 +80,17 @@ def _read(setting: str) -> tuple[str, str]:
     """The Jinja of a built-in format or of a file, and what it is called in messages."""
     if setting in FORMATS:
         return FORMATS[setting], f"template {setting}"
-    path = Path(setting).expanduser()
+    path = expanded("data.template", setting)
     if not path.is_file():
+        if path.is_dir():
+            raise DataError(f"data.template {shown(path)}: is a folder; name a .jinja file")
         if path.suffix not in (".jinja", ".j2", ".txt") and "/" not in setting:
-            raise DataError(f"data.template {setting}: no template of that name; {nearest(setting, list(FORMATS))}")
+            raise DataError(f"data.template {shown(setting)}: no template of that name; {nearest(setting[:40], list(FORMATS))}")
         raise missing("data.template", path)
     try:
-        return path.read_text(encoding="utf-8"), str(path)
+        return path.read_text(encoding="utf-8-sig"), shown(path)
     except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"data.template {setting}: cannot be read ({error})") from None
+        raise DataError(f"data.template {shown(path)}: cannot be read ({shorten(str(error), 120)})") from None
 
 
 def special_tokens(tokenizer: PreTrainedTokenizerFast | None) -> tuple[str, ...]:
@@ -141,6 +144,14 @@ class Template:
             DataError: the template does not render these messages.
         """
         return self._render(messages, tools, asks=True)
+
+    def text_of(self, messages: Sequence[Message], tools: Tools = None) -> str:
+        """The conversation as it is rendered for training, where nothing is asked for.
+
+        Raises:
+            DataError: the template does not render these messages.
+        """
+        return self._render(messages, tools)
 
     def pieces(self, messages: Sequence[Message], tools: Tools = None, train_on: TrainOn = "assistant") -> tuple[Piece, ...]:
         """The conversation as text that is read and text that is trained on; joined it is what the template renders.
@@ -211,22 +222,25 @@ class Template:
         import jinja2
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        try:
-            texts, marks = render_jinja_template(
-                [list(messages)],
-                tools=list(tools) if tools else None,  # type: ignore[arg-type]
-                chat_template=self._chosen(tools),
-                return_assistant_tokens_mask=marked,
-                add_generation_prompt=asks,
-                **self.variables,
-            )
-        except jinja2.TemplateSyntaxError as error:
-            raise DataError(f"{self.name}, line {error.lineno}: not a Jinja template: {error.message}") from None
-        except (jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-            # In a sandbox, but with the errors of Python's own operators.
-            raise DataError(
-                f"{self.name}{_line(error)}: does not render the row: {str(error) or type(error).__name__}"
-            ) from None
+        require_template(self.name, self._chosen(tools))
+        with limited(self.name):
+            try:
+                texts, marks = render_jinja_template(
+                    [list(messages)],
+                    tools=list(tools) if tools else None,  # type: ignore[arg-type]
+                    chat_template=self._chosen(tools),
+                    return_assistant_tokens_mask=marked,
+                    add_generation_prompt=asks,
+                    **self.variables,
+                )
+            except jinja2.TemplateSyntaxError as error:
+                words = shorten(error.message or "", 200)
+                raise DataError(f"{self.name}, line {error.lineno}: not a Jinja template: {words}") from None
+            except (jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+                # In a sandbox, but with the errors of Python's own operators.
+                words = shorten(str(error), 200) or type(error).__name__
+                raise DataError(f"{self.name}{_line(error)}: does not render the row: {words}") from None
+        require_small(self.name, texts[0], messages)
         return texts[0], marks[0] if marked else []
 
     # --- marks
@@ -270,6 +284,13 @@ class Template:
         upto = whole if n == len(messages) - 1 else self._render(messages[: n + 1], tools)
         start = len(before) if whole.startswith(before) else self._begin(whole, messages, tools, n)
         if start is None:
+            asked = self._render(messages[:n], tools)
+            if before.startswith(asked) and whole.startswith(asked):
+                raise DataError(
+                    f"{self.name}: its generation prompt {quoted(before[len(asked) :][-60:])} is no beginning of message {n + 1} as it renders "
+                    f"it, {quoted(whole[len(asked) :][:60])}: what is trained on would never be asked for; write the answers as it asks for "
+                    "them (with an open <think>, say), mark the assistant's text with {% generation %}, or use another data.template"
+                )
             raise self._unproven(n, "begins")
         end = self._cut(whole, start, len(upto)) if whole.startswith(upto) else self._end(whole, messages, tools, n)
         if end is None:

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import heapq
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
+from preheat import trust
 from preheat.data.examples import END, PAD, Document, Piece
-from preheat.data.files import missing
+from preheat.data.files import expanded, kind_of, missing
 from preheat.data.sources import digest
-from preheat.errors import DataError, RecipeError
+from preheat.errors import DataError, RecipeError, RunError
+from preheat.foreign import read_object
 from preheat.hardware.network import hub_reachable
+from preheat.recipe.parts import TOKENIZER_FILES
+from preheat.text import shorten
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -27,10 +32,17 @@ __all__ = [
     "load_tokenizer",
     "other_pieces",
     "pieces_of",
+    "read_as_it_is",
+    "rebuilt_by_transformers",
+    "save_tokenizer",
     "train_tokenizer",
     "unlike",
     "unlike_folders",
+    "write_tokenizer",
 ]
+
+_UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError)
+"""What transformers raises of a tokenizer that it cannot make."""
 
 SAMPLE = 4_000_000
 """Characters of the training documents that a BPE is trained on: those with the lowest content hash, so that the sample
@@ -60,9 +72,7 @@ def load_tokenizer(name: str, *, knob: str = "data.tokenizer", add_tokens: Seque
     Raises:
         DataError: the folder is missing or holds no tokenizer that can be used, or cannot be given `add_tokens`.
     """
-    import transformers
-
-    path = Path(name).expanduser()
+    path = expanded(knob, name)
     if not path.exists() and (name.startswith((".", "/", "~")) or name.count("/") != 1):
         raise missing(knob, path)
     if path.exists():
@@ -71,12 +81,8 @@ def load_tokenizer(name: str, *, knob: str = "data.tokenizer", add_tokens: Seque
         raise DataError(
             f"{knob} {name}: no such folder, and no network to look for a model of that name; name a folder that has tokenizer.json"
         )
-    try:
-        found = transformers.AutoTokenizer.from_pretrained(str(path) if path.exists() else name, trust_remote_code=False)
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        raise DataError(
-            f"{knob} {name}: no tokenizer can be read from it: {(str(error).strip() or type(error).__name__).splitlines()[0]}"
-        ) from None
+    runs = path.exists() and trust.may_run(knob, name, _code(path))
+    found = _read(knob, str(path) if path.exists() else name, runs)
     if not found.is_fast:
         raise DataError(
             f"{knob} {name}: has no fast tokenizer (tokenizer.json); convert it with transformers and save it again"
@@ -91,6 +97,127 @@ def load_tokenizer(name: str, *, knob: str = "data.tokenizer", add_tokens: Seque
     return tokenizer
 
 
+def _read(knob: str, name: str, runs: bool) -> Any:
+    """The tokenizer as transformers reads it; with a tokenizer.json, by whichever of its ways cuts text as that file does.
+
+    Args:
+        runs: code of the folder, which alone can read it, may run.
+    """
+    import transformers
+
+    reader: Any = transformers.PreTrainedTokenizerFast if read_as_it_is(name) else transformers.AutoTokenizer
+    try:
+        return reader.from_pretrained(name, trust_remote_code=runs)
+    except _UNREADABLE as error:
+        raise DataError(f"{knob} {name}: no tokenizer can be read from it: {_first_line(error)}") from None
+
+
+def _first_line(error: BaseException) -> str:
+    return shorten((str(error).strip() or type(error).__name__).splitlines()[0], 200)
+
+
+def _file_of(name: str) -> Path | None:
+    """The tokenizer.json of a folder, or of a name of the hub that was downloaded; None: it has none."""
+    folder = Path(name)
+    if folder.is_dir():
+        return folder / "tokenizer.json" if (folder / "tokenizer.json").is_file() else None
+    from transformers.utils import cached_file
+
+    found = cached_file(name, "tokenizer.json", _raise_exceptions_for_missing_entries=False)
+    return Path(found) if found else None
+
+
+def read_as_it_is(name: str) -> str:
+    """How transformers' own choice of a class cuts text otherwise than tokenizer.json, which is then read as it is; '': it does not.
+
+    Args:
+        name: of a folder or of the hub, as of `load_tokenizer`.
+    """
+    file = _file_of(name)
+    return _unlike_by_class(name, file, _stamps(file.parent)) if file is not None else ""
+
+
+def _stamps(folder: Path) -> tuple[tuple[int, int, int], ...]:
+    """What changes when one of the files changes that a tokenizer is read by."""
+    files = (folder / name for name in ("tokenizer.json", "tokenizer_config.json", "config.json"))
+    states = (file.stat() for file in files if file.is_file())
+    return tuple((state.st_mtime_ns, state.st_size, state.st_ino) for state in states)
+
+
+@functools.lru_cache(maxsize=32)  # a command asks for its tokenizer several times, and a large one takes a second to read
+def _unlike_by_class(name: str, file: Path, _changed: tuple[tuple[int, int, int], ...]) -> str:
+    """`read_as_it_is` of a tokenizer.json.
+
+    transformers 5 builds some tokenizers anew from the class in tokenizer_config.json or from the model's type (Qwen2, GPT-2,
+    Llama): it takes the pieces and merges from the file, and the class's own rules for spaces and digits in place of the file's.
+
+    Raises:
+        DataError: neither gives them.
+    """
+    import transformers
+    from tokenizers import Tokenizer
+
+    right, whys = Tokenizer.from_file(str(file)), list[str]()
+    for reader in (transformers.AutoTokenizer, transformers.PreTrainedTokenizerFast):
+        try:
+            found: Any = reader.from_pretrained(name, trust_remote_code=False)
+        except _UNREADABLE as error:
+            whys.append(f"transformers cannot read it by its class: {_first_line(error)}")
+            continue
+        if not found.is_fast:
+            return ""  # told by who asks for it
+        words = _unlike_backends(right, found.backend_tokenizer)
+        if words is None:
+            return whys[0] if whys else ""
+        whys.append(f"transformers builds a {type(found).__name__} of it, in which {words}")
+    raise DataError(f"{file}: {whys[-1]}; save the tokenizer again with the transformers that is installed here")
+
+
+def rebuilt_by_transformers(folder: str | Path) -> str | None:
+    """How `AutoTokenizer.from_pretrained` of a saved folder cuts text otherwise than its tokenizer.json, in words; None: it does not.
+
+    Whoever opens the folder with transformers alone gets those tokens, and a model that was never trained on them.
+    """
+    import transformers
+    from tokenizers import Tokenizer
+
+    file = Path(folder) / "tokenizer.json"
+    if not file.is_file():
+        return None
+    try:
+        found: Any = transformers.AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
+    except _UNREADABLE as error:
+        return f"AutoTokenizer cannot read it: {_first_line(error)}"
+    words = _unlike_backends(Tokenizer.from_file(str(file)), found.backend_tokenizer)
+    return f"AutoTokenizer builds a {type(found).__name__} of it, in which {words}" if words else None
+
+
+def save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path) -> str | None:
+    """Saves a tokenizer, and reads it back by `load_tokenizer` and by transformers alone.
+
+    Returns:
+        How transformers' `AutoTokenizer` reads other tokens from the folder, in words; None: it reads the same. It does so where a
+        config.json beside it names a model whose tokenizer transformers always builds by its own rules.
+
+    Raises:
+        RunError: it cannot be written, or what was written is another tokenizer.
+    """
+    write_tokenizer(tokenizer, folder)
+    try:
+        if rebuilt_by_transformers(folder):  # the class that it was read by: name the one that takes the file as it is
+            file = folder / "tokenizer_config.json"
+            settings = {**json.loads(file.read_bytes()), "tokenizer_class": "PreTrainedTokenizerFast"}
+            file.write_text(json.dumps(settings, indent=2, ensure_ascii=False), encoding="utf-8")
+        back = load_tokenizer(str(folder))
+    except OSError as error:
+        raise RunError(f"{folder}: the tokenizer cannot be saved ({error.strerror or error})") from None
+    except DataError as error:
+        raise RunError(f"{folder}: the saved tokenizer cannot be read back: {error}") from None
+    if words := unlike(tokenizer, back):
+        raise RunError(f"{folder}: the saved tokenizer is not the one that was used: {words}")
+    return rebuilt_by_transformers(folder)
+
+
 def _add(tokenizer: PreTrainedTokenizerFast, tokens: Sequence[str]) -> None:
     known = tokenizer.get_vocab()
     tokenizer.add_tokens(list(tokens), special_tokens=True)  # matched whole and before all else, and left out of decoded text
@@ -102,21 +229,82 @@ def _add(tokenizer: PreTrainedTokenizerFast, tokens: Sequence[str]) -> None:
     raise DataError(f"model.add_tokens: the tokenizer's numbers have gaps (the new tokens got {got}), so it cannot be added to")
 
 
+def _code(path: Path) -> list[str]:
+    """The folder's own code that reads its tokenizer, where tokenizer.json and transformers' classes do not."""
+    from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
+
+    file = path / "tokenizer_config.json"
+    settings = read_object(file, "data.tokenizer") if file.is_file() else {}
+    name = settings.get("tokenizer_class")
+    if (path / "tokenizer.json").is_file() or (isinstance(name, str) and tokenizer_class_from_name(name) is not None):
+        return []
+    places = settings.get("auto_map")
+    return trust.names_of_code({"auto_map": {"AutoTokenizer": places.get("AutoTokenizer")}}) if isinstance(places, dict) else []
+
+
 def _look_at(knob: str, path: Path) -> None:
     if not path.is_dir():
         raise DataError(f"{knob} {path}: is a file; name the folder that holds tokenizer.json")
     file = path / "tokenizer.json"
     if not file.exists():
-        if not any((path / other).exists() for other in ("tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")):
+        if not any((path / other).is_file() for other in TOKENIZER_FILES):
             raise DataError(f"{knob} {path}: not a tokenizer folder: it has no tokenizer.json")
         return
     # The Rust reader raises a bare Exception for a file that is cut or of another kind, so look first.
     try:
         found = json.loads(file.read_bytes())
-    except (ValueError, OSError) as error:
-        raise DataError(f"{file}: not a tokenizer: {error}") from None
+    except (ValueError, RecursionError, OSError) as error:
+        raise DataError(f"{file}: not a tokenizer: {_first_line(error)}") from None
     if not isinstance(found, dict) or not isinstance(found.get("model"), dict):
         raise DataError(f"{file}: not a tokenizer: it has no 'model'")
+    refused = _refused_by_rust(str(file), file.stat().st_mtime_ns, file.stat().st_size)
+    if refused:
+        raise DataError(f"{file}: not a tokenizer that can be read: {refused}; copy it again from where it is whole")
+    for name in ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"):
+        beside = path / name
+        try:
+            stated = json.loads(beside.read_bytes()) if beside.is_file() else {}
+        except (ValueError, RecursionError, OSError) as error:
+            raise DataError(f"{beside}: not JSON: {_first_line(error)}; copy it again from where it is whole") from None
+        if not isinstance(stated, dict):
+            raise DataError(f"{beside}: holds {kind_of(stated)}, not an object")
+
+
+@functools.lru_cache(maxsize=32)
+def _refused_by_rust(file: str, _changed: int, _size: int) -> str:
+    """Why the Rust library does not read a tokenizer.json; '' where it does."""
+    from tokenizers import Tokenizer
+
+    try:
+        with _rust():
+            Tokenizer.from_file(file)
+    except OSError as error:
+        return _first_line(error)
+    return ""
+
+
+@contextlib.contextmanager
+def _rust() -> Iterator[None]:
+    """Raises OSError where the Rust library raises a bare Exception: it has no other for what it cannot read or write."""
+    try:
+        yield
+    except Exception as error:
+        if type(error) is not Exception:
+            raise
+        raise OSError(_first_line(error)) from None
+
+
+def write_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
+    """Saves a tokenizer without looking at it again, for a reader of our own.
+
+    Raises:
+        RunError: it cannot be written.
+    """
+    try:
+        with _rust():
+            tokenizer.save_pretrained(folder)
+    except OSError as error:
+        raise RunError(f"{folder}: the tokenizer cannot be saved ({error.strerror or error})") from None
 
 
 @functools.lru_cache(maxsize=32)  # a search asks for each of its candidates, and a large tokenizer takes a second to read
@@ -152,7 +340,14 @@ _SEVERAL_KINDS = (
     'Once upon a time, there was a girl who didn\'t like rain.  She said: "Well, 3,141.59 drops!"\n\n',
     "def mean(values: list[float]) -> float:\n\treturn sum(values) / len(values)  # ZeroDivisionError\n",
     "Zoë naïvely chose Łódź over 東京 and Санкт-Петербург… 😀 50 % off, x²≤y",
+    "Hello world, in 2023 we had 1234567 birds and 10 000 more; I'll, WE'RE, they'VE, e\u0301 \u00e9 \ufb01 \u0130",
+    "  two  spaces\n\nand\ttabs \r\n \n    four, and at the end  ",
+    " leading",
+    "trailing ",
+    "once upon a time",
+    "CamelCase snake_case kebab-case https://a.b/c?d=e#f <html> {'k': [1, 2]}",
 )
+"""Spaces, line ends, digits, contractions, code, other scripts, composed and decomposed letters: what tokenizers' rules differ in."""
 
 
 def unlike(a: PreTrainedTokenizerFast, b: PreTrainedTokenizerFast) -> str | None:
@@ -168,10 +363,37 @@ def unlike(a: PreTrainedTokenizerFast, b: PreTrainedTokenizerFast) -> str | None
     for text in _SEVERAL_KINDS:
         one, other = (t.convert_ids_to_tokens(t.encode(text, add_special_tokens=False)) for t in (a, b))
         if one != other:
-            at = next(
-                (n for n, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]), min(len(one), len(other))
-            )
+            at = _first_difference(one, other)
             return f"they cut text otherwise: {one[at : at + 3]} in the one is {other[at : at + 3]} in the other"
+    return None
+
+
+def _first_difference(one: Sequence[Any], other: Sequence[Any]) -> int:
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((n for n, pair in pairs if pair[0] != pair[1]), min(len(one), len(other)))
+
+
+def _unlike_backends(right: Any, other: Any) -> str | None:
+    """How a Rust tokenizer has other tokens than the one of tokenizer.json, in words; it may have more special tokens."""
+    from tokenizers import Tokenizer
+
+    right, other = (Tokenizer.from_str(t.to_str()) for t in (right, other))  # changed below, and the caller's are not
+    pieces, numbers = right.get_vocab(with_added_tokens=True), other.get_vocab(with_added_tokens=True)
+    if pieces.items() - numbers.items():
+        piece, number = min(pieces.items() - numbers.items(), key=lambda pair: pair[1])
+        return f"{piece!r}, token {number} of tokenizer.json, is {numbers.get(piece, 'no token')}"
+    special = [token.content for token in right.get_added_tokens_decoder().values()][:64]
+    texts = [*_SEVERAL_KINDS, *(f"a {token} b{token}c\n" for token in special)]
+    for tokenizer in (right, other):
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+    one, two = (t.encode_batch(texts, add_special_tokens=False) for t in (right, other))
+    for a, b in zip(one, two, strict=True):
+        if a.ids != b.ids:
+            at = _first_difference(a.ids, b.ids)
+            return f"{a.tokens[at : at + 3]} of tokenizer.json becomes {b.tokens[at : at + 3]}"
+        if right.decode(a.ids, skip_special_tokens=False) != other.decode(a.ids, skip_special_tokens=False):
+            return f"{a.tokens[:3]} is read as {other.decode(a.ids[:3])!r}, by tokenizer.json as {right.decode(a.ids[:3])!r}"
     return None
 
 
@@ -278,6 +500,12 @@ class Encoder:
         made = (self._finish(*pair, encoding) for pair, encoding in zip(flat, whole, strict=True))
         return [[next(made) for _ in d.sequences] for d in documents]
 
+    def first_of(self, document: Document) -> list[int]:
+        """The tokens of a document's first sequence."""
+        sequence = document.sequences[0]
+        whole = self.backend.encode("".join(piece.text for piece in sequence), add_special_tokens=False)
+        return self._finish(document, sequence, whole).tokens
+
     def _finish(self, document: Document, sequence: tuple[Piece, ...], encoding: Any) -> Encoded:
         tokens: list[int] = encoding.ids
         begin, end = ([], []) if document.complete else (self.begin, [self.end])
@@ -286,14 +514,14 @@ class Encoder:
         marks = bytearray(len(begin))
         counts = _tokens_of(sequence, encoding)
         if counts is None:  # a token spans the border of two pieces: encode them apart, as a prompt is when the model is asked
-            parts = [self._alone(piece.text, first=n == 0) for n, piece in enumerate(sequence)]
+            parts = [self.alone(piece.text, first=n == 0) for n, piece in enumerate(sequence)]
             tokens, counts = [token for part in parts for token in part], [len(part) for part in parts]
         for piece, count in zip(sequence, counts, strict=True):
             marks += bytes([piece.trained]) * count
         marks += bytes([sequence[-1].trained]) * len(end)
         return Encoded([*begin, *tokens, *end], bytes(marks), document.label)
 
-    def _alone(self, text: str, *, first: bool) -> list[int]:
+    def alone(self, text: str, *, first: bool = True) -> list[int]:
         """Tokens of a piece by itself; of one that stands behind another without the blank that some tokenizers put before a text."""
         if first:
             return cast("list[int]", self.backend.encode(text, add_special_tokens=False).ids)

@@ -30,7 +30,7 @@ from preheat.data.sources import Source
 from preheat.data.split import Side, Split, chunks, near_hash
 from preheat.data.tokenizer import Encoded, Encoder
 from preheat.errors import PreheatError
-from preheat.run import write_atomic
+from preheat.run import to_json, write_atomic
 
 __all__ = ["SIDES", "Progress", "Stream", "streams_of", "tokenize"]
 
@@ -125,7 +125,7 @@ def tokenize(
             finally:
                 writer.close()
             values = _finish(folder, work, writer.tally, writer.dtype, eye)
-        except PreheatError:
+        except (PreheatError, OSError):  # refused, or a full disk, which needs the room
             shutil.rmtree(work, ignore_errors=True)
             raise
         shutil.rmtree(work, ignore_errors=True)
@@ -243,7 +243,7 @@ class _Writer:
             self._append(side, "trained", np.concatenate([marks[a:b] for a, b in spans]))
             self._append(side, "sizes", sizes[chosen])
             self._append(side, "marks", np.array([int(documents[n][1][:16], 16) for n in wanted], np.uint64))
-            lines = "".join(json.dumps(documents[n][2].images) + "\n" for n in wanted)
+            lines = "".join(to_json(documents[n][2].images) + "\n" for n in wanted)
             self._append(side, "images", np.frombuffer(lines.encode(), np.uint8))
             if flat[0].label is not None:
                 self._append(side, "labels", np.array([flat[n].label for n in chosen], np.int64))
@@ -261,7 +261,7 @@ class _Writer:
             file.flush()
             os.fsync(file.fileno())
             self.tally.sizes[name] = file.tell()
-        write_atomic(self.work / "journal.json", json.dumps(asdict(self.tally)))
+        write_atomic(self.work / "journal.json", to_json(asdict(self.tally)))
         os.utime(self.work)  # the cache takes folders without life for left ones
         self.saved = time.monotonic()
 

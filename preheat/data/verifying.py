@@ -2,23 +2,37 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from preheat.data.examples import Document, Piece
 from preheat.data.packing import Rows
 from preheat.data.preflight import Findings
 from preheat.data.sources import Source
 from preheat.data.split import chunks
-from preheat.data.templates import Template
+from preheat.data.templates import Message, Template, TrainOn
 from preheat.data.tokenizer import Encoder
 from preheat.data.tokenizing import Stream
 from preheat.errors import DataError
+from preheat.text import quoted
 
-__all__ = ["cut_answers", "longer_than_a_row", "look_at_template", "look_at_tokens", "refuse_longer"]
+__all__ = [
+    "cut_answers",
+    "longer_than_a_row",
+    "look_at_prompts",
+    "look_at_template",
+    "look_at_tokens",
+    "places_of",
+    "refuse_longer",
+]
 
 
 def look_at_template(sources: Sequence[Source], template: Template | None, found: Findings) -> None:
@@ -34,6 +48,131 @@ def look_at_template(sources: Sequence[Source], template: Template | None, found
         found.add("template", template.name, "leaves out what the assistant says", of=1)
     elif template.end_of_turn is None:
         found.add("template_end", template.name, "ends the assistant's turn with no special token of this tokenizer", of=1)
+
+
+LOOKED_AT = 8
+"""Rows of each source that are asked for as generation asks: a template treats all rows of a kind alike."""
+
+
+LONG = 100_000
+"""Characters of a row that is left aside there: it would be tokenized twice more."""
+
+
+def look_at_prompts(sources: Sequence[Source], encoder: Encoder, found: Findings) -> None:
+    """Whether what the model reads before an answer is the same in training and when it is asked, token by token."""
+    for source in sources:
+        layout = source.layout
+        chats = layout.template is not None and (layout.kind in ("alpaca", "sharegpt", "messages") or layout.wraps)
+        if chats and (opening := _open_turn(layout.template)):  # type: ignore[arg-type]
+            words = f"asks for an answer whatever is asked of it, so that each row ends in an open turn ({quoted(opening)})"
+            found.add("open_turn", layout.template.name, words, of=1)  # type: ignore[union-attr]
+            continue
+        noting = _Noting.of(layout.template) if chats else None  # type: ignore[arg-type]
+        layout = replace(layout, template=noting) if noting is not None else layout
+        for where, row in itertools.islice(source.rows(), LOOKED_AT):
+            document = layout.document(row, where)
+            if not document.sequences or len(document.text) > LONG:
+                continue
+            words = _gap(noting, encoder, document) if noting is not None else _cut_otherwise(encoder, document)
+            if words:
+                place = noting.name if noting is not None else where
+                found.add("generation_prompt", place, words, of=1)
+                break
+
+
+@dataclass(frozen=True)
+class _Noting(Template):
+    """A template that keeps what it is given to render as training rows."""
+
+    given: list[tuple[Sequence[Message], Any, TrainOn]] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, template: Template) -> _Noting:
+        return cls(template.text, template.name, template.variables, template.special, template.with_tools)
+
+    def pieces(self, messages: Sequence[Message], tools: Any = None, train_on: TrainOn = "assistant") -> tuple[Piece, ...]:
+        self.given.append((messages, tools, train_on))
+        return super().pieces(messages, tools, train_on)
+
+
+_ANSWER = "zqANSWERqz"
+
+
+def _open_turn(template: Template) -> str:
+    """What a template writes behind a whole conversation that opens another turn of the assistant; '': nothing."""
+    talk = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}]
+    try:
+        whole, asked = template.text_of(talk), template.prompt(talk)
+    except DataError:  # it may want more than a question and an answer: the rows then say what is wrong
+        return ""
+    before, answer, behind = whole.rpartition(_ANSWER)
+    opening = before[len(before) - _shared(before[::-1], behind[::-1]) :]
+    said = functools.reduce(lambda text, token: text.replace(token, " "), template.special, opening)  # more than an end of turn
+    return opening.strip() if answer and whole == asked and re.search(r"\w", said) else ""
+
+
+def _gap(template: _Noting, encoder: Encoder, document: Document) -> str:
+    """How what training reads before an answer differs from what generation does, in words; '': it does not."""
+    messages, tools, train_on = template.given[-1]
+    turns = [n for n, message in enumerate(messages) if message["role"] == "assistant" and message.get("weight") != 0]
+    for n in dict.fromkeys((*turns[:1], *turns[-1:])):
+        try:
+            asked = template.prompt(messages[:n], tools)
+            pieces = Template.pieces(template, messages[: n + 1], tools, train_on)
+        except DataError:
+            continue  # the template wants more than this: told of the row, if it is wrong there
+        whole = "".join(piece.text for piece in pieces)
+        if not whole:
+            continue
+        if not whole.startswith(asked):
+            at = _shared(whole, asked)
+            return (
+                f"message {n + 1}: it is asked for behind {quoted(asked[max(0, at - 12) :][:60])}, and trained on behind "
+                f"{quoted(whole[max(0, at - 12) :][:60])}: the generation prompt is no beginning of the row"
+            )
+        between = whole[len(asked) : _first_trained(pieces, len(asked))]
+        content = (messages[n].get("content") or "").strip()
+        if not between.strip() and content and asked == template.text_of(messages[:n], tools):
+            between = whole[len(asked) :].partition(content)[0]  # trained on, as if the model should write it
+        if between.strip():
+            return f"message {n + 1}: {quoted(between)} stands before the answer in training, and the generation prompt does not write it"
+        ids = encoder.first_of(document._replace(sequences=(pieces,), images=()))
+        if words := _unlike(encoder, encoder.alone(asked), ids):
+            return f"message {n + 1}: {words}"
+    return ""
+
+
+def _shared(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """How many items two sequences share at their beginning."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((n for n, pair in pairs if pair[0] != pair[1]), min(len(one), len(other)))
+
+
+def _first_trained(pieces: Sequence[Piece], start: int) -> int:
+    """The first place from `start` on that is trained on; `start` where none is."""
+    at = 0
+    for piece in pieces:
+        if piece.trained and at + len(piece.text) > start:
+            return max(at, start)
+        at += len(piece.text)
+    return start
+
+
+def _cut_otherwise(encoder: Encoder, document: Document) -> str:
+    """As `_gap`, of a prompt that is mere text."""
+    pieces = document.sequences[0]
+    if document.complete or len(pieces) < 2 or pieces[0].trained or document.label is not None:
+        return ""
+    ids = encoder.first_of(document)
+    return _unlike(encoder, [*encoder.begin, *encoder.alone(pieces[0].text)], ids)
+
+
+def _unlike(encoder: Encoder, asked: Sequence[int], ids: Sequence[int]) -> str:
+    at = _shared(asked, ids)
+    if at == len(asked):
+        return ""
+    one, other = (quoted([encoder.backend.id_to_token(t) for t in part[at : at + 3]]) for part in (asked, ids))
+    return f"the tokens of its prompt end in {one} when it is asked for, and are {other} in training"
 
 
 def look_at_tokens(
@@ -76,6 +215,29 @@ def look_at_tokens(
         entry_ = found.found.get("truncated")
         if entry_:
             entry_ |= {"count": len(cut), "of": documents["train"]}
+
+
+def places_of(streams: Sequence[Stream], wanted: Sequence[tuple[int, int]], *, held: bool) -> dict[tuple[int, int], str]:
+    """File and row of documents, found by reading again until all are.
+
+    Args:
+        wanted: (content hash (64 bits), how many of equal content were read before it) of each.
+        held: of the documents to validate on.
+    """
+    marks, read, found = {mark for mark, _ in wanted}, Counter[int](), dict[tuple[int, int], str]()
+    missing = set(wanted)
+    for stream in streams:
+        for side, content, document in stream.read(Counter(), Findings()):
+            mark = int(content[:16], 16)
+            if (side == "validation") == held and mark in marks:
+                found[mark, read[mark]] = document.where
+                missing.discard((mark, read[mark]))
+                read[mark] += 1
+                if not missing:
+                    return found
+    for mark, number in missing:  # read more than once by its source's weight
+        found[mark, number] = found.get((mark, max(read[mark] - 1, 0)), "")
+    return found
 
 
 def _wheres(streams: Sequence[Stream], marks: set[int], *, held: bool) -> Iterator[str]:

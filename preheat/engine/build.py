@@ -12,7 +12,7 @@ from typing import Any
 from preheat.engine.balance import balance, scores
 from preheat.engine.step import plain_slots
 from preheat.errors import RecipeError
-from preheat.models import adapter, encoder_decoder, presets, sizes
+from preheat.models import adapter, configs, encoder_decoder, presets, sizes
 from preheat.models.weights import WeightSource, materialize, mean_rows
 from preheat.ops.attention_module import attention_in_chunks
 from preheat.recipe import Parallel, Recipe
@@ -33,6 +33,7 @@ from preheat.technique import (
     on_one_device,
     sizes_of,
 )
+from preheat.text import shorten
 
 __all__ = ["alone", "build", "context_of", "peak_learning_rate", "techniques_of", "world_of"]
 
@@ -119,6 +120,8 @@ def build(
     if dry is None:
         presets.require_weights(recipe)
     config = adapter.configure(recipe, vocabulary)
+    off = configs.without_dropout(configs.of(recipe, vocabulary)) if dry is None and not reading else {}
+    off = {key: value for key, value in off.items() if key not in recipe.model.config}
     context = context_of(recipe, config, device)
     techniques = techniques_of(recipe)
     problems = conflicts_of(techniques, context)
@@ -136,6 +139,11 @@ def build(
     made.weights = WeightSource(_weights_folder(recipe))
     if made.weights.folder and (stored := getattr(config, "quantization_config", None)):
         _stored_quantized(made, stored, reading)
+    if off:
+        keys = ", ".join(f"{key} {value:g}" for key, value in sorted(off.items()))
+        made.changes["dropout"] = [
+            Change(f"dropout is off, where the model's configuration has {keys}: trained without", len(off))
+        ]
     plain_slots(made)
     balance(made, config.get_text_config())
     if (
@@ -161,7 +169,10 @@ def build(
             for part in parts:
                 materialize(part, made.torch_device, home=made.home, placed=_lies_on_host if dry and made.home else None)
                 if dry is None:
-                    made.sources.get(role, made.weights).fill(part, seed=recipe.seed)
+                    source = made.sources.get(role, made.weights)
+                    source.fill(part, seed=recipe.seed)
+                    if source.notes:
+                        made.changes.setdefault("weights", []).extend(Change(words, 1) for words in source.notes)
         apply(Stage.MATERIALIZE, Stage.OPTIMIZER)
         if not made.parameters():
             raise RecipeError("techniques: nothing is left to train: every parameter is frozen")
@@ -190,9 +201,9 @@ def _stored_quantized(made: Build, stored: Any, reading: bool) -> None:
     (part,) = made.trained
     try:
         names = ours.open_on_meta(part, told)
-    except (KeyError, AttributeError, ValueError) as error:
+    except (KeyError, AttributeError, ValueError, TypeError, ZeroDivisionError) as error:  # of a damaged or foreign file
         raise RecipeError(
-            f"model.path: {path}: its config.json does not say how its weights stand ({error}); compress it again"
+            f"model.path: {path}: its config.json does not say how its weights stand ({shorten(str(error))}); compress it again"
         ) from None
     made.weights.fresh(r"(?!)", names, ours.tables_of)  # no parameter is fresh, only the tables
 

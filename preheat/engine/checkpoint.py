@@ -4,19 +4,21 @@
         *.safetensors     parameters, optimizer state and generators (torch distributed checkpoint, safetensors storage);
                           of several processes each writes its share, and any number of processes reads them in any layout
         model.safetensors.index.json (of one process)
-        state.json        step, samples, tokens, elapsed, effective recipe, fingerprints, host generators, `Build.state`
+        state.json        identity of the run, step, samples, tokens, elapsed, effective recipe, fingerprints, host generators, `Build.state`
         manifest.json     size and SHA-256 of each file: written last
 
-No pickle is written or read.
+Only files that the manifest names are read or removed. A checkpoint of another run is passed over. No pickle is written or read.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import json
 import os
 import random
+import re
 import shutil
 import warnings
 from collections.abc import Iterator
@@ -28,9 +30,11 @@ from preheat.errors import RunError
 from preheat.hardware.exhaustion import is_exhaustion, require_room
 from preheat.models.experts import biases
 from preheat.recipe import Recipe
+from preheat.run import parse_json, to_json
 from preheat.technique import Build, Device
+from preheat.text import quoted, shorten
 
-FORMAT = 2
+FORMAT = 3
 """Of state.json: raised when what stands in a checkpoint changes."""
 
 __all__ = [
@@ -46,6 +50,7 @@ __all__ = [
     "restore_host_generators",
     "restore_torch_generators",
     "save",
+    "step_of",
     "take",
     "torch_generators",
     "write",
@@ -64,6 +69,8 @@ class Progress:
     """The effective recipe as YAML."""
     fingerprints: dict[str, str] = field(default_factory=dict)
     """Of data, model and its weights: a resumed run must find the same."""
+    run: str = ""
+    """Identity of the run (preheat.run): checkpoints of another one are not read."""
 
 
 def _tensors(build: Build, rank: int | None = None) -> dict[str, Any]:
@@ -203,6 +210,7 @@ class Taken:
     state: str
     """Of state.json, all but the other processes' generators."""
     generators: dict[str, Any]
+    run: str = ""
 
 
 def take(build: Build, progress: Progress, *, copied: bool) -> Taken:
@@ -226,7 +234,8 @@ def take(build: Build, progress: Progress, *, copied: bool) -> Taken:
         "slots": build.slots(),
         "kernels": {name: [c.kernel for c in changes] for name, changes in build.changes.items()},
     }
-    return Taken(progress.step, tensors, json.dumps(state), host_generators())
+    # Not `to_json`: what a resumed run reads back must be what it was, so a value that is not finite is a fault of ours.
+    return Taken(progress.step, tensors, json.dumps(state, allow_nan=False), host_generators(), progress.run)
 
 
 def save(build: Build, progress: Progress, folder: Path, *, keep: int, apart: bool = False) -> Path:
@@ -273,13 +282,13 @@ def write(build: Build, taken: Taken, folder: Path, *, keep: int, apart: bool = 
         manifest = {name: entry for part in everywhere(build, files, group) for name, entry in part.items()}
         if lead:
             file = beside / "state.json"
-            file.write_text(json.dumps({**json.loads(taken.state), "generators": generators}))
+            file.write_text(json.dumps({**json.loads(taken.state), "generators": generators}, allow_nan=False))
             manifest[file.name] = {"bytes": file.stat().st_size, "sha256": _sha256(file)}
-            (beside / "manifest.json").write_text(json.dumps(manifest, indent=1))
+            (beside / "manifest.json").write_text(to_json(manifest, indent=1))
             for p in (file, beside / "manifest.json", beside):
                 _sync(p)
-            if final.exists():  # the same step saved again, by a run that was resumed there
-                shutil.rmtree(final)
+            if os.path.lexists(final):  # a damaged one, before which the run was resumed, or one of another run
+                _make_way(final, taken.run)
             beside.rename(final)
             _sync(folder)
         everywhere(build, None, group)  # nobody goes on before it stands
@@ -295,36 +304,117 @@ def write(build: Build, taken: Taken, folder: Path, *, keep: int, apart: bool = 
         ) from None
     if not lead:
         return final
-    for old in _steps(folder)[keep:]:
-        shutil.rmtree(old, ignore_errors=True)
+    # Later ones are of steps that the run went back from; they are replaced when it comes there.
+    past = [p for p in _steps(folder) if (step_of(p.name) or 0) <= taken.step and _is_of(p, taken.run)]
+    for old in past[keep:]:
+        _remove(old)
     return final
+
+
+def step_of(name: str) -> int | None:
+    """The step of a checkpoint's folder by its name.
+
+    Example:
+        >>> step_of("step-12"), step_of("step-012"), step_of("step-²")
+        (12, None, None)
+    """
+    match = re.fullmatch(r"step-(0|[1-9][0-9]{0,14})", name)
+    return int(match[1]) if match else None
 
 
 def _steps(folder: Path) -> list[Path]:
     """Finished checkpoints, the newest first."""
-    found = [p for p in folder.glob("step-*") if p.is_dir() and p.name.removeprefix("step-").isdigit()]
-    return sorted(found, key=lambda p: -int(p.name.removeprefix("step-")))
+    found = [p for p in folder.glob("step-*") if step_of(p.name) is not None and p.is_dir()]
+    return sorted(found, key=lambda p: -(step_of(p.name) or 0))
 
 
-def _damage(path: Path) -> str | None:
-    """What is wrong with a checkpoint's files, or None."""
+def _is_of(path: Path, run: str) -> bool:
+    """Whether a checkpoint says that it is of a run, and of the step that it is named after; one that cannot be read is nobody's."""
     try:
-        manifest = json.loads((path / "manifest.json").read_text())
-    except (OSError, ValueError):
-        return "manifest.json is missing or not whole"
+        state = _state(path)
+        return (state.run, state.step) == (run, step_of(path.name))
+    except ValueError:
+        return False
+
+
+def _remove(path: Path) -> None:
+    """Removes a checkpoint: what its manifest names, and its folder if nothing else is in it."""
+    try:
+        names = [name for name in _manifest(path) if name != "state.json"]
+    except ValueError:
+        return
+    if path.is_symlink():
+        return
+    with contextlib.suppress(OSError):  # what cannot be removed stays
+        for name in (*names, "state.json", "manifest.json"):  # in this order it says to the last whose it is
+            (path / name).unlink(missing_ok=True)
+        path.rmdir()
+
+
+def _make_way(path: Path, run: str) -> None:
+    """Removes a checkpoint of this run, and moves aside whatever else has its name."""
+    if not path.is_symlink() and _is_of(path, run):
+        _remove(path)
+    number = 1
+    while os.path.lexists(path):
+        aside = path.with_name(f"{path.name}.aside-{number}")
+        if not os.path.lexists(aside):
+            path.rename(aside)
+        number += 1
+
+
+def _manifest(path: Path) -> dict[str, dict[str, Any]]:
+    """The files of a checkpoint with their sizes and checksums.
+
+    Raises:
+        ValueError: the manifest is missing, not whole, or names something else than files beside it.
+    """
+    try:
+        manifest = parse_json((path / "manifest.json").read_bytes())
+    except OSError:
+        raise ValueError("manifest.json is missing or not whole") from None
+    except ValueError as error:
+        raise ValueError(f"manifest.json is missing or not whole: {error}") from None
+    if not isinstance(manifest, dict) or "state.json" not in manifest:
+        raise ValueError("manifest.json is not a list of its files")
     for name, entry in manifest.items():
-        file = path / name
-        if not file.is_file():
-            return f"{name} is missing"
-        if file.stat().st_size != entry["bytes"]:
-            return f"{name} has {file.stat().st_size:,} of {entry['bytes']:,} bytes"
-        if _sha256(file) != entry["sha256"]:
-            return f"{name} was altered (its checksum differs)"
+        if name in ("", ".", "..", "manifest.json") or "/" in name or "\0" in name:
+            raise ValueError(f"manifest.json names {quoted(name)}, which is no file beside it")
+        size, mark = (entry.get("bytes"), entry.get("sha256")) if isinstance(entry, dict) else (None, None)
+        if type(size) is not int or not isinstance(mark, str):
+            raise ValueError(f"manifest.json does not say the size and checksum of {quoted(name)}")
+    return manifest
+
+
+def _damage(path: Path, run: str = "") -> str | None:
+    """What is wrong with a checkpoint of a run, or None."""
+    try:
+        manifest = _manifest(path)
+        for name, entry in manifest.items():
+            file = path / name
+            if not file.is_file():
+                return f"{shorten(name)} is missing"
+            if file.stat().st_size != entry["bytes"]:
+                return f"{shorten(name)} has {file.stat().st_size:,} of {entry['bytes']:,} bytes"
+            if _sha256(file) != entry["sha256"]:
+                return f"{shorten(name)} was altered (its checksum differs)"
+        state = _state(path)
+    except OSError as error:
+        return f"it cannot be read ({error.strerror})"
+    except ValueError as error:
+        return str(error)
+    if state.run != run:
+        return "it is of another run"
+    if state.step != step_of(path.name):
+        return f"it holds step {state.step}"
     return None
 
 
-def find(folder: Path, step: int | None = None) -> tuple[Path | None, list[tuple[Path, str]]]:
-    """The newest whole checkpoint (or that of `step`), and the damaged ones that were passed over with what is wrong with each.
+def find(folder: Path, step: int | None = None, *, run: str = "") -> tuple[Path | None, list[tuple[Path, str]]]:
+    """The newest whole checkpoint of a run (or that of `step`), and those that were passed over with what is wrong with each.
+
+    Args:
+        run: identity of the run, as of `Progress.run`.
 
     Raises:
         RunError: there is no checkpoint of `step`.
@@ -337,63 +427,145 @@ def find(folder: Path, step: int | None = None) -> tuple[Path | None, list[tuple
             f"{folder}: has no checkpoint of step {step}; " + (f"there are: {there}" if there else "there is none yet")
         )
     for path in found if step is None else [folder / f"step-{step}"]:
-        problem = _damage(path)
+        problem = _damage(path, run)
         if problem is None:
             return path, damaged
         damaged.append((path, problem))
     return None, damaged
 
 
-def _state(path: Path) -> dict[str, Any]:
-    state: dict[str, Any] = json.loads((path / "state.json").read_text())
-    if state["format"] != FORMAT:
-        raise RunError(
-            f"{path}: was written in format {state['format']} by another version of preheat, and this one reads {FORMAT}; go on with the version that began the run"
+@dataclass
+class State(Progress):
+    """What state.json holds."""
+
+    build: dict[str, Any] = field(default_factory=dict)
+    threads: int = 1
+    world: int = 1
+    generators: list[dict[str, Any]] = field(default_factory=list)
+
+
+def _state(path: Path) -> State:
+    """What a checkpoint says beside its tensors.
+
+    Raises:
+        ValueError: it is not whole, or of another format.
+    """
+    try:
+        values = parse_json((path / "state.json").read_bytes())
+    except OSError as error:
+        raise ValueError(f"state.json cannot be read ({error.strerror})") from None
+    except ValueError as error:
+        raise ValueError(f"state.json is not whole: {error}") from None
+    if not isinstance(values, dict) or "format" not in values:
+        raise ValueError("state.json is not one of a checkpoint")
+    if values["format"] != FORMAT:
+        raise ValueError(
+            f"it was written in format {quoted(values['format'], 20)} by another version of preheat, and this one reads {FORMAT}; "
+            "go on with the version that began the run"
         )
-    return state
+    kinds: dict[str, Any] = {
+        name: (int, float) if name == "elapsed" else type(f.default)
+        for name, f in State.__dataclass_fields__.items()
+        if f.default is not dataclasses.MISSING
+    }
+    kinds |= {"fingerprints": dict, "build": dict, "generators": list}
+    for name, kind in kinds.items():
+        value = values.get(name)
+        if not isinstance(value, kind) or isinstance(value, bool) or (isinstance(value, int | float) and value < 0):
+            raise ValueError(f"state.json has no {name} that could be one ({quoted(value, 40)})")
+    if not 0 < values["world"] == len(values["generators"]) or not all(map(_generators, values["generators"])):
+        raise ValueError("state.json does not hold the generators of each process")
+    return State(**{name: values[name] for name in kinds})
 
 
-def read_progress(path: Path) -> Progress:
+def _generators(value: Any) -> bool:
+    """Whether a value could be what `host_generators` gave."""
+    try:
+        (version, words, gauss), (kind, keys, position, has_gauss, cached) = value["python"], value["numpy"]
+        random.Random().setstate((version, tuple(words), gauss))
+        numbers = [*keys, position, has_gauss, cached]
+        return kind == "MT19937" and len(keys) == 624 and all(isinstance(n, int | float) for n in numbers)
+    except (KeyError, TypeError, ValueError, OverflowError):
+        return False
+
+
+def read_progress(path: Path) -> State:
     """Where a checkpoint stands, without its tensors.
 
     Raises:
-        RunError: it is of another format.
+        RunError: it is not whole, or of another format.
     """
-    state = _state(path)
-    return Progress(**{key: state[key] for key in Progress.__dataclass_fields__})
+    try:
+        return _state(path)
+    except ValueError as error:
+        raise RunError(f"{path}: {error}") from None
+
+
+def _reader(path: Path) -> Any:
+    """A reader of the files that the manifest names: torch's own reads all that lie there, and the last of a tensor wins."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.filesystem import FileSystem
+
+    try:
+        names = [name for name in _manifest(path) if name.endswith(".safetensors")]
+    except ValueError as error:
+        raise RunError(f"{path}: {error}") from None
+
+    class Listed(FileSystem):
+        def ls(self, folder: Any) -> list[str]:
+            return [os.path.join(folder, name) for name in names]
+
+    reader = dcp.HuggingFaceStorageReader(str(path))
+    reader.fs = Listed()
+    return reader
+
+
+@contextlib.contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Says in words what keeps torch from reading a checkpoint."""
+    import torch.distributed.checkpoint as dcp
+
+    try:
+        with _one_process():
+            yield
+    except dcp.CheckpointException as error:  # type: ignore[attr-defined]
+        words = str(error).splitlines()[-1]
+        if is_exhaustion(error):
+            raise MemoryError(f"{path}: no memory to read it with: {words}") from None
+        raise RunError(f"{path}: cannot be read ({shorten(words, 200)}); it does not hold what this model needs") from None
 
 
 def load(build: Build, path: Path) -> Progress:
     """Puts a whole checkpoint into a build, in place, and returns where it stands.
 
     Raises:
+        RunError: it does not hold what the build needs.
         MemoryError: there is no memory to read it with.
     """
     import torch.distributed.checkpoint as dcp
 
-    state = _state(path)
+    state = read_progress(path)
     # A process beyond those that the run had begins with the generators of the first.
-    rank = build.mesh.rank if build.mesh.rank < state["world"] else 0
+    rank = build.mesh.rank if build.mesh.rank < state.world else 0
     tensors = _tensors(build, rank)
-    try:
-        with _one_process():
-            dcp.load(tensors, storage_reader=dcp.HuggingFaceStorageReader(str(path)), no_dist=build.mesh.world == 1)
-    except dcp.CheckpointException as error:  # type: ignore[attr-defined]
-        if is_exhaustion(error):
-            raise MemoryError(f"{path}: no memory to read it with: {str(error).splitlines()[-1]}") from None
-        raise
+    with _reading(path):
+        dcp.load(tensors, storage_reader=_reader(path), no_dist=build.mesh.world == 1)
     restore_torch_generators(tensors, rank)
-    restore_host_generators(state["generators"][rank])
-    for name, kept in state["build"].items():
+    restore_host_generators(state.generators[rank])
+    for name, kept in state.build.items():
         build.state[name].load_state_dict(kept)
-    build.step = state["step"]
-    return Progress(**{key: state[key] for key in Progress.__dataclass_fields__})
+    build.step = state.step
+    return Progress(**{key: getattr(state, key) for key in Progress.__dataclass_fields__})
 
 
 def load_weights(build: Build, path: Path) -> None:
-    """Puts a checkpoint's parameters alone into a build, in place: for evaluation, generation and export."""
+    """Puts a checkpoint's parameters alone into a build, in place: for evaluation, generation and export.
+
+    Raises:
+        RunError: it does not hold them all.
+    """
     import torch.distributed.checkpoint as dcp
 
     tensors = {name: t for name, t in _tensors(build).items() if name.startswith("model.")}
-    with _one_process():
-        dcp.load(tensors, storage_reader=dcp.HuggingFaceStorageReader(str(path)), no_dist=build.mesh.world == 1)
+    with _reading(path):
+        dcp.load(tensors, storage_reader=_reader(path), no_dist=build.mesh.world == 1)

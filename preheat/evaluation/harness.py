@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from preheat.data.files import expanded
 from preheat.data.sources import digest
 from preheat.errors import DataError, RecipeError, nearest
 from preheat.evaluation import bootstrap
@@ -135,7 +136,7 @@ def measure_by_harness(name: str, scorer: Scorer, *, limit: int | None = None) -
 
     with _quiet():
         if Path(name).suffix in (".yaml", ".yml"):
-            file = Path(name).expanduser()
+            file = expanded("--tasks", name)
             manager, task = TaskManager(include_path=str(file.parent), include_defaults=False), _task_of(file)
         else:
             manager, task = TaskManager(), name

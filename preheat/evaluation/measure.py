@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from preheat.evaluation.prompts import Item, items_of
 from preheat.evaluation.results import Result
 from preheat.evaluation.scoring import CLASSES, Reader, Score, Scorer
 from preheat.evaluation.tasks import BY_LIKELIHOOD, Task
+from preheat.run import to_json
 
 __all__ = ["measure_items", "measure_task", "require_room"]
 
@@ -71,7 +71,7 @@ def measure_items(task: Task, items: Sequence[Item], scorer: Scorer, *, samples:
                     "gold": right,
                 }
                 key, value = ("loglikelihoods", [s.loglikelihood for s in what]) if isinstance(what, list) else ("answer", what)
-                file.write(json.dumps(line | {key: value}, ensure_ascii=False) + "\n")
+                file.write(to_json(line | {key: value}) + "\n")
     identity = digest([(item.where, item.texts, item.gold, item.answers) for item in items])
     # Several choices of one question may each have cut its context.
     return Result(made, len(items), identity, truncated=min(scorer.truncated - before, len(items)))

@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import functools
-import json
 import math
 import tempfile
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
+from preheat import run as runs
+from preheat.data.tokenizer import write_tokenizer
 from preheat.engine.evaluate import Measured
 from preheat.evaluation.harness import measure_by_harness, require_harness
 from preheat.evaluation.length import measure_length, questions_of
 from preheat.evaluation.measure import measure_items, require_room
 from preheat.evaluation.prompts import items_of
-from preheat.evaluation.results import Result, compared, described, kept, read_kept
+from preheat.evaluation.results import Result, comparable, compared, described, kept, read_kept
 from preheat.evaluation.scoring import CLASSES, Reader, Scorer
 from preheat.evaluation.tasks import LengthTask, Task, find_tasks
 from preheat.evaluation.texts import bytes_of_tokens, measure_text, rows_of_text, tokens_of_text
 from preheat.recipe import Recipe
 from preheat.run import Writer
 from preheat.technique import Build, Slot
+from preheat.text import shorten
 
 __all__ = ["Probes", "differences"]
 
@@ -52,11 +55,11 @@ class Probes:
         self.sizes = bytes_of_tokens(data.tokenizer)
         length, self.forgetting = recipe.batch.length, None
         with tempfile.TemporaryDirectory() as folder:  # the tokenizer may have been trained for this run
-            data.tokenizer.save_pretrained(folder)
+            write_tokenizer(data.tokenizer, Path(folder))
             how: dict[str, Any] = {"seed": recipe.seed, "tokenizer": folder}
             if settings.forgetting is not None:
                 self.forgetting = rows_of_text(
-                    recipe.data, settings.forgetting, knob="evaluate.forgetting", length=length, **how
+                    recipe.data, settings.forgetting, knob="evaluate.forgetting", length=length, partial=True, **how
                 )
             reader, of = Reader(data.tokenizer, length), {"longest": length, "reach": length, "limit": settings.rows}
             texts = functools.partial(tokens_of_text, recipe.data, **how)
@@ -90,11 +93,17 @@ class Probes:
         if step == 0:
             writer.json(BEFORE, {part: {name: kept(r) for name, r in of.items()} for part, of in found.items()})
         summary: dict[str, Any] = {"step": step, "after": _values(found)}
-        file = writer.path / BEFORE
-        if step and file.is_file():
-            values = json.loads(file.read_text(encoding="utf-8"))
+        # Of several processes the first alone reads and writes the run.
+        run = runs.Reader(writer.path) if step and (writer.path / "recipe.yaml").is_file() else None
+        if run is not None and (values := run.before):
             before = {part: {name: read_kept(r) for name, r in of.items()} for part, of in values.items()}
+            for part, name in [(part, name) for part, of in before.items() for name in of]:
+                if not comparable(before[part][name], found.get(part, {}).get(name)):
+                    run.damaged[BEFORE] = f"left out {shorten(name)}, whose rows are not those that were measured"
+                    del before[part][name]
             summary |= {"before": _values(before), "difference": differences(before, found)}
+        if run is not None and BEFORE in run.damaged:
+            writer.event("damaged", file=BEFORE, problem=run.damaged[BEFORE])
         writer.json(SUMMARY, summary)
         if "validation" not in texts:
             return nothing

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from preheat.errors import DataError, RecipeError, nearest
+from preheat.data.files import closest, expanded, read_json
+from preheat.data.rendering import limited, require_template
+from preheat.data.templates import load_template
+from preheat.errors import DataError, RecipeError
 from preheat.evaluation.rows import Row, read_rows
 from preheat.evaluation.tasks import BY_LIKELIHOOD, Task
+from preheat.text import quoted, shorten
 
 __all__ = ["Item", "items_of"]
 
@@ -70,20 +73,25 @@ class _Language:
         from jinja2 import TemplateError, TemplateSyntaxError
 
         text, name = getattr(self.task, key), self.task.name
-        try:
-            made = make(text)
-        except TemplateSyntaxError as error:
-            raise RecipeError(f"task {name}: {key}: line {error.lineno}: {error.message} in {text!r}") from None
+        where = f"task {name}: {key}"
+        require_template(where, text if "{" in text else f"{{{{ {text} }}}}")
+        with limited(where):
+            try:
+                made = make(text)
+            except TemplateSyntaxError as error:
+                words = shorten(error.message or "", 200)
+                raise RecipeError(f"{where}: line {error.lineno}: {words} in {quoted(text, 200)}") from None
 
         def run(row: Row) -> Any:
-            try:
-                return take(made, row.values)
-            except (TemplateError, TypeError, ValueError, KeyError, IndexError, ZeroDivisionError) as error:
-                words = str(error).splitlines()[0]
-                lacking = re.fullmatch(r"'(\w+)' is undefined", words)
-                if lacking:
-                    words = f"no field '{lacking[1]}'; {nearest(lacking[1], sorted(row.values))}"
-                raise DataError(f"{row.where}: {words} (task {name}, {key})") from None
+            with limited(where):
+                try:
+                    return take(made, row.values)
+                except (TemplateError, TypeError, ValueError, KeyError, IndexError, ZeroDivisionError) as error:
+                    words = shorten((str(error).strip() or type(error).__name__).splitlines()[0], 200)
+                    lacking = re.fullmatch(r"'(\w+)' is undefined", words)
+                    if lacking:
+                        words = f"no field '{lacking[1]}'; {closest(lacking[1], sorted(row.values))}"
+                    raise DataError(f"{row.where}: {words} (task {name}, {key})") from None
 
         return run
 
@@ -135,12 +143,10 @@ def items_of(task: Task, tokenizer: Any, *, limit: int | None = None, head: bool
 def _chosen(task: Task, rows: list[Row]) -> list[Row]:
     total = len(rows)
     if task.keys is not None:
-        import json
-
         try:
-            wanted = set(map(str, json.loads(Path(task.keys).read_text(encoding="utf-8"))))
-        except (OSError, ValueError, TypeError) as error:
-            words = str(error).splitlines()[0]
+            wanted = set(map(str, read_json(expanded(f"task {task.name}: keys:", task.keys))))
+        except (OSError, TypeError) as error:
+            words = shorten(str(error), 200)
             raise DataError(f"task {task.name}: keys: {task.keys}: not a list or an object in JSON ({words})") from None
         for row in rows:
             if "key" not in row.values:
@@ -175,14 +181,14 @@ def _item(task: Task, row: Row, context: str, complete: bool, gold: Any, choices
     if task.kind == "cloze":
         return Item(row.where, context, complete, (delimiter + str(gold),), (str(gold),), 0)
     if not isinstance(choices, list | tuple) or len(choices) < 2:
-        raise DataError(f"{row.where}: its choices are {choices!r}, not a list of two or more (task {task.name})")
+        raise DataError(f"{row.where}: its choices are {quoted(choices)}, not a list of two or more (task {task.name})")
     texts = tuple(map(str, choices))
     if empty := [n for n, text in enumerate(texts) if not text]:
         raise DataError(f"{row.where}: choice {empty[0]} is empty (task {task.name})")
     number = _number_of(gold, texts, by_number=task.kind == "multiple_choice")
     if number is None:
         shown = ", ".join(repr(text[:30]) for text in texts[:5]) + (" …" if len(texts) > 5 else "")
-        raise DataError(f"{row.where}: gold {gold!r} is none of the {len(texts)} choices: {shown} (task {task.name})")
+        raise DataError(f"{row.where}: gold {quoted(gold)} is none of the {len(texts)} choices: {shown} (task {task.name})")
     return Item(row.where, context, complete, tuple(delimiter + text for text in texts), texts, number)
 
 
@@ -207,11 +213,9 @@ def _context(task: Task, before: Sequence[tuple[str, str]], asked: str, tokenize
 
 def _templated(turns: list[dict[str, str]], tokenizer: Any, task: Task) -> str:
     """The one place where a chat template is asked."""
-    from jinja2 import TemplateError
-
     if not tokenizer.chat_template:
         raise RecipeError(f"task {task.name}: chat: the tokenizer has no chat template; remove chat: true")
     try:
-        return str(tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True))
-    except TemplateError as error:
-        raise RecipeError(f"task {task.name}: chat: the tokenizer's template fails: {str(error).splitlines()[0]}") from None
+        return load_template(None, tokenizer).prompt(turns)
+    except DataError as error:
+        raise RecipeError(f"task {task.name}: chat: the tokenizer's template fails: {error}") from None

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from preheat.evaluation.bootstrap import Metric, difference, interval
+from preheat.evaluation.bootstrap import KINDS, Metric, difference, interval
 
-__all__ = ["Part", "Result", "compared", "described", "kept", "read_kept"]
+__all__ = ["Part", "Result", "comparable", "compared", "described", "kept", "read_kept"]
 
 
 class Part(NamedTuple):
@@ -33,7 +34,8 @@ class Result:
         rows: questions, or rows of text.
         identity: two results with equal ones are over the same rows, and can be compared row by row.
         tokens: that a loss was taken over; None for a task.
-        truncated: contexts that lost their beginning.
+        truncated: contexts that lost their beginning; of a text, examples that lost their end.
+        left: rows of a text that were not read.
         alone: metrics without an interval.
         parts: the first metric, or what `preheat.evaluation.length` says, part by part.
     """
@@ -43,16 +45,23 @@ class Result:
     identity: str
     tokens: int | None = None
     truncated: int = 0
+    left: int = 0
     alone: Mapping[str, float] = field(default_factory=dict)
     parts: Sequence[Part] = ()
 
 
 def described(result: Result, *, seed: int = 0) -> dict[str, Any]:
-    """{rows, tokens, truncated, metrics: {name: {value, low, high}}}; low and high are None without an interval. Where the result has parts:
+    """{rows, tokens, truncated, left, metrics: {name: {value, low, high}}}; low and high are None without an interval. Where the result has parts:
     parts: [{length, depth (or others of `Part.place`), value, low, high}]."""
     metrics = {name: _values(metric.value, interval(metric, seed=seed)) for name, metric in result.metrics.items()}
     metrics |= {name: _values(value, None) for name, value in result.alone.items()}
-    made = {"rows": result.rows, "tokens": result.tokens, "truncated": result.truncated, "metrics": metrics}
+    made = {
+        "rows": result.rows,
+        "tokens": result.tokens,
+        "truncated": result.truncated,
+        "left": result.left,
+        "metrics": metrics,
+    }
     parts = [{**part.place, **_values(part.metric.value, interval(part.metric, seed=seed))} for part in result.parts]
     return {**made, "parts": parts} if parts else made
 
@@ -85,6 +94,22 @@ def _values(value: float, found: tuple[float, float] | None) -> dict[str, float 
     return {"value": value, "low": low, "high": high}
 
 
+def comparable(before: Result, after: Result | None) -> bool:
+    """Whether two results can be `compared`: their metrics are sums of the same kind, of as many rows where the rows are the same."""
+    same = after is not None and before.identity == after.identity
+
+    def alike(old: Metric, new: Metric | None) -> bool:
+        shape = slice(None) if same else slice(1, None)
+        return new is None or (old.kind == new.kind and old.rows.shape[shape] == new.rows.shape[shape])
+
+    if after is None:
+        shapes = [(m.kind, m.rows.shape[1:]) for m in (*before.metrics.values(), *(part.metric for part in before.parts))]
+        return all(kind in KINDS and len(shape) == 1 and (kind == "macro_f1" or shape == (2,)) for kind, shape in shapes)
+    places = {tuple(part.place.items()): part.metric for part in after.parts}
+    parts = all(alike(part.metric, places.get(tuple(part.place.items()))) for part in before.parts)
+    return parts and all(alike(metric, after.metrics.get(name)) for name, metric in before.metrics.items())
+
+
 def kept(result: Result) -> dict[str, Any]:
     """A result with its rows as plain values, to compare with later; `read_kept` reads it back."""
 
@@ -105,4 +130,6 @@ def read_kept(values: Mapping[str, Any]) -> Result:
 
     metrics = {name: metric(m) for name, m in values["metrics"].items()}
     parts = [Part(p["place"], metric(p["metric"])) for p in values.get("parts", ())]  # not in runs from before there were any
-    return Result(metrics, parts=parts, **{key: values[key] for key in ("rows", "identity", "tokens", "truncated", "alone")})
+    alone = {name: math.nan if value is None else value for name, value in values["alone"].items()}
+    same = {key: values[key] for key in ("rows", "identity", "tokens", "truncated")}
+    return Result(metrics, parts=parts, alone=alone, **same)

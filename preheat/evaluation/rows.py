@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import csv
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from preheat.errors import DataError, nearest
+from preheat.data.files import closest, expanded, kind_of, read_csv, read_json, read_jsonl, read_parquet, shown
+from preheat.errors import DataError
+from preheat.text import shorten
 
 __all__ = ["Row", "read_rows"]
 
@@ -34,24 +34,21 @@ def read_rows(source: str, *, subset: str | None = None, split: str = "test", ea
     Raises:
         DataError: there is no such file, it is damaged, holds no row, or a row lacks `each`.
     """
-    path = Path(source).expanduser()
+    path = expanded("rows", source)
     if path.is_file():
         if path.suffix not in SUFFIXES:
-            raise DataError(f"{path}: tasks read rows from {', '.join(SUFFIXES)}; convert the file")
-        read = {".jsonl": _jsonl, ".json": _json, ".parquet": _parquet, ".csv": _csv}[path.suffix]
+            raise DataError(f"{shown(path)}: tasks read rows from {', '.join(SUFFIXES)}; convert the file")
         try:
-            rows = list(read(path))
+            rows = list(_read(path))
         except OSError as error:
-            raise DataError(f"{path}: cannot be read ({error.strerror or error})") from None
-        except UnicodeDecodeError as error:
-            raise DataError(f"{path}: byte {error.start} is not text in UTF-8; convert the file") from None
+            raise DataError(f"{shown(path)}: cannot be read ({error.strerror or error})") from None
     elif path.exists() or path.suffix in SUFFIXES or source.startswith((".", "/", "~")) or source.count("/") != 1:
         parent = path.parent if path.parent.is_dir() else Path()
         names = sorted(p.name for p in parent.iterdir())[:50] if not path.exists() else []
         raise DataError(
-            f"{path}: is a folder; name a file of rows"
+            f"{shown(path)}: is no file; name a file of rows"
             if path.exists()
-            else f"{path}: no such file" + (f"; {nearest(path.name, names)}" if names else "")
+            else f"{shown(path)}: no such file" + (f"; {closest(path.name, names)}" if names else "")
         )
     else:
         rows = list(_named(source, subset, split))
@@ -64,82 +61,49 @@ def read_rows(source: str, *, subset: str | None = None, split: str = "test", ea
 
 def _row(where: str, value: Any) -> Row:
     if not isinstance(value, Mapping):
-        raise DataError(f"{where}: is {type(value).__name__}, not an object with fields")
+        raise DataError(f"{where}: is {kind_of(value)}, not an object with fields")
     return Row(where, {str(k): v for k, v in value.items()})
 
 
 def _parts(row: Row, each: str) -> Iterator[Row]:
     if each not in row.values:
-        raise DataError(f"{row.where}: no field '{each}' (the task's `each`); {nearest(each, list(row.values))}")
+        raise DataError(f"{row.where}: no field '{each}' (the task's `each`); {closest(each, list(row.values))}")
     parts = row.values[each]
     if not isinstance(parts, list):
-        raise DataError(f"{row.where}: field '{each}' is {type(parts).__name__}, not a list")
+        raise DataError(f"{row.where}: field '{each}' is {kind_of(parts)}, not a list")
     rest = {k: v for k, v in row.values.items() if k != each}
     for number, part in enumerate(parts, 1):
         where = f"{row.where}, {each} {number}"
         yield Row(where, {**rest, **_row(where, part).values})
 
 
-def _jsonl(path: Path) -> Iterator[Row]:
-    with path.open(encoding="utf-8-sig") as file:
-        for number, line in enumerate(file, 1):
-            if not line.strip():
-                continue
-            try:
-                value = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise DataError(f"{path}:{number}: not JSON: {error.msg} at column {error.colno}") from None
-            except RecursionError:
-                raise DataError(f"{path}:{number}: JSON nested too deeply") from None
-            yield _row(f"{path}:{number}", value)
+def _read(path: Path) -> Iterator[Row]:
+    if path.suffix == ".json":
+        yield from _json(path)
+        return
+    if path.suffix == ".csv":
+        for number, (_, names, values) in enumerate(read_csv(path), 1):
+            if len(values) != len(names):
+                words = "more" if len(values) > len(names) else "fewer"
+                raise DataError(f"{shown(path)}: row {number} has {words} fields than the header's {len(names)}")
+            yield Row(f"{shown(path)}: row {number}", dict(zip(names, values, strict=True)))
+        return
+    for where, value in read_jsonl(path) if path.suffix == ".jsonl" else read_parquet(path):
+        yield _row(where, value)
 
 
 def _json(path: Path) -> Iterator[Row]:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8-sig") or "[]")
-    except json.JSONDecodeError as error:
-        words = f"not JSON: {error.msg} at column {error.colno} (a file of one object a line is named .jsonl)"
-        raise DataError(f"{path}:{error.lineno}: {words}") from None
-    except RecursionError:
-        raise DataError(f"{path}: JSON nested too deeply") from None
+    found = read_json(path)
     if isinstance(found, dict):
         for number, (key, value) in enumerate(found.items(), 1):
-            yield _row(f"{path}: row {number}", {"key": key, **value} if isinstance(value, dict) else value)
+            yield _row(f"{shown(path)}: row {number}", {"key": key, **value} if isinstance(value, dict) else value)
         return
     if not isinstance(found, list):
         raise DataError(
-            f"{path}: holds {type(found).__name__}; a .json file of a task holds a list of objects or an object of them"
+            f"{shown(path)}: holds {kind_of(found)}; a .json file of a task holds a list of objects or an object of them"
         )
     for number, value in enumerate(found, 1):
-        yield _row(f"{path}: row {number}", value)
-
-
-def _csv(path: Path) -> Iterator[Row]:
-    with path.open(encoding="utf-8-sig", newline="") as file:
-        reader = csv.DictReader(file, strict=True)
-        try:
-            for number, row in enumerate(reader, 1):
-                if None in row or None in row.values():
-                    words = "more" if None in row else "fewer"
-                    raise DataError(f"{path}: row {number} has {words} fields than the header's {len(reader.fieldnames or [])}")
-                yield _row(f"{path}: row {number}", row)
-        except csv.Error as error:
-            raise DataError(f"{path}:{reader.line_num}: not CSV: {error}") from None
-
-
-def _parquet(path: Path) -> Iterator[Row]:
-    import pyarrow
-    import pyarrow.parquet
-
-    number = 0
-    try:
-        with pyarrow.parquet.ParquetFile(path) as file:
-            for batch in file.iter_batches(batch_size=1024):
-                for row in batch.to_pylist():
-                    number += 1
-                    yield _row(f"{path}: row {number}", row)
-    except pyarrow.ArrowException as error:
-        raise DataError(f"{path}: not a readable Parquet file: {str(error).splitlines()[0]}") from None
+        yield _row(f"{shown(path)}: row {number}", value)
 
 
 def _named(name: str, subset: str | None, split: str) -> Iterator[Row]:
@@ -154,7 +118,7 @@ def _named(name: str, subset: str | None, split: str) -> Iterator[Row]:
     try:
         found = datasets.load_dataset(name, subset, split=split)
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-        words = (str(error).strip() or type(error).__name__).splitlines()[0]
+        words = shorten((str(error).strip() or type(error).__name__).splitlines()[0], 200)
         raise DataError(f"{name}: no such file, and `datasets` cannot load it: {words}") from None
     for number, row in enumerate(found, 1):
         yield _row(f"{name}, {split}: row {number}", row)

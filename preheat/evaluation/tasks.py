@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from preheat.data.files import expanded
 from preheat.errors import RecipeError, nearest
 from preheat.recipe.boundary import RecipeReader
 from preheat.recipe.parts import Count, Whole
@@ -194,7 +195,7 @@ def find_tasks(names: Sequence[str], *, knob: str = "--tasks") -> list[Task | Le
         if bad := [part for part in more if "=" not in part]:
             raise RecipeError(f"{knob} {given}: '{bad[0]}' is no KEY=VALUE")
         settings = dict(part.split("=", 1) for part in more) | ({"data": json.dumps(data)} if data else {})
-        path = Path(name).expanduser()
+        path = expanded(knob, name)
         if name in OF_LENGTH:
             values = {"name": name} | {
                 key: compose(value, f"{name}, {key}", numbered=False)[0] for key, value in settings.items()

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
 from preheat.data import Rows, evaluation_batches, prepare
-from preheat.data.files import TEXT
+from preheat.data.files import TEXT, expanded
 from preheat.data.packing import Tokens
 from preheat.data.sources import digest
 from preheat.data.tokenizer import pieces_of
@@ -29,18 +28,20 @@ UNITS = 64
 """Batches that a text is read in at least, where it has the rows: they are what the bootstrap draws."""
 
 
-def rows_of_text(data: Data, source: str, *, knob: str, length: int, seed: int, tokenizer: str) -> Rows:
+def rows_of_text(data: Data, source: str, *, knob: str, length: int, seed: int, tokenizer: str, partial: bool = False) -> Rows:
     """A second text as rows, cut as the run's own are.
 
     Args:
         data: the run's settings: which fields are read, where the source has fields.
         knob: what names the source, for messages.
         tokenizer: the folder of the run's tokenizer.
+        partial: what does not fill a last row is one too, so that each token is evaluated.
 
     Raises:
-        DataError: no such text, it is empty, or it is shorter than a row.
+        DataError: no such text, it is empty, or (not `partial`) it is shorter than a row.
     """
-    plain = Path(source).suffix in TEXT or Path(source).is_dir()
+    path = expanded(knob, source)
+    plain = path.suffix in TEXT or path.is_dir()
     fields: dict[str, Any] = (
         {"layout": "text", "columns": {}, "prompt": None, "completion": None, "classes": ()} if plain else {}
     )
@@ -50,7 +51,7 @@ def rows_of_text(data: Data, source: str, *, knob: str, length: int, seed: int, 
         data, source=source, validation=0.0, limit=None, streaming=False, tokenizer=tokenizer, packing="auto", **fields
     )
     try:
-        rows = prepare(settings, length=length, seed=seed).train
+        rows = prepare(settings, length=length, seed=seed, partial=partial).train
     except DataError as error:
         words = (
             str(error)
@@ -107,7 +108,8 @@ def measure_text(build: Build, rows: Rows, *, micro: int, limit: int, sizes: np.
         if sum(bytes_):
             made["bits_per_byte"] = bootstrap.ratio([loss / math.log(2) for loss in losses], bytes_, higher=False)
     scores = summed(build, judged).scores if own else {}
-    return Result(made, count, digest(weights, bytes_, count), tokens=int(sum(weights)), alone=scores)
+    identity, left = digest(weights, bytes_, count), len(rows) - count
+    return Result(made, count, identity, tokens=int(sum(weights)), truncated=rows.truncated, left=left, alone=scores)
 
 
 def _next_tokens(build: Build, batch: Batch) -> tuple[float, int]:

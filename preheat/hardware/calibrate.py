@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from preheat.errors import RunError
 from preheat.hardware.heap import keep_heap
+from preheat.hardware.processes import ended_by, tethered
 from preheat.hardware.rates import AttentionRate, Layout, MatrixRate, MovedRate, Rates, load
 from preheat.hardware.stopwatch import OtherProcesses, Random, Stopwatch, threads_of
 from preheat.technique import Device
@@ -70,6 +72,7 @@ class Grid:
 
 
 FULL = Grid()
+_log = logging.getLogger(__name__)
 _FIRST, _PATIENCE = 256, 4.0
 """Size of the first square product, and seconds that the next one may take by its rate."""
 _TOO_LONG = 0.06
@@ -335,6 +338,8 @@ def rates(device: Device, threads: int, measure: bool = True, progress: Progress
     import torch
 
     found = load(device.name, torch.__version__, threads)
+    if progress is None and measure and found is None:
+        _log.warning("measuring this machine, once; some ten seconds to a minute")
     if measure and (found is None or (found.contended and not _contended(OtherProcesses(), threads, watch=0.5))):
         _measure_apart(device, threads, progress, grid)
         found = load(device.name, torch.__version__, threads)
@@ -349,18 +354,21 @@ def rates(device: Device, threads: int, measure: bool = True, progress: Progress
 def _measure_apart(device: Device, threads: int, progress: Progress | None, grid: Grid) -> None:
     task = {"device": dataclasses.asdict(device), "threads": threads, "grid": dataclasses.asdict(grid)}
     command = [sys.executable, "-c", "from preheat.hardware.calibrate import _child; _child()", json.dumps(task)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
+    with subprocess.Popen(tethered(command), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
         assert child.stdout is not None
         assert child.stderr is not None
-        for line in child.stdout:
-            what, done = json.loads(line)
-            if progress is not None:
-                progress(what, done)
-        words = child.stderr.read().strip()
+        try:
+            for line in child.stdout:
+                what, done = json.loads(line)
+                if progress is not None:
+                    progress(what, done)
+            words = child.stderr.read().strip()
+        except BaseException:
+            child.kill()  # leaving the block waits for it
+            raise
     if child.returncode != 0:
-        raise RunError(
-            f"measuring the rates of this machine failed: {words.splitlines()[-1] if words else f'exit {child.returncode}'}"
-        )
+        last = words.splitlines()[-1] if words and child.returncode > 0 else f"its process {ended_by(child.returncode)}"
+        raise RunError(f"measuring the rates of this machine failed: {last}")
 
 
 def _child() -> None:

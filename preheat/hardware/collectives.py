@@ -19,15 +19,18 @@ from typing import TYPE_CHECKING, Any
 from preheat.errors import RecipeError, RunError
 from preheat.hardware.links import LinkRate
 from preheat.hardware.probe import probe
+from preheat.hardware.processes import local_store
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Task", "Told", "measure"]
+__all__ = ["LISTENING", "Task", "Told", "measure"]
 
 Told = Callable[[str, float], None]
 """Called on rank 0 with what is measured next and the share (0 to 1) that is done."""
 
+LISTENING = "PREHEAT_LISTENING"
+"""Where all processes are of one host: the descriptor of the socket on which rank 0 serves the store; empty for the others."""
 _SAMPLE = 2e-3
 """Seconds of a sample at least: a call of microseconds is not timed by itself."""
 _BUFFERS = 2  # what goes out and what comes in
@@ -148,9 +151,13 @@ def _join(task: Task, device: torch.device) -> None:
 
     address, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store = None
     try:
+        if (listening := os.environ.get(LISTENING)) is not None:
+            store = local_store(int(port), listening=int(listening) if listening else None, timeout=task.timeout)
         dist.init_process_group(
             task.backend,
+            store=store,
             rank=rank,
             world_size=world,
             timeout=datetime.timedelta(seconds=task.timeout),

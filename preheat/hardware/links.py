@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import logging
 import math
 import os
 import tempfile
@@ -18,6 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from preheat.errors import RunError
+from preheat.hardware.stored import Damaged, read_json, read_row
+from preheat.run import to_json
 
 __all__ = [
     "COLLECTIVES",
@@ -41,6 +44,7 @@ COLLECTIVES: dict[str, str] = {
 """What is measured, and what its size counts."""
 
 _FORMAT = 1
+_log = logging.getLogger(__name__)
 
 
 def bus_factor(collective: str, devices: int) -> float:
@@ -137,7 +141,7 @@ def store_json(path: Path, values: Mapping[str, Any]) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=path.stem, delete=False, encoding="utf-8") as beside:
-            beside.write(json.dumps(values, indent=1) + "\n")
+            beside.write(to_json(values, indent=1) + "\n")
         os.replace(beside.name, path)  # beside has a name of its own, since two processes may measure at once
     except OSError as error:
         raise RunError(
@@ -167,12 +171,16 @@ def store_links(hardware: str, torch: str, links: Iterable[LinkRate]) -> Path:
 
 
 def load_links(hardware: str, torch: str) -> tuple[LinkRate, ...]:
-    """What was stored; nothing where there is no file, or one that is damaged or of an older form: it is a cache."""
-    try:
-        values = json.loads(links_at(hardware, torch).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return ()
+    """What was stored; nothing where there is no file, or one of an older form, or a damaged one, which a warning tells: it is a cache."""
+    path = links_at(hardware, torch)
     expected = {"format": _FORMAT, "hardware": hardware, "torch": torch}
-    if not isinstance(values, dict) or {key: values.get(key) for key in expected} != expected:
+    try:
+        values = read_json(path)
+        if values is None or {key: values.get(key) for key in expected} != expected:
+            return ()
+        if not isinstance(values.get("links"), list):
+            raise Damaged("links is no list")
+        return tuple(read_row(LinkRate, row, zero=("low", "high")) for row in values["links"])
+    except Damaged as error:
+        _log.warning("%s: is damaged (%s) and not used; measure the links anew: preheat nettest", path, error)
         return ()
-    return tuple(LinkRate(**row) for row in values["links"])

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import functools
 import hashlib
+import logging
 import os
 import platform
 import shutil
+import stat
 import subprocess
 import tempfile
 import warnings
@@ -15,10 +18,12 @@ from pathlib import Path
 
 from preheat.errors import RunError
 from preheat.hardware.links import cache_folder
+from preheat.hardware.processes import tethered
 
 __all__ = ["NO_COMPILER", "compiler", "is_built", "library", "quick_library"]
 
 NO_COMPILER = "no C++ compiler was found; install g++, or name one in CXX"
+_log = logging.getLogger(__name__)
 _FLAGS = ("-std=c++20", "-fPIC", "-shared")
 _VECTOR = ("-O3", "-march=native", "-fopenmp")
 
@@ -38,14 +43,67 @@ def library(source: Path, *, vector: bool = False) -> ctypes.CDLL:
 
     home = Path(torch.__file__).parent
     about = f"{torch.__version__} {home} {_cpu() if vector else platform.machine()}"
-    key = hashlib.sha256(source.read_bytes() + about.encode()).hexdigest()[:16]
-    built = cache_folder() / f"{source.stem}-{key}.so"
-    if not built.is_file():
-        _build(source, built, home, ("-O2",) if not vector else _VECTOR)
+    key = hashlib.sha256(source.read_bytes() + about.encode()).hexdigest()
+    built = _folder() / f"{source.stem}-{key[:16]}.so"
+    if (reason := _distrusted(built, key)) is not None:
+        if built.exists() or built.is_symlink():
+            _log.warning("%s: is not loaded (%s); it is built anew", built, reason)
+        _build(source, built, home, ("-O2",) if not vector else _VECTOR, key)
     try:
         return ctypes.CDLL(str(built))
     except OSError as error:
         raise RunError(f"{built}: cannot be loaded ({error})") from None
+
+
+def _folder() -> Path:
+    """Where the libraries lie: a folder of the cache that nobody else can write to, since what lies there is run.
+
+    Raises:
+        RunError: it cannot be made.
+    """
+    folder = cache_folder() / "native"
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        facts = folder.lstat()
+        if facts.st_uid == os.getuid() and stat.S_ISDIR(facts.st_mode) and facts.st_mode & 0o077:
+            folder.chmod(0o700)
+            facts = folder.lstat()
+        if stat.S_ISDIR(facts.st_mode) and _is_private(facts):
+            return folder
+    except OSError as error:
+        raise RunError(f"{folder}: cannot be used ({error.strerror}); set PREHEAT_CACHE to a folder of your own") from None
+    return _own_folder(folder)
+
+
+@functools.cache
+def _own_folder(other: Path) -> Path:
+    """A private folder for this process alone, in place of one that others can write to."""
+    folder = Path(tempfile.mkdtemp(prefix="preheat-native-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    _log.warning("%s: others can write there, so nothing of it is loaded; set PREHEAT_CACHE to a folder of your own", other)
+    return folder
+
+
+def _is_private(facts: os.stat_result) -> bool:
+    return facts.st_uid in (0, os.getuid()) and not facts.st_mode & 0o022
+
+
+def _seal(key: str, binary: bytes) -> str:
+    return hashlib.sha256(key.encode() + binary).hexdigest()
+
+
+def _distrusted(built: Path, key: str) -> str | None:
+    """Why a library in the cache is not to be loaded; None if it is the very one that was built here of this source."""
+    try:
+        facts = built.lstat()
+        if not stat.S_ISREG(facts.st_mode):
+            return "is no plain file"
+        if not _is_private(facts):
+            return "others can write to it"
+        sealed = built.with_suffix(".sha256").read_text(encoding="utf-8", errors="replace").strip()
+        return None if sealed == _seal(key, built.read_bytes()) else "differs from what was built"
+    except OSError as error:
+        return f"cannot be read: {error.strerror}"
 
 
 def quick_library(source: Path, without: str) -> ctypes.CDLL | None:
@@ -59,7 +117,7 @@ def quick_library(source: Path, without: str) -> ctypes.CDLL | None:
 
 def is_built(source: Path) -> bool:
     """Whether the cache has it, maybe for another torch; without torch."""
-    return any(cache_folder().glob(f"{source.stem}-*.so"))
+    return any((cache_folder() / "native").glob(f"{source.stem}-*.so"))
 
 
 def compiler() -> str | None:
@@ -75,21 +133,24 @@ def _cpu() -> str:
     return next((line for line in lines if line.startswith(("flags", "Features"))), platform.machine())
 
 
-def _build(source: Path, out: Path, torch: Path, flags: tuple[str, ...]) -> None:
+def _build(source: Path, out: Path, torch: Path, flags: tuple[str, ...], key: str) -> None:
     found = compiler()
     if found is None:
         raise RunError(NO_COMPILER)
     # Into its place in one move: several processes may begin at once.
     try:
-        out.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".partial-", dir=out.parent, ignore_cleanup_errors=True) as folder:
             made = Path(folder) / out.name
             link = (f"-L{torch / 'lib'}", "-lc10", f"-Wl,-rpath,{torch / 'lib'}")
             command = [found, *_FLAGS, *flags, f"-I{torch / 'include'}", str(source), "-o", str(made), *link]
-            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            done = subprocess.run(tethered(command), capture_output=True, text=True, check=False)
             if done.returncode:
                 said = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr.strip())
                 raise RunError(f"{found} could not build {source.name}: {said}")
+            made.chmod(0o700)
+            sealed = made.with_suffix(".sha256")
+            sealed.write_text(_seal(key, made.read_bytes()) + "\n", encoding="utf-8")
+            sealed.replace(out.with_suffix(".sha256"))
             made.replace(out)
     except OSError as error:
         raise RunError(f"{out.parent}: cannot be written ({error.strerror}); set PREHEAT_CACHE to a folder with room") from None

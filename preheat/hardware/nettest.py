@@ -10,16 +10,17 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from preheat.errors import RecipeError, RunError
 from preheat.hardware.catalogue import accelerator
-from preheat.hardware.collectives import Task, Told, measure
+from preheat.hardware.collectives import LISTENING, Task, Told, measure
 from preheat.hardware.links import COLLECTIVES, LinkRate, store_links
 from preheat.hardware.probe import parse_memory
+from preheat.hardware.processes import LOOPBACK, ended_by, listen, local_group, tethered
+from preheat.run import to_json
 
 __all__ = ["COLLECTIVES", "Task", "expected", "nettest", "sizes_of", "started_by_torchrun"]
 
@@ -119,7 +120,8 @@ def _names(rows: Iterable[dict[str, Any]]) -> list[str]:
 
 def _started(task: Task, processes: int, port: int | None, tell: Told | None) -> dict[str, Any]:
     """Starts the processes, listens to the first, and ends all when one fails."""
-    with _held(port) as port, tempfile.TemporaryDirectory(prefix="preheat-nettest-") as folder:
+    with _listening(port) as listening, tempfile.TemporaryDirectory(prefix="preheat-nettest-") as folder:
+        port = listening.getsockname()[1]
         result = Path(folder) / "result.json"
         command = [sys.executable, "-c", "from preheat.hardware.nettest import _child; _child()"]
         command += [json.dumps(dataclasses.asdict(task)), str(result)]
@@ -134,12 +136,19 @@ def _started(task: Task, processes: int, port: int | None, tell: Told | None) ->
                     "LOCAL_WORLD_SIZE": processes,
                     "MASTER_PORT": port,
                 }
-                environment = {**os.environ, **{key: str(value) for key, value in place.items()}, "MASTER_ADDR": "127.0.0.1"}
+                environment = {**os.environ, **{key: str(value) for key, value in place.items()}, "MASTER_ADDR": LOOPBACK}
+                environment[LISTENING] = str(listening.fileno()) if rank == 0 else ""
                 started.append(
                     subprocess.Popen(
-                        command, env=environment, stdout=subprocess.PIPE if rank == 0 else None, stderr=words[rank], text=True
+                        tethered(command),
+                        env=environment | local_group(),
+                        stdout=subprocess.PIPE if rank == 0 else None,
+                        stderr=words[rank],
+                        text=True,
+                        pass_fds=(listening.fileno(),) if rank == 0 else (),
                     )
                 )
+            listening.close()  # rank 0 has it now
             _listen(started, tell)
             failed = [rank for rank, process in enumerate(started) if process.returncode]
             if failed:
@@ -156,18 +165,14 @@ def _started(task: Task, processes: int, port: int | None, tell: Told | None) ->
                 file.close()
 
 
-@contextmanager
-def _held(port: int | None) -> Iterator[int]:
-    """A port that nobody else is given meanwhile: a socket is bound to it and does not listen, which leaves listening to rank 0."""
-    with socket.socket() as holder:
-        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            holder.bind(("127.0.0.1", port or 0))
-        except OSError as error:
-            raise RunError(
-                f"--port {port}: cannot be used ({error.strerror}); name another, or leave it out and a free one is taken"
-            ) from None
-        yield int(holder.getsockname()[1])
+def _listening(port: int | None) -> socket.socket:
+    """The socket of the rendezvous, on which rank 0 serves the store: the port is taken from now on."""
+    try:
+        return listen(port or 0)
+    except OSError as error:
+        raise RunError(
+            f"--port {port}: cannot be used ({error.strerror}); name another, or leave it out and a free one is taken"
+        ) from None
 
 
 def _listen(started: list[subprocess.Popen[str]], tell: Told | None) -> None:
@@ -202,7 +207,7 @@ def _raise(rank: int, code: int, words: Any) -> None:
     for kind in (RecipeError, RunError):
         if last.startswith(f"{kind.__name__}: "):
             raise kind(last.partition(": ")[2])
-    raise RunError(f"rank {rank} failed ({'signal' if code < 0 else 'exit'} {abs(code)}): {last}")
+    raise RunError(f"rank {rank} failed (exit {code}): {last}" if code > 0 else f"rank {rank} {ended_by(code)}")
 
 
 def _child() -> None:
@@ -219,4 +224,4 @@ def _child() -> None:
         sys.stderr.write(f"{type(error).__name__}: {error}\n")
         sys.exit(1)
     if made:
-        Path(sys.argv[2]).write_text(json.dumps(made), encoding="utf-8")
+        Path(sys.argv[2]).write_text(to_json(made), encoding="utf-8")

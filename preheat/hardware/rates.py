@@ -10,6 +10,7 @@ import bisect
 import dataclasses
 import hashlib
 import json
+import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ from typing import Any, Literal, TypeVar
 
 from preheat.errors import RecipeError, RunError
 from preheat.hardware.links import LinkRate, cache_folder, load_links, seconds_of, store_json
+from preheat.hardware.stored import Damaged, read_json, read_number, read_numbers, read_row
+from preheat.text import shorten
 
 __all__ = [
     "LAYOUTS",
@@ -117,6 +120,7 @@ class AttentionRate:
 
 
 _Row = TypeVar("_Row")
+_log = logging.getLogger(__name__)
 
 
 def _near(points: Iterable[tuple[Sequence[float], float]], at: Sequence[float], count: int = 4) -> float:
@@ -248,31 +252,68 @@ def stored_at(hardware: str, torch: str, threads: int) -> Path:
 def load(hardware: str, torch: str, threads: int) -> Rates | None:
     """The stored rates of this hardware, version of torch and number of threads; None where there are none.
 
-    A file of an older format or cut short counts as none: it is a cache, and storing anew says what is wrong with it.
+    A damaged file counts as none, and a warning says so: it is a cache. So does one of an older format, without a word.
 
     Raises:
         RecipeError: what stands under this machine's name was measured on another one: somebody put it there.
     """
     path = stored_at(hardware, torch, threads)
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
     expected = {"format": _FORMAT, "hardware": hardware, "torch": torch, "threads": threads}
-    if isinstance(values, dict) and values.get("hardware") not in (None, hardware):
-        raise RecipeError(
-            f"{path}: was measured on {values['hardware']}, and this is {hardware}; delete it, and it is measured here (preheat calibrate)"
-        )
-    if not isinstance(values, dict) or {key: values.get(key) for key in expected} != expected:
+    try:
+        values = read_json(path)
+        if values is None:
+            return None
+        owner = values.get("hardware")
+        if isinstance(owner, str) and owner != hardware:
+            raise RecipeError(
+                f"{path}: was measured on {shorten(owner)}, and this is {hardware}; delete it, and it is measured here (preheat calibrate)"
+            )
+        if {key: values.get(key) for key in expected} != expected:
+            return None
+        rates = _read(values)
+    except Damaged as error:
+        _log.warning("%s: is damaged (%s); this machine is measured anew", path, error)
         return None
-    del values["format"]
+    return dataclasses.replace(rates, links=load_links(hardware, torch), pace=_pace(_noted(_runs_of(path))))
+
+
+def _read(values: Mapping[str, Any]) -> Rates:
+    """Stored rates, checked: every key that there should be and no other, each number finite and above 0, and something of every kind
+    for each dtype.
+
+    Raises:
+        Damaged: they are not.
+    """
+    stored = {field.name for field in dataclasses.fields(Rates)} - {"links", "pace"}
+    if other := values.keys() ^ stored ^ {"format"}:
+        name = shorten(min(other), 40)
+        raise Damaged(f"{name} is {'not known' if min(other) in values else 'missing'}")
+    if not isinstance(values["contended"], bool):
+        raise Damaged("contended is neither true nor false")
 
     def rows(cls: type[_Row], key: str) -> tuple[_Row, ...]:
-        return tuple(cls(**row) for row in values.pop(key))
+        if not isinstance(values[key], list):
+            raise Damaged(f"{key} is no list")
+        return tuple(read_row(cls, row) for row in values[key])
 
     matrix, moved, attention = rows(MatrixRate, "matrix"), rows(MovedRate, "moved"), rows(AttentionRate, "attention")
-    links, pace = load_links(hardware, torch), _pace(_noted(_runs_of(path)))
-    return Rates(**values, matrix=matrix, moved=moved, attention=attention, links=links, pace=pace)
+    peak, adamw = read_numbers(values["peak_matrix_rate"], "peak_matrix_rate"), read_numbers(values["adamw"], "adamw")
+    kinds: set[tuple[str, str]] = {(row.dtype, row.layout) for row in matrix} | {
+        (row.dtype, row.direction) for row in attention
+    }
+    kinds |= {(row.dtype, "moved") for row in moved} | {(dtype, "adamw") for dtype in adamw}
+    if not peak:
+        raise Damaged("peak_matrix_rate is empty")
+    for dtype in peak:
+        for kind in (*LAYOUTS, "forward", "backward", "moved", "adamw"):
+            if (dtype, kind) not in kinds:
+                raise Damaged(f"no rate of {kind} in {shorten(dtype, 20)}")
+    numbers: dict[str, Any] = {key: read_number(values[key], key) for key in ("bandwidth", "launch", "seconds")}
+    near = None if values["near"] is None else read_number(values["near"], "near")
+    names = {key: values[key] for key in ("hardware", "torch", "threads", "contended")}
+    return Rates(
+        **names, **numbers, near=near, peak_matrix_rate=peak, adamw=adamw, matrix=matrix, moved=moved, attention=attention
+    )
 
 
 _RUNS = 9
@@ -301,9 +342,9 @@ def _runs_of(calibration: Path) -> Path:
 def _noted(path: Path) -> list[float]:
     """The ratios in a file; none where there is no such file, or something else in it: it is a cache."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))["ratios"]
-        return [float(ratio) for ratio in found if 0 < float(ratio) < math.inf]
-    except (OSError, ValueError, KeyError, TypeError):
+        ratios = (read_json(path) or {}).get("ratios")
+        return [read_number(ratio, "ratio") for ratio in ratios] if isinstance(ratios, list) else []
+    except Damaged:
         return []
 
 

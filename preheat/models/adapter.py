@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from preheat.errors import RecipeError, nearest
+from preheat.foreign import FAULTS, fault
 from preheat.models import configs, encoder_decoder, experts, vision
 from preheat.models.anatomy import (
     SOFTCAP,
@@ -73,6 +75,7 @@ def configure(recipe: Recipe, vocabulary: int | None = None) -> PretrainedConfig
 
     model = recipe.model
     config = configs.of(recipe, vocabulary)
+    configs.without_dropout(config)
     _refuse(config)
     text = config.get_text_config()
     known = {key: part for part in (config, text) for key in (*part.to_dict(), *getattr(part, "attribute_map", {}))}
@@ -154,7 +157,15 @@ def facts(config: PretrainedConfig) -> ModelFacts:
 @functools.cache
 def _register_attention() -> None:
     """Puts our attention function under its own name into transformers' registry; nothing of theirs is replaced."""
-    from transformers import AttentionInterface
+    # The first import of transformers' models: it imports torchao where that is installed, which logs warnings that nobody can act on.
+    noisy = {logging.getLogger(name): logging.getLogger(name).level for name in ("torchao", "torch.utils._pytree")}
+    for logger in noisy:
+        logger.setLevel(logging.ERROR)
+    try:
+        from transformers import AttentionInterface
+    finally:
+        for logger, level in noisy.items():
+            logger.setLevel(level)
 
     AttentionInterface.register(ATTENTION, _attention)
 
@@ -178,9 +189,12 @@ def _attention(
     import torch
 
     name = type(module).__name__
-    assert preheat_attention is not None, f"{name} does not hand keyword arguments to its attention"
-    assert preheat_mask is not None
-    assert attention_mask is None, f"{name} made a mask of its own"
+    if preheat_attention is None or preheat_mask is None:
+        raise RecipeError(
+            f"model: {name} of transformers does not let its layers attend by preheat's kernels, so it {_NO_PLACE}"
+        )
+    if attention_mask is not None:
+        raise RecipeError(f"model: {name} of transformers makes a mask of its own, so it {_NO_PLACE}")
     if s_aux is not None:
         raise RecipeError(f"model: {name} has attention sinks, which preheat's kernels do not do yet")
     if softcap is not None:  # bound here, so that a pattern around the kernel need not know
@@ -196,7 +210,19 @@ def _attention(
     if lacks := query.shape[-1] - width:  # latent attention's values are narrower than its keys, which kernels know not of
         value = torch.nn.functional.pad(value, (0, lacks))
     out = preheat_attention(query, key, value, mask, scaling if scaling is not None else query.shape[-1] ** -0.5)
-    return out[..., :width].transpose(1, 2), None
+    # As transformers' own functions: some layers take a view of it, and the others would copy it themselves.
+    return out[..., :width].transpose(1, 2).contiguous(), None
+
+
+_NO_PLACE = "cannot be trained or evaluated here; preheat plan --inference plans to serve it"
+
+
+def _require_places(kind: Any, family: str) -> None:
+    """Raises for a class whose layers attend by functions of their own: documents in one row would see each other."""
+    if not kind._can_set_attn_implementation():
+        raise RecipeError(
+            f"model: {family}: {kind.__name__} of transformers attends inside its own layers, which preheat's kernels cannot replace, so it {_NO_PLACE}"
+        )
 
 
 _UNSUPPORTED = {  # configuration keys that change logits, loss or masks beyond what preheat computes, with their neutral values
@@ -246,6 +272,7 @@ def build_on_meta(config: PretrainedConfig, *, trust: bool = False, as_stored: b
     """The model with its parameters on the meta device: no memory, no values. Its attention goes through preheat's slots.
 
     Args:
+        trust: the recipe asks for the code of the model's folder; only whoever started this can allow it (`preheat.trust`).
         as_stored: parameters have the dtype that the configuration names; fp32 otherwise, whatever it names: what is trained in less says so
             in its recipe.
 
@@ -254,6 +281,7 @@ def build_on_meta(config: PretrainedConfig, *, trust: bool = False, as_stored: b
     """
     import torch
     import transformers
+    from huggingface_hub.errors import StrictDataclassError
 
     from preheat.models.surgery import own_rotary
 
@@ -263,12 +291,15 @@ def build_on_meta(config: PretrainedConfig, *, trust: bool = False, as_stored: b
     dtype = (as_stored and config.get_text_config().dtype) or torch.float32
     attention = encoder_decoder.register() if config.is_encoder_decoder else ATTENTION
     factory = getattr(transformers, auto_class(config))
+    if not config.is_encoder_decoder and type(config) in (known := factory._model_mapping):
+        _require_places(known[type(config)], config.model_type)
     try:
         with torch.device("meta"):
-            model = factory.from_config(config, attn_implementation=attention, trust_remote_code=trust, dtype=dtype, **ours)
-    except ValueError as error:
+            runs = configs.runs_code(config, trust)
+            model = factory.from_config(config, attn_implementation=attention, trust_remote_code=runs, dtype=dtype, **ours)
+    except (*FAULTS, StrictDataclassError) as error:
         raise RecipeError(
-            f"model: {config.model_type} is no decoder-only model that transformers can build ({str(error).splitlines()[0][:200]})"
+            f"model: {config.model_type} is no decoder-only model that transformers can build ({fault(error, 200)})"
         ) from None
     model.config.use_cache = False
     own_rotary(model)

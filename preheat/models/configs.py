@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from preheat import trust
 from preheat.errors import RecipeError, nearest
+from preheat.foreign import FAULTS, fault, read_object
 from preheat.hardware.network import hub_reachable
 from preheat.models import experts, presets, sizes, vision
-from preheat.recipe.parts import MOST_PARAMETERS
+from preheat.recipe.parts import MOST_PARAMETERS, TOKENIZER_FILES
 from preheat.text import quoted
 
 if TYPE_CHECKING:
@@ -20,18 +22,36 @@ if TYPE_CHECKING:
 
     from preheat.recipe import Recipe
 
-__all__ = ["new", "of", "preset_config", "read", "refuse_unknown_rotary", "require_in_reach", "tokenizer_folder"]
+__all__ = [
+    "new",
+    "of",
+    "preset_config",
+    "read",
+    "refuse_unknown_rotary",
+    "require_in_reach",
+    "runs_code",
+    "tokenizer_folder",
+    "without_dropout",
+]
 
 
 def tokenizer_folder(recipe: Recipe) -> str | None:
-    """The model's own tokenizer, when its folder carries one."""
+    """The model's own tokenizer, when its folder carries one.
+
+    Raises:
+        RecipeError: the model was trained with one, and neither its folder nor the recipe names it.
+    """
     path = recipe.model.path
     if path is None:
         return None
     folder = Path(path)
-    if folder.is_dir() and not any(
-        (folder / name).exists() for name in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
-    ):
+    known = ("tokenizer_config.json", *TOKENIZER_FILES)
+    if folder.is_dir() and not any((folder / name).exists() for name in known):
+        if recipe.data.tokenizer is None and recipe.model.weights == "pretrained" and any(folder.glob("*.safetensors")):
+            raise RecipeError(
+                f"model.path {path}: has weights and no tokenizer, and a new one would give them tokens that they never saw; "
+                "copy the model's tokenizer.json there, or set data.tokenizer to the folder that has it"
+            )
         return None
     return path
 
@@ -131,46 +151,113 @@ def preset_config(name: str) -> PretrainedConfig:
     return AutoConfig.for_model(values.pop("model_type"), **values)
 
 
-def read(path: str, trust: bool) -> PretrainedConfig:
-    """The configuration of a folder, or of a name on the hub (its cache alone where HF_HUB_OFFLINE says so)."""
-    from transformers import AutoConfig
+def read(path: str, asks: bool = False) -> PretrainedConfig:
+    """The configuration of a folder, or of a name on the hub (its cache alone where HF_HUB_OFFLINE says so).
 
-    folder = Path(path)
-    if folder.exists() and not (folder / "config.json").is_file():
+    Args:
+        asks: the recipe wants the folder's own code run (`model.trust_remote_code`), even if transformers has a class for the model.
+
+    Raises:
+        RecipeError: there is none, it contradicts itself, or it needs code of its own that nobody allowed to run.
+    """
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
+
+    folder, file = Path(path), Path(path) / "config.json"
+    if folder.exists() and not file.is_file():
         raise RecipeError(f"model.path: {path} has no config.json; name a Hugging Face model folder")
+    local = folder.exists() or _offline() or not hub_reachable()
     try:
-        found = AutoConfig.from_pretrained(
-            path,
-            trust_remote_code=trust,
-            local_files_only=folder.exists() or _offline() or not hub_reachable(),
+        stated = (
+            read_object(file, "model.path")
+            if folder.exists()
+            else PretrainedConfig.get_config_dict(path, local_files_only=local)[0]
         )
-    except (OSError, ValueError) as error:
-        first = str(error).strip().split("\n")[0]
-        if not folder.exists() and (path.startswith((".", "/", "~")) or path.count("/") > 1):
+        if folder.exists():
+            _require_sound(stated, file)
+        code = trust.names_of_code(stated) if asks or stated.get("model_type") not in CONFIG_MAPPING else []
+        found = AutoConfig.from_pretrained(
+            path, trust_remote_code=trust.may_run("model.path", path, code), local_files_only=local
+        )
+    except RecipeError:
+        raise
+    except (*FAULTS, StrictDataclassError) as error:
+        if folder.exists():
+            raise RecipeError(f"model.path: {file}: {fault(error, 300)}") from None
+        if path.startswith((".", "/", "~")) or path.count("/") > 1:
             raise RecipeError(f"model.path: {path}: no such folder; {_models_near(folder)}") from None
         raise RecipeError(
-            f"model.path: {path}: no such folder, and not to be had from the Hugging Face hub ({first[:160]}); download it where there is a network and name the folder"
-            if not folder.exists()
-            else f"model.path: {path}: {first[:300]}"
+            f"model.path: {path}: no such folder, and not to be had from the Hugging Face hub ({fault(error, 160)}); download it where there is a network and name the folder"
         ) from None
     if folder.exists():
-        _require_sizes(found, folder / "config.json")
+        _require_sizes(found, file, stated)
     return found
 
 
-def _require_sizes(found: PretrainedConfig, file: Path) -> None:
+def runs_code(config: PretrainedConfig, asks: bool) -> bool:
+    """Whether a model of this configuration, which was read, is to be made by the code of its folder."""
+    if not getattr(config, "auto_map", None):
+        return False
+    return trust.allowed() and (asks or type(config).__module__.startswith("transformers_modules"))
+
+
+_SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+_NAMED = {"hidden_size": ("n_embd", "d_model", "dim"), "num_hidden_layers": ("n_layer", "num_layers", "n_layers"), "num_attention_heads": ("n_head", "num_heads", "n_heads")}  # fmt: skip
+
+
+def _highest(key: str) -> int:
+    """The bound of a size by any of its names."""
+    return _HIGHEST[next((size for size, names in _NAMED.items() if key in names), key)]
+
+
+def _require_sound(stated: Mapping[str, Any], file: Path) -> None:
+    """Raises for a config.json with values that transformers would end in a traceback for, or take for something else."""
+    if not isinstance(stated.get("model_type"), str):
+        said = "does not say its model_type" if "model_type" not in stated else f"has model_type {quoted(stated['model_type'])}"
+        raise RecipeError(
+            f"model.path: {file} {said}, so transformers has no class for it; write the architecture's name there, e.g. llama"
+        )
+    text = stated.get("text_config")
+    if text is not None and not isinstance(text, dict):
+        raise RecipeError(f"model.path: {file}: text_config: must be an object, got {quoted(text)}")
+    for part in (stated, text or {}):
+        counts = {key: part[key] for size in _SIZES for key in (size, *_NAMED.get(size, ())) if key in part}
+        for key, value in (counts | {"num_key_value_heads": part.get("num_key_value_heads") or 1}).items():
+            if type(value) is not int or value < 1:
+                raise RecipeError(f"model.path: {file}: {key}: must be a whole number above 0, got {quoted(value)}")
+            if value > _highest(key):
+                raise RecipeError(
+                    f"model.path: {file}: {key}: {quoted(value)} is more than any model has; put back the model's own"
+                )
+
+
+def _require_sizes(found: PretrainedConfig, file: Path, stated: Mapping[str, Any]) -> None:
     """Raises for a configuration that leaves a size out: transformers would take that of some model of the family without a word."""
-    stated = json.loads(file.read_text(encoding="utf-8"))
     if (text := found.get_text_config()) is not found:
         if found.model_type not in vision.FAMILIES:
             return  # several models in one: refused elsewhere
-        found, stated = text, stated.get("text_config", {})
+        found, stated = text, stated.get("text_config") or {}
     names = getattr(found, "attribute_map", {})
-    for key in ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size"):
+    for key in _SIZES:
         if not {key, names.get(key, key)} & stated.keys():
             raise RecipeError(
                 f"model.path: {file} does not say {names.get(key, key)}, and there is no telling what it should be; add it"
             )
+    heads, width = found.num_attention_heads, found.hidden_size
+    groups = getattr(found, "num_key_value_heads", None) or heads
+    if isinstance(heads, int) and isinstance(groups, int) and heads % groups:
+        raise RecipeError(
+            f"model.path: {file}: num_key_value_heads: {groups} does not divide num_attention_heads {heads}; put back the model's own"
+        )
+    if (
+        isinstance(heads, int)
+        and width % heads
+        and not any(stated.get(key) for key in ("head_dim", "d_kv", "kv_channels", "qk_nope_head_dim", "v_head_dim"))
+    ):
+        raise RecipeError(
+            f"model.path: {file}: {names.get('num_attention_heads', 'num_attention_heads')}: {heads} does not divide "
+            f"{names.get('hidden_size', 'hidden_size')} {width}; put back the model's own"
+        )
 
 
 def _models_near(folder: Path) -> str:
@@ -244,6 +331,27 @@ def new(recipe: Recipe, vocabulary: int | None) -> PretrainedConfig:
         # Chosen experts' weights sum to 1, as in the published Qwen3 models and in Mixtral.
         return Qwen3MoeConfig(**common, moe_intermediate_size=common["intermediate_size"], norm_topk_prob=True)
     return LlamaConfig(**common) if model.family == "llama" else Qwen3Config(**common)
+
+
+def without_dropout(config: PretrainedConfig) -> dict[str, float]:
+    """Sets every dropout of a configuration to 0, in place. Returns those that were not, by key.
+
+    Published configurations have that of their pretraining (GPT-2's and T5's are 0.1). Fine-tuning is done without today, most kernels have
+    none, and recomputed layers would need the same draws; `model.config` can switch on again what is outside attention.
+    """
+    found = {}
+    parts = {id(part): part for part in (config, config.get_text_config(), getattr(config, "vision_config", None)) if part}
+    for part in parts.values():
+        for key, value in vars(part).items():
+            if _DROPOUT.search(key) and isinstance(value, float | int) and not isinstance(value, bool) and value > 0:
+                found[key] = float(value)
+        for key in found:
+            if hasattr(part, key):
+                setattr(part, key, 0.0)
+    return found
+
+
+_DROPOUT = re.compile(r"(drop|dropout|pdrop|layerdrop|drop_path)(_rate|_prob)?$")
 
 
 def refuse_unknown_rotary(config: PretrainedConfig) -> None:

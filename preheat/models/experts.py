@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -32,13 +31,10 @@ __all__ = [
     "has_bias",
     "own_routers",
     "register",
-    "renamed",
     "routed",
     "routers",
     "shared_width",
     "sizes_of",
-    "stored",
-    "turned",
 ]
 
 _BY_SOFTMAX = ("mixtral", "qwen2_moe", "qwen3_moe", "qwen3_vl_moe_text")
@@ -227,36 +223,3 @@ def compute_by(model: nn.Module, function: Callable[..., Tensor]) -> None:
     """Has the experts of a model computed by `function(experts, hidden, chosen, weights)`, in place."""
     for experts in experts_of(model):
         setattr(experts, COMPUTE, function)
-
-
-# --- how checkpoints hold experts -----------------------------------------------------------------------------------
-
-
-def stored(name: str, files: Mapping[str, Path], experts: int) -> list[list[str]]:
-    """How a folder of one of these families holds a parameter that it does not hold under its own name: keys of the matrices to put together.
-
-    Returns:
-        For each expert its matrices, to be joined by rows, then all to be stacked; [] where the folder does not hold it.
-    """
-    before, _, leaf = name.partition(".mlp.experts.")
-    plans = (
-        {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)},
-        {"gate_up_proj": ("w1", "w3"), "down_proj": ("w2",)},
-    )
-    for place, plan in zip((".mlp.experts", ".block_sparse_moe.experts"), plans, strict=True):
-        keys = [[f"{before}{place}.{n}.{part}.weight" for part in plan.get(leaf, ())] for n in range(experts)]
-        if keys and all(key in files for expert in keys for key in expert) and keys[0]:
-            return keys
-    return []
-
-
-def turned(name: str, value: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """A parameter's value as transformers' modules have it: Qwen3-VL's published folders hold experts' matrices transposed."""
-    if ".mlp.experts." in name and value.ndim == 3 and value.shape != shape and value.mT.shape == shape:
-        return value.mT.contiguous()
-    return value
-
-
-def renamed(name: str) -> str:
-    """A parameter's name as Mixtral's published folders have it."""
-    return name.replace(".mlp.gate.", ".block_sparse_moe.gate.")

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from preheat.errors import RecipeError, RunError
 from preheat.models.adapter import PATTERN, STANDALONE, head
 from preheat.models.encoder_decoder import start_token
+from preheat.models.generation_settings import ends_of, read_generation
 from preheat.models.text import Ended, GrowingText, Written, alike
 from preheat.recipe import Sample
 
@@ -98,12 +99,7 @@ def patterned(model: PreTrainedModel) -> bool:
 
 def stop_tokens(tokenizer: PreTrainedTokenizerFast, folder: Path | None) -> frozenset[int]:
     """Every token that ends a text: the tokenizer's, and those of the folder's generation_config.json."""
-    from transformers import GenerationConfig
-
-    found = {tokenizer.eos_token_id}
-    if folder is not None and (folder / "generation_config.json").is_file():
-        said = GenerationConfig.from_pretrained(str(folder), local_files_only=True).eos_token_id
-        found |= set(said) if isinstance(said, list | tuple) else {said}
+    found = {tokenizer.eos_token_id, *ends_of(read_generation(folder)[0])}
     return frozenset(token for token in found if token is not None)
 
 

@@ -8,13 +8,15 @@ configuration's expansion ratio, so the narrower model is an ordinary one of its
 from __future__ import annotations
 
 import copy
-import json
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from preheat import trust
 from preheat.errors import RecipeError
+from preheat.foreign import FAULTS, fault, finite, listed, quiet, read_object, weight_files
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -49,10 +51,10 @@ def is_classifier(folder: Path) -> bool:
     if not file.is_file():
         return False
     try:
-        told = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError:
+        names = read_object(file, "MODEL").get("architectures")
+    except RecipeError:
         return False
-    return any(str(name).endswith("ForImageClassification") for name in told.get("architectures") or ())
+    return isinstance(names, list) and any(str(name).endswith("ForImageClassification") for name in names)
 
 
 def open_classifier(folder: Path, *, knob: str = "MODEL") -> PreTrainedModel:
@@ -62,20 +64,45 @@ def open_classifier(folder: Path, *, knob: str = "MODEL") -> PreTrainedModel:
         RecipeError: it is none, or its weights cannot be read; the words begin with `knob`.
     """
     import torch
-    from transformers import AutoModelForImageClassification
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import CONFIG_MAPPING, AutoModelForImageClassification
 
     if not is_classifier(folder):
         raise RecipeError(
             f"{knob}: {folder} is no folder of an image classifier: its config.json names no class …ForImageClassification; "
             "save one there with transformers' save_pretrained"
         )
+    settings = read_object(folder / "config.json", knob)
+    code = trust.names_of_code(settings) if settings.get("model_type") not in CONFIG_MAPPING else []
+    files = weight_files(folder, knob, stated=settings.get("transformers_weights"))
+    runs = trust.may_run(knob, str(folder), code)
     try:
-        model: PreTrainedModel = AutoModelForImageClassification.from_pretrained(
-            folder, dtype=torch.float32, local_files_only=True, use_safetensors=True
+        with quiet():  # its report is a table; what it says is in the error or the warning
+            model, report = AutoModelForImageClassification.from_pretrained(
+                folder, dtype=torch.float32, local_files_only=True, use_safetensors=True, trust_remote_code=runs,
+                output_loading_info=True, ignore_mismatched_sizes=True,
+            )  # fmt: skip
+    except (*FAULTS, StrictDataclassError) as error:
+        raise RecipeError(f"{knob}: {folder} cannot be opened: {fault(error, 200)}") from None
+    if shapes := sorted(report["mismatched_keys"]):
+        name, stored, made = shapes[0]
+        raise RecipeError(
+            f"{knob}: {folder}: {name} is {tuple(stored)} in the file but {tuple(made)} by config.json; the folder's files do not belong together"
         )
-    except (OSError, ValueError) as error:
-        raise RecipeError(f"{knob}: {folder} cannot be opened: {str(error).splitlines()[0][:200]}") from None
-    return model.eval()
+    if missing := sorted(report["missing_keys"]):
+        raise RecipeError(f"{knob}: {folder} lacks {listed(missing)} ({len(missing):,} of the model's parameters)")
+    for name, value in model.state_dict().items():
+        finite(value, name, files.files[0], knob)
+    left = sorted(report["unexpected_keys"])
+    notes = (
+        [f"{folder}: {listed(left)} not used ({len(left):,} tensors): {type(model).__name__} has no such parameters"]
+        if left
+        else []
+    )
+    for words in (*files.notes, *notes):
+        logging.getLogger("preheat.weights").warning("%s: %s", knob, words)
+    opened: PreTrainedModel = model.eval()
+    return opened
 
 
 def open_processor(folder: Path, *, knob: str = "MODEL") -> Any:
@@ -90,7 +117,10 @@ def open_processor(folder: Path, *, knob: str = "MODEL") -> Any:
         raise RecipeError(
             f"{knob}: {folder} has no preprocessor_config.json, so nobody knows how its images are scaled; save the model's image processor there, too"
         )
-    return AutoImageProcessor.from_pretrained(folder, backend="pil", local_files_only=True)
+    try:
+        return AutoImageProcessor.from_pretrained(folder, backend="pil", local_files_only=True, trust_remote_code=False)
+    except FAULTS as error:
+        raise RecipeError(f"{knob}: {folder / 'preprocessor_config.json'}: {fault(error, 200)}") from None
 
 
 def scores(model: Any, pixels: Tensor) -> Tensor:

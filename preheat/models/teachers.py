@@ -206,6 +206,7 @@ def begin_from_spread(student: Any, weights: WeightSource, of: int) -> list[int]
         return weights.read(f"{name}.{chosen[int(found[1])]}.{parameter[found.end() :]}")
 
     weights.map(at.pattern, other)
+    weights.leave(at.pattern)
     return chosen
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -11,13 +12,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from preheat.errors import RecipeError
+from preheat.foreign import fault, finite, listed, open_tensors, read_object, weight_files
 from preheat.models import experts
 from preheat.models.adapter import whole
+from preheat.models.stored_names import Names, Stored
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
 __all__ = ["Packed", "WeightSource", "materialize", "mean_rows"]
+
+_log = logging.getLogger("preheat.weights")  # the command line shows it; a program decides by itself
 
 
 class Packed(Protocol):
@@ -113,6 +118,11 @@ def _whole(modules: Iterable[nn.Module], held: dict[int, Any], drawn_too: bool =
             p.to_local().copy_(_share(found.detach(), p))
 
 
+def _plain(name: str) -> str:
+    """A parameter's name without what an adapter put around it."""
+    return name.replace(".base_layer.", ".")
+
+
 def _near(module: nn.Module) -> list[nn.Module]:
     """A module and those whose parameters its initialisation may draw too."""
     children = list(module.children())
@@ -125,43 +135,44 @@ class WeightSource:
     Techniques add to it before MATERIALIZE: `map` changes values as they are read (pool, split, quantize), `fresh` draws
     what no checkpoint holds (adapters), `pack` takes values in another form (4 bits). Values are drawn in fp32 and then cast, so that precision does not change them.
 
+    Which files are read, and what their tensors are called in the model, is as transformers has it. What it drops with a warning is in
+    `notes`, and logged.
+
     Args:
-        folder: a Hugging Face folder with *.safetensors, or None for new weights.
+        folder: a Hugging Face folder with model.safetensors or its index, or None for new weights.
+        knob: what the user calls the folder: begins every message.
 
     Raises:
-        RecipeError: the folder has no safetensors, or misses a parameter.
+        RecipeError: the folder has no safetensors, misses a parameter, or holds values that are not finite.
     """
 
-    def __init__(self, folder: Path | None = None):
-        self.folder = folder
+    def __init__(self, folder: Path | None = None, *, knob: str = "model.path"):
+        self.folder, self.knob = folder, knob
+        self.notes: list[str] = []
+        """What the folder has that the model does not read, in words."""
         self._maps: list[tuple[re.Pattern[str], Callable[[str, Tensor], Tensor]]] = []
         self._composed: list[tuple[re.Pattern[str], Callable[[str], Tensor]]] = []
         self._fresh: list[tuple[re.Pattern[str], Sequence[str], Callable[[nn.Module], None]]] = []
         self._packed: dict[int, Packed] = {}  # by the module's id
+        self._left: list[re.Pattern[str]] = []
         self._files: dict[str, Path] = {}
-        self._prefix = ""
+        self._names: Names | None = None
         if folder is not None:
             self._index(folder)
 
     def _index(self, folder: Path) -> None:
-        from safetensors import SafetensorError, safe_open
-
-        files = sorted(folder.glob("*.safetensors"))
-        if not files:
-            others = sorted(p.name for p in folder.glob("*.bin")) + sorted(p.name for p in folder.glob("*.pt"))
-            hint = (
-                f"; {others[0]} is a pickle, which preheat does not open: where you trust it, load it with transformers' "
-                "AutoModelForCausalLM.from_pretrained and write it again by save_pretrained, which makes safetensors"
-                if others
-                else ""
-            )
-            raise RecipeError(f"model.path: {folder} has no *.safetensors{hint}; or set model.weights: random")
-        for file in files:
-            try:
-                with safe_open(str(file), framework="pt") as opened:
-                    self._files.update(dict.fromkeys(opened.keys(), file))
-            except SafetensorError as error:
-                raise RecipeError(f"model.path: {file}: not a whole safetensors file ({error})") from None
+        settings = folder / "config.json"
+        stated = read_object(settings, self.knob).get("transformers_weights") if settings.is_file() else None
+        found = weight_files(folder, self.knob, stated=stated)
+        self.notes = found.notes
+        twice = []
+        for file in found.files:
+            with open_tensors(file, self.knob) as opened:
+                for key in opened.keys():  # noqa: SIM118
+                    twice += [key] if key in self._files else []
+                    self._files[key] = file
+        if twice:
+            self.notes.append(f"{folder}: {listed(twice)} in two files; the last is read, as by transformers")
 
     def map(self, pattern: str, change: Callable[[str, Tensor], Tensor]) -> None:
         """Passes each value whose parameter name matches through `change(name, value)`."""
@@ -174,6 +185,10 @@ class WeightSource:
     def fresh(self, pattern: str, modules: Sequence[str], draw: Callable[[nn.Module], None]) -> None:
         """Parameters whose name matches are in no checkpoint: `draw(module)` gives them values, for each named module."""
         self._fresh.append((re.compile(pattern), modules, draw))
+
+    def leave(self, pattern: str) -> None:
+        """Tensors whose name matches may stay unread without a word: the recipe leaves them out."""
+        self._left.append(re.compile(pattern))
 
     def pack(self, modules: Sequence[Any], pattern: str) -> None:
         """The weights of these modules are in the checkpoint; the parameters that match are what they are packed into, module by module."""
@@ -283,27 +298,27 @@ class WeightSource:
     def _read(self, model: Any) -> None:
         from torch.distributed.tensor import DTensor
 
-        self._prefix = model.base_model_prefix + "."
+        everything = whole(model)
+        self._names = names = Names(everything, self._files, self._places(model))
         seen: set[int] = set()
         missing = []
 
         def read(name: str, target: Tensor) -> None:
-            plain = name.replace(".base_layer.", ".")
+            plain = _plain(name)
             if make := next((make for pattern, make in self._composed if pattern.search(plain)), None):
                 value, where = make(plain), "the folder"
             else:
-                keys = [[key]] if (key := self._key(plain)) else experts.stored(plain, self._files, target.shape[0])
-                if not keys:
+                stored = names.find(plain)
+                if stored is None:
                     missing.append(plain)
                     return
-                where = self._files[keys[0][0]].name
-                value = experts.turned(plain, self._tensor(keys[0][0]), target.shape) if key else self._stacked(keys)
+                value, where = self._value(plain, stored), self._files[stored.keys[0]].name
             for pattern, change in self._maps:
                 if pattern.search(plain):
                     value = change(plain, value)
             if value.shape != target.shape:
                 raise RecipeError(
-                    f"model.path: {plain} is {tuple(value.shape)} in {where} but {tuple(target.shape)} by config.json; the folder's files do not belong together"
+                    f"{self.knob}: {self.folder}: {plain} is {tuple(value.shape)} in {where} but {tuple(target.shape)} by config.json; the folder's files do not belong together"
                 )
             if isinstance(target, DTensor):
                 target.to_local().copy_(_share(value.to(target.device, target.dtype), target))
@@ -323,17 +338,61 @@ class WeightSource:
         for module in model.modules():  # what no checkpoint holds: rotary tables and other buffers
             if id(module) not in self._packed and any(True for _ in module.buffers(recurse=False)):
                 model._init_weights(module)
-        for name, bias in experts.biases(model).items():  # the buffers that one does
-            read(name, bias)
+        needed = experts.biases(model)
+        for name, buffer in model.named_buffers():  # the buffers that one does
+            if name in needed or (names.find(_plain(name)) is not None and not self._is_fresh(name)):
+                read(name, buffer)
         if missing:
             raise RecipeError(
-                f"model.path: {self.folder} lacks {len(missing)} parameters, {missing[0]} for one; is it a checkpoint of {type(model).__name__}?"
+                f"{self.knob}: {self.folder} lacks {listed(missing)} ({len(missing):,} of the model's parameters); is it a checkpoint of {type(model).__name__}?"
             )
+        self._compare_tied(names)
+        self._tell_left(everything, names)
 
-    def _key(self, name: str) -> str | None:
-        """What a parameter is called in the files: some leave the base model's prefix out, others add it."""
-        names = (name, name.removeprefix(self._prefix), self._prefix + name, experts.renamed(name))
-        return next((k for k in names if k in self._files), None)
+    def _places(self, model: Any) -> set[str]:
+        """Names that a value may be read for: all of the whole model's parameters and buffers, under each name that they share."""
+        found = set()
+        for part in (model, whole(model)):
+            found |= {_plain(name) for name, _ in part.named_parameters(remove_duplicate=False) if not self._is_fresh(name)}
+            found |= {_plain(name) for name in part.state_dict(keep_vars=True) if not self._is_fresh(name)}
+            found |= {f"{_plain(name)}.weight" for name, module in part.named_modules() if id(module) in self._packed}
+            for pair in getattr(part, "all_tied_weights_keys", {}).items():
+                found |= set(pair)
+        return found
+
+    def _value(self, name: str, stored: Stored) -> Tensor:
+        """The value of a parameter, put together of the tensors that the files hold of it."""
+        assert self._names is not None
+        try:
+            return self._names.value(name, stored, self._tensor)
+        except (ValueError, RuntimeError, LookupError, TypeError) as error:
+            if isinstance(error, RecipeError):
+                raise
+            raise RecipeError(
+                f"{self.knob}: {self.folder}: {name} cannot be put together of {listed(stored.keys)} ({fault(error, 160)}); is a file missing?"
+            ) from None
+
+    def _compare_tied(self, names: Names) -> None:
+        """Refuses a folder whose configuration ties two matrices of which it holds other values: transformers would not tie them."""
+        import torch
+
+        for name, other in names.tied():
+            if not torch.equal(self._value(name, names.need(name)), self._value(other, names.need(other))):
+                raise RecipeError(
+                    f"{self.knob}: {self.folder} holds other values of {name} than of {other}, which its config.json ties, and transformers then "
+                    "reads both; set tie_word_embeddings to false in its config.json, or take one of them out of the file"
+                )
+
+    def _tell_left(self, model: Any, names: Names) -> None:
+        """Notes the tensors that nothing reads, but for those that transformers knows to be left over."""
+        unread = names.unread(model).items()
+        left = [key for key, name in unread if not any(pattern.search(name) for pattern in self._left)]
+        if left:
+            self.notes.append(
+                f"{self.folder}: {listed(left)} not used ({len(left):,} tensors): {type(model).__name__} by config.json has no such parameters"
+            )
+        for words in self.notes:
+            _log.warning("%s: %s", self.knob, words)
 
     def read(self, name: str) -> Tensor:
         """A parameter's value as it stands in the files, for a `map` that needs another one's too.
@@ -341,34 +400,31 @@ class WeightSource:
         Raises:
             RecipeError: the files have none of that name.
         """
-        key = self._key(name)
-        if key is None:
-            raise RecipeError(f"model.path: {self.folder} has no {name}")
-        return self._tensor(key)
+        assert self._names is not None, "values are read while the model is filled, or after"
+        stored = self._names.find(name)
+        if stored is None:
+            raise RecipeError(f"{self.knob}: {self.folder} has no {name}")
+        return self._value(name, stored)
 
     def _tensor(self, key: str) -> Tensor:
-        from safetensors import safe_open
-
-        with safe_open(str(self._files[key]), framework="pt") as opened:
-            return opened.get_tensor(key)
-
-    def _stacked(self, keys: list[list[str]]) -> Tensor:
-        """A matrix for each expert, each joined of some that the files hold by themselves."""
-        import torch
-
-        return torch.stack([torch.cat([self._tensor(key) for key in parts]) for parts in keys])
+        file = self._files[key]
+        with open_tensors(file, self.knob) as opened:
+            return finite(opened.get_tensor(key), key, file, self.knob)
 
     def _poison(self, model: Any) -> None:
         """Marks every buffer, so that one that nobody fills is found and not trained with as it lies in memory."""
         import torch
 
         for _, buffer in model.named_buffers():
-            buffer.fill_(float("nan") if buffer.is_floating_point() else torch.iinfo(buffer.dtype).min)
+            if buffer.dtype != torch.bool:  # which has no value to spare
+                buffer.fill_(float("nan") if buffer.is_floating_point() else torch.iinfo(buffer.dtype).min)
 
     def _uncovered(self, model: Any) -> None:
         import torch
 
         for name, buffer in model.named_buffers():
+            if buffer.dtype == torch.bool:
+                continue
             left = buffer.isnan() if buffer.is_floating_point() else buffer == torch.iinfo(buffer.dtype).min
             if bool(left.any()):
                 raise RecipeError(

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from preheat.errors import RecipeError
+from preheat.foreign import FAULTS, fault
 from preheat.models import adapter, configs
 from preheat.recipe import Recipe
 
@@ -35,14 +36,15 @@ def parameters_of(recipe: Recipe) -> tuple[Any, int, int]:
     """
     import torch
     import transformers
+    from huggingface_hub.errors import StrictDataclassError
 
     config = configs.of(recipe, recipe.data.vocabulary)
     try:
         with torch.device("meta"):
             factory = getattr(transformers, adapter.auto_class(config))
-            model = factory.from_config(config, trust_remote_code=recipe.model.trust_remote_code)
-    except ValueError as error:
-        raise RecipeError(f"model: {config.model_type}: {str(error).splitlines()[0][:200]}") from None
+            model = factory.from_config(config, trust_remote_code=configs.runs_code(config, recipe.model.trust_remote_code))
+    except (*FAULTS, StrictDataclassError) as error:
+        raise RecipeError(f"model: {config.model_type}: {fault(error, 200)}") from None
     ends = {
         id(m.weight): m.weight.numel() for m in (model.get_input_embeddings(), model.get_output_embeddings()) if m is not None
     }

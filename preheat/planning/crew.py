@@ -13,6 +13,9 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from typing import Any, NoReturn
 
+from preheat.hardware.interrupts import heeded
+from preheat.hardware.processes import end_with_parent
+
 __all__ = ["alone", "crew", "processes", "share"]
 
 Task = dict[str, Any]
@@ -35,9 +38,10 @@ class _Helper:
     def __init__(self) -> None:
         self.pipe, far = Pipe()
         self.task: Task | None = None
+        parent = os.getpid()
         self.process = os.fork()
         if self.process == 0:
-            _serve(far)
+            _serve(far, parent)
         far.close()
 
     def take(self, task: Task) -> None:
@@ -48,7 +52,7 @@ class _Helper:
     def end(self) -> None:
         self.pipe.close()
         with suppress(ProcessLookupError):
-            os.kill(self.process, signal.SIGTERM)
+            os.kill(self.process, signal.SIGKILL)  # it holds nothing that would be left half done
         os.waitpid(self.process, 0)
 
 
@@ -110,7 +114,10 @@ def _hear(seconds: float | None) -> list[Task]:
     return undone
 
 
-def _serve(pipe: Connection) -> NoReturn:
+def _serve(pipe: Connection, parent: int) -> NoReturn:
+    for number in (*heeded(), signal.SIGUSR1):  # a terminal signals all its processes; whoever asked ends this one
+        signal.signal(number, signal.SIG_IGN)
+    end_with_parent(parent)
     import torch
 
     from preheat.planning import recall

@@ -94,12 +94,12 @@ def figures(found: Found, seen: Observation, rates: Rates | Roofline) -> dict[st
 
     Returns:
         timeline: {phases: [(first event, phase)], bytes: [(event, GiB alive)]} of a step; roofline: {peak, bandwidth, points: [{operator, intensity,
-        flops, share}]}; front: [(GiB, tokens a second)] as guessed; pareto: [{what, peak_gib, tokens_per_second, fits, best}] of all that was looked at.
+        flops, share}]}; guesses: [{what, peak_gib, tokens_per_second}] of the candidates; pareto: [{what, peak_gib, tokens_per_second, fits, best}] of all that was looked at.
     """
     return {
         "timeline": _timeline(seen),
         "roofline": _roofline(seen, rates),
-        "front": found.front,
+        "guesses": [{"what": what, "peak_gib": size, "tokens_per_second": speed} for what, size, speed in found.guesses],
         "pareto": [
             {
                 "what": words(s.added, s.micro),

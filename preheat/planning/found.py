@@ -9,7 +9,7 @@ from typing import Any
 from preheat.planning.candidates import Numerics, Settings
 from preheat.recipe import Recipe
 
-__all__ = ["Found", "Seen", "in_pieces", "too_large"]
+__all__ = ["Found", "Seen", "falls_short", "in_pieces", "too_large"]
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Found:
         rejected: (settings in words, why not), a line each.
         guessed: how many candidates were put in order.
         confirmed: the best was dry-run with all its layers.
-        front: (GiB, tokens a second) of those guesses that no other one betters in both, from the smallest on.
+        guesses: (settings in words, GiB, tokens a second) of the candidates as they were put in order, the fastest first; of many, some.
     """
 
     best: Seen
@@ -52,7 +52,7 @@ class Found:
     rejected: list[tuple[str, str]] = field(default_factory=list)
     guessed: int = 0
     confirmed: bool = False
-    front: list[tuple[float, float]] = field(default_factory=list)
+    guesses: list[tuple[str, float, float]] = field(default_factory=list)
 
 
 def too_large(plan: Mapping[str, Any]) -> str:
@@ -62,6 +62,26 @@ def too_large(plan: Mapping[str, Any]) -> str:
     return "; ".join(
         filter(None, (f"needs {plan['peak_gib']:.1f} GiB of {plan['available_gib']:.1f}: {what}", in_pieces(plan)))
     )
+
+
+def falls_short(plan: Mapping[str, Any]) -> str:
+    """By how much a plan does not fit.
+
+    Example:
+        >>> device = {"name": "a CPU"}
+        >>> falls_short({"peak_gib": 2.0, "available_gib": 0.5, "device": device})
+        'does not fit: needs 2.00 GiB, has 512 MiB'
+        >>> falls_short({"peak_gib": 0.1, "available_gib": 1 / 2**30, "device": device})
+        'does not fit: needs 102 MiB, and nothing is left of what a CPU may use: the process itself takes it all'
+    """
+    needs = f"does not fit: needs {size(plan['peak_gib'])}"
+    if plan["available_gib"] * 1024 < 1:
+        return f"{needs}, and nothing is left of what {plan['device']['name']} may use: the process itself takes it all"
+    return f"{needs}, has {size(plan['available_gib'])}"
+
+
+def size(gib: float) -> str:
+    return f"{gib:.2f} GiB" if gib >= 1 else f"{gib * 1024:.0f} MiB"
 
 
 def in_pieces(plan: Mapping[str, Any]) -> str:

@@ -141,7 +141,8 @@ def describe(
     exported = exporting(recipe, seen, device)
     lines = {what: size for what, size in lines.items() if size}
     peak = (seen.peak[seen.peak_phase] + added) / GIB
-    available = (device.memory - in_use) / GIB
+    # A limit may be below what the process holds already: nothing is left then, and a plan divides by what is left.
+    available = max(device.memory - in_use, 1) / GIB
     if isinstance(rates, Roofline):
         spent = rates.seconds(seen)
         seconds, (of_memory, of_speed) = spent.total, _known(seen, spent, rates)

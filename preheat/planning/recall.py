@@ -21,6 +21,7 @@ from typing import Any
 from preheat import recipe as recipes
 from preheat.errors import RecipeError
 from preheat.hardware.links import cache_folder, store_json
+from preheat.hardware.stored import Damaged, read_json
 from preheat.models import adapter
 from preheat.planning.allocator import hold
 from preheat.planning.crew import share
@@ -32,7 +33,7 @@ from preheat.technique import Axis, Device
 
 __all__ = ["forget", "known", "recall", "together"]
 
-_FORMAT = 3
+_FORMAT = 4
 _UNSEEN = ("name", "seed", "schedule", "stop", "checkpoint", "hardware")  # parts of a recipe that no dry run looks at
 _known: dict[str, Observation] = {}
 
@@ -69,7 +70,8 @@ def recall(
             gc.unfreeze()
         if found.log and found.held is None:
             found.held = hold(found.log, found.streams, device)
-        store_json(path, _values(found))
+        values = _values(found)
+        store_json(path, {"sha256": _digest(values), "observation": values})
     _known[path.stem] = found
     return found
 
@@ -181,15 +183,22 @@ def _counted(rows: list[Any]) -> Counter[Kernel]:
 
 
 def _load(path: Path) -> Observation | None:
-    """What is stored there; None where there is nothing, or something cut short: it is a cache."""
+    """What is stored there; None where there is nothing, or something damaged: it is a cache, and looking again takes seconds."""
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        stored = read_json(path) or {}
+    except Damaged:
+        return None
+    values = stored.get("observation")
+    if not isinstance(values, dict) or stored.get("sha256") != _digest(values):
         return None
     kernels = _counted(values.pop("kernels"))
     at = {(phase, place): found for phase, place, found in values.pop("at")}
     groups = {_frozen(key): tuple(map(Axis, axes)) for key, axes in values.pop("groups")}
     return Observation(**values, kernels=kernels, at=at, groups=groups)
+
+
+def _digest(values: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(values).encode()).hexdigest()
 
 
 def _frozen(value: Any) -> Any:

@@ -37,6 +37,7 @@ _LOOKS = 3  # however long they take
 _CONFIRM = 1.5  # of the seconds for looking, for the best with all its layers
 _OTHERS = 3  # alternatives
 _WORTH = 1.01  # how much faster another must promise to be
+_DRAWN = 300  # candidates that a page draws
 
 
 @dataclass(frozen=True)
@@ -145,8 +146,8 @@ class _Search:
             quick = self._took * layers / (9 if alone() else 5) <= _CONFIRM * self.seconds  # 4 layers and 5 were looked at
             best, confirmed = self._confirm(best, "whole" if quick else "enough")
             confirmed &= quick
-        front = self._front(candidates)
-        found = Found(best, self._others(best), self.seen, self.rejected, self.guessed, confirmed, front)
+        guesses = self._guesses(candidates)
+        found = Found(best, self._others(best), self.seen, self.rejected, self.guessed, confirmed, guesses)
         self._say_why_slower(found)
         return found
 
@@ -328,12 +329,11 @@ class _Search:
             if frozenset(t.name() for t in (*c.kind, *c.layout)) not in {s.names for s in self.seen}:
                 self._look_at(c)
 
-    def _front(self, candidates: list[Candidate]) -> list[tuple[float, float]]:
-        front: list[tuple[float, float]] = []
-        for memory, speed in sorted(map(self._corrected, candidates)):
-            if not front or speed > front[-1][1]:
-                front.append((memory / GIB, speed))
-        return front
+    def _guesses(self, candidates: list[Candidate]) -> list[tuple[str, float, float]]:
+        """Every candidate as it was put in order, the fastest first; of thousands, so many as a plot can show."""
+        ordered = sorted(candidates, key=lambda c: -self._corrected(c)[1])
+        shown = [ordered[n * len(ordered) // _DRAWN] for n in range(_DRAWN)] if len(ordered) > _DRAWN else ordered
+        return [(words(c.added, c.micro), c_bytes / GIB, speed) for c in shown for c_bytes, speed in [self._corrected(c)]]
 
     def _look_at(self, c: Candidate) -> Seen | None:
         recipe = self.space.having(c.added)

@@ -18,6 +18,12 @@ from preheat.recipe.sample import Sample
 from preheat.technique import Technique
 from preheat.text import quoted
 
+TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer.model", "spiece.model", "spm.model", "sentencepiece.bpe.model", "tekken.json"),
+    *("vocab.json", "vocab.txt", "tokenizer.tiktoken", "tiktoken.model"),
+)
+"""What transformers makes a tokenizer from: the first, or where there is none one of the others."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
@@ -61,7 +67,7 @@ class Model:
     config: Mapping[str, Any] = field(default_factory=dict)
     """Further keys of the transformers configuration, e.g. {rope_theta: 500000}."""
     trust_remote_code: bool = False
-    """Run model code that comes with `path`. Off unless you trust its author."""
+    """The model needs Python code that comes with `path`. A recipe only says so: who runs it must allow it by --trust-remote-code."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +93,7 @@ class Data:
     classes: tuple[str, ...] = ()
     """Names of the classes in their order, for `layout: classes`; those that stand in the data, sorted, when not stated."""
     preflight: Mapping[str, Literal["block", "warn"]] = field(default_factory=dict)
-    """Checks of the data by name: block (exit code 4) or warn; where a warned row cannot be trained on it is left out and counted. `preheat data` shows them all. Some begin at a share: 1 % of rows for broken encodings and special tokens in the text, 1 % of tokens that the tokenizer does not know, 5 % of validation rows that nearly stand in training, 10 % of examples cut within their answers; all others at the first row."""
+    """Checks of the data by name: block (exit code 4) or warn; where a warned row cannot be trained on it is left out and counted. `preheat data` shows them all. Some begin at a share: 1 % of rows for broken encodings and special tokens in the text, 1 % of tokens that the tokenizer does not know, 5 % of validation rows that nearly stand in training, 10 % of examples cut within their answers; generation_prompt is told only; all others begin at the first row."""
     subset: str | None = None
     """Configuration name of a `datasets` source."""
     split: str = "train"
@@ -377,6 +383,13 @@ class Recipe:
         if (data.prompt is None) != (data.completion is None):
             found.append(("data.prompt", "prompt and completion go together; state both or neither"))
         found += data.problems()
+        if data.streaming and self.stop.epochs:
+            found.append(
+                (
+                    "stop.epochs",
+                    "a streamed source has no known length; use stop.steps or stop.tokens, or data.streaming: false",
+                )
+            )
         if isinstance(data.validation, float | int) and not 0 <= data.validation < 1:
             found.append(
                 ("data.validation", f"{data.validation} is no share; use a number from 0 up to (not with) 1, or a path")
@@ -388,12 +401,21 @@ class Recipe:
             words = f"schedule {self.schedule.kind} needs a length in steps, tokens or epochs; add one (hours still ends the run early) or use schedule.kind: constant"
             found.append(("stop.hours", words))
         found += [(f"sample.{key}", words) for key, words in self.sample.problems()]
-        if not re.fullmatch(r"[\w.-]{1,100}", self.name) or not self.name.strip("."):
-            # The name is a folder's: neither this one nor the one above, and no longer than file systems take.
-            found.append(
-                ("name", f"{quoted(self.name)} must be at most 100 letters, digits, '.', '_' or '-', and not dots alone")
-            )
+        if problem := folder_name_problem(self.name):
+            found.append(("name", problem))
         return found
+
+
+def folder_name_problem(name: str) -> str | None:
+    """What keeps a name from naming a folder beside others: it must neither be hidden, nor lead elsewhere, nor be too long for a file system.
+
+    Example:
+        >>> folder_name_problem("demo"), folder_name_problem("..")
+        (None, "'..' must be letters, digits, '.', '_' or '-', not begin with '.', and be at most 100 bytes long")
+    """
+    if re.fullmatch(r"[\w-][\w.-]*", name) and len(name.encode()) <= 100:
+        return None
+    return f"{quoted(name)} must be letters, digits, '.', '_' or '-', not begin with '.', and be at most 100 bytes long"
 
 
 @functools.cache

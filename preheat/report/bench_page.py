@@ -5,18 +5,18 @@ bench.json ──render──▶ bench.html
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from preheat.errors import RunError
 from preheat.report import plots
-from preheat.report.page import document
-from preheat.report.words import escape, gib, grouped, loss, number, tied
-from preheat.run import write_asked
+from preheat.report.page import document, scrolling, write_figures
+from preheat.report.words import change, escape, gib, grouped, headline, loss, number, percent, sizes, tied, unit_of
 
 __all__ = ["write_bench"]
+
+MEMORY_SEEN, SPEED_SEEN = 0.02, 0.03
+"""Shares of the whole below which a difference is taken for none, as in the verdicts."""
 
 
 def write_bench(folder: str | Path) -> Path:
@@ -26,13 +26,7 @@ def write_bench(folder: str | Path) -> Path:
         RunError: there is no bench.json, it is damaged, or the page cannot be written.
     """
     source = Path(folder) / "bench.json"
-    try:
-        found = json.loads(source.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise RunError(f"{source}: no such file; preheat bench writes it") from None
-    except ValueError as error:
-        raise RunError(f"{source}: is damaged ({error}); run preheat bench again") from None
-    return write_asked(source.with_suffix(".html"), _page(found), fix="make the folder writable or free some room")
+    return write_figures(source, "preheat bench", ("name", "rows"), _page)
 
 
 def _page(found: dict[str, Any]) -> str:
@@ -42,12 +36,12 @@ def _page(found: dict[str, Any]) -> str:
     falls = f'<section id="give"><h2>What each technique gives</h2>{waterfalls}</section>' if waterfalls else ""
     return document(
         f"{found['name']} · preheat bench",
-        f"""<header id="verdict"><p class="eyebrow">preheat bench</p><h1>{escape(found["name"])}</h1>
+        f"""<header id="verdict"><p class="eyebrow">preheat bench</p><h1>{escape(headline(found["name"]))}</h1>
 <p class="verdict">{escape(_headline(found))}</p></header>
 <section id="verdicts"><h2>Verdicts</h2>{said}</section>
 {falls}
 <section id="contenders"><h2>Every contender</h2>{_table(found)}</section>
-<footer>{found["repeats"]} turns of {found["steps"]} steps each, every turn in a process of its own, in alternation. Speed: median over the turns
+<footer>{escape(found["repeats"])} turns of {escape(found["steps"])} steps each, every turn in a process of its own, in alternation. Speed: median over the turns
 of the median step; ratios within a round. Memory: the greatest of the turns, less what the imports took. Cosine: of the first step's
 gradients with those of {escape(found["rows"][0]["name"])}. All figures as data: bench.json.</footer>""",
     )
@@ -58,9 +52,10 @@ def _headline(found: dict[str, Any]) -> str:
     plain, whole = rows.get("plain"), rows.get("all")
     if not plain or not whole or plain["failed"] or whole["failed"]:
         return f"{len(found['rows'])} contenders on this machine."
+    turns = "" if len(whole["speeds"]) > 1 else "In one turn, which gives no verdict on speed. "
     return (
-        f"All together: {whole['ratio']:.2f} times the speed of the plain recipe ({grouped(whole['tokens_per_second'])} against "
-        f"{grouped(plain['tokens_per_second'])} tokens/s) in {whole['peak_gib'] / plain['peak_gib']:.0%} of its memory "
+        f"{turns}All together: {whole['ratio']:.2f} times the speed of the plain recipe ({grouped(whole['tokens_per_second'])} against "
+        f"{grouped(plain['tokens_per_second'])} tokens/s) in {percent(whole['peak_gib'] / plain['peak_gib'])} of its memory "
         f"({gib(whole['peak_gib'])} against {gib(plain['peak_gib'])})."
     )
 
@@ -73,23 +68,30 @@ def _waterfalls(found: dict[str, Any]) -> str:
     if not left_out:
         return ""
     drawn = []
-    for key, title, unit, scale in (
-        ("peak_gib", "Peak memory", "GiB", 1.0),
-        ("tokens_per_second", "Speed", "thousand tokens/s", 1e-3),
+    judged = {verdict["technique"]: verdict for verdict in found["verdicts"]}
+    for key, title, unit, scale, least in (
+        ("peak_gib", "Peak memory", *unit_of([row["peak_gib"] for row in rows.values()]), MEMORY_SEEN),
+        ("tokens_per_second", "Speed", "thousand tokens/s", 1e-3, SPEED_SEEN),
     ):
         plain, whole = rows["plain"][key] * scale, rows["all"][key] * scale
+        seen = least * max(plain, whole)  # less than that cannot be measured: no difference is drawn
         parts = [(name, whole - row[key] * scale) for name, row in left_out]
-        parts.append(("overlap", whole - plain - sum(size for _, size in parts)))
+        if key == "tokens_per_second":  # a verdict that says no difference was seen is drawn as none
+            parts = [(name, 0.0 if judged.get(name, {}).get("within_noise") else size) for name, size in parts]
+        parts = [(name, size if abs(size) >= seen else 0.0) for name, size in parts]
+        overlap = whole - plain - sum(size for _, size in parts)
+        parts.append(("overlap", overlap if abs(overlap) >= seen else 0.0))
         better = -1 if key == "peak_gib" else 1
         bars = [plots.Span("plain", 0.0, plain, "series-6")]
         at = plain
         for name, size in parts:
-            colour = "series-6" if name == "overlap" else "series-3" if size * better >= 0 else "series-2"
+            unchanged = change(size, max(plain, whole)) == "0"
+            colour = "series-6" if name == "overlap" or unchanged else "series-3" if size * better >= 0 else "series-2"
             bars.append(plots.Span(name, at, at + size, colour))
             at += size
         bars.append(plots.Span("all", 0.0, whole, "series-1"))
         words = f"{title} in {unit}: from {plain:.3g} plain to {whole:.3g} with all; " + ", ".join(
-            f"{name} {size:+.2g}" for name, size in parts
+            f"{name} {change(size, max(plain, whole))}" if size else f"{name} no difference seen" for name, size in parts
         )
         caption = "Each bar is what changes when that technique alone is left out; overlap is what they share."
         drawing = plots.spans(f"fall-{key.replace('_', '-')}", bars, words, unit=unit)
@@ -97,22 +99,31 @@ def _waterfalls(found: dict[str, Any]) -> str:
     return f'<div class="two">{"".join(drawn)}</div>'
 
 
-_HEAD = ("contender", "tokens/s", "times plain", "peak", "start-up", "loss", "cosine")
-
-
 def _table(found: dict[str, Any]) -> str:
-    head = "".join(f'<th scope="col"{" class=n" if n else ""}>{title}</th>' for n, title in enumerate(_HEAD))
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(map(_row, found['rows']))}</tbody></table>"
+    rows = found["rows"]
+    predicted = [row["predicted"]["peak_gib"] if not row["failed"] and row["predicted"] else None for row in rows]
+    unit, texts = sizes([*(None if row["failed"] else row["peak_gib"] for row in rows), *predicted])
+    titles = ("contender", "tokens/s", "times plain", f"peak, {unit}", "start-up", "loss", "cosine")
+    head = "".join(f'<th scope="col"{" class=n" if n else ""}>{title}</th>' for n, title in enumerate(titles))
+    shown = "".join(
+        _row(row, peak, f"predicted {guess}" if size is not None else "", len(titles) - 1)
+        for row, peak, guess, size in zip(rows, texts, texts[len(rows) :], predicted, strict=False)
+    )
+    return scrolling(f"<table><thead><tr>{head}</tr></thead><tbody>{shown}</tbody></table>")
 
 
-def _row(row: dict[str, Any]) -> str:
+def _between(row: dict[str, Any]) -> str:
+    return f"{row['ratio_spread'][0]:.2f} to {row['ratio_spread'][1]:.2f}" if len(row["speeds"]) > 1 else "one turn"
+
+
+def _row(row: dict[str, Any], peak: str, predicted: str, columns: int) -> str:
     name = f'<th scope="row">{escape(row["name"])}</th>'
     if row["failed"]:
-        return f'<tr>{name}<td class="free bad" colspan="{len(_HEAD) - 1}">{escape(row["failed"])}</td></tr>'
+        return f'<tr>{name}<td class="free bad" colspan="{columns}">{escape(row["failed"])}</td></tr>'
     cells: Sequence[tuple[str, str]] = (
         (grouped(row["tokens_per_second"]), f"{grouped(row['spread'][0])} to {grouped(row['spread'][1])}"),
-        (f"{row['ratio']:.2f}", f"{row['ratio_spread'][0]:.2f} to {row['ratio_spread'][1]:.2f}"),
-        (gib(row["peak_gib"]), f"predicted {gib(row['predicted']['peak_gib'])}" if row["predicted"] else ""),
+        (f"{row['ratio']:.2f}", _between(row)),
+        (peak, predicted),
         (f"{row['startup_seconds']:.1f} s", ""),
         (loss(row["loss"]), ""),
         (f"{row['gradient_cosine']:.6f}" if number(row["gradient_cosine"]) is not None else "none in common", ""),

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from preheat.report import heat, plots
-from preheat.report.plots import Axis, Curve
-from preheat.report.words import MISSING, escape, gib, grouped, loss, number, percent
+from preheat.report.plots import Curve
+from preheat.report.words import escape, gib, grouped, headline, loss, mapping, number, percent, unit_of
 
 __all__ = ["CATEGORIES", "categories", "evaluations", "losses", "memory", "over_time"]
 
@@ -47,17 +47,15 @@ def losses(figures: dict[str, Any]) -> str:
     else:
         words.append("No step is recorded yet.")
     if evaluated:
-        x, y = [float(e["step"]) for e in evaluated], [float(e["validation_loss"]) for e in evaluated]
+        x, y = plots.numbers([e.get("step") for e in evaluated]), plots.numbers([e["validation_loss"] for e in evaluated])
         lines.append(Curve("validation", x, y, "series-2", "points"))
         legend.append(("validation", "series-2", "line"))
         words.append(f"Validation loss {loss(y[-1])} at step {x[-1]:,.0f}, {loss(min(y))} at best.")
     else:
-        words.append("No validation loss is recorded.")
+        words.append("There is no validation loss.")
     levels = _levels(figures["baseline"])
     if levels:
         words.append("For comparison, on the same split: " + ", ".join(f"{name} {loss(level)}" for name, level in levels) + ".")
-    else:
-        words.append("No baseline is recorded.")
     if figures["not_finite"]:
         words.append(f"Loss or gradient was not finite at {_some(figures['not_finite'])} (▼).")
     if not lines:
@@ -89,18 +87,27 @@ def _some(steps: Sequence[Any]) -> str:
 
 
 def over_time(figures: dict[str, Any]) -> list[str]:
-    """Learning rate, gradient norm, tokens/s and memory over the steps, and the load of experts where there are some."""
+    """Learning rate, gradient norm, tokens/s and memory over the steps, and the load of experts if there are some; what no step recorded is left out."""
     curve, predicted, measured = figures["curves"], figures["predicted"], figures["measured"]
-    memory_in_gib = [v / 2**30 for v in plots.numbers(curve["memory"])]
-    return [
-        _one("lr", "Learning rate", curve["step"], plots.numbers(curve["lr"]), _rate, Axis(_rate, from_zero=True), noisy=False),
-        _one("gradient-norm", "Gradient norm, before clipping", curve["step"], plots.numbers(curve["gradient_norm"]), lambda v: f"{v:.3g}", Axis(from_zero=True)),
-        _one("rate", "Tokens per second", curve["step"], plots.numbers(curve["tokens_per_second"]), grouped, Axis(grouped, from_zero=True),
+    bytes_held = plots.numbers(curve["memory"])
+    peaks = [number(predicted["peak_gib"]), number(measured["peak_gib"])]
+    unit, scale = unit_of([*(v / 2**30 for v in bytes_held), *peaks])
+
+    def in_unit(value: float) -> str:
+        return f"{value:,.3g} {unit}"
+
+    expected, peak = (None if size is None else size * scale for size in peaks)
+    drawn = [
+        _one("lr", "Learning rate", curve["step"], plots.numbers(curve["lr"]), _rate, noisy=False),
+        _one("gradient-norm", "Gradient norm, before clipping", curve["step"], plots.numbers(curve["gradient_norm"]), lambda v: f"{v:.3g}"),
+        _one("rate", "Tokens per second", curve["step"], plots.numbers(curve["tokens_per_second"]), grouped,
              level=("predicted", number(predicted["tokens_per_second"])), measured=("over the run", number(measured["tokens_per_second"]))),
-        _one("memory-after-step", "Memory after each step, GiB", curve["step"], memory_in_gib, gib, Axis(lambda v: f"{v:.3g}", from_zero=True),
-             level=("predicted peak", number(predicted["peak_gib"])), measured=("peak", number(measured["peak_gib"])), noisy=False),
-        *([_figure("Load of experts", *heat.loads(figures["expert_loads"]))] if figures["expert_loads"] else []),
+        _one("memory-after-step", f"Memory after each step, {unit}", curve["step"], [v / 2**30 * scale for v in bytes_held], in_unit,
+             level=("predicted peak", expected), measured=("peak", peak), noisy=False),
     ]  # fmt: skip
+    if figures["expert_loads"]:
+        drawn.append(_figure("Load of experts", *heat.loads(figures["expert_loads"])))
+    return [figure for figure in drawn if figure]
 
 
 def evaluations(figures: dict[str, Any]) -> list[str]:
@@ -109,8 +116,8 @@ def evaluations(figures: dict[str, Any]) -> list[str]:
     for found in figures["evaluations"]:
         step = number(found.get("step"))
         values = {("forgetting", "loss"): found.get("forgetting_loss")}
-        for task, of in (found.get("tasks") or {}).items():
-            values |= {(str(task), str(metric)): value for metric, value in of.items()}
+        for task, of in mapping(found.get("tasks")).items():
+            values |= {(str(task), str(metric)): value for metric, value in mapping(of).items()}
         for key, value in values.items():
             if step is not None and (real := number(value)) is not None:
                 lines.setdefault(key, []).append((step, real))
@@ -119,22 +126,22 @@ def evaluations(figures: dict[str, Any]) -> list[str]:
         if len(points) > 1:
             x, y = [p[0] for p in points], [p[1] for p in points]
             words = f"From {y[0]:.3g} at step {x[0]:,.0f} to {y[-1]:.3g} at step {x[-1]:,.0f}."
-            title = f"{task}: {metric.replace('_', ' ')}"
+            title = headline(f"{task}: {metric.replace('_', ' ')}")
             drawn = plots.curves(
                 f"evaluation-{n}",
                 [Curve(metric, x, y, "series-2", "points")],
                 f"{title}. {words}",
-                axis=Axis(lambda v: f"{v:.3g}"),
             )
             made.append(_figure(title, words, drawn))
     return made
 
 
-def _one(name: str, title: str, steps: Sequence[Any], values: list[float], words_for: Any, axis: Axis, *, level: tuple[str, float | None] | None = None,
+def _one(name: str, title: str, steps: Sequence[Any], values: list[float], words_for: Any, *, level: tuple[str, float | None] | None = None,
          measured: tuple[str, float | None] | None = None, noisy: bool = True) -> str:  # fmt: skip
+    """A curve with what it shows in words; "" if no step recorded it."""
     finite = [v for v in values if math.isfinite(v)]
     if not finite:
-        return _figure(title, f"{MISSING.capitalize()}.", "")
+        return ""
     if len(finite) == 1:
         words = f"{words_for(finite[0])}, recorded once."
     elif words_for(min(finite)) == words_for(max(finite)):
@@ -149,11 +156,11 @@ def _one(name: str, title: str, steps: Sequence[Any], values: list[float], words
     if level is not None and level[1] is not None:
         lines.append(Curve(f"{level[0]} {words_for(level[1])}", [0.0], [level[1]], style="level"))
     legend = [(line.name, "series-1", line.style) for line in lines] if len(lines) > 1 else []
-    if measured is not None:
-        words += f" Measured {measured[0]}: {words_for(measured[1]) if measured[1] is not None else MISSING}."
-    if level is not None:
-        words += f" {level[0].capitalize()}: {words_for(level[1]) if level[1] is not None else MISSING}."
-    return _figure(title, words, plots.curves(name, lines, f"{title}. {words}", axis=axis), legend)
+    if measured is not None and measured[1] is not None:
+        words += f" Measured {measured[0]}: {words_for(measured[1])}."
+    if level is not None and level[1] is not None:
+        words += f" {level[0].capitalize()}: {words_for(level[1])}."
+    return _figure(title, words, plots.curves(name, lines, f"{title}. {words}", from_zero=True), legend)
 
 
 def _rate(value: float) -> str:
@@ -166,32 +173,35 @@ def _rate(value: float) -> str:
 
 
 def memory(figures: dict[str, Any]) -> str:
-    """Predicted memory by category as a stacked bar, beside the measured peak and what the device has."""
+    """Predicted memory by category as a stacked bar, beside the measured peak and what the device has; "" if neither is recorded."""
     predicted, measured = figures["predicted"], figures["measured"]
     parts = categories(figures)
     peak, real, available = number(predicted["peak_gib"]), number(measured["peak_gib"]), number(predicted["available_gib"])
-    words = [f"Predicted peak {gib(peak)}, measured peak {gib(real)}."]
-    if available is None:
-        words.append(f"What the device has is {MISSING}.")
-    else:
+    if peak is None and real is None:
+        return ""
+    said = ", ".join(f"{name} peak {gib(size)}" for name, size in (("predicted", peak), ("measured", real)) if size is not None)
+    words = [f"{said[0].upper()}{said[1:]}."]
+    if available is not None:
         words.append(
             f"The device has {gib(available)}"
-            + (f": the prediction is {percent(peak / available)} of it." if peak is not None and available else ".")
+            + (
+                f": the prediction is {percent(peak / available) if peak >= available / 100 else 'less than 1 %'} of it."
+                if peak is not None and available
+                else "."
+            )
         )
     rows: list[tuple[str, list[tuple[str, float]]]] = []
-    if parts or peak is not None:
+    if peak is not None:
         rows.append(("predicted", [(colour, size) for _, size, colour in parts] or [("series-6", peak or 0.0)]))
     if real is not None:
         rows.append(("measured", [("ink", real)]))
-    if not rows:
-        return _figure("At the peak", " ".join(words), "")
     limit = (f"device {gib(available)}", available) if available is not None else None
     return _figure("At the peak", " ".join(words), plots.stacked("memory", rows, " ".join(words), limit=limit))
 
 
 def categories(figures: dict[str, Any]) -> list[tuple[str, float, str]]:
     """(category, GiB, colour) of the predicted peak; categories that are not known stand last."""
-    found = figures["memory"] if isinstance(figures["memory"], dict) else {}
+    found = mapping(figures["memory"])
     names = [n for n in CATEGORIES if n in found] + [n for n in found if n not in CATEGORIES]
     sizes = [(name, number(found[name])) for name in names]
     colours = {name: f"series-{i}" for i, name in enumerate(CATEGORIES, start=1)}

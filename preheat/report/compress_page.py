@@ -5,16 +5,15 @@ compress.json ──write_compress──▶ compress.html
 
 from __future__ import annotations
 
-import json
+import functools
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from preheat.errors import RunError
-from preheat.report.page import document
+from preheat.report.page import document, write_figures
 from preheat.report.plots import NARROW, SENTINEL, drawn
 from preheat.report.words import escape
-from preheat.run import write_asked
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -44,13 +43,7 @@ def write_compress(folder: str | Path) -> Path:
         RunError: there is no compress.json, it is damaged, or the page cannot be written.
     """
     source = Path(folder) / "compress.json"
-    try:
-        made = json.loads(source.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise RunError(f"{source}: no such file; preheat compress writes it") from None
-    except ValueError as error:
-        raise RunError(f"{source}: is damaged ({error}); run preheat compress again") from None
-    return write_asked(source.with_suffix(".html"), _page(made), fix="make the folder writable or free some room")
+    return write_figures(source, "preheat compress", ("chosen", "variants"), _page)
 
 
 def _page(made: dict[str, Any]) -> str:
@@ -59,7 +52,7 @@ def _page(made: dict[str, Any]) -> str:
     faster = after["decode_tokens_per_second"] / before["decode_tokens_per_second"]
     headline = (
         f"{chosen['name']}: {after['bytes'] / before['bytes']:.0%} of bf16's bytes, {faster:.2f} times its tokens a second, "
-        f"perplexity {chosen['perplexity_rise']:+.2%}; chosen as {made['chosen_because']}."
+        f"perplexity {_rise(chosen['perplexity_rise'])}; chosen as {made['chosen_because']}."
     )
     said = "".join(f"<li><b>{escape(v['name'])}</b>: {escape(v['what'])}</li>" for v in made["variants"])
     return document(
@@ -89,10 +82,14 @@ def _points(made: dict[str, Any], by: str) -> list[tuple[str, float, float]]:
 def _pareto(made: dict[str, Any], by: str) -> str:
     points = _points(made, by)
     best = front([(x, y) for _, x, y in points])
+    right = max(x for _, x, _ in points)
+    height = max(y for _, _, y in points) - min(y for _, _, y in points)
     unit = "MiB of weights" if by == "size" else "milliseconds a token, one row"
     words = f"The lower left is better; on the line is what no other beats in both: {', '.join(points[n][0] for n in best)}."
 
     def draw(axes: Axes) -> None:
+        from matplotlib.ticker import FuncFormatter
+
         line = [points[n] for n in best]
         axes.step(
             [x for _, x, _ in line], [y for _, _, y in line], where="post", color=SENTINEL["muted"], linewidth=1.2, zorder=1
@@ -107,12 +104,18 @@ def _pareto(made: dict[str, Any], by: str) -> str:
                 markersize=9 if filled else 7,
                 color=colour,
                 markerfacecolor=colour if filled else SENTINEL["page"],
+                clip_on=False,
             )
-            axes.annotate(str(n), (x, y), xytext=(6, 5), textcoords="offset points", fontsize=9, color=SENTINEL["ink"])
-        axes.set_xlim(0, None)
+            near = sum(abs(x - x2) <= 0.05 * right and abs(y - y2) <= 0.1 * height for _, x2, y2 in points[:n])
+            axes.annotate(
+                str(n), (x, y), xytext=(6, 5 + 11 * near), textcoords="offset points", fontsize=9, color=SENTINEL["ink"]
+            )
+        axes.set_xlim(0, 1.08 * right)
         axes.margins(y=0.15)
-        axes.xaxis.set_major_formatter(lambda v, _: f"{v:g}")
-        axes.yaxis.set_major_formatter(lambda v, _: f"{v:,.4g}")
+        for axis in (axes.xaxis, axes.yaxis):
+            low, high = axis.get_view_interval()
+            ticks = [tick for tick in axis.get_major_locator()() if low <= tick <= high]
+            axis.set_major_formatter(FuncFormatter(functools.partial(_tick, _decimals(ticks))))
         axes.grid(axis="y", color=SENTINEL["grid"], linewidth=0.8)
         axes.set_xlabel(unit, loc="right", labelpad=2)
 
@@ -123,6 +126,31 @@ def _pareto(made: dict[str, Any], by: str) -> str:
     title = f"Perplexity against {'size' if by == 'size' else 'latency'}"
     drawing = drawn(f"compress-{by}", NARROW, words, draw)
     return f'<figure><figcaption><h3>{title}</h3><p>{escape(words)}</p></figcaption><ul class="legend">{legend}</ul>{drawing}</figure>'
+
+
+def _tick(decimals: int, value: float, place: int | None) -> str:
+    return f"{value:,.{decimals}f}"
+
+
+def _decimals(ticks: Sequence[float]) -> int:
+    """So many that no two ticks read alike.
+
+    Example:
+        >>> _decimals([0.0, 0.5, 1.0]), _decimals([1.11, 1.11005, 1.1101]), _decimals([0.0, 10.0])
+        (1, 5, 0)
+    """
+    step = min((b - a for a, b in itertools.pairwise(ticks)), default=0.0)
+    if step <= 0:
+        return 2
+    return next((n for n in range(12) if abs(step * 10**n - round(step * 10**n)) < 1e-3 * step * 10**n), 12)
+
+
+def _rise(share: float) -> str:
+    """
+    >>> _rise(0.004), _rise(237.0)
+    ('+0.40%', '×238')
+    """
+    return f"{share:+.2%}" if share < 10 else f"×{1 + share:,.0f}"
 
 
 def _table(made: dict[str, Any]) -> str:
@@ -149,7 +177,7 @@ def _table(made: dict[str, Any]) -> str:
 def _row(name: str, told: dict[str, Any], before: dict[str, Any], variant: dict[str, Any] | None) -> str:
     cells = [
         f"{told['perplexity']:.4f}",
-        f"{variant['perplexity_rise']:+.2%}" if variant else "",
+        _rise(variant["perplexity_rise"]) if variant else "",
         f"{told['bytes'] / 2**20:.2f}",
         f"{told['decode_tokens_per_second']:.1f}",
         f"{told['decode_tokens_per_second'] / before['decode_tokens_per_second']:.2f}" if variant else "",

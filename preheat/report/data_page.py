@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from preheat.report.page import document
-from preheat.report.words import escape, grouped, percent, tied
+from preheat.report.page import GENERATOR, document, scrolling
+from preheat.report.words import LONG, escape, grouped, headline, percent, tied
 from preheat.run import write_asked
 
 __all__ = ["write_data"]
@@ -18,7 +18,7 @@ def write_data(shown: dict[str, Any], path: str | Path) -> Path:
     Raises:
         RunError: the page cannot be written.
     """
-    return write_asked(path, _page(shown), fix="name another file with --html")
+    return write_asked(path, _page(shown), marks=[GENERATOR], fix="name another file with --html")
 
 
 def _page(shown: dict[str, Any]) -> str:
@@ -31,7 +31,11 @@ def _page(shown: dict[str, Any]) -> str:
         ("Rows read", grouped(counts["read"]), left),
         ("Examples to train on", grouped(packing["documents"]), f"{counts['validation']['documents']:,} to validate on"),
         ("Tokens", grouped(packing["tokens"]), f"{packing['trained']:,} are trained on"),
-        ("Packed rows", grouped(packing["rows"]), f"of {packing['length']:,} tokens, {percent(packing['efficiency'])} text"),
+        (
+            "Packed sequences",
+            grouped(packing["rows"]),
+            f"of {packing['length']:,} tokens, {percent(packing['efficiency'])} text",
+        ),
         ("Longest", grouped(shown["lengths"]["longest"]), f"median {shown['lengths']['median']:,.0f} tokens"),
         ("Longer than a row", grouped(shown["lengths"]["longer_than_a_row"]), f"{packing['cut']:,} with a cut answer"),
         ("Duplicates", grouped(packing["duplicates"]), "examples that stand there before"),
@@ -43,10 +47,10 @@ def _page(shown: dict[str, Any]) -> str:
     template = f" Chat template: {shown['template']}." if shown["template"] else ""
     return document(
         f"{shown['name']} · preheat data",
-        f"""<header id="verdict"><p class="eyebrow">preheat data</p><h1>{escape(shown["name"])}</h1>
+        f"""<header id="verdict"><p class="eyebrow">preheat data</p><h1>{escape(headline(shown["name"]))}</h1>
 <p class="verdict">{escape(verdict + template)}</p>{notices}</header>
 <dl class="tiles">{drawn}</dl>
-<section id="examples"><h2>As the model sees it</h2><p class="small"><mark>Marked</mark> is trained on; the rest is read. Rows in the order of training.</p>
+<section id="examples"><h2>As the model sees it</h2><p class="small"><mark>Marked</mark> is trained on; the rest is read. Sequences in the order of training, each document with its file and row.</p>
 {"".join(map(_example, shown["examples"]))}</section>
 <section id="lengths"><h2>Tokens of an example</h2>{_bars(shown["lengths"]["bars"])}</section>
 <section id="sources"><h2>Sources</h2>{_sources(counts["sources"])}</section>
@@ -60,8 +64,12 @@ def _example(example: dict[str, Any]) -> str:
         what = f", class {found['label']}" if found["label"] is not None else ""
         if example["compared"]:
             what = ", rejected" if n % 2 else ", chosen"
-        title = f"row {example['row']:,}: {found['tokens']:,} tokens, {found['trained']:,} trained{what}"
-        text = "".join(f"<mark>{escape(words)}</mark>" if trained else escape(words) for words, trained, _ in found["spans"])
+        title = (
+            f"{found['where']}: {found['tokens']:,} tokens, {found['trained']:,} trained{what} (sequence {example['row']:,})"
+        )
+        text = "".join(
+            f"<mark>{escape(words, LONG)}</mark>" if trained else escape(words, LONG) for words, trained, _ in found["spans"]
+        )
         made.append(f'<p class="small">{escape(title)}</p><pre class="tokens">{text}</pre>')
     if example["padding"]:
         made.append(f'<p class="small">and {example["padding"]:,} places of padding</p>')
@@ -76,7 +84,7 @@ def _bars(bars: list[dict[str, Any]]) -> str:
         width = f'<span class="bar" style="width: {100 * bar["count"] / most:.1f}%"></span>' if bar["count"] else ""
         rows.append(f'<tr><td>{escape(upto)}</td><td class="n">{bar["count"]:,}</td><td class="track">{width}</td></tr>')
     head = '<tr><th scope="col">tokens</th><th scope="col" class="n">examples</th><th scope="col"></th></tr>'
-    return f"<table><thead>{head}</thead><tbody>{''.join(rows)}</tbody></table>"
+    return scrolling(f"<table><thead>{head}</thead><tbody>{''.join(rows)}</tbody></table>")
 
 
 def _sources(sources: list[dict[str, Any]]) -> str:
@@ -91,4 +99,4 @@ def _sources(sources: list[dict[str, Any]]) -> str:
     head = "".join(
         f'<th scope="col"{" class=n" if n else ""}>{t}</th>' for n, t in enumerate(("source", "rows", "tokens", "weight"))
     )
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
+    return scrolling(f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>")

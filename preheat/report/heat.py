@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from preheat.report.plots import NARROW, SENTINEL, drawn
+from preheat.report.plots import NARROW, SENTINEL, drawn, ticks
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -51,7 +51,6 @@ def heat(
     def draw(axes: Axes) -> None:
         from matplotlib.collections import PolyCollection
         from matplotlib.colors import to_rgb
-        from matplotlib.ticker import MaxNLocator
 
         width = (x[1] - x[0]) / len(rows[0])
         red, green, blue = to_rgb(SENTINEL["series-1"])
@@ -65,9 +64,8 @@ def heat(
         axes.add_collection(PolyCollection(boxes, facecolors=colours, edgecolors="none", linewidths=0, antialiaseds=False))
         axes.set_xlim(*x)
         axes.set_ylim(len(rows) - 0.5, -0.5)
-        axes.xaxis.set_major_locator(MaxNLocator(nbins=5, integer=True))
-        axes.yaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
-        axes.xaxis.set_major_formatter(lambda v, _: f"{v:,.0f}")
+        ticks(axes.xaxis, integer=True)
+        ticks(axes.yaxis, 6, integer=True)
         axes.set_xlabel(labels[0], loc="right", labelpad=2)
         axes.set_ylabel(labels[1])
 

@@ -5,16 +5,13 @@ inference.json ──render──▶ inference.html
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from preheat.errors import RunError
 from preheat.report import plots
-from preheat.report.page import document
-from preheat.report.words import escape, gib, grouped, loss, percent, tied
-from preheat.run import write_asked
+from preheat.report.page import document, scrolling, write_figures
+from preheat.report.words import escape, grouped, headline, loss, number, percent, sizes, tied
 
 __all__ = ["write_inference"]
 
@@ -26,27 +23,21 @@ def write_inference(folder: str | Path) -> Path:
         RunError: there is no inference.json, it is damaged, or the page cannot be written.
     """
     source = Path(folder) / "inference.json"
-    try:
-        found = json.loads(source.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise RunError(f"{source}: no such file; preheat bench --inference writes it") from None
-    except ValueError as error:
-        raise RunError(f"{source}: is damaged ({error}); run preheat bench --inference again") from None
-    return write_asked(source.with_suffix(".html"), _page(found), fix="make the folder writable or free some room")
+    return write_figures(source, "preheat bench --inference", ("models", "rows", "machine", "batches", "lengths"), _page)
 
 
 def _page(found: dict[str, Any]) -> str:
     models, machine = found["models"], found["machine"]
-    names = " · ".join(model["name"] for model in models)
+    names = " · ".join(headline(model["name"]) for model in models)
     return document(
         f"{names} · preheat bench --inference",
         f"""<header id="verdict"><p class="eyebrow">preheat bench --inference</p><h1>{escape(names)}</h1>
 <p class="verdict">{escape(_headline(found))}</p></header>
 <section id="speed"><h2>Speed</h2><div class="two">{"".join(_drawings(found))}</div></section>
-<section id="shapes"><h2>Every shape</h2>{_table(_SHAPES, map(_shape, found["rows"]))}</section>
-<section id="models"><h2>Models</h2>{_table(_MODELS, map(_model, models))}</section>
-<footer>{found["repeats"]} rounds in alternation on {escape(machine["name"])}, each model in a process of its own, every shape written once before it was
-timed; {found["tokens"]} tokens after each prompt, the likeliest each time. Median over the rounds, below it the lowest and the highest; ratios within a
+<section id="shapes"><h2>Every shape</h2>{_shapes(found["rows"])}</section>
+<section id="models"><h2>Models</h2>{_models(models)}</section>
+<footer>{escape(found["repeats"])} rounds in alternation on {escape(machine["name"])}, each model in a process of its own, every shape written once before it was
+timed; {escape(found["tokens"])} tokens after each prompt, the likeliest each time. Median over the rounds, below it the lowest and the highest; ratios within a
 round, to {escape(models[0]["name"])}. Cache: bytes of keys and values at the end, beside the closed form. Loss: nats a token of the prompts' text, read through the cache. Beside the weights: the
 most memory that writing took. Where tokens are proposed, rows are written one after the other and their seconds added. All figures as data: inference.json.</footer>""",
     )
@@ -77,38 +68,29 @@ def _drawings(found: dict[str, Any]) -> list[str]:
         held = [row for row in rows if row[fixed] == most]
         names = list(dict.fromkeys(row["name"] for row in held))
         lines = []
-        for number, name in enumerate(names):
+        for n, name in enumerate(names):
             points = sorted((row[at], row[key]["value"] * scale) for row in held if row["name"] == name)
             x, y = zip(*points, strict=True)
-            lines.append(plots.Curve(name, x, y, f"series-{number % 6 + 1}", "points"))
+            lines.append(plots.Curve(name, x, y, f"series-{n % 6 + 1}", "points"))
         said = "; ".join(
             f"{line.name} " + ", ".join(f"{v:.3g} at {n}" for n, v in zip(line.x, line.y, strict=True)) for line in lines
         )
         caption = f"By {at}, both axes by factors; {fixed} {most}."
         drawing = plots.by_size(
-            f"inference-{at}", lines, f"{title} in {unit} by {at}: {said}", format=lambda v: f"{v:g}", label=at, legend=True
+            f"inference-{at}", lines, f"{title} in {unit} by {at}: {said}", format=lambda v: f"{v:g}", label=at
         )
-        drawn.append(f"<figure><figcaption><h3>{title}, {unit}</h3><p>{caption}</p></figcaption>{drawing}</figure>")
+        legend = "".join(
+            f'<li class="line" style="--c: var(--{line.colour})">{escape(headline(line.name))}</li>' for line in lines
+        )
+        drawn.append(
+            f'<figure><figcaption><h3>{title}, {unit}</h3><p>{escape(caption)}</p></figcaption><ul class="legend">{legend}</ul>{drawing}</figure>'
+        )
     return drawn
 
 
-_SHAPES = (
-    "model",
-    "rows x tokens",
-    "first token",
-    "prefill tokens/s",
-    "decode tokens/s",
-    "times the first",
-    "tokens a pass",
-    "cache",
-    "same text",
-)
-_MODELS = ("model", "parameters", "weights", "in", "loss", "beside them", "start-up")
-
-
-def _table(head: Sequence[str], rows: Any) -> str:
+def _table(head: Sequence[str], rows: Sequence[str]) -> str:
     titles = "".join(f'<th scope="col"{" class=n" if n else ""}>{title}</th>' for n, title in enumerate(head))
-    return f"<table><thead><tr>{titles}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
+    return scrolling(f"<table><thead><tr>{titles}</tr></thead><tbody>{''.join(rows)}</tbody></table>")
 
 
 def _cells(name: str, cells: Sequence[tuple[str, str]]) -> str:
@@ -123,36 +105,64 @@ def _spread(found: dict[str, float], show: Callable[[float], str]) -> tuple[str,
     return show(found["value"]), f"{show(found['low'])} to {show(found['high'])}"
 
 
-def _shape(row: dict[str, Any]) -> str:
-    def size(value: float) -> str:
-        return gib(value / 2**30)
+def _gib(size: Any) -> float | None:
+    found = number(size)
+    return None if found is None else found / 2**30
 
-    return _cells(
-        row["name"],
-        (
-            (f"{row['rows']} x {row['length']}", ""),
-            _spread(row["first_token_seconds"], lambda v: f"{v * 1e3:,.1f} ms"),
-            _spread(row["prefill_tokens_per_second"], grouped),
-            _spread(row["decode_tokens_per_second"], lambda v: grouped(v, 0 if v >= 100 else 1)),
-            _spread(row["ratio"], lambda v: f"{v:.2f}"),
-            (f"{row['tokens_per_pass']:.2f}", ""),
-            (size(row["cache_bytes"]), f"predicted {size(row['cache_predicted_bytes'])}"),
-            (percent(row["same_text"]), ""),
-        ),
+
+def _shapes(rows: Sequence[dict[str, Any]]) -> str:
+    unit, caches = sizes([_gib(row[key]) for row in rows for key in ("cache_bytes", "cache_predicted_bytes")])
+    titles = (
+        "model",
+        "rows x tokens",
+        "first token, ms",
+        "prefill tokens/s",
+        "decode tokens/s",
+        "times the first",
+        "tokens a pass",
+        f"cache, {unit}",
+        "same text",
     )
+    shown = [
+        _cells(
+            row["name"],
+            (
+                (f"{row['rows']} x {row['length']}", ""),
+                _spread(row["first_token_seconds"], lambda v: f"{v * 1e3:,.1f}"),
+                _spread(row["prefill_tokens_per_second"], grouped),
+                _spread(row["decode_tokens_per_second"], lambda v: grouped(v, 0 if v >= 100 else 1)),
+                _spread(row["ratio"], lambda v: f"{v:.2f}"),
+                (f"{row['tokens_per_pass']:.2f}", ""),
+                (caches[2 * n], f"predicted {caches[2 * n + 1]}"),
+                (percent(row["same_text"]), ""),
+            ),
+        )
+        for n, row in enumerate(rows)
+    ]
+    return _table(titles, shown)
 
 
-def _model(model: dict[str, Any]) -> str:
-    if model["failed"]:
-        return f'<tr><th scope="row">{escape(model["name"])}</th><td class="free bad" colspan="{len(_MODELS) - 1}">{escape(model["failed"])}</td></tr>'
-    return _cells(
-        model["name"],
-        (
-            (grouped(model["parameters"]), ""),
-            (gib(model["weights_bytes"] / 2**30), ""),
-            (model["dtype"], ""),
-            (loss(model["loss"]), ""),
-            (gib(model["beyond_weights_gib"]), ""),
-            (f"{model['startup_seconds']:.1f} s", ""),
-        ),
+def _models(models: Sequence[dict[str, Any]]) -> str:
+    weights, held = zip(
+        *((None, None) if m["failed"] else (_gib(m["weights_bytes"]), m["beyond_weights_gib"]) for m in models), strict=True
     )
+    unit, texts = sizes([*weights, *held])
+    titles = ("model", "parameters", f"weights, {unit}", "in", "loss", f"beside them, {unit}", "start-up")
+    rows = []
+    for n, model in enumerate(models):
+        if model["failed"]:
+            why = escape(model["failed"])
+            rows.append(
+                f'<tr><th scope="row">{escape(model["name"])}</th><td class="free bad" colspan="{len(titles) - 1}">{why}</td></tr>'
+            )
+            continue
+        cells = (
+            grouped(model["parameters"]),
+            texts[n],
+            model["dtype"],
+            loss(model["loss"]),
+            texts[len(models) + n],
+            f"{model['startup_seconds']:.1f} s",
+        )
+        rows.append(_cells(model["name"], [(cell, "") for cell in cells]))
+    return _table(titles, rows)

@@ -6,8 +6,8 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from preheat.report.plots import NARROW, SENTINEL, drawn
-from preheat.report.words import escape, loss, number, percent
+from preheat.report.plots import NARROW, SENTINEL, drawn, ticks
+from preheat.report.words import escape, headline, loss, mapping, number, percent
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -24,11 +24,11 @@ def lengths(after: Mapping[str, Any], before: Mapping[str, Any]) -> str:
         after, before: {"tasks": {name: {"parts": [...]}}}, as an evaluation is recorded.
     """
     made = list[str]()
-    for task, result in (after.get("tasks") or {}).items():
+    for task, result in mapping(after.get("tasks")).items():
         parts = _whole(result)
         if not parts:
             continue
-        old = _whole((before.get("tasks") or {}).get(task) or {})
+        old = [part for part in _whole(mapping(before.get("tasks")).get(task)) if part.keys() >= _kind_of(parts)]
         if "depth" in parts[0]:
             two = [("before", old), ("after", parts)] if old else [("", parts)]
             shown = "".join(heat_map(f"length-{len(made)}-{n}", task, words, some) for n, (words, some) in enumerate(two))
@@ -40,8 +40,21 @@ def lengths(after: Mapping[str, Any], before: Mapping[str, Any]) -> str:
     return "".join(made)
 
 
-def _whole(result: Mapping[str, Any]) -> Parts:
-    return [part for part in result.get("parts") or () if number(part.get("value")) is not None]
+_KINDS = (("length", "depth"), ("start", "end"), ("length", "share"))
+
+
+def _whole(result: Any) -> Parts:
+    """The parts of a result that are measured and whole, all of the kind of the first."""
+    listed = mapping(result).get("parts")
+    parts = [part for part in listed if number(mapping(part).get("value")) is not None] if isinstance(listed, list) else []
+    for keys in _KINDS:
+        if found := [part for part in parts if all(number(part.get(key)) is not None for key in keys)]:
+            return found
+    return []
+
+
+def _kind_of(parts: Parts) -> set[str]:
+    return next(set(keys) for keys in _KINDS if parts[0].keys() >= set(keys))
 
 
 def _figure(title: str, words: str, drawing: str, legend: Sequence[tuple[str, str]] = ()) -> str:
@@ -69,7 +82,14 @@ def heat_map(name: str, task: str, when: str, parts: Parts) -> str:
         for part in parts:
             x, y = across.index(part["length"]), down.index(part["depth"])
             axes.add_patch(
-                Rectangle((x, y), 0.96, 0.94, facecolor=SENTINEL["series-1"], alpha=0.05 + 0.6 * part["value"], linewidth=0)
+                Rectangle(
+                    (x, y),
+                    0.96,
+                    0.94,
+                    facecolor=SENTINEL["series-1"],
+                    alpha=0.05 + 0.6 * min(max(part["value"], 0.0), 1.0),
+                    linewidth=0,
+                )
             )
             shown = f"{100 * part['value']:.0f}"
             axes.annotate(shown, (x + 0.48, y + 0.47), ha="center", va="center", color=SENTINEL["ink"], fontsize=8.5)
@@ -81,7 +101,7 @@ def heat_map(name: str, task: str, when: str, parts: Parts) -> str:
         axes.spines["bottom"].set_visible(False)
         axes.set_xlabel("tokens of context; depth of what is asked on the left", loc="right", labelpad=4)
 
-    title = f"{task}: right at depth and length, %" + (f", {when}" if when else "")
+    title = f"{headline(task)}: right at depth and length, %" + (f", {when}" if when else "")
     return _figure(title, words, drawn(name, (NARROW[0], 0.9 + 0.27 * len(down)), f"{title}. {words}", draw))
 
 
@@ -101,14 +121,15 @@ def _positions(name: str, task: str, parts: Parts, old: Parts) -> str:
             axes.plot(
                 places, [part["value"] for part in some], color=SENTINEL[colour], linewidth=1.6, marker="o", markersize=4.5
             )
-            if all(number(part["low"]) is not None for part in some):
+            if all(number(part.get(key)) is not None for part in some for key in ("low", "high")):
                 low, high = ([part[key] for part in some] for key in ("low", "high"))
                 axes.fill_between(places, low, high, color=SENTINEL[colour], alpha=0.15, linewidth=0)
-        axes.set_xscale("log", base=2)
+        if min(part["end"] for part in parts) > 0:
+            axes.set_xscale("log", base=2)
         _ticks(axes, [part["end"] for part in parts])
         axes.set_xlabel("up to this place, tokens", loc="right", labelpad=2)
 
-    title = f"{task}: loss by position, nats a token"
+    title = f"{headline(task)}: loss by position, nats a token"
     return _figure(title, words, drawn(name, NARROW, f"{title}. {words}", draw), [(line, colour) for line, colour, _ in lines])
 
 
@@ -116,7 +137,7 @@ def _continued(name: str, task: str, parts: Parts) -> str:
     across = sorted({part["length"] for part in parts})
     lines = [(n, f"series-{k % 6 + 1}", [part for part in parts if part["length"] == n]) for k, n in enumerate(across)]
     longest = {part["share"]: part["value"] for part in lines[-1][2]}
-    words = f"Of {across[-1]:,} tokens: {loss(longest[0.0])} with nothing before them, {loss(longest[1.0])} with all."
+    words = f"Of {across[-1]:,} tokens: {loss(longest.get(0.0))} with nothing before them, {loss(longest.get(1.0))} with all."
 
     def draw(axes: Axes) -> None:
         for _, colour, some in lines:
@@ -124,7 +145,7 @@ def _continued(name: str, task: str, parts: Parts) -> str:
         _ticks(axes, [0.0, 0.25, 0.5, 1.0], percent)
         axes.set_xlabel("share of the context that is read", loc="right", labelpad=2)
 
-    title = f"{task}: loss of the last tokens, nats a token"
+    title = f"{headline(task)}: loss of the last tokens, nats a token"
     legend = [(f"{n:,} tokens", colour) for n, colour, _ in lines]
     return _figure(title, words, drawn(name, NARROW, f"{title}. {words}", draw), legend)
 
@@ -135,4 +156,5 @@ def _ticks(axes: Axes, places: Sequence[float], words: Any = lambda n: f"{n:,.0f
     shown = places if len(places) < 8 else [place for n, place in enumerate(places) if (len(places) - 1 - n) % 2 == 0]
     axes.set_xticks(list(shown), [words(place) for place in shown])
     axes.xaxis.set_minor_locator(NullLocator())
+    ticks(axes.yaxis)
     axes.grid(axis="y", color=SENTINEL["grid"], linewidth=0.8)

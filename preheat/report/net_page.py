@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from preheat.report import plots
-from preheat.report.page import document
+from preheat.report.page import GENERATOR, document, scrolling
 from preheat.report.plots import Curve
 from preheat.report.words import escape
 from preheat.run import write_asked
@@ -56,7 +56,7 @@ def write_net(made: dict[str, Any], path: str | Path) -> Path:
     Raises:
         RunError: it cannot be written.
     """
-    return write_asked(path, _page(made))
+    return write_asked(path, _page(made), marks=[GENERATOR])
 
 
 def _page(made: dict[str, Any]) -> str:
@@ -64,7 +64,7 @@ def _page(made: dict[str, Any]) -> str:
     title = f"{made['devices']} processes on {hosts} over {made['backend']}"
     names = list(dict.fromkeys(row["collective"] for row in made["rows"]))
     colours = dict(zip(names, ("series-1", "series-2", "series-3", "series-4", "series-5"), strict=False))
-    legend = "".join(f'<li class="line" style="--c: var(--{colours[n]})">{n.replace("_", "-")}</li>' for n in names)
+    legend = "".join(f'<li class="line" style="--c: var(--{colours[n]})">{escape(n.replace("_", "-"))}</li>' for n in names)
     drawn = "".join(
         _figure(made, names, colours, legend, *which)
         for which in (
@@ -116,14 +116,14 @@ def _pairs(made: dict[str, Any]) -> str:
     if not made["pairs"]:
         return ""
     rows = "".join(
-        f'<tr><th scope="row">{pair["kind"]}</th><td>{pair["ranks"][0]} and {pair["ranks"][1]}</td><td>{escape(", ".join(pair["hosts"]))}</td>'
+        f'<tr><th scope="row">{escape(pair["kind"])}</th><td>{pair["ranks"][0]:d} and {pair["ranks"][1]:d}</td><td>{escape(", ".join(pair["hosts"]))}</td>'
         f'<td class="n">{seconds(pair["latency"])}</td><td class="n">{pair["bandwidth"] / 1e9:.3g}</td></tr>'
         for pair in made["pairs"]
     )
     return (
-        '<section id="pairs"><h2>Point to point</h2><p class="small">Half the time of a message there and back.</p><table><thead><tr>'
+        '<section id="pairs"><h2>Point to point</h2><p class="small">Half the time of a message there and back.</p><div class="scroll"><table><thead><tr>'
         '<th scope="col">pair</th><th scope="col">ranks</th><th scope="col">hosts</th><th scope="col" class="n">latency</th>'
-        f'<th scope="col" class="n">GB/s</th></tr></thead><tbody>{rows}</tbody></table></section>'
+        f'<th scope="col" class="n">GB/s</th></tr></thead><tbody>{rows}</tbody></table></div></section>'
     )
 
 
@@ -133,9 +133,9 @@ def _rows(made: dict[str, Any]) -> str:
         for n, title in enumerate(("collective", "size", "time", "10 to 90 %", "GB/s", "bus GB/s"))
     )
     rows = "".join(
-        f'<tr><th scope="row">{row["collective"].replace("_", "-")}</th><td class="n">{size(row["bytes"])}</td><td class="n">{seconds(row["seconds"])}</td>'
+        f'<tr><th scope="row">{escape(row["collective"].replace("_", "-"))}</th><td class="n">{size(row["bytes"])}</td><td class="n">{seconds(row["seconds"])}</td>'
         f'<td class="n">{seconds(row["low"])} to {seconds(row["high"])}</td><td class="n">{row["algorithm_bandwidth"] / 1e9:.3g}</td>'
         f'<td class="n">{row["bus_bandwidth"] / 1e9:.3g}</td></tr>'
         for row in made["rows"]
     )
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
+    return scrolling(f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>")

@@ -1,19 +1,18 @@
 """A plan as one page: verdict, memory by category and over a step, what was looked at, roofline, alternatives, reasons, the recipe.
 
-{plan, alternatives, rejected, figures: {timeline, roofline, pareto}} ──write_plan──▶ page.html
+{plan, alternatives, rejected, figures: {timeline, roofline, guesses, pareto}, yaml} ──write_plan──▶ page.html
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from preheat.report import drawings, plots
-from preheat.report.page import document
-from preheat.report.words import count, duration, escape, gib, grouped, percent, tied
-from preheat.run import strict, write_asked
+from preheat.report.page import GENERATOR, document, scrolling
+from preheat.report.words import LONG, count, duration, escape, gib, grouped, headline, percent, sizes, tied
+from preheat.run import write_asked
 
 __all__ = ["write_plan"]
 
@@ -29,14 +28,17 @@ _COLOURS = dict(
 def write_plan(made: Mapping[str, Any], path: str | Path) -> Path:
     """Writes the page and returns its path.
 
+    Args:
+        made: a plan as `preheat plan --json` prints it, its `figures`, and `yaml`: the recipe as text.
+
     Raises:
         RunError: it cannot be written.
     """
-    return write_asked(path, _page(made))
+    return write_asked(path, _page(made), marks=[GENERATOR])
 
 
 def _page(made: Mapping[str, Any]) -> str:
-    name = made["recipe"]["name"]
+    name = headline(made["recipe"]["name"])
     many = f"{made['devices']:,} x " if made["devices"] > 1 else ""
     where = f"{many}{made['device']['name']}"
     drawn = made["figures"]
@@ -47,15 +49,11 @@ def _page(made: Mapping[str, Any]) -> str:
             "A step",
             f'<div class="two">{drawings.timeline(drawn["timeline"], made["available_gib"])}{drawings.roofline(drawn["roofline"])}</div>',
         ),
-        (
-            "choice",
-            "What was looked at",
-            drawings.pareto(drawn["pareto"], drawn["front"], made["available_gib"]) + _alternatives(made),
-        ),
+        ("choice", "Candidates", _candidates(made)),
         ("reasons", "Why not the others", _reasons(made)),
-        ("recipe", "Recipe", f"<pre>{escape(json.dumps(strict(made['recipe']), indent=1))}</pre>"),
+        ("recipe", "Recipe", f"<pre>{escape(made['recipe_text'], LONG)}</pre>"),
     )
-    body = "".join(f'<section id="{key}"><h2>{title}</h2>{content}</section>\n' for key, title, content in sections)
+    body = "".join(f'<section id="{key}"><h2>{title}</h2>{content}</section>\n' for key, title, content in sections if content)
     return document(
         f"{name} on {where} · preheat plan",
         f"""<header id="verdict"><p class="eyebrow">preheat plan</p><h1>{escape(name)} on {escape(where)}</h1>
@@ -71,7 +69,7 @@ def _verdict(made: Mapping[str, Any]) -> str:
     numbers = {"exact": "no numbers change", "rounding": "numbers are rounded", "different": "numbers differ"}[made["numerics"]]
     searched = made["searched"]
     how = (
-        f" The best of {searched['candidates']:,} candidates, of which {searched['looked_at']} were dry-run"
+        f" The best of {searched['candidates']:,} candidates, of which {searched['looked_at']} {'was' if searched['looked_at'] == 1 else 'were'} dry-run"
         if searched["candidates"]
         else ""
     )
@@ -117,13 +115,16 @@ def _memory(made: Mapping[str, Any]) -> str:
         "Memory at the peak by category: " + ", ".join(f"{category} {gib(size)}" for category, size in parts),
         limit=(f"{made['available_gib']:,.4g} GiB", made["available_gib"]),
     )
+    unit, texts = sizes([*(size for _, size in parts), made["peak_gib"]])
     rows = "".join(
-        f'<tr><td><span class="key" style="--c: var(--{_COLOURS[category]})"></span>{escape(category)}</td><td class="n">{tied(gib(size))}</td></tr>'
-        for category, size in parts
+        f'<tr><td><span class="key" style="--c: var(--{_COLOURS[category]})"></span>{escape(category)}</td><td class="n">{text}</td></tr>'
+        for (category, _), text in zip(parts, texts, strict=False)
     )
+    head = f'<tr><th scope="col">at the peak</th><th scope="col" class="n">{unit}</th></tr>'
+    peak = f'<tr class="sum"><td>peak</td><td class="n">{texts[-1]}</td></tr>'
     bars, split = _phases(made)
     return (
-        f'<div class="two"><div>{drawing}<table><tbody>{rows}<tr class="sum"><td>peak</td><td class="n">{tied(gib(made["peak_gib"]))}</td></tr></tbody></table>'
+        f'<div class="two"><div>{drawing}<table><thead>{head}</thead><tbody>{rows}{peak}</tbody></table>'
         f"</div><div>{bars}</div></div>{split}{_overhead(made)}"
     )
 
@@ -136,51 +137,99 @@ def _phases(made: Mapping[str, Any]) -> tuple[str, str]:
         [(phase, [(_COLOURS[c], size) for c, size in found.items()]) for phase, found in split.items()],
         "Peak by phase: " + ", ".join(f"{phase} {gib(size)}" for phase, size in made["phases"].items()),
     )
+    unit, texts = sizes([size for found in split.values() for size in (*found.values(), sum(found.values()))])
+    across = len(made["memory"]) + 1
     head = "".join(f'<th scope="col" class="n">{escape(c)}</th>' for c in made["memory"])
     rows = "".join(
         f"<tr{' class=sum' if phase == made['peak_phase'] else ''}><td>{escape(phase)}</td>"
-        + "".join(f'<td class="n">{size:,.2f}</td>' for size in (*found.values(), sum(found.values())))
+        + "".join(f'<td class="n">{text}</td>' for text in texts[n * across : (n + 1) * across])
         + "</tr>"
-        for phase, found in split.items()
+        for n, phase in enumerate(split)
     )
     return (
         f"<h3>Peak by phase</h3>{drawing}",
-        f'<table><thead><tr><th scope="col">phase, GiB</th>{head}<th scope="col" class="n">all</th></tr></thead>'
-        f"<tbody>{rows}</tbody></table>",
+        scrolling(
+            f'<table><thead><tr><th scope="col">phase, {unit}</th>{head}<th scope="col" class="n">all</th></tr></thead>'
+            f"<tbody>{rows}</tbody></table>"
+        ),
     )
 
 
 def _overhead(made: Mapping[str, Any]) -> str:
+    unit, texts = sizes(list(made["overhead"].values()))
     rows = "".join(
-        f'<tr><td>{escape(what)}</td><td class="n">{tied(gib(size))}</td><td class="free">{escape(made["overhead_sources"][what])}</td></tr>'
-        for what, size in made["overhead"].items()
+        f'<tr><td>{escape(what)}</td><td class="n">{text}</td><td class="free">{escape(made["overhead_sources"][what])}</td></tr>'
+        for what, text in zip(made["overhead"], texts, strict=True)
     )
-    head = '<th scope="col">overhead at the peak</th><th scope="col" class="n">size</th><th scope="col">where the figure is from</th>'
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
+    head = f'<th scope="col">overhead at the peak</th><th scope="col" class="n">{unit}</th><th scope="col">where the figure is from</th>'
+    return scrolling(f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>")
+
+
+_MOST_LISTED = 12  # of the candidates that were estimated and do not fit: the fastest
+
+
+def _candidates(made: Mapping[str, Any]) -> str:
+    """The candidates as a plot and a table, and the alternatives; a recipe that was planned as it is has none."""
+    figures, available = made["figures"], made["available_gib"]
+    tried, guesses = figures["pareto"], figures["guesses"]
+    if len(tried) + len(guesses) < 2 and not made["alternatives"]:
+        return '<p class="small">The recipe was planned as it is, so there is nothing to compare; --aim fastest searches around it.</p>'
+    known = {_techniques(p) for p in tried}
+    least: dict[str, Mapping[str, Any]] = {}  # of each set of techniques, as it needs the least
+    for p in guesses:
+        if p["peak_gib"] < least.get(_techniques(p), {"peak_gib": float("inf")})["peak_gib"]:
+            least[_techniques(p)] = p
+    too_large = [p for name, p in least.items() if p["peak_gib"] > available and name not in known]
+    listed = [(p, _looked_at(p, available)) for p in tried]
+    listed += [(p, f"not dry-run: estimated {gib(p['peak_gib'] - available)} too much") for p in too_large[:_MOST_LISTED]]
+    unit, texts = sizes([p["peak_gib"] for p, _ in listed])
+    rows = "".join(
+        f'<tr><td class="free">{escape(p["what"])}</td><td class="n">{text}</td><td class="n">{grouped(p["tokens_per_second"])}</td><td class="free">{tied(verdict)}</td></tr>'
+        for (p, verdict), text in zip(listed, texts, strict=True)
+    )
+    head = f'<th scope="col">techniques</th><th scope="col" class="n">memory, {unit}</th><th scope="col" class="n">tokens/s</th><th scope="col">verdict</th>'
+    rest = len(too_large) - _MOST_LISTED
+    more = f'<p class="small">{rest:,} slower sets of techniques are estimated not to fit either.</p>' if rest > 0 else ""
+    table = scrolling(f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>") if len(listed) > 1 else ""
+    return drawings.pareto(tried, guesses, available) + table + more + _alternatives(made)
+
+
+def _techniques(candidate: Mapping[str, Any]) -> str:
+    """A candidate without its number of rows at a time."""
+    return str(candidate["what"]).rpartition(";")[0]
+
+
+def _looked_at(candidate: Mapping[str, Any], available: float) -> str:
+    if candidate["best"]:
+        return "chosen" if candidate["fits"] else f"needs the least, {gib(candidate['peak_gib'] - available)} too much"
+    return "fits" if candidate["fits"] else f"does not fit: {gib(candidate['peak_gib'] - available)} too much"
 
 
 def _alternatives(made: Mapping[str, Any]) -> str:
     if not made["alternatives"]:
-        return '<p class="small">Nothing else of other techniques was found to fit.</p>'
+        return '<p class="small">No other set of techniques was found to fit.</p>'
     priced = made["cost"] is not None
-    titles = ["techniques", "memory", "tokens/s", *(["$ a million tokens"] if priced else []), "beside the best"]
+    unit, texts = sizes([a["peak_gib"] for a in made["alternatives"]])
+    titles = ["techniques", f"memory, {unit}", "tokens/s", *(["$ a million tokens"] if priced else []), "beside the best"]
     head = "".join(
         f'<th scope="col"{" class=n" if 0 < n < len(titles) - 1 else ""}>{title}</th>' for n, title in enumerate(titles)
     )
     rows = "".join(
-        f'<tr><td class="free">{escape(a["what"])}</td><td class="n">{tied(gib(a["peak_gib"]))}</td><td class="n">{grouped(a["tokens_per_second"])}</td>'
+        f'<tr><td class="free">{escape(a["what"])}</td><td class="n">{text}</td><td class="n">{grouped(a["tokens_per_second"])}</td>'
         + (f'<td class="n">{a["cost"]["million_tokens"]:.3g}</td>' if priced else "")
         + f"<td>{tied(a['gives_up'])}</td></tr>"
-        for a in made["alternatives"]
+        for a, text in zip(made["alternatives"], texts, strict=True)
     )
-    return f"<h3>Alternatives</h3><table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
+    return "<h3>Alternatives</h3>" + scrolling(f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>")
 
 
 def _reasons(made: Mapping[str, Any]) -> str:
     if not made["rejected"]:
-        return '<p class="small">Nothing was searched.</p>'
+        return ""
     rows = "".join(
         f'<tr><td class="free">{escape(r["recipe"])}</td><td class="free">{tied(r["reason"])}</td></tr>'
         for r in made["rejected"]
     )
-    return f'<table><thead><tr><th scope="col">what</th><th scope="col">why not</th></tr></thead><tbody>{rows}</tbody></table>'
+    return scrolling(
+        f'<table><thead><tr><th scope="col">what</th><th scope="col">why not</th></tr></thead><tbody>{rows}</tbody></table>'
+    )

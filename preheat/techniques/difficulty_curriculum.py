@@ -112,7 +112,7 @@ def losses_of(folder: Path, rows: Rows, *, device: str = "cpu", micro: int = 8, 
         )
     if not (folder / "config.json").is_file():
         raise RecipeError(f"{_MODEL}: {folder} has no config.json; name the folder of a Hugging Face model")
-    source = WeightSource(folder)
+    source = WeightSource(folder, knob=_MODEL)
     content = [hashlib.blake2b(np.ascontiguousarray(a).tobytes()).hexdigest() for a in (rows.tokens.ids, rows.tokens.ends)]
     config = (folder / "config.json").read_text(encoding="utf-8")
     key = digest("difficulty", 1, source.fingerprint(), config, *content, rows.length, rows.packing)

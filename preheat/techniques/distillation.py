@@ -186,7 +186,7 @@ class Distillation(Technique):
         config = teachers.config_of(folder, build.recipe.batch.length)
         bf16 = self.precision == "bf16" or (self.precision == "auto" and Tag("bf16-compute") in build.tags)
         teacher = teachers.Teacher(build, teachers.on_meta(config, bf16=bf16), adapter.facts(config), blocked_attention)
-        build.sources["teacher"] = WeightSource(folder)
+        build.sources["teacher"] = WeightSource(folder, knob=f"techniques.{self.name()}.teacher")
         count = sum(p.numel() for p in teacher.model.parameters())
         words = (
             f"{self.divergence} divergence at temperature {self.temperature:g} from a teacher of {count:,} parameters in "

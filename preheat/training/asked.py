@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from preheat import recipe as recipes
 from preheat.errors import RecipeError
+from preheat.foreign import read_object
 from preheat.hardware.catalogue import accelerator, stated
 from preheat.hardware.probe import parse_memory, resident_bytes
 from preheat.hardware.rates import Rates
@@ -133,11 +133,9 @@ def _model(what: str | None) -> tuple[dict[str, Any], int | None, str | None]:
 
 
 def _positions(config: Path) -> int | None:
-    try:
-        stated = json.loads(config.read_text(encoding="utf-8"))
-        found = stated.get("text_config", stated).get("max_position_embeddings")
-    except ValueError as error:
-        raise RecipeError(f"{config}: is no JSON ({error})") from None
+    stated = read_object(config, "model.path")
+    text = stated.get("text_config")
+    found = (text if isinstance(text, dict) else stated).get("max_position_embeddings")
     return found if isinstance(found, int) else None
 
 

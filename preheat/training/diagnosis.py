@@ -17,6 +17,7 @@ from preheat.planning.roofline import Roofline
 from preheat.recipe import Recipe
 from preheat.run import Reader
 from preheat.technique import Device
+from preheat.text import shorten
 from preheat.training.rungs import effective
 from preheat.training.session import resolve
 
@@ -46,6 +47,10 @@ def diagnose(run: str | Path) -> dict[str, Any]:
     reader = Reader(run)
     plan, events = reader.plan, reader.events()
     failures = [event for event in events if event["kind"] == "out_of_memory"]
+    if not failures and "plan.json" in reader.damaged:
+        raise RunError(
+            f"{run}: records no lack of memory in its events, and plan.json is damaged ({reader.damaged['plan.json']})"
+        )
     if not failures and plan.get("fits", True):
         raise RunError(f"{run}: records no lack of memory; where the system killed it, lower hardware.memory and plan it again")
     failure = failures[-1] if failures else None
@@ -61,7 +66,9 @@ def diagnose(run: str | Path) -> dict[str, Any]:
         phase="evaluation" if failure and failure["where"] == "evaluating" else None,
     )
     known = failure and failure["room"] and failure["room"] + failure["beside"]
-    room = known / GIB if known else plan["available_gib"]
+    room = known / GIB if known else plan.get("available_gib")
+    if room is None:
+        raise RunError(f"{run}: neither its events nor plan.json say how much memory there was; train it again")
     ladder = climb_down(recipe, planner, room=room)
     now = ladder.present
     ways = [
@@ -95,13 +102,16 @@ def _machine(recipe: Recipe, environment: Mapping[str, Any]) -> tuple[Device, Ra
 
     kind = environment.get("device")
     if kind == "cuda" and not torch.cuda.is_available():
-        roofline = Roofline.of(environment["machine"]["device"])
-        memory = round(environment["machine"]["memory_gib"] * GIB)
+        machine = environment.get("machine") or {}
+        if not {"device", "memory_gib"} <= machine.keys():
+            raise RunError("environment.json of the run does not say which GPU it had; run this on a machine with that GPU")
+        roofline = Roofline.of(machine["device"])
+        memory = round(machine["memory_gib"] * GIB)
         return replace(roofline.as_device, memory=memory, expandable=recipe.hardware.segments == "expandable"), roofline
     device, threads = resolve(recipe)
     if kind not in (None, device.kind):
         raise RunError(
-            f"this run used {kind}, and the recipe takes {device.kind} here; set hardware.device: {kind} in its recipe.yaml"
+            f"this run used {shorten(kind)}, and the recipe takes {device.kind} here; set hardware.device: {shorten(kind)} in its recipe.yaml"
         )
     return device, rates(device, threads)
 

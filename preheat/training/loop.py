@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from preheat import trust
 from preheat.data import baselines
 from preheat.data.loader import evaluation_rows, samples_of
 from preheat.engine.checkpoint import Progress
@@ -22,23 +24,32 @@ from preheat.engine.saving import Saved
 from preheat.engine.step import gradients, numbers, update
 from preheat.errors import RunError
 from preheat.hardware.heap import give_back
+from preheat.hardware.interrupts import Interrupted, check
 from preheat.hardware.probe import reset_peak
 from preheat.recipe import Recipe
+from preheat.run import Reader
 from preheat.technique import Batch, Build, Shape, Tag
 from preheat.training.meter import Meter
 from preheat.training.recover import Recovery
 from preheat.training.rungs import LAST, SAVING
 from preheat.training.schedule import share_of_peak
-from preheat.training.session import Session, open_session
+from preheat.training.session import Finished, Session, open_session
 from preheat.training.signals import Signals
 from preheat.training.standing import Standing
-from preheat.training.watch import Watch
+from preheat.training.watch import Logged, Watch
 
 __all__ = ["train"]
 
 
 def train(
-    recipe: Recipe, *, out: str | Path | None = None, resume: bool = False, force: bool = False, watch: Watch | None = None
+    recipe: Recipe,
+    *,
+    out: str | Path | None = None,
+    resume: bool = False,
+    force: bool = False,
+    progress: bool = True,
+    watch: Watch | None = None,
+    trust_remote_code: bool = False,
 ) -> dict[str, Any]:
     """Trains a recipe into a run folder.
 
@@ -46,11 +57,14 @@ def train(
         out: the folder; `runs/<name>` when not given.
         resume: go on with the run in that folder, bit for bit.
         force: train even where the plan says that it does not fit.
-        watch: what to tell.
+        progress: log stages, the plan and steps as `preheat.run` (on standard error where logging is not set up).
+        watch: what to tell instead.
+        trust_remote_code: run Python code that comes with the model's folder, which `model.trust_remote_code` alone never does.
 
     Returns:
         {run, steps, loss, validation_loss, tokens_per_second, peak_gib, predicted: {peak_gib, tokens_per_second}, stopped}, and where
-        the objective has them (accuracy for one) scores: {name: value} of the last evaluation.
+        the objective has them (accuracy for one) scores: {name: value} of the last evaluation. `already_finished` is True if the run
+        had ended before: then nothing was written.
 
     Raises:
         PreheatError: one clear line; see preheat/errors.py for the kinds.
@@ -59,8 +73,14 @@ def train(
         >>> from preheat import load_recipe, train
         >>> train(load_recipe("demo", ["stop.steps=20"]), out="runs/first")      # doctest: +SKIP
     """
-    watch = watch or Watch()
+    with trust.trusting(trust_remote_code):
+        return _train(recipe, out, resume=resume, force=force, watch=watch or (Logged() if progress else Watch()))
+
+
+def _train(recipe: Recipe, out: str | Path | None, *, resume: bool, force: bool, watch: Watch) -> dict[str, Any]:
     session = open_session(recipe, Path(out or Path("runs") / recipe.name), resume=resume, watch=watch, force=force)
+    if isinstance(session, Finished):
+        return session.summary
     standing = Standing(session.ranks, 0.8 * recipe.parallel.timeout, watch.alarm)
     loop = _Loop(session, watch, standing)
     try:
@@ -87,12 +107,31 @@ class _Loop:
         self.recipe, self.writer = session.recipe, session.writer
         self.recovery = Recovery(session, standing)
         self.meter = Meter(session)
-        self.loss = math.nan
+        self.loss = self._last_loss()
         self.evaluated: tuple[int, Measured] | None = None
-        self.judged = session.progress.step or -1  # the step whose evaluation, if one is due, was taken
+        self.judged = self._judged()  # the step whose evaluation, if one is due, was taken
         self.shape: Shape | None = None
+        self.signals = Signals()
         self.stopped: str | None = None  # the signal that ends the run
+        self.tried = False  # whether this session evaluated
         self.late = False  # some process says that the hours are over
+
+    def _last_loss(self) -> float:
+        """The loss of the step that the run stands at: a session may find none left to take."""
+        step = self.session.progress.step
+        lines = Reader(self.writer.path).metrics() if step and self.session.ranks.lead else []
+        return next((float(line["loss"]) for line in lines if line["step"] == step), math.nan)
+
+    def _judged(self) -> int:
+        """The step that the session begins at, unless the one before it was stopped in that step's evaluation."""
+        step, ranks = self.session.progress.step, self.session.ranks
+        if not ranks.lead:
+            return int(ranks.hear("judged"))
+        ends = [e for e in Reader(self.writer.path).events() if e["kind"] in ("started", "resumed", "stopping", "failed")]
+        before = ends[-2] if len(ends) > 1 else {}
+        judged = -1 if step == 0 or (before.get("unevaluated") and before.get("step") == step) else step
+        ranks.tell("judged", judged)
+        return judged
 
     # Another build and another place to go on from may stand there after a lack of memory.
     @property
@@ -104,14 +143,15 @@ class _Loop:
         return self.session.progress
 
     def run(self) -> dict[str, Any]:
-        with Signals() as signals:
-            return self.recovery.through(lambda: self._train(signals))
+        check()
+        with self.signals:
+            return self.recovery.through(self._train)
 
-    def _train(self, signals: Signals) -> dict[str, Any]:
+    def _train(self) -> dict[str, Any]:
         """From where the session stands to the end."""
         self.meter = Meter(self.session)
         if self.progress.step == 0 and self.session.samples.before and self.judged < 0:
-            self._samples()
+            self._unless_stopped(self._samples)
             reset_peak(self.build.device.kind)  # the peak that is measured is that of training
         self.watch.stage("training")
         with closing(self.session.rows()) as stream:
@@ -121,15 +161,37 @@ class _Loop:
                     break
                 self.standing.at(self.progress.step, SAVING)
                 self._told(self.session.saving.look())
-                self._step(stream, signals)
+                self._step(stream)
         if self.stopped is not None:
-            self.writer.event("stopping", signal=self.stopped, step=self.progress.step)
-            self.watch.notice(f"{self.stopped}: saving step {self.progress.step} and ending")
+            self._stopping()
         self.standing.at(self.progress.step, SAVING)
-        if self.progress.step > self.session.saving.at:
+        if self.progress.step > max(self.session.saving.at, 0):
             self._save(last=True)
         self._told(self.session.saving.wait())
-        return self._finish(self.stopped)
+        return self._finish()
+
+    def _unless_stopped(self, work: Callable[[], object]) -> bool:
+        """Does what may take long and changes nothing that is trained; whether it was done, and not broken off by a signal.
+
+        Of several processes none breaks off alone: the others would wait for it.
+        """
+        if self.build.mesh.world > 1:
+            work()
+            return True
+        try:
+            with self.signals.raised():
+                work()
+        except Interrupted:
+            if self.recovery.guard is not None:
+                self.recovery.guard.undo()
+            self.stopped = self.signals.received
+            return False
+        return True
+
+    def _stopping(self) -> None:
+        left = {} if self.judged == self.progress.step else {"unevaluated": True}
+        self.writer.event("stopping", signal=self.stopped, step=self.progress.step, **left)
+        self.watch.notice(f"{self.stopped}: saving step {self.progress.step} and ending")
 
     def _beside(self) -> None:
         """The evaluation and the checkpoint that are due at this step."""
@@ -139,7 +201,15 @@ class _Loop:
             for every in (self.recipe.evaluate.every, self.recipe.checkpoint.every)
         )
         if self.judged != step and (look or (step == 0 and self.session.probes.at_start)):
-            self._evaluate()
+            if self.stopped is not None:
+                return
+            if not self.tried and step not in (0, self.session.saving.at, self.recovery.left_out):
+                # An evaluation that ends the process is met once: the run is resumed from here, behind it.
+                self._save()
+                self._told(self.session.saving.wait())
+            self.tried = True
+            if not self._unless_stopped(self._evaluate):
+                return
         self.judged = step
         if save and step not in (self.session.saving.at, self.recovery.left_out):
             self._save()
@@ -150,11 +220,16 @@ class _Loop:
             return True
         return self.late or (self.build.mesh.world == 1 and self._is_late())
 
-    def _step(self, stream: Any, signals: Signals) -> None:
+    def _step(self, stream: Any) -> None:
         begun, step = time.perf_counter(), self.progress.step + 1
         self.recovery.begin()
         self.standing.at(step, "reading rows")
-        batch: list[Batch] = next(stream)
+        batch: list[Batch] = []
+        try:
+            if not self._unless_stopped(lambda: batch.extend(next(stream))):
+                return
+        except RunError as error:
+            raise RunError(f"{error}; {self._saved_before_the_end()}") from None
         shape = self.session.shape(self.progress.step)
         if self.shape not in (None, shape):
             give_back(self.build.device.kind)
@@ -169,9 +244,9 @@ class _Loop:
         self.standing.at(step, "sharing its numbers")
         late = self._is_late(time.perf_counter() - begun)
         total, metrics, weight, (norm, finite, forgiven), (some_stopped, some_late) = numbers(
-            self.build, loss, torch.stack([*stats, endures]), (signals.received is not None, late)
+            self.build, loss, torch.stack([*stats, endures]), (self.signals.received is not None, late)
         )
-        self.stopped = signals.received or ("a signal to another process" if some_stopped else None)
+        self.stopped = self.signals.received or ("a signal to another process" if some_stopped else None)
         self.late = some_late and self.build.mesh.world > 1
         mean = total / max(weight, 1)
         if not finite and forgiven and math.isfinite(mean):
@@ -204,6 +279,13 @@ class _Loop:
         }
         self.writer.metric(**line)
         self.watch.step({**line, "mfu": self.meter.mfu(tokens / seconds)}, self.session.total)
+
+    def _saved_before_the_end(self) -> str:
+        """Saves what stands, if this process can do so alone, and says from where `--resume` goes on."""
+        if self.build.mesh.world == 1 and self.progress.step > max(self.session.saving.at, 0):
+            self._save(last=True)
+        at = self.session.saving.at
+        return f"--resume goes on from step {at}" if at > 0 else "no checkpoint was saved yet"
 
     def _is_late(self, seconds: float = 0.0) -> bool:
         hours = self.recipe.stop.hours
@@ -251,22 +333,22 @@ class _Loop:
                 self.watch.evaluated(step, found.loss, found.scores)
         return self.evaluated[1].loss
 
-    def _finish(self, stopped: str | None) -> dict[str, Any]:
+    def _finish(self) -> dict[str, Any]:
         plan, p = self.session.plan, self.progress
         # Before evaluation and samples: the peak that was predicted is that of training and evaluation.
-        validation = math.nan if stopped else self._evaluate()
+        stopped = self.stopped
+        whole = stopped is None and self._unless_stopped(self._evaluate)
+        validation = self.evaluated[1].loss if whole and self.evaluated is not None else math.nan
         measured = {**self.meter.measured(), **self._counted()}
-        self.writer.event("measured", **measured)
-        if not stopped:
-            try:
-                self.meter.teach()
-            except RunError as error:  # the run is whole without it
-                self.watch.notice(str(error))
-            self._baselines()
-            self._samples()
+        if self.meter.speeds:  # a session without a step has measured nothing that stands beside the plan
+            self.writer.event("measured", **measured)
+        if whole and self._unless_stopped(self._afterwards):
             self.writer.event(
                 "finished", steps=p.step, loss=self.loss, validation_loss=validation, tokens=p.tokens, seconds=p.elapsed
             )
+        elif whole or stopped is None:
+            self.writer.event("stopping", signal=self.stopped, step=p.step)
+            self.watch.notice(f"{self.stopped}: ending; all steps are done and saved, the figures after them are not")
         summary = {
             "run": str(self.writer.path),
             "steps": p.step,
@@ -275,11 +357,19 @@ class _Loop:
             "tokens_per_second": measured.get("tokens_per_second"),
             "peak_gib": measured["peak_gib"],
             "predicted": {"peak_gib": plan["peak_gib"], "tokens_per_second": plan["tokens_per_second"]},
-            "stopped": stopped,
+            "stopped": self.stopped,
         }
         if self.evaluated is not None and self.evaluated[1].scores:
             summary["scores"] = self.evaluated[1].scores
         return summary
+
+    def _afterwards(self) -> None:
+        try:
+            self.meter.teach()
+        except RunError as error:  # the run is whole without it
+            self.watch.notice(str(error))
+        self._baselines()
+        self._samples()
 
     def _baselines(self) -> None:
         if self.recipe.evaluate.baselines:
@@ -289,5 +379,6 @@ class _Loop:
 
     def _samples(self) -> None:
         if self.recipe.sample.prompts:
+            self.recovery.begin()
             self.watch.stage("writing samples")
             self.session.samples.write(self.build, self.writer, step=self.progress.step)

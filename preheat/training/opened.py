@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from preheat import recipe as recipes
+from preheat import trust
 from preheat.engine import checkpoint
 from preheat.engine.build import alone, build
 from preheat.errors import RecipeError, RunError
 from preheat.models.generate import Written
+from preheat.models.weights import WeightSource
 from preheat.recipe import Model, Recipe, Sample, Stop
+from preheat.run import Reader
 from preheat.technique import Build
 from preheat.training.session import resolve
 from preheat.training.texts import Prompt, write_texts
@@ -53,29 +54,39 @@ class Opened:
         return write_texts(self.build, self.tokenizer, prompts, settings, draft=self._drafts.get(path or ""), **how)
 
 
-def open_model(path: str | Path, *, base: str | None = None, step: int | None = None, at_start: bool = False) -> Opened:
+def open_model(
+    path: str | Path,
+    *,
+    base: str | None = None,
+    step: int | None = None,
+    at_start: bool = False,
+    trust_remote_code: bool = False,
+) -> Opened:
     """Builds a run's model with a whole checkpoint, the model of a Hugging Face folder (compressed ones too), or an adapter of peft's on its base.
 
     Args:
         path: a run, one of its checkpoints (`runs/x/checkpoints/step-N`), a model's folder or an adapter's.
         step: of a run's checkpoint; the newest whole one when not given.
-        base: the model under an adapter, where it no longer stands at the path that the adapter names.
+        base: the model under an adapter or a run, where it no longer stands at the path that these name.
         at_start: of a run, the model that it began from: its base with its techniques, before the first step.
+        trust_remote_code: run Python code that comes with the model's folder; whoever wrote that can then do what you can.
 
     Raises:
         RunError: none of these, no whole checkpoint (of that step), or a base that changed since the run was trained.
-        RecipeError: the base cannot be had, or is another one than the adapter's.
+        RecipeError: the base cannot be had, or is another one than the adapter's or the run's.
     """
-    path = Path(path)
-    if re.fullmatch(r"step-\d+", path.name) and (path.parent.parent / "recipe.yaml").is_file():
-        own = int(path.name.removeprefix("step-"))
+    with trust.trusting(trust_remote_code):
+        return _open(Path(path), base, step, at_start)
+
+
+def _open(path: Path, base: str | None, step: int | None, at_start: bool) -> Opened:
+    own = checkpoint.step_of(path.name)
+    if own is not None and (path.parent.parent / "recipe.yaml").is_file():
         if step not in (None, own):
             raise RunError(f"{path}: is the checkpoint of step {own}, and step {step} was asked for; name the run")
         path, step = path.parent.parent, own
     if (path / "recipe.yaml").is_file():
-        if base is not None:
-            raise RecipeError(f"--base: {path} is a run, which says itself what it trained; leave it out")
-        return _at_start(path) if at_start else _run(path, step)
+        return _at_start(path, base) if at_start else _run(path, step, base)
     if at_start:
         raise RunError(f"{path}: is no run, so nothing is known of a model before it; name two models to compare them")
     if step is not None:
@@ -83,7 +94,7 @@ def open_model(path: str | Path, *, base: str | None = None, step: int | None = 
     if (path / "adapter_config.json").is_file():
         return _adapter(path, base)
     if base is not None:
-        raise RecipeError(f"--base: {path} is no adapter (no adapter_config.json); leave it out")
+        raise RecipeError(f"--base: {path} is no adapter (no adapter_config.json) and no run; leave it out")
     require_model(path)
     return _folder(str(path), str(path))
 
@@ -121,34 +132,73 @@ def open_draft(path: str, tokenizer: Any) -> Any:
 def require_model(path: str | Path) -> None:
     """Raises RunError where there is nothing that `open_model` opens."""
     place = Path(path)
-    run = place.parent.parent if re.fullmatch(r"step-\d+", place.name) else place
+    run = place.parent.parent if checkpoint.step_of(place.name) is not None else place
     if not any(file.is_file() for file in (run / "recipe.yaml", place / "config.json", place / "adapter_config.json")):
         raise RunError(
             f"{path}: is neither a run (no recipe.yaml), nor a Hugging Face model folder (no config.json), nor an adapter (no adapter_config.json)"
         )
 
 
-def _at_start(path: Path) -> Opened:
+def _at_start(path: Path, base: str | None) -> Opened:
     from preheat.data.tokenizer import load_tokenizer
 
-    recipe = alone(recipes.load(path / "recipe.yaml"))
+    run = Reader(path)
+    found, _ = checkpoint.find(path / "checkpoints", run=run.id)
+    recipe = _on_base(run, base, checkpoint.read_progress(found) if found else None)
+    classes = tuple(run.data.get("classes") or ())
     tokenizer = load_tokenizer(str(path / "tokenizer"))
     device, _ = resolve(recipe)
     made = build(recipe, vocabulary=len(tokenizer), device=device)
-    return Opened(recipe, made, tokenizer, 0, str(path / "tokenizer"), classes=tuple(_told(path).get("classes", ())))
+    return Opened(recipe, made, tokenizer, 0, str(path / "tokenizer"), classes=classes)
 
 
-def _run(path: Path, step: int | None) -> Opened:
+def _on_base(run: Reader, base: str | None, progress: checkpoint.Progress | None) -> Recipe:
+    """A run's recipe for one device, with its base's folder where that is now.
+
+    A folder that moved is looked for beside the run and in the working folder, by the last parts of its path; its weights must be those
+    that the run was trained on.
+    """
+    path = run.path
+    recipe = alone(recipes.parse(run.recipe_text, where=str(path / "recipe.yaml")))
+    named = recipe.model.path
+    if named is None:
+        if base is not None:
+            raise RecipeError(f"--base: {path} is a run whose model was new, and stands in it whole; leave it out")
+        return recipe
+    trained = progress.fingerprints.get("weights") if progress is not None and recipe.model.weights != "random" else None
+    if base is not None:
+        if not (Path(base) / "config.json").is_file():
+            raise RecipeError(f"--base: {base}: no model's folder (no config.json); name the one that {path} was trained on")
+        if trained is not None and WeightSource(Path(base), knob="--base").fingerprint() != trained:
+            raise RecipeError(
+                f"--base: {base} has other weights than those that {path} was trained on ({named}); name that model"
+            )
+        return replace(recipe, model=replace(recipe.model, path=base))
+    if not Path(named).is_absolute() or Path(named).is_dir():
+        return recipe
+    parts = Path(named).parts[1:]
+    for home in (Path.cwd(), path.resolve().parent, path.resolve().parent.parent):
+        for count in range(min(len(parts), 3), 0, -1):
+            folder = home.joinpath(*parts[-count:])
+            if trained and (folder / "config.json").is_file() and WeightSource(folder).fingerprint() == trained:
+                return replace(recipe, model=replace(recipe.model, path=str(folder)))
+    raise RunError(f"{path}: its base model is no longer at {named}; name the base's folder with --base")
+
+
+def _run(path: Path, step: int | None, base: str | None) -> Opened:
     from preheat.data.tokenizer import load_tokenizer
 
-    recipe = alone(recipes.load(path / "recipe.yaml"))
-    tokenizer = load_tokenizer(str(path / "tokenizer"))
-    found, damaged = checkpoint.find(path / "checkpoints", step)
+    run = Reader(path)
+    told = run.data
+    found, damaged = checkpoint.find(path / "checkpoints", step, run=run.id)
     if found is None:
         raise RunError(
             f"{path}: "
             + (f"no checkpoint is whole ({damaged[0][0].name}: {damaged[0][1]})" if damaged else "has no checkpoint yet")
         )
+    tokenizer = load_tokenizer(str(path / "tokenizer"))
+    progress = checkpoint.read_progress(found)
+    recipe = _on_base(run, base, progress)
     device, _ = resolve(recipe)
     # What an adapter began from is in the checkpoint by now, and its folder may be gone. A curriculum's start is another thing.
     techniques = {
@@ -157,22 +207,14 @@ def _run(path: Path, step: int | None) -> Opened:
         if not t.leaves_nothing
     }
     made = build(replace(recipe, techniques=techniques), vocabulary=len(tokenizer), device=device)
-    progress = checkpoint.read_progress(found)
     if made.weights.folder is not None and progress.fingerprints.get("weights") != made.weights.fingerprint():
         raise RunError(
             f"{path}: the weights in {recipe.model.path} changed since the run was trained on them; put back those that were there"
         )
     checkpoint.load_weights(made, found)
-    told = _told(path)
-    template = told["template"] if told.get("chat") else None
-    classes = tuple(told.get("classes", ()))
+    template = told.get("template") if told.get("chat") else None
+    classes = tuple(told.get("classes") or ())
     return Opened(recipe, made, tokenizer, progress.step, str(path / "tokenizer"), template=template, classes=classes)
-
-
-def _told(path: Path) -> dict[str, Any]:
-    """What a run says of its data."""
-    file = path / "data.json"
-    return dict(json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else {}
 
 
 def _folder(model: str, tokenizer_folder: str) -> Opened:

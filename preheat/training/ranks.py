@@ -1,11 +1,12 @@
 """The processes of a run: who this one is, what the first finds out for all, and that all are of one mind before they begin.
 
-torchrun (and `preheat train --nproc`) starts each with RANK, WORLD_SIZE and where to meet. The first process reads the data and plans
+torchrun, or `preheat train --nproc`, starts each with RANK, WORLD_SIZE and where to meet. The first process reads the data and plans
 before the others join it, so that what takes long or goes wrong does so once, outside any collective.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -17,6 +18,7 @@ from datetime import timedelta
 from typing import Any
 
 from preheat.errors import RecipeError, RunError
+from preheat.hardware.processes import local_group
 from preheat.recipe import Recipe
 
 __all__ = ["Ranks", "meet"]
@@ -66,6 +68,15 @@ class Ranks:
         except (dist.DistNetworkError, dist.DistStoreError):
             raise RunError(f"rank {self.rank}: rank 0 ended before the run began; its own words say why") from None
 
+    def gather(self, key: str) -> None:
+        """Waits until every process has called this with the same key, or ended."""
+        import torch.distributed as dist
+
+        if self.store is not None:
+            self.store.set(f"{key}/{self.rank}", "")
+            with contextlib.suppress(dist.DistNetworkError, dist.DistStoreError):
+                self.store.wait([f"{key}/{rank}" for rank in range(self.world)])
+
     def agree(self, facts: dict[str, str]) -> None:
         """Compares what must be equal everywhere.
 
@@ -95,6 +106,8 @@ class Ranks:
         import torch
         import torch.distributed as dist
 
+        if self.on_host == self.world:  # no other host needs to reach them, whoever started them
+            os.environ.update(local_group())
         if kind == "cuda":
             torch.cuda.set_device(self.local)
         dist.init_process_group(

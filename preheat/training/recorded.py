@@ -1,18 +1,17 @@
-"""What a run writes down of where it runs, and how a run that never began is taken back."""
+"""What a run writes down of where it runs."""
 
 from __future__ import annotations
 
 import hashlib
 import os
 import platform
-import shutil
 import sys
 from pathlib import Path
 from typing import Any
 
 from preheat.technique import Device
 
-__all__ = ["digest", "environment", "remove_empty_run", "versions"]
+__all__ = ["digest", "environment", "versions"]
 
 
 def digest(text: str) -> str:
@@ -26,16 +25,6 @@ def versions() -> dict[str, str]:
     house = Path(__file__).parents[1]
     source = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(house.rglob("*.py")))).hexdigest()[:16]
     return {"preheat's source": source, **{f"version of {name}": metadata.version(name) for name in ("torch", "transformers")}}
-
-
-def remove_empty_run(out: Path) -> None:
-    """Takes back what a run that never began has written: nothing is left half-written."""
-    for name in ("plan.json", "changes.json", "data.json", "environment.json", "events.jsonl", "lock"):
-        (out / name).unlink(missing_ok=True)
-    for name in ("tokenizer", "checkpoints"):
-        shutil.rmtree(out / name, ignore_errors=True)
-    if out.is_dir() and not any(out.iterdir()):
-        out.rmdir()
 
 
 def environment(device: Device, threads: int) -> dict[str, Any]:

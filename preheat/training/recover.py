@@ -9,7 +9,6 @@ the others wait for it: it leaves word and ends, all are started again, and the 
 from __future__ import annotations
 
 import gc
-import json
 import random
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -29,6 +28,7 @@ from preheat.hardware.heap import give_back
 from preheat.hardware.probe import reset_peak
 from preheat.ops.sharded import local
 from preheat.recipe import Recipe
+from preheat.run import to_json
 from preheat.technique import Build, Stage, Tag
 from preheat.training.rungs import LAST, SAVING, Failure, decide, leave_word, pending, recorded
 from preheat.training.session import Session
@@ -205,7 +205,7 @@ class Recovery:
         session = self.session
         if session.assembled:
             self._let_go(failure)
-        session.looked = checkpoint.find(session.writer.path / "checkpoints")
+        session.looked = checkpoint.find(session.writer.path / "checkpoints", run=session.writer.id)
         found = session.looked[0]
         return int(found.name.removeprefix("step-")) if found else 0
 
@@ -259,7 +259,7 @@ def _allocator(session: Session) -> dict[str, int]:
     """Counters of torch's CUDA allocator; its whole state is written beside the run, as JSON."""
     stats = torch.cuda.memory_stats()
     whole = {"stats": stats, "segments": torch.cuda.memory_snapshot()}
-    session.writer.text("memory_snapshot.json", json.dumps(whole, default=str))
+    session.writer.text("memory_snapshot.json", to_json(whole, default=str))
     free = [block["size"] for segment in whole["segments"] for block in segment["blocks"] if block["state"] == "inactive"]
     return {
         "allocated": stats["allocated_bytes.all.current"],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -14,11 +15,13 @@ from preheat.engine import checkpoint
 from preheat.engine.build import alone
 from preheat.errors import RunError
 from preheat.recipe import Recipe
-from preheat.run import Writer
+from preheat.recipe.places import anchored, published
+from preheat.run import Reader, Writer
 from preheat.technique import Build
+from preheat.text import quoted
 from preheat.training.watch import Watch
 
-__all__ = ["Looked", "compare", "fingerprints", "resumed"]
+__all__ = ["Looked", "compare", "fingerprints", "resumed", "summary_of_finished"]
 
 Looked = tuple[Path | None, list[tuple[Path, str]]]
 """The newest whole checkpoint, and the damaged ones with what is wrong with each."""
@@ -28,7 +31,9 @@ _FREE = ("name", "stop", "evaluate", "checkpoint", "sample", "hardware", "data.w
 
 
 def fingerprints(made: Build, data: Any) -> dict[str, str]:
-    config = json.dumps(made.trained[0].config.to_dict(), sort_keys=True, default=str)  # type: ignore[operator,union-attr]
+    settings = made.trained[0].config.to_dict()  # type: ignore[operator,union-attr]
+    settings.pop("_name_or_path", None)  # where it was read from: the same folder may be named in several ways
+    config = json.dumps(settings, sort_keys=True, default=str)
     return {
         "data": data.fingerprint,
         "model": hashlib.sha256(config.encode()).hexdigest()[:16],
@@ -42,7 +47,9 @@ def compare(recipe: Recipe, before: str) -> bool:
     Returns:
         Whether techniques that spare memory and keep the numbers, up to rounding, are others than they were.
     """
-    was_recipe = recipes.parse(before, where="recipe.yaml of the run")
+    # Files and folders may have moved: their names are compared here, their contents by the checkpoint's fingerprints.
+    was_recipe = published(anchored(recipes.parse(before, where="recipe.yaml of the run")))
+    recipe = published(anchored(recipe))
     milder, milder_before = (_of_techniques(r, relieves=True) for r in (recipe, was_recipe))
     # Another number of devices, and another way to share the work among them, changes no number.
     old, new = (recipes.as_values(_of_techniques(alone(r), relieves=False)) for r in (was_recipe, recipe))
@@ -50,7 +57,7 @@ def compare(recipe: Recipe, before: str) -> bool:
     changed = sorted(key for key in changed if not any(key == free or key.startswith(free + ".") for free in _FREE))
     if changed:
         was, now = _leaves(old), _leaves(new)
-        words = ", ".join(f"{key} (was {was.get(key)!r}, is {now.get(key)!r})" for key in changed)
+        words = ", ".join(f"{key} (was {quoted(was.get(key))}, is {quoted(now.get(key))})" for key in changed)
         raise RunError(
             f"--resume: the recipe is not that of the run: {words}; put back what was, or start another run with --out"
         )
@@ -81,15 +88,18 @@ def resumed(
     """
     folder = out / "checkpoints"
     if made.mesh.rank == 0:
-        for left in folder.glob("*.writing"):  # of a session that was killed while it saved
-            shutil.rmtree(left, ignore_errors=True)
+        for left in folder.glob("step-*.writing"):  # of a session that was killed while it saved
+            if re.fullmatch(r"step-[0-9]+\.writing", left.name):
+                shutil.rmtree(left, ignore_errors=True)
     found, damaged = checkpoint.everywhere(made, looked)[0]
     for path, problem in damaged:
         writer.event("damaged", checkpoint=path.name, problem=problem)
         watch.notice(f"{path}: damaged ({problem}); it is passed over")
     if found is None:
         if damaged:
-            raise RunError(f"{folder}: no checkpoint is whole; start another run with --out")
+            raise RunError(
+                f"{folder}: no checkpoint is whole ({damaged[0][0].name}: {damaged[0][1]}); start another run with --out"
+            )
         watch.notice("no checkpoint was saved yet: starting from step 0")
         return fresh
     kept = checkpoint.read_progress(found)
@@ -103,11 +113,39 @@ def resumed(
         raise RunError(
             f"--resume: the {', the '.join(words[d] for d in differs)} changed since {found.name} was saved; put back what was, or start another run with --out"
         )
-    state = json.loads((found / "state.json").read_text())
-    if state["threads"] != threads:
+    if kept.threads != threads:
         watch.notice(
-            f"resumed with {threads} threads where the run had {state['threads']}: losses will agree up to rounding, not bit for bit"
+            f"resumed with {threads} threads where the run had {kept.threads}: losses will agree up to rounding, not bit for bit"
         )
     progress = checkpoint.load(made, found)
     progress.recipe = fresh.recipe
     return progress
+
+
+def summary_of_finished(run: Reader, looked: Looked, recipe: Recipe, total: int | None) -> dict[str, Any] | None:
+    """What `train` returns of a run that has taken all of its steps and written its end; None: there is more to do.
+
+    Args:
+        looked: of `checkpoint.find`.
+        total: steps of the whole run; None: until the clock says so.
+    """
+    end = run.finished()
+    if looked[0] is None or end is None:
+        return None
+    progress = checkpoint.read_progress(looked[0])
+    late = recipe.stop.hours is not None and progress.elapsed >= recipe.stop.hours * 3600
+    if end.get("steps") != progress.step or not (late or (total is not None and progress.step >= total)):
+        return None
+    measured, plan, page = run.measured(), run.plan, run.path / "report.html"
+    return {
+        "run": str(run.path),
+        "steps": progress.step,
+        "loss": end.get("loss"),
+        "validation_loss": end.get("validation_loss"),
+        "tokens_per_second": measured.get("tokens_per_second"),
+        "peak_gib": measured.get("peak_gib"),
+        "predicted": {key: plan.get(key) for key in ("peak_gib", "tokens_per_second")},
+        "stopped": None,
+        "already_finished": True,
+        "report": str(page) if page.is_file() else None,
+    }

@@ -6,7 +6,6 @@ and the step that they hold from. A resumed run takes those that held at its che
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -17,7 +16,7 @@ from preheat.engine.checkpoint import beside_steps
 from preheat.errors import RunError
 from preheat.planning.ladder import Ladder, Planner, Rung, climb_down, settings, shorter
 from preheat.recipe import Recipe
-from preheat.run import Reader, write_atomic
+from preheat.run import Reader, is_failure, parse_json, to_json, write_atomic
 
 __all__ = ["Failure", "decide", "effective", "leave_word", "pending", "recorded", "stepped_down"]
 
@@ -54,7 +53,7 @@ class Failure:
 
 def leave_word(run: Path, failure: Failure) -> None:
     """Writes a failure beside the run, for the processes that take the places of these."""
-    write_atomic(_word(run, failure.rank), json.dumps(asdict(failure)))
+    write_atomic(_word(run, failure.rank), to_json(asdict(failure)))
 
 
 def _word(run: Path, rank: int | str) -> Path:
@@ -64,6 +63,15 @@ def _word(run: Path, rank: int | str) -> Path:
 def pending(run: Path) -> list[Path]:
     """Failures that no rung was taken for yet."""
     return sorted(run.glob(_word(run, "*").name))
+
+
+def _read(file: Path) -> Failure | None:
+    """A failure that a process left; None where the file is damaged: then the run goes on as it was, and leaves another if it must."""
+    try:
+        value = parse_json(file.read_bytes())
+    except (OSError, ValueError):
+        return None
+    return Failure(**{key: value[key] for key in Failure.__dataclass_fields__}) if is_failure(value) else None
 
 
 def effective(recipe: Recipe, events: Sequence[dict[str, Any]], step: int) -> Recipe:
@@ -103,7 +111,7 @@ def stepped_down(
             file.unlink()
         return recipe, [{"kind": "rung", "step": step, "where": "resumed with other settings", "took": [], "set": []}]
     built = effective(recipe, Reader(run).events(), step)
-    failures = [Failure(**json.loads(file.read_text(encoding="utf-8"))) for file in pending(run)]
+    failures = [failure for file in pending(run) if (failure := _read(file)) is not None]
     for file in pending(run):
         file.unlink()
     if not failures:

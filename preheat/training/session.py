@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from preheat import recipe as recipes
+from preheat import trust
 from preheat.engine import checkpoint
 from preheat.engine.build import build, peak_learning_rate
 from preheat.engine.saving import Saving
@@ -18,19 +19,21 @@ from preheat.errors import DoesNotFit, RecipeError
 from preheat.evaluation.probes import Probes
 from preheat.hardware.exhaustion import held_bytes
 from preheat.hardware.heap import give_back, keep_heap
+from preheat.hardware.interrupts import check
 from preheat.hardware.probe import reset_peak, resident_bytes
 from preheat.models import adapter, configs, presets
 from preheat.models.vision import reading
-from preheat.planning.found import in_pieces
+from preheat.planning.found import falls_short, in_pieces
 from preheat.planning.ladder import Planner
 from preheat.planning.plan import plan, settled, steps_of
 from preheat.recipe import Recipe
-from preheat.run import Silent, Writer, check_folder
+from preheat.recipe.places import anchored
+from preheat.run import Reader, Silent, Writer, check_folder
 from preheat.technique import DATA, Batch, Build, Device, Shape, Slot
 from preheat.training.counted import with_images
 from preheat.training.ranks import Ranks, meet
-from preheat.training.recorded import digest, environment, remove_empty_run, versions
-from preheat.training.resuming import Looked, compare, fingerprints, resumed
+from preheat.training.recorded import digest, environment, versions
+from preheat.training.resuming import Looked, compare, fingerprints, resumed, summary_of_finished
 from preheat.training.rungs import stepped_down
 from preheat.training.samples import Samples
 from preheat.training.texts import chat_template
@@ -39,7 +42,26 @@ from preheat.training.watch import Watch
 if TYPE_CHECKING:
     from preheat.data import Prepared
 
-__all__ = ["Session", "data_of", "open_session", "plan_here", "read_data", "resolve", "rows_of", "settle", "vocabulary_of"]
+__all__ = [
+    "Finished",
+    "Session",
+    "data_of",
+    "open_session",
+    "plan_here",
+    "read_data",
+    "resolve",
+    "rows_of",
+    "settle",
+    "vocabulary_of",
+]
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A run that was to be resumed and has no step left to take. Nothing was written."""
+
+    summary: dict[str, Any]
+    """As `train` returns it."""
 
 
 @dataclass
@@ -97,16 +119,22 @@ class Session:
         import torch
 
         self.watch.stage("building")
+        check()
         made = build(self.effective, vocabulary=len(self.data.tokenizer), device=self.device)
         # Dropout: other masks for other rows, the same in each run.
-        torch.manual_seed((self.recipe.seed * 65537 + made.mesh.index(*DATA)) % 2**63)
-        progress = checkpoint.Progress(recipe=recipes.dump(self.effective), fingerprints=fingerprints(made, self.data))
+        torch.manual_seed(self.recipe.seed * 65537 + made.mesh.index(*DATA))
+        for change in made.changes.get("dropout", ()):
+            self.watch.notice(change.what)
+        progress = checkpoint.Progress(
+            recipe=recipes.dump(self.effective), fingerprints=fingerprints(made, self.data), run=self.writer.id
+        )
         folder = self.writer.path
         if resume:
             progress = resumed(made, folder, progress, self.looked, self.writer, self.watch, self.threads)
         self.build, self.progress, self.assembled = made, progress, True
         self.peak_lr = peak_learning_rate(made)
         self.saving = Saving(made, folder / "checkpoints", at=progress.step or -1)
+        check()
         self.writer.json("changes.json", {name: [asdict(c) for c in changes] for name, changes in made.changes.items()})
         self.read()
 
@@ -228,8 +256,17 @@ def vocabulary_of(recipe: Recipe) -> int:
     return len(load_tokenizer(folder, add_tokens=recipe.model.add_tokens))
 
 
-def plan_here(recipe: Recipe) -> dict[str, Any]:
-    """The plan of a recipe on this machine (measured first, where it was not yet); keys as in `preheat.run.PLAN_KEYS`, and `recipe`."""
+def plan_here(recipe: Recipe, *, trust_remote_code: bool = False) -> dict[str, Any]:
+    """The plan of a recipe on this machine (measured first, where it was not yet); keys as in `preheat.run.PLAN_KEYS`, and `recipe`.
+
+    Args:
+        trust_remote_code: as of `train`.
+    """
+    with trust.trusting(trust_remote_code):
+        return _plan_here(recipe)
+
+
+def _plan_here(recipe: Recipe) -> dict[str, Any]:
     from preheat.hardware.calibrate import rates
 
     device, threads = resolve(recipe)
@@ -243,25 +280,36 @@ def plan_here(recipe: Recipe) -> dict[str, Any]:
     return plan(recipe, rows=rows_of(recipe), **how) | {"recipe": recipes.as_values(recipe)}
 
 
-def open_session(recipe: Recipe, out: Path, *, resume: bool, watch: Watch, force: bool = False) -> Session:
+def open_session(recipe: Recipe, out: Path, *, resume: bool, watch: Watch, force: bool = False) -> Session | Finished:
     """Prepares data, plans, opens the folder and builds.
 
     Args:
         force: train even where the plan says that it does not fit.
+
+    Returns:
+        `Finished` if the run was to be resumed and has ended already.
 
     Raises:
         RecipeError, DataError, DoesNotFit, RunError: before anything is written, but for a folder that cannot be.
     """
     ranks = meet(recipe)
     device, threads = resolve(recipe, ranks.on_host)
-    ready = None
+    ready: _Ready | None = None
     if ranks.lead:
-        ready = _prepare(recipe, out, ranks, device, threads, resume=resume, watch=watch, force=force)
+        prepared = _prepare(recipe, out, ranks, device, threads, resume=resume, watch=watch, force=force)
+        if isinstance(prepared, Finished):
+            ranks.tell("prepared", {"finished": prepared.summary})
+            ranks.gather("read")  # the store may end with this process
+            return prepared
+        ready = prepared
         built, expected = ready.effective, ready.expected
         ranks.tell("prepared", {"recipe": recipes.dump(built), "plan": expected})
         data, probes, samples = ready.data, ready.probes, ready.samples
     else:
         heard = ranks.hear("prepared")
+        if "finished" in heard:
+            ranks.gather("read")
+            return Finished(heard["finished"])
         built, expected = recipes.parse(heard["recipe"], where="the recipe of rank 0"), heard["plan"]
         data, probes, samples = read_data(recipe, watch)
     ranks.agree({"recipe": digest(recipes.dump(recipe)), "data": data.fingerprint, **versions()})
@@ -295,18 +343,24 @@ def open_session(recipe: Recipe, out: Path, *, resume: bool, watch: Watch, force
             writer.event(**event)
         session.assemble(resume=resume)
         if ranks.lead and not resume:
-            data.tokenizer.save_pretrained(out / "tokenizer")
+            writer.folder("tokenizer", lambda folder: _save_tokenizer(data.tokenizer, folder, watch))
+        if ranks.lead:
             writer.json("data.json", data.record() | {"chat": samples.template is not None})
         writer.json("plan.json", expected)
         writer.json("environment.json", environment(device, threads) | {"processes": ranks.world})
-        writer.text("recipe.yaml", recipes.dump(recipe))  # last: a folder with a recipe is a run
+        writer.text("recipe.yaml", recipes.dump(anchored(recipe)))  # last: a folder with a recipe is a run
         writer.event("resumed" if resume else "started", step=session.progress.step)
     except BaseException:
-        writer.close()
-        if ranks.lead and not resume and not (out / "recipe.yaml").exists():
-            remove_empty_run(out)
+        writer.close() if resume else writer.take_back()
         raise
     return session
+
+
+def _save_tokenizer(tokenizer: Any, folder: Path, watch: Watch) -> None:
+    from preheat.data.tokenizer import save_tokenizer
+
+    if line := save_tokenizer(tokenizer, folder):
+        watch.notice(f"tokenizer: {line}")
 
 
 @dataclass
@@ -346,35 +400,58 @@ def _length(data: Any) -> int | None:
 
 def _prepare(
     recipe: Recipe, out: Path, ranks: Ranks, device: Device, threads: int, *, resume: bool, watch: Watch, force: bool
-) -> _Ready:
+) -> _Ready | Finished:
     from preheat.hardware.calibrate import rates
 
     check_folder(out, resume=resume)
     looked: Looked | None = None
     events: list[dict[str, Any]] = []
-    other = resume and compare(recipe, (out / "recipe.yaml").read_text(encoding="utf-8"))
+    run = Reader(out) if resume else None
+    other = run is not None and compare(recipe, run.recipe_text)
+    if run is not None:
+        looked = checkpoint.find(out / "checkpoints", run=run.id)
+        if not recipe.stop.epochs and (summary := summary_of_finished(run, looked, recipe, steps_of(recipe, None))):
+            return Finished(summary)
     if other:
         watch.notice("other settings of techniques that spare memory: losses will agree up to rounding, not bit for bit")
     presets.require_weights(recipe)
     watch.stage("reading data")
     data, probes, samples = read_data(recipe, watch)
-    watch.stage("measuring this machine (once)")
-    measured = rates(device, threads, progress=lambda what, done: watch.progress(what, done, 1.0))
+    total = steps_of(recipe, _length(data))
+    if run is not None and looked is not None and (summary := summary_of_finished(run, looked, recipe, total)):
+        return Finished(summary)
+    check()
+    measured = rates(device, threads, progress=_Measuring(watch))
+    check()
     watch.stage("planning")
     how: dict[str, Any] = {"vocabulary": len(data.tokenizer), "device": device, "rates": measured, "in_use": _in_use(device)}
     # The run keeps the recipe as it was written: what a dry run chooses may differ where the run is resumed.
     chosen = built = settled(with_images(recipe, data), world=ranks.world, **how)
     planner = Planner(rows=_length(data), world=ranks.world, **how)
-    if resume:
-        looked = checkpoint.find(out / "checkpoints")
+    if run is not None and looked is not None:
         built, events = stepped_down(chosen, out, looked[0], planner, afresh=other)
+        for line in Reader(out).all_damaged():
+            watch.notice(line)
     expected = planner.plan(built)
     watch.planned(expected)
     if not expected["fits"] and not force:
         raise DoesNotFit(
-            f"does not fit: needs {expected['peak_gib']:.2f} GiB, has {expected['available_gib']:.2f} GiB; {in_pieces(expected) or 'use smaller micro-batches or techniques that save memory (preheat techniques lists them)'}, or train all the same with --force"
+            f"{falls_short(expected)}; {in_pieces(expected) or 'use smaller micro-batches or techniques that save memory (preheat techniques lists them)'}, or train all the same with --force"
         )
     return _Ready(data, probes, samples, chosen, built, expected, planner, looked, events)
+
+
+class _Measuring:
+    """A stage of its own, if this machine is measured: told when the first progress comes."""
+
+    def __init__(self, watch: Watch):
+        self.watch, self.begun = watch, False
+
+    def __call__(self, what: str, done: float) -> None:
+        if not self.begun:
+            self.watch.stage("measuring this machine (once)")
+            self.begun = True
+        self.watch.progress(what, done, 1.0)
 
 
 def _order(made: Build, rows: Any, committed: int, shape: Callable[[int], Shape], total: int | None) -> Iterator[int]:

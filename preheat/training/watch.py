@@ -1,11 +1,16 @@
-"""What a run tells whoever watches it. The command line draws it; from Python the default is silence."""
+"""What a run tells whoever watches it: the command line draws it, and from Python the logger `preheat.run` has it."""
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["Watch"]
+__all__ = ["Logged", "Watch"]
+
+_log = logging.getLogger("preheat.run")
+_EVERY = 5.0  # seconds between lines of steps
 
 
 class Watch:
@@ -31,3 +36,46 @@ class Watch:
 
     def alarm(self, words: str) -> None:
         """Something that must be seen, whichever process says it."""
+
+
+class Logged(Watch):
+    """Logs stages, the plan, steps and evaluations as `preheat.run`; on standard error where no handler is set up for it."""
+
+    def __init__(self) -> None:
+        self._last = 0.0
+        if not _log.hasHandlers():
+            handler = logging.StreamHandler()
+            handler.setFormatter(logging.Formatter("%(message)s"))
+            _log.addHandler(handler)
+        if _log.level == logging.NOTSET:
+            _log.setLevel(logging.INFO)
+
+    def stage(self, words: str) -> None:
+        _log.info("%s", words)
+
+    def planned(self, plan: Mapping[str, Any]) -> None:
+        _log.info(
+            "planned: %.2f of %.2f GiB, %s tokens/s",
+            plan["peak_gib"],
+            plan["available_gib"],
+            f"{plan['tokens_per_second']:,.0f}",
+        )
+
+    def step(self, metrics: Mapping[str, Any], total: int | None) -> None:
+        step = metrics["step"]
+        if step in (1, total) or time.monotonic() - self._last > _EVERY:
+            self._last = time.monotonic()
+            of = f" of {total:,}" if total else ""
+            _log.info(
+                "step %s%s: loss %.4f, %s tokens/s", f"{step:,}", of, metrics["loss"], f"{metrics['tokens_per_second']:,.0f}"
+            )
+
+    def evaluated(self, step: int, loss: float, scores: Mapping[str, float] | None = None) -> None:
+        more = "".join(f", {name} {value:.4g}" for name, value in (scores or {}).items())
+        _log.info("step %s: validation loss %.4f%s", f"{step:,}", loss, more)
+
+    def notice(self, words: str) -> None:
+        _log.info("note: %s", words)
+
+    def alarm(self, words: str) -> None:
+        _log.warning("%s", words)

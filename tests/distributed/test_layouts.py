@@ -19,6 +19,7 @@ from preheat.engine import checkpoint
 from preheat.engine.build import build
 from preheat.engine.saving import Saving
 from preheat.engine.step import gradients, numbers, update
+from preheat.hardware.processes import local_group
 from preheat.technique import DATA, Build
 
 from ..conftest import DEVICE, split, tiny, uneven
@@ -151,7 +152,7 @@ def _main(folder: Path) -> None:
 @pytest.mark.skipif(os.environ.get("PREHEAT_SCALE") != "all", reason="takes minutes: make test-scale")
 def test_any_layout_goes_on_from_any(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code = "import sys, pathlib; from tests.distributed import test_layouts; test_layouts._main(pathlib.Path(sys.argv[1]))"
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
+    environment = {**os.environ, **local_group(), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], env=environment, timeout=3000, check=False)
     assert done.returncode == 0
     found = [torch.load(tmp_path / f"{number}.pt") for number in range(len(JOBS))]

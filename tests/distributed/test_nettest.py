@@ -15,7 +15,9 @@ import pytest
 from preheat.errors import RunError
 from preheat.hardware.links import LinkRate, bus_factor, load_links, seconds_of, store_links
 from preheat.hardware.nettest import expected, sizes_of
-from preheat.hardware.rates import Rates, load
+from preheat.hardware.rates import load
+
+from ..unit.test_hardware import made_up
 
 SIZES = ["--sizes", "1KiB,256KiB,4MiB", "--budget", "0.1", "--repeats", "5"]
 
@@ -132,7 +134,7 @@ def test_seconds_of_a_collective_follow_from_what_was_measured(tmp_path: Path, m
     assert seconds_of(links, "all_reduce", "nccl", 1 << 20, 2) is None
 
     # They are the calibration's too, which may be taken anew without them.
-    plain = Rates("cpu", "2", 1, {}, 1.0, 1.0, {}, (), (), (), False, 1.0)
+    plain = replace(made_up(), hardware="cpu", torch="2", threads=1)
     plain.store()
     rates = load("cpu", "2", 1)
     assert rates is not None

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from preheat.bench.compare import verdicts
+from preheat.report.bench_page import _waterfalls
 
 from .conftest import Command
 
@@ -33,9 +34,41 @@ def test_verdicts_say_what_is_gained_and_what_is_noise() -> None:
     words = said(rows, "slow", "fast", "idle", "small", "needed")
     assert words["slow"] == "slow costs 23% speed and frees 3.00 GiB: not needed here, 9.0 GiB are free without it"
     assert words["fast"] == "fast gives 100% speed; memory stays as it is"
-    assert words["idle"] == "idle changes speed by less than the noise; memory stays as it is: nothing gained here"
-    assert words["small"] == "small changes speed by less than the noise and frees 2.00 GiB"
+    assert words["idle"] == "idle: no difference in speed seen; no difference in memory seen: nothing gained here"
+    assert words["small"] == "small: no difference in speed seen; frees 2.00 GiB"
     assert words["needed"] == "needed is needed: without it the recipe does not fit: needs 20.00 GiB, has 16.00 GiB"
+
+
+def test_there_is_no_verdict_on_speed_without_repeats_or_where_intervals_overlap() -> None:
+    once = [row("all", [100.0], 4.0), row("without idle", [233.0], 4.0), row("without small", [100.0], 6.0)]
+    words = said(once, "idle", "small")
+    assert words["idle"] == "idle: no verdict on speed from one turn (--repeats 3 gives one); no difference in memory seen"
+    assert words["small"] == "small: no verdict on speed from one turn (--repeats 3 gives one); frees 2.00 GiB"
+    # 20 % slower in each round, but the machine's pace changed by more from round to round
+    noisy = [
+        row("all", [80.0, 100.0, 160.0], 4.0),
+        row("without idle", [100.0, 125.0, 200.0], 4.0),
+        row("without x", [1.0], 4.0),
+    ]
+    (verdict, _) = verdicts(noisy, ["idle", "x"], 16.0)
+    assert verdict["within_noise"] is True
+    assert "no difference in speed seen" in verdict["words"]
+
+
+def test_a_difference_that_cannot_be_measured_is_drawn_as_none() -> None:
+    def figures(name: str, speed: float, peak: float) -> dict[str, Any]:
+        return {**row(name, [speed] * 2, peak), "tokens_per_second": speed, "techniques": ["idle", "large"]}
+
+    rows = [
+        figures("plain", 100, 0.5),
+        figures("all", 200, 0.3),
+        figures("without idle", 201, 0.3 + 1.5e-5),
+        figures("without large", 101, 0.5),
+    ]
+    page = _waterfalls({"rows": rows, "verdicts": verdicts(rows, ["idle", "large"], 16.0)})
+    assert "Peak memory in MiB: from 512 plain to 307 with all; idle no difference seen, large -2e+02" in page
+    assert "idle no difference seen, large +0.099, overlap no difference seen" in page
+    assert "e-05" not in page
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import signal
 import time
@@ -11,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from preheat.run import Reader
 
 from .conftest import Command, losses
 
@@ -240,22 +243,100 @@ def test_two_runs_in_one_folder_at_once(preheat: Command) -> None:
         first.communicate()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_saves_and_ends_cleanly(preheat: Command, number: signal.Signals) -> None:
-    more = ["--set", "schedule.kind=constant"]
-    process = preheat.start("train", "r.yaml", "--set", "stop.steps=100000", *more)
-    _wait_for(preheat.folder / "runs/small/metrics.jsonl", process)
+def _signalled(preheat: Command, number: signal.Signals, *more: str, **how: Any) -> tuple[int, str, Path]:
+    out = preheat.folder / "runs" / f"{number.name} s"
+    process = preheat.start(
+        "train", "r.yaml", "--set", "stop.steps=100000", "--set", "schedule.kind=constant", "--out", str(out), *more, **how
+    )
+    _wait_for(out / "metrics.jsonl", process)
     process.send_signal(number)
+    printed, error = process.communicate(timeout=60)
+    assert "Traceback" not in error
+    return process.returncode, printed, out
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+def test_a_signal_saves_and_the_last_line_is_the_command_that_goes_on(
+    preheat: Command, number: signal.Signals, code: int
+) -> None:
+    ended, printed, out = _signalled(preheat, number)
+    assert ended == code
+    assert f"stopped by {number.name}" in printed
+    step = max(losses(out))
+    assert (out / f"checkpoints/step-{step}/manifest.json").exists()
+    typed = printed.strip().splitlines()[-1].removeprefix("to go on: ")
+    arguments = shlex.split(typed)
+    settings = ["--set", "stop.steps=100000", "--set", "schedule.kind=constant"]
+    assert arguments == ["preheat", "train", "r.yaml", *settings, "--out", str(out), "--resume"]
+    preheat.here(*arguments[1:], "--set", f"stop.steps={step + 2}")
+    assert max(losses(out)) == step + 2
+
+
+def test_an_evaluation_is_broken_off_and_taken_when_the_run_is_resumed(
+    preheat: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from preheat.evaluation.probes import Probes
+
+    def evaluations(name: str) -> list[tuple[int, float]]:
+        return [(e["step"], e["validation_loss"]) for e in Reader(preheat.folder / name).evaluations()]
+
+    more = ("--set", "evaluate={every: 4, rows: 6}", "--set", "sample={prompts: [the], tokens: 4}")
+    preheat.here("train", "r.yaml", *more, "--out", "whole")
+    take, broken = Probes.take, []
+
+    def interrupted(self: Probes, build: Any, writer: Any, step: int) -> Any:
+        if step in (4, 12) and step not in broken:
+            broken.append(step)
+            signal.raise_signal(signal.SIGINT)
+            raise AssertionError("it went on")
+        return take(self, build, writer, step)
+
+    monkeypatch.setattr(Probes, "take", interrupted)
+    out = preheat.here("train", "r.yaml", *more, "--out", "cut", code=130)[0]
+    assert "stopped by SIGINT at step 4" in out
+    assert out.splitlines()[-1].startswith("to go on: preheat train r.yaml")
+    assert preheat.here("train", "r.yaml", *more, "--out", "cut", "--resume", code=130)
+    assert not Reader(preheat.folder / "cut").events("finished")
+    preheat.here("train", "r.yaml", *more, "--out", "cut", "--resume")
+    assert evaluations("cut") == evaluations("whole")
+    assert losses(preheat.folder / "cut") == losses(preheat.folder / "whole")
+    assert Reader(preheat.folder / "cut").samples() == Reader(preheat.folder / "whole").samples()
+
+
+def test_the_first_evaluation_that_ends_the_process_is_met_once(preheat: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    from preheat.evaluation.probes import Probes
+
+    take = Probes.take
+
+    def dies(self: Probes, build: Any, writer: Any, step: int) -> Any:
+        if step == 4:
+            raise SystemExit(9)  # as OpenBLAS does where it finds no memory
+        return take(self, build, writer, step)
+
+    monkeypatch.setattr(Probes, "take", dies)
+    more = ("--set", "evaluate={every: 4, rows: 6}", "--set", "checkpoint.every=0", "--out", "o")
+    preheat.here("train", "r.yaml", *more, code=9)
+    preheat.here("train", "r.yaml", *more, "--resume")
+    assert [e["step"] for e in Reader(preheat.folder / "o").evaluations()] == [8, 12]
+
+
+def test_under_a_job_an_interrupted_run_is_no_failure_and_nohup_is_heeded(preheat: Command) -> None:
+    preheat.environment["TORCHELASTIC_RUN_ID"] = "job"
+    started = ["train", "r.yaml", "--set", "stop.steps=100000", "--set", "schedule.kind=constant", "--json"]
+    process = preheat.start(*started, preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
+    log = preheat.folder / "runs/small/metrics.jsonl"
+    _wait_for(log, process)
+    process.send_signal(signal.SIGHUP)
+    _wait_for(log, process, log.stat().st_size + 400)
+    process.send_signal(signal.SIGINT)
     out, error = process.communicate(timeout=60)
     assert process.returncode == 0, error
-    assert number.name in out
-    step = max(losses(preheat.folder / "runs/small"))
-    assert (preheat.folder / f"runs/small/checkpoints/step-{step}/manifest.json").exists()
+    assert json.loads(out)["stopped"] == "SIGINT"
 
 
-def _wait_for(path: Path, process: Any) -> None:
+def _wait_for(path: Path, process: Any, size: int = 200) -> None:
     for _ in range(600):
-        if path.exists() and path.stat().st_size > 200:
+        if path.exists() and path.stat().st_size > size:
             return
         assert process.poll() is None, process.communicate()
         time.sleep(0.1)

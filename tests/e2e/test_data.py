@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 from pathlib import Path
 from typing import Any
 
-from .conftest import Command
+import pytest
+
+from ..unit.row_faults import GOOD, TALK, VARIANTS, lines
+from .conftest import Command, losses
 
 CHAT = """\
 name: chat
@@ -101,3 +106,103 @@ def test_data_shows_tokens_that_the_recipe_adds_and_a_missing_model_is_told_as_o
     assert error.strip().splitlines()[-1].startswith("error: model.path: nowhere/there: no such folder")
     assert "thrown while requesting" not in error
     assert not (preheat.folder / "runs").exists()
+
+
+def test_streamed_rows_are_trained_planned_and_resumed_exactly(preheat: Command) -> None:
+    from preheat.data.tokenizer import train_tokenizer
+
+    texts = [f"Row number {n} says that the kettle was warm and the tea was good." for n in range(40)]
+    train_tokenizer([(f"{n:032x}", text) for n, text in enumerate(texts)], vocabulary=300).save_pretrained(
+        preheat.folder / "own"
+    )
+    (preheat.folder / "rows.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    recipe = (preheat.folder / "r.yaml").read_text()
+    data = "data: {source: rows.jsonl, tokenizer: own, streaming: true, validation: 0.2}"
+    (preheat.folder / "s.yaml").write_text(recipe.replace("data: {source: text, vocabulary: 300, validation: 0.2}", data))
+    assert preheat.here.json("plan", "s.yaml")["fits"]
+    made = preheat.here.json("train", "s.yaml", "--out", "whole")
+    whole = losses(preheat.folder / "whole")
+    assert made["steps"] == 12
+    assert made["validation_loss"] < 6
+    shutil.copytree(preheat.folder / "whole", preheat.folder / "again")
+    shutil.rmtree(preheat.folder / "again/checkpoints/step-12")
+    preheat.here("train", "s.yaml", "--out", "again", "--resume")
+    assert losses(preheat.folder / "again") == whole
+    assert len(whole) == 12
+    _, error = preheat.here("train", "s.yaml", "--set", "stop.epochs=1", "--out", "no", code=2)
+    assert "stop.epochs: a streamed source has no known length" in error
+
+
+def test_what_of_a_folder_is_not_read_is_said(preheat: Command) -> None:
+    write(preheat)
+    (preheat.folder / "mixed").mkdir()
+    shutil.copy(preheat.folder / "rows.jsonl", preheat.folder / "mixed")
+    (preheat.folder / "mixed" / "notes.txt").write_text("text that is not read")
+    out, error = preheat.here("train", "chat.yaml", "--set", "data.source=mixed", "--out", "o")
+    assert "not read: 1 .txt" in out + error
+    out, _ = preheat.here("data", "chat.yaml", "--set", "data.source=mixed", "--html", "data.html")
+    assert "not read: 1 .txt" in out
+    titles = re.findall(r"rows\.jsonl:(\d+): \d+ tokens", out)
+    assert len(set(titles)) == len(titles) > 2, "each document with its own row of the file"
+    assert re.findall(r"rows\.jsonl:(\d+): \d+ tokens", (preheat.folder / "data.html").read_text()) == titles
+
+
+def test_every_token_of_a_short_text_is_evaluated(preheat: Command, data_folder: Path) -> None:
+    import torch
+    import transformers
+
+    own = str(data_folder / "stories260K-hf")
+    model, tokenizer = (c.from_pretrained(own) for c in (transformers.AutoModelForCausalLM, transformers.AutoTokenizer))
+    texts = {
+        "short.txt": "Once upon a time, there was a dog.",
+        "long.txt": "Lily and Tom went to the park. They saw a cat. " * 9,
+    }
+    for name, text in texts.items():
+        (preheat.folder / name).write_text(text)
+        ids = [*tokenizer.encode(text), tokenizer.eos_token_id]
+        lost = 0.0
+        for start in range(0, len(ids) - 1, 64):
+            labels = torch.tensor(ids[start + 1 : start + 65])
+            logits = model(torch.tensor([ids[start : start + 64]])).logits[0, : len(labels)].float()
+            lost += float(torch.nn.functional.cross_entropy(logits, labels, reduction="sum").detach())
+        found = preheat.here.json("eval", own, "--data", name, "--length", "64")
+        assert found["tokens"] == len(ids) - 1
+        assert abs(found["loss"] - lost / (len(ids) - 1)) < 1e-3
+
+
+COMMANDS = {
+    **{
+        name: (name, "train") for name in ("5,000 digits", "many fields", "controls in a name", "NUL in JSON", "gzip", "UTF-16")
+    },
+    **{name: (name, "data") for name in ("nested very deeply", "named twice", "a list", "cut", "half a surrogate in a name")},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", COMMANDS)
+def test_rows_that_no_reader_survives_as_commands(preheat: Command, case: str) -> None:
+    name, command = COMMANDS[case]
+    write(preheat)
+    (preheat.folder / "rows.jsonl").write_bytes(VARIANTS[name][1])
+    out, error = preheat(command, "chat.yaml", *(("--out", "o") if command == "train" else ()), code=4)
+    (line,) = [line for line in error.splitlines() if line.startswith("error: ")]
+    assert re.search("rows.jsonl:1", line)
+    assert len(line) < 700
+    assert "Traceback" not in error
+    assert "\x1b[31m" not in out + error
+
+
+def test_a_template_that_always_asks_is_refused(preheat: Command) -> None:
+    write(preheat)
+    text = "{% for m in messages %}{{ m.role + ': ' + m.content + '<|end|>' }}{% endfor %}{{ 'assistant: ' }}"
+    (preheat.folder / "always.jinja").write_text(text)
+    (preheat.folder / "rows.jsonl").write_bytes(lines(TALK))
+    _, error = preheat.here("train", "chat.yaml", "--set", "data.template=always.jinja", "--out", "o", code=4)
+    assert "always.jinja: asks for an answer whatever is asked of it" in error
+    assert not (preheat.folder / "o").exists()
+    (preheat.folder / "never.jinja").write_text(
+        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}x"
+    )
+    (preheat.folder / "rows.jsonl").write_bytes(lines(GOOD))
+    _, error = preheat.here("data", "chat.yaml", "--set", "data.template=never.jinja", code=4)
+    assert "never.jinja: is not done after 5 s" in error

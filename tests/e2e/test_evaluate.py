@@ -129,7 +129,7 @@ def refused(arguments: list[str], code: int, capsys: pytest.CaptureFixture[str])
         (["m", "--tasks", "cloze=rows.jsonl"], 4, "rows.jsonl:1: no field 'context'"),
         (["m", "--tasks", "cloze=empty.jsonl"], 4, "holds no row"),
         (["m", "--tasks", "multiple_choice=wrong.jsonl"], 4, "wrong.jsonl:2: gold 7 is none of the 2 choices"),
-        (["m", "--tasks", "t.yaml", "--length", "8", "--data", "short.txt"], 4, "do not fill one row of 8"),
+        (["m", "--data", "~nobody-of-this-name/a.txt"], 4, "there is no such home folder"),
         (["m", "--data", "empty.txt"], 4, "empty"),
         (["m"], 2, "--data: is needed"),
         (["m", "--forgetting", "other.txt", "--data", "other.txt"], 2, "add --before"),
@@ -153,7 +153,6 @@ def test_what_cannot_be_evaluated_is_one_line(
     (folder / "m").symlink_to((data_folder / "stories260K-hf").resolve())
     (folder / "empty.txt").write_text("")
     (folder / "empty.jsonl").write_text("\n")
-    (folder / "short.txt").write_text("a b")
     good = {"query": "a", "choices": ["x", "y"], "gold": 1}
     (folder / "wrong.jsonl").write_text(json.dumps(good) + "\n" + json.dumps({**good, "gold": 7}))
     assert words in refused(["eval", *arguments], code, capsys)
@@ -166,7 +165,7 @@ def test_what_cannot_be_evaluated_is_one_line(
         ("evaluate.tasks=[cloze=rows.jsonl]", 4, "no field 'context'"),
         ("evaluate.tasks=[multiple_choice=long.jsonl]", 4, "long.jsonl:1: what is to be scored has"),
         ("evaluate.forgetting=nowhere.txt", 4, "evaluate.forgetting nowhere.txt"),
-        ("evaluate.forgetting=short.txt", 4, "evaluate.forgetting"),
+        ("evaluate.forgetting=empty.txt", 4, "evaluate.forgetting"),
     ],
 )
 def test_a_run_whose_evaluation_is_wrong_does_not_begin(
@@ -178,7 +177,7 @@ def test_a_run_whose_evaluation_is_wrong_does_not_begin(
     words: str,
 ) -> None:
     inside(asked, monkeypatch)
-    (asked.folder / "short.txt").write_text("a b")
+    (asked.folder / "empty.txt").touch()
     long = {"query": "a", "choices": ["x", "many words " * 40], "gold": 0}
     (asked.folder / "long.jsonl").write_text(json.dumps(long))
     assert words in refused(["train", "r.yaml", "--set", settings], code, capsys)

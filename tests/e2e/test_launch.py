@@ -6,7 +6,7 @@ from .conftest import Command
 
 
 def test_a_job_is_written_and_what_does_not_multiply_is_refused(preheat: Command) -> None:
-    wide = ["launch", "r.yaml", "--to", "slurm", "--gpus-per-node", "2", "--set", "techniques={fsdp: {}}"]
+    wide = ["launch", "r.yaml", "--scheduler", "slurm", "--gpus-per-node", "2", "--set", "techniques={fsdp: {}}"]
     out, _ = preheat(*wide, "--nodes", "2", "-o", "job.sbatch")
     assert "4 devices on 2 hosts, shard 4" in out
     assert "sbatch job.sbatch" in out
@@ -16,7 +16,7 @@ def test_a_job_is_written_and_what_does_not_multiply_is_refused(preheat: Command
     assert made["job"] == text
     assert (made["devices"], made["mesh"], made["submit"]) == (4, {"shard": 4}, None)
 
-    out, error = preheat("launch", "r.yaml", "--to", "slurm", "--nodes", "2", "--gpus-per-node", "2", code=2)
+    out, error = preheat("launch", "r.yaml", "--scheduler", "slurm", "--nodes", "2", "--gpus-per-node", "2", code=2)
     assert (out, error.count("\n")) == ("", 1)
     assert "--nodes 2 x --gpus-per-node 2: a mesh that does not multiply: 1 device does not multiply to 4 devices" in error
     assert "cannot be written" in preheat(*wide, "-o", "no/such/folder", code=2)[1]

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
 import signal
 import subprocess
+import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -68,6 +71,76 @@ def test_what_dies_is_started_again(preheat: Command) -> None:
     assert [e["kind"] for e in Reader(run).events() if e["kind"] in ("started", "resumed")] == ["started", "resumed"]
     preheat("train", "r.yaml", "--set", "stop.steps=60", "--set", "techniques={}", "--out", "whole")
     assert losses(run) == pytest.approx(losses(preheat.folder / "whole"), rel=1e-4)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_nobody_outside_reaches_the_processes_and_they_end_as_their_launcher_does(preheat: Command) -> None:
+    settings = (
+        "--set",
+        "stop.steps=100000",
+        "--set",
+        "techniques={fsdp: {}}",
+        "--set",
+        "schedule.kind=constant",
+        "--nproc",
+        "2",
+    )
+    launcher = preheat.start("train", "r.yaml", *settings, "--out", "two")
+    log = preheat.folder / "two" / "metrics.jsonl"
+    try:
+        _until(lambda: log.exists() and log.read_text().count("\n") > 6, launcher)
+        everyone = _descendants(launcher.pid)
+        assert len(everyone) >= 3
+        listening = [address for address in _listening(everyone) if address not in ("0100007F", "0" * 24 + "01000000")]
+        assert listening == [], "sockets that the network reaches"
+    finally:
+        launcher.kill()
+    launcher.communicate()
+    _until(lambda: not any(_alive(pid) for pid in everyone), None, seconds=10)
+
+    launcher = preheat.start("train", "r.yaml", *settings, "--out", "two", "--resume", "--json")
+    begun = log.read_text().count("\n")
+    _until(lambda: log.read_text().count("\n") > begun + 2, launcher)
+    launcher.send_signal(signal.SIGTERM)
+    out, error = launcher.communicate(timeout=100)
+    assert launcher.returncode == 143, error
+    (line,) = out.splitlines()
+    made = json.loads(line)
+    assert made["stopped"] == "SIGTERM"
+    assert made["resume"].startswith("preheat train r.yaml --set stop.steps=100000 ")
+    assert made["resume"].endswith(" --nproc 2 --json --out two --resume")
+    assert (preheat.folder / f"two/checkpoints/step-{made['steps']}/manifest.json").exists()
+
+
+def _until(done: Callable[[], bool], process: subprocess.Popen[str] | None, seconds: float = 250) -> None:
+    end = time.monotonic() + seconds
+    while not done():
+        assert process is None or process.poll() is None, process.communicate()
+        assert time.monotonic() < end, "not in time"
+        time.sleep(0.05)
+
+
+def _alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(") ", 1)[1][0] not in "ZX"
+    except OSError:
+        return False
+
+
+def _descendants(pid: int) -> list[int]:
+    found = [pid]
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        for child in (task / "children").read_text().split():
+            found += _descendants(int(child))
+    return found
+
+
+def _listening(processes: list[int]) -> list[str]:
+    """Addresses, in hexadecimal, on which they listen."""
+    descriptors = [d for pid in processes for d in Path(f"/proc/{pid}/fd").iterdir()]
+    open_files = {os.readlink(d) for d in descriptors if d.is_symlink()}
+    rows = [line.split() for table in ("tcp", "tcp6") for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]]
+    return [row[1].split(":")[0] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in open_files]
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from preheat import recipe as recipes
 from preheat.compress import folder, quantizing
 from preheat.compress.calibrate import require_rows, walk
-from preheat.compress.compressing import compress, read_variant
+from preheat.compress.compressing import compress, read_variant, read_variants
 from preheat.compress.llm_compressor import unpacked
 from preheat.compress.method import methods
 from preheat.engine.build import build
@@ -213,6 +213,23 @@ def test_a_budget_is_kept_and_beats_uniform_bits(stories: Path, rows: list[Tenso
 def test_methods_and_settings_that_there_are_not(text: str, words: str) -> None:
     with pytest.raises(RecipeError, match=words):
         read_variant(text)
+
+
+def test_settings_go_to_the_methods_that_have_them() -> None:
+    names = ["int8", "awq", "int4,group=64"]
+    int8, awq, int4 = (v.method for v in read_variants(names, None, ["group=32", "int4.symmetric=false", "keep=[head]"]))
+    assert (awq.group, awq.symmetric, int4.group, int4.symmetric) == (32, True, 32, False)  # type: ignore[attr-defined]
+    assert int8.keep == awq.keep == ("head",)  # type: ignore[attr-defined]
+    budget = read_variants([], 5.0, ["keep=[head]"])[0].method
+    assert (budget.bits, budget.keep) == (5.0, ("head",))  # type: ignore[attr-defined]
+    for setting, words in (
+        ("grop=32", r"int8, awq, int4: no setting 'grop' there; did you mean 'group'\?"),
+        ("int8.group=32", r"--set int8.group=32: int8: no setting 'group' there"),
+        ("gptq.group=32", r"'gptq' is none of the chosen methods"),
+        ("group", "write settings as key=value"),
+    ):
+        with pytest.raises(RecipeError, match=words):
+            read_variants(names, None, [setting])
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,10 @@ import numpy as np
 import pytest
 import torch
 
+from preheat.data import loader
 from preheat.data.loader import batches, evaluation_batches, sample_rows
 from preheat.data.packing import Rows, Tokens
+from preheat.errors import RunError
 from preheat.technique import Shape
 
 
@@ -133,3 +135,31 @@ def test_evaluation_reads_rows_of_the_whole_split_in_order(rows):
     assert numbers == sorted(set(numbers))
     assert np.ptp(np.diff([*numbers, len(rows)])) <= 1, "a few rows stand for all: the first ones are of the first files alone"
     assert [len(b.rows) for b in evaluation_batches(rows, micro=64, limit=10**6)] == [len(rows)]
+
+
+@pytest.mark.parametrize(("number", "how"), [(9, "was ended by SIGKILL"), (19, "gave nothing for 2 s, and was ended,")])
+def test_a_reader_that_ends_or_hangs_is_one_line(rows, monkeypatch, number, how):
+    monkeypatch.setattr(loader, "PATIENCE", 1.5)
+    source = batches(rows, seed=3, committed=0, shape=growing, workers=2)
+    next(source)
+    readers = multiprocessing.active_children()
+    for reader in readers:
+        os.kill(reader.pid, number)
+    with pytest.raises(
+        RunError, match=rf"^data\.workers: a reader process {how}.* while reading rows \d+ to \d+ .*; set data\.workers=0"
+    ):
+        [next(source) for _ in range(50)]
+    assert not any(reader.is_alive() for reader in readers)
+
+
+def test_what_a_terminal_sends_to_all_its_processes_does_not_end_readers(rows):
+    whole = flat(take(rows, 8))
+    source = batches(rows, seed=3, committed=0, shape=growing, workers=1)
+    got = [next(source)]
+    (child,) = multiprocessing.active_children()
+    server = int(subprocess.run(["ps", "-o", "ppid=", str(child.pid)], capture_output=True, text=True, check=True).stdout)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+        os.kill(child.pid, number)
+        os.kill(server, number)
+    time.sleep(0.3)
+    assert flat([*got, *(next(source) for _ in range(7))]) == whole

@@ -193,8 +193,8 @@ def test_streamed_rows_are_resumed_exactly_and_leave_validation_out(tmp_path, to
     known = {tuple(plain.train.row(n).tokens.tolist()) for n in range(len(plain.train))}
     assert {tuple(row) for row in first} == known
     assert (made.validation.tokens.ids == plain.validation.tokens.ids).all()
-    with pytest.raises(DataError, match=r"stop\.epochs: a streamed source has no known length"):
-        len(made.train)
+    with pytest.raises(RecipeError, match=r"stop\.epochs: a streamed source has no known length"):
+        parse(f"data: {{source: {source}, streaming: true}}\nstop: {{epochs: 1}}")
 
 
 # --- cache ----------------------------------------------------------------------------------------------------------

@@ -5,6 +5,9 @@ from __future__ import annotations
 import csv
 import json
 import math
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -427,9 +430,9 @@ def test_broken_rows_are_named(tmp_path: Path) -> None:
     for name, words in {
         "a.jsonl": "a.jsonl:2: not JSON",
         "b.csv": "row 2 has more fields",
-        "c.jsonl": "c.jsonl:2: is list",
+        "c.jsonl": "c.jsonl:2: is a list",
         "d.parquet": "not a readable Parquet",
-        "e.json": "holds int",
+        "e.json": "holds a number",
         "f.jsonl": "not text in UTF-8",
     }.items():
         with pytest.raises(DataError) as error:
@@ -533,3 +536,31 @@ def test_lm_eval_that_is_not_installed_is_one_line(monkeypatch: pytest.MonkeyPat
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     with pytest.raises(RecipeError, match=r"pip install 'preheat\[lm-eval\]'"):
         require_harness()
+
+
+LITTLE = """
+import resource
+import numpy
+from preheat.evaluation import bootstrap
+used = next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmSize")) * 1024
+resource.setrlimit(resource.RLIMIT_AS, (used + 16 * 2**20,) * 2)
+print(bootstrap.interval(bootstrap.ratio(list(numpy.linspace(1, 2, 500)), [1.0] * 500)))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_an_interval_needs_little_memory_and_no_threads() -> None:
+    environment = {**os.environ, "OPENBLAS_NUM_THREADS": "8"}
+    done = subprocess.run([sys.executable, "-c", LITTLE], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    metric = bootstrap.ratio(list(np.linspace(1, 2, 500)), [1.0] * 500)
+    assert done.stdout == f"{bootstrap.interval(metric)}\n"
+
+
+def test_draws_do_not_depend_on_how_many_are_made_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = np.random.default_rng(0).random((37, 3))
+    whole = np.concatenate(list(bootstrap.resampled_sums(rows)))
+    monkeypatch.setattr(bootstrap, "ROOM", 500)
+    parts = list(bootstrap.resampled_sums(rows))
+    assert len(parts) > 50
+    np.testing.assert_array_equal(np.concatenate(parts), whole)

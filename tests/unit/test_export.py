@@ -13,6 +13,7 @@ import torch
 import transformers
 
 from preheat import recipe as recipes
+from preheat.compress.ends import end_texts, require_same_tokens
 from preheat.compress.export import huggingface
 from preheat.compress.export import peft as peft_export
 from preheat.data.tokenizer import load_tokenizer, train_tokenizer
@@ -235,12 +236,54 @@ def test_ends_template_and_generation_settings_are_written_and_a_tied_head_stays
     assert torch.equal(model.generate(ids, **greedy), ours.generate(ids, **greedy, eos_token_id=[5, 7, 0], pad_token_id=1))  # type: ignore[operator]
 
 
-def test_a_generation_config_that_contradicts_itself_is_left_out_and_said(bases: dict[str, Path], tmp_path: Path) -> None:
+def test_of_a_generation_config_that_contradicts_itself_what_does_not_is_kept(bases: dict[str, Path], tmp_path: Path) -> None:
     base = tmp_path / "base"
     shutil.copytree(bases["llama"], base)
-    (base / "generation_config.json").write_text(json.dumps({"do_sample": False, "temperature": 0.6}))
+    stated = {"do_sample": False, "temperature": 0.6, "top_p": 0.9, "eos_token_id": [5, 7], "repetition_penalty": 1.2}
+    (base / "generation_config.json").write_text(json.dumps(stated))
     b = trained(base, "{}", steps=1)
-    assert "contradicts itself" in huggingface.write(run_of(b, tokenizer_of(base), tmp_path / "run"), tmp_path / "out")["note"]
+    run = run_of(b, tokenizer_of(base), tmp_path / "run")
+    made = huggingface.write(run, tmp_path / "out")
+    said = transformers.GenerationConfig.from_pretrained(tmp_path / "out")
+    assert said.eos_token_id == made["tokens_that_end"] == [5, 7, 0], "both of its ends, and the tokenizer's"
+    assert (said.do_sample, said.temperature, said.top_p, said.repetition_penalty) == (False, None, None, 1.2)
+    assert "left out: temperature 0.6, top_p 0.9" in made["note"]
+    assert "sets repetition_penalty 1.2" in made["note"]
+    for damaged in ("{", "[]", '{"eos_token_id": "</s>"}'):
+        (base / "generation_config.json").write_text(damaged)
+        with pytest.raises(RunError, match=r"generation_config.json: .*mend it or take it out of the folder"):
+            huggingface.write(run, tmp_path / "again")
+    assert not (tmp_path / "again").exists()
+
+
+def test_the_tokenizer_of_a_classifier_ends_each_text_as_training_did(bases: dict[str, Path], tmp_path: Path) -> None:
+    plain_one = tokenizer_of(bases["llama"])
+    begins = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer_of(bases["llama"]).backend_tokenizer, eos_token="<|end|>", bos_token="<|pad|>"
+    )
+    begins.add_bos_token = True
+    for n, tokenizer in enumerate((plain_one, begins)):
+        changed = end_texts(tokenizer)
+        assert changed.encode("the fox") == [*tokenizer.encode("the fox"), 0]
+        assert tokenizer.encode("the fox")[-1] != 0, "the run's own stays as it is"
+        changed.save_pretrained(tmp_path / str(n))
+        require_same_tokens(changed, tmp_path / str(n))
+        assert end_texts(tokenizer_of(tmp_path / str(n))).encode("the fox") == changed.encode("the fox"), "once is enough"
+
+
+@pytest.mark.filterwarnings("ignore:Model with `tie_word_embeddings=True`")
+def test_that_pefts_own_merge_adds_a_tied_pair_twice_is_said(bases: dict[str, Path], tmp_path: Path) -> None:
+    run, wanted = made(bases["tied"], "{lora: {rank: 4, targets: [q_proj], embedding_rank: 4}}", tmp_path / "run")
+    note = peft_export.write(run, tmp_path / "alone")["note"]
+    model = peft.PeftModel.from_pretrained(plain(bases["tied"]), tmp_path / "alone")
+    assert furthest(plain_logits(model.get_base_model(), TOKENS), wanted) < 1e-4  # type: ignore[arg-type]
+    off = furthest(plain_logits(model.merge_and_unload(), TOKENS), wanted)  # type: ignore[operator]
+    assert off > 0.01
+    assert "peft's merge_and_unload gives another model" in note
+    assert "merge by preheat export --to hf" in note
+    assert huggingface.write(run, tmp_path / "merged")["max_logit_difference"] < 1e-4
+    untied, _ = made(bases["llama"], "{lora: {rank: 4, embedding_rank: 4}}", tmp_path / "other")
+    assert "merge" not in peft_export.write(untied, tmp_path / "right")["note"]
 
 
 # --- tokens that are added ------------------------------------------------------------------------------------------

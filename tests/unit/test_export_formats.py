@@ -228,7 +228,7 @@ def test_another_tokenizer_in_the_file_is_refused(tokenizer: Any, tmp_path: Path
         [("0", "in the mean of values, how many rows remain after minutes of watching the water")], vocabulary=290
     )
     add = gguf.add_vocabulary
-    monkeypatch.setattr(gguf, "add_vocabulary", lambda writer, _, rows, ends: add(writer, other, rows, ends))
+    monkeypatch.setattr(gguf, "add_vocabulary", lambda writer, _, *more: add(writer, other, *more))
     monkeypatch.setattr(tokenizer, "chat_template", None)
     source = folder_of("qwen2", tokenizer, tmp_path / "model")
     with pytest.raises(RunError, match="the file's tokenizer cuts"):

@@ -20,7 +20,19 @@ from preheat.errors import RecipeError, RunError
 from preheat.hardware import probe as probing
 from preheat.hardware.calibrate import calibrate, rates
 from preheat.hardware.catalogue import accelerator, accelerators
-from preheat.hardware.rates import LAYOUTS, MOVERS, MatrixRate, MovedRate, Rates, load, note_run, stored_at
+from preheat.hardware.links import links_at, load_links
+from preheat.hardware.rates import (
+    LAYOUTS,
+    MOVERS,
+    AttentionRate,
+    MatrixRate,
+    MovedRate,
+    Rates,
+    _noted,
+    load,
+    note_run,
+    stored_at,
+)
 from preheat.technique import Device
 
 from ..conftest import SMALL, tiny
@@ -35,9 +47,17 @@ def made_up(**changes: object) -> Rates:
         "bandwidth": 2e10,
         "launch": 1e-6,
         "adamw": {"fp32": 1e-9},
-        "matrix": (MatrixRate("fp32", "forward", 100, 100, 100, 1e9), MatrixRate("fp32", "forward", 10000, 100, 100, 4e9)),
+        "matrix": (
+            MatrixRate("fp32", "forward", 100, 100, 100, 1e9),
+            MatrixRate("fp32", "forward", 10000, 100, 100, 4e9),
+            MatrixRate("fp32", "grad_input", 100, 100, 100, 1e9),
+            MatrixRate("fp32", "grad_weight", 100, 100, 100, 1e9),
+        ),
         "moved": (MovedRate("mul", "fp32", 1000, 1e9), MovedRate("mul", "fp32", 100_000, 4e9)),
-        "attention": (),
+        "attention": (
+            AttentionRate("fp32", "forward", 256, 6, 48, 1e9),
+            AttentionRate("fp32", "backward", 256, 6, 48, 1e9),
+        ),
         "contended": False,
         "seconds": 1.0,
     }
@@ -283,6 +303,59 @@ def test_rates_come_back_as_stored_and_only_for_the_same_machine(monkeypatch: py
     path.write_text(json.dumps({"format": 1, **dataclasses.asdict(made), "hardware": "another"}))
     with pytest.raises(RecipeError, match=r"calibration-\w+\.json: was measured on another, and this is made up; delete it"):
         load("made up", "2.13.0", 2)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"zzz": 1},
+        {"matrix": ["x"]},
+        {"matrix": None},
+        {"matrix": []},
+        {"moved": [{"operator": "mul", "dtype": "fp32", "bytes": 0, "rate": 1e9}]},
+        {"attention": {"dtype": "fp32"}},
+        {"peak_matrix_rate": {"fp32": 0}},
+        {"peak_matrix_rate": {}},
+        {"peak_matrix_rate": 0},
+        {"adamw": {"fp32": -1.0}},
+        {"adamw": {}},
+        {"launch": float("nan")},
+        {"bandwidth": float("inf")},
+        {"bandwidth": 10**400},
+        {"near": "fast\x1b[31m"},
+        {"contended": "no"},
+        {"seconds": True},
+    ],
+    ids=str,
+)
+def test_a_damaged_calibration_counts_as_none_and_is_named(
+    damage: dict[str, object], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("PREHEAT_CACHE", str(tmp_path))
+    path = made_up().store()
+    path.write_text(json.dumps(json.loads(path.read_text()) | damage))
+    assert load("made up", "2.13.0", 2) is None
+    (line,) = caplog.messages
+    assert line.startswith(f"{path}: is damaged (")
+    assert "\x1b" not in line
+
+
+@pytest.mark.parametrize("text", ["null", "[" * 100_000, "3", '{"format', "9" * 5000, "\ud800"], ids=lambda text: text[:8])
+def test_what_is_no_calibration_counts_as_none(text: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PREHEAT_CACHE", str(tmp_path))
+    for path in (made_up().store(), links_at("made up", "2.13.0"), tmp_path / "runs.json"):
+        path.write_bytes(text.encode("utf-8", "surrogatepass"))
+    assert load("made up", "2.13.0", 2) is None
+    assert load_links("made up", "2.13.0") == ()
+    assert _noted(tmp_path / "runs.json") == []
+
+
+def test_a_damaged_calibration_is_measured_anew(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PREHEAT_CACHE", str(tmp_path))
+    whole = dataclasses.replace(made_up(), torch=torch.__version__, threads=1)
+    whole.store().write_text("null")
+    monkeypatch.setattr("preheat.hardware.calibrate._measure_apart", lambda *_: whole.store())
+    assert rates(Device("cpu", "made up", 2**30), 1) == whole
 
 
 def test_a_cache_that_cannot_be_written_is_one_clear_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ LEVELS = [  # each may import what stands below it
     {"engine"},
     {"techniques"},
     {"ops", "models", "data"},
-    {"recipe", "technique", "hardware", "run", "errors", "text"},
+    {"recipe", "technique", "hardware", "run", "errors", "text", "trust", "foreign"},
 ]
 # What puts techniques together by hand: the package's front, and the example of a loop with several.
 TOGETHER = ("preheat.techniques", "preheat.techniques.integration")

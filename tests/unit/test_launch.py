@@ -190,7 +190,7 @@ def test_skypilot_takes_the_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         ("slurm", {"more": "hardware: {device: cpu}"}, "hardware.device: the recipe runs on CPUs"),
         ("slurm", {"time": "4h"}, "--time: '4h' is no time"),
         ("slurm", {"time": "0:05:00"}, "over before --save-within 300"),
-        ("slurm", {"namespace": "x"}, "--namespace: --to slurm has no such setting"),
+        ("slurm", {"namespace": "x"}, "--namespace: --scheduler slurm has no such setting"),
         ("slurm", {"env": ("A",)}, "KEY=VALUE"),
         ("slurm", {"partition": "a; rm -rf b"}, "is no name"),
         ("slurm", {"memory": "lots"}, "--memory: 'lots'"),
@@ -199,12 +199,12 @@ def test_skypilot_takes_the_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         ("kubernetes", {"storage": None}, "--storage: name the PersistentVolumeClaim"),
         ("kubernetes", {"out": "runs/r"}, "--out: runs/r must be a folder in the mounted one"),
         ("kubernetes", {"kind": "TrainJob", "port": 3000}, "--port: Kubeflow Trainer chooses it"),
-        ("skypilot", {"time": "4:00:00"}, "--time: --to skypilot has no such setting; let the recipe end itself with stop.hours"),
+        ("skypilot", {"time": "4:00:00"}, "--time: --scheduler skypilot has no such setting; let the recipe end itself with stop.hours"),
         ("skypilot", {"storage": "s3://b"}, "is a bucket"),
         ("skypilot", {"storage": None}, "--storage: name the volume"),
         ("skypilot", {"accelerator": None}, "--accelerator: SkyPilot looks"),
         ("ray", {"out": None}, "--out: name the run's folder by its whole path"),
-        ("ray", {"setup": ("module load",)}, "--setup: --to ray runs no shell"),
+        ("ray", {"setup": ("module load",)}, "--setup: --scheduler ray runs no shell"),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_together_is_refused(target: str, how: dict[str, Any], words: str) -> None:

@@ -276,7 +276,7 @@ def test_settings_of_checks_are_looked_at(tmp_path: Path, folder: Path) -> None:
         with pytest.raises(RecipeError, match=words):
             run(tmp_path, folder, [talk(1)], preflight=settings)
     help_ = field_docs(Data)["preflight"]
-    assert all(f"{CHECKS[name].above:.0%}".replace("%", " %") in help_ for name in CHECKS if CHECKS[name].above)
+    assert all(f"{CHECKS[name].above:.0%}".replace("%", " %") in help_ for name in CHECKS if 0 < CHECKS[name].above < 1)
 
 
 def test_what_a_preference_row_becomes(tmp_path: Path, folder: Path) -> None:

@@ -70,7 +70,7 @@ def refusal(text: str, overrides: list[str] | None = None) -> str | None:
         (BASE + "techniques: {lora: {alpha: .inf}}", "finite"),
         (BASE + "optimizer: {lr: 1e400}", "finite"),
         (BASE + "batch: {size: 512, length: 16000000}", "scores a layer"),
-        (BASE + "name: ..", "not dots alone"),
+        (BASE + "name: ..", "not begin with '.'"),
         (BASE + "name: " + "x" * 300, "at most 100"),
         ("model: {size: 999999999999B}\nstop: {steps: 1}", "model.size"),
         ("model: {size: 0M}\nstop: {steps: 1}", "model.size"),

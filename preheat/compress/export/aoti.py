@@ -9,15 +9,18 @@ from __future__ import annotations
 
 import shutil
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from preheat import trust
 from preheat.compress.export import card, shared
 from preheat.compress.export.plain import plain
 from preheat.compress.export.traced import Logits, trace
+from preheat.compress.new_folder import NewFolder, require_new
 from preheat.errors import RunError
 from preheat.models.adapter import facts
 
@@ -51,23 +54,26 @@ def write(
     from transformers import AutoModelForCausalLM
 
     out = Path(out)
-    shared.must_be_new(out)
+    require_new(out, run)
     if not any(map(shutil.which, ("g++", "clang++", "c++"))):
         raise RunError("--to aoti: needs a C++ compiler and found none on the PATH: apt install g++, or use --to onnx")
     bound = shared.bound_of("aoti", dtype, tolerance)
-    with shared.beside(out) as folder:
+    with NewFolder(out) as folder:
         with plain(run, folder, base=base) as model:
             file = folder / "model.pt2"
             positions = facts(model.model.config).positions
             # Read anew: casting a model casts the frequencies of its rotary positions, too.
-            cast = AutoModelForCausalLM.from_pretrained(model.folder, dtype=getattr(torch, dtype), local_files_only=True)
+            cast = AutoModelForCausalLM.from_pretrained(
+                model.folder, dtype=getattr(torch, dtype), local_files_only=True, trust_remote_code=trust.allowed()
+            )
             compile_package(Logits(cast), file, positions)
             found = shared.compare(model.wanted, replay(file, model.rows), model.rows)
             shared.refuse_beyond(found, bound, str(out), "use --dtype float32, or raise --tolerance")
             model.copy_settings(folder)
             made = {"path": str(out), "bytes": shared.size(folder, file.name), "dtype": dtype, "merged": model.merged}
-            made |= {"read_by": card.version_of("torch"), **shared.figures(found, bound), "note": "; ".join(model.notes)}
-        card.write(folder, run, made, title=f"AOTInductor package, {dtype}", use=_USE)
+            made |= {"read_by": card.version_of("torch"), **shared.figures(found, bound)}
+            made |= {**model.held.told(found, partial(replay, file)), "note": "; ".join(model.notes)}
+        card.write(folder, run, made, title=f"AOTInductor package, {dtype}", use=_USE, library="pytorch")
     return made
 
 

@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from preheat import recipe as recipes
+from preheat.compress.front_matter import front_matter
 from preheat.errors import RunError
+from preheat.recipe.places import published
 from preheat.run import Reader
 
 __all__ = ["version_of", "write"]
 
 
-def write(folder: Path, run: str | Path, made: Mapping[str, Any], *, title: str, use: str) -> None:
+def write(
+    folder: Path,
+    run: str | Path,
+    made: Mapping[str, Any],
+    *,
+    title: str,
+    use: str,
+    library: str,
+    pipeline: str = "text-generation",
+) -> None:
     """Writes `folder`/README.md.
 
     Args:
@@ -22,16 +33,22 @@ def write(folder: Path, run: str | Path, made: Mapping[str, Any], *, title: str,
         made: what the writer returns.
         title: the format and dtype, as in "GGUF, q8_0".
         use: a command or a few lines of Python that use it.
+        library: what loads it, as the hub calls it.
+        pipeline: the hub's name of the task.
     """
     name = Path(run).resolve().name
+    relation = "adapter" if library == "peft" else "quantized"
+    front = front_matter(run, library=library, pipeline=pipeline, relation=relation)
     parts = [
-        f"---\ntags:\n- preheat\n---\n\n# {name}: {title}",
+        f"{front.yaml}\n\n# {name}: {title}",
         "\n".join(_origin(Path(run), made)),
         "\n".join(["## Compared with the model it came from\n", *_compared(made)]),
         f"## Use\n\n```\n{use}\n```",
     ]
     if made["note"]:
         parts.insert(3, f"Note: {made['note']}.")
+    if front.left_out:
+        parts.append(front.left_out)
     try:
         (folder / "README.md").write_text("\n\n".join(parts) + "\n", encoding="utf-8")
     except OSError as error:
@@ -54,18 +71,19 @@ def _origin(run: Path, made: Mapping[str, Any]) -> list[str]:
     lines = [f"Written by preheat from the run `{run.resolve().name}`{merged}.", "", "## Trained", ""]
     for technique, changes in told.changes.items():
         lines += [f"- {technique}: {change['what']}" for change in changes]
-    lines += _data(run) + _measured(told)
-    return [*lines, "", "The recipe:", "", "```yaml", told.recipe_text.strip(), "```"]
+    lines += _data(told) + _measured(told)
+    text = recipes.dump(published(recipes.parse(told.recipe_text, where=str(run / "recipe.yaml"))))
+    return [*lines, "", "The recipe:", "", "```yaml", text.strip(), "```"]
 
 
-def _data(run: Path) -> list[str]:
-    file = run / "data.json"
-    if not file.is_file():
+def _data(run: Reader) -> list[str]:
+    data = run.data
+    if "source" not in data:
         return []
-    data = json.loads(file.read_text(encoding="utf-8"))
-    sizes = data.get("counts", {}).get("train", {})
-    count = f", {sizes['documents']:,} documents, {sizes['tokens']:,} tokens to train on" if "tokens" in sizes else ""
-    template = f"; chat template {data['template']}" if data.get("chat") else ""
+    sizes = (data.get("counts") or {}).get("train") or {}
+    whole = "tokens" in sizes and "documents" in sizes
+    count = f", {sizes['documents']:,} documents, {sizes['tokens']:,} tokens to train on" if whole else ""
+    template = f"; chat template {data['template']}" if data.get("chat") and "template" in data else ""
     return [f"- data: {data['source']}{count}{template}"]
 
 
@@ -74,14 +92,15 @@ def _measured(told: Reader) -> list[str]:
     lines = []
     if metrics:
         last = metrics[-1]
-        lines.append(
-            f"- after {last['step']:,} steps and {last['tokens']:,} tokens: training loss {last['loss']:.4f} nats a token"
-        )
-    losses = [(line["step"], line["validation_loss"]) for line in evaluations if "validation_loss" in line]
+        tokens = f" and {last['tokens']:,} tokens" if last.get("tokens") is not None else ""
+        lines.append(f"- after {last['step']:,} steps{tokens}: training loss {last['loss']:.4f} nats a token")
+    losses = [(line["step"], line["validation_loss"]) for line in evaluations if line.get("validation_loss") is not None]
     if losses:
         lines.append(f"- validation loss {losses[-1][1]:.4f} at step {losses[-1][0]:,}")
-    if machine := told.environment.get("machine"):
-        lines.append(f"- on {machine['device']}, with torch {told.environment['versions']['torch']}")
+    environment = told.environment
+    device, torch = ((environment.get(part) or {}).get(key) for part, key in (("machine", "device"), ("versions", "torch")))
+    if device and torch:
+        lines.append(f"- on {device}, with torch {torch}")
     return lines
 
 
@@ -95,7 +114,7 @@ def _compared(made: Mapping[str, Any]) -> list[str]:
         ("same most likely token", f"{made['top1_agreement']:.1%} of positions"),
     ]
     if before is not None:
-        rows.append(("perplexity over these rows", f"{before:.5g} before, {after:.5g} after"))
+        rows.append((f"perplexity on {made['perplexity_of']}", f"{before:.5g} before, {after:.5g} after"))
     return [
         f"Read back by {made['read_by']}:",
         "",

@@ -9,6 +9,7 @@ Source: transformers' integrations/executorch.py (the module that is exported); 
 from __future__ import annotations
 
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from preheat.compress.export import card, shared
 from preheat.compress.export.plain import plain, require
 from preheat.compress.export.traced import refused
+from preheat.compress.new_folder import NewFolder, require_new
 from preheat.errors import RecipeError
 from preheat.models.adapter import facts, head
 
@@ -60,10 +62,10 @@ def write(
         RecipeError: a length beyond the model's positions.
     """
     out = Path(out)
-    shared.must_be_new(out)
+    require_new(out, run)
     require("executorch", "executorch", "torchao")
     bound = shared.bound_of("executorch", dtype, tolerance)
-    with shared.beside(out) as folder:
+    with NewFolder(out) as folder:
         with plain(run, folder, base=base) as model:
             positions = facts(model.model.config).positions
             length = length or min(positions or _LENGTH, _LENGTH)
@@ -81,8 +83,8 @@ def write(
             model.copy_settings(folder)
             made = {"path": str(out), "bytes": shared.size(folder, file.name), "dtype": dtype, "length": length}
             made |= {"merged": model.merged, "read_by": card.version_of("executorch"), **shared.figures(found, bound)}
-            made["note"] = "; ".join(notes)
-        card.write(folder, run, made, title=f"ExecuTorch program, {dtype}", use=_USE)
+            made |= {**model.held.told(found, partial(replay, file), longest=length - 1), "note": "; ".join(notes)}
+        card.write(folder, run, made, title=f"ExecuTorch program, {dtype}", use=_USE, library="executorch")
     return made
 
 

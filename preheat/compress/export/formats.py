@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from preheat.compress.new_folder import home_of
 from preheat.errors import RecipeError, RunError, nearest
+from preheat.run import Reader
+from preheat.text import quoted, shorten
 
-__all__ = ["FORMATS", "place_of", "write"]
+__all__ = ["FORMATS", "place_of", "require_settings", "write"]
 
 FORMATS: dict[str, str | None] = {  # -> the dtype where none is named; None: that of the run
     "hf": None,
@@ -30,21 +34,35 @@ def _dtype_of(to: str, dtype: str | None) -> str | None:
     from preheat.compress.export import shared
 
     if to not in FORMATS:
-        raise RecipeError(f"--to {to}: no such format; {nearest(to, list(FORMATS))}")
+        raise RecipeError(f"--to {shorten(str(to))}: no such format; {nearest(to, list(FORMATS))}")
     if to == "peft":
         if dtype is not None:
             raise RecipeError("--dtype: is not for --to peft; an adapter is written as it was trained")
         return None
     known = [str(kind).removeprefix("torch.") for kind in shared.TOLERANCE] if to == "hf" else list(shared.BOUNDS[to])
     if dtype is not None and dtype not in known:
-        raise RecipeError(f"--dtype {dtype}: --to {to} has {', '.join(known)}")
+        raise RecipeError(f"--dtype {shorten(str(dtype))}: --to {to} has {', '.join(known)}")
     return dtype or FORMATS[to]
+
+
+def require_settings(to: str, settings: Mapping[str, Any]) -> None:
+    """Raises RecipeError for settings of an export that a file states: a value of another kind, or one that the format does not read."""
+    tolerance, length = settings.get("tolerance"), settings.get("length")
+    if tolerance is not None and (isinstance(tolerance, bool) or not isinstance(tolerance, int | float) or not tolerance >= 0):
+        raise RecipeError(f"tolerance: {quoted(tolerance)} is no share of the largest logit; write a number such as 0.01")
+    if length is None:
+        return
+    if to != "executorch":
+        raise RecipeError(f"length: is of executorch's cache; {to} has none")
+    if isinstance(length, bool) or not isinstance(length, int) or length < 2:
+        raise RecipeError(f"length: {quoted(length)} is no number of positions; write a whole number from 2 on")
 
 
 def place_of(run: Path, to: str, dtype: str | None) -> Path:
     """Where an export goes when nobody says."""
     kind = _dtype_of(to, dtype)
-    return run / (f"export-{to}" if to in ("hf", "peft") else f"export-{to}-{kind}")
+    home, step = home_of(run)
+    return home / ((f"export-{to}" if to in ("hf", "peft") else f"export-{to}-{kind}") + step)
 
 
 def _reads_images(run: str | Path) -> bool:
@@ -55,7 +73,10 @@ def _reads_images(run: str | Path) -> bool:
 
     path = Path(run)
     if (path / "recipe.yaml").is_file():
-        return adapter.facts(adapter.configure(recipes.load(path / "recipe.yaml"), 1)).vision is not None
+        return (
+            adapter.facts(adapter.configure(recipes.parse(Reader(path).recipe_text, where=str(path / "recipe.yaml")), 1)).vision
+            is not None
+        )
     return (path / "config.json").is_file() and vision_of(configs.read(str(path), False)) is not None
 
 

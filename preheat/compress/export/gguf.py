@@ -16,9 +16,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from preheat.compress.export import card, gguf_reading, llama_cpp, shared
-from preheat.compress.export.gguf_vocabulary import add_vocabulary
+from preheat.compress.export.gguf_vocabulary import add_vocabulary, ends_left
 from preheat.compress.export.plain import Plain, plain, require
+from preheat.compress.new_folder import NewFolder, require_new
 from preheat.errors import RunError
+from preheat.hardware.processes import tethered
 
 if TYPE_CHECKING:
     import numpy as np
@@ -56,11 +58,11 @@ def write(
         0.997
     """
     out = Path(out)
-    shared.must_be_new(out)
+    require_new(out, run)
     require("gguf", "gguf")
     bound = shared.bound_of("gguf", dtype, tolerance)
     tool = _tool(dtype) if "_k" in dtype else None
-    with shared.beside(out) as folder:
+    with NewFolder(out) as folder:
         with plain(run, folder, base=base) as model:
             name = Path(run).resolve().name
             file = folder / f"{name}-{dtype}.gguf"
@@ -72,7 +74,7 @@ def write(
                 _quantize(tool, whole, file, dtype)
                 whole.unlink()
                 types = gguf_reading.types_of(file)
-            found = gguf_reading.compare(model, file)
+            found, again = gguf_reading.compare(model, file)
             shared.refuse_beyond(found, bound, str(out), _HINT)
             others = _by_llama_cpp(model, file, dtype, tolerance)
             notes = [*model.notes, *_notes(model, types, dtype)]
@@ -83,9 +85,9 @@ def write(
                 )
             made = {"path": str(out), "file": file.name, "bytes": file.stat().st_size, "dtype": dtype, "types": types}
             made |= {"merged": model.merged, "read_by": card.version_of("transformers"), **others}
-            made |= {**shared.figures(found, bound), "note": "; ".join(notes)}
+            made |= {**shared.figures(found, bound), **model.held.by(again, found), "note": "; ".join(notes)}
         use = f"llama-cli -m {made['file']} -p 'Once upon a time'"
-        card.write(folder, run, made, title=f"GGUF, {dtype}", use=use)
+        card.write(folder, run, made, title=f"GGUF, {dtype}", use=use, library="gguf")
     return made
 
 
@@ -119,7 +121,7 @@ def _tool(dtype: str) -> str:
 
 
 def _quantize(tool: str, whole: Path, file: Path, dtype: str) -> None:
-    done = subprocess.run([tool, str(whole), str(file), dtype.upper()], capture_output=True, text=True)
+    done = subprocess.run(tethered([tool, str(whole), str(file), dtype.upper()]), capture_output=True, text=True)
     if done.returncode or not file.is_file():
         last = ((done.stderr or done.stdout).strip().splitlines() or ["it said nothing"])[-1]
         raise RunError(f"--dtype {dtype}: {tool} failed ({done.returncode}): {last}")
@@ -131,7 +133,7 @@ def _write(plain: Plain, file: Path, dtype: str, name: str) -> dict[str, int]:
 
     config = plain.model.config
     architecture = _architecture(config)
-    writer = gguf.GGUFWriter(file, architecture)
+    writer = _writer(file, architecture)
     writer.add_name(name)
     _add_sizes(writer, config, gguf)
     types: dict[str, int] = {}
@@ -146,12 +148,25 @@ def _write(plain: Plain, file: Path, dtype: str, name: str) -> dict[str, int]:
     writer.add_file_type(gguf.LlamaFileType["ALL_F32" if dtype == "f32" else f"MOSTLY_{dtype.upper()}"])
     if dtype.startswith("q"):
         writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
-    add_vocabulary(writer, plain.tokenizer, config.vocab_size, plain.ends)
+    add_vocabulary(writer, plain.tokenizer, config.vocab_size, plain.ends, plain.turn)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
     return types
+
+
+def _writer(file: Path, architecture: str) -> Any:
+    """gguf's writer, which writes empty lists too: llama.cpp asks for the merges of a tokenizer that has none."""
+    import gguf
+
+    class Writer(gguf.GGUFWriter):
+        def _pack_val(self, val: Any, vtype: Any, add_vtype: bool, sub_type: Any = None) -> bytes:
+            if vtype != gguf.GGUFValueType.ARRAY or len(val):
+                return super()._pack_val(val, vtype, add_vtype, sub_type)
+            return self._pack("I", vtype) * add_vtype + self._pack("I", sub_type) + self._pack("Q", 0)
+
+    return Writer(file, architecture)
 
 
 def _finite(data: np.ndarray) -> Any:
@@ -284,6 +299,9 @@ def _type(title: str, data: np.ndarray, dtype: str) -> str:
 
 def _notes(plain: Plain, types: dict[str, int], dtype: str) -> list[str]:
     notes = []
+    if left := ends_left(plain.tokenizer.eos_token_id, plain.ends, plain.turn)[2]:
+        pieces = ", ".join(map(repr, plain.tokenizer.convert_ids_to_tokens(left)))
+        notes.append(f"a GGUF file names three tokens that end a text, so {pieces} ends none there")
     if dtype.startswith("q") and types.get("F16"):
         notes.append(f"{types['F16']} matrices stay in f16: their rows are no whole blocks of {_BLOCK}")
     if plain.model.config.model_type == "mistral" and (window := plain.model.config.sliding_window):

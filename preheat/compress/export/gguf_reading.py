@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -12,28 +13,36 @@ import torch
 from preheat.compress.export import shared
 from preheat.compress.export.plain import Plain
 from preheat.errors import RunError
+from preheat.text import shorten
 
 __all__ = ["compare", "load", "tokenizer_of", "types_of"]
 
 
-def compare(plain: Plain, file: Path) -> shared.Difference:
-    """Reads the file and compares its logits, and how it cuts text into tokens, with the model's.
+def compare(plain: Plain, file: Path) -> tuple[shared.Difference, Any]:
+    """Reads the file and compares its logits, and how it cuts text into tokens, with the model's; the model that was read, too.
 
     Raises:
         RunError: the tokenizer that stands in the file is another one.
     """
     model, tokenizer = load(file)
     _same_tokens(plain.tokenizer, tokenizer, file)
-    return shared.compare(plain.wanted, shared.logits(model, plain.rows), plain.rows)
+    return shared.compare(plain.wanted, shared.logits(model, plain.rows), plain.rows), model
 
 
 def load(file: Path) -> tuple[Any, Any]:
-    """transformers' model in fp32 and its tokenizer, from nothing but the file."""
+    """transformers' model in fp32 and its tokenizer, from nothing but the file.
+
+    Raises:
+        RunError: it is no whole GGUF file of a family that is written here.
+    """
     from transformers import AutoModelForCausalLM
     from transformers.integrations.gguf import GgufHeader, load_gguf_state_dict, read_gguf_metadata
 
-    told, names = read_gguf_metadata(str(file))
-    config = _config(told, set(names))
+    try:
+        told, names = read_gguf_metadata(str(file))
+        config = _config(told, set(names))
+    except (ValueError, LookupError, TypeError, OSError, struct.error) as error:
+        raise RunError(f"{file}: is no whole GGUF file of a model that can be read ({shorten(str(error), 160)})") from None
     where = {"gguf_file": file.name, "local_files_only": True}
     with contextlib.redirect_stderr(io.StringIO()):  # a progress bar that nothing turns off
         model: Any = AutoModelForCausalLM.from_pretrained(file.parent, config=config, dtype=torch.float32, **where)

@@ -14,7 +14,7 @@ from typing import Any
 
 from preheat.errors import RunError
 
-__all__ = ["add_vocabulary", "scores_of"]
+__all__ = ["add_vocabulary", "ends_left", "scores_of"]
 
 _WORDS = {  # the expression of a tokenizer.json -> llama.cpp's name of the rule
     "": "gpt-2",
@@ -24,18 +24,19 @@ _WORDS = {  # the expression of a tokenizer.json -> llama.cpp's name of the rule
 _SPACE = "▁"
 
 
-def add_vocabulary(writer: Any, tokenizer: Any, rows: int, ends: list[int]) -> None:
+def add_vocabulary(writer: Any, tokenizer: Any, rows: int, ends: list[int], turn: int | None = None) -> None:
     """Adds a tokenizer's fields to a `gguf.GGUFWriter`.
 
     Args:
         tokenizer: transformers' fast tokenizer.
         rows: of the model's embedding; those that no piece has are written as unused.
         ends: tokens that end a text.
+        turn: the one that ends an answer, where the model was trained on chats.
 
     Raises:
         RunError: a tokenizer that llama.cpp has no name for.
     """
-    from gguf import TokenType
+    from gguf import GGUFValueType, TokenType
 
     told = json.loads(tokenizer.backend_tokenizer.to_str())
     model = told["model"]
@@ -65,20 +66,36 @@ def add_vocabulary(writer: Any, tokenizer: Any, rows: int, ends: list[int]) -> N
     else:
         writer.add_tokenizer_model("gpt2")
         writer.add_tokenizer_pre(_rule(told))
-        writer.add_token_merges([" ".join(merge) for merge in merges])
+        # Not by add_token_merges, which leaves an empty list out.
+        listed = [" ".join(merge) for merge in merges]
+        writer.add_key_value("tokenizer.ggml.merges", listed, GGUFValueType.ARRAY, sub_type=GGUFValueType.STRING)
     writer.add_token_list(pieces)
     writer.add_token_types(kinds)
-    _add_marks(writer, tokenizer, ends)
+    _add_marks(writer, tokenizer, ends, turn)
 
 
-def _add_marks(writer: Any, tokenizer: Any, ends: list[int]) -> None:
+def ends_left(eos: int, ends: list[int], turn: int | None) -> tuple[int | None, int | None, list[int]]:
+    """How ends beside `eos` are named: end of turn, end of message, and those that GGUF has no name for. llama.cpp stops at all three.
+
+    Example:
+        >>> ends_left(7, [7, 0, 5, 6], turn=7), ends_left(0, [0], None)
+        ((7, 0, [5, 6]), (None, None, []))
+    """
+    others = [n for n in ends if n not in (eos, turn)]
+    eot = turn if turn is not None else others.pop(0) if others else None
+    return eot, others[0] if others else None, others[1:]
+
+
+def _add_marks(writer: Any, tokenizer: Any, ends: list[int], turn: int | None) -> None:
     """Tokens that begin, end and pad, whether text is given them, and the chat template."""
     if tokenizer.bos_token_id is not None:
         writer.add_bos_token_id(tokenizer.bos_token_id)
     writer.add_eos_token_id(tokenizer.eos_token_id)
-    others = [n for n in ends if n != tokenizer.eos_token_id]
-    if others:
-        writer.add_eot_token_id(others[0])
+    eot, eom, _ = ends_left(tokenizer.eos_token_id, ends, turn)
+    if eot is not None:
+        writer.add_eot_token_id(eot)
+    if eom is not None:
+        writer.add_eom_token_id(eom)
     if tokenizer.unk_token_id is not None:
         writer.add_unk_token_id(tokenizer.unk_token_id)
     if tokenizer.pad_token_id is not None:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from preheat.compress.ends import end_texts, name_ends, require_same_tokens
 from preheat.compress.export import card, shared
+from preheat.compress.export.held import Held, held_of
+from preheat.compress.front_matter import pipeline_of
+from preheat.compress.new_folder import NewFolder, require_new
 from preheat.errors import RunError
 from preheat.models.adapter import auto_class, head
+from preheat.models.configs import runs_code
 from preheat.models.experts import biases, has_bias
 from preheat.models.surgery import beyond_transformers
 from preheat.models.vision import copy_processor, drawn_image
@@ -18,10 +22,11 @@ from preheat.ops.adapters import merge, names_of
 from preheat.ops.class_head import ClassHead, as_sequence_classifier, pad_for
 from preheat.ops.quantized_folder import is_compressed
 from preheat.ops.quantized_training import unfake_
+from preheat.run import Reader
 from preheat.technique import Tag
 from preheat.training.opened import open_model
 
-__all__ = ["write"]
+__all__ = ["write", "write_held"]
 
 _UNROUNDED = "the run was trained with rounded weights; the folder has them before rounding: preheat compress RUN writes them as they were rounded"
 _NO_BIAS = "the run balanced its experts by a bias on the choice; its family's folders have no place for that, so the folder routes without it, as the run's evaluations did"
@@ -36,6 +41,19 @@ def write(
     tolerance: float | None = None,
     base: str | None = None,
 ) -> dict[str, Any]:
+    """`write_held`, without what its perplexity was measured on."""
+    return write_held(run, out, dtype=dtype, tolerance=tolerance, base=base)[0]
+
+
+def write_held(
+    run: str | Path,
+    out: str | Path,
+    *,
+    dtype: torch.dtype | None = None,
+    tolerance: float | None = None,
+    base: str | None = None,
+    final: bool = True,
+) -> tuple[dict[str, Any], Held]:
     """Writes `out` from the newest whole checkpoint of a run, or from an adapter's folder and its base.
 
     Adapters are merged in fp32 into the very base that was trained: one in 4 bits is made full first. What is written is read
@@ -45,9 +63,11 @@ def write(
         dtype: of the weights that are written; that of the run's when None.
         tolerance: largest difference of a logit, as a share of the largest logit (at least of 1); `shared.TOLERANCE` when None.
         base: as in `open_model`.
+        final: the folder is what was asked for. One on the way to another format is not measured, and nothing is said of its code.
 
     Returns:
-        {path, bytes, dtype, merged, tokens_that_end, read_by, note} and `shared.figures`; note: what the folder cannot say, or "".
+        {path, bytes, dtype, merged, tokens_that_end, turn_ends, read_by, note} and `shared.figures`; turn_ends: the token that ends an answer, or None;
+        note: what the folder cannot say, or "". And what perplexity was measured on.
 
     Raises:
         RunError: no run or checkpoint there; `out` stands already or cannot be written; the model's architecture is one that
@@ -56,7 +76,7 @@ def write(
     import transformers
 
     out = Path(out)
-    shared.must_be_new(out)
+    require_new(out, run)
     opened = open_model(run, base=base)
     model: Any = opened.build.trained[0]
     if beyond := beyond_transformers(model):
@@ -67,6 +87,7 @@ def write(
         raise RunError(
             f"{run}: is compressed, and what is rounded is not written as other formats' weights; export the model it was made from"
         )
+    held = held_of(opened, run)
     rounded = unfake_(model)
     kept = dtype or next(p.dtype for p in model.parameters() if p.is_floating_point())
     accepted = shared.Bound(shared.TOLERANCE[kept] if tolerance is None else tolerance)
@@ -89,20 +110,26 @@ def write(
     tied = not classifies and model.get_input_embeddings().weight is model.get_output_embeddings().weight
     model.set_attn_implementation("eager")  # the folder must not name our own attention
     model.config.use_cache = True
-    notes = [_NO_WINDOW] if Tag("window") in opened.build.tags else []
+    notes = [held.unfinished] if held.unfinished else []
+    notes += [_NO_WINDOW] if Tag("window") in opened.build.tags else []
     notes += [_UNROUNDED] if rounded else []
     notes += [_NO_BIAS] if biases(model) and not has_bias(model.config) else []
-    notes += _name_ends(model, opened.tokenizer, opened.build.weights.folder)
-    ends = model.generation_config.eos_token_id
+    ends = name_ends(model, opened)
+    tokenizer = end_texts(opened.tokenizer) if classifies else ends.tokenizer
+    notes += [] if classifies else ends.notes
+    runs = runs_code(model.config, opened.recipe.model.trust_remote_code)
     name = str(kept).removeprefix("torch.")
-    with shared.beside(out) as folder:
+    with NewFolder(out) as folder:
         model.save_pretrained(folder)
-        opened.tokenizer.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        require_same_tokens(tokenizer, folder)
         if vision is not None and opened.build.weights.folder is not None:
             copy_processor(opened.build.weights.folder, folder)
+        pipeline = pipeline_of(model.config)  # its architectures are set by now
         opened.build.parts.clear()
         del model
-        again = reader.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
+        notes += shared.code_in(folder) if final else []
+        again = reader.from_pretrained(folder, dtype=torch.float32, local_files_only=True, trust_remote_code=runs)
         texts = None if classifies else [*rows, *(seen["input_ids"] for seen in drawn)]
         found = shared.compare(wanted, shared.logits(again, rows, drawn), texts)
         hint = (
@@ -118,14 +145,16 @@ def write(
             "bytes": shared.size(folder),
             "dtype": name,
             "merged": merged,
-            "tokens_that_end": ends if isinstance(ends, list) else [ends],
+            "tokens_that_end": ends.tokens,
+            "turn_ends": ends.turn,
             "read_by": card.version_of("transformers"),
             **shared.figures(found, accepted),
+            **(held.by(again, found) if final else held.told(found, None)),
             "note": "; ".join(notes),
         }
         use = f'import transformers\nmodel = transformers.{reader.__name__}.from_pretrained(".")'
-        card.write(folder, run, made, title=f"Hugging Face folder, {name}", use=use)
-    return made
+        card.write(folder, run, made, title=f"Hugging Face folder, {name}", use=use, library="transformers", pipeline=pipeline)
+    return made, held
 
 
 def _pad(tokenizer: Any, run: str | Path) -> int:
@@ -141,40 +170,8 @@ def _classifier(model: Any, pad: int, run: str | Path) -> Any:
         made = as_sequence_classifier(model, pad=pad)
     except ValueError as error:
         raise RunError(f"{run}: cannot be exported: {error}") from None
-    file = Path(run) / "data.json"
-    names = json.loads(file.read_text(encoding="utf-8")).get("classes") if file.is_file() else None
+    names = Reader(run).data.get("classes") if (Path(run) / "recipe.yaml").is_file() else None
     if names:
         made.config.id2label = dict(enumerate(map(str, names)))
         made.config.label2id = {name: n for n, name in made.config.id2label.items()}
     return made
-
-
-def _name_ends(model: Any, tokenizer: Any, base: Path | None) -> list[str]:
-    """Gives configuration and generation settings the tokens that begin, end and pad, in place. Returns what there is to say.
-
-    What the base's configuration states stays; a new model has the tokenizer's. Generation also ends at the tokenizer's own
-    end, which the run was trained to write.
-    """
-    from transformers import GenerationConfig
-
-    notes = []
-    if base is not None and (base / "generation_config.json").is_file():
-        model.generation_config = GenerationConfig.from_pretrained(base)
-        try:
-            model.generation_config.validate(strict=True)
-        except ValueError as error:
-            model.generation_config = GenerationConfig.from_model_config(model.config)
-            words = str(error).strip().splitlines()[-1].strip()[:160]
-            notes.append(f"the base's generation_config.json contradicts itself and was left out ({words})")
-    settings = model.generation_config
-    for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
-        own = getattr(tokenizer, key)
-        for place in (model.config, settings):
-            if getattr(place, key, None) is None and own is not None:
-                setattr(place, key, own)
-    stated = settings.eos_token_id
-    ends = [stated] if isinstance(stated, int) else list(stated or [])
-    if tokenizer.eos_token_id not in ends:
-        ends.append(tokenizer.eos_token_id)
-    settings.eos_token_id = ends if len(ends) > 1 else ends[0]
-    return notes

@@ -9,6 +9,7 @@ Source: torch.onnx.export(dynamo=True); onnxruntime.quantization.quantize_dynami
 from __future__ import annotations
 
 import logging
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch import Tensor
 from preheat.compress.export import card, shared
 from preheat.compress.export.plain import plain, require
 from preheat.compress.export.traced import REDUCE_RANGE, Logits, to_onnx, trace
+from preheat.compress.new_folder import NewFolder, require_new
 from preheat.models.adapter import facts
 
 __all__ = ["quantize", "replay", "write"]
@@ -48,10 +50,10 @@ def write(
         RunError: onnx, onnxscript or onnxruntime is not installed; an operator has no form in ONNX; beyond the bound.
     """
     out = Path(out)
-    shared.must_be_new(out)
+    require_new(out, run)
     require("onnx", "onnx", "onnxscript", "onnxruntime")
     bound = shared.bound_of("onnx", dtype, tolerance)
-    with shared.beside(out) as folder:
+    with NewFolder(out) as folder:
         with plain(run, folder, base=base) as model:
             file = folder / "model.onnx"
             program = trace(Logits(model.model), facts(model.model.config).positions)
@@ -62,8 +64,9 @@ def write(
             shared.refuse_beyond(found, bound, str(out), "use --dtype float32, or raise --tolerance")
             model.copy_settings(folder)
             made = {"path": str(out), "bytes": shared.size(folder, file.name), "dtype": dtype, "merged": model.merged}
-            made |= {"read_by": card.version_of("onnxruntime"), **shared.figures(found, bound), "note": "; ".join(model.notes)}
-        card.write(folder, run, made, title=f"ONNX, {dtype}", use=_USE)
+            made |= {"read_by": card.version_of("onnxruntime"), **shared.figures(found, bound)}
+            made |= {**model.held.told(found, partial(replay, file)), "note": "; ".join(model.notes)}
+        card.write(folder, run, made, title=f"ONNX, {dtype}", use=_USE, library="onnx")
     return made
 
 

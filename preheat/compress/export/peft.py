@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import math
 import warnings
 from pathlib import Path
@@ -12,16 +11,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from preheat.compress.ends import Ends, name_ends, require_same_tokens
 from preheat.compress.export import card, shared
+from preheat.compress.export.held import held_of
+from preheat.compress.new_folder import NewFolder, require_new
 from preheat.errors import RunError
+from preheat.models import configs
 from preheat.models.adapter import require_decoder_only
+from preheat.models.generation_settings import ends_of, read_generation
 from preheat.ops.adapters import base_of, names_of, own_of
 from preheat.ops.expert_adapters import adapted_experts
 from preheat.ops.experts import STACKS
 from preheat.ops.nf4 import PackedMap, dequantize, quantize, tables
 from preheat.ops.peft_folder import BASE
 from preheat.ops.quantized_training import unfake_
+from preheat.run import to_json
 from preheat.technique import Stage
+from preheat.text import shorten
 from preheat.training.opened import Opened, open_model
 
 __all__ = ["write"]
@@ -30,6 +36,8 @@ _NF4 = (
     "the adapter was trained on the base in NF4: load the base in 4 bits (bitsandbytes, nf4{}) or write a merged model with --to hf; "
     "on the base as it stands its logits differ by up to {:.2g}"
 )
+_MERGED = 1e-3
+"""What merging in fp32 may change, as a share of the largest logit: some kinds' sums nearly cancel."""
 _PISSA = "pissa changed its base: written as a plain LoRA of twice the rank for the base as it stands"
 
 
@@ -50,15 +58,17 @@ def write(run: str | Path, out: str | Path, *, tolerance: float | None = None) -
             the tolerance.
     """
     import peft
+    from transformers import GenerationConfig
 
     out = Path(out)
-    shared.must_be_new(out)
+    require_new(out, run)
     opened = open_model(run)
     model: Any = opened.build.trained[0]
     require_decoder_only(model, "preheat export --to peft")
-    unfake_(model)  # the adapter is that of the weights before rounding
     names = names_of(model)
     base = _base(opened, names, run)
+    held = held_of(opened, run)
+    unfake_(model)  # the adapter is that of the weights before rounding
     accepted = shared.Bound(shared.TOLERANCE[torch.float32] if tolerance is None else tolerance)
     rows = shared.rows(opened.tokenizer, opened.build.model.positions, [])
     wanted = shared.logits(model, rows)
@@ -82,12 +92,20 @@ def write(run: str | Path, out: str | Path, *, tolerance: float | None = None) -
         "fingerprint": opened.build.weights.fingerprint(),
         "nf4": {"double_quantization": double, "modules": list(packed)} if packed else None,
     }
-    read = {"dtype": torch.float32, "trust_remote_code": opened.recipe.model.trust_remote_code}
-    source, notes = str(opened.build.weights.folder), [_PISSA] if pissa else []
+    read = {"dtype": torch.float32, "trust_remote_code": configs.runs_code(model.config, opened.recipe.model.trust_remote_code)}
+    source, notes = str(opened.build.weights.folder), [held.unfinished] if held.unfinished else []
+    notes += [_PISSA] if pissa else []
+    stated = read_generation(opened.build.weights.folder)[0] or GenerationConfig.from_model_config(model.config)
+    ends = name_ends(model, opened)
+    settings = model.generation_config
+    notes += [*ends.notes, *_ends_unread(ends, ends_of(stated))]
     opened.build.parts.clear()
     del model, packed
-    with shared.beside(out) as folder, warnings.catch_warnings():
+    with NewFolder(out) as folder, warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="fan_in_fan_out is set")
+        warnings.filterwarnings(
+            "ignore", message="Model with `tie_word_embeddings=True`"
+        )  # `_merged_otherwise` measures what it means
         # peft looks for these among modules; it takes the rank all the same.
         warnings.filterwarnings("ignore", message=r"The following rank_pattern keys .*experts", category=RuntimeWarning)
         warnings.filterwarnings(
@@ -101,8 +119,10 @@ def write(run: str | Path, out: str | Path, *, tolerance: float | None = None) -
             _put_pairs(made, pairs)
         made.save_pretrained(folder, save_embedding_layers=False)
         del made
-        opened.tokenizer.save_pretrained(folder)
-        (folder / BASE).write_text(json.dumps(written, indent=1), encoding="utf-8")
+        ends.tokenizer.save_pretrained(folder)
+        require_same_tokens(ends.tokenizer, folder)
+        settings.save_pretrained(folder)
+        (folder / BASE).write_text(to_json(written, indent=1), encoding="utf-8")
         again: Any = peft.PeftModel.from_pretrained(_loaded(source, base, read), folder)
         if written["nf4"]:
             unrounded = shared.compare(wanted, shared.logits(again.get_base_model(), rows))
@@ -119,11 +139,44 @@ def write(run: str | Path, out: str | Path, *, tolerance: float | None = None) -
             "adapted": len(names) + len(pairs),
             "read_by": card.version_of("peft"),
             **shared.figures(found, accepted),
-            "note": "; ".join(notes),
+            **held.by(again.get_base_model(), found),
         }
-        use = f'import peft, transformers\nbase = transformers.AutoModelForCausalLM.from_pretrained("{base}")\nmodel = peft.PeftModel.from_pretrained(base, ".")'
-        card.write(folder, run, made, title="adapter for peft", use=use)
+        notes += _merged_otherwise(again, wanted, rows)
+        made["note"] = "; ".join(notes)
+        use = (
+            f'import peft, transformers\nbase = transformers.AutoModelForCausalLM.from_pretrained({base!r})\nmodel = peft.PeftModel.from_pretrained(base, ".")\n'
+            'model.generation_config = transformers.GenerationConfig.from_pretrained(".")'
+        )
+        card.write(folder, run, made, title="adapter for peft", use=use, library="peft")
     return made
+
+
+def _ends_unread(ends: Ends, stated: list[int]) -> list[str]:
+    """Says that the base's own generation settings, which a model of peft's has, do not end an answer."""
+    if ends.turn is None or ends.turn in stated:
+        return []
+    token = ends.tokenizer.convert_ids_to_tokens(ends.turn)
+    return [
+        f"peft takes the base's generation settings, which do not stop at {token!r}, the end of each answer: set model.generation_config = "
+        "transformers.GenerationConfig.from_pretrained(FOLDER) of this folder"
+    ]
+
+
+def _merged_otherwise(model: Any, wanted: list[Tensor], rows: list[Tensor]) -> list[str]:
+    """Says that peft's own merge gives another model, which it does where the pair of an embedding is also that of a head that shares its weight."""
+    try:
+        merged = model.merge_and_unload()
+    except (NotImplementedError, ValueError) as error:
+        return [f"peft does not merge this adapter ({shorten(str(error), 120)}): preheat export --to hf does"]
+    apart = shared.compare(wanted, shared.logits(merged, rows))
+    if apart.share() <= _MERGED:
+        return []
+    embedding, head = merged.get_input_embeddings(), merged.get_output_embeddings()
+    tied = ", since it adds the pair of the embedding twice to the weight that embedding and head share"
+    return [
+        f"peft's merge_and_unload gives another model (logits differ by up to {apart.largest:.2g}){tied if embedding.weight is head.weight else ''}: "
+        "use the adapter unmerged, or merge by preheat export --to hf"
+    ]
 
 
 def _base(opened: Opened, names: list[str], run: str | Path) -> str:

@@ -12,7 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from preheat import trust
 from preheat.compress.export import huggingface, shared
+from preheat.compress.export.held import Held
 from preheat.errors import RunError
 from preheat.models.adapter import facts
 
@@ -31,7 +33,9 @@ class Plain:
         wanted: its logits there, [1, length, vocabulary] each.
         merged: adapters that were merged.
         ends: tokens that end a text.
+        turn: the one that ends an answer, where the model was trained on chats.
         notes: what the folder cannot say.
+        held: what perplexity is measured on.
     """
 
     source: Path
@@ -42,7 +46,9 @@ class Plain:
     wanted: list[Tensor]
     merged: int
     ends: list[int]
+    turn: int | None
     notes: list[str]
+    held: Held
 
     def copy_settings(self, folder: Path) -> None:
         """Puts the tokenizer, the configuration and the settings of generation beside what is written."""
@@ -64,19 +70,22 @@ def plain(run: str | Path, beside: Path, *, base: str | None = None) -> Iterator
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     folder = beside / "huggingface"
-    made = huggingface.write(run, folder, dtype=torch.float32, base=base)
+    made, held = huggingface.write_held(run, folder, dtype=torch.float32, base=base, final=False)
     try:
         if made["before"]["perplexity"] is None:
             raise RunError(f"{run}: is a classifier, and this format is for language models; use --to hf")
-        if AutoConfig.from_pretrained(folder, local_files_only=True).is_encoder_decoder:
+        if AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=trust.allowed()).is_encoder_decoder:
             raise RunError(f"{run}: is an encoder-decoder, and this format is for decoder-only models; use --to hf")
-        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, local_files_only=True, trust_remote_code=trust.allowed()
+        )
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=trust.allowed())
         known = [n for n in sorted(tokenizer.added_tokens_decoder) if n < model.config.vocab_size][:32]
         rows = shared.rows(tokenizer, facts(model.config).positions, known)
         notes = [made["note"]] if made["note"] else []
         wanted = shared.logits(model, rows)
-        yield Plain(Path(run), folder, model.eval(), tokenizer, rows, wanted, made["merged"], made["tokens_that_end"], notes)
+        ends, turn = made["tokens_that_end"], made["turn_ends"]
+        yield Plain(Path(run), folder, model.eval(), tokenizer, rows, wanted, made["merged"], ends, turn, notes, held)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

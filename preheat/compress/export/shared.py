@@ -1,11 +1,9 @@
-"""What writers share: real tokens to compare logits over, the comparison with its threshold, and a folder that is whole or not there."""
+"""What writers share: real tokens to compare logits over, and the comparison with its threshold."""
 
 from __future__ import annotations
 
 import math
-import shutil
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,12 +23,10 @@ __all__ = [
     "TOLERANCE",
     "Bound",
     "Difference",
-    "beside",
     "bound_of",
     "compare",
     "figures",
     "logits",
-    "must_be_new",
     "refuse_beyond",
     "rows",
     "size",
@@ -138,6 +134,18 @@ def rows(tokenizer: Any, positions: int, extra: list[int]) -> list[Tensor]:
     return [torch.tensor([row]) for row in found if row]
 
 
+def code_in(folder: Path) -> list[str]:
+    """What there is to say of Python code in a folder that was written: transformers copies that of the model it came from."""
+    names = sorted(file.name for file in folder.glob("*.py"))
+    return (
+        [
+            f"the folder carries Python code of the model it came from ({', '.join(names)}), which runs for whoever opens it with trust_remote_code=True"
+        ]
+        if names
+        else []
+    )
+
+
 def logits(model: Any, tokens: list[Tensor], seen: Sequence[Mapping[str, Tensor]] = ()) -> list[Tensor]:
     """By transformers' own attention, on the CPU; the model stays behind in fp32, in place.
 
@@ -236,15 +244,12 @@ def bound_of(format: str, dtype: str, tolerance: float | None) -> Bound:
 
 
 def figures(difference: Difference, bound: Bound) -> dict[str, Any]:
-    """What a writer says of its comparison."""
-    before, after = difference.perplexity or (None, None)
+    """What a writer says of its comparison; `Held.told` has the perplexities."""
     return {
         "max_logit_difference": difference.largest,
         "mean_logit_difference": difference.mean,
         "largest_logit": difference.scale,
         "top1_agreement": difference.agreement,
-        "before": {"perplexity": before},
-        "after": {"perplexity": after},
         "tolerance": bound.largest,
         "tokens": difference.tokens,
     }
@@ -256,30 +261,6 @@ def refuse_beyond(difference: Difference, bound: Bound, what: str, hint: str) ->
         raise RunError(f"{what}: its logits differ {words}; nothing was written; {hint}")
 
 
-@contextmanager
-def beside(out: Path) -> Iterator[Path]:
-    """A folder to write into, which becomes `out` only when all went well.
-
-    Raises:
-        RunError: `out` stands already, or cannot be written.
-    """
-    made = out.with_name(out.name + ".writing")
-    try:
-        shutil.rmtree(made, ignore_errors=True)
-        made.mkdir(parents=True)
-        yield made
-        made.rename(out)
-    except OSError as error:
-        raise RunError(f"{out}: cannot be written ({error.strerror or error})") from None
-    finally:
-        shutil.rmtree(made, ignore_errors=True)
-
-
 def size(folder: Path, name: str = "") -> int:
     """Bytes of the files of a folder whose names begin so."""
     return sum(file.stat().st_size for file in folder.iterdir() if file.name.startswith(name))
-
-
-def must_be_new(out: Path) -> None:
-    if out.exists():
-        raise RunError(f"{out}: stands there already; name another folder with --out")

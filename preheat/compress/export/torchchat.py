@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,9 @@ from torch.nn import functional
 
 from preheat.compress.export import card, shared
 from preheat.compress.export.plain import plain
+from preheat.compress.new_folder import NewFolder, require_new
 from preheat.errors import RunError
+from preheat.run import to_json
 
 __all__ = ["read", "write"]
 
@@ -66,21 +69,22 @@ def write(
         RunError: a model whose blocks torchchat has not; beyond the bound.
     """
     out = Path(out)
-    shared.must_be_new(out)
+    require_new(out, run)
     bound = shared.bound_of("torchchat", dtype, tolerance)
-    with shared.beside(out) as folder:
+    with NewFolder(out) as folder:
         with plain(run, folder, base=base) as model:
             params = _params(model.model.config, model.source) | {"tokenizer_prepend_bos": _begins(model.tokenizer)}
             weights = _weights(model.model, params, model.source)
             torch.save({name: w.to(getattr(torch, dtype)) for name, w in weights.items()}, folder / "model.pth")
-            (folder / "params.json").write_text(json.dumps(params, indent=2) + "\n", encoding="utf-8")
+            (folder / "params.json").write_text(to_json(params, indent=2) + "\n", encoding="utf-8")
             model.copy_settings(folder)
             notes = [*model.notes, *_settle(folder, model.tokenizer)]
             found = shared.compare(model.wanted, read(folder, model.rows), model.rows)
             shared.refuse_beyond(found, bound, str(out), "use --dtype float32, or raise --tolerance")
+            told = model.held.told(found, partial(read, folder))
         made = {"path": str(out), "bytes": shared.size(folder, "model.pth"), "dtype": dtype, "merged": model.merged}
-        made |= {"read_by": "its layout's arithmetic", **shared.figures(found, bound), "note": "; ".join(notes)}
-        card.write(folder, run, made, title=f"torchchat checkpoint, {dtype}", use=_USE.format(dtype=dtype))
+        made |= {"read_by": "its layout's arithmetic", **shared.figures(found, bound), **told, "note": "; ".join(notes)}
+        card.write(folder, run, made, title=f"torchchat checkpoint, {dtype}", use=_USE.format(dtype=dtype), library="torchchat")
     return made
 
 
@@ -187,7 +191,7 @@ def _settle(folder: Path, tokenizer: Any) -> list[str]:
         if template == _PLAIN:
             notes.append("it has no chat template, which torchchat wants; one that only joins the messages is written")
     settings["chat_template"] = template
-    file.write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    file.write_text(to_json(settings, indent=2) + "\n", encoding="utf-8")
     return notes
 
 

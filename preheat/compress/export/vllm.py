@@ -19,6 +19,7 @@ from torch import nn
 
 from preheat.compress.export import card, shared
 from preheat.compress.export.plain import plain, require
+from preheat.compress.new_folder import NewFolder, require_new
 from preheat.errors import RunError
 from preheat.models.adapter import head
 
@@ -45,23 +46,30 @@ def write(
         RunError: compressed-tensors is not installed; beyond the bound.
     """
     out = Path(out)
-    shared.must_be_new(out)
+    require_new(out, run)
     require("vllm", "compressed_tensors", extra="compressed-tensors")
     bound = shared.bound_of("vllm", dtype, tolerance)
-    with shared.beside(out) as folder:
+    with NewFolder(out) as folder:
         with plain(run, folder, base=base) as model:
             left = pack(model.model.to(torch.bfloat16), 4 if dtype == "int4" else 8, folder)
             for file in model.folder.iterdir():
                 if file.name != "config.json" and file.suffix in (".json", ".jinja") and not (folder / file.name).exists():
                     (folder / file.name).write_bytes(file.read_bytes())
-            found = shared.compare(model.wanted, shared.logits(_load(folder), model.rows), model.rows)
+            again = _load(folder)
+            found = shared.compare(model.wanted, shared.logits(again, model.rows), model.rows)
             shared.refuse_beyond(found, bound, str(out), "use --dtype int8, --to hf, or raise --tolerance")
+            told = model.held.by(again, found)
             notes = list(model.notes)
             if left:
                 notes.append(f"{len(left)} matrices stay in bfloat16: their rows are no whole groups of {GROUP} ({left[0]})")
         made = {"path": str(out), "bytes": shared.size(folder), "dtype": dtype, "merged": model.merged}
-        made |= {"read_by": card.version_of("compressed-tensors"), **shared.figures(found, bound), "note": "; ".join(notes)}
-        card.write(folder, run, made, title=f"compressed-tensors, {dtype}", use="vllm serve .")
+        made |= {
+            "read_by": card.version_of("compressed-tensors"),
+            **shared.figures(found, bound),
+            **told,
+            "note": "; ".join(notes),
+        }
+        card.write(folder, run, made, title=f"compressed-tensors, {dtype}", use="vllm serve .", library="transformers")
     return made
 
 

@@ -6,6 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from preheat.compress.front_matter import front_matter
+from preheat.run import write_asked
+
 __all__ = ["write"]
 
 _USES = {
@@ -34,9 +37,11 @@ def write(folder: Path, whole: Mapping[str, Any], number: int) -> None:
             f"\nAgainst the model that it was made from, over {apart['images']} calibration images: scores differ by at most {apart['largest']:.3g} "
             f"(largest {apart['scale']:.3g}), by {apart['mean']:.3g} in the mean; the first class is the same at {apart['agreement']:.1%}.\n"
         )
-    text = f"""---
-tags: [preheat, image-classification]
----
+    library = {".onnx": "onnx", ".pte": "executorch"}.get(suffix, "transformers")
+    front = front_matter(
+        whole["source"], library=library, pipeline="image-classification", relation="quantized" if suffix else "finetune"
+    )
+    text = f"""{front.yaml}
 
 # {Path(whole["source"]).resolve().name}: {steps[-1]["method"]}
 
@@ -59,9 +64,9 @@ Use:
 {_IMAGE}{_USES[suffix]}
 ```
 
-Written by preheat {version("preheat")}.
+Written by preheat {version("preheat")}. {front.left_out}
 """
-    (folder / "README.md").write_text(text, encoding="utf-8")
+    write_asked(folder / "README.md", text, fix="free some room")
 
 
 def _row(name: str, told: Mapping[str, Any]) -> str:

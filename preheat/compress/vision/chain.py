@@ -12,7 +12,6 @@ The file is that of `preheat compress --recipe` (see preheat/compress/chain.py);
 
 from __future__ import annotations
 
-import json
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -26,12 +25,15 @@ from torch import Tensor
 from preheat.compress import compressing
 from preheat.compress.chain import START, Chain, Step, said_of
 from preheat.compress.export import shared, vision
+from preheat.compress.export.formats import require_settings
 from preheat.compress.export.plain import require
+from preheat.compress.new_folder import NewFolder, require_new
 from preheat.compress.vision import card, training
 from preheat.compress.vision.images import Images, calibration, read_folder
 from preheat.compress.vision.pruning import narrower
 from preheat.errors import RecipeError, RunError, nearest
 from preheat.models.image_classifiers import open_classifier, open_processor, scores
+from preheat.run import to_json, write_asked
 
 __all__ = ["run_chain"]
 
@@ -88,7 +90,7 @@ def run_chain(
         0.972
     """
     out, source = Path(out), Path(source)
-    shared.must_be_new(out)
+    require_new(out, source)
     model, processor = open_classifier(source), open_processor(source)
     for step, place in zip(chain.steps, chain.places, strict=True):
         with said_of(place):
@@ -100,7 +102,6 @@ def run_chain(
     before = training.measure(first, held.labels) | {"parameters": model.num_parameters(), "bytes": _weights(source)}
     timed: dict[str, vision.Scorer] = {"before": _eager(model)}
     told: list[dict[str, Any]] = []
-    out.mkdir(parents=True)
     for number, (step, place) in enumerate(zip(chain.steps, chain.places, strict=True), 1):
         say(f"step {number} of {len(chain.steps)}: {_words(step)}")
         with said_of(place):
@@ -117,7 +118,7 @@ def run_chain(
     whole = {"path": told[-1]["path"], "source": str(source), "data": words, "before": before, "variants": told}
     for number, made in enumerate(told):
         card.write(out / made["name"], whole, number)
-    (out / "compress.json").write_text(json.dumps(whole, indent=1), encoding="utf-8")
+    write_asked(out / "compress.json", to_json(whole, indent=1), fix="free some room; the steps' folders are whole")
     return whole
 
 
@@ -134,6 +135,7 @@ def _require(step: Step, start: Path, model: Any) -> None:
             )
         if step.settings.get("dtype", "float32") not in shared.BOUNDS["vision"]:
             raise RecipeError(f"dtype: {step.settings['dtype']}: an image classifier has {', '.join(shared.BOUNDS['vision'])}")
+        require_settings(step.export, step.settings)
         require(step.export, *_NEEDED[step.export])
     else:
         if step.where_possible:
@@ -204,10 +206,9 @@ def _take(step: Step, number: int, state: _State, out: Path, seed: int, say: Cal
     words = _words(step)
     name = f"{number}-{words.replace(' + ', '-').replace(' ', '-')}"
     made: dict[str, Any] = {"name": name, "method": words, "settings": dict(step.settings), "path": str(out / name)}
-    folder = out / name
     if step.export is not None:
-        folder.mkdir()
-        return made | _export(step, folder / _FILES[step.export], state)
+        with NewFolder(out / name) as folder:
+            return made | _export(step, folder / _FILES[step.export], state)
     if step.compress is not None:
         state.model, made["what"] = narrower(state.model, (pixels for pixels, _ in state.calibration.batches(32)), _share(step))
         training.settle_norms(state.model, state.train)
@@ -227,17 +228,20 @@ def _take(step: Step, number: int, state: _State, out: Path, seed: int, say: Cal
             made["what"] += (
                 f"; {teacher.mixture:.0%} of it from a teacher of {count:,} parameters at temperature {teacher.temperature:g}"
             )
-    state.model.save_pretrained(folder)
-    state.processor.save_pretrained(folder)
     wanted = training.all_scores(state.model, state.held)
-    state.model, state.folder = open_classifier(folder), folder  # what was written is what goes on
-    found = training.all_scores(state.model, state.held)
-    # Up to rounding: weights read from a file may be aligned otherwise, and a convolution then sums in another order.
-    if not torch.allclose(wanted, found, rtol=1e-3, atol=1e-4):
-        raise RunError(
-            f"{folder}: read again, what was written gives other scores than what was made (by {(wanted - found).abs().max():.2g})"
-        )
-    made["after"] = {"parameters": state.model.num_parameters(), "bytes": _weights(folder)}
+    with NewFolder(out / name) as folder:
+        state.model.save_pretrained(folder)
+        state.processor.save_pretrained(folder)
+        again = open_classifier(folder)
+        found = training.all_scores(again, state.held)
+        # Up to rounding: weights read from a file may be aligned otherwise, and a convolution then sums in another order.
+        if not torch.allclose(wanted, found, rtol=1e-3, atol=1e-4):
+            raise RunError(
+                f"{out / name}: read again, what was written gives other scores than what was made (by {(wanted - found).abs().max():.2g})"
+            )
+        bytes_ = _weights(folder)
+    state.model, state.folder = again, out / name  # what was written is what goes on
+    made["after"] = {"parameters": state.model.num_parameters(), "bytes": bytes_}
     return made | {"found": found, "run": _eager(state.model)}
 
 

@@ -103,7 +103,7 @@ class Job:
         for field in fields(self):
             if field.name in _SOME and field.name not in takes and getattr(self, field.name) != field.default:
                 raise RecipeError(
-                    f"{option(field.name)}: --to {target} has no such setting; {_INSTEAD.get(field.name, 'leave it out')}"
+                    f"{option(field.name)}: --scheduler {target} has no such setting; {_INSTEAD.get(field.name, 'leave it out')}"
                 )
         problem = self._problem()
         if problem:

@@ -19,7 +19,7 @@ def write(job: Job) -> str:
         RecipeError: shell lines were asked for, or the folder is one that a worker's own would hide.
     """
     if job.setup:
-        raise RecipeError("--setup: --to ray runs no shell; give the job its environment with ray's runtime_env")
+        raise RecipeError("--setup: --scheduler ray runs no shell; give the job its environment with ray's runtime_env")
     folder = job.folder("/runs")
     if job.out is None or not folder.is_absolute():
         raise RecipeError(

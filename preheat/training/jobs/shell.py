@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import shlex
 
+from preheat import trust
 from preheat.training.jobs.job import Job
 
 __all__ = ["END", "FINISHED", "HERE", "agent", "exports", "quoted", "recipe_lines"]
@@ -71,5 +72,5 @@ def agent(job: Job, *, endpoint: str, first: str, identity: str, recipe: str, ou
         f"  --nnodes {job.nodes} --nproc-per-node {job.processes} --max-restarts {job.restarts} \\",
         f"  --rdzv-backend c10d --rdzv-endpoint {endpoint} --rdzv-id {identity} \\",
         f'  --rdzv-conf "is_host={first},join_timeout=900,read_timeout=300" \\',
-        f"  -m preheat train {recipe} --out {out} --auto-resume",
+        f"  -m preheat train {recipe} --out {out} --auto-resume{f' {trust.OPTION}' if trust.allowed() else ''}",
     ]

@@ -1,0 +1,138 @@
+"""What a checkpoint's files call a model's parameters: by transformers' own conversion of names and values.
+
+Architectures were renamed over the years (GPT-NeoX's head is `embed_out` in the files), and experts stand one by one in the files and
+together in the model. transformers knows all that (`get_model_conversion_mapping`), and its rules are applied here, one parameter at a
+time and only when it is read, so that no second copy of the model is ever in memory.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from copy import deepcopy
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["Names", "Stored"]
+
+
+@dataclass
+class Stored:
+    """How the files hold a parameter, or several that are cut from the same tensors.
+
+    Attributes:
+        first: the name of the parameter, the first of several.
+        converter: transformers' WeightConverter that puts it together; None: one tensor, as it is.
+        parts: keys in the files, by the converter's pattern that each matched.
+    """
+
+    first: str
+    converter: Any = None
+    parts: dict[str, list[str]] = field(default_factory=dict)
+
+    @property
+    def keys(self) -> list[str]:
+        return [key for keys in self.parts.values() for key in keys]
+
+
+class Names:
+    """The parameters that a model can read from files, by name.
+
+    Args:
+        model: with its submodules on any device; only its classes, configuration and names are looked at.
+        keys: of the files' tensors.
+        places: names of the model's parameters, without what adapters put around them.
+    """
+
+    def __init__(self, model: Any, keys: Iterable[str], places: set[str]):
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+
+        self._model, self._places = model, places
+        self._prefix: str = model.base_model_prefix
+        self._read: set[str] = set()
+        self._stored: dict[str, Stored] = {}
+        rules = get_model_conversion_mapping(model)
+        renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
+        converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
+        by_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
+        known: Mapping[str, bool] = dict.fromkeys(places, True)
+        self._keys = sorted(keys, key=dot_natural_key)
+        for key in self._keys:
+            name, pattern = rename_source_key(key, renamings, converters, self._prefix, known)
+            if name not in known and key in known:  # as transformers: a rule that should not have fired
+                name, pattern = rename_source_key(key, [], [], self._prefix, known)
+            if pattern is None:
+                self._stored[name] = Stored(name, None, {"": [key]})
+                continue
+            rule = by_pattern[pattern]
+            stored = self._stored.get(name)
+            if stored is None or stored.converter is None:
+                stored = Stored(name, rule)
+                for target in rule.target_patterns:
+                    self._stored[name.replace(rule.target_patterns[0], target)] = stored
+            stored.parts.setdefault(pattern, []).append(key)
+
+    def find(self, name: str) -> Stored | None:
+        """How the files hold a parameter, under any of the names that it shares; a technique may ask for one that the model lacks."""
+        prefix = f"{self._prefix}."
+        for known in (name, *self._shared(name)):
+            for variant in (known, known.removeprefix(prefix), prefix + known):
+                if (stored := self._stored.get(variant)) is not None:
+                    self._read |= set(stored.keys)
+                    return stored
+        return None
+
+    def need(self, name: str) -> Stored:
+        found = self.find(name)
+        assert found is not None
+        return found
+
+    def value(self, name: str, stored: Stored, tensor: Callable[[str], Tensor]) -> Tensor:
+        """The parameter's value; `tensor(key)` reads from the files."""
+        if stored.converter is None:
+            (key,) = stored.keys
+            return tensor(key)
+        rule = deepcopy(stored.converter)
+        for pattern, keys in stored.parts.items():
+            for key in keys:
+                rule.add_tensor(stored.first, key, pattern, lambda key=key: tensor(key))
+        found = rule.convert(stored.first, model=self._model, config=self._model.config)
+        value = found[name] if name in found else found[next(iter(found))] if len(found) == 1 else found[name]
+        made: Tensor = value[0] if isinstance(value, list) else value
+        return made
+
+    def _shared(self, name: str) -> list[str]:
+        """Other names of the same parameter, by the model's tied weights."""
+        tied: Mapping[str, str] = getattr(self._model, "all_tied_weights_keys", None) or {}
+        source = tied.get(name, name)
+        return [other for other in (source, *(target for target, of in tied.items() if of == source)) if other != name]
+
+    def tied(self) -> Iterator[tuple[str, str]]:
+        """Pairs of names of one parameter that the files hold both, and of which one was not read."""
+        tied: Mapping[str, str] = getattr(self._model, "all_tied_weights_keys", None) or {}
+        for target, source in tied.items():
+            pair = [self._stored.get(name) for name in (target, source)]
+            if all(pair) and any(not set(stored.keys) <= self._read for stored in pair if stored is not None):
+                yield target, source
+
+    def unread(self, model: Any) -> dict[str, str]:
+        """Keys of the files that nothing read, each with its name in the model, but for those that transformers leaves out without a word."""
+        ignored = set(model._keys_to_ignore_on_load_unexpected or ())
+        buffers = [name for name, _ in model.named_buffers()]
+        if any(name.endswith("rotary_emb.inv_freq") for name in buffers):
+            ignored.add(r"rotary_emb\.inv_freq")
+        if any(name.endswith("position_ids") for name in buffers):
+            ignored.add(r"(^|\.)position_ids$")
+        pattern = re.compile("|".join(f"({part})" for part in ignored)) if ignored else None
+        names = {key: stored.first for stored in self._stored.values() for key in stored.keys}
+        return {
+            key: names[key]
+            for key in self._keys
+            if key not in self._read
+            and names[key] not in self._places  # those of a pipeline's other stages are read there
+            and not (pattern and pattern.search(names[key]))
+        }

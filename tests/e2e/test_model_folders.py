@@ -1,0 +1,112 @@
+"""Models and runs of others at the command line: where a base moved to, and whose code runs."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from .conftest import Command
+
+RECIPE = """\
+name: small
+model: {path: base}
+data: {source: rows.jsonl, validation: 0.2, template: alpaca}
+batch: {size: 2, length: 64}
+stop: {steps: 2}
+evaluate: {rows: 2}
+hardware: {threads: 1}
+techniques: {lora: {rank: 2}}
+"""
+CODE = """\
+import pathlib
+pathlib.Path(MARK).touch()
+from transformers import LlamaConfig, LlamaForCausalLM
+class C(LlamaConfig):
+    model_type = "strange"
+class M(LlamaForCausalLM):
+    config_class = C
+"""
+
+
+@pytest.fixture
+def base(preheat: Command, data_folder: Path) -> Path:
+    """A folder with a small model, and a recipe that tunes it."""
+    path = preheat.folder / "base"
+    shutil.copytree(data_folder / "stories260K-hf", path)
+    for file in path.rglob("*"):
+        file.chmod(0o644)
+    rows = [json.dumps({"instruction": f"Say {n}", "output": f"It is {n}."}) for n in range(30)]
+    (preheat.folder / "rows.jsonl").write_text("\n".join(rows))
+    (preheat.folder / "t.yaml").write_text(RECIPE)
+    return path
+
+
+def test_a_run_opens_from_anywhere_and_finds_its_base(preheat: Command, base: Path) -> None:
+    preheat.here("train", "t.yaml", "--out", "run")
+    (preheat.folder / "elsewhere").mkdir()
+    there = Command(preheat.folder / "elsewhere", Path(preheat.environment["PREHEAT_CACHE"]))
+    right = there.here.json("eval", "../run")["loss"]
+    (preheat.folder / "models").mkdir()
+    base.rename(preheat.folder / "models" / "other")
+    error = there.here("eval", "../run", code=1)[1]
+    assert f"its base model is no longer at {base}; name the base's folder with --base" in error
+    assert there.here.json("eval", "../run", "--base", "../models/other")["loss"] == right
+    weights = load_file(preheat.folder / "models/other/model.safetensors")
+    wrong = shutil.copytree(preheat.folder / "models/other", preheat.folder / "wrong")
+    save_file({name: 2 * value for name, value in weights.items()}, wrong / "model.safetensors", metadata={"format": "pt"})
+    assert "--base: ../wrong has other weights" in there.here("generate", "../run", "--base", "../wrong", code=2)[1]
+    # Found by its weights beside the run, not by its name alone.
+    shutil.move(preheat.folder / "models" / "other", preheat.folder / "elsewhere" / "base")
+    shutil.move(wrong, base)
+    shutil.rmtree(base)
+    assert there.here.json("eval", "../run")["loss"] == right
+
+
+def test_a_run_from_somebody_else_runs_no_code(preheat: Command, base: Path) -> None:
+    mark = preheat.folder / "ran"
+    for name in ("configuration_strange", "modeling_strange"):
+        (base / f"{name}.py").write_text(CODE.replace("MARK", repr(str(mark))))
+    settings = json.loads((base / "config.json").read_text())
+    places = {"AutoConfig": "configuration_strange.C", "AutoModelForCausalLM": "modeling_strange.M"}
+    (base / "config.json").write_text(json.dumps(settings | {"model_type": "strange", "auto_map": places}))
+    (preheat.folder / "t.yaml").write_text(RECIPE.replace("path: base", "path: base, trust_remote_code: true"))
+    words = "wants to run its own code ('configuration_strange.C' and 1 more)"
+    for command in (
+        ("plan", "t.yaml"),
+        ("data", "t.yaml"),
+        ("train", "t.yaml", "--out", "run"),
+        ("train", "t.yaml", "--dry-run"),
+    ):
+        assert words in preheat.here(*command, code=2)[1]
+    assert not mark.exists()
+    preheat.here("train", "t.yaml", "--out", "run", "--trust-remote-code")
+    assert mark.exists()
+    mark.unlink()
+    for command in (
+        ("eval", "run"),
+        ("generate", "run", "--prompt", "a"),
+        ("chat", "run"),
+        ("export", "run", "--out", "x"),
+        ("compress", "run", "--method", "int8", "--out", "x"),
+        ("plan", "base"),
+        ("plan", "base", "--inference"),
+    ):
+        assert words in preheat.here(*command, code=2)[1], command
+    assert not mark.exists()
+    out, _ = preheat.here("export", "run", "--out", "x", "--trust-remote-code")
+    assert "carries Python code of the model it came from (configuration_strange.py, modeling_strange.py)" in out
+    assert "carries Python code" in (preheat.folder / "x" / "README.md").read_text()
+
+
+def test_what_a_folder_has_too_many_of_is_a_line(preheat: Command, base: Path) -> None:
+    settings = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps(settings | {"num_hidden_layers": 4}))
+    for command in (("generate", "base", "--prompt", "a", "--tokens", "2"), ("train", "t.yaml", "--out", "run")):
+        error = preheat.here(*command)[1]
+        assert error.count("warning: model.path: ") == 1
+        assert "model.layers.4.input_layernorm.weight" in error
+    assert "model.layers.4" in (preheat.folder / "run" / "changes.json").read_text()

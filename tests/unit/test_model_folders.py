@@ -1,0 +1,254 @@
+"""Model folders are read as transformers reads them: which files, which names; what is left over is named, what is missing or not finite refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from preheat import trust
+from preheat.engine.build import build
+from preheat.errors import PreheatError, RecipeError
+from preheat.foreign import finite
+from preheat.models import adapter
+from preheat.ops.attention import reference_attention
+from preheat.recipe import parse
+from preheat.technique import Build, MaskSpec
+
+from ..conftest import DEVICE
+
+TINY: dict[str, Any] = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+    "vocab_size": 96,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+EXPERTS = {"num_experts_per_tok": 2, "router_aux_loss_coef": 0.0}
+GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 96, "n_positions": 64, "bos_token_id": 1, "eos_token_id": 2}
+
+
+def opened(path: Path, **model: Any) -> Build:
+    return build(
+        parse(f"model: {json.dumps({'path': str(path), **model})}\nstop: {{steps: 1}}\nbatch: {{length: 16}}"),
+        vocabulary=96,
+        device=DEVICE,
+    )
+
+
+def logits_of(made: Build, tokens: torch.Tensor) -> torch.Tensor:
+    model: Any = made.trained[0].eval()
+    places = torch.arange(tokens.shape[1])[None].expand(len(tokens), -1)
+    with torch.no_grad():
+        return adapter.logits(model, adapter.hidden_states(model, tokens, places, MaskSpec(), reference_attention))
+
+
+def saved(model: Any, path: Path, **how: Any) -> Path:
+    model.save_pretrained(path, **how)
+    return path
+
+
+def small(path: Path, **settings: Any) -> Path:
+    torch.manual_seed(0)
+    return saved(transformers.LlamaForCausalLM(transformers.LlamaConfig(**TINY | settings)), path)
+
+
+def changed(path: Path, change: Callable[[dict[str, Any]], Any], name: str = "model.safetensors") -> Path:
+    weights = load_file(path / "model.safetensors")
+    save_file(change(weights) or weights, path / name, metadata={"format": "pt"})
+    return path
+
+
+def configured(path: Path, **settings: Any) -> Path:
+    file = path / "config.json"
+    file.write_text(json.dumps({k: v for k, v in (json.loads(file.read_text()) | settings).items() if v != "leave out"}))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("make", "named"),
+    [
+        (lambda: transformers.GPTNeoXForCausalLM(transformers.GPTNeoXConfig(**TINY)), "embed_out.weight"),
+        (lambda: transformers.MixtralForCausalLM(transformers.MixtralConfig(**TINY, **EXPERTS, num_local_experts=4)), "model.layers.0.block_sparse_moe.experts.3.w2.weight"),
+        (lambda: transformers.Ernie4_5_MoeForCausalLM(transformers.Ernie4_5_MoeConfig(**TINY, moe_num_experts=4, moe_k=2, moe_intermediate_size=16, moe_layer_start_index=0, router_aux_loss_coef=0.0)), "model.layers.1.mlp.experts.3.up_proj.weight"),
+        (lambda: transformers.OlmoeForCausalLM(transformers.OlmoeConfig(**TINY, **EXPERTS, num_experts=4)), "model.layers.0.mlp.experts.0.gate_proj.weight"),
+        (lambda: transformers.GPT2Model(transformers.GPT2Config(**GPT2)), "h.0.attn.c_attn.weight"),  # without the head's prefix
+    ],
+    ids=["gpt_neox", "mixtral", "ernie4_5_moe", "olmoe", "gpt2 without its head"],
+)  # fmt: skip
+def test_weights_under_other_names_give_the_logits_of_transformers(make: Callable[[], Any], named: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    path = saved(make(), tmp_path / "m")
+    assert named in load_file(path / "model.safetensors")
+    tokens = torch.randint(3, 96, (2, 16), generator=torch.Generator().manual_seed(1))
+    plain = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    with torch.no_grad():
+        wanted = plain(input_ids=tokens, use_cache=False).logits
+    made = opened(path)
+    assert torch.allclose(logits_of(made, tokens), wanted, atol=1e-5 * float(wanted.abs().max()))
+    assert made.weights.notes == []
+
+
+def test_only_the_files_that_transformers_reads_are_read(tmp_path: Path) -> None:
+    path = small(tmp_path / "m")
+    right = load_file(path / "model.safetensors")["model.norm.weight"]
+
+    def doubled(weights: dict[str, Any]) -> dict[str, Any]:
+        return {key: 2 * value for key, value in weights.items()}
+
+    changed(path, doubled, "old_model.safetensors")
+    (path / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": {"model.norm.weight": "old_model.safetensors"}})
+    )
+    made = opened(path)
+    assert torch.equal(made.trained[0].model.norm.weight.detach(), right)  # type: ignore[union-attr]
+    assert made.weights.notes == [f"{path}: old_model.safetensors not read; transformers reads model.safetensors"]
+    configured(path, transformers_weights="old_model.safetensors")
+    assert torch.equal(opened(path).trained[0].model.norm.weight.detach(), 2 * right)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda m: (m / "model.safetensors").rename(m / "model.fp16.safetensors"), r"only model.fp16.safetensors, which transformers reads as a variant; rename it"),
+        (lambda m: (m / "model.safetensors").rename(m / "weights.safetensors"), r"has neither model.safetensors nor model.safetensors.index.json.* but weights.safetensors"),
+        (lambda m: (m / "model.safetensors").rename(m / "shard-00000-model-00001-of-00001.safetensors"), r"a distributed checkpoint"),
+        (lambda m: (m / "model.safetensors").rename(m / "pytorch_model.bin"), r"pytorch_model.bin is a pickle, which preheat does not open"),
+        (lambda m: index(m, {"a": "../other.safetensors"}), r"names '../other.safetensors', which stands outside the folder"),
+        (lambda m: index(m, {"a": 5}), r"names '5'|not in the folder"),
+        (lambda m: index(m, {str(n): f"model-{n}.safetensors" for n in range(5)}), r"names model-0.safetensors, model-1.safetensors, model-2.safetensors and 2 more, not in the folder"),
+        (lambda m: index(m, []), r"has no weight_map"),
+        (lambda m: configured(m, transformers_weights="/etc/model.safetensors"), r"stands outside the folder"),
+        (lambda m: (m / "model.safetensors").write_bytes(b"\x08"), r"not a whole safetensors file"),
+        (lambda m: changed(m, lambda w: {k: v for k, v in w.items() if "norm" not in k}), r"lacks model.layers.0.input_layernorm.weight, .* and 2 more \(5 of the model's parameters\)"),
+        (lambda m: changed(m, lambda w: w | {"model.norm.weight": torch.ones(31)}), r"model.norm.weight is \(31,\) in model.safetensors but \(32,\) by config.json"),
+        (lambda m: changed(m, lambda w: w | {"model.norm.weight": torch.full((32,), float("nan"))}), r"model.norm.weight holds 32 values that are not finite"),
+        (lambda m: changed(m, lambda w: w | {"lm_head.weight": (w["lm_head.weight"] / 0).half()}), r"lm_head.weight holds .* not finite"),
+        (lambda m: configured(m, tie_word_embeddings=True), r"other values of lm_head.weight than of model.embed_tokens.weight, which its config.json ties"),
+    ],
+)  # fmt: skip
+def test_a_folder_that_cannot_be_read_whole_is_refused(change: Callable[[Path], Any], words: str, tmp_path: Path) -> None:
+    path = small(tmp_path / "m")
+    change(path)
+    with pytest.raises(RecipeError, match=words) as found:
+        opened(path)
+    assert len(str(found.value)) < 600
+    assert "\n" not in str(found.value)
+
+
+def index(path: Path, places: Any) -> None:
+    (path / "model.safetensors").unlink()
+    (path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
+
+
+def test_what_the_model_does_not_have_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = changed(small(tmp_path / "m"), lambda w: w | {f"model.layers.{n}.self_attn.q_proj.bias": torch.ones(32) for n in (0, 1)} | {"model.rotary_emb.inv_freq": torch.ones(4)})  # fmt: skip
+    configured(path, num_hidden_layers=1)
+    (note,) = opened(path).weights.notes
+    assert "model.layers.0.self_attn.q_proj.bias, model.layers.1.input_layernorm.weight" in note
+    assert "and 8 more not used (11 tensors)" in note
+    assert note in caplog.text  # which the command line shows
+    tied = changed(small(tmp_path / "tied", tie_word_embeddings=True), lambda w: w | {"lm_head.weight": w["model.embed_tokens.weight"].clone()})  # fmt: skip
+    assert opened(tied).weights.notes == []  # the same values twice are no fault
+    headed = changed(tied, lambda w: {k: v for k, v in w.items() if "embed_tokens" not in k})
+    assert opened(headed).weights.notes == []  # transformers ties from whichever is there
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu", "bfloat16", "float64"])
+def test_values_of_any_dtype_are_looked_at(dtype: str) -> None:
+    good = torch.tensor([0.5, 1.0, 2.0]).to(getattr(torch, dtype))
+    assert finite(good, "a", Path("f"), "model.path") is good
+    bad = good.float()
+    bad[1] = float("nan")
+    with pytest.raises(RecipeError, match="holds 1 values that are not finite"):
+        finite(bad.to(getattr(torch, dtype)), "a", Path("f"), "model.path")
+    huge = torch.tensor([3e38, -3e38])
+    assert finite(huge, "a", Path("f"), "model.path") is huge
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"model_type": "leave out"}, r"config.json does not say its model_type"),
+        ({"model_type": ["llama"]}, r"has model_type \['llama'\]"),
+        ({"hidden_size": None}, r"hidden_size: must be a whole number above 0, got None"),
+        ({"num_attention_heads": "8"}, r"num_attention_heads: must be a whole number above 0, got '8'"),
+        ({"num_key_value_heads": 3}, r"num_key_value_heads: 3 does not divide num_attention_heads 4"),
+        ({"num_hidden_layers": 10**30}, r"num_hidden_layers: 1000.* is more than any model has"),
+        ({"intermediate_size": "wide"}, r"intermediate_size"),
+        ({"hidden_act": "nope"}, r"nope"),
+        ({"rope_parameters": {"rope_type": "su", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [1.0] * 4}}, r"rope"),
+        ({"rope_parameters": [1]}, r"config.json: "),
+    ],
+)  # fmt: skip
+def test_a_configuration_that_contradicts_itself_ends_in_one_line(settings: Any, words: str, tmp_path: Path) -> None:
+    with pytest.raises(PreheatError, match=words) as found:
+        opened(configured(small(tmp_path / "m"), **settings))
+    assert "\n" not in str(found.value)
+    assert len(str(found.value)) < 600
+
+
+@pytest.mark.parametrize("text", [b"", b"[1]", b"null", b"\xff\xfe", b'{"model_type": "lla', b'{"a":' * 9000])
+def test_a_configuration_that_is_no_object_ends_in_one_line(text: bytes, tmp_path: Path) -> None:
+    path = small(tmp_path / "m")
+    (path / "config.json").write_bytes(text)
+    with pytest.raises(RecipeError, match=r"config.json: (is no JSON|holds no JSON object)"):
+        opened(path)
+
+
+def test_dropout_of_published_configurations_is_off_and_said(tmp_path: Path) -> None:
+    path = saved(transformers.GPT2LMHeadModel(transformers.GPT2Config(**GPT2)), tmp_path / "m")
+    made = opened(path)
+    (change,) = made.changes["dropout"]
+    assert "attn_pdrop 0.1, embd_pdrop 0.1, resid_pdrop 0.1" in change.what
+    assert not any(module.p for module in made.trained[0].modules() if isinstance(module, torch.nn.Dropout))
+    again = opened(path, config={"resid_pdrop": 0.1})
+    assert {module.p for module in again.trained[0].modules() if isinstance(module, torch.nn.Dropout)} == {0.0, 0.1}
+
+
+@pytest.mark.parametrize(
+    ("kind", "config"),
+    [
+        ("FalconForCausalLM", lambda: transformers.FalconConfig(vocab_size=96, hidden_size=32, num_hidden_layers=1, num_attention_heads=2)),
+        ("GPTNeoXJapaneseForCausalLM", lambda: transformers.GPTNeoXJapaneseConfig(vocab_size=96, hidden_size=32, num_hidden_layers=1, num_attention_heads=2)),
+        ("OpenAIGPTLMHeadModel", lambda: transformers.OpenAIGPTConfig(**GPT2)),
+    ],
+)  # fmt: skip
+def test_models_that_attend_by_themselves_are_refused(kind: str, config: Callable[[], Any]) -> None:
+    with pytest.raises(RecipeError, match=rf"{kind} of transformers attends inside its own layers"):
+        adapter.build_on_meta(config())
+
+
+def test_code_runs_by_consent_alone(tmp_path: Path) -> None:
+    path = configured(small(tmp_path / "m"), model_type="strange", auto_map={"AutoConfig": "configuration_strange.C", "AutoModelForCausalLM": "modeling_strange.M"})  # fmt: skip
+    mark = tmp_path / "ran"
+    text = f"import pathlib\npathlib.Path({str(mark)!r}).touch()\nfrom transformers import LlamaConfig, LlamaForCausalLM\n"
+    text += 'class C(LlamaConfig):\n    model_type = "strange"\nclass M(LlamaForCausalLM):\n    config_class = C\n'
+    for name in ("configuration_strange", "modeling_strange"):
+        (path / f"{name}.py").write_text(text)
+    for asks in (False, True):
+        with pytest.raises(RecipeError, match=r"model.path: .* wants to run its own code.*--trust-remote-code"):
+            opened(path, trust_remote_code=asks)
+    assert not mark.exists()
+    with trust.trusting(True):
+        opened(path)
+    assert mark.exists()
+    assert not trust.allowed()
+    # Where transformers has a class, a folder's code is wanted by a recipe alone.
+    mark.unlink()
+    configured(path, model_type="llama")
+    opened(path)
+    with pytest.raises(RecipeError, match=r"wants to run its own code"):
+        opened(path, trust_remote_code=True)
+    assert not mark.exists()

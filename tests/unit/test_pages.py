@@ -1,0 +1,295 @@
+"""No page obeys, or is broken by, what a file holds: text of any length and content, numbers of any size, missing keys."""
+
+import copy
+import itertools
+import json
+import math
+import random
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from preheat.errors import RunError
+from preheat.report import bench_page, compress_page, data_page, figures, inference_page, net_page, page, plan_page, plots
+from preheat.run import Writer
+
+HOSTILE = (
+    '"</title></pre></td><script>alert(1)</script><img src=x onerror="alert(2)">\x1b[31m\x00\u202e\ud800'
+    + "w" * 1_000_000
+    + "'\">"
+)
+SPREAD = {"value": 2.0, "low": 1.5, "high": 2.5}
+SMALL = {"peak_gib": 0.02, "tokens_per_second": 4000.0}
+
+
+def bench_row(name: str) -> dict[str, Any]:
+    return {"name": name, "techniques": ["lora"], "failed": "", "predicted": SMALL, **SMALL, "speeds": [1.0, 2.0], "spread": [1.0, 2.0], "ratio": 1.0, "ratio_spread": [1.0, 1.0],
+            "startup_seconds": 1.0, "loss": 5.0, "gradient_cosine": None}  # fmt: skip
+
+
+SIDE = {"perplexity": 75.8, "bytes": 5000, "tokens": 9, "prompt_tokens": 7, "first_token_seconds": 0.1, "decode_tokens_per_second": 10.0}  # fmt: skip
+CATEGORIES = dict.fromkeys(("parameters", "gradients", "optimizer", "activations", "temporary", "overhead"), 0.01)
+PAGES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "bench": (
+        bench_page._page,
+        {"name": "n", "steps": 3, "repeats": 2, "verdicts": [{"technique": "lora", "within_noise": True, "words": "v"}], "rows": [*map(bench_row, ("plain", "all", "without lora")), {"name": "x", "failed": "why"}]},
+    ),
+    "compress": (
+        compress_page._page,
+        {"source": "s", "texts": "t", "calibration_rows": 1, "chosen": "int8", "chosen_because": "b",
+         "variants": [{"name": "int8", "what": "w", "before": SIDE, "after": SIDE, "perplexity_rise": 0.1, "max_logit_difference": 0.1, "top_1_agreement": 1.0}]},
+    ),
+    "data": (
+        data_page._page,
+        {"name": "n", "blocked": ["b"], "preflight": ["p"], "template": "t", "layout": "text, l",
+         "packing": {"documents": 1, "tokens": 9, "trained": 9, "rows": 1, "length": 8, "efficiency": 1.0, "cut": 0, "duplicates": 0},
+         "counts": {"read": 1, "dropped": {"d": 1}, "validation": {"documents": 0}, "sources": [{"source": "s", "layout": "l", "read": 1, "tokens": 9, "weight": 1.0, "dropped": {"d": 1}}]},
+         "lengths": {"longest": 9, "median": 9, "longer_than_a_row": 0, "bars": [{"from": 1, "to": None, "count": 1}]},
+         "examples": [{"row": 0, "compared": False, "padding": 3, "documents": [{"spans": [["a", True, 1], ["b", False, 1]], "tokens": 2, "trained": 1, "label": "l"}]}]},
+    ),
+    "inference": (
+        inference_page._page,
+        {"machine": {"name": "m"}, "batches": [1], "lengths": [32], "tokens": 4, "repeats": 3,
+         "models": [{"name": "a", "parameters": 5, "weights_bytes": 9, "dtype": "float32", "loss": 5.0, "startup_seconds": 1.0, "beyond_weights_gib": 0.1, "failed": ""},
+                    {"name": "b", "failed": "why"}],
+         "rows": [{"name": "a", "rows": 1, "length": 32, "first_token_seconds": SPREAD, "prefill_tokens_per_second": SPREAD, "decode_tokens_per_second": SPREAD, "ratio": SPREAD,
+                   "first_token_ratio": SPREAD, "tokens_per_pass": 1.0, "cache_bytes": 9, "cache_predicted_bytes": 9.0, "same_text": 1.0}]},
+    ),
+    "net": (
+        net_page._page,
+        {"devices": 2, "hosts": 1, "backend": "gloo", "hardware": "h", "torch": "2", "expected": {"in_host": 1e9, "between_hosts": None, "share": {"all_reduce": 0.5}},
+         "rows": [{"collective": "all_reduce", "bytes": 1024, "seconds": 0.1, "low": 0.1, "high": 0.2, "algorithm_bandwidth": 1e6, "bus_bandwidth": 1e6}],
+         "pairs": [{"kind": "k", "ranks": [0, 1], "hosts": ["h", "h"], "latency": 0.1, "bandwidth": 1e6}]},
+    ),
+    "plan": (
+        plan_page._page,
+        {**SMALL, "recipe": {"name": "n"}, "recipe_text": "name: n", "device": {"name": "d"}, "devices": 1, "fits": True, "available_gib": 0.03, "numerics": "exact", "chosen": "c",
+         "searched": {"candidates": 3, "looked_at": 2, "confirmed": True}, "parameters": {"total": 9, "trained": 9}, "cost": None, "energy": None, "peak_phase": "forward",
+         "seconds_per_step": 0.1, "tokens_per_step": 9, "mfu": 0.1, "matrix_rate": 1e12, "seconds_total": 5.0, "steps": 7, "memory": CATEGORIES, "export": None,
+         "phase_memory": {"forward": CATEGORIES}, "phases": {"forward": 0.02}, "overhead": {"context": 0.1}, "overhead_sources": {"context": "s"},
+         "alternatives": [{"what": "a", **SMALL, "gives_up": "g"}], "rejected": [{"recipe": "r", "reason": "w"}],
+         "figures": {"timeline": {"phases": [(0, "forward")], "bytes": [(0, 0.01), (1, 0.02)]}, "roofline": {"peak": 1e12, "bandwidth": 1e9, "points": [{"operator": "o", "intensity": 5.0, "flops": 1e10, "share": 1.0}]},
+                     "guesses": [{"what": "g; 1 row", "peak_gib": 0.2, "tokens_per_second": 4100.0}],
+                     "pareto": [{"what": "p; 1 row", **SMALL, "fits": True, "best": True}, {"what": "q; 1 row", "peak_gib": 0.04, "tokens_per_second": 1.0, "fits": False, "best": False}]}},
+    ),
+}  # fmt: skip
+# Text that the pages look up, and no user writes.
+OURS = {"plain", "all", "without lora", "exact", "forward", "all_reduce", "int8", "lora"}
+
+
+def spoiled(value: Any) -> Any:
+    """The same data with hostile text for every text that a file or a name may hold."""
+    if isinstance(value, dict):
+        return {key: spoiled(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [spoiled(item) for item in value]
+    return HOSTILE if isinstance(value, str) and value and value not in OURS else value
+
+
+class Tags(HTMLParser):
+    def __init__(self, source: str):
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.open: list[str] = []
+        self.feed(source)
+
+    def handle_starttag(self, tag: str, attrs: Any) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in ("meta", "br"):
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: Any) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def harmless(source: str) -> None:
+    found = Tags(source)
+    assert not found.open, "every element is closed"
+    assert not {tag for tag, _ in found.tags} & {"script", "img", "link", "iframe"}
+    assert not [name for _, attributes in found.tags for name in attributes if name.startswith("on")]
+    assert not re.search("[\x00-\x08\x0b-\x1f\x7f\u202e\ud800-\udfff]", source)
+    assert len(source) < 1_000_000
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_a_page_shows_any_text_and_obeys_none(name: str) -> None:
+    draw, data = PAGES[name]
+    harmless(draw(copy.deepcopy(data)))
+    harmless(draw(spoiled(data)))
+
+
+VALUES = [None, True, 0, -1, 10**400, 1e300, -1e-300, math.nan, math.inf, "", "x", HOSTILE, [], [None], [[1]], {}, {"a": {"b": None}}, {"value": "x"}]  # fmt: skip
+
+
+def run_files(path: Path) -> dict[str, Any]:
+    """A run of a few steps, and the documents of its files."""
+    writer = Writer(path)
+    recipe = {"name": "n", "seed": 1, "model": {"path": "m"}, "data": {"source": ["a", {"source": "b"}], "validation": 0.1}, "batch": {"size": 2, "length": 8}, "optimizer": {"lr": 1e-3},
+              "schedule": {"kind": "wsd", "warmup": 0.1}, "stop": {"steps": 3, "hours": 1}, "techniques": {"lora": {}, "gradient_accumulation": {"steps": 2}}}  # fmt: skip
+    writer.text("recipe.yaml", json.dumps(recipe))
+    parts = {"metrics": {"loss": {"value": 4.5, "low": 4.0, "high": 5.0}}, "rows": 7, "truncated": 1}
+    tasks = {"needle": {**parts, "parts": [{"length": 8, "depth": 0.5, "value": 0.5}]}, "places": {**parts, "parts": [{"start": 0, "end": 4, "value": 2.0, "low": 1.0, "high": 3.0}]}}  # fmt: skip
+    documents = {
+        "plan.json": {**SMALL, "available_gib": 8.0, "memory": CATEGORIES, "phases": {"forward": 0.02}, "parameters": {"total": 9, "trained": 9}, "steps": 3, "mfu": 0.1},
+        "changes.json": {"lora": [{"what": "w", "count": 2, "kernel": "k"}]},
+        "environment.json": {"device": "cpu", "processes": 2, "threads": 1, "machine": {"device": "d", "memory_gib": 3.0}, "command": "c"},
+        "evaluation.json": {"step": 3, "before": {"texts": {"v": parts}}, "after": {"texts": {"v": parts}, "tasks": tasks}, "difference": {"texts": {"v": parts}}},
+        "metrics": [{"step": n, "loss": 3.0 / n, "lr": 1e-3, "gradient_norm": 1.0, "tokens": n, "tokens_per_second": 5.0, "memory": 2**20, "elapsed": 1.0, "expert_loads": [1.0, 2.0]} for n in (1, 2, 3)],
+        "evaluations": [{"step": n, "validation_loss": 3.0, "forgetting_loss": 2.0, "tasks": {"t": {"accuracy": 0.5}}} for n in (0, 3)],
+        "events": [{"kind": "started"}, {"kind": "baseline", "vocabulary": 9, "unigram": 3.0}, {"kind": "rung", "step": 1, "set": ["batch.size=1"], "took": ["t"], "where": "w", "was_gib": 1.0, "peak_gib": 0.5},
+                   {"kind": "sample", "prompt": "p", "text": "t"}, {"kind": "sample", "step": 0, "prompt": [{"role": "user", "content": "hi"}], "text": "u"},
+                   {"kind": "measured", **SMALL, "spread": [1, 2]}, {"kind": "checkpoint", "step": 3, "seconds": 0.5}, {"kind": "finished", "steps": 3, "loss": 1.0}],
+    }  # fmt: skip
+    writer.close()
+    return documents
+
+
+def mutated(value: Any, chance: float, random: random.Random) -> Any:
+    """The same data with some values replaced by those that no one expects, and some keys left out."""
+    if random.random() < chance:
+        return random.choice(VALUES)
+    if isinstance(value, dict):
+        return {key: mutated(item, chance, random) for key, item in value.items() if random.random() > chance / 2}
+    return [mutated(item, chance, random) for item in value] if isinstance(value, list) else value
+
+
+def damaged(path: Path, seed: int, chance: float = 0.12) -> None:
+    """Writes a run whose files hold JSON, but not what a run writes; lines stay what the reader takes: with a step, a kind."""
+    rng = random.Random(seed)
+    documents = run_files(path)
+    recipe = mutated(json.loads((path / "recipe.yaml").read_text()), chance, rng)
+    (path / "recipe.yaml").write_text(json.dumps(recipe if rng.random() > 0.1 else [recipe]))
+    for name in ("plan.json", "changes.json", "environment.json", "evaluation.json"):
+        if rng.random() > 0.1:
+            (path / name).write_text(json.dumps(mutated(documents[name], chance, rng)))
+    for file, key, names in (("events.jsonl", "kind", ("events",)), ("metrics.jsonl", "step", ("metrics", "evaluations"))):
+        lines = []
+        for name in names:
+            for line in documents[name]:
+                changed = {k: mutated(v, chance, rng) for k, v in line.items() if k != key and rng.random() > chance / 2}
+                required = {"loss": changed.get("loss", 1.0)} if name == "metrics" else {"time": rng.choice([5.0, 1e300, "x"])}
+                if name == "evaluations":
+                    required = {}
+                    changed.pop("loss", None)
+                lines.append(json.dumps({key: line[key], **required, **changed}))
+        (path / file).write_text("".join(f"{line}\n" for line in lines))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_report_is_drawn_of_whatever_a_run_holds(tmp_path: Path, seed: int) -> None:
+    damaged(tmp_path / "run", seed)
+    collected = figures.collect(tmp_path / "run")
+    harmless(page.render(collected))
+
+
+def test_a_report_begins_with_what_was_asked_for(tmp_path: Path) -> None:
+    documents = run_files(tmp_path / "run")
+    for name in ("plan.json", "environment.json"):
+        (tmp_path / "run" / name).write_text(json.dumps(documents[name]))
+    source = page.render(figures.collect(tmp_path / "run"))
+    head = source[: source.index("<section")]
+    shown = dict(re.findall(r"<dt>([^<]*)</dt><dd>([^<]*)</dd>", head[head.index('class="setup"') :]))
+    assert {key: text.replace("\u00a0", " ") for key, text in shown.items()} == {
+        "Model": "m",
+        "Data": "a and b, 10 % held out",
+        "Batch of a step": "2 sequences, 16 tokens, in 2 micro-batches",
+        "Sequence length": "8 tokens",
+        "Learning rate": "0.001, wsd after 10 % warm-up",
+        "Steps": "3, stop.hours 1",
+        "Seed": "1",
+        "Techniques": "lora, gradient_accumulation",
+        "Device": "d, 2 processes, 1 thread",
+    }
+
+
+def test_a_table_has_one_unit_and_no_names_of_json_keys(tmp_path: Path) -> None:
+    documents = run_files(tmp_path / "run")
+    for name in ("plan.json", "changes.json", "environment.json", "evaluation.json"):
+        (tmp_path / "run" / name).write_text(json.dumps(documents[name]))
+    (tmp_path / "run/events.jsonl").write_text("".join(json.dumps({"time": 5.0, **e}) + "\n" for e in documents["events"]))
+    (tmp_path / "run/metrics.jsonl").write_text("".join(json.dumps(m) + "\n" for m in documents["metrics"]))
+    source = page.render(figures.collect(tmp_path / "run"))
+    cells = re.findall('<td class="n">(.*?)</td>', source)
+    assert len(cells) > 20
+    assert not [cell for cell in cells if re.search("[KMG]iB", cell)], "the unit is in the head of the column"
+    text = re.sub("<[^>]*>", " ", source[: source.index("<details>")])
+    assert not re.findall(r"\b(?:peak_gib|tokens_per_second|seconds_per_step|memory_gib|validation_loss|was_gib)\b", text)
+    assert "not recorded" not in text
+
+
+@pytest.mark.parametrize("command", [bench_page.write_bench, compress_page.write_compress, inference_page.write_inference])
+def test_a_file_of_figures_that_lacks_a_key_is_one_line(tmp_path: Path, command: Any) -> None:
+    name = {"write_bench": "bench", "write_compress": "compress", "write_inference": "inference"}[command.__name__]
+    for text in ("[]", "null", "{}", '{"rows": null}', '{"cut', "\xff"):
+        (tmp_path / f"{name}.json").write_bytes(text.encode("latin-1"))
+        with pytest.raises(RunError, match=rf"{name}\.json: is damaged") as caught:
+            command(tmp_path)
+        assert "\n" not in str(caught.value)
+
+
+RANGES = [(0, 1), (0, 1e-9), (1e-9, 1.001e-9), (0, 3e12), (-5, -4.999), (-1e-5, 1e-5), (7, 7), (0, 0), (75.80, 75.86), (1234.5, 1234.6), (-3, 1e6), (1e12, 1e12 + 8), (0.003, 0.0031), (-1e-300, 1)]  # fmt: skip
+
+
+@pytest.mark.parametrize("logarithmic", [False, True])
+@pytest.mark.parametrize(("low", "high"), RANGES)
+def test_ticks_differ_and_say_where_they_are(low: float, high: float, logarithmic: bool) -> None:
+    from matplotlib.figure import Figure
+
+    if logarithmic and low <= 0:
+        pytest.skip("a logarithm of nothing")
+    axes = Figure().add_subplot()
+    if logarithmic:
+        axes.set_yscale("log")
+    axes.plot([0, 1], [low, high])
+    plots.ticks(axes.yaxis)
+    bottom, top = axes.get_ylim()
+    places = [v for v in axes.yaxis.get_major_locator()() if bottom <= v <= top]
+    labels = axes.yaxis.get_major_formatter().format_ticks(places)
+    assert len(places) >= 2
+    assert len(set(labels)) == len(labels)
+    gap = min(b - a for a, b in itertools.pairwise(places))
+    for label, place in zip(labels, places, strict=True):
+        assert abs(float(label.replace(",", "").replace("\u2212", "-")) - place) < gap / 10
+        assert label != "\u22120"
+
+
+def test_labels_of_a_few_ranges() -> None:
+    assert plots.tick_labels([0.0, 0.0025, 0.005]) == ["0", "0.0025", "0.005"]
+    assert plots.tick_labels([0.0, 20000.0]) == ["0", "20,000"]
+    assert plots.tick_labels([-0.0, -2e-5]) == ["0", "\u22122e-5"]
+    assert plots.tick_labels([75.80, 75.82]) == ["75.8", "75.82"]
+
+
+def test_no_mark_is_clipped_by_the_frame_and_any_name_can_be_drawn() -> None:
+    lines = [plots.Curve(HOSTILE, [1, 8], [0.0, 5.0], style="points"), plots.Curve("汉字 $x_$", [0], [3.0], style="named")]
+    drawing = plots.curves("x", lines, "what it shows", from_zero=True)
+    marks = re.findall(r"<g[^>]*clip-path[^>]*>\s*<use", drawing)
+    assert drawing.count("<use") >= 2
+    assert not marks
+    assert "汉字 $x_$" in drawing
+    plots.by_size("y", lines[:1], "sizes", format=str)
+    plots.spans("z", [plots.Span(HOSTILE, 0, 1, "series-1"), plots.Span("none", 1, 1 - 1.5e-05, "series-2")], "w", unit="GiB")
+    assert "1.5e-05" not in plots.spans(
+        "z", [plots.Span("a", 0, 1, "ink"), plots.Span("b", 1, 1 - 1.5e-05, "ink")], "w", unit="GiB"
+    )
+
+
+def test_a_planned_recipe_says_what_differs_from_the_defaults() -> None:
+    from types import SimpleNamespace
+
+    from preheat import recipe as recipes
+    from preheat.cli.planned import recipe_text
+
+    text = "name: n\nmodel:\n  size: 15M\nbatch:\n  length: 64\nstop:\n  steps: 3\ntechniques:\n  lora:\n    rank: 4\n  chunked_loss: {}\n"
+    recipe = recipes.parse(text)
+    question: Any = SimpleNamespace(checkpoint=None)
+    said = recipe_text({"recipe": recipes.as_values(recipe)}, question)
+    assert "".join(line for line in said.splitlines(keepends=True) if not line.lstrip().startswith("#")) == text
+    recipe, question = recipes.parse("model: {preset: gpt2}\nstop: {steps: 1}"), SimpleNamespace(checkpoint="org/model")
+    assert recipes.parse(recipe_text({"recipe": recipes.as_values(recipe)}, question)).model.path == "org/model"

@@ -1,0 +1,55 @@
+"""preheat from Python: its names, what importing prints, and what a run tells."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import preheat
+from preheat.training.watch import Logged
+
+
+def test_dir_lists_the_public_names():
+    assert set(preheat.__all__) <= set(dir(preheat))
+    assert all(callable(getattr(preheat, name)) for name in preheat.__all__)
+
+
+def test_a_plan_and_a_run_from_python(tmp_path: Path):
+    """In a process of its own: nothing but the run's own lines is printed, importing included."""
+    code = """
+import preheat
+recipe = preheat.load_recipe("r.yaml")
+preheat.plan(recipe)
+print("planned")
+preheat.train(recipe, out="told")
+preheat.train(recipe, out="silent", progress=False)
+"""
+    (tmp_path / "text").mkdir()
+    for number in range(40):
+        (tmp_path / "text" / f"{number}.txt").write_text(f"This is text {number}, of a few short words. " * 20)
+    (tmp_path / "r.yaml").write_text(
+        "{name: r, model: {layers: 1, width: 32, heads: 2}, data: {source: text, vocabulary: 300, validation: 0.2}, "
+        "batch: {size: 2, length: 32}, stop: {steps: 3}, hardware: {threads: 1}}"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"}
+    )  # fmt: skip
+    assert done.stdout == "planned\n"
+    lines = [line for line in done.stderr.splitlines() if "measuring this machine" not in line]
+    assert lines[0] == "reading data"
+    assert [line.split(":")[0] for line in lines if line.startswith("step")] == ["step 1 of 3", "step 3 of 3", "step 3"]
+    assert all(line.startswith(("reading", "planning", "planned: ", "building", "training", "step ")) for line in lines), lines
+
+
+def test_a_logger_of_the_users_own_gets_the_lines(caplog: pytest.LogCaptureFixture):
+    caplog.set_level(logging.INFO, "preheat.run")
+    watch = Logged()
+    watch.stage("reading data")
+    watch.step({"step": 1, "loss": 2.0, "tokens_per_second": 1234.0}, 9)
+    watch.alarm("look here")
+    assert caplog.messages == ["reading data", "step 1 of 9: loss 2.0000, 1,234 tokens/s", "look here"]
