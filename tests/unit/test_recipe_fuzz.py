@@ -244,3 +244,29 @@ def test_a_thousand_mutated_recipes_are_read_or_refused(tmp_path: Path) -> None:
         assert ended.returncode in (0, 2, 3, 4), (n, ended.stderr[-2000:])
         assert "Traceback" not in ended.stderr, ended.stderr[-2000:]
         assert ended.returncode == 0 or len(ended.stderr.strip().splitlines()) <= 11, ended.stderr
+
+
+def test_a_wrong_recipe_is_told_before_torch_is_imported(tmp_path: Path) -> None:
+    """One process, all commands that take a recipe: none of them has imported torch by the time it says what is wrong."""
+    (tmp_path / "r.yaml").write_text(BASE + "learning_rate: 1\n")
+    program = """if True:
+        import sys
+        from preheat.cli import main
+        for command in (
+            ["plan", "r.yaml"], ["plan", "r.yaml", "--gpu", "H100"], ["data", "r.yaml"], ["train", "r.yaml", "--out", "o"],
+            ["train", "r.yaml", "--dry-run"], ["train", "r.yaml", "--nproc", "2"], ["bench", "r.yaml", "--ablate"],
+            ["bench", "r.yaml", "--techniques", "lora"], ["bench", "r.yaml"], ["launch", "r.yaml", "--scheduler", "slurm"],
+            ["demo", "--set", "learning_rate=1"],
+        ):
+            try:
+                main(command)
+            except SystemExit as ended:
+                assert ended.code == 2, (command, ended.code)
+            assert "torch" not in sys.modules, command
+    """
+    ended = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    lines = ended.stderr.strip().splitlines()
+    assert len(lines) == 11
+    assert sum("'optimizer.lr'" in line for line in lines) == 10, ended.stderr
+    assert not (tmp_path / "o").exists()
