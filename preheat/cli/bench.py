@@ -59,11 +59,7 @@ def bench(
     `preheat bench runs/mine compressed/mine --inference --variant cache=int8`.
     """
     from preheat import recipe as recipes
-    from preheat.bench.compare import ablation, chosen
-    from preheat.bench.compare import bench as run
-    from preheat.cli.show import console, emit
     from preheat.errors import RecipeError
-    from preheat.report import write_bench
 
     if inference:
         if ablate or techniques or device:
@@ -90,6 +86,11 @@ def bench(
     if ablate == bool(techniques):
         raise RecipeError("bench: say what to compare: --ablate, or --techniques A,B,C")
     made = recipes.load(recipe, [*(set or []), *([f"hardware.device={device}"] if device else [])])
+    from preheat.bench.compare import ablation, chosen  # they import torch, and a recipe that is wrong is told before
+    from preheat.bench.compare import bench as run
+    from preheat.cli.show import console, emit
+    from preheat.report import write_bench
+
     contenders = ablation(made) if ablate else chosen(made, [n.strip() for n in (techniques or "").split(",") if n.strip()])
     folder = out or Path("bench") / made.name
     screen = console()

@@ -74,6 +74,7 @@ def sampling(overrides: Sequence[str] = (), **values: Any) -> Sample:
     from preheat.errors import RecipeError
     from preheat.recipe.boundary import RecipeReader
     from preheat.recipe.text import compose
+    from preheat.text import shorten
 
     asked = {}
     for item in overrides:
@@ -81,7 +82,7 @@ def sampling(overrides: Sequence[str] = (), **values: Any) -> Sample:
         name = key.strip().removeprefix("sample.")
         if not equals or name == key.strip() or name == "prompts":
             raise RecipeError(f"--set {item}: here it sets how text is written, e.g. --set sample.cache=int8")
-        asked[name] = compose(raw, f"--set {item}")[0]
+        asked[name] = compose(raw, f"--set {shorten(item)}", numbered=False)[0]
     reader = RecipeReader("--set", {})
     made: Sample = reader.flat(Sample, {**values, **asked}, ("sample",))
     reader.refuse()

@@ -35,7 +35,7 @@ from preheat.models.adapter import require_decoder_only
 from preheat.recipe import Bound, Model, Recipe, Sample, Stop
 from preheat.recipe.boundary import RecipeReader
 from preheat.recipe.parts import folder_name_problem
-from preheat.recipe.text import compose
+from preheat.recipe.text import read
 from preheat.run import to_json, write_asked
 from preheat.technique import Slot, Stage, Tag, Technique, clashes_of
 from preheat.training.opened import open_model
@@ -104,7 +104,7 @@ def load_chain(path: str | Path) -> Chain:
                 f"--recipe {path}: no such file, and no built-in chain of that name; {nearest(str(path), list(known))}"
             )
         file = known[str(path)]
-    values, lines = compose(file.read_text(encoding="utf-8"), str(path))
+    values, lines = read(file, str(path))
     if not isinstance(values, Mapping) or not isinstance(values.get("chain"), list) or not values["chain"]:
         raise RecipeError(f"{path}: is no chain: it has no list of steps under `chain`; preheat recipes show edge shows one")
     reader = RecipeReader(str(path), lines)
@@ -121,8 +121,7 @@ def load_chain(path: str | Path) -> Chain:
     name = str(values.get("name", file.stem))
     if "name" in values and (words := folder_name_problem(name)):
         reader.say(("name",), f"name: {words}")
-    if reader.found:
-        raise RecipeError("\n".join(reader.found))
+    reader.refuse()
     return Chain(name, tuple(steps), tuple(places))
 
 
@@ -355,8 +354,7 @@ def _kept(recipe: Recipe) -> dict[str, Technique]:
 def _recipe(step: Step, state: _State, techniques: Mapping[str, Any]) -> Recipe:
     reader = RecipeReader("chain", {})
     added = reader.techniques(techniques)
-    if reader.found:
-        raise RecipeError("\n".join(reader.found))
+    reader.refuse()
     base, share = state.recipe, step.train or 0.0
     stop = Stop(epochs=share) if state.tokens is None else Stop(tokens=max(1, round(share * state.tokens)))
     made = replace(

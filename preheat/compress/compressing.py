@@ -102,7 +102,7 @@ def _setting(pair: str, where: str) -> tuple[str, Any]:
     key, equals, raw = pair.partition("=")
     if not equals:
         raise RecipeError(f"{shorten(where)}: write settings as key=value, e.g. --method int4,group=64 or --set group=64")
-    return key.strip(), compose(raw, shorten(f"--set {pair}"))[0]
+    return key.strip(), compose(raw, f"--set {shorten(pair)}", numbered=False)[0]
 
 
 def made_of(name: str, values: Mapping[str, Any]) -> Variant:
@@ -116,8 +116,7 @@ def made_of(name: str, values: Mapping[str, Any]) -> Variant:
         raise RecipeError(f"--method {shorten(name)}: no such method; {nearest(name, list(known))}")
     reader = RecipeReader("--method", {})
     method = reader.flat(known[name], values, (name,))
-    if reader.found:
-        raise RecipeError("\n".join(reader.found))
+    reader.refuse()
     label = "-".join([name, *(f"{key}-{_plain(value)}" for key, value in sorted(values.items()))])
     return Variant(label, method)
 

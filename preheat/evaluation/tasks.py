@@ -148,7 +148,7 @@ def load_task(path: Path, settings: Mapping[str, str] | None = None) -> Task | L
     """
     values, lines = read(path)
     if settings and isinstance(values, dict):
-        values |= {key: compose(value, f"{path.stem}, {key}")[0] for key, value in settings.items()}
+        values |= {key: compose(value, f"{path.stem}, {key}", numbered=False)[0] for key, value in settings.items()}
     task = _read(values, str(path), lines)
     beside: dict[str, Any] = {}
     for key in ("data", "keys"):
@@ -197,7 +197,9 @@ def find_tasks(names: Sequence[str], *, knob: str = "--tasks") -> list[Task | Le
         settings = dict(part.split("=", 1) for part in more) | ({"data": json.dumps(data)} if data else {})
         path = expanded(knob, name)
         if name in OF_LENGTH:
-            values = {"name": name} | {key: compose(value, f"{name}, {key}")[0] for key, value in settings.items()}
+            values = {"name": name} | {
+                key: compose(value, f"{name}, {key}", numbered=False)[0] for key, value in settings.items()
+            }
             found.append(_read(values | {"kind": name}, f"{knob} {name}", {}))
             continue
         if path.suffix in (".yaml", ".yml"):

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from preheat.errors import RecipeError, RunError
 from preheat.technique import Device
+from preheat.text import quoted
 
 if TYPE_CHECKING:
     import torch
@@ -39,6 +40,7 @@ _UNITS = {"b": 1} | {
 }
 
 
+_MOST_MEMORY = 2**60
 _CLEAR = Path("/proc/self/clear_refs")
 _highest: dict[str, int] = {}  # kind of device -> the highest mark before the present one was begun
 
@@ -54,10 +56,12 @@ def parse_memory(text: str, what: str = "hardware.memory") -> int:
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]+)\s*", text)
     unit = _UNITS.get(match[2].lower()) if match else None
-    size = int(float(match[1]) * unit) if match and unit else 0
-    if size < 1:
-        raise RecipeError(f"{what}: '{text}' is not an amount of memory; write a number and a unit, such as 12GiB or 800MiB")
-    return size
+    size = float(match[1]) * unit if match and unit else 0
+    if not 1 <= size < _MOST_MEMORY:
+        raise RecipeError(
+            f"{what}: {quoted(text)} is not an amount of memory; write a number and a unit, such as 12GiB or 800MiB"
+        )
+    return int(size)
 
 
 def probe(device: str = "auto", memory: str | None = None, segments: str = "fixed") -> Device:

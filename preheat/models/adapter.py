@@ -87,6 +87,7 @@ def configure(recipe: Recipe, vocabulary: int | None = None) -> PretrainedConfig
             setattr(part, key, float(value) if type(value) is int and type(getattr(part, key, None)) is float else value)
         except StrictDataclassError as error:
             raise RecipeError(f"model.config.{key}: {str(error.__cause__ or error).splitlines()[0]}") from None
+    configs.require_in_reach(config)
     kinds = getattr(text, "layer_types", None)  # a list with an entry a layer, which fewer layers leave too long
     if "layer_types" not in model.config and kinds and len(kinds) > text.num_hidden_layers:
         text.layer_types = kinds[: text.num_hidden_layers]

@@ -14,7 +14,7 @@ from preheat.errors import RecipeError, nearest
 from preheat.foreign import FAULTS, fault, read_object
 from preheat.hardware.network import hub_reachable
 from preheat.models import experts, presets, sizes, vision
-from preheat.recipe.parts import TOKENIZER_FILES
+from preheat.recipe.parts import MOST_PARAMETERS, TOKENIZER_FILES
 from preheat.text import quoted
 
 if TYPE_CHECKING:
@@ -22,7 +22,17 @@ if TYPE_CHECKING:
 
     from preheat.recipe import Recipe
 
-__all__ = ["new", "of", "preset_config", "read", "refuse_unknown_rotary", "runs_code", "tokenizer_folder", "without_dropout"]
+__all__ = [
+    "new",
+    "of",
+    "preset_config",
+    "read",
+    "refuse_unknown_rotary",
+    "require_in_reach",
+    "runs_code",
+    "tokenizer_folder",
+    "without_dropout",
+]
 
 
 def tokenizer_folder(recipe: Recipe) -> str | None:
@@ -46,8 +56,60 @@ def tokenizer_folder(recipe: Recipe) -> str | None:
     return path
 
 
+_HIGHEST = {
+    "hidden_size": 2**20,
+    "num_hidden_layers": 4096,
+    "num_decoder_layers": 4096,
+    "num_attention_heads": 2**16,
+    "num_key_value_heads": 2**16,
+    "head_dim": 2**16,
+    "vocab_size": 2**26,
+    "intermediate_size": 2**24,
+    "moe_intermediate_size": 2**24,
+    "max_position_embeddings": 2**40,
+    "num_experts": 2**14,
+    "num_local_experts": 2**14,
+    "n_routed_experts": 2**14,
+    "num_experts_per_tok": 2**14,
+}
+"""As a recipe's own bounds (`recipe.parts.Model`), by transformers' names."""
+_MAYBE_NONE = ("num_key_value_heads", "num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok")
+"""Zero says of some families that there are none."""
+
+
+def require_in_reach(config: PretrainedConfig) -> None:
+    """Raises for sizes that no machine holds or that are no sizes, before anything is built: a folder's configuration may say anything.
+
+    Raises:
+        RecipeError: the first of them.
+    """
+    text = config.get_text_config()
+    sizes_found = {key: getattr(text, key, None) for key in _HIGHEST}
+    for key, value in sizes_found.items():
+        if value is None or isinstance(value, list | tuple | dict):
+            continue  # one a layer, of some families
+        least = 0 if key in _MAYBE_NONE else 1
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= _HIGHEST[key]:
+            raise RecipeError(
+                f"model: {config.model_type} has {key} {quoted(value)}; it must be a whole number from {least} to {_HIGHEST[key]}"
+            )
+    count = {key: value if isinstance(value, int) and value else 1 for key, value in sizes_found.items()}
+    many = max(count["num_experts"], count["num_local_experts"], count["n_routed_experts"])
+    inner = many * count["moe_intermediate_size"] if many > 1 else count["intermediate_size"]
+    width = count["hidden_size"]
+    about = width * (count["num_hidden_layers"] * (2 * width + 3 * inner) + count["vocab_size"])
+    if about > MOST_PARAMETERS:
+        raise RecipeError(f"model: {config.model_type} has about {about:.0e} parameters, more than {MOST_PARAMETERS:.0e}")
+
+
 def of(recipe: Recipe, vocabulary: int | None) -> PretrainedConfig:
     """The configuration before `model.config` and techniques change it; arguments and errors as of `adapter.configure`."""
+    found = _of(recipe, vocabulary)
+    require_in_reach(found)
+    return found
+
+
+def _of(recipe: Recipe, vocabulary: int | None) -> PretrainedConfig:
     model = recipe.model
     if model.preset is None:
         return read(model.path, model.trust_remote_code) if model.path else new(recipe, vocabulary)
@@ -143,6 +205,11 @@ _SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size
 _NAMED = {"hidden_size": ("n_embd", "d_model", "dim"), "num_hidden_layers": ("n_layer", "num_layers", "n_layers"), "num_attention_heads": ("n_head", "num_heads", "n_heads")}  # fmt: skip
 
 
+def _highest(key: str) -> int:
+    """The bound of a size by any of its names."""
+    return _HIGHEST[next((size for size, names in _NAMED.items() if key in names), key)]
+
+
 def _require_sound(stated: Mapping[str, Any], file: Path) -> None:
     """Raises for a config.json with values that transformers would end in a traceback for, or take for something else."""
     if not isinstance(stated.get("model_type"), str):
@@ -158,7 +225,7 @@ def _require_sound(stated: Mapping[str, Any], file: Path) -> None:
         for key, value in (counts | {"num_key_value_heads": part.get("num_key_value_heads") or 1}).items():
             if type(value) is not int or value < 1:
                 raise RecipeError(f"model.path: {file}: {key}: must be a whole number above 0, got {quoted(value)}")
-            if value > _LARGEST.get(key, 1 << 24):
+            if value > _highest(key):
                 raise RecipeError(
                     f"model.path: {file}: {key}: {quoted(value)} is more than any model has; put back the model's own"
                 )
@@ -191,10 +258,6 @@ def _require_sizes(found: PretrainedConfig, file: Path, stated: Mapping[str, Any
             f"model.path: {file}: {names.get('num_attention_heads', 'num_attention_heads')}: {heads} does not divide "
             f"{names.get('hidden_size', 'hidden_size')} {width}; put back the model's own"
         )
-
-
-_LARGEST = {"num_hidden_layers": 1 << 14, "n_layer": 1 << 14, "num_layers": 1 << 14, "n_layers": 1 << 14}
-"""Layers are built one by one, even in a plan."""
 
 
 def _models_near(folder: Path) -> str:
@@ -303,5 +366,5 @@ def refuse_unknown_rotary(config: PretrainedConfig) -> None:
         kind = part.get("rope_type", "default")
         if kind not in (known := ["default", *ROPE_INIT_FUNCTIONS]):
             raise RecipeError(
-                f"model.config.rope_parameters: {config.model_type} knows no rope_type {kind!r}; {nearest(str(kind), known)}"
+                f"model.config.rope_parameters: {config.model_type} knows no rope_type {quoted(kind)}; {nearest(str(kind), known)}"
             )

@@ -12,10 +12,10 @@ The learning rate is Kaplan et al.'s fit (their equation D.1): 0.003239 - 0.0001
 from __future__ import annotations
 
 import math
-import re
 from dataclasses import dataclass
 
 from preheat.errors import RecipeError
+from preheat.recipe.parts import size_problem
 
 __all__ = ["Dimensions", "dial", "learning_rate", "parse_size"]
 
@@ -36,10 +36,9 @@ def parse_size(size: str) -> int:
     >>> parse_size("1.5K")
     1500
     """
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)([KMB])", size)
-    if not found:
-        raise RecipeError(f"model.size: {size!r} is not a size; write it like 15M or 1.1B")
-    return round(float(found[1]) * {"K": 1e3, "M": 1e6, "B": 1e9}[found[2]])
+    if words := size_problem(size):
+        raise RecipeError(f"model.size: {words}")
+    return round(float(size[:-1]) * {"K": 1e3, "M": 1e6, "B": 1e9}[size[-1]])
 
 
 _ASPECT = {"balanced": 64, "deep": 20}  # width / layers

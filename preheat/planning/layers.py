@@ -27,6 +27,7 @@ __all__ = ["observe_few", "of_layers"]
 # (fewest, apart): two numbers of layers. From 4 on a step's places are affine; what a GPU's allocator keeps is from 8 on, and its noise asks for a distance.
 FEW, ENOUGH = (4, 1), (8, 4)
 _LONGEST_TURN = 6  # of layers that differ by a pattern
+_ALL = 256  # layers of a model on one CPU that are all observed: more take minutes
 
 
 def observe_few(
@@ -40,6 +41,7 @@ def observe_few(
     see: Callable[[list[dict[str, Any]]], list[Observation]] | None = None,
 ) -> Observation:
     """`observe`, of a pipeline that end which needs more; by two models of few layers where that says the same: GPUs or several devices, many layers, all of them alike.
+    One CPU too from 256 layers on, which would take minutes.
 
     There is no log then, and what a CPU's heap keeps of freed tensors, which is not affine, is not in `held`: processes that are about to
     run on CPUs (`world` is given) have all their layers observed. What a GPU's allocator keeps is carried on too.
@@ -56,7 +58,7 @@ def observe_few(
     cpu = device.kind == "cpu"
     layers, few = config.get_text_config().num_hidden_layers, _few(recipe, config, *(FEW if quick or cpu else ENOUGH))
     how: dict[str, Any] = {"vocabulary": vocabulary, "device": device, "world": world}
-    if few is None or (cpu and devices == 1 and heap) or layers <= sum(few) or (cpu and world is not None):
+    if few is None or (cpu and devices == 1 and heap and layers <= _ALL) or layers <= sum(few) or (cpu and world is not None):
         ends = _ends(recipe, config, device, world)
         seen = see([{"recipe": recipe, "rank": rank, **how} for rank in ends])
         return max(seen, key=lambda one: one.peak[one.peak_phase])

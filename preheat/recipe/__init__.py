@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -82,25 +83,49 @@ def parse(text: str, *, where: str = "recipe", overrides: Sequence[str] = ()) ->
     """
     values, lines = compose(text, where)
     assigned: dict[tuple[str, ...], str] = {}
+    steps = [values]  # after each override
     for item in overrides:
         values = _assign(values, item)
+        steps.append(values)
         key = tuple(item.split("=", 1)[0].strip().split("."))
         for at in [a for a in assigned if a[: len(key)] == key]:
             del assigned[at]
         for at in [a for a in lines if a[: len(key)] == key]:
             del lines[at]
         assigned[key] = f"--set {shorten(item)}"
-    return RecipeReader(where, lines, assigned).recipe(values)
+    reader = RecipeReader(where, lines, assigned)
+    try:
+        return reader.recipe(values)
+    except RecipeError:
+        for at, words in reader.found:
+            # A key of the file may be wrong only beside what an override says.
+            if at not in assigned and (n := _first_wrong(at, words, steps)):
+                assigned[at] = f"--set {shorten(overrides[n - 1])}"
+        reader.refuse()
+        raise
+
+
+def _first_wrong(at: tuple[str, ...], words: str, steps: Sequence[Any]) -> int:
+    """The first of these values in which the key is wrong in these words; 0 when all are."""
+    for n, values in enumerate(steps):
+        reader = RecipeReader("", {})
+        with suppress(RecipeError):
+            reader.recipe(values)
+        if (at, words) in reader.found:
+            return n
+    return 0
 
 
 def _assign(values: Any, item: str) -> Any:
     key, equals, raw = item.partition("=")
-    if not equals or not key:
+    if not equals or not all(step.strip() for step in key.split(".")):
         raise RecipeError(f"--set {shorten(item)}: write it as key=value, e.g. --set batch.size=64")
-    value, _ = compose(raw, f"--set {shorten(item)}")
+    value, _ = compose(raw, f"--set {shorten(item)}", numbered=False)
     value = None if raw.strip() == "" else value
     path = key.strip().split(".")
-    values = dict(values) if isinstance(values, Mapping) else values
+    if not isinstance(values, Mapping):
+        return values  # which is refused as no recipe
+    values = dict(values)
     at = values
     for step in path[:-1]:
         inner = at.get(step)

@@ -101,7 +101,7 @@ class RecipeReader:
 
     def __init__(self, where: str, lines: Mapping[tuple[str, ...], int], assigned: Mapping[tuple[str, ...], str] | None = None):
         self.where, self.lines, self.assigned = where, lines, assigned or {}
-        self.found: dict[str, None] = {}
+        self.found: dict[tuple[tuple[str, ...], str], None] = {}
         self.more = 0
 
     def say(self, at: Sequence[Any], problem: str | Callable[[], str]) -> None:
@@ -109,16 +109,16 @@ class RecipeReader:
         if len(self.found) >= _MOST_PROBLEMS:
             self.more += 1
             return
-        at = tuple(str(a) for a in at)
-        place = self.where
+        self.found[tuple(str(a) for a in at), problem if isinstance(problem, str) else problem()] = None
+
+    def place(self, at: tuple[str, ...]) -> str:
+        """Where a key, or the nearest one around it, was given."""
         for n in range(len(at), 0, -1):
             if words := self.assigned.get(at[:n]):
-                place = words
-                break
+                return words
             if at[:n] in self.lines:
-                place = f"{self.where}:{self.lines[at[:n]]}"
-                break
-        self.found[f"{place}: {problem if isinstance(problem, str) else problem()}"] = None
+                return f"{self.where}:{self.lines[at[:n]]}"
+        return self.where
 
     def refuse(self) -> None:
         """
@@ -126,8 +126,9 @@ class RecipeReader:
             RecipeError: a problem was noted; a line each.
         """
         if self.found:
+            told = dict.fromkeys(f"{self.place(at)}: {text}" for at, text in self.found)
             more = [f"{self.where}: and {self.more:,} more problems"] if self.more else []
-            raise RecipeError("\n".join([*self.found, *more]))
+            raise RecipeError("\n".join([*told, *more]))
 
     def flat(self, cls: type, values: Any, at: tuple[str, ...]) -> Any:
         """One dataclass without nested ones, or None after saying why not."""
@@ -153,14 +154,16 @@ class RecipeReader:
             for key, errors in seen.items():
                 here = (*at, key)
                 words = " or ".join(dict.fromkeys(_words(e) for e in errors))
-                self.say(here, f"{'.'.join(here)}: {shorten(words, 300)}, got {quoted(values.get(key))}")
+                self.say(
+                    here, f"{'.'.join(here)}: {shorten(words, 300)}, got {quoted(values[key]) if key in values else 'nothing'}"
+                )
             return None
         if unknown:
             return None
         try:
             return cls(**{k: getattr(read, k) for k in known})
         except ValueError as problem:  # a technique's own __post_init__
-            self.say(at, f"{name}: {problem}")
+            self.say(at, f"{name}: {shorten(str(problem), 400)}")
             return None
 
     def recipe(self, values: Any) -> Recipe:

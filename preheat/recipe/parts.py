@@ -276,9 +276,21 @@ class Parallel:
     """Seconds that one process waits for the others before it says where each stands and ends."""
 
 
-_MOST_PARAMETERS = 10**15
+MOST_PARAMETERS = 10**15
 _MOST_TOKENS = 10**10
 """Of a step: beyond them torch's sizes overflow, and no machine there is could hold either."""
+_MOST_SCORES = 2**60
+"""Of attention in one layer, for the rows of a step: their bytes still fit 64 bits."""
+
+
+def size_problem(size: str) -> str | None:
+    """What is wrong with a text that should be a number of parameters, as 15M is; None: nothing."""
+    found = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,15})?)([KMB])", size)
+    if not found:
+        return f"{quoted(size)} is not a size; write it like 15M or 1.1B"
+    if not 1 <= float(found[1]) * {"K": 1e3, "M": 1e6, "B": 1e9}[found[2]] <= MOST_PARAMETERS:
+        return f"{quoted(size)} must be from 1 to {MOST_PARAMETERS:.0e} parameters"
+    return None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -330,8 +342,8 @@ class Recipe:
                     f"{model.shape} is for model.size alone; remove it, or state a size and no {given[0] if given else 'layers'}",
                 )
             )
-        if model.size is not None and not re.fullmatch(r"\d+(\.\d+)?[KMB]", model.size):
-            found.append(("model.size", f"{quoted(model.size)} is not a size; write it like 15M or 1.1B"))
+        if model.size is not None and (words := size_problem(model.size)):
+            found.append(("model.size", words))
         if model.family not in ("qwen3_moe", "mixtral") and (given_experts := model.experts or model.experts_per_token):
             found.append(("model.experts", f"{given_experts}: {model.family} has no experts; use family: qwen3_moe or mixtral"))
         elif (model.experts_per_token or 2) > (model.experts or 8):
@@ -348,12 +360,15 @@ class Recipe:
         parameters = (model.layers or 1) * (model.width or 1) * (
             4 * (model.width or 1) + 3 * (model.feed_forward or 1) * (model.experts or 1)
         ) + (model.vocabulary or 1) * (model.width or 1)
-        if parameters > _MOST_PARAMETERS:
-            words = f"these sizes make a model of {parameters:.1e} parameters, more than {_MOST_PARAMETERS:.0e}; lower them"
+        if parameters > MOST_PARAMETERS:
+            words = f"these sizes make a model of {parameters:.1e} parameters, more than {MOST_PARAMETERS:.0e}; lower them"
             found.append(("model", words))
         if (tokens := self.batch.size * self.batch.length) > _MOST_TOKENS:
             words = f"size times length is {tokens:.1e} tokens a step, more than {_MOST_TOKENS:.0e}; lower one of them"
             found.append(("batch", words))
+        elif (scores := self.batch.size * (model.heads or 256) * self.batch.length**2) > _MOST_SCORES:
+            words = f"attention among rows of {self.batch.length:,} tokens has {scores:.1e} scores a layer, more than can be counted; lower it"
+            found.append(("batch.length", words))
         if model.add_tokens and not model.path:
             found.append(
                 (

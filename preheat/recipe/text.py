@@ -22,7 +22,12 @@ __all__ = ["LARGEST_FILE", "compose", "read", "read_text", "write"]
 LARGEST_FILE = 1 << 20
 """Bytes of a YAML file that is read. A recipe with every default written out has five thousand."""
 _DEEPEST = 32
-_MOST_VALUES = 50_000
+_MOST_VALUES = 10_000
+"""PyYAML reads as many in half a second."""
+_TOO_MANY = f"holds more than {_MOST_VALUES:,} values, aliases (*name) written out"
+
+
+_TAG = "tag:yaml.org,2002:"
 
 
 class _Unusable(yaml.constructor.ConstructorError):
@@ -30,10 +35,13 @@ class _Unusable(yaml.constructor.ConstructorError):
 
 
 class _Loader(yaml.SafeLoader):
-    depth = 0
+    depth = values = 0
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         self.depth += 1
+        self.values += 1
+        if self.values > _MOST_VALUES:  # here too, since PyYAML takes a minute to read a megabyte of them
+            raise _Unusable(None, None, _TOO_MANY, self.peek_event().start_mark)
         if self.depth > _DEEPEST:  # before PyYAML, which calls itself for each level, runs out of stack
             problem = f"is nested more than {_DEEPEST} levels deep"
             raise _Unusable(None, None, problem, self.peek_event().start_mark)
@@ -139,8 +147,21 @@ def read_text(path: Path, where: str | None = None) -> str:
         raise RecipeError(f"{where}: cannot be read ({error.strerror})") from None
 
 
-def compose(text: str, where: str) -> tuple[Any, dict[tuple[str, ...], int]]:
-    """YAML text as plain values and the line of each key.
+def _prefix(at: tuple[str, ...]) -> str:
+    return f"{shorten('.'.join(at))}: " if at else ""
+
+
+def _tagged(line: str, at: tuple[str, ...], node: yaml.Node) -> str:
+    return f"{line}: {_prefix(at)}has the tag {quoted(node.tag.replace(_TAG, '!!'))}; write the plain value, without a tag"
+
+
+def compose(text: str, where: str, *, numbered: bool = True) -> tuple[Any, dict[tuple[str, ...], int]]:
+    """YAML text as plain values and the line of each key. Keys are text.
+
+    Args:
+        text: the YAML.
+        where: the name that errors give it.
+        numbered: errors give the line; not of a value on a command line.
 
     Raises:
         RecipeError: it is not YAML, a key is given twice, or it is larger, deeper or (by its aliases) longer than any recipe.
@@ -151,14 +172,23 @@ def compose(text: str, where: str) -> tuple[Any, dict[tuple[str, ...], int]]:
     def walk(node: yaml.Node, at: tuple[str, ...]) -> None:
         nonlocal nodes
         nodes += 1
-        line = f"{where}:{node.start_mark.line + 1}"
+        line = f"{where}:{node.start_mark.line + 1}" if numbered else where
         if len(at) > _DEEPEST:  # an anchor that is used within itself ends here too
             raise RecipeError(f"{line}: is nested more than {_DEEPEST} levels deep")
         if nodes > _MOST_VALUES:
-            raise RecipeError(f"{line}: holds more than {_MOST_VALUES:,} values, aliases (*name) written out")
+            raise RecipeError(f"{line}: {_TOO_MANY}")
         if isinstance(node, yaml.MappingNode):
+            if node.tag != f"{_TAG}map":
+                raise RecipeError(_tagged(line, at, node))
             for key, value in node.value:
-                here = (*at, str(key.value))
+                if not isinstance(key, yaml.ScalarNode):
+                    raise RecipeError(f"{line}: {_prefix(at)}a key is text, not a list or a mapping")
+                if key.value == "<<" and key.style is None:
+                    raise RecipeError(f"{line}: {_prefix(at)}merge keys ('<<') are not of YAML 1.2; write the keys out")
+                if key.tag not in _Loader.yaml_constructors:
+                    raise RecipeError(_tagged(line, at, key))
+                key.tag = f"{_TAG}str"  # 1, null and true are names like others
+                here = (*at, key.value)
                 if here in lines:
                     name = shorten(".".join(here))
                     first = lines[here]
@@ -166,9 +196,18 @@ def compose(text: str, where: str) -> tuple[Any, dict[tuple[str, ...], int]]:
                 lines[here] = key.start_mark.line + 1
                 walk(value, here)
         elif isinstance(node, yaml.SequenceNode):
+            if node.tag != f"{_TAG}seq":
+                raise RecipeError(_tagged(line, at, node))
             for index, value in enumerate(node.value):
                 lines[(*at, str(index))] = value.start_mark.line + 1
                 walk(value, (*at, str(index)))
+        elif node.tag not in _Loader.yaml_constructors:
+            raise RecipeError(_tagged(line, at, node))
+        else:
+            try:
+                loader.construct_object(node)
+            except _Unusable as error:  # said here, where the key is known
+                raise RecipeError(f"{line}: {_prefix(at)}{error.problem}") from None
 
     if len(text) > LARGEST_FILE:
         raise RecipeError(f"{where}: is longer than {LARGEST_FILE >> 20} MiB, which no recipe is")
@@ -179,10 +218,14 @@ def compose(text: str, where: str) -> tuple[Any, dict[tuple[str, ...], int]]:
             return {}, lines
         walk(node, ())
         return loader.construct_document(node), lines
+    except yaml.reader.ReaderError as error:
+        raise RecipeError(f"{where}: not YAML: the character #x{error.character:04x}, which no text has") from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
-        line = f":{mark.line + 1}" if mark else ""
-        problem = getattr(error, "problem", None) or str(error)
+        line = f":{mark.line + 1}" if mark and numbered else ""
+        problem = (getattr(error, "problem", None) or str(error)).removeprefix("but ")
+        if "'\\t'" in problem:
+            problem += "; indent with spaces, not tabs"
         kind = "" if isinstance(error, _Unusable) else "not YAML: "
         raise RecipeError(f"{where}{line}: {kind}{shorten(problem, 160)}") from None
 

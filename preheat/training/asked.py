@@ -9,8 +9,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import yaml
-
 from preheat import recipe as recipes
 from preheat.errors import RecipeError
 from preheat.foreign import read_object
@@ -19,6 +17,7 @@ from preheat.hardware.probe import parse_memory, resident_bytes
 from preheat.hardware.rates import Rates
 from preheat.models import configs, presets
 from preheat.recipe import Recipe
+from preheat.recipe.text import write
 from preheat.technique import Device
 from preheat.text import shorten
 
@@ -88,7 +87,7 @@ def asked(
         "parallel": {"devices": devices},
         **METHODS[method],
     }
-    named = recipes.parse(yaml.safe_dump(values), where=what or "the model", overrides=overrides)
+    named = recipes.parse(write(values), where=what or "the model", overrides=overrides)
     return Question(_shared_out(named, devices, batch_tokens), False, checkpoint)
 
 

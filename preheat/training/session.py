@@ -180,12 +180,21 @@ class Session:
         give_back(self.device.kind)
 
 
+_THREADS_A_CORE = 4
+
+
 def resolve(recipe: Recipe, on_host: int = 1) -> tuple[Device, int]:
     """The device and the number of CPU threads of a recipe; sets the threads.
 
     Args:
         on_host: processes that share this host: each has its share of the cores and, on CPUs, of the memory.
+
+    Raises:
+        RecipeError: more threads than serve on so few cores.
     """
+    cores, threads = os.cpu_count() or 1, recipe.hardware.threads or 1
+    if threads > _THREADS_A_CORE * cores:  # measuring the rates of thousands takes hours
+        raise RecipeError(f"hardware.threads: {threads:,} are too many for the {cores} cores here; use at most {cores}")
     import torch
 
     from preheat.hardware.probe import probe

@@ -513,3 +513,19 @@ def test_a_large_product_that_would_take_too_long_is_left_out(rate: float, sizes
 
     assert _peak(seconds, random, torch.bfloat16, FULL) == pytest.approx(rate)  # type: ignore[arg-type]
     assert sorted(set(made)) == sizes
+
+
+@pytest.mark.parametrize("text", ["9" * 400 + "GiB", "1e5GiB", "0GiB", "-1GiB", "12", "12 parsecs", "x" * 5000, "\x1b[31m"])
+def test_amounts_of_memory_that_are_none(text: str) -> None:
+    with pytest.raises(RecipeError, match=r"hardware\.memory: ") as caught:
+        probing.parse_memory(text)
+    assert len(str(caught.value)) < 250
+    assert "\x1b" not in str(caught.value)
+
+
+def test_more_threads_than_serve_are_refused_before_they_are_measured() -> None:
+    from preheat.recipe import parse
+    from preheat.training.session import resolve
+
+    with pytest.raises(RecipeError, match=r"hardware.threads: 4,096 are too many"):
+        resolve(parse("hardware: {threads: 4096}\nstop: {steps: 1}"))

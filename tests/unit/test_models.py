@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -185,3 +186,31 @@ def test_training_begins_in_fp32_whatever_the_folder_stands_in_and_reading_keeps
     ):
         made = build(parse(f"{recipe}techniques: {techniques}"), vocabulary=96, device=DEVICE, reading=reading)
         assert made.trained[0].get_input_embeddings().weight.dtype == wanted, (techniques, reading)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("num_hidden_layers", 10**9),
+        ("hidden_size", 10**12),
+        ("vocab_size", -5),
+        ("num_key_value_heads", 2**40),
+        ("intermediate_size", 2**22),  # alone in reach; with so many layers of such a width not
+    ],
+)
+def test_sizes_that_no_machine_holds_are_refused_before_anything_is_built(tmp_path: Path, key: str, value: int) -> None:
+    config = transformers.LlamaConfig(**GROUPED).to_dict() | {key: value}
+    words = key
+    if key == "intermediate_size":
+        config |= {"num_hidden_layers": 4096, "hidden_size": 2**20}
+        words = "parameters, more than"
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(RecipeError, match=words) as caught:
+        adapter.configure(parse(f"model: {{path: {tmp_path}}}\nbatch: {{length: 8}}\nstop: {{steps: 1}}"), 96)
+    assert len(str(caught.value)) < 300
+
+
+def test_sizes_of_model_config_are_refused_too() -> None:
+    small = parse("model: {layers: 1, width: 32, heads: 4, vocabulary: 96}\nbatch: {length: 8}\nstop: {steps: 1}")
+    with pytest.raises(RecipeError, match="num_hidden_layers 1000000000"):
+        adapter.configure(override(small, "model.config.num_hidden_layers=1000000000"), 96)

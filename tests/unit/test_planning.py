@@ -163,3 +163,19 @@ def test_casts_of_mixed_operands_are_seen_as_torch_makes_them(operator: str) -> 
     with recorder:
         run()
     assert sum(size for _, size, _ in recorder.log[there:] if size > 64) == sum(size for size in memory if size > 64)
+
+
+def test_deep_models_on_one_cpu_are_planned_by_few_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan of thousands of layers takes no longer than one of ten, and says the same as all layers do."""
+    from preheat.hardware.probe import probe
+    from preheat.planning import layers
+    from preheat.recipe import parse
+
+    deep = parse("model: {layers: 24, width: 16, heads: 2, vocabulary: 64}\nbatch: {size: 2, length: 16}\nstop: {steps: 1}")
+    how = {"vocabulary": 64, "device": probe("cpu", "2GiB")}
+    whole = layers.observe_few(deep, **how)
+    monkeypatch.setattr(layers, "_ALL", 8)
+    few = layers.observe_few(deep, **how)
+    assert not few.log
+    assert few.peak == pytest.approx(whole.peak, rel=1e-3)
+    assert few.flops == whole.flops

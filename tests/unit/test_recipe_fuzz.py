@@ -61,7 +61,7 @@ def refusal(text: str, overrides: list[str] | None = None) -> str | None:
         (BOMB + BASE, "aliases"),
         (BASE + "seed: &s [*s]", "levels deep"),
         (BASE + "seed: " + "9" * 5000, "64 bits"),
-        (BASE + f"seed: {2**70}", "64 bits"),
+        (BASE + f"seed: {2**70}", "r.yaml:3: seed: an integer must fit in 64 bits"),
         (BASE + f"seed: {2**40}", "seed: must be at most 4,294,967,295"),
         (BASE + f"batch: {{size: {2**31}}}", "batch.size: must be at most"),
         (BASE + "batch: {size: 16000000, length: 16000000}", "tokens a step"),
@@ -69,24 +69,33 @@ def refusal(text: str, overrides: list[str] | None = None) -> str | None:
         (BASE + f"techniques: {{lora: {{rank: {2**40}}}}}", "techniques.lora.rank: must be at most"),
         (BASE + "techniques: {lora: {alpha: .inf}}", "finite"),
         (BASE + "optimizer: {lr: 1e400}", "finite"),
+        (BASE + "batch: {size: 512, length: 16000000}", "scores a layer"),
+        (BASE + "name: ..", "not begin with '.'"),
+        (BASE + "name: " + "x" * 300, "at most 100"),
+        ("model: {size: 999999999999B}\nstop: {steps: 1}", "model.size"),
+        ("model: {size: 0M}\nstop: {steps: 1}", "model.size"),
         ("model: {layers: 1000000}\nstop: {steps: 1}", "model.layers: must be at most"),
         ("model: {layers: 4096, width: 1048576, feed_forward: 4194304}\nstop: {steps: 1}", "parameters"),
         (BASE + "a: " + "[" * 5000, "levels deep"),
         (BASE + "a: " + "{a: " * 100 + "1" + "}" * 100, "levels deep"),
-        (BASE + "".join(f"k{i}: 1\n" for i in range(20_000)), "more problems"),
+        (BASE + "".join(f"k{i}: 1\n" for i in range(4_000)), "more problems"),
+        (BASE + "".join(f"k{i}: 1\n" for i in range(20_000)), "more than 10,000 values"),
+        (BASE + "a: [" + "1," * 500_000 + "]", "more than 10,000 values"),
         (BASE + "name: " + "x" * 100_000 + "\x07", "not YAML"),
         (BASE + "name: " + "x y" * 50_000, "name: "),
         (BASE + "x" * 100_000 + ": 1", "not YAML"),
         (BASE + "? " + "x" * 100_000 + "\n: 1", "unknown key"),
         (BASE + "batch: " + "x" * 100_000, "batch: must be a mapping"),
-        (BASE + "a: !!binary aGk=", "not YAML"),
-        (BASE + "!!binary aGk=: 1", "not YAML"),
-        (BASE + "? [a, b]\n: 1", "not YAML"),
-        (BASE + "a: !!python/object/apply:os.system [x]", "not YAML"),
+        (BASE + "a: !!binary aGk=", "a: has the tag '!!binary'"),
+        (BASE + "!!binary aGk=: 1", "has the tag '!!binary'"),
+        (BASE + "? [a, b]\n: 1", "a key is text"),
+        (BASE + "a: !!python/object/apply:os.system [x]", "a: has the tag"),
+        (BASE + "seed: !!timestamp x", "seed: has the tag"),
+        (BASE + "batch:\n\tsize: 1", "spaces, not tabs"),
         (BASE + "a: !!int abc", "64 bits"),
-        (BASE + "<<: {seed: 2}", "unknown key '<<'"),
+        (BASE + "<<: {seed: 2}", "merge keys"),
         (BASE + "1: 2", "unknown key '1'"),
-        (BASE + "null: 2", "unknown key 'None'"),
+        (BASE + "null: 2", "unknown key 'null'"),
         (BASE + 'name: "a\\0b"', "NUL"),
         (BASE + 'name: "\\ud800"', "surrogate"),
         (BASE + "*nobody : 1", "not YAML"),
@@ -108,10 +117,17 @@ def test_what_no_reader_survives_is_told_in_a_line(text: str, words: str) -> Non
         ("batch.size=" + "[" * 400, "levels deep"),
         ("=3", "key=value"),
         ("batch.size=&a [*a]", "levels deep"),
+        ("seed=99999999999999999999", "--set seed=99999999999999999999: an integer must fit"),
+        ("a..b=1", "key=value"),
+        ("stop.steps=null", "--set stop.steps=null: stop: says no end"),
+        ("model.path=x", "--set model.path=x: model.path: a model from a path brings its sizes"),
+        # The file's key is wrong only beside what --set gave.
+        ("schedule.kind=wsd", "--set schedule.kind=wsd: stop.hours: schedule wsd needs a length"),
     ],
 )
 def test_what_set_gave_is_named(item: str, words: str) -> None:
-    message = refusal(BASE + "batch: {size: 4}", [item])
+    text = BASE if "schedule" not in item else "model: {size: 15M}\nschedule: {kind: constant}\nstop: {hours: 1}\n"
+    message = refusal(text + "batch: {size: 4}", [item])
     assert message is not None
     assert words in message
     assert message.startswith("--set "), message
@@ -228,3 +244,29 @@ def test_a_thousand_mutated_recipes_are_read_or_refused(tmp_path: Path) -> None:
         assert ended.returncode in (0, 2, 3, 4), (n, ended.stderr[-2000:])
         assert "Traceback" not in ended.stderr, ended.stderr[-2000:]
         assert ended.returncode == 0 or len(ended.stderr.strip().splitlines()) <= 11, ended.stderr
+
+
+def test_a_wrong_recipe_is_told_before_torch_is_imported(tmp_path: Path) -> None:
+    """One process, all commands that take a recipe: none of them has imported torch by the time it says what is wrong."""
+    (tmp_path / "r.yaml").write_text(BASE + "learning_rate: 1\n")
+    program = """if True:
+        import sys
+        from preheat.cli import main
+        for command in (
+            ["plan", "r.yaml"], ["plan", "r.yaml", "--gpu", "H100"], ["data", "r.yaml"], ["train", "r.yaml", "--out", "o"],
+            ["train", "r.yaml", "--dry-run"], ["train", "r.yaml", "--nproc", "2"], ["bench", "r.yaml", "--ablate"],
+            ["bench", "r.yaml", "--techniques", "lora"], ["bench", "r.yaml"], ["launch", "r.yaml", "--scheduler", "slurm"],
+            ["demo", "--set", "learning_rate=1"],
+        ):
+            try:
+                main(command)
+            except SystemExit as ended:
+                assert ended.code == 2, (command, ended.code)
+            assert "torch" not in sys.modules, command
+    """
+    ended = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    lines = ended.stderr.strip().splitlines()
+    assert len(lines) == 11
+    assert sum("'optimizer.lr'" in line for line in lines) == 10, ended.stderr
+    assert not (tmp_path / "o").exists()
