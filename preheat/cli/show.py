@@ -223,7 +223,7 @@ class Live(Alarms):
         self._bar.update(self._task, completed=metrics["step"], total=total, words=words)
         self._bar.refresh()
         if not self.screen.is_terminal and (metrics["step"] in (1, total) or metrics["step"] % 50 == 0):
-            self.screen.print(words)
+            self.screen.print(words, soft_wrap=True)
 
     def evaluated(self, step: int, loss: float, scores: Mapping[str, float] | None = None) -> None:
         self._validation = f" (validation {loss:.3f})"
