@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +67,26 @@ def data_folder() -> Path:
     if not (folder / "README.md").exists():
         pytest.skip("the real data is not beside this clone (set PREHEAT_DATA)")
     return folder
+
+
+class TooLong(BaseException):
+    """An answer that does not come. No `Exception`: nothing under test takes it for a fault of its input."""
+
+
+@contextlib.contextmanager
+def within(seconds: float) -> Iterator[None]:
+    """Fails what takes longer."""
+
+    def late(*_: object) -> None:
+        raise TooLong(f"took more than {seconds} s")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def tiny(techniques: str = "{}", *, family: str = "llama", rows: int = 4, length: int = 32, more: str = "") -> recipes.Recipe:

@@ -10,11 +10,9 @@ import os
 import random
 import re
 import shutil
-import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +28,7 @@ from preheat.training.diagnosis import diagnose
 from preheat.training.opened import open_model
 from preheat.training.rungs import effective, pending
 
+from ..conftest import within
 from .conftest import Command, losses
 
 RECIPE = """\
@@ -399,20 +398,6 @@ def _sum_again(path: Path) -> None:
     files = {p.name: {"bytes": p.stat().st_size, "sha256": hashlib.sha256(p.read_bytes()).hexdigest()} for p in path.iterdir() if p.name != "manifest.json" and p.is_file()}  # fmt: skip
     if not (path / "manifest.json").is_dir():
         (path / "manifest.json").write_text(json.dumps(files))
-
-
-@contextmanager
-def within(seconds: int) -> Iterator[None]:
-    def late(number: int, frame: Any) -> None:
-        raise AssertionError(f"no answer within {seconds} s")
-
-    before = signal.signal(signal.SIGALRM, late)
-    signal.alarm(seconds)
-    try:
-        yield
-    finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
 
 
 def resumes(run: Path) -> None:

@@ -9,7 +9,6 @@ import re
 import shutil
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +32,7 @@ from preheat.evaluation.rows import read_rows
 from preheat.models.configs import tokenizer_folder
 from preheat.recipe import Data, parse
 
+from ..conftest import TooLong, within
 from .chats import CHATML, SPECIAL
 from .row_faults import GOOD, TALK, VARIANTS, drawn, lines
 
@@ -62,29 +62,11 @@ def run(tmp_path: Path, folder: Path, source: Path, **settings: Any) -> Prepared
 # --- rows
 
 
-class TooLong(BaseException):
-    """An answer that does not come."""
-
-
-@contextlib.contextmanager
-def alarm(seconds: int) -> Iterator[None]:
-    def ring(*_: Any) -> None:
-        raise TooLong
-
-    before = signal.signal(signal.SIGALRM, ring)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-
-
 def answer(tmp_path: Path, folder: Path, name: str, content: bytes) -> str | None:
     """What a file of rows is refused with; None: it is read."""
     (tmp_path / name).write_bytes(content)
     try:
-        with alarm(30):
+        with within(30):
             run(tmp_path, folder, tmp_path / name)
     except PreheatError as error:
         words = str(error)
@@ -366,7 +348,7 @@ def test_templates_that_never_end(name: str, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(limits, "SECONDS", 0.5)
     text, words = NEVER[name]
     begun = time.monotonic()
-    with alarm(60), pytest.raises(TemplateLimit, match=words):
+    with within(60), pytest.raises(TemplateLimit, match=words):
         Template(text, "mine.jinja").pieces(TALK[0]["messages"])
     assert time.monotonic() - begun < 30
     assert Template(CHATML, "own").prompt(TALK[0]["messages"][:1]).endswith("assistant\n"), "the limits are lifted again"
@@ -374,7 +356,7 @@ def test_templates_that_never_end(name: str, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_an_alarm_that_was_set_before_still_rings() -> None:
     template, question = Template(CHATML, "own"), TALK[0]["messages"][:1]
-    with pytest.raises(TooLong), alarm(1):
+    with pytest.raises(TooLong), within(1):
         assert not (template.prompt(question) and time.sleep(30))
 
 

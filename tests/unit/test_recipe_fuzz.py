@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import random
-import signal
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,24 +17,10 @@ from preheat.recipe import built_in, dump, load, parse
 from preheat.recipe.synonyms import NAMES, unknown_key
 from preheat.technique import registry
 
+from ..conftest import within
+
 BASE = "model: {size: 15M}\nstop: {steps: 10}\n"
 BOMB = "a0: &a0 [x,x,x,x,x,x,x,x,x]\n" + "".join(f"a{i}: &a{i} [{','.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 10))
-
-
-@contextmanager
-def within(seconds: int) -> Iterator[None]:
-    """Fails what takes longer."""
-
-    def late(*_: object) -> None:
-        raise AssertionError(f"took more than {seconds} s")
-
-    before = signal.signal(signal.SIGALRM, late)
-    signal.alarm(seconds)
-    try:
-        yield
-    finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
 
 
 def refusal(text: str, overrides: list[str] | None = None) -> str | None:
