@@ -418,7 +418,8 @@ _METRIC = _both(
 
 
 def _sample(event: Mapping[str, Any]) -> dict[str, Any]:
-    return {"prompt": event.get("prompt"), "before": None, "text": None, "expected": event.get("expected")}
+    expected = {"expected": event["expected"]} if event.get("expected") is not None else {}
+    return {"prompt": event.get("prompt"), "before": None, "text": None, **expected}
 
 
 _MOST = 1 << 28
@@ -627,7 +628,7 @@ class Reader:
     def samples(self) -> list[dict[str, Any]]:
         """[{prompt, before, text, expected}]: the texts written last, each beside what the model wrote to that prompt before its first step.
 
-        expected: the answer of the validation row that the prompt is from. None stands where there is none.
+        expected: the answer of the validation row that the prompt is from, if it is from one. A text that is missing is None.
         """
         found: dict[str, dict[str, Any]] = {}
         fresh = True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import signal
 from collections.abc import Iterator
@@ -58,6 +59,14 @@ def _one_thread() -> None:
 
     torch.set_num_threads(1)
     os.environ.setdefault("PREHEAT_PROCESSES", "1")
+
+
+@pytest.fixture(autouse=True)
+def _loggers_are_left_alone() -> Iterator[None]:
+    yield
+    log = logging.getLogger("preheat")
+    assert log.propagate
+    assert not log.disabled
 
 
 @pytest.fixture(scope="session")

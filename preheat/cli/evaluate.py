@@ -250,7 +250,7 @@ def _value(value: Mapping[str, Any] | None, *, signed: bool = False) -> str:
     def one(v: float) -> str:
         return f"{v:+.4g}" if signed else f"{v:.4g}" if abs(v) >= 10 else f"{v:.4f}"
 
-    between = f" \\[{one(value['low'])}, {one(value['high'])}]" if value["low"] is not None else ""
+    between = f" [{one(value['low'])}, {one(value['high'])}]" if value["low"] is not None else ""
     return one(value["value"]) + between
 
 

@@ -90,7 +90,7 @@ class _Some:
     """Some rows of others, by number: what an evaluation reads of `Rows`."""
 
     def __init__(self, rows: Rows, numbers: Sequence[int]):
-        self.rows, self.numbers = rows, numbers
+        self.rows, self.numbers, self.truncated = rows, numbers, rows.truncated
 
     def __len__(self) -> int:
         return len(self.numbers)

@@ -19,6 +19,7 @@ from preheat.errors import DataError, RecipeError, RunError
 from preheat.foreign import read_object
 from preheat.hardware.network import hub_reachable
 from preheat.recipe.parts import TOKENIZER_FILES
+from preheat.run import to_json
 from preheat.text import shorten
 
 if TYPE_CHECKING:
@@ -207,7 +208,7 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path) -> str | No
         if rebuilt_by_transformers(folder):  # the class that it was read by: name the one that takes the file as it is
             file = folder / "tokenizer_config.json"
             settings = {**json.loads(file.read_bytes()), "tokenizer_class": "PreTrainedTokenizerFast"}
-            file.write_text(json.dumps(settings, indent=2, ensure_ascii=False), encoding="utf-8")
+            file.write_text(to_json(settings, indent=2), encoding="utf-8")
         back = load_tokenizer(str(folder))
     except OSError as error:
         raise RunError(f"{folder}: the tokenizer cannot be saved ({error.strerror or error})") from None

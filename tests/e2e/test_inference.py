@@ -63,7 +63,7 @@ def test_what_cannot_be_measured_is_said(preheat: Command, model: str) -> None:
         ((*inference, "--variant", "engine=vllm"), 2, "--variant engine=vllm: must be one of preheat, transformers"),
         ((*inference, "--variant", "cache=int3"), 2, "sample.cache: must be 'dynamic', 'static' or 'int8'"),
         ((*inference, "--variant", "lookup=0"), 2, "sample.lookup: must be at least 1, got 0"),
-        ((*inference, "--ablate"), 2, "--ablate: is for recipes"),
+        ((*inference, "--ablate"), 2, "--ablate: would change nothing: --inference measures models as they write"),
         (("bench", "nowhere", "--inference"), 1, "neither a run"),
         (("bench", "r.yaml", "other.yaml", "--ablate"), 2, "for models side by side add --inference"),
     ):

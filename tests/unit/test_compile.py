@@ -175,6 +175,7 @@ def test_the_run_is_told_of_recompilations_and_of_the_limit() -> None:
         recipe=b.recipe,
         build=b,
         progress=SimpleNamespace(step=0),
+        ranks=SimpleNamespace(lead=False, hear=lambda key: 0),
         writer=SimpleNamespace(path=Path("run"), event=lambda kind, **values: events.append({"kind": kind, **values})),
     )
     standing: Any = SimpleNamespace()

@@ -94,7 +94,7 @@ def test_what_methods_lose(losses: dict[str, float]) -> None:
 def test_what_is_written_is_opened_again_exactly(name: str, stories: Path, rows: list[Tensor], tmp_path: Path) -> None:
     opened, words = compressed(stories, name, rows[:8])
     model: Any = opened.build.trained[0]
-    folder.write_model(model, opened.tokenizer, tmp_path, method=name, base=stories, dtype=torch.float32)
+    folder.write_model(model, opened, tmp_path, method=name, dtype=torch.float32)
     again = open_model(tmp_path)
     assert torch.equal(plain_logits(again.build.trained[0], rows[0]), plain_logits(model, rows[0]))  # type: ignore[arg-type]
     bits = float(words.partition(" bits a weight")[0].rpartition(" ")[2])
@@ -131,7 +131,7 @@ def test_other_families_are_written_and_opened(family: str, stories: Path, tmp_p
     model: Any = opened.build.trained[0]
     assert sum(isinstance(m, Int4Linear) for m in model.modules()) == {"gpt2": 12}.get(family, 21)
     (tmp_path / "made").mkdir()
-    folder.write_model(model, opened.tokenizer, tmp_path / "made", method="gptq", base=None, dtype=torch.float32)
+    folder.write_model(model, opened, tmp_path / "made", method="gptq", dtype=torch.float32)
     again: Any = open_model(tmp_path / "made").build.trained[0]
     assert torch.equal(plain_logits(again, rows[0]), plain_logits(model, rows[0]))
     assert softcap(again) == (30.0 if family == "gemma2" else None)
@@ -283,7 +283,7 @@ def test_eight_bit_floats_need_a_gpu(stories: Path) -> None:
 
 def test_what_is_compressed_is_not_trained_and_carries_no_adapter(stories: Path, tmp_path: Path) -> None:
     opened, _ = compressed(stories, "int8", [])
-    folder.write_model(opened.build.trained[0], opened.tokenizer, tmp_path, method="int8", base=stories, dtype=torch.float32)
+    folder.write_model(opened.build.trained[0], opened, tmp_path, method="int8", dtype=torch.float32)
     recipe = recipes.parse(f"model: {{path: {tmp_path}}}\nstop: {{steps: 1}}\nbatch: {{length: 32}}")
     with pytest.raises(RecipeError, match="is compressed \\(int8\\): what is rounded is not trained"):
         build(recipe, vocabulary=512, device=DEVICE)
@@ -297,6 +297,7 @@ def test_what_is_compressed_is_not_trained_and_carries_no_adapter(stories: Path,
 
 
 def test_a_folder_that_stands_is_not_written_over(stories: Path, tmp_path: Path) -> None:
+    (tmp_path / "mine.txt").write_text("mine")
     with pytest.raises(RunError, match="stands there already"):
         compress(stories, [read_variant("int8")], tmp_path)
 
@@ -308,7 +309,7 @@ def test_a_model_without_quantized_weights_is_written_plainly(stories: Path, tmp
     opened = open_model(stories)
     model: Any = opened.build.trained[0]
     model.model.layers[0].mlp.up_proj.weight.data[::2] = 0
-    folder.write_model(model, opened.tokenizer, tmp_path, method="magnitude", base=stories, dtype=torch.float32)
+    folder.write_model(model, opened, tmp_path, method="magnitude", dtype=torch.float32)
     row = torch.arange(20)[None]
     wanted = plain_logits(model, row)
     assert torch.equal(plain_logits(open_model(tmp_path).build.trained[0], row), wanted)  # type: ignore[arg-type]

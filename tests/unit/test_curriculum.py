@@ -273,6 +273,7 @@ checkpoint: {every: 4}
 FIGURES = {
     "fits": True,
     "peak_gib": 1.0,
+    "available_gib": 2.0,
     "tokens_per_second": 1.0,
     "model_flops_per_step": 1,
     "tokens_per_step": 1,

@@ -23,6 +23,7 @@ from preheat.engine.step import gradients, update
 from preheat.errors import DataError, PreheatError, RecipeError, RunError
 from preheat.models.adapter import plain_logits
 from preheat.ops import nf4
+from preheat.run import Writer
 from preheat.technique import Build
 from preheat.training.opened import open_model
 from preheat.training.session import vocabulary_of
@@ -104,10 +105,12 @@ def trained(
 
 def run_of(b: Build, tokenizer: Any, out: Path) -> Path:
     """A run's folder as training leaves it, in what is read from it again."""
-    progress = checkpoint.Progress(step=3, fingerprints={"weights": b.weights.fingerprint()})
+    writer = Writer(out)
+    progress = checkpoint.Progress(step=3, fingerprints={"weights": b.weights.fingerprint()}, run=writer.id)
     checkpoint.save(b, progress, out / "checkpoints", keep=1)
-    tokenizer.save_pretrained(out / "tokenizer")
-    (out / "recipe.yaml").write_text(recipes.dump(b.recipe))
+    writer.folder("tokenizer", tokenizer.save_pretrained)
+    writer.text("recipe.yaml", recipes.dump(b.recipe))
+    writer.close()
     return out
 
 

@@ -48,7 +48,7 @@ PAGES: dict[str, tuple[Any, dict[str, Any]]] = {
          "packing": {"documents": 1, "tokens": 9, "trained": 9, "rows": 1, "length": 8, "efficiency": 1.0, "cut": 0, "duplicates": 0},
          "counts": {"read": 1, "dropped": {"d": 1}, "validation": {"documents": 0}, "sources": [{"source": "s", "layout": "l", "read": 1, "tokens": 9, "weight": 1.0, "dropped": {"d": 1}}]},
          "lengths": {"longest": 9, "median": 9, "longer_than_a_row": 0, "bars": [{"from": 1, "to": None, "count": 1}]},
-         "examples": [{"row": 0, "compared": False, "padding": 3, "documents": [{"spans": [["a", True, 1], ["b", False, 1]], "tokens": 2, "trained": 1, "label": "l"}]}]},
+         "examples": [{"row": 0, "compared": False, "padding": 3, "documents": [{"where": "rows.jsonl:1", "spans": [["a", True, 1], ["b", False, 1]], "tokens": 2, "trained": 1, "label": "l"}]}]},
     ),
     "inference": (
         inference_page._page,

@@ -159,7 +159,7 @@ def test_what_was_trained_with_is_what_a_folder_gives(data_folder: Path, tmp_pat
     wanted = plain_logits(taught, row)
     unfake_(taught)
     Int4().apply(taught, [])
-    folder.write_model(taught, opened.tokenizer, tmp_path, method="int4", base=stories, dtype=torch.float32)
+    folder.write_model(taught, opened, tmp_path, method="int4", dtype=torch.float32)
     again: Any = open_model(tmp_path).build.trained[0]
     assert sum(isinstance(m, Int8Linear) for m in again.modules()) == 15
     found = plain_logits(again, row)
