@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import hashlib
 import json
 import math
 import os
@@ -57,6 +58,7 @@ __all__ = [
     "to_json",
     "write_asked",
     "write_atomic",
+    "write_generated",
 ]
 
 MARK = "preheat.json"
@@ -187,10 +189,10 @@ def require_own(path: str | Path, marks: Sequence[str]) -> None:
     """Checks that writing a file the user named loses nothing: it is new, empty, or preheat wrote it.
 
     Args:
-        marks: texts of which one stands at the beginning of each such file that preheat writes.
+        marks: What such files of preheat begin with, after a `#!` line if there is one; of a page, a tag in its head.
 
     Raises:
-        RunError: another file stands there.
+        RunError: another file exists there.
     """
     path = Path(path)
     try:
@@ -200,8 +202,33 @@ def require_own(path: str | Path, marks: Sequence[str]) -> None:
             head = file.read(4096).decode("utf-8", "replace")
     except OSError as error:
         raise RunError(f"{path}: cannot be read ({error.strerror}); name another file") from None
-    if head and not any(mark in head for mark in marks):
-        raise RunError(f"{path}: stands there already and preheat did not write it; name another file")
+    start, top = re.sub(r"\A#![^\n]*\n", "", head), head.partition("<body")[0]
+    if head and not any(mark in top if mark.startswith("<") else start.startswith(mark) for mark in marks):
+        raise RunError(f"{path}: exists, and preheat did not write it; name another file")
+
+
+def write_generated(path: str | Path, text: str, mark: str) -> Path:
+    """Writes a file that the user named and may edit afterwards, under a comment line with `mark` and the text's hash.
+
+    Args:
+        text: may begin with a `#!` line, which stays the first.
+        mark: a comment, as in "# written by preheat plan".
+
+    Raises:
+        RunError: it cannot be written, preheat did not write the file that exists there, or somebody edited that since.
+    """
+    path = Path(path)
+    require_own(path, [mark])
+    shebang, body = re.fullmatch(r"(#![^\n]*\n)?(.*)", text, re.DOTALL).groups()  # type: ignore[union-attr]
+    if path.is_file() and (old := path.read_text(encoding="utf-8", errors="replace")):
+        found = re.match(rf"(#![^\n]*\n)?{re.escape(mark)}(?: \((\w+)\))?\n", old)
+        if found and found[2] and found[2] != _digest(old[found.end() :]):
+            raise RunError(f"{path}: was edited since preheat wrote it; name another file, or remove this one")
+    return write_asked(path, f"{shebang or ''}{mark} ({_digest(body)})\n{body}")
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()[:16]
 
 
 def write_asked(
@@ -210,7 +237,7 @@ def write_asked(
     """`write_atomic` of a file that the user named; returns its path.
 
     Args:
-        marks: as of `require_own`, which is asked where there are any.
+        marks: See `require_own`; not checked if empty.
 
     Raises:
         RunError: it cannot be written, or another file stands there; `fix` says what to do.
@@ -226,7 +253,7 @@ def write_asked(
 
 
 def _mark_of(folder: Path) -> dict[str, Any] | None:
-    """What marks a folder as preheat's; None where nothing does.
+    """Returns a folder's mark, or None if it has none.
 
     Raises:
         RunError: the mark is damaged.
@@ -665,20 +692,27 @@ _PARTIAL = re.compile(
 )
 
 
-def _written(folder: Path, mark: Mapping[str, Any]) -> tuple[list[Path], list[Path]]:
+def _written(folder: Path, mark: Mapping[str, Any] | None) -> tuple[list[Path], list[Path]]:
     """(files, folders) that the beginning of a run has written into its folder, as far as they are there."""
+
+    def is_own(place: Path) -> bool:
+        """Whether no link leads there, out of the folder: preheat makes none."""
+        return not any(p.is_symlink() for p in (place, *place.parents) if p != folder and p.is_relative_to(folder))
+
     files = [folder / name for name in _BEGINNING if (folder / name).is_file()]
-    folders = [folder / name for name in ("checkpoints", "tokenizer", "tokenizer.writing") if (folder / name).is_dir()]
     files += [path for path in folder.iterdir() if path.is_file() and _PARTIAL.fullmatch(path.name)]
-    for name in mark["files"]:
+    folders = [folder / name for name in ("checkpoints", "tokenizer") if (folder / name).is_dir()]
+    for name in mark["files"] if mark else ():
         place = folder / name
         if place.is_relative_to(folder / "tokenizer") and ".." not in place.parts and place.is_file():
             files.append(place)
             folders += [above for above in place.parents if above.is_relative_to(folder / "tokenizer")]
-    if (folder / "tokenizer.writing").is_dir():  # its name is taken by no one else: the folder was empty when it was marked
-        for place in (folder / "tokenizer.writing").rglob("*"):
-            (folders if place.is_dir() else files).append(place)
-    return files, sorted(set(folders), key=lambda path: -len(path.parts))
+    beside = folder / "tokenizer.writing"
+    if mark and beside.is_dir() and is_own(beside):  # nobody else's: the folder was empty when it was marked
+        folders.append(beside)
+        for place in beside.rglob("*"):
+            (folders if place.is_dir() and not place.is_symlink() else files).append(place)
+    return [*filter(is_own, files)], sorted(filter(is_own, set(folders)), key=lambda path: -len(path.parts))
 
 
 def _strangers(folder: Path) -> list[str]:
@@ -690,8 +724,10 @@ def _strangers(folder: Path) -> list[str]:
     names = sorted(os.listdir(folder))
     mark = _mark_of(folder)
     if mark is None:  # a process may have ended between its first two files
-        empty = [n for n in names if n == "lock" or _PARTIAL.fullmatch(n)]
-        return [n for n in names if n not in empty or (n == "lock" and (folder / n).stat().st_size)]
+        begun = [n for n in names if (n == "lock" or _PARTIAL.fullmatch(n)) and (folder / n).is_file()]
+        return [
+            n for n in names if n not in begun or (folder / n).is_symlink() or (n == "lock" and (folder / n).stat().st_size)
+        ]
     if mark["kind"] != "run":
         return names
     files, folders = _written(folder, mark)
@@ -788,8 +824,7 @@ class Writer:
 
     def _remove(self) -> None:
         """Removes what the beginning of a run has written, and nothing else; the lock stays."""
-        mark = _mark_of(self.path)
-        files, folders = _written(self.path, mark or {"files": ()})
+        files, folders = _written(self.path, _mark_of(self.path))
         for file in files:
             if file.name != "lock" or file.parent != self.path:
                 file.unlink(missing_ok=True)
@@ -799,11 +834,13 @@ class Writer:
 
     def take_back(self) -> None:
         """Ends a run that never began: removes all that was written of it, and the folder if this made it."""
-        self.close()
+        self._close_files()
         if (self.path / "recipe.yaml").exists() or not (self.path / MARK).exists():
+            self._lock.close()
             return
         self._remove()
         (self.path / "lock").unlink(missing_ok=True)
+        self._lock.close()  # last: until then no other process begins a run here
         if self._own_folder:
             with contextlib.suppress(OSError):
                 self.path.rmdir()
@@ -853,10 +890,13 @@ class Writer:
         self._append("events.jsonl", {"time": time.time(), "kind": kind, **values})
 
     def close(self) -> None:
+        self._close_files()
+        self._lock.close()
+
+    def _close_files(self) -> None:
         for file in self._files.values():
             with contextlib.suppress(OSError):
                 file.close()
-        self._lock.close()
 
 
 class Silent(Writer):

@@ -40,6 +40,7 @@ from preheat.hardware.interrupts import Interrupted, raising
 from preheat.run import to_json
 from preheat.text import shorten
 from preheat.training.launch import LAUNCHED
+from preheat.training.signals import under_agent
 
 __all__ = ["app", "main"]
 
@@ -130,7 +131,8 @@ def main(arguments: list[str] | None = None) -> None:
             sys.exit(command.main(arguments, prog_name="preheat", standalone_mode=False, obj=tuple(arguments)) or 0)
     except Interrupted as signal:
         _tell(signal, json_wanted="--json" in arguments)
-        sys.exit(signal.exit_code)
+        # An agent or a job would start a process that failed again.
+        sys.exit(0 if under_agent() and LAUNCHED not in os.environ else signal.exit_code)
     except PreheatError as error:
         if "--debug" in arguments[:1]:
             raise

@@ -131,6 +131,9 @@ def _begin(samples: Path) -> None:
 
     require_own(samples, ['{"task": '])
     try:
+        first = samples.open(encoding="utf-8", errors="replace").readline(1 << 20) if samples.is_file() else ""
+        if first and not all(f'"{key}": ' in first for key in ("where", "context", "choices", "gold")):
+            raise RecipeError(f"--samples {samples}: exists, and preheat did not write it; name another file")
         samples.write_text("", encoding="utf-8")
     except OSError as error:
         raise RecipeError(f"--samples {samples}: cannot be written ({error.strerror})") from None

@@ -10,14 +10,13 @@ import typer
 from preheat.cli.screen import say
 from preheat.cli.show import Json, RecipeArgument, Set
 from preheat.recipe import field_docs
-from preheat.run import require_own
+from preheat.run import write_generated
 from preheat.training.jobs import Job
 from preheat.training.jobs.job import Kind
 
 __all__ = ["launch"]
 
 _HELP = field_docs(Job)
-_MARK = "# written by preheat launch"
 """In each job: a file that has it may be replaced."""
 
 
@@ -64,7 +63,6 @@ def launch(
     """
     from preheat import recipe as recipes
     from preheat.cli.show import console, emit
-    from preheat.errors import RecipeError
     from preheat.training.jobs import submit, written
 
     job = Job(
@@ -91,16 +89,8 @@ def launch(
         kind=kind,
     )
     text = written(job, scheduler)
-    first, line, rest = text.partition("\n") if text.startswith("#!") else ("", "", text)
-    text = f"{first}{line}{_MARK}\n{rest}"
     if output is not None:
-        require_own(output, [_MARK])
-        try:
-            output.write_text(text, encoding="utf-8")
-        except OSError as error:
-            raise RecipeError(
-                f"--output {output}: cannot be written ({error.strerror}); name a file in a folder that exists"
-            ) from None
+        write_generated(output, text, "# written by preheat launch")
     made = {"scheduler": scheduler, **job.described(), "path": str(output) if output else None}
     if json:
         emit(made | ({} if output else {"job": text}) | {"submit": submit(scheduler, str(output)) if output else None})

@@ -134,10 +134,9 @@ def write_recipe(made: Mapping[str, Any], question: Question, path: Path) -> Non
     Raises:
         RunError: it cannot be written, or another file stands there.
     """
-    from preheat.run import write_asked
+    from preheat.run import write_generated
 
-    mark = "# written by preheat plan"
-    write_asked(path, f"{mark}\n{recipe_text(made, question)}", marks=[mark])
+    write_generated(path, recipe_text(made, question), "# written by preheat plan")
 
 
 def served(question: Question, gpu: str | None, devices: int, json: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shlex
 from collections.abc import Iterator, Sequence
@@ -48,7 +49,7 @@ def run(recipe: Recipe, *, out: Path | None, resume: bool, force: bool, json: bo
         if json and lead:
             emit(made)
         elif lead:
-            screen.print(_finished(made), soft_wrap=True)
+            screen.print(_finished(made, recipe), soft_wrap=True)
         return made
     code = _exit_code(made["stopped"])
     if lead:
@@ -86,12 +87,16 @@ def resuming(arguments: Sequence[str], folder: Path) -> str:
     return shlex.join(["preheat", *left, "--out", str(folder), "--resume"])
 
 
-def _finished(made: dict[str, Any]) -> Any:
+def _finished(made: dict[str, Any], recipe: Recipe) -> Any:
     from rich.text import Text
 
+    limits = {key: limit for key in ("tokens", "epochs", "hours") if (limit := getattr(recipe.stop, key))}
+    if recipe.stop.steps or not limits:
+        limits["steps"] = made["steps"]
+    later = " ".join(f"--set stop.{key}={2 * limit:g}" for key, limit in limits.items())  # the first that is reached ends it
     return Text(
         f"{made['run']}: has finished already, at step {made['steps']:,}; nothing was written. "
-        f"To go on longer, resume it with a later end: --set stop.steps={2 * made['steps']}"
+        f"To go on longer, resume it with a later end: {later}"
     )
 
 
@@ -118,9 +123,10 @@ def _summary(made: dict[str, Any]) -> Any:
         if found is not None:
             table.add_row(words, show(expected), show(found), f"{expected / found - 1:+.0%}" if found else "-")
     end = f"stopped by {made['stopped']} at" if made["stopped"] else "done:"
-    loss = f"loss {made['loss']:.4f}" + ("" if made["stopped"] else f", validation loss {made['validation_loss']:.4f}")
+    figures = {"loss": made["loss"], "validation loss": None if made["stopped"] else made["validation_loss"]}
+    loss = "".join(f", {name} {value:.4f}" for name, value in figures.items() if value is not None and math.isfinite(value))
     return Group(
-        Text(f"{end} step {made['steps']:,}, {loss}", style="bold"),
+        Text(f"{end} step {made['steps']:,}{loss}", style="bold"),
         table,
         Text(f"run: {made['run']}\nreport: {made['report']}"),
     )

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from preheat import trust
 from preheat.data.files import expanded
 from preheat.data.sources import digest
 from preheat.errors import DataError, RecipeError, nearest
@@ -170,10 +171,29 @@ def _task_of(file: Path) -> str:
         node = yaml.compose(read_text(file), Loader=yaml.SafeLoader)
     except (yaml.YAMLError, RecursionError):
         raise RecipeError(f"--tasks lm-eval:{file}: is not YAML") from None
+    trust.may_run("--tasks", f"lm-eval:{file}", _code_of(node))
     pairs = node.value if isinstance(node, yaml.MappingNode) else []
     found = next((str(value.value) for key, value in pairs if key.value in ("task", "group")), None)
     if found is None:
         raise RecipeError(f"--tasks lm-eval:{file}: has no key 'task', so it is no task of lm-eval")
+    return found
+
+
+def _code_of(node: Any) -> list[str]:
+    """What lm-eval would import for a task's file: functions beside it, and other files, which may name functions."""
+    import yaml
+
+    found: list[str] = []
+    todo = [node]
+    while todo:
+        part = todo.pop()
+        if isinstance(part, yaml.MappingNode):
+            found += [f"include: {value.value}" for key, value in part.value if key.value == "include"]
+            todo += [inner for pair in part.value for inner in pair]
+        elif isinstance(part, yaml.SequenceNode):
+            todo += part.value
+        if part is not None and part.tag.startswith("!"):
+            found.append(f"{part.tag} {part.value if isinstance(part.value, str) else ''}")
     return found
 
 

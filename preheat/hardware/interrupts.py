@@ -5,6 +5,7 @@ A run that trains handles them itself meanwhile (`preheat.training.signals`): it
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import threading
@@ -39,6 +40,8 @@ def heeded() -> list[signal.Signals]:
     numbers = [signal.SIGINT, signal.SIGTERM]
     if sys.platform != "win32" and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
         numbers.append(signal.SIGHUP)
+    if sys.platform != "win32" and "RANK" in os.environ:  # how a job tells its processes that its time is over
+        numbers.append(signal.SIGUSR1)
     return numbers
 
 

@@ -61,6 +61,7 @@ def write(run: str | Path) -> Path:
     path = Path(run) / "report.html"
     if not (Path(run) / MARK).exists():  # a folder that has a recipe.yaml, perhaps, and is no run
         require_own(path, [GENERATOR])
+        require_own(path.with_name("report.json"), ['{\n "title": '])
     try:
         write_atomic(path.with_name("report.json"), data)
         write_atomic(path, page)

@@ -6,7 +6,6 @@ processes running; here the store listens on the loopback interface alone, and t
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -21,6 +20,7 @@ from typing import IO, Any
 from preheat.errors import RunError
 from preheat.hardware.interrupts import Interrupted
 from preheat.hardware.processes import LOOPBACK, ended_by, listen, local_group, local_store, tethered
+from preheat.run import parse_json
 from preheat.training.signals import Signals
 
 __all__ = ["LAUNCHED", "Ended", "start"]
@@ -174,4 +174,8 @@ def _stopped(code: int) -> bool:
 def _object(file: IO[bytes]) -> dict[str, Any] | None:
     file.seek(0)
     lines = file.read().decode(errors="replace").strip().splitlines()
-    return json.loads(lines[-1]) if lines and lines[-1].startswith("{") else None
+    try:
+        found = parse_json(lines[-1]) if lines else None
+    except ValueError:  # a process that was killed may have printed half of it
+        return None
+    return found if isinstance(found, dict) else None

@@ -175,6 +175,7 @@ class _Loop:
 
         Of several processes none breaks off alone: the others would wait for it.
         """
+        self.recovery.begin()  # what the work changes is put back if it is broken off, and nothing from before it
         if self.build.mesh.world > 1:
             work()
             return True
@@ -204,7 +205,7 @@ class _Loop:
             if self.stopped is not None:
                 return
             if not self.tried and step not in (0, self.session.saving.at, self.recovery.left_out):
-                # An evaluation that ends the process is met once: the run is resumed from here, behind it.
+                # Saves first, so that a run whose evaluation kills the process resumes after that evaluation.
                 self._save()
                 self._told(self.session.saving.wait())
             self.tried = True
@@ -222,7 +223,6 @@ class _Loop:
 
     def _step(self, stream: Any) -> None:
         begun, step = time.perf_counter(), self.progress.step + 1
-        self.recovery.begin()
         self.standing.at(step, "reading rows")
         batch: list[Batch] = []
         try:

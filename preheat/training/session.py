@@ -438,7 +438,7 @@ def _prepare(
     planner = Planner(rows=_length(data), world=ranks.world, **how)
     if run is not None and looked is not None:
         built, events = stepped_down(chosen, out, looked[0], planner, afresh=other)
-        for line in Reader(out).all_damaged():
+        for line in run.all_damaged():
             watch.notice(line)
     expected = planner.plan(built)
     watch.planned(expected)

@@ -42,7 +42,7 @@ class Signals:
 
     def __enter__(self) -> Signals:
         if threading.current_thread() is threading.main_thread():  # elsewhere Python cannot set handlers
-            for number in [*heeded(), *([] if sys.platform == "win32" else [signal.SIGUSR1])]:
+            for number in {*heeded(), *([] if sys.platform == "win32" else [signal.SIGUSR1])}:
                 self._before[number] = signal.signal(number, self._handle)
         return self
 
@@ -57,10 +57,10 @@ class Signals:
         Raises:
             Interrupted: now, if there was one before.
         """
-        if self.received is not None:
-            raise Interrupted(signal.Signals[self.received])
-        self._raises = True
+        self._raises = True  # before the look at `received`: a signal between the two would be lost
         try:
+            if self.received is not None:
+                raise Interrupted(signal.Signals[self.received])
             yield
         finally:
             self._raises = False

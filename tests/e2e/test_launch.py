@@ -11,6 +11,9 @@ def test_a_job_is_written_and_what_does_not_multiply_is_refused(preheat: Command
     assert "4 devices on 2 hosts, shard 4" in out
     assert "sbatch job.sbatch" in out
     text = (preheat.folder / "job.sbatch").read_text()
+    lines = text.splitlines(keepends=True)
+    assert lines[1].startswith("# written by preheat launch (")
+    text = "".join([lines[0], *lines[2:]])
     assert preheat(*wide, "--nodes", "2")[0] == text  # to standard output
     made = preheat.json(*wide, "--nodes", "2")
     assert made["job"] == text
@@ -19,7 +22,7 @@ def test_a_job_is_written_and_what_does_not_multiply_is_refused(preheat: Command
     out, error = preheat("launch", "r.yaml", "--scheduler", "slurm", "--nodes", "2", "--gpus-per-node", "2", code=2)
     assert (out, error.count("\n")) == ("", 1)
     assert "--nodes 2 x --gpus-per-node 2: a mesh that does not multiply: 1 device does not multiply to 4 devices" in error
-    assert "cannot be written" in preheat(*wide, "-o", "no/such/folder", code=2)[1]
+    assert "cannot be written" in preheat(*wide, "-o", "no/such/folder", code=1)[1]
 
 
 def test_help_has_an_example(preheat: Command) -> None:

@@ -23,7 +23,7 @@ from preheat import recipe as recipes
 from preheat.engine import checkpoint
 from preheat.errors import PreheatError, RecipeError, RunError
 from preheat.report import write as write_report
-from preheat.run import MARK, Reader, Writer, claim, parse_json, to_json
+from preheat.run import MARK, Reader, Writer, claim, parse_json, to_json, write_generated
 from preheat.training.diagnosis import diagnose
 from preheat.training.opened import open_model
 from preheat.training.rungs import effective, pending
@@ -486,3 +486,34 @@ def test_a_run_goes_on_beside_its_damaged_lines(command: Command) -> None:
     (a / "data.json").write_text("{")
     with pytest.raises(RunError, match=r"data\.json: is damaged"):
         open_model(a)
+
+
+def test_a_link_in_a_folder_leads_to_nothing_that_is_removed(tmp_path: Path) -> None:
+    """A folder from somebody else may claim that preheat wrote what its links lead to."""
+    docs, folder = tmp_path / "docs", tmp_path / "theirs"
+    docs.mkdir()
+    folder.mkdir()
+    (docs / "thesis.txt").write_text("mine")
+    (folder / "preheat.json").write_text(json.dumps({"kind": "run", "id": "x", "files": ["tokenizer/thesis.txt"]}))
+    (folder / "tokenizer").symlink_to(docs)
+    with pytest.raises(RunError, match="holds files of something else"):
+        Writer(folder)
+    own = tmp_path / "own"
+    (own / "tokenizer.writing").mkdir(parents=True)
+    (own / "tokenizer.writing" / "mine.txt").write_text("mine")
+    with pytest.raises(RunError, match="holds files of something else"):
+        Writer(own)
+    assert (docs / "thesis.txt").read_text() == (own / "tokenizer.writing" / "mine.txt").read_text() == "mine"
+
+
+def test_a_written_file_that_was_edited_is_kept(tmp_path: Path) -> None:
+    path = tmp_path / "job.sh"
+    for text in ("#!/bin/sh\necho 1\n", "#!/bin/sh\necho 2\n"):
+        write_generated(path, text, "# written by preheat launch")
+        assert path.read_text().splitlines()[::2] == text.splitlines()
+    path.write_text(path.read_text() + "echo 3\n")
+    with pytest.raises(RunError, match="was edited since"):
+        write_generated(path, "#!/bin/sh\n", "# written by preheat launch")
+    (tmp_path / "mine").write_text("a note\n# written by preheat launch\n")
+    with pytest.raises(RunError, match="preheat did not write it"):
+        write_generated(tmp_path / "mine", "x", "# written by preheat launch")
