@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from preheat import trust
 from preheat.compress.export.shared import TEXTS
 from preheat.data.templates import Template
+from preheat.data.tokenizer import rebuilt_by_transformers
 from preheat.errors import RunError
 from preheat.models.generation_settings import ends_of, read_generation
 from preheat.text import quoted
@@ -144,10 +146,16 @@ def _document(tokenizer: Any, text: str) -> list[int]:
 
 
 def require_same_tokens(tokenizer: Any, folder: Path) -> None:
-    """Raises RunError where transformers reads another tokenizer from a folder than was written there."""
+    """Checks that transformers reads the tokenizer from a folder that was written there.
+
+    Raises:
+        RunError: it reads another.
+    """
     from transformers import AutoTokenizer
 
-    again = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    if words := rebuilt_by_transformers(folder):
+        raise RunError(f"{folder.name}: {words}, and the model was trained on the others; nothing was written")
+    again = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=trust.allowed())
     for text in (*TEXTS, "a"):
         if again.encode(text) != tokenizer.encode(text):
             raise RunError(

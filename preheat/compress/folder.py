@@ -41,6 +41,7 @@ def write_model(model: Any, opened: Opened, folder: Path, *, method: str, dtype:
     from safetensors.torch import save_file
 
     from preheat.compress.ends import name_ends
+    from preheat.data.tokenizer import rebuilt_by_transformers
     from preheat.models.roles import roles
     from preheat.ops.quantized_folder import stored
 
@@ -64,6 +65,7 @@ def write_model(model: Any, opened: Opened, folder: Path, *, method: str, dtype:
             p.data = p.data.to(dtype)
         model.save_pretrained(folder)
     ends.tokenizer.save_pretrained(folder)
+    words = rebuilt_by_transformers(folder)
     model.set_attn_implementation(attention)
     model.config.use_cache = kept
-    return ends.notes
+    return [*ends.notes, *([words] if words else [])]

@@ -19,7 +19,7 @@ __all__ = ["MARK", "NewFolder", "Unwritable", "home_of", "require_new", "why_unw
 
 MARK = ".preheat-writing"
 """A file in a folder that is being written, locked by who writes it: what a killed process left is known by it, and nothing else is removed."""
-_FULL = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
+_FULL = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ENAMETOOLONG)
 _WORDS = "|".join(re.escape(os.strerror(number)) for number in _FULL)
 _OWN = ("checkpoints", "tokenizer")
 
@@ -146,8 +146,8 @@ def why_unwritable(error: BaseException | None) -> str:
     if isinstance(error, PreheatError) or not isinstance(error, Exception):
         return ""
     for one in _chain(error):
-        if isinstance(one, OSError) and one.errno is not None:
-            return one.strerror or os.strerror(one.errno)
+        if isinstance(one, OSError) and one.errno in (*_FULL, *((errno.EACCES, errno.EPERM) if one is error else ())):
+            return one.strerror or os.strerror(one.errno or 0)
         if found := re.search(rf"\(os error (\d+)\)|({_WORDS})", str(one)):
             return os.strerror(int(found[1])) if found[1] else found[2]
     said = str(error)
@@ -158,7 +158,7 @@ def why_unwritable(error: BaseException | None) -> str:
         or re.fullmatch(r"\d+ requested and \d+ written", said)
     ):
         return "the disk is full, or the size of files has a limit"
-    return shorten(said, 200) if isinstance(error, OSError) else ""
+    return ""
 
 
 def home_of(source: str | Path) -> tuple[Path, str]:

@@ -26,6 +26,6 @@ def unfinished(source: str | Path, step: int | None) -> str:
         return ""
     planned = told.plan.get("steps")
     of = f"step {step:,}" + (f" of {planned:,}" if isinstance(planned, int) and planned >= step else "")
-    if ends:
+    if any(isinstance(end, int) and end > step for end in ends):
         return f"this is the model at {of}, and its run went on"
     return f"this is the model at {of}: the run is not finished; preheat train {run}/recipe.yaml --out {run} --resume goes on with it"

@@ -57,6 +57,12 @@ class Layout:
     strange: bool = False
     _firsts: frozenset[str] = field(default=frozenset(), repr=False)
 
+    @property
+    def chat_template(self) -> Template | None:
+        """The template that the rows are laid out by; None: they are texts, whatever the tokenizer has."""
+        chats = self.kind in ("alpaca", "messages", "sharegpt") or (self.wraps and self.kind not in ("classes", "text"))
+        return self.template if chats else None
+
     def names(self) -> list[str]:
         """The fields of a file that are read."""
         return list(dict.fromkeys(self.columns.values()))

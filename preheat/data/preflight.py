@@ -46,11 +46,11 @@ CHECKS = {
         "use data.template: alpaca, which ends turns with the tokenizer's end of text, or (without an adapter) give it the template's tokens by model.add_tokens",
     ),
     "open_turn": Check(
-        "a chat template that asks for an answer whatever is asked of it, so that each row ends in an open turn",
+        "a chat template that always adds a generation prompt, so that each row ends in an open turn",
         "write the generation prompt under {% if add_generation_prompt %} in the template, or use another data.template",
     ),
     "generation_prompt": Check(
-        "an answer that is asked for behind other tokens than those it is trained behind",
+        "the tokens before an answer differ between training and generation",
         "make the template's generation prompt the beginning of what it renders of an answer",
         1.0,
     ),

@@ -37,12 +37,7 @@ __all__ = [
 
 def look_at_template(sources: Sequence[Source], template: Template | None, found: Findings) -> None:
     """What is wrong with a template in itself, where conversations are rendered with it."""
-    chats = [
-        s
-        for s in sources
-        if s.layout.template is not None and (s.layout.kind in ("alpaca", "sharegpt", "messages") or s.layout.wraps)
-    ]
-    if not chats or template is None:
+    if template is None or not any(source.layout.chat_template for source in sources):
         return
     if not template.answers:
         found.add("template", template.name, "leaves out what the assistant says", of=1)
@@ -60,24 +55,28 @@ LONG = 100_000
 
 def look_at_prompts(sources: Sequence[Source], encoder: Encoder, found: Findings) -> None:
     """Whether what the model reads before an answer is the same in training and when it is asked, token by token."""
+    differs = False
     for source in sources:
-        layout = source.layout
-        chats = layout.template is not None and (layout.kind in ("alpaca", "sharegpt", "messages") or layout.wraps)
-        if chats and (opening := _open_turn(layout.template)):  # type: ignore[arg-type]
+        layout, template = source.layout, source.layout.chat_template
+        if template is not None and (opening := _open_turn(template)):
             words = f"asks for an answer whatever is asked of it, so that each row ends in an open turn ({quoted(opening)})"
-            found.add("open_turn", layout.template.name, words, of=1)  # type: ignore[union-attr]
+            found.add("open_turn", template.name, words, of=1)
             continue
-        noting = _Noting.of(layout.template) if chats else None  # type: ignore[arg-type]
+        noting = _Noting.of(template) if template is not None else None
         layout = replace(layout, template=noting) if noting is not None else layout
         for where, row in itertools.islice(source.rows(), LOOKED_AT):
+            if differs:  # one finding is enough, of whatever source: it warns and never blocks
+                break
+            if noting is not None:
+                noting.given.clear()
             document = layout.document(row, where)
             if not document.sequences or len(document.text) > LONG:
                 continue
-            words = _gap(noting, encoder, document) if noting is not None else _cut_otherwise(encoder, document)
+            rendered = noting is not None and noting.given  # a row without a question is laid out without the template
+            words = _gap(noting, encoder, document) if noting and rendered else _cut_otherwise(encoder, document)
             if words:
-                place = noting.name if noting is not None else where
-                found.add("generation_prompt", place, words, of=1)
-                break
+                found.add("generation_prompt", noting.name if noting and rendered else where, words, of=1)
+                differs = True
 
 
 @dataclass(frozen=True)

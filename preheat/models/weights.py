@@ -338,9 +338,9 @@ class WeightSource:
         for module in model.modules():  # what no checkpoint holds: rotary tables and other buffers
             if id(module) not in self._packed and any(True for _ in module.buffers(recurse=False)):
                 model._init_weights(module)
-        needed = experts.biases(model)
+        needed, held = experts.biases(model), model.state_dict(keep_vars=True)
         for name, buffer in model.named_buffers():  # the buffers that one does
-            if name in needed or (names.find(_plain(name)) is not None and not self._is_fresh(name)):
+            if name in needed or (name in held and names.find(_plain(name)) is not None and not self._is_fresh(name)):
                 read(name, buffer)
         if missing:
             raise RecipeError(

@@ -148,7 +148,8 @@ def write_figures(source: Path, command: str, keys: Iterable[str], draw: Callabl
     figures = read_figures(source, command, keys)
     try:
         page = draw(figures)
-    except (AttributeError, IndexError, KeyError, TypeError) as error:  # a row lacks a key, or holds another type
+    except (ArithmeticError, AttributeError, LookupError, StopIteration, TypeError, ValueError) as error:
+        # A row lacks a key, or holds what does not belong there.
         kind = f"{type(error).__name__}: {shorten(str(error))}"
         raise RunError(f"{source}: is damaged ({kind}); run {command} again") from error
     fix = "make the folder writable or free some room"

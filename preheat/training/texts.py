@@ -59,8 +59,7 @@ def find_template(setting: str | None, tokenizer: Any, *, model: str) -> Templat
 
 def chat_template(layout: Layout) -> Template | None:
     """The template that the rows of a layout are laid out by; None: they are texts, whatever the tokenizer has."""
-    chats = layout.kind in ("alpaca", "messages", "sharegpt") or (layout.wraps and layout.kind not in ("classes", "text"))
-    return layout.template if chats else None
+    return layout.chat_template
 
 
 def write_texts(

@@ -54,8 +54,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def run(tmp_path: Path, folder: Path, source: Path, **settings: Any) -> Prepared:
-    data = Data(source=str(source), tokenizer=str(folder), **{"validation": 0.0, **settings})
+def run(tmp_path: Path, folder: Path, source: Path | tuple[str, ...], **settings: Any) -> Prepared:
+    data = Data(
+        source=source if isinstance(source, tuple) else str(source), tokenizer=str(folder), **{"validation": 0.0, **settings}
+    )
     return prepare(data, length=64, seed=0, cache=tmp_path / "cache")
 
 
@@ -328,6 +330,18 @@ def test_where_training_and_generation_meet(
         return
     notes = run(tmp_path, folder, tmp_path / "a.jsonl", **settings).told
     assert [told in note for note in notes if "generation_prompt" in note] == ([True] if told else [])
+
+
+def test_rows_of_text_beside_a_template_are_not_asked(tmp_path: Path, folder: Path) -> None:
+    """They are laid out without it, so there is nothing to compare; two sources that differ still only warn."""
+    (tmp_path / "text.jsonl").write_bytes(lines([{"text": f"A kettle is warm, {n}."} for n in range(20)]))
+    assert run(tmp_path, folder, tmp_path / "text.jsonl", template="chatml").train.tokens.ids.size
+    (tmp_path / "a.jinja").write_text(f"{{% for m in messages %}}{HEAD}{{% endfor %}}")
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.jsonl").write_bytes(lines([json.loads(json.dumps(row).replace("?", name)) for row in TALK]))
+    both = (str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl"))
+    notes = run(tmp_path, folder, both, template=str(tmp_path / "a.jinja")).told
+    assert sum("generation_prompt" in note for note in notes) == 1, notes
 
 
 NEVER = {

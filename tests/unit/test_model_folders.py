@@ -279,3 +279,11 @@ def test_code_runs_by_consent_alone(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match=r"wants to run its own code"):
         opened(path, trust_remote_code=True)
     assert not mark.exists()
+
+
+def test_a_table_that_transformers_computes_is_not_read(tmp_path: Path) -> None:
+    """Old files hold rotary tables, which transformers leaves unread: a recipe's rope scaling would be lost."""
+    path = small(tmp_path / "m")
+    changed(path, lambda weights: weights | {"model.rotary_emb.inv_freq": torch.full((4,), 7.0)})
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(path).model.rotary_emb.inv_freq
+    assert torch.equal(dict(opened(path).trained[0].named_buffers())["model.rotary_emb.inv_freq"], theirs)
