@@ -89,6 +89,11 @@ def measured(name: str) -> list[tuple[str, str]]:
     return found
 
 
+def shipped() -> dict[str, type[Technique]]:
+    """The techniques that have a file of their own; the engine registers others when it is used."""
+    return {name: cls for name, cls in registry().items() if cls.__module__.startswith("preheat.techniques.")}
+
+
 def technique_page(name: str, cls: type[Technique]) -> str:
     about = parts(cls)
     facts = f"Stage {cls.stage.name}; numerics {cls.numerics}"
@@ -132,7 +137,7 @@ def cheat_sheet() -> str:
         "| technique | what | helps | hurts | numerics | measured alone |",
         "|---|---|---|---|---|---|",
     ]
-    for name, cls in registry().items():
+    for name, cls in shipped().items():
         about = parts(cls)
         gave = "; ".join(gave for gave, _ in measured(name)) or "not yet"
         lines.append(
@@ -152,7 +157,7 @@ def cheat_sheet() -> str:
 
 def conflicts() -> list[str]:
     """A table of what is declared not to go together; what depends on a setting or a model is said by `check` when it is planned."""
-    known = {name: cls() for name, cls in registry().items()}
+    known = {name: cls() for name, cls in shipped().items()}
     lines = [
         "## What cannot go together",
         "",
@@ -239,7 +244,7 @@ def main(sources: Path = BUILD, target: Path = ROOT / "site") -> None:
     shutil.copytree(DOCS / "pages", sources)
     for picture in (*DOCS.glob("*.png"), *RESULTS.glob("*.png")):
         shutil.copy(picture, sources)
-    pages = {f"techniques/{name}.md": technique_page(name, cls) for name, cls in registry().items()}
+    pages = {f"techniques/{name}.md": technique_page(name, cls) for name, cls in shipped().items()}
     pages |= {
         "techniques/index.md": cheat_sheet(),
         "models.md": models_page(),
@@ -254,7 +259,7 @@ def main(sources: Path = BUILD, target: Path = ROOT / "site") -> None:
         path.write_text(text, encoding="utf-8")
     site = yaml.safe_load((DOCS / "mkdocs.yml").read_text(encoding="utf-8"))
     section = next(entry["Techniques"] for entry in site["nav"] if "Techniques" in entry)
-    section[:] = [section[0], *({name: f"techniques/{name}.md"} for name in registry())]
+    section[:] = [section[0], *({name: f"techniques/{name}.md"} for name in shipped())]
     site |= {"docs_dir": str(sources), "site_dir": str(target)}
     (sources.parent / "mkdocs.yml").write_text(yaml.safe_dump(site, sort_keys=False), encoding="utf-8")
     command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--config-file", sources.parent / "mkdocs.yml"]

@@ -12,6 +12,7 @@ from preheat.compress.export import card, shared
 from preheat.compress.export.held import Held, held_of
 from preheat.compress.front_matter import pipeline_of
 from preheat.compress.new_folder import NewFolder, require_new
+from preheat.data.tokenizer import rebuilt_by_transformers
 from preheat.errors import RunError
 from preheat.models.adapter import auto_class, head
 from preheat.models.configs import runs_code
@@ -123,6 +124,7 @@ def write_held(
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
         require_same_tokens(tokenizer, folder)
+        notes += [words] if final and (words := rebuilt_by_transformers(folder)) else []
         if vision is not None and opened.build.weights.folder is not None:
             copy_processor(opened.build.weights.folder, folder)
         pipeline = pipeline_of(model.config)  # its architectures are set by now

@@ -76,13 +76,18 @@ def quantize(file: Path) -> None:
 
     whole = file.with_name("float.onnx")
     data = file.with_name(file.name + ".data")
-    logging.getLogger().setLevel(max(logging.ERROR, logging.getLogger().level))
     import onnx
 
     onnx.save_model(onnx.load(file), whole)
     data.unlink(missing_ok=True)
     file.unlink()
-    quantize_dynamic(whole, file, weight_type=QuantType.QInt8, per_channel=True, reduce_range=REDUCE_RANGE)
+    log = logging.getLogger()  # onnxruntime warns through the root logger, of what nobody here can change
+    level = log.level
+    log.setLevel(max(logging.ERROR, level))
+    try:
+        quantize_dynamic(whole, file, weight_type=QuantType.QInt8, per_channel=True, reduce_range=REDUCE_RANGE)
+    finally:
+        log.setLevel(level)
     whole.unlink()
 
 
