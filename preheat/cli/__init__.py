@@ -109,7 +109,7 @@ def _end(arguments: list[str], message: str, code: int) -> NoReturn:
     sys.exit(code)
 
 
-_LONGEST = 680  # characters of a message; whoever raises it shortens what it quotes, this is for what nobody thought of
+_LONGEST = 680  # characters of a message; errors shorten what they quote; this is the last limit
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -151,7 +151,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 def _tell(signal: Interrupted, *, json_wanted: bool) -> None:
     if LAUNCHED in os.environ:
-        return  # one of several processes; whoever started them says it
+        return  # one of several processes; the launcher prints it
     if json_wanted:
         resume = {"resume": signal.resume} if signal.resume else {}
         say(to_json({"error": str(signal), "stopped": signal.number.name, "exit_code": signal.exit_code, **resume}))

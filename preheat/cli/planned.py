@@ -132,7 +132,7 @@ def write_recipe(made: Mapping[str, Any], question: Question, path: Path) -> Non
     """Writes the chosen recipe.
 
     Raises:
-        RunError: it cannot be written, or another file stands there.
+        RunError: it cannot be written, or another file exists there.
     """
     from preheat.run import write_generated
 
