@@ -468,3 +468,13 @@ def test_encoding_one_document_is_encoding_it_among_others(folder: Path) -> None
 
     documents = [Document((template.pieces(row["messages"]),), complete=True) for row in TALK]
     assert [encoder.first_of(document) for document in documents] == [e[0].tokens for e in encoder(documents)]
+
+
+@pytest.mark.parametrize("name", ["text", "json", "csv"])
+def test_the_name_of_a_format_reads_no_files_of_this_folder(
+    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / f"mine.{name}").write_text('{"text": "private"}\n')
+    with pytest.raises(DataError, match=f"data.source {name}: no such file or folder here, and {name} is a format"):
+        run(tmp_path, folder, (name,))
