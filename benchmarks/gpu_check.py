@@ -43,6 +43,8 @@ NEEDED = {  # module -> the name that pip knows it by
     "typer": "typer",
     "rich": "rich",
     "jinja2": "jinja2",
+    "datasets": "datasets",
+    "peft": "peft",
     "pytest": "pytest",
 }
 START = 120.0  # seconds that a process may take for its imports and the first kernel
