@@ -179,3 +179,18 @@ def test_a_compiled_package_answers_as_the_run_does(run: Run) -> None:
 def test_an_executorch_program_answers_as_the_run_does(run: Run) -> None:
     pytest.importorskip("executorch", reason="ExecuTorch is not installed here (pip install 'preheat[executorch]')")
     assert run.check(run.export("executorch"))["answer"][-1] == 3
+
+
+@pytest.mark.filterwarnings("ignore")  # compressed-tensors' own
+def test_a_folder_for_vllm_answers_as_the_run_does(run: Run) -> None:
+    pytest.importorskip("compressed_tensors", reason="not installed here (pip install 'preheat[compressed-tensors]')")
+    made = run.preheat.here.json("export", "run", "--to", "vllm", "--out", "vllm", "--tolerance", "0.5")
+    folder = run.preheat.folder / made["path"]
+    packed = transformers.CompressedTensorsConfig(dequantize=True)
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, quantization_config=packed)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    asked = tokenizer.apply_chat_template(
+        [{"role": "user", "content": ASKED}], add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    answer = model.generate(**asked, max_new_tokens=20, do_sample=False)[0, asked["input_ids"].shape[1] :]
+    assert tokenizer.decode(answer) == f"{run.ours['text']}<|eot|>"
