@@ -28,12 +28,16 @@ class Ends:
         tokens: each ends a text.
         turn: the one that ends an assistant's turn; None: the model was trained on texts, or its turns end in no token.
         notes: what there is to say.
+        chats: the model was trained on chats, laid out by the tokenizer's template.
+        string: what ends an answer where no token does; '' otherwise.
     """
 
     tokenizer: Any
     tokens: list[int]
     turn: int | None
     notes: list[str]
+    chats: bool
+    string: str = ""
 
 
 def name_ends(model: Any, opened: Opened) -> Ends:
@@ -52,7 +56,7 @@ def name_ends(model: Any, opened: Opened) -> Ends:
         settings = GenerationConfig.from_model_config(model.config)
         settings._from_model_config = False  # what follows is stated, and no default that a reader may derive anew
     model.generation_config = settings
-    tokenizer, turn, words = _end_turns(opened)
+    tokenizer, turn, string, words = _end_turns(opened)
     for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
         own = getattr(opened.tokenizer, key)
         for place in (model.config, settings):
@@ -64,14 +68,14 @@ def name_ends(model: Any, opened: Opened) -> Ends:
         model.config.eos_token_id = turn
         ends = [turn, *(n for n in ends if n != turn)]  # readers of a single one take the first
     settings.eos_token_id = ends if len(ends) > 1 else ends[0]
-    return Ends(tokenizer, ends, turn, notes + words)
+    return Ends(tokenizer, ends, turn, notes + words, opened.template is not None, string)
 
 
-def _end_turns(opened: Opened) -> tuple[Any, int | None, list[str]]:
-    """A tokenizer that ends texts as the turns of the run's chats ended, their last token, and what there is to say."""
+def _end_turns(opened: Opened) -> tuple[Any, int | None, str, list[str]]:
+    """A tokenizer that ends texts as the turns of the run's chats ended, their last token or else string, and what there is to say."""
     tokenizer = copy.deepcopy(opened.tokenizer)
     if opened.template is None:
-        return tokenizer, None, []
+        return tokenizer, None, "", []
     template = find_template(None, tokenizer, model="the run")
     tokens, strings = turn_ends(template, tokenizer)
     added = {token.content: number for number, token in tokenizer.added_tokens_decoder.items()}
@@ -83,9 +87,9 @@ def _end_turns(opened: Opened) -> tuple[Any, int | None, list[str]]:
                 f"each answer ends with the text {quoted(strings[0], 40)}, which is no token of its own: other tools stop there only when "
                 "told to (transformers: stop_strings; llama.cpp: --reverse-prompt), or train with it in model.add_tokens"
             )
-            return tokenizer, None, [words]
+            return tokenizer, None, strings[0], [words]
     if turn is None or turn == tokenizer.eos_token_id:
-        return tokenizer, turn, []
+        return tokenizer, turn, "", []
     before = _behaviour(tokenizer, template)
     ending = copy.deepcopy(tokenizer)
     ending.eos_token = tokenizer.convert_ids_to_tokens(turn)
@@ -95,8 +99,8 @@ def _end_turns(opened: Opened) -> tuple[Any, int | None, list[str]]:
             f"each answer ends with {ending.eos_token!r}; the tokenizer's eos_token stays {tokenizer.eos_token!r}, since texts and its "
             "template are written with it: stop at what generation_config.json names"
         )
-        return tokenizer, turn, [words]
-    return ending, turn, []
+        return tokenizer, turn, "", [words]
+    return ending, turn, "", []
 
 
 def _behaviour(tokenizer: Any, template: Template) -> list[Any]:
