@@ -11,8 +11,8 @@ metrics.jsonl     a line a step (see `METRIC_KEYS`, what the objective scores: a
                   ({step, validation_loss, tokens, validation_<score>, forgetting_loss, tasks}, as far as measured; tokens: what the loss is the mean over)
 before.json       what was measured before the first step, row by row: {texts, tasks}
 evaluation.json   the newest evaluation: {step, after, before, difference}, each {texts, tasks: {name: {metrics: {name: {value, low, high}}}}}
-events.jsonl      {time, kind, ...}: started, resumed, checkpoint, damaged, unsaved, out_of_memory, rung, stopping, notice, measured, sample, baseline,
-                  finished, failed; of out_of_memory and rung: training/rungs.py
+events.jsonl      {time, kind, ...}: started, resumed, checkpoint, damaged, unsaved, unevaluated, out_of_memory, rung, stopping, notice, measured,
+                  sample, baseline, finished, failed; of out_of_memory and rung: training/rungs.py
 samples.json      [{prompt, before, text}] (see `Reader.samples`)
 checkpoints/      step-N/ (engine/checkpoint.py)
 tokenizer/        the tokenizer as transformers reads it
