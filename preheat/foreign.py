@@ -1,4 +1,7 @@
-"""Files of a model's folder, which others wrote: JSON objects and safetensors. torch is imported when a tensor is looked at."""
+"""A model's folder, which others wrote: its JSON objects and safetensors, and what its tokenizer begins a text with.
+
+torch is imported when a tensor is looked at.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +24,7 @@ __all__ = [
     "INDEX",
     "WEIGHTS",
     "Weights",
+    "beginning",
     "fault",
     "finite",
     "listed",
@@ -67,6 +71,20 @@ def quiet() -> Iterator[None]:
         yield
     finally:
         logging.set_verbosity(before)
+
+
+def beginning(tokenizer: Any) -> list[int]:
+    """The beginning-of-text token, if a fast tokenizer's own rules put one before every text, as documents have it in training; else [].
+
+    Example:
+        >>> beginning(AutoTokenizer.from_pretrained("hf-internal-testing/llama-tokenizer"))  # doctest: +SKIP
+        [1]
+    """
+    firsts = []
+    for own in (True, False):  # by the Rust library: transformers' encode would turn the tokenizer's truncation and padding off
+        encoding = tokenizer.backend_tokenizer.encode("a", add_special_tokens=own)
+        firsts.append([token for token, read in zip(encoding.ids, encoding.attention_mask, strict=True) if read][:1])
+    return firsts[0] if firsts[0] == [tokenizer.bos_token_id] != firsts[1] else []
 
 
 def listed(names: Iterable[str]) -> str:
@@ -160,8 +178,7 @@ def _shards(folder: Path, index: Path, knob: str) -> list[Path]:
         raise RecipeError(
             f"{knob}: {index} has no weight_map that says which file holds which tensor; put back the model's own"
         )
-    names = sorted({name if isinstance(name, str) else quoted(name) for name in places.values()})
-    files = [_inside(folder, name, f"{knob}: {index}") for name in names]
+    files = sorted({_inside(folder, name, f"{knob}: {index}") for name in places.values()})
     absent = [file.name for file in files if not file.is_file()]
     if absent:
         raise RecipeError(

@@ -382,15 +382,17 @@ def _deep(value: Any) -> bool:
 def _cut(path: Path) -> Iterator[tuple[str, str]]:
     """One long text as documents of a few KB whose concatenation is the text."""
     held: list[str] = []
-    size, first = 0, 1
+    size = first = 0
     for number, line in read_lines(path, longest=None):
         for start in range(0, len(line), CUT_AT_ANY_LINE):
+            if not held:
+                first = number
             piece = line[start : start + CUT_AT_ANY_LINE]
             held.append(piece)
             size += len(piece)
             if size >= CUT_AT_ANY_LINE or (size >= CUT_AT and not line.strip()):
                 yield f"{shown(path)}:{first}", "".join(held)
-                held, size, first = [], 0, number + 1
+                held, size = [], 0
     if held:
         yield f"{shown(path)}:{first}", "".join(held)
 
