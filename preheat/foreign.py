@@ -6,7 +6,6 @@ torch is imported when a tensor is looked at.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 from collections.abc import Iterable, Iterator
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from preheat.errors import RecipeError
+from preheat.run import BadJson, read_value
 from preheat.text import clean, quoted, shorten
 
 if TYPE_CHECKING:
@@ -106,11 +106,12 @@ def read_object(file: Path, knob: str) -> dict[str, Any]:
         RecipeError: it cannot be read, or holds something else; the message begins with `knob` and names the file.
     """
     try:
-        value = json.loads(file.read_bytes())
+        value = read_value(file.read_bytes())
     except OSError as error:
         raise RecipeError(f"{knob}: {clean(file)}: cannot be read ({error.strerror})") from None
-    except (ValueError, RecursionError) as error:
-        raise RecipeError(f"{knob}: {clean(file)}: is no JSON ({fault(error, 120)}); put back the model's own") from None
+    except BadJson as error:
+        line = f", line {error.line:,}" if error.line else ""
+        raise RecipeError(f"{knob}: {clean(file)}: is no JSON ({error.words}{line}); put back the model's own") from None
     if not isinstance(value, dict):
         raise RecipeError(f"{knob}: {clean(file)}: holds no JSON object but {quoted(value, 60)}; put back the model's own")
     return value

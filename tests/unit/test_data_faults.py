@@ -20,7 +20,7 @@ from tokenizers import Tokenizer
 from preheat.data import Prepared, prepare
 from preheat.data import rendering as limits
 from preheat.data.cache import entry, read_entry
-from preheat.data.files import expanded, find_files, read_value
+from preheat.data.files import expanded, find_files
 from preheat.data.packing import IGNORED, Rows, Tokens
 from preheat.data.prompts import read_prompts
 from preheat.data.rendering import TemplateLimit
@@ -33,6 +33,7 @@ from preheat.foreign import beginning
 from preheat.hardware.links import store_json
 from preheat.models.configs import tokenizer_folder
 from preheat.recipe import Data, parse
+from preheat.run import read_value
 
 from ..conftest import TooLong, within
 from .chats import CHATML, SPECIAL
