@@ -11,6 +11,7 @@ from preheat import trust
 from preheat.compress.export.shared import TEXTS
 from preheat.data.templates import Template
 from preheat.errors import RunError
+from preheat.foreign import beginning
 from preheat.models.generation_settings import ends_of, read_generation
 from preheat.text import quoted
 from preheat.training.opened import Opened
@@ -122,7 +123,7 @@ def end_texts(tokenizer: Any) -> Any:
         return changed
     marks = [(tokenizer.eos_token, tokenizer.eos_token_id)]
     begin = ""
-    if _document(tokenizer, "a")[:-1] != tokenizer.encode("a", add_special_tokens=False):
+    if beginning(tokenizer):
         begin, marks = f"{tokenizer.bos_token} ", [*marks, (tokenizer.bos_token, tokenizer.bos_token_id)]
     one = f"{begin}$A {tokenizer.eos_token}"
     # In place of the tokenizer's own: of two in a sequence the second does not see what the first put there.
@@ -143,9 +144,7 @@ def _ended(changed: Any, plain: Any) -> bool:
 
 def _document(tokenizer: Any, text: str) -> list[int]:
     """A text's tokens as a document has them in training."""
-    first, plain = (tokenizer.encode("a", add_special_tokens=own)[:1] for own in (True, False))
-    begin = first if first == [tokenizer.bos_token_id] != plain else []
-    return [*begin, *tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id]
+    return [*beginning(tokenizer), *tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id]
 
 
 def require_same_tokens(tokenizer: Any, folder: Path) -> None:

@@ -14,6 +14,7 @@ from preheat.errors import RecipeError, nearest
 from preheat.foreign import FAULTS, fault, read_object
 from preheat.hardware.network import hub_reachable
 from preheat.models import experts, presets, sizes, vision
+from preheat.models.untied import untie
 from preheat.recipe.parts import MOST_PARAMETERS, TOKENIZER_FILES
 from preheat.text import quoted
 
@@ -106,6 +107,8 @@ def of(recipe: Recipe, vocabulary: int | None) -> PretrainedConfig:
     """The configuration before `model.config` and techniques change it; arguments and errors as of `adapter.configure`."""
     found = _of(recipe, vocabulary)
     require_in_reach(found)
+    if recipe.model.path is not None and recipe.model.weights == "pretrained":
+        untie(found, Path(recipe.model.path))
     return found
 
 

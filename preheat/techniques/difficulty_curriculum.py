@@ -102,8 +102,9 @@ def losses_of(folder: Path, rows: Rows, *, device: str = "cpu", micro: int = 8, 
     """
     import numpy as np
 
-    from preheat.data.cache import default_root, entry
+    from preheat.data.cache import entry
     from preheat.data.sources import digest
+    from preheat.hardware.links import cache_folder
     from preheat.models.weights import WeightSource
 
     if rows.tokens.examples.kind == "classes":
@@ -121,7 +122,7 @@ def losses_of(folder: Path, rows: Rows, *, device: str = "cpu", micro: int = 8, 
         np.save(made / "losses.npy", _losses(folder, source, rows, device, micro))
         return {}
 
-    found, _ = entry(cache or default_root(), f"losses-{key}", build)
+    found, _ = entry(cache or cache_folder(), f"losses-{key}", build)
     return np.load(found / "losses.npy")
 
 

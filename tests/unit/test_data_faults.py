@@ -20,7 +20,7 @@ from tokenizers import Tokenizer
 from preheat.data import Prepared, prepare
 from preheat.data import rendering as limits
 from preheat.data.cache import entry, read_entry
-from preheat.data.files import expanded, find_files, read_value
+from preheat.data.files import expanded, find_files
 from preheat.data.packing import IGNORED, Rows, Tokens
 from preheat.data.prompts import read_prompts
 from preheat.data.rendering import TemplateLimit
@@ -29,8 +29,11 @@ from preheat.data.templates import Template
 from preheat.data.tokenizer import Encoder, load_tokenizer, rebuilt_by_transformers, save_tokenizer, train_tokenizer
 from preheat.errors import DataError, PreheatError, RecipeError, RunError
 from preheat.evaluation.rows import read_rows
+from preheat.foreign import beginning
+from preheat.hardware.links import store_json
 from preheat.models.configs import tokenizer_folder
 from preheat.recipe import Data, parse
+from preheat.run import read_value
 
 from ..conftest import TooLong, within
 from .chats import CHATML, SPECIAL
@@ -248,6 +251,26 @@ def test_the_tokens_are_those_of_tokenizer_json(tmp_path: Path, data_folder: Pat
         assert "Qwen2Tokenizer" in str(rebuilt_by_transformers(own))
 
 
+def test_the_beginning_of_a_text_is_that_of_tokenizer_json(tmp_path: Path) -> None:
+    from tokenizers import normalizers, processors
+
+    made = train_tokenizer([("00", "once upon a time there was one who didn't " * 40)], vocabulary=300)
+    made.backend_tokenizer.normalizer = normalizers.NFC()
+    made.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<|pad|> $A", pair="<|pad|> $A $B", special_tokens=[("<|pad|>", made.pad_token_id)]
+    )
+    made.save_pretrained(tmp_path)
+    settings = {"tokenizer_class": "GPTNeoXTokenizer", "eos_token": "<|end|>", "bos_token": "<|pad|>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    assert transformers.AutoTokenizer.from_pretrained(tmp_path).encode("once")[:1] != [made.pad_token_id]
+    found = load_tokenizer(str(tmp_path))
+    assert found.encode("once") == Tokenizer.from_file(str(tmp_path / "tokenizer.json")).encode("once").ids
+    assert beginning(found) == Encoder(found).begin == [made.pad_token_id]
+    assert save_tokenizer(found, tmp_path / "saved") is None
+    assert transformers.AutoTokenizer.from_pretrained(tmp_path / "saved").encode("once") == found.encode("once")
+    assert beginning(made) == []  # which names no token that begins a text
+
+
 def test_a_tokenizer_without_tokenizer_json_is_read_as_transformers_does(tmp_path: Path) -> None:
     own = tmp_path / "gpt2"
     own.mkdir()
@@ -387,7 +410,7 @@ def test_templates_that_fail_do_so_in_one_line(text: str) -> None:
 
 
 def test_the_cache_is_private_and_what_is_damaged_is_made_anew(tmp_path: Path) -> None:
-    root, calls = tmp_path / "own" / "cache", []
+    root, calls = tmp_path / "new" / "own" / "cache", []
 
     def build(folder: Path) -> dict[str, Any]:
         calls.append(1)
@@ -395,7 +418,9 @@ def test_the_cache_is_private_and_what_is_damaged_is_made_anew(tmp_path: Path) -
         return {"rows": 3}
 
     folder, made = entry(root, "x-1", build)
-    assert [path.stat().st_mode & 0o777 for path in (root, folder)] == [0o700, 0o700]
+    store_json(tmp_path / "rates" / "of" / "a.json", {})
+    every = (root.parents[1], root.parent, root, folder, tmp_path / "rates", tmp_path / "rates" / "of")
+    assert [path.stat().st_mode & 0o777 for path in every] == [0o700] * 6
     for damage in (
         lambda: (folder / "a.bin").write_bytes(b"contenT"),
         lambda: (folder / "a.bin").unlink(),

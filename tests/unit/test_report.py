@@ -299,7 +299,7 @@ def test_a_missing_run_is_one_clear_line_and_a_damaged_file_is_named(tmp_path):
     with (path / "events.jsonl").open("a") as file:
         file.write('3\n{"step": 1}\n{"kind": "finished", "steps": "x"}\n')
     page = Page(write(path))
-    assert "plan.json: left out: no whole JSON" in page.text
+    assert "plan.json: left out: not JSON" in page.text
     assert "events.jsonl: left out line" in page.text
     assert "recipe.yaml: left out" in page.text
     assert "and 2 more" in page.text

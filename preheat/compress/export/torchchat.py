@@ -26,7 +26,7 @@ from preheat.compress.export.plain import Plain, plain
 from preheat.compress.new_folder import NewFolder, require_new
 from preheat.data.templates import load_template
 from preheat.errors import RunError
-from preheat.foreign import listed
+from preheat.foreign import beginning, listed
 from preheat.run import to_json
 
 __all__ = ["read", "write"]
@@ -77,7 +77,7 @@ def write(
     bound = shared.bound_of("torchchat", dtype, tolerance)
     with NewFolder(out) as folder:
         with plain(run, folder, base=base) as model:
-            params = _params(model.model.config, model.source) | {"tokenizer_prepend_bos": _begins(model.tokenizer)}
+            params = _params(model.model.config, model.source) | {"tokenizer_prepend_bos": bool(beginning(model.tokenizer))}
             weights = _weights(model.model, params, model.source)
             torch.save({name: w.to(getattr(torch, dtype)) for name, w in weights.items()}, folder / "model.pth")
             (folder / "params.json").write_text(to_json(params, indent=2) + "\n", encoding="utf-8")
@@ -174,11 +174,6 @@ def _weights(model: Any, params: dict[str, Any], source: Path) -> dict[str, Tens
 def _pairs_together(weight: Tensor, heads: int) -> Tensor:
     """Rows of a head from (first halves, second halves) to (first, second, first, second, ...)."""
     return weight.unflatten(0, (heads, 2, -1)).transpose(1, 2).reshape(weight.shape)
-
-
-def _begins(tokenizer: Any) -> bool:
-    """Whether it puts a token before each text."""
-    return bool(tokenizer.bos_token_id is not None and tokenizer.encode("a")[:1] == [tokenizer.bos_token_id])
 
 
 def _settle(folder: Path, model: Plain) -> list[str]:
