@@ -248,7 +248,7 @@ def pieces_like(kernel: Callable[..., Tensor]) -> type[FlashPieces] | type[Produ
     """
     plain = kernel.func if isinstance(kernel, functools.partial) else kernel
     name = kernel.keywords.get("kernel", "flash") if isinstance(kernel, functools.partial) else "flash"
-    if plain is sdpa_attention and name == "flash":
+    if plain is sdpa_attention and name in ("flash", "preferred"):
         return FlashPieces
     if plain in (reference_attention, blocked_attention):
         return ProductPieces
