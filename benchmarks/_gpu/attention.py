@@ -105,7 +105,8 @@ def run(case: Case, device: str = "cuda") -> dict[str, float]:
     ]
     exact = [t.detach().double().requires_grad_() for t in tensors]
     scale = case.head_dim**-0.5
-    ours, truth = _kernel(case.kernel)(*tensors, mask, scale), _truth(*exact, mask, scale)
+    kernel: Callable[..., Tensor] = _kernel(case.kernel)
+    ours, truth = kernel(*tensors, mask, scale), _truth(exact, mask, scale)
     slope = torch.randn(truth.shape).to(device, case.dtype)
     grads = torch.autograd.grad(ours, tensors, slope)
     wanted = torch.autograd.grad(truth, exact, slope.double())
@@ -131,8 +132,9 @@ def _kernel(name: Kernel) -> Callable[..., Tensor]:
     return functools.partial(sdpa_attention, kernel=name, varlen=False)
 
 
-def _truth(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, scale: float) -> Tensor:
+def _truth(tensors: list[Tensor], mask: MaskSpec, scale: float) -> Tensor:
     """All scores in memory, all in fp64."""
+    q, k, v = tensors
     k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for t in (k, v))
     scores = (q @ k.transpose(-2, -1) * scale).masked_fill(~allowed(mask, q.shape[0], q.shape[2], q.device), float("-inf"))
     return scores.softmax(-1) @ v

@@ -131,7 +131,8 @@ def sdpa_attention(
         RuntimeError: from torch, when the named kernel cannot serve these tensors.
     """
     if _takes_varlen(q, k, v, mask, kernel, varlen):
-        return attend_varlen(*in_compute_dtype(q, k, v), mask, scale)
+        q, k, v = in_compute_dtype(q, k, v)
+        return attend_varlen(q, k, v, mask, scale)
     refuse_masks(mask, q.shape[2], "SDPA")
     apart = mask.documents if packed(mask) else None
     grouped = q.shape[1] != k.shape[1]
@@ -140,7 +141,8 @@ def sdpa_attention(
     # Autograd would keep more than these passes need: documents laid out, and repeated keys and values. What torch.compile traces it differentiates itself.
     more = apart is not None or (grouped and kernel == "efficient")
     if more and not torch.compiler.is_compiling() and sdpa_has_passes(q, kernel=kernel):
-        return attend(sdpa_passes(q, k, v, mask, scale, kernel=kernel, varlen=False)[0], *in_compute_dtype(q, k, v), apart)
+        q, k, v = in_compute_dtype(q, k, v)
+        return attend(sdpa_passes(q, k, v, mask, scale, kernel=kernel, varlen=False)[0], q, k, v, apart)
     if kernel == "efficient":
         k, v, grouped = _repeated(k, q), _repeated(v, q), False
     if _is_dry_run(q):

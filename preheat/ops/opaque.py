@@ -102,10 +102,8 @@ class OpaqueAttention:
 
     def _known(self, q: Tensor) -> tuple[_Known | None, dict[str, Any]]:
         """How the two passes are had for tensors like `q`, and the kernel's keywords."""
-        kernel, more = self.kernel, {}
-        if isinstance(kernel, functools.partial):
-            kernel, more = kernel.func, kernel.keywords
-        known = _KNOWN.get(kernel)
+        bound = self.kernel if isinstance(self.kernel, functools.partial) else None
+        known, more = _KNOWN.get(bound.func if bound else self.kernel), bound.keywords if bound else {}
         return (known if known is not None and known.serves(q, **more) else None), more
 
     def forward(
