@@ -12,6 +12,7 @@ import itertools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+import numpy
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
@@ -68,10 +69,9 @@ def _all_pairs(documents: Documents, causal: bool, window: int) -> int:
     return sum(_pairs(n, causal, window) for n in itertools.chain.from_iterable(documents))
 
 
-@functools.lru_cache(maxsize=4)  # the batch in work, one of an evaluation, and those of a second model
+@functools.lru_cache(maxsize=16)  # every layer asks, forward and backward
+@torch.inference_mode(False)  # whoever asks first: what is kept serves training too
 def _offsets(documents: Documents, device: torch.device) -> Tensor:
-    import numpy
-
     sizes = list(itertools.chain.from_iterable(documents))
     return to_device(numpy.cumsum([0, *sizes], dtype=numpy.int32), device)
 

@@ -141,7 +141,8 @@ def _take(x: Tensor, index: Tensor) -> Tensor:
     return out.mul_((~empty).to(out.dtype).view(-1, *[1] * (x.ndim - 1)))
 
 
-@functools.lru_cache(maxsize=4)  # every layer asks, forward and backward: of the batch in work, and of an evaluation's
+@functools.lru_cache(maxsize=16)  # every layer asks, forward and backward
+@torch.inference_mode(False)  # whoever asks first: what is kept serves training too
 def _arrangement_on(documents: Documents, device: torch.device) -> tuple[list[tuple[int, int]], Tensor, Tensor]:
     groups, there, back = _arrangement(documents)
     return groups, to_device(there, device), to_device(back, device)
