@@ -3,7 +3,8 @@
     for case in cases("cuda"):
         print(case, run(case, "cuda"))
 
-On a CPU, `cases` names what a CPU has: flash, blocks, and the variable-length operator, which attends document by document there.
+On a CPU, `cases` names what a CPU has: flash, blocks, and the variable-length operator, which attends document by
+document there.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ _DIMS: dict[Kernel, tuple[int, ...]] = {
     "flex": (64, 128),
     "varlen": (64, 80, 128, 256),
 }
-# Relative norms: results in bf16 are rounded to 8 bits, and `blocks` rounds scores to them too; fp32 on tensor cores takes three products of TF32.
+# Relative norms: results in bf16 are rounded to 8 bits, and `blocks` rounds scores to them too; fp32 on tensor cores
+# takes three products of TF32.
 _BOUNDS = {torch.bfloat16: 0.02, torch.float16: 0.005, torch.float32: 1e-4}
 
 
@@ -62,7 +64,8 @@ class Case:
 
     def __str__(self) -> str:
         words = "grouped" if self.grouped else "not grouped"
-        return f"{self.kernel}, {self.mask}, {words}, heads of {self.head_dim}, {str(self.dtype).removeprefix('torch.')}"
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"{self.kernel}, {self.mask}, {words}, heads of {self.head_dim}, {dtype}"
 
 
 def cases(device: str = "cuda") -> list[Case]:
@@ -90,7 +93,9 @@ def cases(device: str = "cuda") -> list[Case]:
 
 
 def run(case: Case, device: str = "cuda") -> dict[str, float]:
-    """{"out", "q", "k", "v"}: the relative norm ‖ours - truth‖ / ‖truth‖ of the result and of the gradients, from the same rounded inputs.
+    """{"out", "q", "k", "v"}: the relative norm ‖ours - truth‖ / ‖truth‖ of the result and of the gradients.
+
+    Both begin from the same rounded inputs.
 
     Raises:
         RuntimeError: from torch, when the device has no such kernel.
@@ -115,7 +120,7 @@ def run(case: Case, device: str = "cuda") -> dict[str, float]:
 
 
 def _mask(kind: Mask, *, small: bool) -> tuple[MaskSpec, int]:
-    """The mask and the length of its rows: documents of one token, of the whole row, and of lengths that fill no block."""
+    """The mask and the length of its rows: documents of one token, of the whole row, of lengths that fill no block."""
     length, window = (100, 30) if small else (1000, 130)
     documents = ((length,), (length // 2, length // 10, length - length // 2 - length // 10), (1, length - 1))
     within = window if kind.endswith("window") else None
@@ -136,5 +141,5 @@ def _truth(tensors: list[Tensor], mask: MaskSpec, scale: float) -> Tensor:
     """All scores in memory, all in fp64."""
     q, k, v = tensors
     k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for t in (k, v))
-    scores = (q @ k.transpose(-2, -1) * scale).masked_fill(~allowed(mask, q.shape[0], q.shape[2], q.device), float("-inf"))
-    return scores.softmax(-1) @ v
+    may = allowed(mask, q.shape[0], q.shape[2], q.device)
+    return (q @ k.transpose(-2, -1) * scale).masked_fill(~may, float("-inf")).softmax(-1) @ v

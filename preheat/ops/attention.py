@@ -39,7 +39,7 @@ KERNELS: dict[str, SDPBackend | list[SDPBackend]] = {
     # Whichever torch puts first for the tensors and the device: cuDNN's on Hopper and data center Blackwell.
     "preferred": [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION],
 }
-_FLASH = {"flash", "preferred"}  # kernels by which documents and windows are attended in flash attention's variable-length form
+_FLASH = {"flash", "preferred"}  # documents and windows are attended by flash attention's variable-length form
 _FLASH_DIM = 8  # CUDA's kernel wants heads of a multiple of this; torch pads others, above the operator that is called here
 _STATISTICS = 32  # the efficient kernel pads its statistics to a multiple of this
 
@@ -118,16 +118,17 @@ def sdpa_attention(
 ) -> Tensor:
     """Torch's fused attention by the named kernel: no scores in memory and no mask tensor.
 
-    On CUDA `flash` (and `preferred`) attends packed documents and windows in one call of its variable-length form. Elsewhere documents are
-    attended by themselves (those of about equal length in one call), so the work falls with their length, and what would need a mask tensor is
-    refused: a window, or documents without a causal mask. `efficient` cannot share keys and values among heads: they are repeated for each
-    call, and again in the backward pass.
+    On CUDA `flash` (and `preferred`) attends packed documents and windows in one call of its variable-length form.
+    Elsewhere documents are attended by themselves (those of about equal length in one call), so the work falls with
+    their length, and what would need a mask tensor is refused: a window, or documents without a causal mask.
+    `efficient` cannot share keys and values among heads: they are repeated in each pass and not kept.
 
     Args:
         varlen: whether to take the variable-length form where it serves; None: if the tensors lie on CUDA.
 
     Raises:
-        ValueError: a window shorter than the sequence, or documents that are not causal, for kernels that have no argument for them.
+        ValueError: a window shorter than the sequence, or documents that are not causal, and the kernel has no argument
+            for them.
         RuntimeError: from torch, when the named kernel cannot serve these tensors.
     """
     if _takes_varlen(q, k, v, mask, kernel, varlen):
@@ -138,7 +139,8 @@ def sdpa_attention(
     grouped = q.shape[1] != k.shape[1]
     if _is_dry_run(q) and kernel != "efficient":  # for a GPU: what the kernel keeps is the same
         kernel = "flash"
-    # Autograd would keep more than these passes need: documents laid out, and repeated keys and values. What torch.compile traces it differentiates itself.
+    # Autograd would keep more than these passes need: documents laid out, and repeated keys and values.
+    # What torch.compile traces it differentiates itself.
     more = apart is not None or (grouped and kernel == "efficient")
     if more and not torch.compiler.is_compiling() and sdpa_has_passes(q, kernel=kernel):
         q, k, v = in_compute_dtype(q, k, v)
@@ -158,7 +160,10 @@ def sdpa_attention(
 def sdpa_passes(
     q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, scale: float, *, kernel: str = "flash", varlen: bool | None = None
 ) -> tuple[Passes, Documents | None]:
-    """The two passes of `sdpa_attention` beneath autograd, and the documents to attend by themselves. Only where `sdpa_has_passes`."""
+    """The two passes of `sdpa_attention` beneath autograd, and the documents to attend by themselves.
+
+    Only for kernels and tensors that `sdpa_has_passes` says yes to.
+    """
     if _takes_varlen(q, k, v, mask, kernel, varlen):
         return varlen_passes(q, mask, scale), None
     refuse_masks(mask, q.shape[2], "SDPA")

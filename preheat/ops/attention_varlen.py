@@ -1,8 +1,9 @@
 """Attention of packed documents and within windows: one call of torch's variable-length flash kernel for all rows.
 
-`varlen_attention` keeps its result and the log of the sums of exponentials and calls the kernel's own backward pass. Where documents
-begin is sent to the device once a batch, from pinned memory, and their greatest length is known on the host, so that nothing waits for
-the device. On a CPU the operators attend document by document: for tests, and the same numbers. Not yet run on a GPU.
+`varlen_attention` keeps its result and the log of the sums of exponentials and calls the kernel's own backward pass.
+Where documents begin is sent to the device once a batch, from pinned memory, and their greatest length is known on the
+host, so that nothing waits for the device. On a CPU the operators attend document by document, which tests use. Not yet
+run on a GPU.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ class Bounds(NamedTuple):
     Attributes:
         offsets: [documents + 1] int32, beside the tensors that are attended.
         longest: at least the length of the longest document.
-        pairs: pairs of a query and a key, counted as if attention were not causal; of windows twice what is seen where it is. For FLOPs.
+        pairs: of a query and a key, from which FLOPs are counted: as if attention were not causal, so within a causal
+            window twice what is seen.
     """
 
     offsets: Tensor
@@ -60,7 +62,7 @@ def _pairs(n: int, causal: bool, window: int) -> int:
     """Of one document, as `Bounds.pairs` counts them."""
     if not window or window >= n:
         return n * n
-    ahead = window * n - window * (window - 1) // 2  # of a query and what stands before it within the window, itself included
+    ahead = window * n - window * (window - 1) // 2  # a query and what its window holds up to itself
     return 2 * ahead if causal else 2 * ahead - n
 
 
@@ -82,7 +84,8 @@ def bounds_of(mask: MaskSpec, rows: int, length: int, like: Tensor) -> Bounds:
     if mask.documents is None:  # made on the device, also within a graph that is traced
         offsets = torch.arange(0, rows * length + 1, length, dtype=torch.int32, device=like.device)
         return Bounds(offsets, length, rows * _pairs(length, mask.causal, window))
-    # Torch lays documents of one token out for another kernel, whose statistics the backward pass does not read: two say the same.
+    # Torch takes another path for documents of one token, whose statistics are laid out otherwise: a bound of two
+    # says the same and avoids it.
     longest, pairs = max(2, *map(max, mask.documents)), _all_pairs(mask.documents, mask.causal, window)
     if isinstance(like, FakeTensor):
         return Bounds(like.new_empty(sum(map(len, mask.documents)) + 1, dtype=torch.int32), longest, pairs)
@@ -90,7 +93,10 @@ def bounds_of(mask: MaskSpec, rows: int, length: int, like: Tensor) -> Bounds:
 
 
 def attend_varlen(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, scale: float) -> Tensor:
-    """Attention of [rows, heads, length, head_dim] in bf16 or fp16; `k` and `v` may have fewer heads. Differentiable, and torch.compile traces it."""
+    """Attention of [rows, heads, length, head_dim] in bf16 or fp16; `k` and `v` may have fewer heads.
+
+    It is differentiable, and torch.compile traces it.
+    """
     rows, _, length, _ = q.shape
     out, _ = varlen_attention(q, k, v, *bounds_of(mask, rows, length, q), mask.causal, _window(mask, length), scale)
     return out
@@ -144,7 +150,8 @@ def varlen_attention(
         window: tokens that are seen, itself included; 0: all.
 
     Returns:
-        The result, laid out [rows, length, heads, dim] in memory, and the log of the sums of exponentials [rows, heads, length].
+        The result, laid out [rows, length, heads, dim] in memory, and the log of the sums of exponentials,
+        [rows, heads, length].
     """
     rows, heads, length, _ = q.shape
     if q.device.type == "cpu":
@@ -247,10 +254,14 @@ varlen_attention.register_autograd(_backward, setup_context=_keep)
 
 
 def _scratch(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, offsets: Tensor) -> list[Tensor]:
-    """What the kernel allocates in its backward pass, for dry runs: gradients of the queries and two statistics in fp32, padded by up to 128 places
-    a document, and the gradients of keys and values for each head of a group (`mha_varlen_bwd` in torch's flash_api.cpp)."""
+    """What the kernel allocates in its backward pass, for dry runs (`mha_varlen_bwd` in torch's flash_api.cpp).
+
+    Gradients of the queries and a statistic in fp32, padded by 128 places a document, and the gradients of keys and
+    values for each head of a group.
+    """
     rows, heads, length, dim = q.shape
-    places, wide = rows * length + 128 * (offsets.shape[0] - 1), -(-dim // 32) * 32 if dim <= 128 else -(-dim // 64) * 64
+    places, grain = rows * length + 128 * (offsets.shape[0] - 1), 32 if dim <= 128 else 64
+    wide = -(-dim // grain) * grain
     made = [q.new_empty(places, heads, wide, dtype=torch.float32), q.new_empty(heads, places, dtype=torch.float32)]
     if k.shape[1] != heads:
         made += [q.new_empty(rows * length, heads, dim) for _ in (k, v)]
@@ -274,7 +285,7 @@ def _backward_flops(
     return _flops(q, v, pairs) * 5 // 2
 
 
-# --- the operators on a CPU -----------------------------------------------------------------------------------------------
+# --- the operators on a CPU
 
 
 def _places(offsets: Tensor, length: int) -> Iterator[tuple[slice, slice]]:

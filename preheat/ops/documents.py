@@ -27,11 +27,11 @@ class Passes(NamedTuple):
     backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
     """(gradient, q, k, v, and with statistics the result and these) -> gradients by q, k and v."""
     statistics: bool = False
-    """Whether `forward` returns the log of the sums of exponentials too, [n, heads, length], which `backward` needs beside the result."""
+    """Whether `forward` returns the log of the sums of exponentials too, [n, heads, length], for `backward`."""
 
 
 def to_device(array: numpy.ndarray, device: torch.device) -> Tensor:
-    """The array on the device. The host does not wait: it goes from pinned memory, which torch keeps until the copy ended."""
+    """The array on the device. The host does not wait: torch keeps the pinned memory that it is copied from."""
     host = torch.from_numpy(array)
     return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
 
@@ -47,7 +47,7 @@ def attend(kernel: Passes, q: Tensor, k: Tensor, v: Tensor, documents: Documents
 
 
 def forward(kernel: Passes, q: Tensor, k: Tensor, v: Tensor, documents: Documents | None) -> tuple[Tensor, ...]:
-    """The forward pass of `attend` beneath autograd: the result, and its statistics where the kernel has any, both of whole rows."""
+    """The forward pass of `attend` beneath autograd: the result and its statistics, if any, of whole rows."""
     if documents is None:
         return kernel.forward(q, k, v)
     layout = _Layout(documents, q.device)

@@ -60,10 +60,10 @@ class Saved:
 
 
 class _Stays:
-    """What a layer saves that is no activation: its weights and buffers, what all layers are given alike, and the copies of weights that autocast makes.
+    """What a layer saves that is no activation: weights, buffers, what all layers are given, and autocast's copies.
 
-    Autocast keeps the copies of trained weights on the device anyway, until the whole forward pass is done; those of frozen ones are made anew for
-    each use. Neither is worth a copy to the host: both are known before a batch is.
+    Autocast keeps its copies of trained weights on the device until the whole forward pass is done, so that a copy on
+    the host would spare nothing there.
     """
 
     def __init__(self, layer: nn.Module, alike: Iterable[Tensor]):
@@ -77,7 +77,7 @@ class _Stays:
 
     def _cast(self, t: Tensor) -> bool:
         """Whether it is a weight in another dtype, or a view of that."""
-        if not t.requires_grad:  # of a frozen one: nothing else that needs no gradient has its shape, in another dtype
+        if not t.requires_grad:  # of a frozen one: nothing else that needs no gradient has its shape in another dtype
             whole = t if t._base is None else t._base
             return any(shape == whole.shape and dtype != whole.dtype for shape, dtype in self.frozen)
         node, cast = t.grad_fn, False
@@ -87,7 +87,14 @@ class _Stays:
         return cast and id(getattr(node, "variable", None)) in self.weights
 
 
-_RESHAPES = {"ToCopyBackward", "TBackward", "TransposeBackward", "ViewBackward", "UnsafeViewBackward", "PermuteBackward"}
+_RESHAPES = {
+    "ToCopyBackward",
+    "TBackward",
+    "TransposeBackward",
+    "ViewBackward",
+    "UnsafeViewBackward",
+    "PermuteBackward",
+}
 """Nodes of autograd that only cast a weight or lay it out otherwise."""
 
 

@@ -73,8 +73,8 @@ def _capped(softcap: float) -> dict[str, float]:
 class OpaqueAttention:
     """Stands for a kernel (q, k, v, mask, scale) -> Tensor in code that is compiled; `kernel` may be changed at any time.
 
-    Its gradients are the kernel's own: flash attention keeps its result and statistics for them, blocks make their scores anew. Where no way is
-    known to them alone, the backward pass runs the kernel forward again.
+    Its gradients are the kernel's own: flash attention keeps its result and statistics for them, blocks make their
+    scores anew. A kernel of which only autograd knows the gradients runs forward again in the backward pass.
 
     Example:
         >>> attend = OpaqueAttention(blocked_attention)
@@ -128,7 +128,11 @@ class OpaqueAttention:
         softcap: float,
         kept: tuple[Tensor, ...] = (),
     ) -> tuple[Tensor, ...]:
-        """Gradients by q, k and v, each in its shape, from that by the result. `kept`: the result and its statistics, where they were kept."""
+        """Gradients by q, k and v, each in its shape, from that by the result.
+
+        Args:
+            kept: the result and its statistics, if the operator keeps them.
+        """
         known, more = self._known(q)
         if known is not None:
             passes, documents = known.passes(q, k, v, mask, scale, **more, **_capped(softcap))

@@ -1,8 +1,8 @@
 """Efficient attention: fused kernels, the kernel stated, without scores, repeated keys or a mask tensor in memory.
 
 What: scaled-dot-product attention block by block; grouped queries read their shared keys and values without copies; causal
-by an argument; packed documents by themselves (on CUDA in one call of flash attention's variable-length form); windows by kernels that skip
-what they hide.
+by an argument; packed documents by themselves (on CUDA in one call of flash attention's variable-length form); windows
+by kernels that skip what they hide.
 Helps: memory linear in length instead of quadratic (benchmarks/results/attention_memory.md), and less traffic. On a CPU in bf16 `blocks`
 (batched products over blocks of queries) is 1.1 to 2 times as fast as torch's own kernel up to 2,048 tokens. Hurts: nothing known where a
 fused kernel exists; the sums are ordered otherwise, so results agree up to rounding, and `blocks` rounds scores to bf16 too.
@@ -147,8 +147,9 @@ class EfficientAttentionTechnique(Technique):
 
     kernel: Literal["auto", "flash", "efficient", "cudnn", "blocks", "flex", "flash2", "flash3"] = "auto"
     """The kernel; auto takes the fastest that serves: on a CPU blocks for windows, capped scores (Gemma 2) and
-    bf16 up to 2,048 tokens, else flash; on CUDA flash in half precision (cudnn for rows of one document where torch prefers it: Hopper), efficient in fp32, and
-    flex for capped scores, global tokens and windows in fp32. flash2 and flash3 are packages of their own. The run records which."""
+    bf16 up to 2,048 tokens, else flash; on CUDA flash in half precision (cudnn for rows of one document where torch
+    prefers it: Hopper), efficient in fp32, and flex for capped scores, global tokens, and windows in fp32. flash2 and
+    flash3 are packages of their own. The run records which."""
 
     def _chosen(self, context: Context | Build) -> str:
         if self.kernel != "auto":
@@ -194,7 +195,8 @@ class EfficientAttentionTechnique(Technique):
             why.append(f"kernel: {chosen} on CUDA needs bf16 or fp16; add mixed_precision, or use kernel: efficient")
         if chosen == "flash" and cuda and (context.device.capability or _AMPERE) < _AMPERE:
             why.append(
-                f"kernel: flash needs an Ampere GPU (8.0) or later, and this one is {context.device.capability}; use efficient or auto"
+                f"kernel: flash needs an Ampere GPU (8.0) or later, and this one is {context.device.capability}; "
+                "use efficient or auto"
             )
         if chosen in _PACKAGES and context.device.at_hand and not _installed(_PACKAGES[chosen][0]):
             why.append(f"kernel: {chosen} needs the package {_PACKAGES[chosen][0]}: {_PACKAGES[chosen][1]}")
@@ -204,7 +206,8 @@ class EfficientAttentionTechnique(Technique):
             )
         if chosen == "efficient" and context.model.head_dim % (align := _alignment(context)):
             why.append(
-                f"kernel: efficient needs heads of a multiple of {align}, and the model's have {context.model.head_dim}; use blocks"
+                f"kernel: efficient needs heads of a multiple of {align}, and the model's have "
+                f"{context.model.head_dim}; use blocks"
             )
         return why
 

@@ -8,7 +8,10 @@ from preheat.technique import Build
 
 
 def copy_weights(source: Build, target: Build) -> None:
-    """Gives `target` the weights of `source`, whatever device and dtype it has them in: each device's generator draws others from the same seed."""
+    """Gives `target` the weights of `source`, whatever device and dtype it has them in.
+
+    Each device's generator draws other weights from the same seed.
+    """
     with torch.no_grad():
         for role, parts in target.parts.items():
             for ours, theirs in zip(parts, source.parts[role], strict=True):

@@ -1,4 +1,4 @@
-"""Attention on CUDA as far as a CPU shows it: operators on a CPU and on fake tensors, simulated devices, and what a plan sees."""
+"""Attention on CUDA as far as a CPU shows it: operators on a CPU and on fake tensors, and what a plan sees."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ from preheat import recipe as recipes
 from preheat.engine.build import build
 from preheat.engine.step import gradients
 from preheat.models.adapter import anatomy
-from preheat.ops import attention, attention_varlen
+from preheat.ops import attention, attention_module, attention_varlen
 from preheat.ops.attention import reference_attention, sdpa_attention
+from preheat.ops.attention_module import best_attention
 from preheat.ops.attention_varlen import bounds_of, varlen_attention, varlen_attention_backward
 from preheat.ops.documents import Passes, attend
 from preheat.ops.opaque import OpaqueAttention, OpaqueMask
@@ -149,7 +150,7 @@ def test_flops_are_counted_by_documents(causal: bool, window: int | None) -> Non
     assert {k.causal for k in found.values()} == {causal}
 
 
-# --- fp32, where keys and values are repeated ---------------------------------------------------------------------------------
+# --- fp32, for which keys and values are repeated
 
 
 @pytest.mark.parametrize("documents", [None, DOCUMENTS])
@@ -208,10 +209,11 @@ def test_fp32_recipes_of_grouped_heads_are_planned_for_a_gpu(card: str) -> None:
     seen = observe(recipe, vocabulary=96, device=Roofline.of(card).as_device)
     (change,) = seen.changes["efficient_attention"]
     assert change.kernel == "efficient"
-    assert sum(k.flops * n for k, n in seen.kernels.items() if "attention" in k.operator) == 3 * 14 * 4 * 4 * 32 * 32 * 8
+    flops = sum(k.flops * n for k, n in seen.kernels.items() if "attention" in k.operator)
+    assert flops == 3 * 14 * 4 * 4 * 32 * 32 * 8
 
 
-# --- techniques around it -----------------------------------------------------------------------------------------------------
+# --- techniques around it
 
 
 def test_packed_rows_are_planned_as_one_call_a_layer() -> None:
@@ -286,16 +288,32 @@ def test_a_window_is_traced_by_the_compiler() -> None:
     assert difference(ours, both(reference_attention, tensors, mask)) < 1e-5
 
 
+@pytest.mark.parametrize("mask", [MaskSpec(documents=DOCUMENTS), MaskSpec(window=20)], ids=str)
+def test_half_precision_takes_the_variable_length_form(mask: MaskSpec) -> None:
+    """On a fake CUDA device, where no technique says so."""
+    with FakeTensorMode(), torch.no_grad(), _Count() as count:
+        out = best_attention(*qkv(dtype=torch.bfloat16, device="cuda"), mask, 0.3)
+    assert out.shape == (3, 4, 90, 16)
+    assert {name for name in count.found if "attention" in name} == {"preheat::varlen_attention"}
+
+
+def test_fp32_never_meets_flash_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = []
+    monkeypatch.setattr(attention_module, "sdpa_attention", lambda *_, kernel="flash": taken.append(kernel))
+    with FakeTensorMode():
+        best_attention(*qkv(device="cuda"), MaskSpec(documents=DOCUMENTS), 0.3)
+    assert taken == ["efficient"]
+
+
 def test_weights_are_copied_between_builds_of_other_seeds() -> None:
     """What the tests on a GPU compare by: each device draws weights of its own."""
     techniques = "{mixed_precision: {mode: bf16}, lora: {}, preference: {}}"
     plain = build(tiny(techniques), vocabulary=96, device=DEVICE)
     other = build(recipes.override(tiny(techniques), "seed=5"), vocabulary=96, device=DEVICE)
-    states = [{n: t.clone() for part in b.parts["trained"] for n, t in part.state_dict().items()} for b in (plain, other)]
+    states = [{n: t.clone() for n, t in b.trained[0].state_dict().items()} for b in (plain, other)]
     assert difference(states[1], states[0]) > 0.1
     copy_weights(plain, other)
-    after = {n: t for part in other.parts["trained"] for n, t in part.state_dict().items()}
-    assert difference(after, states[0]) == 0
+    assert difference(other.trained[0].state_dict(), states[0]) == 0
 
 
 CUDA = Device("cuda", "test", 80 << 30, (8, 0))
