@@ -21,6 +21,7 @@ Key = tuple[Any, int]
 """An operator, and which of its calls in the layer's forward pass; (`ATTENTION`, -1): all of attention, whose calls vary with the documents."""
 
 ATTENTION = "attention"
+_OURS = {"preheat::attention", "preheat::varlen_attention"}
 
 _FLOPS_A_BYTE = 50
 """What moving a byte costs in FLOPs: about the ratio of a device's matrix rate to its memory's bandwidth, some 10 on a CPU and some 200 on a GPU."""
@@ -59,8 +60,8 @@ def _cost(func: Any, args: Any, out: Any, tensors: list[Tensor]) -> int:
 
 
 def _is_attention(func: Any) -> bool:
-    """Torch's operators, and the one that compiled layers have for any kernel of ours."""
-    return "_scaled_dot_product" in func._schema.name or func._schema.name == "preheat::attention"
+    """Torch's operators, the one for packed documents, and the one that compiled layers have for any kernel of ours."""
+    return "_scaled_dot_product" in func._schema.name or func._schema.name in _OURS
 
 
 class _Watch(TorchDispatchMode):

@@ -350,7 +350,8 @@ def _operator(func: Any) -> _Operator:
 _STREAMS = {"all_gather_copy_in": "gather", "_reduce_scatter_base_": "reduce"}
 _FREE = {"aten::_unsafe_view", "aten::detach", "aten::alias", "aten::_local_scalar_dense", "prim::device", "aten::set_data"}
 _CASTS = {"aten::copy_", "aten::_to_copy"}  # what they write is the cast
-_FORWARD = {"preheat::grouped_linear"}  # operators of a forward pass alone, which torch runs without grad mode always
+# Operators of a forward pass alone, which torch runs without grad mode always.
+_FORWARD = {"preheat::grouped_linear", "preheat::varlen_attention"}
 _LINK: dict[str, Place] = {
     "preheat::to_host": "out",
     "preheat::copy_to_host_": "out",

@@ -133,8 +133,8 @@ def _losses(folder: Path, source: Any, rows: Rows, device: str, micro: int) -> n
     from preheat.data.loader import evaluation_batches
     from preheat.models import adapter
     from preheat.models.weights import materialize
-    from preheat.ops.attention import sdpa_attention
     from preheat.ops.attention_blocks import blocked_attention
+    from preheat.ops.attention_module import best_attention
     from preheat.ops.losses import CrossEntropy
     from preheat.recipe import Batch, Model, Recipe, Stop
 
@@ -149,7 +149,6 @@ def _losses(folder: Path, source: Any, rows: Rows, device: str, micro: int) -> n
         raise DataError(
             f"{_MODEL}: {folder} has {facts.positions} positions but rows have {rows.length} tokens; name a model with more"
         )
-    plain = facts.window is None and facts.score_softcap is None
     model = adapter.build_on_meta(config)
     materialize(model, torch.device(device))
     source.fill(model, seed=0)
@@ -162,7 +161,7 @@ def _losses(folder: Path, source: Any, rows: Rows, device: str, micro: int) -> n
                 batch.tokens.to(device),
                 batch.positions.to(device),
                 batch.mask,
-                sdpa_attention if plain else blocked_attention,
+                best_attention if facts.score_softcap is None else blocked_attention,
             )
             for states, labels in zip(hidden, batch.labels.to(device), strict=True):  # logits of one row at a time
                 total = CrossEntropy()(adapter.logits(model, states), labels).sum()
