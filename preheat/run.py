@@ -102,6 +102,7 @@ PLAN_KEYS = {
     "flops_per_step": "counted by the dry run",
     "parameters": "{total, trained}",
     "steps": "steps of the run",
+    "seconds_to_start": "what the run takes once, before its first step: compiling, taken as a minute on a GPU",
     "seconds_total": "predicted time to finish",
     "contended": "whether the machine was busy when its rates were measured, and is still",
     "pace": "how many times as long as by this machine's rates steps of earlier runs took, in the median of the last nine of 20 s and more: in the predicted seconds; 1 where fewer than three are known",
