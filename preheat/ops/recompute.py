@@ -12,10 +12,17 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as _modes
 from torch.utils._pytree import tree_leaves, tree_map
-from torch.utils.checkpoint import SAC_IGNORED_OPS, CheckpointPolicy, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    SAC_IGNORED_OPS,
+    CheckpointPolicy,
+    _CachedTorchDispatchMode,
+    _CachingTorchDispatchMode,
+    create_selective_checkpoint_contexts,
+)
 
-__all__ = ["Call", "Planner", "Seen", "choose", "contexts", "dear", "watch"]
+__all__ = ["Call", "Planner", "Seen", "choose", "contexts", "dear", "keeps_results", "watch"]
 
 Key = tuple[Any, int]
 """An operator, and which of its calls in the layer's forward pass; (`ATTENTION`, -1): all of attention, whose calls vary with the documents."""
@@ -200,6 +207,11 @@ def contexts(kept: frozenset[Key]) -> tuple[Any, Any]:
 
     made: tuple[Any, Any] = create_selective_checkpoint_contexts(policy)
     return made
+
+
+def keeps_results() -> bool:
+    """Whether results of operators that run now may be kept for a second forward pass: what is written to afterwards could not be."""
+    return any(isinstance(mode, (_Watch, _CachingTorchDispatchMode, _CachedTorchDispatchMode)) for mode in _modes())
 
 
 def dear(seen: Seen, every: int) -> frozenset[Key]:
