@@ -69,7 +69,7 @@ def _global(
 
 
 app.command("plan", cls=modes.Command)(opens_models(plan.plan))
-app.command("data")(opens_models(data.data))
+app.command("data", cls=modes.Command)(opens_models(data.data))
 app.command("train", cls=modes.Command)(opens_models(train.train))
 app.command("bench", cls=modes.Command)(opens_models(bench.bench))
 app.command("report")(report.report)
@@ -140,8 +140,9 @@ def main(arguments: list[str] | None = None) -> None:
     except _UsageError as error:
         if type(error).__name__ == "NoArgsIsHelpError":  # the help was printed instead
             sys.exit(error.exit_code)
-        # click's message may quote an argument whole; its lines are choices.
-        _end(arguments, " ".join(error.format_message().split()).rstrip(".") + _see_help(error), error.exit_code)
+        # Its message may quote an argument whole; its lines are choices.
+        message = " ".join(shorten(word) for word in error.format_message().replace("Value error, ", "").split())
+        _end(arguments, shorten(message, 480).rstrip(".") + _see_help(error), error.exit_code)
     except typer.Abort:
         sys.exit(1)
     except BrokenPipeError:  # whoever reads what we print went away, as `head` does

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import json
 import os
 import re
+import resource
 import shutil
 import signal
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -389,6 +392,31 @@ def test_templates_that_never_end(name: str, monkeypatch: pytest.MonkeyPatch) ->
         Template(text, "mine.jinja").pieces(TALK[0]["messages"])
     assert time.monotonic() - begun < 30
     assert Template(CHATML, "own").prompt(TALK[0]["messages"][:1]).endswith("assistant\n"), "the limits are lifted again"
+
+
+def test_the_limits_hold_in_threads_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "SECONDS", 0.5)
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    question = TALK[0]["messages"][:1]
+
+    def render(name: str) -> str:
+        with pytest.raises(TemplateLimit) as caught:
+            Template(NEVER[name][0], "mine.jinja").pieces(TALK[0]["messages"])
+        # The thread goes on: nothing is left that would end it later.
+        assert Template(CHATML, "own").prompt(question).endswith("assistant\n")
+        time.sleep(0.8)
+        return str(caught.value)
+
+    names = ["loops", "wide", "recursive"]
+    started = threading.Barrier(len(names))  # a thread that starts takes address space, which is limited while another renders
+    begun = time.monotonic()
+    with within(60), concurrent.futures.ThreadPoolExecutor(len(names)) as pool:
+        list(pool.map(lambda _: started.wait(), names))
+        for name, message in zip(names, pool.map(render, names), strict=True):
+            assert re.search(f"^mine.jinja: .*{NEVER[name][1]}", message)
+    assert time.monotonic() - begun < 30
+    assert resource.getrlimit(resource.RLIMIT_AS) == before
+    assert not limits._threads.watched
 
 
 def test_an_alarm_that_was_set_before_still_rings() -> None:
