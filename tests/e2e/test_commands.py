@@ -141,6 +141,13 @@ def test_recipes_techniques_and_init(preheat: Command) -> None:
         (["report", "text"], 1, "is not a run"),
         (["eval", "text"], 1, "neither a run"),
         (["trian", "r.yaml"], 2, "train"),
+        (["train", "r.yaml", "--lr", "1e-3"], 2, "No such option: '--lr'; a recipe's key is set by --set optimizer.lr=VALUE"),
+        (["bench", "r.yaml", "--max-steps", "3"], 2, "--set stop.steps=VALUE"),
+        (["train", "r.yaml", "--lora"], 2, "--set techniques.lora={}"),
+        (["train", "r.yaml", "optimizer.lr=1e-3"], 2, "(optimizer.lr=1e-3); a recipe's key is set by --set optimizer.lr=VALUE"),
+        (["train", "r.yaml", "--output-dir", "x"], 2, "preheat train RECIPE --out FOLDER"),
+        (["train", "r.yaml", "--otu", "x"], 2, "No such option: '--otu'; did you mean --out?; see: preheat train --help"),
+        (["plan", "demo", "--method", "ful"], 2, "'--method': 'ful' is not one of 'full', 'lora', 'qlora'"),
     ],
     ids=lambda value: " ".join(value[1:]) if isinstance(value, list) else "",
 )

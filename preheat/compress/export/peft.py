@@ -130,7 +130,10 @@ def write(run: str | Path, out: str | Path, *, tolerance: float | None = None) -
             _round(again.get_base_model(), written["nf4"]["modules"], double=double)
         found = shared.compare(wanted, shared.logits(again.get_base_model(), rows), rows)
         shared.refuse_beyond(
-            found, accepted, str(out), "a base that the run held in less precision cannot be had by peft: write --to hf"
+            found,
+            accepted,
+            str(out),
+            "if the run held the base in less precision, as with bf16_weights, peft cannot reproduce that: write --to hf",
         )
         made = {
             "path": str(out),
