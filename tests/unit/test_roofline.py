@@ -16,9 +16,9 @@ from preheat.ops.again import alike, counting
 from preheat.planning.allocator import hold
 from preheat.planning.caching import Caching, replay_caching
 from preheat.planning.holes import Holes
+from preheat.planning.layers import observe_few
 from preheat.planning.observe import Observation, observe
 from preheat.planning.overhead import beside, gives_back
-from preheat.planning.layers import observe_few
 from preheat.planning.plan import plan
 from preheat.planning.predict import step_seconds
 from preheat.planning.recorder import Kernel, Recorder
