@@ -27,7 +27,7 @@ from preheat.hardware.heap import give_back
 from preheat.hardware.interrupts import Interrupted, check
 from preheat.hardware.probe import reset_peak
 from preheat.recipe import Recipe
-from preheat.run import Reader
+from preheat.run import MEMORY_KEYS, Reader, expected_memory
 from preheat.technique import Batch, Build, Shape, Tag
 from preheat.training.meter import Meter
 from preheat.training.recover import Recovery
@@ -62,7 +62,8 @@ def train(
         trust_remote_code: run Python code that comes with the model's folder, which `model.trust_remote_code` alone never does.
 
     Returns:
-        {run, steps, loss, validation_loss, tokens_per_second, peak_gib, predicted: {peak_gib, tokens_per_second}, stopped}, and where
+        {run, steps, loss, validation_loss, tokens_per_second, peak_gib, predicted: {peak_gib, tokens_per_second}, stopped},
+        on a GPU also the parts of its memory (`preheat.run.MEMORY_KEYS`), and where
         the objective has them (accuracy for one) scores: {name: value} of the last evaluation. `already_finished` is True if the run
         had ended before: then nothing was written.
 
@@ -355,8 +356,8 @@ class _Loop:
             "loss": self.loss,
             "validation_loss": validation,
             "tokens_per_second": measured.get("tokens_per_second"),
-            "peak_gib": measured["peak_gib"],
-            "predicted": {"peak_gib": plan["peak_gib"], "tokens_per_second": plan["tokens_per_second"]},
+            **{key: measured[key] for key in MEMORY_KEYS if key in measured},
+            "predicted": {**expected_memory(plan), "tokens_per_second": plan["tokens_per_second"]},
             "stopped": self.stopped,
         }
         if self.evaluated is not None and self.evaluated[1].scores:
