@@ -193,7 +193,11 @@ def train(
     set: Set = None,
     out: Annotated[Path | None, typer.Option("--out", help="The run's folder; runs/NAME when not given.")] = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on with the run in that folder from its last whole checkpoint, bit for bit.")
+        bool,
+        typer.Option(
+            "--resume",
+            help="Go on with the run in that folder from its last whole checkpoint: bit for bit on CPUs, and on a GPU with hardware.deterministic=true.",
+        ),
     ] = False,
     auto_resume: Annotated[
         bool, typer.Option("--auto-resume", help="Go on with the run where that folder holds one, and begin it where not.")

@@ -23,6 +23,7 @@ from preheat.engine.evaluate import Measured
 from preheat.engine.saving import Saved
 from preheat.engine.step import gradients, numbers, update
 from preheat.errors import RunError
+from preheat.hardware.deterministic import explain_lacking
 from preheat.hardware.heap import give_back
 from preheat.hardware.interrupts import Interrupted, check
 from preheat.hardware.probe import reset_peak
@@ -55,7 +56,7 @@ def train(
 
     Args:
         out: the folder; `runs/<name>` when not given.
-        resume: go on with the run in that folder, bit for bit.
+        resume: go on with the run in that folder: bit for bit on CPUs, and on a GPU with `hardware.deterministic`.
         force: train even where the plan says that it does not fit.
         progress: log stages, the plan and steps as `preheat.run` (on standard error where logging is not set up).
         watch: what to tell instead.
@@ -89,7 +90,7 @@ def _train(recipe: Recipe, out: str | Path | None, *, resume: bool, force: bool,
     except BaseException as error:
         if words := session.assembled and session.saving.close():
             watch.alarm(words)
-        lost = session.ranks.explained(error, session.progress.step)
+        lost = explain_lacking(error) or session.ranks.explained(error, session.progress.step)
         if not isinstance(error, SystemExit):
             session.writer.event("failed", reason=str(lost) or type(lost).__name__)
         if lost is not error:

@@ -17,6 +17,7 @@ from preheat.engine.build import build, peak_learning_rate
 from preheat.engine.saving import Saving
 from preheat.errors import DoesNotFit, RecipeError
 from preheat.evaluation.probes import Probes
+from preheat.hardware.deterministic import be_deterministic, repeats
 from preheat.hardware.exhaustion import held_bytes
 from preheat.hardware.gpu_memory import limit_memory, taken_bytes
 from preheat.hardware.heap import give_back, keep_heap
@@ -186,17 +187,18 @@ _THREADS_A_CORE = 4
 
 
 def resolve(recipe: Recipe, on_host: int = 1) -> tuple[Device, int]:
-    """The device and the number of CPU threads of a recipe; sets the threads.
+    """The device and the number of CPU threads of a recipe; sets the threads, and whether kernels are deterministic.
 
     Args:
         on_host: processes that share this host: each has its share of the cores and, on CPUs, of the memory.
 
     Raises:
-        RecipeError: more threads than serve on so few cores.
+        RecipeError: more threads than serve on so few cores; the environment keeps cuBLAS from being deterministic.
     """
     cores, threads = os.cpu_count() or 1, recipe.hardware.threads or 1
     if threads > _THREADS_A_CORE * cores:  # measuring the rates of thousands takes hours
         raise RecipeError(f"hardware.threads: {threads:,} are too many for the {cores} cores here; use at most {cores}")
+    be_deterministic(recipe.hardware.deterministic)
     import torch
 
     from preheat.hardware.probe import probe
@@ -349,7 +351,11 @@ def open_session(recipe: Recipe, out: Path, *, resume: bool, watch: Watch, force
         if ranks.lead:
             writer.json("data.json", data.record() | {"chat": samples.template is not None})
         writer.json("plan.json", expected)
-        writer.json("environment.json", environment(device, threads) | {"processes": ranks.world})
+        writer.json(
+            "environment.json",
+            environment(device, threads)
+            | {"processes": ranks.world, "repeats": repeats(device.kind, recipe.hardware.deterministic)},
+        )
         writer.text("recipe.yaml", recipes.dump(anchored(recipe)))  # last: a folder with a recipe is a run
         writer.event("resumed" if resume else "started", step=session.progress.step)
     except BaseException:
