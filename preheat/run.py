@@ -46,6 +46,7 @@ from preheat.text import quoted, shorten
 __all__ = [
     "DEEPEST",
     "MARK",
+    "MEMORY_KEYS",
     "METRIC_KEYS",
     "PLAN_KEYS",
     "BadJson",
@@ -54,6 +55,7 @@ __all__ = [
     "Writer",
     "check_folder",
     "claim",
+    "expected_memory",
     "is_failure",
     "parse_json",
     "read_value",
@@ -89,7 +91,7 @@ PLAN_KEYS = {
     "overhead": "{what: GiB} of memory.overhead: rounding, gathered weights, communication buffers, what the allocator keeps, context, workspaces, process, kernels, saving",
     "overhead_sources": "{what: where its figure is from}",
     "allocated_gib": "of it tensors alone",
-    "reserved_gib": "tensors, and what the allocator keeps of freed ones: torch's max_memory_reserved on a GPU",
+    "reserved_gib": "tensors, and what the allocator keeps of freed ones: on a GPU torch's max_memory_reserved less the workspaces",
     "phases": "{phase: GiB}, the peak of each: load, forward, head and loss, backward, update, saving, evaluation, generation (where there are samples)",
     "phase_memory": "{phase: {category: GiB}} at the peak of each phase, categories as of memory",
     "export": "{category: GiB} at the peak of `preheat export`, a command of its own; None for several devices",
@@ -110,6 +112,27 @@ PLAN_KEYS = {
     "heap": "why preheat's heap, whose memory is predicted, will not serve on this machine; None where it will",
     "watts": "of the device's board at most; None where none is known",
 }
+
+
+MEMORY_KEYS = {
+    "peak_gib": "peak memory, GiB: resident on a CPU, reserved and the context on a GPU",
+    "allocated_gib": "on a GPU, of it tensors, with cuBLAS's workspaces",
+    "reserved_gib": "on a GPU, what torch's allocator has from the driver for them",
+    "context_gib": "on a GPU, what the process holds beside that, by the driver; left out if it does not tell (pip install nvidia-ml-py)",
+}
+"""Memory that the event `measured` has, each beside the prediction of `expected_memory`."""
+
+
+def expected_memory(plan: Mapping[str, Any]) -> dict[str, float | None]:
+    """The predictions that a plan has of `MEMORY_KEYS`; of a GPU's parts only if it was planned for one."""
+    lines: Mapping[str, float] = plan.get("overhead") or {}
+    figures: dict[str, float | None] = {"peak_gib": plan.get("peak_gib")}
+    if "context" not in lines:
+        return figures
+    for key in ("allocated_gib", "reserved_gib"):  # torch takes the workspaces from its own allocator
+        size = plan.get(key)
+        figures[key] = None if size is None else size + (lines.get("workspaces") or 0.0)
+    return {**figures, "context_gib": lines["context"]}
 
 
 def strict(value: Any) -> Any:
@@ -447,6 +470,7 @@ _FILES: dict[str, dict[str, _Check]] = {
         "overhead": _none_or(_map(_real)),
         "parameters": _none_or(_may_have(total=_real, trained=_real)),
         **dict.fromkeys(("seconds_per_step", "tokens_per_second", "mfu", "flops_per_step", "steps", "seconds_total"), _real),
+        **dict.fromkeys(("allocated_gib", "reserved_gib"), _real),
     },
     "environment.json": {
         "device": _none_or(_text),
@@ -491,7 +515,7 @@ _EVENTS: dict[str, _Check] = {
     "finished": _both(
         _may_have(steps=_count), _may_have(**dict.fromkeys(("loss", "validation_loss", "tokens", "seconds"), _real))
     ),
-    "measured": _may_have(**dict.fromkeys(("peak_gib", "tokens_per_second", "seconds_per_step", "mfu"), _real)),
+    "measured": _may_have(**dict.fromkeys((*MEMORY_KEYS, "tokens_per_second", "seconds_per_step", "mfu"), _real)),
     "baseline": _may_have(**dict.fromkeys(("vocabulary", "unigram", "bigram"), _real)),
 }
 is_failure = _EVENTS["out_of_memory"]

@@ -125,11 +125,11 @@ class Watched:
         self.seconds += time.perf_counter() - self._begun
 
     def figures(self) -> dict[str, float | None]:
-        from preheat.hardware.probe import peak_bytes
+        from preheat.hardware.gpu_memory import memory_peak
 
         return {
             "tokens_per_second": self.tokens / self.seconds if self.seconds else None,
-            "peak_gib": peak_bytes(self.kind) / 2**30,
+            "peak_gib": memory_peak(self.kind).total / 2**30,
         }
 
     def words(self) -> str:

@@ -261,6 +261,9 @@ class Hardware:
     segments: Literal["fixed", "expandable"] = "fixed"
     """Of a GPU, how torch's allocator takes memory from the driver: fixed, its default; expandable: one segment that grows, of which less stays unused
     (`PYTORCH_ALLOC_CONF=expandable_segments:True`)."""
+    deterministic: bool = False
+    """On a GPU, choose kernels that give the same bits each time, some of them slower: then a run repeats and resumes bit for bit, as it always
+    does on CPUs. Without it, up to rounding. An operator that has no such kernel ends the run in one line."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,7 +20,7 @@ from preheat.report.words import (
     signed_percent,
     value,
 )
-from preheat.run import METRIC_KEYS, Reader
+from preheat.run import MEMORY_KEYS, METRIC_KEYS, Reader, expected_memory
 
 __all__ = ["collect"]
 
@@ -90,8 +90,10 @@ def collect(path: str | Path) -> dict[str, Any]:
                 "flops_per_step",
                 "seconds_total",
             )
-        },
-        "measured": {k: measured.get(k) for k in ("peak_gib", "tokens_per_second", "seconds_per_step", "mfu")},
+        }
+        | expected_memory(plan),
+        "measured": {k: measured.get(k) for k in ("peak_gib", "tokens_per_second", "seconds_per_step", "mfu")}
+        | {k: measured[k] for k in MEMORY_KEYS if k in measured},
         "curves": {name: [line.get(name) for line in metrics] for name in METRIC_KEYS},
         "expert_loads": _expert_loads(metrics),
         "not_finite": [m["step"] for m in metrics if not math.isfinite(_real(m.get("loss"))) or _bad(m.get("gradient_norm"))],
@@ -113,7 +115,7 @@ def collect(path: str | Path) -> dict[str, Any]:
     }
     predicted, real = figures["predicted"], figures["measured"]
     figures["difference"] = {
-        k: off_by(predicted[k], real[k]) for k in ("peak_gib", "tokens_per_second", "seconds_per_step", "mfu")
+        k: off_by(predicted.get(k), real.get(k)) for k in (*MEMORY_KEYS, "tokens_per_second", "seconds_per_step", "mfu")
     }
     figures["verdict"] = _verdict(figures)
     return figures

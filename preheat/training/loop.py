@@ -23,11 +23,12 @@ from preheat.engine.evaluate import Measured
 from preheat.engine.saving import Saved
 from preheat.engine.step import gradients, numbers, update
 from preheat.errors import RunError
+from preheat.hardware.deterministic import explain_lacking
 from preheat.hardware.heap import give_back
 from preheat.hardware.interrupts import Interrupted, check
 from preheat.hardware.probe import reset_peak
 from preheat.recipe import Recipe
-from preheat.run import Reader
+from preheat.run import MEMORY_KEYS, Reader, expected_memory
 from preheat.technique import Batch, Build, Shape, Tag
 from preheat.training.meter import Meter
 from preheat.training.recover import Recovery
@@ -55,14 +56,15 @@ def train(
 
     Args:
         out: the folder; `runs/<name>` when not given.
-        resume: go on with the run in that folder, bit for bit.
+        resume: go on with the run in that folder: bit for bit on CPUs, and on a GPU with `hardware.deterministic`.
         force: train even where the plan says that it does not fit.
         progress: log stages, the plan and steps as `preheat.run` (on standard error where logging is not set up).
         watch: what to tell instead.
         trust_remote_code: run Python code that comes with the model's folder, which `model.trust_remote_code` alone never does.
 
     Returns:
-        {run, steps, loss, validation_loss, tokens_per_second, peak_gib, predicted: {peak_gib, tokens_per_second}, stopped}, and where
+        {run, steps, loss, validation_loss, tokens_per_second, peak_gib, predicted: {peak_gib, tokens_per_second}, stopped},
+        on a GPU also the parts of its memory (`preheat.run.MEMORY_KEYS`), and where
         the objective has them (accuracy for one) scores: {name: value} of the last evaluation. `already_finished` is True if the run
         had ended before: then nothing was written.
 
@@ -88,7 +90,7 @@ def _train(recipe: Recipe, out: str | Path | None, *, resume: bool, force: bool,
     except BaseException as error:
         if words := session.assembled and session.saving.close():
             watch.alarm(words)
-        lost = session.ranks.explained(error, session.progress.step)
+        lost = explain_lacking(error) or session.ranks.explained(error, session.progress.step)
         if not isinstance(error, SystemExit):
             session.writer.event("failed", reason=str(lost) or type(lost).__name__)
         if lost is not error:
@@ -376,8 +378,8 @@ class _Loop:
             "loss": self.loss,
             "validation_loss": validation,
             "tokens_per_second": measured.get("tokens_per_second"),
-            "peak_gib": measured["peak_gib"],
-            "predicted": {"peak_gib": plan["peak_gib"], "tokens_per_second": plan["tokens_per_second"]},
+            **{key: measured[key] for key in MEMORY_KEYS if key in measured},
+            "predicted": {**expected_memory(plan), "tokens_per_second": plan["tokens_per_second"]},
             "stopped": self.stopped,
         }
         if self.evaluated is not None and self.evaluated[1].scores:
