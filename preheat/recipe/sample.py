@@ -83,9 +83,8 @@ class Sample:
         if "" in self.stop:
             found.append(("stop", "an empty string would end every text at once; remove it"))
         for number, prompt in enumerate(self.prompts, 1):
-            words = None if isinstance(prompt, str) else _chat_problem(prompt)
-            if words:
-                found.append(("prompts", f"prompt {number}: {words}"))
+            if not isinstance(prompt, str) and (problem := _chat_problem(prompt)):
+                found.append(("prompts", f"prompt {number}: {problem}"))
         return found
 
 
