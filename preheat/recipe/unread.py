@@ -6,9 +6,8 @@ Keys that need more than the recipe to tell (the model's configuration, the data
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
@@ -244,8 +243,7 @@ RULES: tuple[Rule, ...] = (
 )  # fmt: skip
 
 
-@cache
-def _defaults(cls: Any) -> dict[str, Any]:
+def _defaults(cls: type[Any]) -> dict[str, Any]:
     return {
         field.name: field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
         for field in dataclasses.fields(cls)
@@ -275,8 +273,7 @@ def stated(recipe: Recipe) -> dict[str, Any]:
 
 
 def _stated(part: Any, name: str) -> dict[str, Any]:
-    cls: Hashable = type(part)
-    defaults = _defaults(cls)
+    defaults = _defaults(type(part))
     return {f"{name}.{key}": value for key, default in defaults.items() if (value := getattr(part, key)) != default}
 
 
