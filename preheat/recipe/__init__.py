@@ -167,7 +167,13 @@ def load(path: str | Path, overrides: Sequence[str] = (), *, warn: bool = True) 
         if str(path) not in known:
             raise RecipeError(f"{where}: no such file, and no built-in recipe of that name; {nearest(str(path), list(known))}")
         file = known[str(path)]
+    elif file.suffix.lower() in _DATA:
+        raise RecipeError(f"{where}: is data, not a recipe; name it in one: preheat init fine-tune, then data.source: {where}")
     return parse(read_text(file, where), where=where, overrides=overrides, warn=warn)
+
+
+_DATA = (".jsonl", ".parquet", ".csv", ".txt", ".md", ".py")
+"""Suffixes of files that `data.source` reads and that no recipe has. JSON is YAML too."""
 
 
 def _is_there(file: Path, *, folder: bool = False) -> bool:

@@ -141,6 +141,11 @@ def test_recipes_techniques_and_init(preheat: Command) -> None:
         (["report", "text"], 1, "is not a run"),
         (["eval", "text"], 1, "neither a run"),
         (["trian", "r.yaml"], 2, "train"),
+        (
+            ["data", "fields.jsonl"],
+            2,
+            "fields.jsonl: is data, not a recipe; name it in one: preheat init fine-tune, then data.source: fields.jsonl",
+        ),
         (["train", "r.yaml", "--lr", "1e-3"], 2, "No such option: '--lr'; a recipe's key is set by --set optimizer.lr=VALUE"),
         (["bench", "r.yaml", "--max-steps", "3"], 2, "--set stop.steps=VALUE"),
         (["train", "r.yaml", "--lora"], 2, "--set techniques.lora={}"),
