@@ -19,8 +19,8 @@ from preheat.text import quoted, shorten
 
 __all__ = ["OPERATORS", "Operator", "is_plain", "named_failures"]
 
-Operator = Literal["nf4_values", "half_adamw", "int8_product", "int4_product", "rms_norm"]
-OPERATORS: tuple[Operator, ...] = ("nf4_values", "half_adamw", "int8_product", "int4_product", "rms_norm")
+Operator = Literal["nf4_values", "half_adamw", "int8_product", "int4_product"]
+OPERATORS: tuple[Operator, ...] = ("nf4_values", "half_adamw", "int8_product", "int4_product")
 SWITCH = "PREHEAT_PLAIN"
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["adamw_kernel", "nf4_kernel"]
+__all__ = ["adamw_kernel", "eight_bits_kernel", "nf4_kernel"]
 
 
 @triton.jit
@@ -108,3 +108,25 @@ def adamw_kernel(
         tl.store(weight + at, half.to(weight.dtype.element_ty), mask=mask)
         if MASTER:
             tl.store(master + at, w, mask=mask)
+
+
+@triton.jit
+def eight_bits_kernel(
+    x, codes, scales, out, rows, outputs, inputs, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr
+):  # fmt: skip
+    """out [rows, outputs] = x [rows, inputs] @ codes [outputs, inputs].t() * scales, for few rows: each code is read once, as one byte."""
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    sums = tl.zeros((ROWS, OUTPUTS), dtype=tl.float32)
+    for start in range(0, inputs, INPUTS):
+        place = start + tl.arange(0, INPUTS)
+        left_mask = (row < rows)[:, None] & (place < inputs)[None, :]
+        left = tl.load(x + row.to(tl.int64)[:, None] * inputs + place[None, :], mask=left_mask, other=0.0)
+        right_mask = (output < outputs)[None, :] & (place < inputs)[:, None]
+        right = tl.load(codes + output.to(tl.int64)[None, :] * inputs + place[:, None], mask=right_mask, other=0)
+        sums += tl.dot(left, right.to(left.dtype))
+    scale = tl.load(scales + output, mask=output < outputs, other=0.0).to(tl.float32)
+    to = row.to(tl.int64)[:, None] * outputs + output[None, :]
+    tl.store(
+        out + to, (sums * scale[None, :]).to(out.dtype.element_ty), mask=(row < rows)[:, None] & (output < outputs)[None, :]
+    )

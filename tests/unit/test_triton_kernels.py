@@ -19,6 +19,7 @@ from preheat.errors import RunError
 from preheat.ops import cuda_kernels, half_adamw, nf4
 from preheat.ops.optimizers import StochasticAdamW
 from preheat.ops.precision import MasterAdamW
+from preheat.ops.quantized_linear import Int8Linear, eight_bits_product
 from preheat.planning.recorder import Recorder
 
 TRITON = find_spec("triton") is not None
@@ -116,6 +117,16 @@ def test_half_adamw_changes_nothing_where_gradients_are_not_finite() -> None:
         assert w.isnan().nonzero().tolist() == [[5]]
 
 
+@interpreted
+@pytest.mark.parametrize(("rows", "inputs", "outputs"), [(1, 20, 50), (16, 256, 32), (33, 129, 40)])
+def test_eight_bits_are_multiplied_as_the_values_they_stand_for(rows: int, inputs: int, outputs: int) -> None:
+    made = Int8Linear.of(torch.nn.Linear(inputs, outputs, bias=False))
+    x = torch.randn(rows, inputs, generator=torch.Generator().manual_seed(0)).half()
+    out = eight_bits_product(x, made.codes, made.scales)
+    assert out.dtype == x.dtype
+    assert difference(out, x.double() @ made.weight.double().t()) < 1e-3
+
+
 COMPILED = """
 import json, triton
 from triton.compiler import ASTSource
@@ -126,10 +137,11 @@ def compiled(kernel, types, constants, capability):
     names = kernel.arg_names
     signature = {n: "constexpr" if n in constants else types[n] for n in names}
     wide = [["tt.divisibility", 16]]  # what Triton finds out of the pointers and sizes that it is started with
-    attributes = {(names.index(n),): wide for n in names if signature[n].startswith("*") or n in ("n", "n_bytes")}
+    attributes = {(names.index(n),): wide for n in names if signature[n].startswith("*") or n in ("n", "n_bytes", "inputs", "outputs")}
     source = ASTSource(kernel, signature, {(names.index(k),): v for k, v in constants.items()}, attributes)
     ptx = triton.compile(source, target=GPUTarget("cuda", capability, 32)).asm["ptx"]
-    return ptx.count("ld.global.v4") + ptx.count("ld.global.v2"), ptx.count("st.global.v4") + ptx.count("st.global.v2")
+    read = ptx.count("ld.global.v4") + ptx.count("ld.global.v2") + ptx.count("cp.async.cg.shared")
+    return read, ptx.count("st.global.v4") + ptx.count("st.global.v2")
 
 wide = {}
 types = dict(codes="*u8", scales="*u8", ranges="*fp32", pairs="*fp32", levels="*fp32", out="*bf16", n_bytes="i32", last="i32")
@@ -140,6 +152,8 @@ types |= dict(seed_low="i32", seed_high="i32", base="i32", shift="i32", n="i32")
 for capability, master in ((80, True), (90, False)):
     constants = dict(MASTER=master, GUARDED=True, SHIFTED=False, LANES=512)
     wide[f"adamw {master}"] = compiled(kernels.adamw_kernel, types, constants, capability)
+types = dict(x="*bf16", codes="*i8", scales="*bf16", out="*bf16", rows="i32", outputs="i32", inputs="i32")
+wide["eight bits"] = compiled(kernels.eight_bits_kernel, types, dict(ROWS=16, OUTPUTS=32, INPUTS=128), 80)
 print(json.dumps(wide))
 """
 
@@ -153,6 +167,7 @@ def test_kernels_compile_for_gpus_and_read_and_write_in_wide_pieces() -> None:
     assert wide["nf4"][1] == 2, "16 weights a thread, 8 a store"
     assert wide["adamw True"] == [16, 16], "four tensors in four parts, read and written"
     assert wide["adamw False"] == [16, 12]
+    assert wide["eight bits"][0] == 12, "copied ahead, 16 bytes at a time"
 
 
 @pytest.mark.parametrize(("kind", "moved"), [(StochasticAdamW, 22), (MasterAdamW, 28)])
