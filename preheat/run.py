@@ -11,8 +11,8 @@ metrics.jsonl     a line a step (see `METRIC_KEYS`, what the objective scores: a
                   ({step, validation_loss, tokens, validation_<score>, forgetting_loss, tasks}, as far as measured; tokens: what the loss is the mean over)
 before.json       what was measured before the first step, row by row: {texts, tasks}
 evaluation.json   the newest evaluation: {step, after, before, difference}, each {texts, tasks: {name: {metrics: {name: {value, low, high}}}}}
-events.jsonl      {time, kind, ...}: started, resumed, checkpoint, damaged, unsaved, out_of_memory, rung, stopping, notice, measured, sample, baseline,
-                  finished, failed; of out_of_memory and rung: training/rungs.py
+events.jsonl      {time, kind, ...}: started, resumed, checkpoint, damaged, unsaved, unevaluated, out_of_memory, rung, stopping, notice, measured,
+                  sample, baseline, finished, failed; of out_of_memory and rung: training/rungs.py
 samples.json      [{prompt, before, text}] (see `Reader.samples`)
 checkpoints/      step-N/ (engine/checkpoint.py)
 tokenizer/        the tokenizer as transformers reads it
@@ -35,6 +35,7 @@ import re
 import secrets
 import time
 import uuid
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
@@ -43,10 +44,12 @@ from preheat.errors import PreheatError, RunError
 from preheat.text import quoted, shorten
 
 __all__ = [
+    "DEEPEST",
     "MARK",
     "MEMORY_KEYS",
     "METRIC_KEYS",
     "PLAN_KEYS",
+    "BadJson",
     "Reader",
     "Silent",
     "Writer",
@@ -55,6 +58,7 @@ __all__ = [
     "expected_memory",
     "is_failure",
     "parse_json",
+    "read_value",
     "require_own",
     "strict",
     "to_json",
@@ -100,6 +104,7 @@ PLAN_KEYS = {
     "flops_per_step": "counted by the dry run",
     "parameters": "{total, trained}",
     "steps": "steps of the run",
+    "seconds_to_start": "what the run takes once, before its first step: compiling, taken as a minute on a GPU",
     "seconds_total": "predicted time to finish",
     "contended": "whether the machine was busy when its rates were measured, and is still",
     "pace": "how many times as long as by this machine's rates steps of earlier runs took, in the median of the last nine of 20 s and more: in the predicted seconds; 1 where fewer than three are known",
@@ -159,38 +164,94 @@ def to_json(value: Any, *, indent: int | None = None, default: Callable[[Any], A
     return text
 
 
-_DEPTH = 40
+DEEPEST = 100
+"""Levels of lists and objects in JSON at most: what reads nested values (Python, Jinja, Arrow) gives up at a few hundred."""
 _LARGEST = 2**63
 
 
-def parse_json(text: str | bytes) -> Any:
-    """Reads JSON of a file that may be damaged. NaN and infinities, which earlier versions wrote, become None.
+class BadJson(ValueError):
+    """JSON that is not read.
+
+    Attributes:
+        words: why not.
+        line: of the text, from 1; 0: of no line in particular.
+    """
+
+    def __init__(self, words: str, line: int = 0):
+        super().__init__(words)
+        self.words, self.line = words, line
+
+
+def read_value(text: str | bytes, *, once: bool = False) -> Any:
+    """A value from JSON that a user or another program wrote: the one way in which preheat reads it, with its limits.
+
+    Args:
+        once: an object that names a field twice is refused; else the last one is taken.
 
     Raises:
-        ValueError: it is not JSON, not UTF-8, nested too deeply, or holds a number out of range.
+        BadJson: it is no JSON or not UTF-8, is nested deeper than `DEEPEST`, or has a number of thousands of digits.
     """
     try:
-        value = json.loads(text.decode("utf-8") if isinstance(text, bytes) else text)
+        text = text.decode("utf-8") if isinstance(text, bytes) else text
+        value = json.loads(text, object_pairs_hook=_object if once else None)
+    except BadJson:
+        raise
     except UnicodeDecodeError:
-        raise ValueError("not text in UTF-8") from None
+        raise BadJson("not text in UTF-8") from None
     except json.JSONDecodeError as error:
-        raise ValueError(f"no whole JSON: {error}") from None
+        raise BadJson(f"not JSON: {error.msg.removesuffix(' at')} at column {error.colno:,}", error.lineno) from None
     except RecursionError:
-        raise ValueError("nested too deeply") from None
-    return _bounded(value, 0)
+        raise BadJson(f"JSON nested too deeply, more than {DEEPEST} levels; flatten it") from None
+    except ValueError:  # Python's limit on the digits of an integer
+        raise BadJson("holds a number of thousands of digits, which none reads; write it as text") from None
+    if text.count("[") + text.count("{") > DEEPEST and _deep(value):
+        raise BadJson(f"JSON nested too deeply, more than {DEEPEST} levels; flatten it")
+    return value
 
 
-def _bounded(value: Any, depth: int) -> Any:
-    if depth > _DEPTH:
-        raise ValueError("nested too deeply")
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        names = Counter(name for name, _ in pairs)
+        twice = next(name for name, count in names.items() if count > 1)
+        raise BadJson(f"names the field {quoted(twice, 40)} twice; leave one of the two out")
+    return made
+
+
+def _deep(value: Any) -> bool:
+    """Whether a value is nested deeper than is read; without recursion."""
+    level = [value]
+    for _ in range(DEEPEST + 1):
+        level = [
+            inner
+            for outer in level
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+            if isinstance(inner, dict | list)
+        ]
+        if not level:
+            return False
+        level = [inner for inner in level if inner]
+    return bool(level)
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Reads JSON of a run's file that may be damaged. NaN and infinities, which earlier versions wrote, become None.
+
+    Raises:
+        BadJson: as of `read_value`, or it holds a number out of range.
+    """
+    return _bounded(read_value(text))
+
+
+def _bounded(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _bounded(v, depth + 1) for key, v in value.items()}
+        return {key: _bounded(v) for key, v in value.items()}
     if isinstance(value, list):
-        return [_bounded(v, depth + 1) for v in value]
+        return [_bounded(v) for v in value]
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, int) and not -_LARGEST < value < _LARGEST:
-        raise ValueError("a number is out of range")
+        raise BadJson("a number is out of range")
     return value
 
 

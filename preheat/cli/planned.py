@@ -75,17 +75,18 @@ def searched(
     from preheat.planning.recall import recall
     from preheat.planning.search import search
     from preheat.training.asked import hardware
-    from preheat.training.session import vocabulary_of
+    from preheat.training.session import rows_of, vocabulary_of
 
     device, rates, in_use = hardware(gpu, question.recipe, per_host)
+    rows = rows_of(question.recipe) if question.given else None
     seconds = next((s for most, s in _SECONDS.items() if devices <= most), _MANY)
 
     def tell(words: str) -> None:
         if not quiet:
-            passing(words)
+            passing(f"dry run: {words}")
 
     def found_of(asked: Question, **how: Any) -> Any:
-        space = Space(asked.recipe, vocabulary_of(asked.recipe), device, devices, allow, per_host)  # type: ignore[arg-type]
+        space = Space(asked.recipe, vocabulary_of(asked.recipe), device, devices, allow, per_host, rows)  # type: ignore[arg-type]
         run = longest if aim == "longest-context" else search
         more: dict[str, Any] = {} if aim == "longest-context" else {"aim": aim}
         return run(space, rates=rates, in_use=in_use, seconds=how.pop("seconds", seconds), tell=tell, **more, **how)

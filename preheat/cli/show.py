@@ -113,6 +113,8 @@ def picture(plan: Mapping[str, Any], name: str) -> Any:
         "  speed",
         f"{rate(plan['tokens_per_second'])} tokens/s, {plan['mfu']:.0%} of {plan['matrix_rate'] / 1e12:,.3g} TFLOP/s {'measured here' if plan['device']['kind'] == 'cpu' else 'at most'}",
     )
+    if plan.get("seconds_to_start"):
+        speed.add_row("  to start", f"about {duration(plan['seconds_to_start'])}, once, until layers are compiled")
     if plan["steps"]:
         speed.add_row("  to finish", f"{duration(plan['seconds_total'])} for {plan['steps']:,} steps")
     p = plan["parameters"]

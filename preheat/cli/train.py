@@ -242,7 +242,8 @@ def train(
         return
     if gpu is not None:
         raise RecipeError("--gpu: a run takes the devices that are here; add --dry-run to look at it on another")
-    read = recipes.load(recipe, set or [])
+    # Of the processes that it starts the first warns.
+    read = recipes.load(recipe, set or [], warn=nproc < 2 or "RANK" in os.environ)
     folder = out or Path("runs") / read.name
     if nproc > 1 and "RANK" not in os.environ:
         command = ["train", recipe, *(part for item in set or [] for part in ("--set", item))]

@@ -80,8 +80,8 @@ def sampling(overrides: Sequence[str] = (), **values: Any) -> Sample:
     for item in overrides:
         key, equals, raw = item.partition("=")
         name = key.strip().removeprefix("sample.")
-        if not equals or name == key.strip() or name == "prompts":
-            raise RecipeError(f"--set {item}: here it sets how text is written, e.g. --set sample.cache=int8")
+        if not equals or name == key.strip() or name in ("prompts", "rows"):
+            raise RecipeError(f"--set {shorten(item)}: here it sets how text is written, e.g. --set sample.cache=int8")
         asked[name] = compose(raw, f"--set {shorten(item)}", numbered=False)[0]
     reader = RecipeReader("--set", {})
     made: Sample = reader.flat(Sample, {**values, **asked}, ("sample",))

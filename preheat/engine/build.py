@@ -131,8 +131,8 @@ def build(
         from preheat.engine.deepspeed import native
 
         return build(native(recipe), vocabulary=vocabulary, device=device, dry=dry)
-    # A dry run for a GPU that is not here has its fake tensors on the CPU; kernels are chosen by `device` all the same.
-    where = torch.device(device.kind if dry is None or torch.cuda.is_available() else "cpu")
+    # A dry run has its fake tensors on the CPU, also where there is a GPU; kernels are chosen by `device` all the same.
+    where = torch.device(device.kind if dry is None else "cpu")
     made = Build(recipe=recipe, device=device, model=context.model, tags=context.tags, torch_device=where)
     made.mesh = Mesh.form(context.sizes, where.type)
     made.parts["trained"] = [adapter.build_on_meta(config, trust=recipe.model.trust_remote_code, as_stored=reading)]

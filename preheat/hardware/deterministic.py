@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+from typing import Any
 
 from preheat.errors import RecipeError
 from preheat.text import quoted
@@ -40,11 +41,13 @@ def be_deterministic(wanted: bool) -> None:
     if wanted:
         os.environ[_WORKSPACES] = stated or _SERVE[0]
     import torch
-    from torch.utils import deterministic as settings
+    from torch.utils import deterministic
+
+    settings: Any = deterministic  # its attributes are made when it is imported
 
     if wanted and not _before:
         _before.append(
-            (torch.are_deterministic_algorithms_enabled(), settings.fill_uninitialized_memory, torch.backends.cudnn.benchmark)  # type: ignore[has-type]
+            (torch.are_deterministic_algorithms_enabled(), settings.fill_uninitialized_memory, torch.backends.cudnn.benchmark)
         )
     on, fill, benchmark = (True, False, False) if wanted else _before.pop()
     torch.use_deterministic_algorithms(on)

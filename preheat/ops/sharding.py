@@ -74,7 +74,7 @@ def shard_fully(
         "mesh": mesh,
         "reshard_after_forward": reshard,
         "mp_policy": MixedPrecisionPolicy(param_dtype=gather, reduce_dtype=torch.float32),
-        "offload_policy": CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if offload else OffloadPolicy(),
+        "offload_policy": CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if offload else OffloadPolicy(),
     }
     listed, alone = list(layers), set[nn.Parameter]()
     for layer in listed:

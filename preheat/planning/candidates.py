@@ -14,6 +14,7 @@ from typing import Any, Literal
 from preheat.engine.build import context_of, techniques_of
 from preheat.errors import RecipeError
 from preheat.models import adapter
+from preheat.planning.plan import steps_of
 from preheat.recipe import Recipe
 from preheat.technique import (
     DATA,
@@ -61,6 +62,7 @@ class Space:
         vocabulary: pieces of the tokenizer; None where the model decides.
         world: devices.
         allow: the most that may be given up.
+        rows: training rows, where known: how long the run is, where epochs end it.
     """
 
     recipe: Recipe
@@ -69,6 +71,7 @@ class Space:
     world: int
     allow: Numerics = "exact"
     per_host: int = 8
+    rows: int | None = None
     config: Any = field(init=False)
 
     def __post_init__(self) -> None:
@@ -84,8 +87,21 @@ class Space:
 
     def searched(self) -> list[type[Technique]]:
         """Techniques that may be added, in the order in which they act."""
-        free = [cls for name, cls in registry().items() if name not in self.recipe.techniques and cls().trades() is not None]
+        free = [
+            cls
+            for name, cls in registry().items()
+            if name not in self.recipe.techniques and self.device.kind in cls.searched_on and cls().trades() is not None
+        ]
         return sorted(free, key=lambda cls: (cls.stage, cls.name()))
+
+    def over_run(self, speed: float, added: Iterable[Technique]) -> float:
+        """Tokens a second of the whole run, where its steps have `speed`: less what these techniques take before the first step."""
+        start = sum(t.starts_in(self.device) for t in added)
+        stop, batch = self.recipe.stop, self.recipe.batch
+        steps = steps_of(self.recipe, self.rows)
+        ends = [steps * batch.size * batch.length / speed] if steps else []
+        ends += [stop.hours * 3600] if stop.hours else []
+        return speed / (1 + start / min(ends)) if ends else speed
 
     def on_one_device(self) -> list[type[Technique]]:
         """Those that are for a single device too, but for the cutting into micro-batches."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import signal
 import sys
@@ -13,6 +14,7 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from typing import Any, NoReturn
 
+from preheat.errors import RecipeError
 from preheat.hardware.interrupts import heeded
 from preheat.hardware.processes import end_with_parent
 
@@ -21,15 +23,22 @@ __all__ = ["alone", "crew", "processes", "share"]
 Task = dict[str, Any]
 """Arguments of `planning.recall.recall`."""
 
+_log = logging.getLogger(__name__)
 _MOST = 4  # each holds torch and transformers: 0.6 GiB
 
 
 def processes() -> int:
     """How many a search takes: $PREHEAT_PROCESSES, or one a core and four at most; one where a process cannot be copied safely."""
-    if sys.platform != "linux":
+    if not _copies_serve():
         return 1
     stated = os.environ.get("PREHEAT_PROCESSES", "")
     return max(int(stated), 1) if stated.isdigit() else min(len(os.sched_getaffinity(0)), _MOST)
+
+
+def _copies_serve() -> bool:
+    import torch
+
+    return sys.platform == "linux" and not torch.cuda.is_initialized()  # CUDA's threads and locks are not copied
 
 
 class _Helper:
@@ -63,13 +72,14 @@ _helpers: list[_Helper] = []
 def crew(size: int | None = None) -> Iterator[None]:
     """Within, `share` has as many processes as `size` says with this one; `processes()` when not given.
 
-    They are copies of this process, which must have run no backward pass yet: torch's threads for those would be missing in them.
+    They are copies of this process, which must have run no backward pass yet: torch's threads for those would be missing in them. Where
+    CUDA is in use already there are none.
     """
     import transformers.modeling_utils  # noqa: F401  # both are needed by all: else each would import them
 
     gc.collect()
     gc.freeze()  # what the collector would touch would be copied
-    _helpers.extend(_Helper() for _ in range((size or processes()) - 1))
+    _helpers.extend(_Helper() for _ in range((size or processes()) - 1 if _copies_serve() else 0))
     try:
         yield
     finally:
@@ -84,7 +94,7 @@ def alone() -> bool:
 
 
 def share(tasks: Iterable[Task], do: Callable[[Task], None]) -> None:
-    """Does all tasks, some of them in the crew's processes. What fails there is left to whoever needs it.
+    """Does all tasks, some of them in the crew's processes. What fails there is done again here, where it is told.
 
     Args:
         do: does one here.
@@ -100,13 +110,16 @@ def share(tasks: Iterable[Task], do: Callable[[Task], None]) -> None:
 
 
 def _hear(seconds: float | None) -> list[Task]:
-    """Takes note of who is done. One that has ended is no longer asked; gives what it has left undone."""
+    """Takes note of who is done. One that has ended or failed is no longer asked; gives what it has left undone."""
     undone = []
     for pipe in wait([helper.pipe for helper in _helpers], seconds):
         helper = next(h for h in _helpers if h.pipe is pipe)
         try:
-            helper.pipe.recv()
+            failure = helper.pipe.recv()
         except (EOFError, OSError):
+            failure = "its process has ended"
+        if failure:
+            _log.debug("an observation in another process failed, and is made again: %s", failure)
             undone += [helper.task] if helper.task else []
             _helpers.remove(helper)
             helper.end()
@@ -129,9 +142,11 @@ def _serve(pipe: Connection, parent: int) -> NoReturn:
         torch.set_num_threads(1)
         while True:
             task = pipe.recv()
-            with suppress(Exception):
+            with suppress(RecipeError):  # whoever needs it makes it again, and says so
                 recall.recall(**task)
             recall.forget()
-            pipe.send("done")
+            pipe.send("")
     finally:
+        with suppress(OSError):  # whoever asked may have ended
+            pipe.send(repr(sys.exception()))
         os._exit(0)

@@ -78,6 +78,8 @@ def _given_up(s: Seen, best: Seen) -> str:
     memory = s.plan["peak_gib"] - best.plan["peak_gib"]
     said = [f"{abs(speed):.0%} {'slower' if speed < 0 else 'faster'}"] if abs(speed) >= 0.005 else ["as fast"]
     said.append(f"{abs(memory):.1f} GiB {'more' if memory > 0 else 'less'}")
+    if (later := s.plan["seconds_to_start"] - best.plan["seconds_to_start"]) > 0:
+        said.append(f"{later:.0f} s later to its first step")
     if s.trades != best.trades:
         said.append({"exact": "exact numbers", "rounding": "rounded numbers", "different": "other numbers"}[s.trades])
     return ", ".join(said)

@@ -15,7 +15,7 @@ from preheat.planning.estimate import Look, look
 from preheat.planning.layers import of_layers
 from preheat.planning.recall import together
 from preheat.planning.roofline import Roofline
-from preheat.technique import Slot, Technique
+from preheat.technique import Slot, Tag, Technique
 
 __all__ = ["Kind", "kinds_of"]
 
@@ -72,44 +72,45 @@ class _Kinds:
                 for c in chosen:
                     made = made if c.setting is None else made.with_change(c.look, c.beside)
                 kinds.append((kind, made))
-        sums = [self._sums(made) for _, made in kinds]
+        sums = [self._sums(made, kind) for kind, made in kinds]
         return [
             Kind(kind, made, frozenset(n for n, other in enumerate(sums) if _worse(mine, other)))
             for (kind, made), mine in zip(kinds, sums, strict=True)
         ]
 
     def _choices(self, plain: Look) -> list[list[Choice]]:
-        """What is worth choosing from for each technique; each is tried beside the best of those before it."""
+        """What is worth choosing from for each technique; each setting is tried beside the best of those before it."""
         base, under = Settings(), plain
-        choices: list[list[Choice]] = []
+        choices: dict[type[Technique], list[Choice]] = {}
+        refused: dict[type[Technique], list[Technique]] = {}  # settings that serve only beside others
 
-        def added(cls: type[Technique], last: bool) -> bool:
-            """Whether some setting of it can be; the best becomes part of the base."""
+        def take(cls: type[Technique], tried: list[Choice]) -> None:
+            """Leaves what is worth choosing; the best becomes part of the base."""
             nonlocal base, under
-            options = self._options(cls, base)
-            self._prepare([(*base, t) for t in options])
-            tried = [found for t in options if (found := self._try(t, base, under, choices, last))]
-            if not tried:
-                return False
             without = Choice(None, under, under)
-            kept = self._worth([without, *tried])
+            kept = self._worth([*choices.get(cls, [without]), *tried])
             # Worse by itself, but what excludes this technique may be worth more.
-            choices.append(kept if without in kept else [without, *kept])
+            choices[cls] = kept if kept[0].setting is None else [without, *kept]
             # What brings an optimizer excludes others that do, and is slow to observe: not beside everything else.
             light = [c for c in kept if c.setting is None or Slot.OPTIMIZER not in c.setting.owned()]
-            best = min(light or kept, key=lambda c: self._cost(c.look) / self._cost(c.beside))
+            best = min(light or kept, key=lambda c: self._cost(c.look, c.setting) / self._cost(c.beside))
             if best.setting is not None and best.beside is under:
                 base, under = (*base, best.setting), best.look
-            return True
 
-        found = [cls for cls in self.space.on_one_device() if self.resort or not cls.last_resort]
-        refused: list[type[Technique]] = []  # some serve only beside what comes later
-        # What only the ends have shows its worth beside layers that are small already.
-        for cls in sorted(found, key=lambda cls: _of_the_ends((cls(),))):
-            refused = [other for other in (cls, *refused) if not added(other, last=False)]
-        for cls in refused:
-            added(cls, last=True)
-        return choices
+        searched = [cls for cls in self.space.on_one_device() if self.resort or not cls.last_resort]
+        for cls in sorted(searched, key=_late):
+            refused = {cls: self._options(cls, base), **refused}
+            for each in [each for each in refused if each not in choices]:
+                self._prepare([(*base, t) for t in refused[each]])
+                tried = [choice for t in refused[each] if (choice := self._try(t, base, under))]
+                settings = [choice.setting for choice in tried]
+                refused[each] = [t for t in refused[each] if t not in settings]
+                if tried:
+                    take(each, tried)
+        for cls, left in refused.items():
+            if tried := [choice for t in left if (choice := self._try_elsewhere(t, base, list(choices.values())))]:
+                take(cls, tried)
+        return [choices[cls] for cls in sorted(choices, key=lambda cls: (cls.stage, cls.name()))]
 
     def _options(self, cls: type[Technique], base: Settings) -> list[Technique]:
         """Settings whose effect is seen in a layer; of many the first, the middle and the last."""
@@ -137,21 +138,39 @@ class _Kinds:
             {"recipe": of_layers(recipe, layers), **how} for recipe, ends in singles for layers in ((1,) if ends else (1, 2))
         )
 
-    def _try(self, t: Technique, base: Settings, under: Look, choices: list[list[Choice]], last: bool) -> Choice | None:
-        """A setting beside the base; where the two exclude each other, beside a variant of the base."""
+    def _try(self, t: Technique, base: Settings, under: Look) -> Choice | None:
+        """A setting beside the base; None where the two do not go together."""
         try:
-            why = self._problems((*base, t))
-            if not why:
-                return Choice(t, self._look((*base, t), under), under)
-            for variant in self._variants(base, choices) if last else ():
-                if not self._problems((*variant, t)):
-                    beside = self._servable(variant)  # some of it may serve only beside `t`
-                    return Choice(t, self._look((*beside, t)), self._look(beside))
+            return None if self._problems((*base, t)) else Choice(t, self._look((*base, t), under), under)
+        except RecipeError:  # what only a build finds out
+            return None
+
+    def _try_elsewhere(self, t: Technique, base: Settings, choices: list[list[Choice]]) -> Choice | None:
+        """A setting that the base refuses, beside as much of it as goes with that; where there is no such place, says why."""
+        why = self._problems((*(other for other in base if type(other) is not type(t)), t))
+        place = self._place(t, base, choices)
+        try:
+            if place is not None:
+                beside = self._servable(place)  # some of it may serve only beside `t`
+                return Choice(t, self._look((*place, t)), self._look(beside))
         except RecipeError as error:  # what only a build finds out
             why = str(error).splitlines()
-        if last:
+        if why:
             self.reject(words((t,)), why[0].removeprefix("techniques.").removeprefix(f"{t.name()}: "))
         return None
+
+    def _place(self, t: Technique, base: Settings, choices: list[list[Choice]]) -> Settings | None:
+        """Of the base as much as goes with a setting, and one other choice where it needs that: another precision, for one."""
+        others = [c.setting for choice in choices for c in choice if c.setting is not None and type(c.setting) is not type(t)]
+        places = []
+        for first in (Settings(), *((other,) for other in others)):
+            place = first
+            if not self._problems((*place, t)):
+                for other in base:
+                    if type(other) not in map(type, (*place, t)) and not self._problems((*place, other, t)):
+                        place = (*place, other)
+                places.append(place)
+        return max(places, key=lambda place: len(set(place) & set(base)), default=None)
 
     def _servable(self, settings: Settings) -> Settings:
         """As many of these as go together without anything else."""
@@ -160,15 +179,6 @@ class _Kinds:
             if not self._problems((*kept, t)):
                 kept = (*kept, t)
         return kept
-
-    def _variants(self, base: Settings, choices: list[list[Choice]]) -> list[Settings]:
-        """The base with one of its techniques otherwise, or left out."""
-        made = []
-        for place, other in enumerate(base):
-            for choice in next(c for c in choices if any(type(o.setting) is type(other) for o in c)):
-                if choice.setting != other:
-                    made.append((*base[:place], *([choice.setting] if choice.setting else []), *base[place + 1 :]))
-        return made
 
     def _whole(self, pair: tuple[float, float]) -> float:
         return pair[0] * self._layers + pair[1]
@@ -181,21 +191,28 @@ class _Kinds:
         """Of a device with a row, where all share the states."""
         return self._whole(seen.states) / self.space.world + self._whole(seen.kept)
 
-    def _cost(self, seen: Look) -> float:
+    def _cost(self, seen: Look, added: Technique | None = None) -> float:
         """Bytes times seconds of one row."""
-        return self._bytes(seen) * self._seconds(seen)
+        return self._bytes(seen) * self._seconds(seen, (added,) if added else ())
 
-    def _seconds(self, seen: Look) -> float:
-        """Of a row, with its part of the update."""
-        return self._whole(seen.seconds) + self._whole(seen.update) / self.space.recipe.batch.size * self.space.world
+    def _seconds(self, seen: Look, added: Settings = ()) -> float:
+        """Of a row, with its part of the update and of what `added` take to start."""
+        batch = self.space.recipe.batch
+        row = self._whole(seen.seconds) + self._whole(seen.update) / batch.size * self.space.world
+        tokens = batch.length * self.space.world
+        return tokens / self.space.over_run(tokens / row, added)
 
-    def _sums(self, seen: Look) -> tuple[float, float, float]:
-        return self._whole(seen.states), self._whole(seen.kept), self._seconds(seen)
+    def _sums(self, seen: Look, added: Settings) -> tuple[float, float, float]:
+        return self._whole(seen.states), self._whole(seen.kept), self._seconds(seen, added)
 
     def _worth(self, choices: list[Choice]) -> list[Choice]:
         """Those that are better than each other one in something; of equals the first."""
         sizes = [
-            (self._bytes(c.look) / self._bytes(c.beside), self._seconds(c.look) / self._seconds(c.beside)) for c in choices
+            (
+                self._bytes(c.look) / self._bytes(c.beside),
+                self._seconds(c.look, (c.setting,) if c.setting else ()) / self._seconds(c.beside),
+            )
+            for c in choices
         ]
         kept = []
         for n, (memory, time) in enumerate(sizes):
@@ -204,6 +221,12 @@ class _Kinds:
             if not any(better) and not any(equal):
                 kept.append(choices[n])
         return kept
+
+
+def _late(cls: type[Technique]) -> tuple[bool, bool]:
+    """Techniques are tried in the order in which they act, but precision first: it decides which kernels the others have. What only the ends
+    have shows its worth beside layers that are small already."""
+    return _of_the_ends((cls(),)), Tag("bf16-compute") not in cls.provides
 
 
 def _of_the_ends(added: Settings) -> bool:

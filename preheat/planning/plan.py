@@ -155,7 +155,8 @@ def describe(
             f"--gpu: {device.name} has no rate for {dtype}, in which the recipe computes; state {dtype}=TFLOP/s too"
         )
     steps = steps_of(recipe, rows)
-    total = seconds * steps if steps else (recipe.stop.hours or 0) * 3600 or None
+    start = sum(t.starts_in(device) for t in recipe.techniques.values())
+    total = seconds * steps + start if steps else (recipe.stop.hours or 0) * 3600 or None
     return {
         "fits": peak <= available,
         "peak_gib": peak,
@@ -184,6 +185,7 @@ def describe(
         "tokens_per_step": seen.tokens,
         "parameters": {"total": seen.parameters, "trained": seen.trained},
         "steps": steps,
+        "seconds_to_start": start,
         "seconds_total": total,
         "slots": seen.slots,
         "device": {"kind": device.kind, "name": device.name, "segments": _segments(device)},

@@ -86,6 +86,14 @@ _ATTENTION: Mapping[str, tuple[float, float]] = {  # share of the best matrix ra
     "blackwell": (0.45, 0.38),
     "cdna": (0.45, 0.35),
 }
+_CAPABILITY = {  # CUDA's, the least of a generation
+    "volta": (7, 0),
+    "turing": (7, 5),
+    "ampere": (8, 0),
+    "ada": (8, 9),
+    "hopper": (9, 0),
+    "blackwell": (10, 0),
+}
 _COLLECTIVES: Mapping[
     str, tuple[str, float]
 ] = {  # operator's ending -> (the larger side's bytes are its size, times they cross the link)
@@ -163,7 +171,8 @@ class Roofline:
     def as_device(self) -> Device:
         """What a build is planned for."""
         assert self.device.memory is not None
-        return Device("cuda", self.device.name, self.device.memory, at_hand=False)
+        capability = _CAPABILITY.get(self.device.generation)
+        return Device("cuda", self.device.name, self.device.memory, capability, at_hand=False)
 
     @cached_property
     def peak_matrix_rate(self) -> Mapping[str, float]:

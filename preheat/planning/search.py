@@ -254,14 +254,14 @@ class _Search:
     # Looks
 
     def _corrected(self, c: Candidate) -> tuple[float, float]:
-        """Bytes and tokens a second of a guess, as looks at its kin were beside theirs: the less they have in common, the less they tell."""
+        """Bytes and tokens a second of the run of a guess, as looks at its kin were beside theirs: the less they have in common, the less they tell."""
         if own := self._scale.get((c.kind, c.names)):
             memory, speed = own
         elif alike := self._scale.get(c.names):
             memory, speed = math.sqrt(alike[0]), alike[1]
         else:
             memory, speed = 1.0, math.sqrt(self._scale.get(None, (1.0, 1.0))[1])
-        return c.guess.bytes * memory, c.guess.tokens_per_second * speed
+        return c.guess.bytes * memory, self.space.over_run(c.guess.tokens_per_second * speed, c.added)
 
     def _promise(self, c: Candidate) -> tuple[float, ...]:
         """As `_rank`, of a guess."""
@@ -274,9 +274,13 @@ class _Search:
             first = (NUMERICS.index(worst(c.added)),)
         return (*first, slow, -c.micro, len(c.added))
 
+    def _speed(self, s: Seen) -> float:
+        """Tokens a second of the whole run."""
+        return self.space.over_run(s.plan["tokens_per_second"], s.added)
+
     def _rank(self, s: Seen) -> tuple[float, ...]:
         """Less is better."""
-        speed = -s.plan["tokens_per_second"]
+        speed = -self._speed(s)
         if self.aim == "largest-batch":
             return (-s.micro, speed)
         if self.aim == "closest":
@@ -306,7 +310,7 @@ class _Search:
 
     def _no_better(self, c: Candidate, best: Seen) -> bool:
         speed = self._corrected(c)[1]
-        slower = bool(speed < best.plan["tokens_per_second"] * _WORTH)
+        slower = bool(speed < self._speed(best) * _WORTH)
         if self.aim == "largest-batch":
             return c.micro < best.micro or (c.micro == best.micro and slower)
         if self.aim == "closest":
@@ -348,7 +352,7 @@ class _Search:
         except RecipeError as error:  # what only a build finds out
             self._reject(words(c.added), str(error).splitlines()[0])
             return None
-        plan = describe(recipe, seen, device=self.space.device, rates=self.rates, rows=None, in_use=self.in_use)
+        plan = describe(recipe, seen, device=self.space.device, rates=self.rates, rows=self.space.rows, in_use=self.in_use)
         made = Seen(recipe, plan, worst(c.added), c.micro, c.added)
         self.seen.append(made)
         self._took = time.perf_counter() - began
@@ -371,7 +375,9 @@ class _Search:
         for s in sorted((s for s in self.seen if s.plan["fits"]), key=self._rank):
             self.tell(f"{'all' if how == 'whole' else 'more'} layers of {words(s.added, s.micro)}")
             seen = recall(s.recipe, vocabulary=self.space.vocabulary, device=self.space.device, world=self.space.world, how=how)
-            plan = describe(s.recipe, seen, device=self.space.device, rates=self.rates, rows=None, in_use=self.in_use)
+            plan = describe(
+                s.recipe, seen, device=self.space.device, rates=self.rates, rows=self.space.rows, in_use=self.in_use
+            )
             confirmed = replace(s, plan=plan)
             self.seen[self.seen.index(s)] = confirmed
             if plan["fits"]:
@@ -391,7 +397,11 @@ class _Search:
         for s in found.seen:
             if s.plan["fits"] and s is not found.best and found.best.plan["fits"]:
                 share = s.plan["tokens_per_second"] / found.best.plan["tokens_per_second"] - 1
-                self._reject(words(s.added, s.micro), f"fits in {s.plan['peak_gib']:.1f} GiB, {share:+.0%} tokens a second")
+                late = s.plan["seconds_to_start"] - found.best.plan["seconds_to_start"]
+                waits = f", but {late:.0f} s later to its first step, in a run this short" if share > 0 and late > 0 else ""
+                self._reject(
+                    words(s.added, s.micro), f"fits in {s.plan['peak_gib']:.1f} GiB, {share:+.0%} tokens a second{waits}"
+                )
 
 
 def _shape(layout: Settings) -> tuple[Any, ...]:

@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal
 from preheat.errors import RecipeError, nearest
 from preheat.recipe.bounds import Bound, Count, Long, NonNegative, Positive, Seed, Share, Whole
 from preheat.recipe.sample import Sample
+from preheat.recipe.unread import refused
 from preheat.technique import Technique
 from preheat.text import quoted
 
@@ -403,7 +404,11 @@ class Recipe:
         if self.stop.hours and not counted and self.schedule.kind != "constant":
             words = f"schedule {self.schedule.kind} needs a length in steps, tokens or epochs; add one (hours still ends the run early) or use schedule.kind: constant"
             found.append(("stop.hours", words))
+        if self.evaluate.baselines and data.streaming:
+            words = "counts the training rows, and those of a stream are not known before; set it to false, or data.streaming: false"
+            found.append(("evaluate.baselines", words))
         found += [(f"sample.{key}", words) for key, words in self.sample.problems()]
+        found += refused(self)
         if problem := folder_name_problem(self.name):
             found.append(("name", problem))
         return found

@@ -99,6 +99,8 @@ class Technique(ABC):
     roles: ClassVar[frozenset[str]] = frozenset({"trained"})
     last_resort: ClassVar[bool] = False
     """Costs time that a plan does not see yet: a search takes it only where nothing else fits."""
+    searched_on: ClassVar[frozenset[str]] = frozenset({"cpu", "cuda"})
+    """Kinds of devices for which a search adds it: those where its plan was found to say what is faster."""
     leaves_nothing: ClassVar[bool] = False
     """It changes how a model is trained, and nothing of what it is then: whoever opens a run to read from it leaves it out."""
     text_only: ClassVar[str] = ""
@@ -120,6 +122,10 @@ class Technique(ABC):
     def slows_host(self) -> float:
         """How many times as long as without it the host takes for an operator of a step: Python that comes between operators."""
         return 1.0
+
+    def starts_in(self, device: Device) -> float:
+        """Seconds that a run takes once, before its first step, because of it."""
+        return 0.0
 
     @classmethod
     def name(cls) -> str:

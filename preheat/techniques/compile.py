@@ -23,12 +23,20 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from preheat.errors import RunError
 from preheat.recipe import Bound
-from preheat.technique import Build, Change, Context, Stage, Tag, Technique
+from preheat.technique import Build, Change, Context, Device, Slot, Stage, Tag, Technique
 
 if TYPE_CHECKING:
     from torch import nn
 
 __all__ = ["Compile", "CompiledLayers", "compile_layers"]
+
+# Families of which a layer of each kind was made one graph (tests/unit/test_compile.py); of another it may be several, which serve as well.
+_ONE_GRAPH = frozenset(
+    ("gemma", "gemma2", "gemma3_text", "gpt2", "gpt_neox", "llama", "mistral", "phi3", "qwen2", "qwen3", "smollm3")
+)
+# Seconds until a run's graphs are made, those of training and of evaluation. On a CPU 15 to 25 were measured; on a GPU it is taken as a minute,
+# with no kernel from an earlier run in the compiler's cache.
+_FIRST_STEP = {"cpu": 25.0, "cuda": 60.0}
 
 
 class CompiledLayers:
@@ -168,6 +176,10 @@ class Compile(Technique):
     conflicts: ClassVar[frozenset[Tag]] = frozenset({Tag("fused-layers")})
 
     # torch's modes with CUDA graphs are left out: they reuse a layer's outputs while backward still needs them.
+    searched_on: ClassVar[frozenset[str]] = frozenset(
+        {"cuda"}
+    )  # on a CPU its gains are uneven, and its plan does not know them
+
     mode: Literal["default", "max-autotune-no-cudagraphs"] = "default"
     """How long to look for fast code; max-autotune-no-cudagraphs tries several kernels for each product."""
     dynamic: bool = False
@@ -188,6 +200,17 @@ class Compile(Technique):
         if shutil.which(compiler) is None:
             return [f"needs a C++ compiler on a CPU and found no '{compiler}'; install g++, or set CXX"]
         return []
+
+    def trades(self) -> Literal["rounding"]:
+        return "rounding"  # between fused operators in half precision values stay in fp32
+
+    def starts_in(self, device: Device) -> float:
+        return _FIRST_STEP[device.kind]
+
+    def options(self, context: Context) -> Iterable[Technique]:
+        # Routers decide which rows an expert reads, which no graph can hold; and each shape of a batch wants a graph of its own.
+        shapes = any(Slot.BATCH_SHAPE in t.owned() for t in context.recipe.techniques.values())
+        return [] if context.model.experts or shapes else [replace(self, fullgraph=context.model.family in _ONE_GRAPH)]
 
     def apply(self, build: Build, part: Any) -> Change:
         from preheat.models.adapter import anatomy
@@ -211,6 +234,3 @@ class Compile(Technique):
 
         build.after_update.append(tell)
         return Change(f"{len(layers)} layers compiled when they first run", len(layers))
-
-    def options(self, context: Context) -> Iterable[Technique]:
-        return [self]

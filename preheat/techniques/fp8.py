@@ -67,9 +67,13 @@ class Fp8(Technique):
     numerics: ClassVar[Any] = "rounding"
     needs: ClassVar[frozenset[Tag]] = frozenset({Tag("bf16-compute")})
     provides: ClassVar[frozenset[Tag]] = frozenset({Tag("fp8-compute")})
+    searched_on: ClassVar[frozenset[str]] = frozenset({"cuda"})
 
     recipe: Literal["tensorwise", "rowwise"] = "tensorwise"
     """tensorwise: one scale a tensor, fastest; rowwise: one scale a row, closer to bf16."""
+
+    def trades(self) -> Literal["different"]:
+        return "different"  # over a run: 3 bits of mantissa in every product
 
     def check(self, context: Context) -> list[str]:
         why = []

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from preheat.technique import Axis, Build, Change, Context, Stage, Tag, Technique
 
@@ -52,6 +52,7 @@ class FusedOperators(Technique):
     stage: ClassVar[Stage] = Stage.KERNEL
     numerics: ClassVar[Any] = "rounding"
     relieves: ClassVar[bool] = True
+    searched_on: ClassVar[frozenset[str]] = frozenset({"cuda"})  # a CPU's plan of them was not compared with enough runs
     provides: ClassVar[frozenset[Tag]] = frozenset({Tag("fused-operators")})
     conflicts: ClassVar[frozenset[Tag]] = frozenset({Tag("fused-layers"), Tag("compiled-layers")})
     roles: ClassVar[frozenset[str]] = frozenset({"trained", "reference"})
@@ -60,6 +61,9 @@ class FusedOperators(Technique):
     """RMSNorm, keeping its input alone."""
     gate: bool = True
     """silu(a) * b of the feed-forward, keeping a and b alone; other activations stay as they are."""
+
+    def trades(self) -> Literal["rounding"]:
+        return "rounding"
 
     def check(self, context: Context) -> list[str]:
         from preheat.models.kernels import KERNEL_FAMILIES

@@ -10,9 +10,9 @@ Source: Hsu et al. 2024, Liger Kernel (arXiv:2410.10989).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from preheat.technique import Build, Change, Context, Slot, Stage, Tag, Technique
 
@@ -72,6 +72,7 @@ class Liger(Technique):
     numerics: ClassVar[Any] = "rounding"
     owns: ClassVar[frozenset[Slot]] = frozenset({Slot.OVER_LOGITS})
     provides: ClassVar[frozenset[Tag]] = frozenset({Tag("fused-layers")})
+    searched_on: ClassVar[frozenset[str]] = frozenset({"cuda"})
 
     norm: bool = True
     """RMSNorm by Liger."""
@@ -87,6 +88,13 @@ class Liger(Technique):
 
     def provided(self) -> frozenset[Tag]:
         return self.provides if self.norm or self.rotary or self.gate else frozenset()
+
+    def trades(self) -> Literal["rounding"]:
+        return "rounding"
+
+    def options(self, context: Context) -> Iterable[Technique]:
+        # A device that is planned for from elsewhere may lack the package; fused_operators, whose plan is the same, ship with preheat.
+        return [self] if context.device.at_hand else []
 
     def check(self, context: Context) -> list[str]:
         from preheat.models.kernels import KERNEL_FAMILIES

@@ -315,6 +315,11 @@ class MixedPrecision(Technique):
         build.state[self.name()] = scale
 
     def _optimizer(self, build: Build, groups: Any, **settings: Any) -> Any:
+        from preheat.ops.cuda_kernels import is_plain
+
+        if build.device.kind == "cuda" and build.home is None:
+            settings["fused"] = not is_plain("half_adamw")
+            settings["chunk"] = 1 << 26  # what the plain form takes: a GPU wants few large kernels
         if self.mode == "bf16_weights":
             return stochastic_adamw(groups, seed=build.recipe.seed, number=lambda: build.step, **settings)
         from preheat.ops.precision import MasterAdamW

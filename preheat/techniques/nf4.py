@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from preheat.technique import Build, Change, Stage, Tag, Technique
 
@@ -85,6 +85,9 @@ class Nf4(Technique):
     provides: ClassVar[frozenset[Tag]] = frozenset({Tag("packed-base")})
     needs: ClassVar[frozenset[Tag]] = frozenset({Tag("frozen-base")})  # four bits cannot be trained
     conflicts: ClassVar[frozenset[Tag]] = frozenset({Tag("packed-base")})
+
+    def trades(self) -> Literal["different"]:
+        return "different"
 
     double_quantization: bool = True
     """Quantize the scales too: 0.516 bytes a weight instead of 0.5625."""

@@ -87,7 +87,7 @@ def asked(
         "parallel": {"devices": devices},
         **METHODS[method],
     }
-    named = recipes.parse(write(values), where=what or "the model", overrides=overrides)
+    named = recipes.parse(write(values), where=what or "the model", overrides=overrides, warn=True)
     return Question(_shared_out(named, devices, batch_tokens), False, checkpoint)
 
 

@@ -31,6 +31,9 @@ Looked = tuple[Path | None, list[tuple[Path, str]]]
 _FREE = ("name", "stop", "evaluate", "checkpoint", "sample", "hardware", "data.workers", "data.prefetch")
 
 
+_NAMED = 6  # keys that a message names: another recipe altogether differs in dozens
+
+
 def fingerprints(made: Build, data: Any) -> dict[str, str]:
     settings = made.trained[0].config.to_dict()  # type: ignore[operator,union-attr]
     settings.pop("_name_or_path", None)  # where it was read from: the same folder may be named in several ways
@@ -58,7 +61,8 @@ def compare(recipe: Recipe, before: str) -> bool:
     changed = sorted(key for key in changed if not any(key == free or key.startswith(free + ".") for free in _FREE))
     if changed:
         was, now = _leaves(old), _leaves(new)
-        words = ", ".join(f"{key} (was {quoted(was.get(key))}, is {quoted(now.get(key))})" for key in changed)
+        words = ", ".join(f"{key} (was {quoted(was.get(key))}, is {quoted(now.get(key))})" for key in changed[:_NAMED])
+        words += f" and {len(changed) - _NAMED} more keys" if len(changed) > _NAMED else ""
         raise RunError(
             f"--resume: the recipe is not that of the run: {words}; put back what was, or start another run with --out"
         )

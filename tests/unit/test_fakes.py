@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from preheat.planning import crew, fakes, recall, recorder
 from preheat.planning.observe import observe
 from preheat.recipe import override
+from preheat.technique import Device
 
 from ..conftest import DEVICE, tiny
 
@@ -89,6 +90,53 @@ def test_a_dry_run_from_memory_sees_the_same(techniques: str, monkeypatch: pytes
     gc.collect()  # of the models that were observed, now or at any time before
     for quick in seen:
         assert (quick.kernels, quick.at, quick.log) == (slow.kernels, slow.at, slow.log)
+
+
+def test_no_process_is_copied_once_cuda_is_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(os, "fork", lambda: pytest.fail("copied"))
+    assert crew.processes() == 1
+    with crew.crew(2):
+        assert crew.alone()
+        done: list[Any] = []
+        crew.share([{"n": 1}, {"n": 2}], done.append)
+        assert len(done) == 2
+
+
+def test_what_fails_in_a_helper_is_told_and_done_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("PREHEAT_CACHE", str(tmp_path))
+    here = os.getpid()
+
+    def broken(**_: Any) -> None:
+        assert os.getpid() == here, "not in a copy"
+
+    monkeypatch.setattr(recall, "recall", broken)
+    done: list[int] = []
+    with caplog.at_level("DEBUG", logger="preheat"), crew.crew(2):
+        crew.share([{"n": n} for n in range(3)], lambda task: done.append(task["n"]))
+        assert crew.alone(), "one that failed is asked no more"
+    assert sorted(done) == [0, 1, 2]
+    assert "AssertionError('not in a copy" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("techniques", "world"),
+    [
+        ("{mixed_precision: {mode: bf16_weights}, efficient_attention: {}, activation_checkpointing: {}, chunked_loss: {}}", 1),
+        ("{mixed_precision: {}, efficient_attention: {}, compile: {}, activation_offload: {}, optimizer_offload: {}}", 1),
+        ("{lora: {}, nf4: {}, mixed_precision: {mode: bf16_weights}, efficient_attention: {}, fsdp: {offload: true}}", 2),
+    ],
+)
+def test_a_dry_run_leaves_a_gpu_at_hand_alone(techniques: str, world: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its fake tensors are on the CPU there, too, so that it sees what it sees where there is no GPU."""
+    recipe, gpu = override(tiny(techniques), "batch.size=4"), Device("cuda", "a GPU", 8 << 30, (9, 0), at_hand=False)
+    elsewhere = observe(recipe, vocabulary=96, device=gpu, world=world)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "_lazy_init", lambda: pytest.fail("the GPU was used"))
+    here = observe(recipe, vocabulary=96, device=gpu, world=world)
+    assert (here.kernels, here.at) == (elsewhere.kernels, elsewhere.at)
 
 
 def test_a_crew_observes_what_one_process_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,14 +11,18 @@ import pytest
 from preheat.errors import RecipeError
 from preheat.hardware.catalogue import Accelerator, accelerator, stated
 from preheat.planning import recall as recalling
-from preheat.planning.candidates import Space, worst
+from preheat.planning.candidates import Space, problems_of, worst
 from preheat.planning.estimate import look
 from preheat.planning.explain import explain, figures
+from preheat.planning.kinds import kinds_of
 from preheat.planning.plan import plan
 from preheat.planning.roofline import Roofline
 from preheat.planning.search import search
 from preheat.recipe import Recipe, override, parse
+from preheat.technique import Tag, registry
 from preheat.training.asked import asked
+
+from ..conftest import DEVICE
 
 
 def small(more: str = "", rows: int = 8) -> Recipe:
@@ -74,7 +78,7 @@ def test_where_nothing_fits_it_says_what_is_least() -> None:
 
 
 def test_what_excludes_a_better_technique_is_found_where_that_does_not_fit() -> None:
-    # 27M parameters, in bf16 with fp32 states 12 bytes each; heads share keys and values, for which fast attention wants bf16.
+    # 27M parameters, in bf16 with fp32 states 12 bytes each; heads share keys and values.
     settings = ("model.width=1024", "model.kv_heads=2", "batch.length=64", "techniques={chunked_loss: {}}")
     wide = override(small(rows=2), *settings)
     made = found(wide, 780, "rounding")
@@ -210,3 +214,44 @@ def test_only_what_goes_with_a_way_to_share_out_is_a_candidate() -> None:
     assert made.best.plan["fits"]
     assert made.guessed
     assert not any("owns the slot" in why for what, why in made.rejected if "tensor_parallel" in what), made.rejected
+
+
+@pytest.mark.parametrize(("steps", "compiled"), [(2, False), (10**6, True)])
+def test_compiling_is_chosen_for_runs_that_outlast_it(steps: int, compiled: bool) -> None:
+    recipe = override(small(), f"stop.steps={steps}")
+    made = found(recipe, 8192, "rounding")
+    assert ("compile" in made.best.recipe.techniques) is compiled
+    total = steps * made.best.plan["seconds_per_step"]
+    assert made.best.plan["seconds_total"] == pytest.approx(total + (60 if compiled else 0))
+    exact = found(recipe, 8192, "exact")
+    assert not {"compile", "fused_operators", "mixed_precision"} & exact.best.recipe.techniques.keys()
+
+
+def test_a_search_adds_only_what_is_planned_well_on_the_device() -> None:
+    recipe = small(", lora: {}")
+    names = {
+        kind: {cls.name() for cls in Space(recipe, None, device, 1, "different").searched()}
+        for kind, device in (("cpu", DEVICE), ("cuda", gpu(8192).as_device))
+    }
+    assert names["cuda"] - names["cpu"] == {"compile", "fused_operators", "liger", "fp8"}
+    assert "nf4" in names["cpu"]
+    for name, fits in (("A100", False), ("L40S", True)):
+        device = Roofline.of(name).as_device
+        space = Space(override(small(), "techniques.mixed_precision={}"), None, device, 1, "different")
+        refused = problems_of(space, space.having([registry()["fp8"]()]))
+        assert any("compute capability" in why for why in refused) is not fits, refused
+
+
+def test_what_one_precision_refuses_is_tried_beside_every_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where that precision is not the best by itself, as on this device, which is slow in bf16."""
+    half = Tag("bf16-compute")
+    attention = registry()["efficient_attention"]
+    monkeypatch.setattr(attention, "check", lambda self, context: [] if half in context.tags else ["needs bf16"])
+    rates = Roofline(stated("name=odd,memory=8GiB,bandwidth=1000,bf16=5,fp32=100"))
+    recipe = override(small(), "techniques={chunked_loss: {}, lora: {}}")
+    refusals: list[Any] = []
+    kinds = kinds_of(Space(recipe, None, rates.as_device, 1, "rounding"), rates, lambda *why: refusals.append(why))
+    together = [{t.name(): t for t in kind.settings} for kind in kinds if attention in map(type, kind.settings)]
+    modes = {kind["mixed_precision"].mode for kind in together}  # type: ignore[attr-defined]
+    assert modes, "efficient attention was dropped"
+    assert not any(what == "efficient_attention" for what, _ in refusals)
