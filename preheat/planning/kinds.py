@@ -110,7 +110,7 @@ class _Kinds:
         for cls, settings in refused.items():
             if tried := [choice for t in settings if (choice := self._try_elsewhere(t, base, list(choices.values())))]:
                 take(cls, tried)
-        return [choices[cls] for cls in sorted(choices, key=lambda cls: (cls.stage, cls.name()))]
+        return list(choices.values())
 
     def _options(self, cls: type[Technique], base: Settings) -> list[Technique]:
         """Settings whose effect is seen in a layer; of many the first, the middle and the last."""
