@@ -1,9 +1,11 @@
-"""Files of a model's folder, which others wrote: JSON objects and safetensors. torch is imported when a tensor is looked at."""
+"""A model's folder, which others wrote: its JSON objects and safetensors, and what its tokenizer begins a text with.
+
+torch is imported when a tensor is looked at.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 from collections.abc import Iterable, Iterator
@@ -11,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from preheat.errors import RecipeError
+from preheat.run import BadJson, read_value
 from preheat.text import clean, quoted, shorten
 
 if TYPE_CHECKING:
@@ -21,6 +24,7 @@ __all__ = [
     "INDEX",
     "WEIGHTS",
     "Weights",
+    "beginning",
     "fault",
     "finite",
     "listed",
@@ -69,6 +73,20 @@ def quiet() -> Iterator[None]:
         logging.set_verbosity(before)
 
 
+def beginning(tokenizer: Any) -> list[int]:
+    """The beginning-of-text token, if a fast tokenizer's own rules put one before every text, as documents have it in training; else [].
+
+    Example:
+        >>> beginning(AutoTokenizer.from_pretrained("hf-internal-testing/llama-tokenizer"))  # doctest: +SKIP
+        [1]
+    """
+    firsts = []
+    for own in (True, False):  # by the Rust library: transformers' encode would turn the tokenizer's truncation and padding off
+        encoding = tokenizer.backend_tokenizer.encode("a", add_special_tokens=own)
+        firsts.append([token for token, read in zip(encoding.ids, encoding.attention_mask, strict=True) if read][:1])
+    return firsts[0] if firsts[0] == [tokenizer.bos_token_id] != firsts[1] else []
+
+
 def listed(names: Iterable[str]) -> str:
     """The first three names and how many more there are.
 
@@ -88,11 +106,12 @@ def read_object(file: Path, knob: str) -> dict[str, Any]:
         RecipeError: it cannot be read, or holds something else; the message begins with `knob` and names the file.
     """
     try:
-        value = json.loads(file.read_bytes())
+        value = read_value(file.read_bytes())
     except OSError as error:
         raise RecipeError(f"{knob}: {clean(file)}: cannot be read ({error.strerror})") from None
-    except (ValueError, RecursionError) as error:
-        raise RecipeError(f"{knob}: {clean(file)}: is no JSON ({fault(error, 120)}); put back the model's own") from None
+    except BadJson as error:
+        line = f", line {error.line:,}" if error.line else ""
+        raise RecipeError(f"{knob}: {clean(file)}: is no JSON ({error.words}{line}); put back the model's own") from None
     if not isinstance(value, dict):
         raise RecipeError(f"{knob}: {clean(file)}: holds no JSON object but {quoted(value, 60)}; put back the model's own")
     return value
@@ -160,8 +179,7 @@ def _shards(folder: Path, index: Path, knob: str) -> list[Path]:
         raise RecipeError(
             f"{knob}: {index} has no weight_map that says which file holds which tensor; put back the model's own"
         )
-    names = sorted({name if isinstance(name, str) else quoted(name) for name in places.values()})
-    files = [_inside(folder, name, f"{knob}: {index}") for name in names]
+    files = sorted({_inside(folder, name, f"{knob}: {index}") for name in places.values()})
     absent = [file.name for file in files if not file.is_file()]
     if absent:
         raise RecipeError(

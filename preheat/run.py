@@ -11,8 +11,8 @@ metrics.jsonl     a line a step (see `METRIC_KEYS`, what the objective scores: a
                   ({step, validation_loss, tokens, validation_<score>, forgetting_loss, tasks}, as far as measured; tokens: what the loss is the mean over)
 before.json       what was measured before the first step, row by row: {texts, tasks}
 evaluation.json   the newest evaluation: {step, after, before, difference}, each {texts, tasks: {name: {metrics: {name: {value, low, high}}}}}
-events.jsonl      {time, kind, ...}: started, resumed, checkpoint, damaged, unsaved, out_of_memory, rung, stopping, notice, measured, sample, baseline,
-                  finished, failed; of out_of_memory and rung: training/rungs.py
+events.jsonl      {time, kind, ...}: started, resumed, checkpoint, damaged, unsaved, unevaluated, out_of_memory, rung, stopping, notice, measured,
+                  sample, baseline, finished, failed; of out_of_memory and rung: training/rungs.py
 samples.json      [{prompt, before, text}] (see `Reader.samples`)
 checkpoints/      step-N/ (engine/checkpoint.py)
 tokenizer/        the tokenizer as transformers reads it
@@ -35,6 +35,7 @@ import re
 import secrets
 import time
 import uuid
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
@@ -43,16 +44,21 @@ from preheat.errors import PreheatError, RunError
 from preheat.text import quoted, shorten
 
 __all__ = [
+    "DEEPEST",
     "MARK",
+    "MEMORY_KEYS",
     "METRIC_KEYS",
     "PLAN_KEYS",
+    "BadJson",
     "Reader",
     "Silent",
     "Writer",
     "check_folder",
     "claim",
+    "expected_memory",
     "is_failure",
     "parse_json",
+    "read_value",
     "require_own",
     "strict",
     "to_json",
@@ -85,7 +91,7 @@ PLAN_KEYS = {
     "overhead": "{what: GiB} of memory.overhead: rounding, gathered weights, communication buffers, what the allocator keeps, context, workspaces, process, kernels, saving",
     "overhead_sources": "{what: where its figure is from}",
     "allocated_gib": "of it tensors alone",
-    "reserved_gib": "tensors, and what the allocator keeps of freed ones: torch's max_memory_reserved on a GPU",
+    "reserved_gib": "tensors, and what the allocator keeps of freed ones: on a GPU torch's max_memory_reserved less the workspaces",
     "phases": "{phase: GiB}, the peak of each: load, forward, head and loss, backward, update, saving, evaluation, generation (where there are samples)",
     "phase_memory": "{phase: {category: GiB}} at the peak of each phase, categories as of memory",
     "export": "{category: GiB} at the peak of `preheat export`, a command of its own; None for several devices",
@@ -106,6 +112,27 @@ PLAN_KEYS = {
     "heap": "why preheat's heap, whose memory is predicted, will not serve on this machine; None where it will",
     "watts": "of the device's board at most; None where none is known",
 }
+
+
+MEMORY_KEYS = {
+    "peak_gib": "peak memory, GiB: resident on a CPU, reserved and the context on a GPU",
+    "allocated_gib": "on a GPU, of it tensors, with cuBLAS's workspaces",
+    "reserved_gib": "on a GPU, what torch's allocator has from the driver for them",
+    "context_gib": "on a GPU, what the process holds beside that, by the driver; left out if it does not tell (pip install nvidia-ml-py)",
+}
+"""Memory that the event `measured` has, each beside the prediction of `expected_memory`."""
+
+
+def expected_memory(plan: Mapping[str, Any]) -> dict[str, float | None]:
+    """The predictions that a plan has of `MEMORY_KEYS`; of a GPU's parts only if it was planned for one."""
+    lines: Mapping[str, float] = plan.get("overhead") or {}
+    figures: dict[str, float | None] = {"peak_gib": plan.get("peak_gib")}
+    if "context" not in lines:
+        return figures
+    for key in ("allocated_gib", "reserved_gib"):  # torch takes the workspaces from its own allocator
+        size = plan.get(key)
+        figures[key] = None if size is None else size + (lines.get("workspaces") or 0.0)
+    return {**figures, "context_gib": lines["context"]}
 
 
 def strict(value: Any) -> Any:
@@ -137,38 +164,94 @@ def to_json(value: Any, *, indent: int | None = None, default: Callable[[Any], A
     return text
 
 
-_DEPTH = 40
+DEEPEST = 100
+"""Levels of lists and objects in JSON at most: what reads nested values (Python, Jinja, Arrow) gives up at a few hundred."""
 _LARGEST = 2**63
 
 
-def parse_json(text: str | bytes) -> Any:
-    """Reads JSON of a file that may be damaged. NaN and infinities, which earlier versions wrote, become None.
+class BadJson(ValueError):
+    """JSON that is not read.
+
+    Attributes:
+        words: why not.
+        line: of the text, from 1; 0: of no line in particular.
+    """
+
+    def __init__(self, words: str, line: int = 0):
+        super().__init__(words)
+        self.words, self.line = words, line
+
+
+def read_value(text: str | bytes, *, once: bool = False) -> Any:
+    """A value from JSON that a user or another program wrote: the one way in which preheat reads it, with its limits.
+
+    Args:
+        once: an object that names a field twice is refused; else the last one is taken.
 
     Raises:
-        ValueError: it is not JSON, not UTF-8, nested too deeply, or holds a number out of range.
+        BadJson: it is no JSON or not UTF-8, is nested deeper than `DEEPEST`, or has a number of thousands of digits.
     """
     try:
-        value = json.loads(text.decode("utf-8") if isinstance(text, bytes) else text)
+        text = text.decode("utf-8") if isinstance(text, bytes) else text
+        value = json.loads(text, object_pairs_hook=_object if once else None)
+    except BadJson:
+        raise
     except UnicodeDecodeError:
-        raise ValueError("not text in UTF-8") from None
+        raise BadJson("not text in UTF-8") from None
     except json.JSONDecodeError as error:
-        raise ValueError(f"no whole JSON: {error}") from None
+        raise BadJson(f"not JSON: {error.msg.removesuffix(' at')} at column {error.colno:,}", error.lineno) from None
     except RecursionError:
-        raise ValueError("nested too deeply") from None
-    return _bounded(value, 0)
+        raise BadJson(f"JSON nested too deeply, more than {DEEPEST} levels; flatten it") from None
+    except ValueError:  # Python's limit on the digits of an integer
+        raise BadJson("holds a number of thousands of digits, which none reads; write it as text") from None
+    if text.count("[") + text.count("{") > DEEPEST and _deep(value):
+        raise BadJson(f"JSON nested too deeply, more than {DEEPEST} levels; flatten it")
+    return value
 
 
-def _bounded(value: Any, depth: int) -> Any:
-    if depth > _DEPTH:
-        raise ValueError("nested too deeply")
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        names = Counter(name for name, _ in pairs)
+        twice = next(name for name, count in names.items() if count > 1)
+        raise BadJson(f"names the field {quoted(twice, 40)} twice; leave one of the two out")
+    return made
+
+
+def _deep(value: Any) -> bool:
+    """Whether a value is nested deeper than is read; without recursion."""
+    level = [value]
+    for _ in range(DEEPEST + 1):
+        level = [
+            inner
+            for outer in level
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+            if isinstance(inner, dict | list)
+        ]
+        if not level:
+            return False
+        level = [inner for inner in level if inner]
+    return bool(level)
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Reads JSON of a run's file that may be damaged. NaN and infinities, which earlier versions wrote, become None.
+
+    Raises:
+        BadJson: as of `read_value`, or it holds a number out of range.
+    """
+    return _bounded(read_value(text))
+
+
+def _bounded(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _bounded(v, depth + 1) for key, v in value.items()}
+        return {key: _bounded(v) for key, v in value.items()}
     if isinstance(value, list):
-        return [_bounded(v, depth + 1) for v in value]
+        return [_bounded(v) for v in value]
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, int) and not -_LARGEST < value < _LARGEST:
-        raise ValueError("a number is out of range")
+        raise BadJson("a number is out of range")
     return value
 
 
@@ -387,6 +470,7 @@ _FILES: dict[str, dict[str, _Check]] = {
         "overhead": _none_or(_map(_real)),
         "parameters": _none_or(_may_have(total=_real, trained=_real)),
         **dict.fromkeys(("seconds_per_step", "tokens_per_second", "mfu", "flops_per_step", "steps", "seconds_total"), _real),
+        **dict.fromkeys(("allocated_gib", "reserved_gib"), _real),
     },
     "environment.json": {
         "device": _none_or(_text),
@@ -431,7 +515,7 @@ _EVENTS: dict[str, _Check] = {
     "finished": _both(
         _may_have(steps=_count), _may_have(**dict.fromkeys(("loss", "validation_loss", "tokens", "seconds"), _real))
     ),
-    "measured": _may_have(**dict.fromkeys(("peak_gib", "tokens_per_second", "seconds_per_step", "mfu"), _real)),
+    "measured": _may_have(**dict.fromkeys((*MEMORY_KEYS, "tokens_per_second", "seconds_per_step", "mfu"), _real)),
     "baseline": _may_have(**dict.fromkeys(("vocabulary", "unigram", "bigram"), _real)),
 }
 is_failure = _EVENTS["out_of_memory"]

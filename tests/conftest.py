@@ -17,6 +17,10 @@ from preheat.data.kinds import Examples
 from preheat.hardware.calibrate import Grid
 from preheat.technique import Batch, Device, MaskSpec
 
+# Before anything imports Triton: its kernels then run in its interpreter, on CPUs. Tests on a GPU compile them.
+if "TRITON_INTERPRET" not in os.environ and not Path("/dev/nvidiactl").exists():
+    os.environ["TRITON_INTERPRET"] = "1"
+
 DEVICE = Device("cpu", "test", 8 << 30)
 # So few sizes to measure rates at that it takes seconds.
 SMALL = Grid(

@@ -18,7 +18,7 @@ from preheat.errors import RecipeError, RunError
 from preheat.hardware.processes import ended_by, tethered
 from preheat.planning.found import falls_short
 from preheat.recipe import Recipe
-from preheat.run import claim, to_json, write_atomic
+from preheat.run import MEMORY_KEYS, claim, expected_memory, to_json, write_atomic
 from preheat.technique import registry
 
 __all__ = ["Contender", "ablation", "bench", "chosen", "cosine_of", "speed_of", "take_turn", "verdicts"]
@@ -210,7 +210,7 @@ def speed_of(turn: dict[str, Any], warmup: int) -> float:
 
 
 def _row(c: Contender, baseline: Contender, warmup: int, cosine: float | None, plan: dict[str, Any] | None) -> dict[str, Any]:
-    predicted = {k: plan[k] for k in ("peak_gib", "tokens_per_second")} if plan else None
+    predicted = {**expected_memory(plan), "tokens_per_second": plan["tokens_per_second"]} if plan else None
     row: dict[str, Any] = {"name": c.name, "techniques": list(c.recipe.techniques), "failed": c.failed, "predicted": predicted}
     if c.failed:
         return row
@@ -223,7 +223,7 @@ def _row(c: Contender, baseline: Contender, warmup: int, cosine: float | None, p
         "ratio": median(ratios),
         "ratio_spread": [min(ratios), max(ratios)],
         "mfu": plan["mfu"] * median(speeds) / plan["tokens_per_second"] if plan else None,
-        "peak_gib": max(turn["peak_gib"] for turn in c.turns),
+        **{key: max(turn[key] for turn in c.turns) for key in MEMORY_KEYS if all(key in turn for turn in c.turns)},
         "startup_seconds": median(turn["startup_seconds"] for turn in c.turns),
         "loss": c.turns[0]["losses"][-1],
         "gradient_cosine": cosine,

@@ -17,6 +17,7 @@ from typing import Any
 from preheat.bench.compare import NOISE, Contender, cosine_of, speed_of, take_turn
 from preheat.errors import RecipeError, RunError
 from preheat.recipe import Batch, Data, Hardware, Model, Recipe, Stop
+from preheat.run import MEMORY_KEYS, expected_memory
 from preheat.technique import Device, Technique, registry
 
 __all__ = ["PRECISIONS", "SIZES", "TECHNIQUES", "Size", "Wish", "trial"]
@@ -264,14 +265,14 @@ def _run(group: _Group, steps: int, until: float, say: Callable[[str], None]) ->
         row: dict[str, Any] = {
             "name": c.name,
             "against": "without",
-            "predicted": {k: plan[k] for k in ("peak_gib", "tokens_per_second")} if plan else None,
+            "predicted": {**expected_memory(plan), "tokens_per_second": plan["tokens_per_second"]} if plan else None,
             "not_run": c.failed,
         }
         if c.turns:
             turn = c.turns[0]
             row |= {
                 "tokens_per_second": speed_of(turn, 1),
-                "peak_gib": turn["peak_gib"],
+                **{key: turn[key] for key in MEMORY_KEYS if key in turn},
                 "loss": turn["losses"][common - 1],  # of the last step that all took
                 "gradient_cosine": cosine,
                 "changes": turn["changes"],

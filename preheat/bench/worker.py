@@ -28,7 +28,8 @@ def take_steps(job: dict[str, Any]) -> dict[str, Any]:
     """Trains `job["steps"]` steps as `train` does, without evaluating, saving or reporting.
 
     Returns:
-        {seconds: of each step, losses, startup_seconds: from the start to the end of the first step, peak_gib, tokens: of each step,
+        {seconds: of each step, losses, startup_seconds: from the start to the end of the first step, peak_gib and on a GPU
+        its parts (`preheat.hardware.gpu_memory`), tokens: of each step,
         changes: {technique: [words]}}.
     """
     import torch
@@ -38,7 +39,7 @@ def take_steps(job: dict[str, Any]) -> dict[str, Any]:
     from preheat.data.kinds import require_examples
     from preheat.engine.build import build, peak_learning_rate
     from preheat.engine.step import gradients, update
-    from preheat.hardware.probe import peak_bytes
+    from preheat.hardware.gpu_memory import memory_peak
     from preheat.planning.observe import observe
     from preheat.technique import Slot
     from preheat.training.session import data_of, resolve, settle
@@ -92,12 +93,11 @@ def take_steps(job: dict[str, Any]) -> dict[str, Any]:
             startup = startup or time.perf_counter() - _BEGUN - paused
             if step and job.get("seconds") and sum(seconds) > job["seconds"]:  # two at least
                 break
-    peak = max(peak_bytes(device.kind) - imports, 0)
     return {
         "seconds": seconds,
         "losses": losses,
         "startup_seconds": startup,
-        "peak_gib": peak / 2**30,
+        **memory_peak(device.kind, imports).figures(),
         "tokens": tokens,
         "changes": {name: [c.what for c in changes] for name, changes in made.changes.items()},
     }

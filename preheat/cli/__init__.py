@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import logging
 import os
+import re
 import sys
 from typing import Annotated, Any, NoReturn
 
@@ -38,7 +40,7 @@ from preheat.cli.warned import warnings_shown
 from preheat.errors import PreheatError
 from preheat.hardware.interrupts import Interrupted, raising
 from preheat.run import to_json
-from preheat.text import shorten
+from preheat.text import quoted, shorten
 from preheat.training.launch import LAUNCHED
 from preheat.training.signals import under_agent
 
@@ -69,7 +71,7 @@ def _global(
 
 
 app.command("plan", cls=modes.Command)(opens_models(plan.plan))
-app.command("data")(opens_models(data.data))
+app.command("data", cls=modes.Command)(opens_models(data.data))
 app.command("train", cls=modes.Command)(opens_models(train.train))
 app.command("bench", cls=modes.Command)(opens_models(bench.bench))
 app.command("report")(report.report)
@@ -98,6 +100,24 @@ _UsageError: Any = next(
 def _see_help(error: Any) -> str:
     context = getattr(error, "ctx", None)
     return f"; see: {context.command_path} --help" if context is not None else ""
+
+
+def _usage(error: Any) -> str:
+    """The line of a wrong command line. An option or argument that names a recipe's key gets the `--set` that sets it."""
+    context, option = getattr(error, "ctx", None), getattr(error, "option_name", "")
+    # pydantic's prefix says nothing; click's message may quote an argument whole, and its lines are choices.
+    message = " ".join(shorten(word) for word in error.format_message().replace("Value error, ", "").split())
+    message = shorten(message, 480).rstrip(".")
+    if option and getattr(error, "possibilities", None):  # by spelling, however far: --help for --lr
+        close = difflib.get_close_matches(option, error.possibilities, n=1, cutoff=0.75)
+        message = f"No such option: {quoted(option)}" + (f"; did you mean {close[0]}?" if close else "")
+    if context is not None and any(p.name == "set" for p in context.command.params):
+        from preheat.recipe.synonyms import option_hint
+
+        extra = re.search(r"unexpected extra argument\S* \((\S+?)=", message)
+        if hint := option_hint(option or (extra[1] if extra else "")):
+            return f"{message.partition('; did you mean')[0]}; {hint}"
+    return message + _see_help(error)
 
 
 def _end(arguments: list[str], message: str, code: int) -> NoReturn:
@@ -140,8 +160,7 @@ def main(arguments: list[str] | None = None) -> None:
     except _UsageError as error:
         if type(error).__name__ == "NoArgsIsHelpError":  # the help was printed instead
             sys.exit(error.exit_code)
-        # click's message may quote an argument whole; its lines are choices.
-        _end(arguments, " ".join(error.format_message().split()).rstrip(".") + _see_help(error), error.exit_code)
+        _end(arguments, _usage(error), error.exit_code)
     except typer.Abort:
         sys.exit(1)
     except BrokenPipeError:  # whoever reads what we print went away, as `head` does

@@ -62,9 +62,6 @@ def bench(
     from preheat.errors import RecipeError
 
     if inference:
-        if ablate or techniques or device:
-            named = "--ablate" if ablate else "--techniques" if techniques else "--device"
-            raise RecipeError(f"{named}: is for recipes, and --inference measures models; leave one of them out")
         from preheat.cli.bench_inference import inference as measure
 
         measure(

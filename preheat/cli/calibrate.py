@@ -73,6 +73,9 @@ def _table(rates: Rates) -> Table:
     for row in rates.attention:
         table.add_row(f"attention, {row.dtype}, {row.direction}, length {row.length}", f"{gflops(row.flops)} GFLOP/s")
     table.add_row("memory, read and written", f"{rates.bandwidth / 1e9:,.1f} GB/s")
+    for way, speed in (("to", rates.to_host), ("from", rates.to_device)):
+        if speed is not None:
+            table.add_row(f"copies {way} the host", f"{speed / 1e9:,.1f} GB/s")
     for operator in ("mul", "silu", "log_softmax"):
         for dtype in rates.peak_matrix_rate:
             table.add_row(f"{operator}, {dtype}, 8 MB", f"{rates.moved_rate(operator, dtype, 8_000_000) / 1e9:,.1f} GB/s")

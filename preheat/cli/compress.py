@@ -93,25 +93,18 @@ def compress(
     from preheat.models.image_classifiers import is_classifier
     from preheat.report.compress_page import write_compress
 
-    stated = {"--rows": rows, "--length": length, "--measured": measured, "--within": within}
     if is_classifier(Path(model)):
-        if recipe is None or data is None or method or settings or bits is not None:
+        if recipe is None or data is None:
             raise RecipeError(
                 f"MODEL: {model} is an image classifier: a chain of steps over it, and a folder of images by class, say what is done; "
                 "preheat compress MODEL --recipe edge-vision --data IMAGES"
             )
-        _refuse_unread(stated, "an image classifier's chain")
         from preheat.cli.compress_vision import compress_vision
 
         compress_vision(model, recipe, data, out, json=json)
         return
     home, step = home_of(model)
     if recipe is not None:
-        if method or settings or bits is not None:
-            raise RecipeError(
-                "--recipe: says itself what is done; leave --method, --bits and --set out, or copy it (preheat init) and edit the copy"
-            )
-        _refuse_unread({name: value for name, value in stated.items() if name != "--measured"}, "a chain")
         chain = load_chain(recipe)
         target = out or home / (chain.name + step)
         disable_progress_bar()
@@ -155,13 +148,6 @@ def compress(
             say=status.update if status is not None else lambda words: None,
         )
     _show(made, target, json=json)
-
-
-def _refuse_unread(stated: dict[str, Any], what: str) -> None:
-    from preheat.errors import RecipeError
-
-    if unread := [name for name, value in stated.items() if value is not None]:
-        raise RecipeError(f"{unread[0]}: {what} does not read it; leave it out")
 
 
 def _show(made: dict[str, Any], target: Path, *, json: bool) -> None:

@@ -73,7 +73,7 @@ def export(
     console().print(
         f"wrote {made['path']} ({made['bytes'] / 2**20:.1f} MiB; {what}); read back by {made['read_by']}, its logits "
         f"differ by at most {made['max_logit_difference']:.2g} over {made['tokens']} tokens "
-        f"(largest logit {made['largest_logit']:.3g}; {made['tolerance']:g} of it accepted), by {made['mean_logit_difference']:.2g} in the mean; "
+        f"(largest logit {made['largest_logit']:.3g}; accepted: {made['tolerance']:g} times that), by {made['mean_logit_difference']:.2g} in the mean; "
         f"same most likely token at {made['top1_agreement']:.1%}" + _perplexity(made),
         soft_wrap=True,
     )

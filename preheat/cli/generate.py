@@ -56,7 +56,6 @@ def generate(
     """
     from preheat.cli.show import emit
     from preheat.data.prompts import read_prompts
-    from preheat.errors import RecipeError
     from preheat.training.opened import open_model
 
     prompts: list[Any] = list(prompt or []) + (read_prompts(file) if file is not None else [])
@@ -70,8 +69,6 @@ def generate(
         repetition_penalty=repetition_penalty,
         stop=tuple(stop or ()),
     )
-    if chat is False and template is not None:
-        raise RecipeError(f"--template: {template} lays out chats, and --no-chat asks for none; leave one of them out")
     prompts = prompts or [""]
     asked = True if chat is None and any(not isinstance(p, str) for p in prompts) else chat
     watched, texts = writing.Watched(), []

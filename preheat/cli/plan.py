@@ -76,6 +76,7 @@ def plan(
     Example: `preheat plan Qwen/Qwen3-8B --gpu RTX-4090 --method lora`, `preheat plan llama-3.1-70b --gpu H100 --count 8 --nodes 8`. A recipe is
     planned as it is: `preheat plan demo --set batch.size=64`. Exit code 3: it does not fit.
     """
+    from preheat.cli.modes import name_unread
     from preheat.cli.planned import budget, searched, served, stated
 
     if compute_budget is not None:
@@ -99,6 +100,9 @@ def plan(
         raise RecipeError(
             f"--method: {method}: a recipe says how it trains by its techniques; leave --method out, or name a model"
         )
+    if first.given:
+        options = {"compute_budget": None, "inference": inference, "gpu": gpu}
+        name_unread("plan", options, first.recipe, besides=("parallel.devices",) if devices > 1 else ())
     if inference:
         served(first, gpu, devices, json)
         return

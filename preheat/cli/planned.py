@@ -83,7 +83,7 @@ def searched(
 
     def tell(words: str) -> None:
         if not quiet:
-            passing(words)
+            passing(f"dry run: {words}")
 
     def found_of(asked: Question, **how: Any) -> Any:
         space = Space(asked.recipe, vocabulary_of(asked.recipe), device, devices, allow, per_host, rows)  # type: ignore[arg-type]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from collections.abc import Iterable
 from functools import cache
@@ -29,7 +30,9 @@ def write_text(text: str, end: str = "") -> None:
 def passing(text: str = "") -> None:
     """Shows a line of progress on standard error, each in place of the last one where that is a terminal; empty text clears it."""
     if sys.stderr.isatty():
-        print(f"\r\x1b[2K{clean(text)[:100]}", end="", file=sys.stderr, flush=True)
+        # A line that wraps cannot be cleared: what is cleared is the terminal's last row.
+        width = min(shutil.get_terminal_size().columns - 1, 100)
+        print(f"\r\x1b[2K{clean(text)[:width]}", end="", file=sys.stderr, flush=True)
     elif text:
         say(text, error=True)
 

@@ -118,10 +118,18 @@ def _summary(made: dict[str, Any]) -> Any:
     from preheat.cli.show import memory, rate
 
     table = Table("", "predicted", "measured", "difference", box=None, pad_edge=False)
-    for words, key, show in (("peak memory", "peak_gib", memory), ("tokens/s", "tokens_per_second", rate)):
-        expected, found = made["predicted"][key], made[key]
+    shown = (
+        ("peak memory", "peak_gib", memory),
+        ("  allocated", "allocated_gib", memory),
+        ("  reserved", "reserved_gib", memory),
+        ("  context", "context_gib", memory),
+        ("tokens/s", "tokens_per_second", rate),
+    )
+    for words, key, show in shown:
+        expected, found = made["predicted"].get(key), made.get(key)
         if found is not None:
-            table.add_row(words, show(expected), show(found), f"{expected / found - 1:+.0%}" if found else "-")
+            off = f"{expected / found - 1:+.0%}" if found and expected is not None else "-"
+            table.add_row(words, show(expected), show(found), off)
     end = f"stopped by {made['stopped']} at" if made["stopped"] else "done:"
     figures = {"loss": made["loss"], "validation loss": None if made["stopped"] else made["validation_loss"]}
     loss = "".join(f", {name} {value:.4f}" for name, value in figures.items() if value is not None and math.isfinite(value))
@@ -185,7 +193,11 @@ def train(
     set: Set = None,
     out: Annotated[Path | None, typer.Option("--out", help="The run's folder; runs/NAME when not given.")] = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on with the run in that folder from its last whole checkpoint, bit for bit.")
+        bool,
+        typer.Option(
+            "--resume",
+            help="Go on with the run in that folder from its last whole checkpoint: bit for bit on CPUs, and on a GPU with hardware.deterministic=true.",
+        ),
     ] = False,
     auto_resume: Annotated[
         bool, typer.Option("--auto-resume", help="Go on with the run where that folder holds one, and begin it where not.")
@@ -230,7 +242,8 @@ def train(
         return
     if gpu is not None:
         raise RecipeError("--gpu: a run takes the devices that are here; add --dry-run to look at it on another")
-    read = recipes.load(recipe, set or [])
+    # Of the processes that it starts the first warns.
+    read = recipes.load(recipe, set or [], warn=nproc < 2 or "RANK" in os.environ)
     folder = out or Path("runs") / read.name
     if nproc > 1 and "RANK" not in os.environ:
         command = ["train", recipe, *(part for item in set or [] for part in ("--set", item))]

@@ -80,8 +80,8 @@ def sampling(overrides: Sequence[str] = (), **values: Any) -> Sample:
     for item in overrides:
         key, equals, raw = item.partition("=")
         name = key.strip().removeprefix("sample.")
-        if not equals or name == key.strip() or name == "prompts":
-            raise RecipeError(f"--set {item}: here it sets how text is written, e.g. --set sample.cache=int8")
+        if not equals or name == key.strip() or name in ("prompts", "rows"):
+            raise RecipeError(f"--set {shorten(item)}: here it sets how text is written, e.g. --set sample.cache=int8")
         asked[name] = compose(raw, f"--set {shorten(item)}", numbered=False)[0]
     reader = RecipeReader("--set", {})
     made: Sample = reader.flat(Sample, {**values, **asked}, ("sample",))
@@ -125,11 +125,11 @@ class Watched:
         self.seconds += time.perf_counter() - self._begun
 
     def figures(self) -> dict[str, float | None]:
-        from preheat.hardware.probe import peak_bytes
+        from preheat.hardware.gpu_memory import memory_peak
 
         return {
             "tokens_per_second": self.tokens / self.seconds if self.seconds else None,
-            "peak_gib": peak_bytes(self.kind) / 2**30,
+            "peak_gib": memory_peak(self.kind).total / 2**30,
         }
 
     def words(self) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 __all__ = ["write"]
 
 
-def write(made: Mapping[str, Any], *, source: str, texts: Texts, reads: bool, quantized: bool) -> str:
+def write(made: Mapping[str, Any], *, source: str, texts: Texts, reads: bool, quantized: bool, said: Sequence[str] = ()) -> str:
     """A card in Markdown.
 
     Args:
@@ -23,6 +23,7 @@ def write(made: Mapping[str, Any], *, source: str, texts: Texts, reads: bool, qu
         texts: calibration and held-out rows.
         reads: whether the method looked at them.
         quantized: whether weights are in a form that preheat alone reads.
+        said: what there is to know besides.
     """
     from importlib.metadata import version
 
@@ -34,6 +35,7 @@ def write(made: Mapping[str, Any], *, source: str, texts: Texts, reads: bool, qu
     looked = f"{len(rows)} rows of {rows[0].shape[1]} tokens" if reads else "not looked at by this method"
     ratio = after["decode_tokens_per_second"] / before["decode_tokens_per_second"]
     library = "preheat" if quantized else "transformers"
+    notes = "".join(f"Note: {words}.\n\n" for words in said)
     front = front_matter(source, library=library, pipeline="text-generation", tags=("compressed", made["method"]))
     return f"""{front.yaml}
 
@@ -43,7 +45,7 @@ What: {made["what"]}.
 
 From: `{Path(source).name}`, adapters merged, in fp32. Settings: {settings}.
 
-Calibration: {looked}. Data: {texts.words}.
+{notes}Calibration: {looked}. Data: {texts.words}.
 
 | | before | after |
 |---|---|---|

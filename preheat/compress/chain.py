@@ -227,7 +227,7 @@ def run_chain(
     say("timing")
     before.time(found, models, turns=turns)
     made = compressing.summed(state.place, found, (found[-1]["name"], "the last step of the chain"), str(source), texts)
-    made |= {"said": [*filter(None, [unfinished(source, step_of_source)]), *state.said], "exports": state.exports}
+    made |= {"said": compressing.once([unfinished(source, step_of_source), *state.said]), "exports": state.exports}
     write_asked(out / "compress.json", to_json(made, indent=1), fix="free some room; the steps' folders are whole")
     page(out)
     return made
@@ -289,10 +289,12 @@ def _take(step: Step, number: int, state: _State, variant: Variant | None) -> tu
         name = f"{number}-{variant.name}"
         made = compressing.compress(state.place, [variant], state.out / name, texts=state.texts, measured=1, turns=1)
         state.place = state.out / name
+        state.said += made["said"]
         return name, made["variants"][0]["what"]
     if step.export is not None:
         name = f"{number}-{step.export}"
         state.exports.append(formats.write(step.export, state.place, state.out / name, **step.settings))
+        state.said.append(state.exports[-1]["note"])
         return name, ""
     name = f"{number}-train"
     if (state.place / "recipe.yaml").is_file():

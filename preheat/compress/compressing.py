@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import logging
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ from preheat.run import Reader, to_json
 from preheat.text import quoted, shorten
 from preheat.training.opened import Opened, open_model
 
-__all__ = ["Variant", "compress", "made_of", "read_variant", "read_variants", "summed", "trained_for"]
+__all__ = ["Variant", "compress", "made_of", "once", "read_variant", "read_variants", "summed", "trained_for"]
 
 Say = Callable[[str], None]
 Page = Callable[[Path], object]
@@ -203,18 +202,28 @@ def compress(
             found.append(told)
         say("timing")
         before.time(found, timed, turns=turns)
+        middle = unfinished(source, opened.step)
         for told, variant, place in zip(found, variants, places, strict=True):
             text = card.write(
-                told, source=str(source), texts=texts, reads=variant.method.reads_rows, quantized=told["quantized"]
+                told,
+                source=str(source),
+                texts=texts,
+                reads=variant.method.reads_rows,
+                quantized=told["quantized"],
+                said=once([middle, *told["notes"]]),
             )
             (place / "README.md").write_text(text, encoding="utf-8")
         choice = _chosen(found, within)
         made = summed(out if len(found) == 1 else out / choice[0], found, choice, str(source), texts)
-        words = [unfinished(source, opened.step), *(note for told in found for note in told["notes"]), *notes]
-        made["said"] = list(dict.fromkeys(filter(None, words)))
+        made["said"] = once([middle, *(note for told in found for note in told["notes"]), *notes])
         (beside / "compress.json").write_text(to_json(made, indent=1), encoding="utf-8")
         page(beside)
     return made
+
+
+def once(words: Iterable[str]) -> list[str]:
+    """Each that says something, once."""
+    return list(dict.fromkeys(filter(None, words)))
 
 
 def _require(opened: Opened, variants: Sequence[Variant], source: Any) -> None:
@@ -252,8 +261,7 @@ def _one(variant: Variant, opened: Opened, before: Before, place: Path, say: Say
     model: Any = copy.deepcopy(opened.build.trained[0])
     change = method.apply(model, before.texts.calibration if method.reads_rows else [])
     notes = folder.write_model(model, opened, place, method=name, dtype=before.dtype)
-    for words in shared.code_in(place):
-        logging.getLogger("preheat.compress").warning("%s: %s", name, words)
+    notes += shared.code_in(place)
     held = held_logits(model, opened)
     del model
     say(f"{name}: opening what was written")

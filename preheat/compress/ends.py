@@ -11,6 +11,7 @@ from preheat import trust
 from preheat.compress.export.shared import TEXTS
 from preheat.data.templates import Template
 from preheat.errors import RunError
+from preheat.foreign import beginning
 from preheat.models.generation_settings import ends_of, read_generation
 from preheat.text import quoted
 from preheat.training.opened import Opened
@@ -28,12 +29,16 @@ class Ends:
         tokens: each ends a text.
         turn: the one that ends an assistant's turn; None: the model was trained on texts, or its turns end in no token.
         notes: what there is to say.
+        chats: the model was trained on chats, laid out by the tokenizer's template.
+        string: what ends an answer where no token does; '' otherwise.
     """
 
     tokenizer: Any
     tokens: list[int]
     turn: int | None
     notes: list[str]
+    chats: bool
+    string: str = ""
 
 
 def name_ends(model: Any, opened: Opened) -> Ends:
@@ -52,7 +57,7 @@ def name_ends(model: Any, opened: Opened) -> Ends:
         settings = GenerationConfig.from_model_config(model.config)
         settings._from_model_config = False  # what follows is stated, and no default that a reader may derive anew
     model.generation_config = settings
-    tokenizer, turn, words = _end_turns(opened)
+    tokenizer, turn, string, words = _end_turns(opened)
     for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
         own = getattr(opened.tokenizer, key)
         for place in (model.config, settings):
@@ -64,14 +69,14 @@ def name_ends(model: Any, opened: Opened) -> Ends:
         model.config.eos_token_id = turn
         ends = [turn, *(n for n in ends if n != turn)]  # readers of a single one take the first
     settings.eos_token_id = ends if len(ends) > 1 else ends[0]
-    return Ends(tokenizer, ends, turn, notes + words)
+    return Ends(tokenizer, ends, turn, notes + words, opened.template is not None, string)
 
 
-def _end_turns(opened: Opened) -> tuple[Any, int | None, list[str]]:
-    """A tokenizer that ends texts as the turns of the run's chats ended, their last token, and what there is to say."""
+def _end_turns(opened: Opened) -> tuple[Any, int | None, str, list[str]]:
+    """A tokenizer that ends texts as the turns of the run's chats ended, their last token or else string, and what there is to say."""
     tokenizer = copy.deepcopy(opened.tokenizer)
     if opened.template is None:
-        return tokenizer, None, []
+        return tokenizer, None, "", []
     template = find_template(None, tokenizer, model="the run")
     tokens, strings = turn_ends(template, tokenizer)
     added = {token.content: number for number, token in tokenizer.added_tokens_decoder.items()}
@@ -83,9 +88,9 @@ def _end_turns(opened: Opened) -> tuple[Any, int | None, list[str]]:
                 f"each answer ends with the text {quoted(strings[0], 40)}, which is no token of its own: other tools stop there only when "
                 "told to (transformers: stop_strings; llama.cpp: --reverse-prompt), or train with it in model.add_tokens"
             )
-            return tokenizer, None, [words]
+            return tokenizer, None, strings[0], [words]
     if turn is None or turn == tokenizer.eos_token_id:
-        return tokenizer, turn, []
+        return tokenizer, turn, "", []
     before = _behaviour(tokenizer, template)
     ending = copy.deepcopy(tokenizer)
     ending.eos_token = tokenizer.convert_ids_to_tokens(turn)
@@ -95,8 +100,8 @@ def _end_turns(opened: Opened) -> tuple[Any, int | None, list[str]]:
             f"each answer ends with {ending.eos_token!r}; the tokenizer's eos_token stays {tokenizer.eos_token!r}, since texts and its "
             "template are written with it: stop at what generation_config.json names"
         )
-        return tokenizer, turn, [words]
-    return ending, turn, []
+        return tokenizer, turn, "", [words]
+    return ending, turn, "", []
 
 
 def _behaviour(tokenizer: Any, template: Template) -> list[Any]:
@@ -118,7 +123,7 @@ def end_texts(tokenizer: Any) -> Any:
         return changed
     marks = [(tokenizer.eos_token, tokenizer.eos_token_id)]
     begin = ""
-    if _document(tokenizer, "a")[:-1] != tokenizer.encode("a", add_special_tokens=False):
+    if beginning(tokenizer):
         begin, marks = f"{tokenizer.bos_token} ", [*marks, (tokenizer.bos_token, tokenizer.bos_token_id)]
     one = f"{begin}$A {tokenizer.eos_token}"
     # In place of the tokenizer's own: of two in a sequence the second does not see what the first put there.
@@ -139,9 +144,7 @@ def _ended(changed: Any, plain: Any) -> bool:
 
 def _document(tokenizer: Any, text: str) -> list[int]:
     """A text's tokens as a document has them in training."""
-    first, plain = (tokenizer.encode("a", add_special_tokens=own)[:1] for own in (True, False))
-    begin = first if first == [tokenizer.bos_token_id] != plain else []
-    return [*begin, *tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id]
+    return [*beginning(tokenizer), *tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id]
 
 
 def require_same_tokens(tokenizer: Any, folder: Path) -> None:

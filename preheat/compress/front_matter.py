@@ -41,7 +41,7 @@ def front_matter(
     import yaml
 
     home = home_of(source)[0]
-    recipe = recipes.load(home / "recipe.yaml") if (home / "recipe.yaml").is_file() else None
+    recipe = recipes.load(home / "recipe.yaml", warn=False) if (home / "recipe.yaml").is_file() else None
     base: str | None = str(Path(source).resolve())
     if recipe is not None:
         pretrained = recipe.model.path is not None and recipe.model.weights == "pretrained"

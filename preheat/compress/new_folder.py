@@ -73,7 +73,7 @@ class NewFolder:
         self._parents = [folder for folder in (parent, *parent.parents) if not folder.exists()]
         parent.mkdir(parents=True, exist_ok=True)
         mark = self._made / MARK
-        if os.path.lexists(self._made) and (self._made.is_symlink() or not mark.is_file()):
+        if os.path.lexists(self._made) and not _is_ours(self._made, mark):
             raise RunError(
                 f"{self.out}: is first written as {self._made}, which stands there and was not left by preheat; take that away, or name "
                 "another folder with --out"
@@ -81,13 +81,22 @@ class NewFolder:
         if not self._made.exists():
             self._made.mkdir()
             self._parents.insert(0, self._made)
+        marked = mark.exists()
         lock = mark.open("a")
-        if not _locked(lock):
-            lock.close()
-            raise RunError(
-                f"{self.out}: another process is writing it; wait for it or end it, or name another folder with --out"
-            )
-        self._lock = lock
+        try:
+            if not _locked(lock):
+                raise RunError(
+                    f"{self.out}: another process is writing it; wait for it or end it, or name another folder with --out"
+                )
+        except OSError:  # a file system without locks
+            if not marked:
+                mark.unlink(missing_ok=True)
+            raise
+        else:
+            self._lock = lock
+        finally:
+            if self._lock is None:
+                lock.close()
         for left in self._made.iterdir():  # of a process that was killed
             if left.name != MARK:
                 shutil.rmtree(left) if left.is_dir() and not left.is_symlink() else left.unlink()
@@ -120,6 +129,11 @@ class NewFolder:
         for folder in self._parents:
             with contextlib.suppress(OSError):
                 folder.rmdir()
+
+
+def _is_ours(folder: Path, mark: Path) -> bool:
+    """Whether a folder may be written into: it is marked, or empty, as a process leaves it that is killed before it marks it."""
+    return folder.is_dir() and not folder.is_symlink() and (mark.is_file() or not any(folder.iterdir()))
 
 
 def _locked(file: TextIO) -> bool:

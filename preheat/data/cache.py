@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
 import shutil
 import tempfile
 import time
@@ -18,17 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from preheat.errors import DataError
+from preheat.hardware.links import make_private
 from preheat.run import to_json
 
-__all__ = ["default_root", "entry", "read_entry"]
+__all__ = ["entry", "read_entry"]
 
 STALE = 24 * 3600
 """A half-written folder of this age, in seconds, was left by a killed process."""
-
-
-def default_root() -> Path:
-    """$PREHEAT_CACHE, or ~/.cache/preheat."""
-    return Path(os.environ.get("PREHEAT_CACHE") or Path.home() / ".cache" / "preheat")
 
 
 def _checksum(path: Path) -> str:
@@ -60,7 +55,7 @@ def entry(root: Path, name: str, build: Callable[[Path], dict[str, Any]]) -> tup
     if (found := read_entry(folder)) is not None:
         return folder, found
     try:
-        root.mkdir(mode=0o700, parents=True, exist_ok=True)  # of the user alone: it holds what their data says
+        make_private(root)  # of the user alone: it holds what their data says
         for left in root.glob(".partial-*"):
             if time.time() - left.stat().st_mtime > STALE:
                 shutil.rmtree(left, ignore_errors=True)

@@ -6,8 +6,9 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from preheat.data.files import BadJson, kind_of, read_value
+from preheat.data.files import kind_of
 from preheat.errors import nearest
+from preheat.run import BadJson, read_value
 from preheat.text import quoted
 
 __all__ = ["PLACE", "Unreadable", "answer_of", "kind_of", "messages_of", "order_problem", "texts_of", "tools_of"]
@@ -111,7 +112,7 @@ def _calls(value: Any, where: str) -> list[dict[str, Any]]:
 
 def _json(text: str, where: str) -> Any:
     try:
-        return read_value(text)
+        return read_value(text, once=True)
     except BadJson as error:
         raise Unreadable("fields", f"{where} calls a tool in what is not JSON ({error.words})") from None
 

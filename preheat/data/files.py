@@ -6,7 +6,6 @@ their size: what no reader survives is refused in a line.
 
 from __future__ import annotations
 
-import json
 import os
 import stat
 from collections import Counter
@@ -15,13 +14,13 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from preheat.errors import DataError, nearest
+from preheat.run import BadJson, read_value
 from preheat.text import clean, quoted, shorten
 
 __all__ = [
     "LONGEST",
     "ROWS",
     "TEXT",
-    "BadJson",
     "closest",
     "columns_of",
     "expanded",
@@ -36,7 +35,6 @@ __all__ = [
     "read_jsonl",
     "read_lines",
     "read_parquet",
-    "read_value",
     "shown",
 ]
 
@@ -53,8 +51,6 @@ CUT_AT_ANY_LINE = 4 * CUT_AT
 LONGEST = 16 * 2**20
 """Bytes of a line, and characters of a row, at most: the longest books have as many. A tokenizer takes a second and more for each million of
 one text, and some take longer by more than in proportion."""
-DEEPEST = 100
-"""Levels of lists and objects in a row at most: what reads nested values (Python, Jinja, Arrow) gives up at a few hundred."""
 
 
 def kind_of(value: Any) -> str:
@@ -304,38 +300,6 @@ def _raw_lines(file: Any, longest: int | None) -> Iterator[bytes]:
         yield raw
 
 
-class BadJson(Exception):
-    """JSON that is not read.
-
-    Attributes:
-        words: why not.
-        line: of the text, from 1; 0: of no line in particular.
-    """
-
-    def __init__(self, words: str, line: int = 0):
-        super().__init__(words)
-        self.words, self.line = words, line
-
-
-def read_value(text: str) -> Any:
-    """A value from JSON that a user wrote.
-
-    Raises:
-        BadJson: it is no JSON, names a field twice, is nested deeper than `DEEPEST`, or has a number of thousands of digits.
-    """
-    try:
-        value = json.loads(text, object_pairs_hook=_object)
-    except json.JSONDecodeError as error:
-        raise BadJson(f"not JSON: {error.msg.removesuffix(' at')} at column {error.colno:,}", error.lineno) from None
-    except RecursionError:
-        raise BadJson(f"JSON nested too deeply, more than {DEEPEST} levels; flatten it") from None
-    except ValueError:  # Python's limit on the digits of an integer
-        raise BadJson("holds a number of thousands of digits, which none reads; write it as text") from None
-    if text.count("[") + text.count("{") > DEEPEST and _deep(value):
-        raise BadJson(f"JSON nested too deeply, more than {DEEPEST} levels; flatten it")
-    return value
-
-
 def parse_json(text: str, where: str, *, lines: bool = False, hint: str = "") -> Any:
     """`read_value`, with an error that names the place.
 
@@ -348,49 +312,26 @@ def parse_json(text: str, where: str, *, lines: bool = False, hint: str = "") ->
         DataError: as `read_value` raises BadJson.
     """
     try:
-        return read_value(text)
+        return read_value(text, once=True)
     except BadJson as error:
         at = f"{where}:{error.line}" if lines and error.line else where
         raise DataError(f"{at}: {error.words}{hint if error.line else ''}") from None
 
 
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    made = dict(pairs)
-    if len(made) < len(pairs):
-        names = Counter(name for name, _ in pairs)
-        twice = next(name for name, count in names.items() if count > 1)
-        raise BadJson(f"names the field {quoted(twice, 40)} twice; leave one of the two out")
-    return made
-
-
-def _deep(value: Any) -> bool:
-    """Whether a value is nested deeper than is read; without recursion."""
-    level = [value]
-    for _ in range(DEEPEST + 1):
-        level = [
-            inner
-            for outer in level
-            for inner in (outer.values() if isinstance(outer, dict) else outer)
-            if isinstance(inner, dict | list)
-        ]
-        if not level:
-            return False
-        level = [inner for inner in level if inner]
-    return bool(level)
-
-
 def _cut(path: Path) -> Iterator[tuple[str, str]]:
     """One long text as documents of a few KB whose concatenation is the text."""
     held: list[str] = []
-    size, first = 0, 1
+    size = first = 0
     for number, line in read_lines(path, longest=None):
         for start in range(0, len(line), CUT_AT_ANY_LINE):
+            if not held:
+                first = number
             piece = line[start : start + CUT_AT_ANY_LINE]
             held.append(piece)
             size += len(piece)
             if size >= CUT_AT_ANY_LINE or (size >= CUT_AT and not line.strip()):
                 yield f"{shown(path)}:{first}", "".join(held)
-                held, size, first = [], 0, number + 1
+                held, size = [], 0
     if held:
         yield f"{shown(path)}:{first}", "".join(held)
 

@@ -20,6 +20,7 @@ from preheat.text import quoted, shorten
 
 __all__ = ["Layout", "class_names", "layout_of"]
 
+_LIKED = {"true": 1, "false": 0, "1": 1, "0": 0, "1.0": 1, "0.0": 0, True: 1, False: 0}
 _BROKEN = re.compile("[ÂÃ][\x80-\xbf]|â€[\x80-\xff\u0152-\u2122]|ï»¿|ðŸ|[\ufffd\x80-\x9f]")
 """UTF-8 that was read as Latin-1 or Windows-1252, replacement characters, and controls that no text has."""
 
@@ -187,7 +188,8 @@ class Layout:
 
     def _liked(self, row: Mapping[str, Any]) -> int:
         value = self._value(row, "label")
-        known = {"true": 1, "false": 0, "1": 1, "0": 0, "1.0": 1, "0.0": 0}.get(quoted(value).strip("'").lower())
+        plain = value.lower() if isinstance(value, str) else value
+        known = _LIKED.get(plain) if isinstance(plain, str | bool | int | float) else None
         if known is None:
             raise Unreadable("fields", f"field '{self.columns['label']}' is {quoted(value)}, neither true (liked) nor false")
         return known

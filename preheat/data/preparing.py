@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from preheat.data.cache import default_root, entry
+from preheat.data.cache import entry
 from preheat.data.images import Eye
 from preheat.data.layouts import Layout
 from preheat.data.packing import Rows, Tokens
@@ -31,6 +31,7 @@ from preheat.data.verifying import (
     refuse_longer,
 )
 from preheat.errors import DataError
+from preheat.hardware.links import cache_folder
 from preheat.recipe import Data
 from preheat.technique import Vision
 
@@ -133,7 +134,7 @@ def prepare(
         (256,)
     """
     refuse_unknown(data.preflight)
-    root, say = cache or default_root(), progress or (lambda what, done, total: None)
+    root, say = cache or cache_folder(), progress or (lambda what, done, total: None)
     name, knob = (data.tokenizer, "data.tokenizer") if data.tokenizer else (tokenizer, "the model's tokenizer")
     if data.streaming and name is None:
         raise DataError(

@@ -348,9 +348,21 @@ def _saved_dataset(knob: str, path: Path, data: Data) -> _Raw:
     return _from_dataset(_split(found, data, shown(path)), data, shown(path))
 
 
+def _is_format(name: str) -> bool:
+    """Whether `datasets` takes the name for a format of files rather than a dataset: text, json, csv ..."""
+    from datasets import packaged_modules
+
+    known: Mapping[str, Any] = packaged_modules._PACKAGED_DATASETS_MODULES
+    return name in known
+
+
 def _datasets(knob: str, name: str, data: Data) -> _Raw:
     import datasets
 
+    if _is_format(name):  # `datasets` would read whatever lies in the present folder
+        raise DataError(
+            f"{knob} {name}: no such file or folder here, and {name} is a format and no dataset; name a file or a folder"
+        )
     hint = f"; {near}" if (near := nearest(name, BUILT_IN)).startswith("did") else ""
     if not hub_reachable():
         raise DataError(

@@ -21,6 +21,7 @@ from preheat.data.files import expanded, missing, shown
 from preheat.data.formats import FORMATS, SUGGESTIONS
 from preheat.data.rendering import limited, require_small, require_template
 from preheat.errors import DataError, nearest
+from preheat.foreign import beginning
 from preheat.text import quoted, shorten
 
 if TYPE_CHECKING:
@@ -70,9 +71,7 @@ def load_template(setting: str | None, tokenizer: PreTrainedTokenizerFast) -> Te
     else:
         text, name = _read(setting)
         if setting in FORMATS:
-            first, plain = (tokenizer.encode("a", add_special_tokens=rules)[:1] for rules in (True, False))
-            begins = first != plain and first == [tokenizer.bos_token_id]
-            text = text.replace("BEGIN", "{{- bos_token }}" if begins else "", 1)
+            text = text.replace("BEGIN", "{{- bos_token }}" if beginning(tokenizer) else "", 1)
     return Template(text, name, variables, special, with_tools)
 
 

@@ -16,7 +16,7 @@ from preheat.data.examples import END, PAD, Document, Piece
 from preheat.data.files import expanded, kind_of, missing
 from preheat.data.sources import digest
 from preheat.errors import DataError, RecipeError, RunError
-from preheat.foreign import read_object
+from preheat.foreign import beginning, read_object
 from preheat.hardware.network import hub_reachable
 from preheat.recipe.parts import TOKENIZER_FILES
 from preheat.run import to_json
@@ -140,7 +140,8 @@ def read_as_it_is(name: str) -> str:
 
 def _stamps(folder: Path) -> tuple[tuple[int, int, int], ...]:
     """What changes when one of the files changes that a tokenizer is read by."""
-    files = (folder / name for name in ("tokenizer.json", "tokenizer_config.json", "config.json"))
+    others = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "config.json", "merges.txt")
+    files = (folder / name for name in (*TOKENIZER_FILES, *others))
     states = (file.stat() for file in files if file.is_file())
     return tuple((state.st_mtime_ns, state.st_size, state.st_ino) for state in states)
 
@@ -167,7 +168,7 @@ def _unlike_by_class(name: str, file: Path, _changed: tuple[tuple[int, int, int]
             continue
         if not found.is_fast:
             return ""  # told by who asks for it
-        words = _unlike_backends(right, found.backend_tokenizer)
+        words = _unlike_backends(right, found)
         if words is None:
             return whys[0] if whys else ""
         whys.append(f"transformers builds a {type(found).__name__} of it, in which {words}")
@@ -189,7 +190,7 @@ def rebuilt_by_transformers(folder: str | Path) -> str | None:
         found: Any = transformers.AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
     except _UNREADABLE as error:
         return f"AutoTokenizer cannot read it: {_first_line(error)}"
-    words = _unlike_backends(Tokenizer.from_file(str(file)), found.backend_tokenizer)
+    words = _unlike_backends(Tokenizer.from_file(str(file)), found)
     return f"AutoTokenizer builds a {type(found).__name__} of it, in which {words}" if words else None
 
 
@@ -308,9 +309,13 @@ def write_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
         raise RunError(f"{folder}: the tokenizer cannot be saved ({error.strerror or error})") from None
 
 
-@functools.lru_cache(maxsize=32)  # a search asks for each of its candidates, and a large tokenizer takes a second to read
 def unlike_folders(own: str, other: str, *, knob: str, add_tokens: tuple[str, ...] = ()) -> str | None:
     """`unlike` of the tokenizers of two folders, the first with `add_tokens`; `knob` names the second in errors."""
+    return _unlike_folders(own, other, knob, add_tokens, (_stamps(Path(own)), _stamps(Path(other))))
+
+
+@functools.lru_cache(maxsize=32)  # a search asks for each of its candidates, and a large tokenizer takes a second to read
+def _unlike_folders(own: str, other: str, knob: str, add_tokens: tuple[str, ...], _changed: Any) -> str | None:
     return unlike(load_tokenizer(own, add_tokens=add_tokens), load_tokenizer(other, knob=knob))
 
 
@@ -374,11 +379,15 @@ def _first_difference(one: Sequence[Any], other: Sequence[Any]) -> int:
     return next((n for n, pair in pairs if pair[0] != pair[1]), min(len(one), len(other)))
 
 
-def _unlike_backends(right: Any, other: Any) -> str | None:
-    """How a Rust tokenizer has other tokens than the one of tokenizer.json, in words; it may have more special tokens."""
+def _unlike_backends(right: Any, built: Any) -> str | None:
+    """How a tokenizer that transformers built has other tokens than the one of tokenizer.json, in words; it may have more special tokens.
+
+    What it puts before and behind a text is compared too, unless tokenizer_config.json states that, which transformers then follows.
+    """
     from tokenizers import Tokenizer
 
-    right, other = (Tokenizer.from_str(t.to_str()) for t in (right, other))  # changed below, and the caller's are not
+    # Changed below, and the caller's are not.
+    right, other = (Tokenizer.from_str(t.to_str()) for t in (right, built.backend_tokenizer))
     pieces, numbers = right.get_vocab(with_added_tokens=True), other.get_vocab(with_added_tokens=True)
     if pieces.items() - numbers.items():
         piece, number = min(pieces.items() - numbers.items(), key=lambda pair: pair[1])
@@ -388,7 +397,16 @@ def _unlike_backends(right: Any, other: Any) -> str | None:
     for tokenizer in (right, other):
         tokenizer.no_truncation()
         tokenizer.no_padding()
-    one, two = (t.encode_batch(texts, add_special_tokens=False) for t in (right, other))
+    stated = {"add_bos_token", "add_eos_token"} & built.init_kwargs.keys()
+    for add in (False,) if stated else (False, True):
+        one, two = (t.encode_batch(texts, add_special_tokens=add) for t in (right, other))
+        if (words := _unlike_encodings(right, other, one, two)) is not None:
+            return words
+    return None
+
+
+def _unlike_encodings(right: Any, other: Any, one: Sequence[Any], two: Sequence[Any]) -> str | None:
+    """How the same texts were encoded otherwise by `other`, or are read as other texts, in words."""
     for a, b in zip(one, two, strict=True):
         if a.ids != b.ids:
             at = _first_difference(a.ids, b.ids)
@@ -479,9 +497,7 @@ class Encoder:
         self.backend.no_truncation()
         self.backend.no_padding()
         self.end: int = tokenizer.eos_token_id
-        first, plain = (self.backend.encode("a", add_special_tokens=own).ids[:1] for own in (True, False))
-        begins = first == [tokenizer.bos_token_id] != plain
-        self.begin: list[int] = [tokenizer.bos_token_id] if begins else []
+        self.begin: list[int] = beginning(tokenizer)
         self.pieces = max(len(tokenizer), self.end + 1)
         self.pad: int = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else self.end
         named = {tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.pad_token_id}

@@ -30,6 +30,7 @@ from preheat.data.sources import Source
 from preheat.data.split import Side, Split, chunks, near_hash
 from preheat.data.tokenizer import Encoded, Encoder
 from preheat.errors import PreheatError
+from preheat.hardware.links import make_private
 from preheat.run import to_json, write_atomic
 
 __all__ = ["SIDES", "Progress", "Stream", "streams_of", "tokenize"]
@@ -111,7 +112,7 @@ def tokenize(
         ends: tokens that end a text or a turn.
         eye: how images are read, where the model reads them.
     """
-    work.mkdir(parents=True, exist_ok=True)
+    make_private(work)
     with (work / "lock").open("a") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

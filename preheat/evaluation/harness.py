@@ -16,7 +16,7 @@ from preheat.errors import DataError, RecipeError, nearest
 from preheat.evaluation import bootstrap
 from preheat.evaluation.results import Result
 from preheat.evaluation.scoring import Scorer
-from preheat.recipe.text import read_text
+from preheat.recipe.text import nodes, read_text
 
 __all__ = ["measure_by_harness", "model_for_harness", "require_harness"]
 
@@ -166,14 +166,12 @@ def _task_of(file: Path) -> str:
 
     if not file.is_file():
         raise RecipeError(f"--tasks lm-eval:{file}: no such file")
-    try:
-        # Nothing is constructed: !function is lm-eval's own.
-        node = yaml.compose(read_text(file), Loader=yaml.SafeLoader)
-    except (yaml.YAMLError, RecursionError):
-        raise RecipeError(f"--tasks lm-eval:{file}: is not YAML") from None
+    where = f"--tasks lm-eval:{file}"
+    node = nodes(read_text(file, where), where)  # nothing is constructed: !function is lm-eval's own
     trust.may_run("--tasks", f"lm-eval:{file}", _code_of(node))
     pairs = node.value if isinstance(node, yaml.MappingNode) else []
-    found = next((str(value.value) for key, value in pairs if key.value in ("task", "group")), None)
+    named = ((key.value, value.value) for key, value in pairs if isinstance(value, yaml.ScalarNode))
+    found = next((name for key, name in named if key in ("task", "group")), None)
     if found is None:
         raise RecipeError(f"--tasks lm-eval:{file}: has no key 'task', so it is no task of lm-eval")
     return found

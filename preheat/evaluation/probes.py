@@ -68,6 +68,8 @@ class Probes:
         pretrained = recipe.model.path is not None and recipe.model.weights == "pretrained"
         self.at_start = pretrained or bool(self.tasks or self.forgetting)
         """Whether there is something before the first step to compare with."""
+        self.any = bool(self.tasks or self.forgetting or (data.validation is not None and len(data.validation)))
+        """Whether there is anything to measure."""
 
     def take(self, build: Build, writer: Writer, step: int) -> Measured:
         """Measures all, and writes a line of metrics, `before.json` at step 0 and `evaluation.json` after it.

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-__all__ = ["FULL", "Grid", "Progress", "Rates", "calibrate", "rates"]
+__all__ = ["FULL", "GPU", "Grid", "Progress", "Rates", "calibrate", "grid_of", "rates"]
 
 Progress = Callable[[str, float], None]
 """Called with what is measured next and the share (0 to 1) that is done."""
@@ -69,9 +69,53 @@ class Grid:
     """Of the AdamW step."""
     large: int = 2**27
     """Bytes of the copy that gives the bandwidth."""
+    most: int = 5 * 2**29
+    """Bytes of a product's factors and result; larger ones are left out, and the same layer with fewer rows stands for them."""
 
 
 FULL = Grid()
+GPU = Grid(
+    rows=(256, 1024, 4096, 8192, 16384),
+    layers=(
+        (2048, 2048),
+        (2048, 8192),
+        (8192, 2048),
+        (4096, 1024),
+        (4096, 4096),
+        (4096, 14336),
+        (14336, 4096),
+        (4096, 32000),
+        (4096, 128256),
+        (4096, 16),
+        (16, 4096),
+    ),
+    products=(4096, 8192),
+    elements=(2**16, 2**20, 2**22, 2**24, 2**26),
+    width=4096,
+    vocabulary=128256,
+    attention=((8, 32, 1024, 128), (4, 32, 2048, 128), (2, 32, 4096, 128), (1, 32, 8192, 128), (1, 32, 16384, 128)),
+    parameters=2**26,
+    large=2**30,
+)
+"""The sizes of models of 1 B to 8 B parameters, in micro-batches and rows of up to 16k tokens."""
+_SMALL_GPU = 20 * 2**30
+"""Bytes of a GPU's memory below which the largest of these, some ten at a time, would not fit beside a desktop."""
+
+
+def grid_of(device: Device) -> Grid:
+    """What is measured on a device.
+
+    Example:
+        >>> grid_of(Device("cpu", "a processor", 2**34)) == FULL
+        True
+    """
+    if device.kind == "cpu":
+        return FULL
+    if device.memory >= _SMALL_GPU:
+        return GPU
+    return dataclasses.replace(GPU, elements=GPU.elements[:-1], parameters=2**24, large=2**28, most=2**29)
+
+
 _log = logging.getLogger(__name__)
 _FIRST, _PATIENCE = 256, 4.0
 """Size of the first square product, and seconds that the next one may take by its rate."""
@@ -85,17 +129,18 @@ _TURNS = 16
 """At most so many operands: a step's small tensors are near, since what made them came just before."""
 
 
-def calibrate(device: Device, threads: int, progress: Progress | None = None, *, grid: Grid = FULL) -> Rates:
+def calibrate(device: Device, threads: int, progress: Progress | None = None, *, grid: Grid | None = None) -> Rates:
     """Measures this machine, in this process. Leaves the random generators and the number of threads as they were.
 
     Args:
         device: what to measure, from `probe`.
         threads: CPU threads to use.
         progress: told what comes next.
-        grid: the sizes to measure at.
+        grid: the sizes to measure at; by the device if not given.
     """
     import torch
 
+    grid = grid or grid_of(device)
     tell = progress or (lambda what, done: None)
     start, others = time.perf_counter(), OtherProcesses()
     cuda = device.kind == "cuda"
@@ -113,6 +158,7 @@ def calibrate(device: Device, threads: int, progress: Progress | None = None, *,
         source = random((grid.large // 4,), torch.float32)
         target = torch.empty_like(source)
         bandwidth = 2 * grid.large / seconds(lambda: target.copy_(source))
+        to_host, to_device = _host_link(seconds, source) if cuda else (None, None)
         tiny = random((8,), torch.float32)
         launch = seconds(lambda: tiny + tiny)
         piece, other = random((2**18,), torch.float32), torch.ones(2**18, device=device.kind)
@@ -137,6 +183,8 @@ def calibrate(device: Device, threads: int, progress: Progress | None = None, *,
         bandwidth=bandwidth,
         launch=launch,
         near=near,
+        to_host=to_host,
+        to_device=to_device,
         adamw=adamw,
         matrix=tuple(matrix),
         moved=tuple(moved),
@@ -170,6 +218,16 @@ def _contended(others: OtherProcesses, threads: int, watch: float = 0.0) -> bool
     return others.cores() > (os.cpu_count() or 1) - threads + 0.25
 
 
+def _host_link(seconds: Stopwatch, source: Tensor) -> tuple[float, float]:
+    """Bytes a second from a GPU's memory to pinned memory of the host, and back."""
+    import torch
+
+    piece = source[: 2**26]
+    host = torch.empty(piece.shape, dtype=piece.dtype, pin_memory=piece.is_cuda)
+    to_host = piece.nbytes / seconds(lambda: host.copy_(piece, non_blocking=True))
+    return to_host, piece.nbytes / seconds(lambda: piece.copy_(host, non_blocking=True))
+
+
 def _square(seconds: Stopwatch, random: Random, dtype: torch.dtype, size: int) -> float:
     a, b = random((size, size), dtype), random((size, size), dtype)
     return 2 * size**3 / seconds(lambda: a @ b, budget=0.5)
@@ -198,7 +256,7 @@ def _layer(
     last: dict[Layout, float] = {}
     for n in sorted(grid.rows):
         flops, bytes = 2 * n * k * m, (n * k + n * m + k * m) * dtype.itemsize
-        if last and all(flops / rate >= _TOO_LONG for rate in last.values()):
+        if last and (bytes > grid.most or all(flops / rate >= _TOO_LONG for rate in last.values())):
             continue
         sets = [(random((n, k), dtype), random((n, m), dtype), random((m, k), dtype)) for _ in range(_turns(bytes))]
         factors: dict[Layout, list[tuple[Tensor, Tensor]]] = {
@@ -326,7 +384,9 @@ def _adamw(seconds: Stopwatch, random: Random, dtype: torch.dtype, grid: Grid) -
     return seconds(optimizer.step, budget=0.1) / (grid.parameters // 8 * 8)
 
 
-def rates(device: Device, threads: int, measure: bool = True, progress: Progress | None = None, *, grid: Grid = FULL) -> Rates:
+def rates(
+    device: Device, threads: int, measure: bool = True, progress: Progress | None = None, *, grid: Grid | None = None
+) -> Rates:
     """The stored rates of this machine; measured and stored first where there are none, and again where others kept the cores
     busy meanwhile (such rates may be 50 x too low) and do so no longer.
 
@@ -341,7 +401,7 @@ def rates(device: Device, threads: int, measure: bool = True, progress: Progress
     if progress is None and measure and found is None:
         _log.warning("measuring this machine, once; some ten seconds to a minute")
     if measure and (found is None or (found.contended and not _contended(OtherProcesses(), threads, watch=0.5))):
-        _measure_apart(device, threads, progress, grid)
+        _measure_apart(device, threads, progress, grid or grid_of(device))
         found = load(device.name, torch.__version__, threads)
         assert found is not None, "the child stored rates for another machine"
     if found is None:

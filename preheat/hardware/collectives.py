@@ -19,10 +19,11 @@ from typing import TYPE_CHECKING, Any
 from preheat.errors import RecipeError, RunError
 from preheat.hardware.links import LinkRate
 from preheat.hardware.probe import probe
-from preheat.hardware.processes import local_store
+from preheat.hardware.processes import all_here, launched_store, local_group, local_store
 
 if TYPE_CHECKING:
     import torch
+    from torch.distributed import Store
 
 __all__ = ["LISTENING", "Task", "Told", "measure"]
 
@@ -151,10 +152,13 @@ def _join(task: Task, device: torch.device) -> None:
 
     address, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    store = None
+    if all_here():
+        os.environ.update(local_group())
     try:
         if (listening := os.environ.get(LISTENING)) is not None:
-            store = local_store(int(port), listening=int(listening) if listening else None, timeout=task.timeout)
+            store: Store = local_store(int(port), listening=int(listening) if listening else None, timeout=task.timeout)
+        else:
+            store = launched_store(task.timeout)
         dist.init_process_group(
             task.backend,
             store=store,
@@ -164,7 +168,7 @@ def _join(task: Task, device: torch.device) -> None:
             device_id=device if device.type == "cuda" else None,
         )
         dist.barrier()
-    except (dist.DistNetworkError, dist.DistStoreError) as error:
+    except (dist.DistNetworkError, dist.DistStoreError, OSError) as error:
         if "EADDRINUSE" in str(error) or "address already in use" in str(error).lower():
             raise RunError(
                 f"rendezvous {address}:{port}: the port is in use; name another (--port, or MASTER_PORT where you set it)"

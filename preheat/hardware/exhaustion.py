@@ -14,9 +14,23 @@ from preheat.hardware.probe import claimed_bytes, resident_bytes, system_memory
 
 __all__ = ["asked_bytes", "failing_in_time", "held_bytes", "is_exhaustion", "require_room"]
 
-# What torch, oneDNN, Rust's bindings and the C library say in a RuntimeError, which torch.OutOfMemoryError is too.
+# What says so in a RuntimeError, which torch.OutOfMemoryError, torch.AcceleratorError and torch.distributed.DistBackendError are too.
 _WORDS = re.compile(
-    r"DefaultCPUAllocator|CUDA out of memory|out of memory|[Cc]an't allocate memory|[Cc]annot allocate memory|bad_alloc|MemoryError|PyObject pointer is null|can't start new thread"
+    "|".join(
+        [
+            # torch's allocators ("CUDA out of memory", "HIP out of memory", "CUDA error: out of memory", of pinned memory too) and NCCL
+            # ("Cuda failure 2 'out of memory'"); on a CPU torch's, oneDNN's, the C library's and those of Rust's bindings
+            r"out of memory",
+            r"DefaultCPUAllocator|can't allocate memory|cannot allocate memory|bad_alloc|MemoryError|PyObject pointer is null",
+            r"can't start new thread",
+            # CUBLAS_, CUDNN_, CUSOLVER_, CUSPARSE_, CUSPARSELT_, HIPBLAS_ and HIPSOLVER_STATUS_ALLOC_FAILED, CUFFT_ALLOC_FAILED, miopenStatusAllocFailed
+            r"ALLOC_?FAILED",
+            # cuDNN 9: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED and _HOST_; CURAND_STATUS_ALLOCATION_FAILED
+            r"ALLOCATION_FAILED",
+            r"OUT_OF_MEMORY|cudaErrorMemoryAllocation|hipErrorOutOfMemory|hipErrorMemoryAllocation|rocblas_status_memory_error",
+        ]
+    ),
+    re.IGNORECASE,
 )
 _ASKED = re.compile(r"(?:tried to|unable to) allocate (\d+(?:\.\d+)?) (bytes|[KMGT]iB)", re.IGNORECASE)
 _UNITS = {"bytes": 0, "kib": 10, "mib": 20, "gib": 30, "tib": 40}

@@ -29,6 +29,7 @@ __all__ = [
     "cache_folder",
     "links_at",
     "load_links",
+    "make_private",
     "seconds_of",
     "store_json",
     "store_links",
@@ -132,6 +133,13 @@ def cache_folder() -> Path:
     return Path(folder) if folder else Path.home() / ".cache" / "preheat"
 
 
+def make_private(folder: Path) -> None:
+    """Makes a folder, and the folders above it that are missing, for this user alone; those that exist keep their mode."""
+    for missing in (*reversed(folder.parents), folder):
+        if not missing.is_dir():
+            missing.mkdir(mode=0o700, exist_ok=True)  # of its parents mkdir makes with the mode of the umask
+
+
 def store_json(path: Path, values: Mapping[str, Any]) -> None:
     """Writes a file of measurements whole or not at all.
 
@@ -139,7 +147,7 @@ def store_json(path: Path, values: Mapping[str, Any]) -> None:
         RunError: the folder cannot be written.
     """
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_private(path.parent)
         with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=path.stem, delete=False, encoding="utf-8") as beside:
             beside.write(to_json(values, indent=1) + "\n")
         os.replace(beside.name, path)  # beside has a name of its own, since two processes may measure at once

@@ -17,7 +17,7 @@ import warnings
 from pathlib import Path
 
 from preheat.errors import RunError
-from preheat.hardware.links import cache_folder
+from preheat.hardware.links import cache_folder, make_private
 from preheat.hardware.processes import tethered
 
 __all__ = ["NO_COMPILER", "compiler", "is_built", "library", "quick_library"]
@@ -63,7 +63,7 @@ def _folder() -> Path:
     """
     folder = cache_folder() / "native"
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_private(folder)
         facts = folder.lstat()
         if facts.st_uid == os.getuid() and stat.S_ISDIR(facts.st_mode) and facts.st_mode & 0o077:
             folder.chmod(0o700)

@@ -25,6 +25,7 @@ __all__ = [
     "claimed_bytes",
     "parse_memory",
     "peak_bytes",
+    "peak_reserved_bytes",
     "peak_resident_bytes",
     "probe",
     "quick_half",
@@ -42,7 +43,7 @@ _UNITS = {"b": 1} | {
 
 _MOST_MEMORY = 2**60
 _CLEAR = Path("/proc/self/clear_refs")
-_highest: dict[str, int] = {}  # kind of device -> the highest mark before the present one was begun
+_highest: dict[str, int] = {}  # kind of device, or reserved on CUDA -> the highest mark before the present one was begun
 
 
 def parse_memory(text: str, what: str = "hardware.memory") -> int:
@@ -205,6 +206,7 @@ def reset_peak(kind: str = "cpu") -> bool:
     if kind == "cuda":
         import torch
 
+        _highest.pop("reserved", None)
         torch.cuda.reset_peak_memory_stats()
         return True
     try:
@@ -228,10 +230,10 @@ def begin_peak(kind: str) -> None:
     Raises:
         RunError: the system does not let us.
     """
-    before = peak_bytes(kind)
+    before = {kind: peak_bytes(kind)} | ({"reserved": peak_reserved_bytes()} if kind == "cuda" else {})
     if not reset_peak(kind):
         raise RunError(f"{_CLEAR}: cannot be written, so the memory of one step cannot be told from that of another")
-    _highest[kind] = before
+    _highest.update(before)
 
 
 def peak_bytes(kind: str, *, since_begun: bool = False) -> int:
@@ -248,6 +250,13 @@ def peak_bytes(kind: str, *, since_begun: bool = False) -> int:
     else:
         now = peak_resident_bytes()
     return now if since_begun else max(now, _highest.get(kind, 0))
+
+
+def peak_reserved_bytes() -> int:
+    """The most memory that torch's allocator has had from CUDA's driver."""
+    import torch
+
+    return max(torch.cuda.max_memory_reserved(), _highest.get("reserved", 0))
 
 
 def quick_half() -> torch.dtype:

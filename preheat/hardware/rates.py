@@ -170,11 +170,20 @@ class Rates:
     seconds: float
     """How long measuring took."""
     near: float | None = None
-    """Bytes read and written a second by an operator on 1 MiB that stays in a CPU's cache."""
+    """Bytes read and written a second by an operator on 1 MiB that stays in a CPU's cache; None on a GPU."""
+    to_host: float | None = None
+    """Bytes a second from a GPU's memory to pinned memory of the host; None on a CPU."""
+    to_device: float | None = None
+    """Bytes a second the other way."""
     links: tuple[LinkRate, ...] = ()
     """What collectives were measured to take between devices of this kind, by `nettest`; stored in a file of their own."""
     pace: float = 1.0
     """How many times as long as by these rates the steps of finished runs took, in the median (`note_run`); stored in a file of its own."""
+
+    @property
+    def of_gpu(self) -> bool:
+        """Whether a GPU was measured: it computes while the host hands out what comes next."""
+        return self.near is None
 
     def matrix_rate(self, dtype: str, layout: Layout, n: int, k: int, m: int) -> float:
         """FLOP/s of a product, interpolated between the measured shapes.
@@ -233,14 +242,17 @@ class Rates:
             RunError: the folder cannot be written.
         """
         path = stored_at(self.hardware, self.torch, self.threads)
-        values = {key: value for key, value in dataclasses.asdict(self).items() if key not in ("links", "pace")}
-        store_json(path, {"format": _FORMAT, **values})
+        left_out = {"links", "pace"} | {key for key in _OF_GPU if getattr(self, key) is None}
+        values = {key: value for key, value in dataclasses.asdict(self).items() if key not in left_out}
+        store_json(path, {"format": _FORMAT_GPU if self.of_gpu else _FORMAT, **values})
         _runs_of(path).unlink(missing_ok=True)  # they were beside other rates
         return path
 
 
-_FORMAT = 7
-"""Raised when what is measured changes, so that an older file is measured again."""
+_FORMAT, _FORMAT_GPU = 7, 8
+"""Raised when what is measured changes, of a CPU or of a GPU, so that an older file is measured again."""
+_OF_GPU = ("to_host", "to_device")
+"""Measured on a GPU alone."""
 
 
 def stored_at(hardware: str, torch: str, threads: int) -> Path:
@@ -258,7 +270,7 @@ def load(hardware: str, torch: str, threads: int) -> Rates | None:
         RecipeError: what stands under this machine's name was measured on another one: somebody put it there.
     """
     path = stored_at(hardware, torch, threads)
-    expected = {"format": _FORMAT, "hardware": hardware, "torch": torch, "threads": threads}
+    expected = {"hardware": hardware, "torch": torch, "threads": threads}
     try:
         values = read_json(path)
         if values is None:
@@ -268,7 +280,8 @@ def load(hardware: str, torch: str, threads: int) -> Rates | None:
             raise RecipeError(
                 f"{path}: was measured on {shorten(owner)}, and this is {hardware}; delete it, and it is measured here (preheat calibrate)"
             )
-        if {key: values.get(key) for key in expected} != expected:
+        current = _FORMAT_GPU if values.get("near", 0) is None else _FORMAT
+        if {key: values.get(key) for key in expected} != expected or values.get("format") != current:
             return None
         rates = _read(values)
     except Damaged as error:
@@ -285,7 +298,7 @@ def _read(values: Mapping[str, Any]) -> Rates:
         Damaged: they are not.
     """
     stored = {field.name for field in dataclasses.fields(Rates)} - {"links", "pace"}
-    if other := values.keys() ^ stored ^ {"format"}:
+    if other := (values.keys() ^ stored ^ {"format"}) - (set(_OF_GPU) - values.keys()):
         name = shorten(min(other), 40)
         raise Damaged(f"{name} is {'not known' if min(other) in values else 'missing'}")
     if not isinstance(values["contended"], bool):
@@ -311,6 +324,7 @@ def _read(values: Mapping[str, Any]) -> Rates:
     numbers: dict[str, Any] = {key: read_number(values[key], key) for key in ("bandwidth", "launch", "seconds")}
     near = None if values["near"] is None else read_number(values["near"], "near")
     names = {key: values[key] for key in ("hardware", "torch", "threads", "contended")}
+    numbers |= {key: read_number(values[key], key) for key in _OF_GPU if key in values}
     return Rates(
         **names, **numbers, near=near, peak_matrix_rate=peak, adamw=adamw, matrix=matrix, moved=moved, attention=attention
     )

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import typing
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, TypeVar
 
+from preheat.run import BadJson, read_value
 from preheat.text import quoted, shorten
 
 __all__ = ["Damaged", "read_json", "read_number", "read_numbers", "read_row"]
@@ -30,12 +30,12 @@ def read_json(path: Path) -> dict[str, Any] | None:
         Damaged: it cannot be read, or holds something else.
     """
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = read_value(path.read_bytes())
     except FileNotFoundError:
         return None
     except OSError as error:
         raise Damaged(f"cannot be read ({error.strerror})") from None
-    except (ValueError, RecursionError):
+    except BadJson:
         raise Damaged("is no JSON") from None
     if not isinstance(values, dict):
         raise Damaged(f"holds {quoted(values, 40)}")

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from preheat.errors import RecipeError, nearest
+from preheat.errors import RecipeError
 from preheat.foreign import FAULTS, fault
 from preheat.models import configs, encoder_decoder, experts, vision
 from preheat.models.anatomy import (
@@ -71,26 +71,11 @@ def configure(recipe: Recipe, vocabulary: int | None = None) -> PretrainedConfig
         RecipeError: no such model; a key that its configuration does not know; a tokenizer larger than the embedding;
             sequences longer than the model's positions.
     """
-    from huggingface_hub.errors import StrictDataclassError
-
     model = recipe.model
     config = configs.of(recipe, vocabulary)
     configs.without_dropout(config)
     _refuse(config)
-    text = config.get_text_config()
-    known = {key: part for part in (config, text) for key in (*part.to_dict(), *getattr(part, "attribute_map", {}))}
-    for key, value in model.config.items():
-        if key not in known:
-            raise RecipeError(f"model.config.{key}: {config.model_type} has no such setting; {nearest(key, sorted(known))}")
-        part = known[key]
-        try:
-            setattr(part, key, float(value) if type(value) is int and type(getattr(part, key, None)) is float else value)
-        except StrictDataclassError as error:
-            raise RecipeError(f"model.config.{key}: {str(error.__cause__ or error).splitlines()[0]}") from None
-    configs.require_in_reach(config)
-    kinds = getattr(text, "layer_types", None)  # a list with an entry a layer, which fewer layers leave too long
-    if "layer_types" not in model.config and kinds and len(kinds) > text.num_hidden_layers:
-        text.layer_types = kinds[: text.num_hidden_layers]
+    configs.change(config, model.config)
     for t in sorted(recipe.techniques.values(), key=lambda t: (t.stage, t.name())):
         try:
             config = t.configure(config, recipe) or config
@@ -109,7 +94,7 @@ def configure(recipe: Recipe, vocabulary: int | None = None) -> PretrainedConfig
                 if recipe.data.tokenizer or not model.path
                 else "name the tokens that it lacks in model.add_tokens"
             )
-            + ("" if model.path else f", or set model.vocabulary: {vocabulary}")
+            + ("" if model.path else f", or set model.{'config.vocab_size' if model.preset else 'vocabulary'}: {vocabulary}")
         )
     positions = _positions(text)
     if positions and recipe.batch.length > positions:

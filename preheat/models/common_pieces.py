@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from preheat.foreign import beginning
 from preheat.technique import Batch, MaskSpec
 
 if TYPE_CHECKING:
@@ -46,8 +47,7 @@ class Cut:
     @property
     def begins(self) -> int | None:
         """The token that it puts before every text; None: there is none."""
-        first = self.tokenizer("a").input_ids[0]
-        return first if first == self.tokenizer.bos_token_id else None
+        return next(iter(beginning(self.tokenizer)), None)
 
     @property
     def spaced(self) -> bool:

@@ -14,6 +14,7 @@ from preheat.errors import RecipeError, nearest
 from preheat.foreign import FAULTS, fault, read_object
 from preheat.hardware.network import hub_reachable
 from preheat.models import experts, presets, sizes, vision
+from preheat.models.untied import untie
 from preheat.recipe.parts import MOST_PARAMETERS, TOKENIZER_FILES
 from preheat.text import quoted
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from preheat.recipe import Recipe
 
 __all__ = [
+    "change",
     "new",
     "of",
     "preset_config",
@@ -106,7 +108,33 @@ def of(recipe: Recipe, vocabulary: int | None) -> PretrainedConfig:
     """The configuration before `model.config` and techniques change it; arguments and errors as of `adapter.configure`."""
     found = _of(recipe, vocabulary)
     require_in_reach(found)
+    if recipe.model.path is not None and recipe.model.weights == "pretrained":
+        untie(found, Path(recipe.model.path))
     return found
+
+
+def change(config: PretrainedConfig, settings: Mapping[str, Any]) -> None:
+    """Sets `model.config` in a configuration, in place.
+
+    Raises:
+        RecipeError: it has no such key, or no such value of it.
+    """
+    from huggingface_hub.errors import StrictDataclassError
+
+    text = config.get_text_config()
+    known = {key: part for part in (config, text) for key in (*part.to_dict(), *getattr(part, "attribute_map", {}))}
+    for key, value in settings.items():
+        if key not in known:
+            raise RecipeError(f"model.config.{key}: {config.model_type} has no such setting; {nearest(key, sorted(known))}")
+        part = known[key]
+        try:
+            setattr(part, key, float(value) if type(value) is int and type(getattr(part, key, None)) is float else value)
+        except StrictDataclassError as error:
+            raise RecipeError(f"model.config.{key}: {str(error.__cause__ or error).splitlines()[0]}") from None
+    require_in_reach(config)
+    kinds = getattr(text, "layer_types", None)  # a list with an entry a layer, which fewer layers leave too long
+    if "layer_types" not in settings and kinds and len(kinds) > text.num_hidden_layers:
+        text.layer_types = kinds[: text.num_hidden_layers]
 
 
 def _of(recipe: Recipe, vocabulary: int | None) -> PretrainedConfig:

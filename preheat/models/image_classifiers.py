@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from preheat import trust
 from preheat.errors import RecipeError
-from preheat.foreign import FAULTS, fault, finite, listed, quiet, read_object, weight_files
+from preheat.foreign import FAULTS, fault, finite, listed, open_tensors, quiet, read_object, weight_files
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -91,8 +91,10 @@ def open_classifier(folder: Path, *, knob: str = "MODEL") -> PreTrainedModel:
         )
     if missing := sorted(report["missing_keys"]):
         raise RecipeError(f"{knob}: {folder} lacks {listed(missing)} ({len(missing):,} of the model's parameters)")
+    places = _places(files.files, knob)
+    rest = files.files[0] if len(files.files) == 1 else folder  # of a tensor that transformers renames as it reads
     for name, value in model.state_dict().items():
-        finite(value, name, files.files[0], knob)
+        finite(value, name, places.get(name, rest), knob)
     left = sorted(report["unexpected_keys"])
     notes = (
         [f"{folder}: {listed(left)} not used ({len(left):,} tensors): {type(model).__name__} has no such parameters"]
@@ -103,6 +105,15 @@ def open_classifier(folder: Path, *, knob: str = "MODEL") -> PreTrainedModel:
         logging.getLogger("preheat.weights").warning("%s: %s", knob, words)
     opened: PreTrainedModel = model.eval()
     return opened
+
+
+def _places(files: Sequence[Path], knob: str) -> dict[str, Path]:
+    """The file that each tensor is read from: of several the last."""
+    places: dict[str, Path] = {}
+    for file in files:
+        with open_tensors(file, knob) as opened:
+            places |= dict.fromkeys(opened.keys(), file)
+    return places
 
 
 def open_processor(folder: Path, *, knob: str = "MODEL") -> Any:

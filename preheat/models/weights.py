@@ -373,14 +373,14 @@ class WeightSource:
             ) from None
 
     def _compare_tied(self, names: Names) -> None:
-        """Refuses a folder whose configuration ties two matrices of which it holds other values: transformers would not tie them."""
+        """Refuses a folder that holds other values of two matrices that the model ties: where `models.untied` does not untie them."""
         import torch
 
         for name, other in names.tied():
             if not torch.equal(self._value(name, names.need(name)), self._value(other, names.need(other))):
                 raise RecipeError(
-                    f"{self.knob}: {self.folder} holds other values of {name} than of {other}, which its config.json ties, and transformers then "
-                    "reads both; set tie_word_embeddings to false in its config.json, or take one of them out of the file"
+                    f"{self.knob}: {self.folder} holds other values of {name} than of {other}, which the model's configuration ties; "
+                    "set tie_word_embeddings to false in its config.json, or take one of the two out of the file"
                 )
 
     def _tell_left(self, model: Any, names: Names) -> None:

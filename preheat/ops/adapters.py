@@ -11,15 +11,30 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn import functional
 
 from preheat.ops.class_head import ClassHead
 from preheat.ops.expert_adapters import adapted_experts, merge_pairs
 from preheat.ops.experts import ADAPTER
 from preheat.ops.nf4 import PackedMap, unpack_
+from preheat.ops.recompute import keeps_results
 from preheat.ops.tied_head import TiedHead, tie, untie
 
-__all__ = ["base_of", "draw", "inject", "merge", "names_of", "own_of", "parameters_of", "shares", "under_autocast", "without"]
+__all__ = [
+    "add_product",
+    "base_of",
+    "draw",
+    "inject",
+    "merge",
+    "names_of",
+    "own_of",
+    "parameters_of",
+    "shares",
+    "under_autocast",
+    "without",
+]
 
 
 def inject(model: nn.Module, config: Any) -> list[str]:
@@ -80,7 +95,7 @@ def _inject(model: nn.Module, config: Any, *, part: bool = False) -> None:
         part: the model holds some of the modules that the settings speak of.
     """
     from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
-    from peft.tuners.lora import Embedding
+    from peft.tuners.lora import Embedding, Linear
     from peft.tuners.lycoris_utils import LycorisLayer
 
     config = copy.deepcopy(config)
@@ -98,12 +113,74 @@ def _inject(model: nn.Module, config: Any, *, part: bool = False) -> None:
         if tied:
             config.ensure_weight_tying = True
     for module in model.modules():
+        if type(module) is Linear:
+            module.__class__ = _added_linear()
         if isinstance(module, Embedding):
             # peft draws these from N(0, 1), with which hidden states grow by the root of the width: a step moves logits as far as LoRA's of a linear map now.
             for drawn in module.lora_embedding_B.values():
                 drawn.data.mul_(drawn.shape[0] ** -0.5)
         if isinstance(module, LycorisLayer) and module.module_dropout == {"default": 0.0}:
             module.module_dropout["default"] = _Nothing()  # type: ignore[assignment]
+
+
+@functools.cache
+def _added_linear() -> type[nn.Module]:
+    """A linear map with LoRA that adds the small side's product to the base's result, in place where that may be written to.
+
+    peft multiplies the product by the scale and adds it, over all outputs each: twice the bytes forward, and a product over all backward.
+    """
+    from peft.tuners.lora import Linear
+
+    class AddedLinear(Linear):
+        def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            names = self.active_adapters
+            plain = len(names) == 1 and names[0] in self.lora_A and names[0] not in self.lora_variant
+            if not plain or args or kwargs or self.disable_adapters or self.merged or self.lora_B[names[0]].bias is not None:
+                return super().forward(x, *args, **kwargs)  # type: ignore[no-any-return]
+            down, up = self.lora_A[names[0]], self.lora_B[names[0]].weight
+            result = self.base_layer(x)
+            small = down(self.lora_dropout[names[0]](self._cast_input_dtype(x, down.weight.dtype))) * self.scaling[names[0]]
+            return add_product(result, small, up)
+
+    return AddedLinear
+
+
+def add_product(result: Tensor, small: Tensor, up: Tensor) -> Tensor:
+    """result + small @ up.t(), in `result` itself unless something else needs that.
+
+    Args:
+        result: [..., out]; small: [..., rank]; up: [out, rank].
+    """
+    low = torch.is_autocast_enabled(result.device.type)
+    apart = any(isinstance(t, DTensor) for t in (result, small, up))
+    if apart or small.dtype != result.dtype or not (low or up.dtype == result.dtype):
+        return (result + functional.linear(small, up)).to(result.dtype)
+    up = up.to(result.dtype)
+    if torch.compiler.is_compiling():  # the compiler adds while it does what comes next
+        return result + functional.linear(small, up)
+    if result._is_view() or not result.is_contiguous() or keeps_results():  # autograd would copy a view's gradient
+        rows = torch.addmm(result.reshape(-1, result.shape[-1]), small.reshape(-1, small.shape[-1]), up.t())
+        return rows.view(result.shape)
+    return _Added.apply(result, small, up)  # type: ignore[no-any-return,no-untyped-call]
+
+
+class _Added(torch.autograd.Function):
+    """`add_product` in place."""
+
+    @staticmethod
+    def forward(ctx: Any, result: Tensor, small: Tensor, up: Tensor) -> Tensor:
+        ctx.mark_dirty(result)
+        ctx.save_for_backward(small, up)
+        result.view(-1, result.shape[-1]).addmm_(small.reshape(-1, small.shape[-1]), up.t())
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        small, up = ctx.saved_tensors
+        rows = grad.reshape(-1, grad.shape[-1])
+        by_small = torch.mm(rows, up).view(small.shape) if ctx.needs_input_grad[1] else None
+        by_up = torch.mm(rows.t(), small.reshape(-1, small.shape[-1])) if ctx.needs_input_grad[2] else None
+        return grad, by_small, by_up
 
 
 class _Nothing:

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from preheat.ops.attention import in_compute_dtype, packed
-from preheat.ops.documents import Passes, attend, gradients
+from preheat.ops.documents import Documents, Passes, attend
 from preheat.technique import MaskSpec
 
-__all__ = ["blocked_attention", "blocked_gradients"]
+__all__ = ["blocked_attention", "blocked_passes"]
 
 _QUERIES = 128  # of a block: few enough that a causal mask skips nearly half of the work, enough for full matrix rate
 _SCRATCH = 1 << 20  # scores of a tile: with their gradients they stay in a core's share of the cache
@@ -195,8 +195,8 @@ def _backward(
     return a, b, c
 
 
-def blocked_gradients(
-    q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, scale: float, grad: Tensor, *, softcap: float | None = None
-) -> tuple[Tensor, ...]:
-    """Gradients of `blocked_attention` by q, k and v from that by its result, without its forward pass."""
-    return gradients(_passes(mask, scale, softcap), grad, q, k, v, documents=mask.documents if packed(mask) else None)
+def blocked_passes(
+    q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, scale: float, *, softcap: float | None = None
+) -> tuple[Passes, Documents | None]:
+    """The two passes of `blocked_attention` beneath autograd, and the documents to attend by themselves."""
+    return _passes(mask, scale, softcap), mask.documents if packed(mask) else None

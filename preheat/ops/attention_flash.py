@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from preheat.ops.attention import in_compute_dtype
 from preheat.ops.attention_blocks import blocked_attention
+from preheat.ops.attention_varlen import bounds_of
 from preheat.technique import MaskSpec
 
 __all__ = ["flash_package_attention"]
@@ -41,15 +40,13 @@ def flash_package_attention(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, sca
     if isinstance(q, FakeTensor):
         return blocked_attention(q, k, v, mask, scale)
     q, k, v = in_compute_dtype(q, k, v)
-    cuts = mask.documents or ((length,),) * rows
-    sizes = [n for row in cuts for n in row]
-    bounds = torch.tensor([0, *itertools.accumulate(sizes)], dtype=torch.int32).to(q.device, non_blocking=True)
+    bounds = bounds_of(mask, rows, length, q)
     out = _varlen(version)(
         *(t.transpose(1, 2).reshape(rows * length, t.shape[1], t.shape[3]) for t in (q, k, v)),
-        cu_seqlens_q=bounds,
-        cu_seqlens_k=bounds,
-        max_seqlen_q=max(sizes),
-        max_seqlen_k=max(sizes),
+        cu_seqlens_q=bounds.offsets,
+        cu_seqlens_k=bounds.offsets,
+        max_seqlen_q=bounds.longest,
+        max_seqlen_k=bounds.longest,
         softmax_scale=scale,
         causal=mask.causal,
         # Tokens to the left and right besides itself; -1: no limit.

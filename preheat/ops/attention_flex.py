@@ -47,9 +47,7 @@ def block_mask(mask: MaskSpec, length: int, device: torch.device) -> BlockMask:
         inside = (q1 - k0 < mask.window) & (k1 - q0 < mask.window)
         if mask.global_tokens:
             place = torch.arange(length, device=device)
-            shared = [
-                (place - starts < mask.global_tokens)[:, a : b + 1] for a, b in zip(first.tolist(), last.tolist(), strict=True)
-            ]
+            shared = (place - starts < mask.global_tokens).split(_BLOCK, dim=1)
             any_, all_ = (torch.stack([f(s, dim=1) for s in shared], dim=1) for f in (torch.any, torch.all))
             near = near | any_[:, None, :] | any_[:, :, None]
             inside = inside | all_[:, None, :] | all_[:, :, None]

@@ -14,6 +14,7 @@ from torch.nn.functional import linear
 
 from preheat.ops.attention import in_compute_dtype, packed, sdpa_attention, sees, starts_of
 from preheat.ops.attention_blocks import blocked_attention
+from preheat.ops.attention_varlen import varlen_serves
 from preheat.technique import MaskSpec
 
 __all__ = ["BLOCKS_UP_TO", "EfficientAttention", "attend_any", "attention_in_chunks", "best_attention", "convert_multihead"]
@@ -27,15 +28,12 @@ _QUERIES = 128
 def best_attention(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, scale: float) -> Tensor:
     """Attention by the fastest kernel that serves these tensors and this mask; none keeps scores in memory."""
     length, half = q.shape[2], q.dtype in (torch.bfloat16, torch.float16) or torch.is_autocast_enabled(q.device.type)
-    if mask.window is not None and mask.window < length:
+    cuda = q.device.type != "cpu"
+    if mask.window is not None and mask.window < length and not (cuda and half and varlen_serves(q, k, v, mask)):
         return blocked_attention(q, k, v, mask, scale)
-    if q.device.type == "cpu":
-        return (blocked_attention if half and length <= BLOCKS_UP_TO else sdpa_attention)(q, k, v, mask, scale)
-    if half:
-        return sdpa_attention(q, k, v, mask, scale)
-    groups = q.shape[1] // k.shape[1]  # of torch's kernels for fp32 none shares keys among heads
-    k, v = (t.repeat_interleave(groups, dim=1) if groups > 1 else t for t in (k, v))
-    return sdpa_attention(q, k, v, mask, scale, kernel="efficient")
+    if cuda:
+        return sdpa_attention(q, k, v, mask, scale, kernel="flash" if half else "efficient")
+    return (blocked_attention if half and length <= BLOCKS_UP_TO else sdpa_attention)(q, k, v, mask, scale)
 
 
 def attend_any(

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.distributed import _functional_collectives as collectives
 
 from preheat.ops.attention import in_compute_dtype
+from preheat.ops.documents import to_device
 from preheat.ops.losses import IGNORED
 from preheat.technique import Batch, MaskSpec
 
@@ -70,7 +71,7 @@ def cut_rows(batch: Batch, degree: int, rank: int, *, zigzag: bool) -> Batch:
         # The last position again, not the next ones: a table of learned positions may end here.
         tokens, positions = (torch.cat([t, t[:, -1:].expand(rows, more)], dim=1) for t in (tokens, positions))
         labels = torch.cat([labels, labels.new_full((rows, more), IGNORED)], dim=1)
-    places = torch.from_numpy(places_of(length + more, degree, rank, zigzag=zigzag)).to(tokens.device)
+    places = to_device(places_of(length + more, degree, rank, zigzag=zigzag), tokens.device)
     tokens, labels, positions = (t.index_select(1, places) for t in (tokens, labels, positions))
     return replace(batch, tokens=tokens, labels=labels, positions=positions, mask=replace(batch.mask, documents=documents))
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-__all__ = ["Documents", "Passes", "attend", "by_document", "gradients"]
+__all__ = ["Documents", "Passes", "attend", "by_document", "forward", "gradients", "to_device"]
 
 Documents = tuple[tuple[int, ...], ...]
 """Lengths of the documents of each row."""
@@ -23,11 +23,17 @@ class Passes(NamedTuple):
     """An attention kernel as its two passes over [n, heads, length, dim]; what is kept between them is the caller's affair."""
 
     forward: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, ...]]
-    """(q, k, v) -> the result, and what else of this pass the other wants."""
+    """(q, k, v) -> the result, and its statistics."""
     backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
-    """(gradient, q, k, v, *of the forward pass) -> gradients by q, k and v."""
-    keeps_result: bool = False
-    """Whether the result is the first of what the backward pass is handed of the forward pass."""
+    """(gradient, q, k, v, and with statistics the result and these) -> gradients by q, k and v."""
+    statistics: bool = False
+    """Whether `forward` returns the log of the sums of exponentials too, [n, heads, length], for `backward`."""
+
+
+def to_device(array: numpy.ndarray, device: torch.device) -> Tensor:
+    """The array on the device. The host does not wait: torch keeps the pinned memory that it is copied from."""
+    host = torch.from_numpy(array)
+    return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
 
 
 def attend(kernel: Passes, q: Tensor, k: Tensor, v: Tensor, documents: Documents | None) -> Tensor:
@@ -40,19 +46,29 @@ def attend(kernel: Passes, q: Tensor, k: Tensor, v: Tensor, documents: Documents
     return out
 
 
+def forward(kernel: Passes, q: Tensor, k: Tensor, v: Tensor, documents: Documents | None) -> tuple[Tensor, ...]:
+    """The forward pass of `attend` beneath autograd: the result and its statistics, if any, of whole rows."""
+    if documents is None:
+        return kernel.forward(q, k, v)
+    layout = _Layout(documents, q.device)
+    parts = [kernel.forward(*piece) for piece in layout.pieces(q, k, v)]
+    out, *lse = zip(*parts, strict=True)
+    return layout.rows(out), *(layout.rows([t.unsqueeze(-1) for t in each]).squeeze(-1) for each in lse)
+
+
 def gradients(
     kernel: Passes, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *kept: Tensor, documents: Documents | None
 ) -> tuple[Tensor, ...]:
-    """Gradients of `attend` by q, k and v from that by its result. `kept`: of the forward pass, for each call of the kernel in turn."""
+    """Gradients of `attend` by q, k and v from that by its result. `kept`: with statistics what `forward` gave."""
     if documents is None:
         return kernel.backward(grad, q, k, v, *kept)
-    layout = _Layout(documents, q.device)
-    result, kept = kept[: kernel.keeps_result], kept[kernel.keeps_result :]
-    each = len(kept) // len(layout.groups)
-    found = [
-        kernel.backward(*piece, *kept[n * each : (n + 1) * each])
-        for n, piece in enumerate(layout.pieces(grad, q, k, v, *result))
-    ]
+    layout, found = _Layout(documents, q.device), []
+    if not kept:
+        pieces = layout.pieces(grad, q, k, v)
+    else:  # beyond a document's end the statistics are 0, where gradients are too
+        *whole, lse = kept
+        pieces = ((*piece, lse.squeeze(-1)) for *piece, lse in layout.pieces(grad, q, k, v, *whole, lse.unsqueeze(-1)))
+    found = [kernel.backward(*piece) for piece in pieces]
     return tuple(layout.rows(parts) for parts in zip(*found, strict=True))
 
 
@@ -60,18 +76,9 @@ class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, kernel: Passes, documents: Documents | None) -> Tensor:
         ctx.kernel, ctx.documents = kernel, documents
-        kept: list[Tensor] = []
-        if documents is None:
-            out, *kept = kernel.forward(q, k, v)
-        else:
-            layout, parts = _Layout(documents, q.device), []
-            for piece in layout.pieces(q, k, v):
-                part, *more = kernel.forward(*piece)
-                parts.append(part)
-                kept += more
-            out = layout.rows(parts)
-        ctx.save_for_backward(q, k, v, *[out][: kernel.keeps_result], *kept)
-        return out
+        made = forward(kernel, q, k, v, documents)
+        ctx.save_for_backward(q, k, v, *(made if kernel.statistics else ()))
+        return made[0]
 
     @staticmethod
     @once_differentiable
@@ -96,8 +103,7 @@ class _Layout:
 
     def __init__(self, documents: Documents, device: torch.device):
         self.shape = len(documents), sum(documents[0])  # rows, length
-        self.groups, *places = _arrangement(documents)
-        self.there, self.back = (torch.from_numpy(place).to(device) for place in places)
+        self.groups, self.there, self.back = _arrangement_on(documents, device)
 
     def pieces(self, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
         """Of tensors [rows, heads, length, dim] those of each group: [documents, heads, padded length, dim]."""
@@ -136,6 +142,12 @@ def _take(x: Tensor, index: Tensor) -> Tensor:
 
 
 @functools.lru_cache(maxsize=16)  # every layer asks, forward and backward
+@torch.inference_mode(False)  # whoever asks first: what is kept serves training too
+def _arrangement_on(documents: Documents, device: torch.device) -> tuple[list[tuple[int, int]], Tensor, Tensor]:
+    groups, there, back = _arrangement(documents)
+    return groups, to_device(there, device), to_device(back, device)
+
+
 def _arrangement(documents: Documents) -> tuple[list[tuple[int, int]], numpy.ndarray, numpy.ndarray]:
     """Groups of equal padded length.
 

@@ -137,7 +137,11 @@ class Link:
         return Copy(into, t)
 
     def back(self, sent: Tensor, into: Tensor) -> Copy:
-        """Begins to copy `sent`, which lies whole on the host or was sent before, into `into` on the device."""
+        """Begins to copy `sent` into `into` on the device.
+
+        `sent` lies whole on the host: whoever sent it there has waited for that copy, on the host or in the computing
+        stream. No other copy is waited for.
+        """
         copy_to_device_(into, sent)
         return Copy(into, sent)
 
@@ -156,9 +160,9 @@ class StreamLink(Link):
         return copy
 
     def back(self, sent: Tensor, into: Tensor) -> Copy:
-        # The computing stream is done with what lay in `into` before, and what was sent out has arrived.
+        # The computing stream is done with what lay in `into` before, and by then `sent` has arrived. What else is on
+        # its way out is not waited for: weights come back while gradients still go.
         self._back.wait_stream(torch.cuda.current_stream())
-        self._back.wait_stream(self._out)
         with torch.cuda.stream(self._back):
             copy = super().back(sent, into)
             copy.event = self._back.record_event()

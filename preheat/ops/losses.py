@@ -228,6 +228,7 @@ class _Chunked(torch.autograd.Function):
         weight: Tensor,
         row_loss: RowLoss,
         rows: int,
+        cuda: bool,
         dtype: torch.dtype,
         differentiate: bool,
         low: Tensor | None,
@@ -268,7 +269,7 @@ class _Chunked(torch.autograd.Function):
                 if grad_weight.dtype == dtype:
                     grad_weight.addmm_(logits.t(), product, beta=float(start > 0))  # 0: what stood there is not read
                 else:
-                    sum_product(grad_weight, logits, product, first=start == 0)
+                    sum_product(grad_weight, logits, product, first=start == 0, at_once=cuda)
         beside_grads = beside.grads if beside is not None else (None, None)
         grads = (grad_hidden, grad_weight, *beside_grads)
         ctx.save_for_backward(*(g for g in grads if g is not None))
@@ -281,10 +282,12 @@ class _Chunked(torch.autograd.Function):
         kept = iter(ctx.saved_tensors)
         # In place: these were made for this one call and nobody else holds them.
         hidden, weight, low, up = (next(kept).mul_(grads[0]) if wanted else None for wanted in wants)
-        return (hidden, weight, None, None, None, None, low, up, *([None] * count))
+        return (hidden, weight, None, None, None, None, None, low, up, *([None] * count))
 
 
-def chunked_logits(hidden: Tensor, head: torch.nn.Module, row_loss: RowLoss, *aligned: Tensor, rows: int = 512) -> Tensor:
+def chunked_logits(
+    hidden: Tensor, head: torch.nn.Module, row_loss: RowLoss, *aligned: Tensor, rows: int = 512, cuda: bool = False
+) -> Tensor:
     """The sum of the row losses, `rows` rows of logits in memory at a time; backward through it once only.
 
     Works in autocast's dtype where autocast is on, else in that of `hidden`.
@@ -293,6 +296,7 @@ def chunked_logits(hidden: Tensor, head: torch.nn.Module, row_loss: RowLoss, *al
         hidden: [..., width]; head: a module with a `weight` [vocabulary, width] and no bias, or a `TiedHead`.
         aligned: [...] each, or [..., n]: what a row loss reads beside the logits of a place.
         row_loss: with `value_and_grad_` its gradient is made in place; otherwise by autograd, chunk by chunk.
+        cuda: it runs on CUDA, or is planned for it: products of half numbers add to the gradient of a head in fp32 in fp32.
 
     Example:
         >>> head = torch.nn.Linear(8, 100, bias=False)
@@ -313,6 +317,7 @@ def chunked_logits(hidden: Tensor, head: torch.nn.Module, row_loss: RowLoss, *al
             _weight(head),
             row_loss,
             rows,
+            cuda,
             dtype,
             torch.is_grad_enabled(),
             low,

@@ -2,11 +2,14 @@
 
 Blocks of 64 weights are divided by their largest magnitude, and each weight becomes the nearest of 16 levels. With double
 quantization the blocks' scales, less their mean, become 8 bits in turn, in blocks of 256: 0.516 bytes a weight in all.
-What bitsandbytes computes; here in plain torch, so that it runs on any device and under fake tensors.
+What bitsandbytes computes; here in plain torch, so that it runs on any device and under fake tensors. On CUDA weights are dequantized by
+bitsandbytes' kernels if that is installed, which read the same bytes, else by one of ours.
 """
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager
 from math import prod
@@ -17,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
+from preheat.ops.cuda_kernels import is_plain, named_failures
 from preheat.ops.sharded import local, share_of, whole
 
 __all__ = [
@@ -39,6 +43,7 @@ LEVELS = (
     *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
 )  # arXiv:2305.14314, appendix E
 BLOCK, SCALES = 64, 256  # weights with one scale; scales with one range
+_THEIRS = (torch.float32, torch.bfloat16, torch.float16)  # what bitsandbytes dequantizes to
 _CHUNK = 1 << 16  # blocks taken at a time, so that scratch stays small
 
 
@@ -121,31 +126,75 @@ def quantize(value: Tensor, *, double: bool = True) -> Packed:
 
 def dequantize(packed: Packed, shape: tuple[int, ...], dtype: torch.dtype, look: Tables) -> Tensor:
     """The weight that NF4 stands for, of `shape`; multiplied in fp32 and then rounded to `dtype`."""
-    scale = packed.scales.view(torch.float32) if packed.ranges is None else _scales(packed.scales, packed.ranges, look)
-    return _values(packed.codes, scale, look.pairs, dtype)[: prod(shape)].view(shape)
+    values = _values(packed.codes, packed.scales, packed.ranges, look.pairs, look.scales, dtype)
+    return values[: prod(shape)].view(shape)
 
 
-# One operator, so that a dry run of a large model does not walk through its chunks one by one.
+# One operator, so that a dry run of a large model does not walk through its chunks one by one, and sees the one kernel that CUDA runs.
 @torch.library.custom_op("preheat::nf4_values", mutates_args=())
-def _values(codes: Tensor, scale: Tensor, pairs: Tensor, dtype: torch.dtype) -> Tensor:
+def _values(codes: Tensor, scales: Tensor, ranges: Tensor | None, pairs: Tensor, levels: Tensor, dtype: torch.dtype) -> Tensor:
+    if codes.is_cuda and not is_plain("nf4_values"):
+        with named_failures("nf4_values"):
+            theirs = _has_bitsandbytes() and dtype in _THEIRS and codes.numel() < 1 << 30  # they count weights in 32 bits
+            return (by_bitsandbytes if theirs else by_triton)(codes, scales, ranges, pairs, levels, dtype)
     codes = codes.view(-1, BLOCK // 2)
     out = torch.empty(codes.shape[0], BLOCK, dtype=dtype, device=codes.device)
     for start in range(0, codes.shape[0], _CHUNK):
         rows = slice(start, start + _CHUNK)
         values = F.embedding(codes[rows].int(), pairs).view(-1, BLOCK)
-        out[rows] = values.mul_(scale[rows, None])
+        out[rows] = values.mul_(_scales(scales, ranges, levels, rows)[:, None])
     return out.view(-1)
 
 
 @_values.register_fake
-def _(codes: Tensor, scale: Tensor, pairs: Tensor, dtype: torch.dtype) -> Tensor:
+def _(codes: Tensor, scales: Tensor, ranges: Tensor | None, pairs: Tensor, levels: Tensor, dtype: torch.dtype) -> Tensor:
     return codes.new_empty(codes.numel() * 2, dtype=dtype)
 
 
-def _scales(small: Tensor, ranges: Tensor, look: Tables) -> Tensor:
-    largest = ranges.view(torch.float32)
-    each = largest[:-1, None].expand(-1, SCALES).reshape(-1)[: small.numel()]
-    return look.scales.index_select(0, small.int()) * each + largest[-1]
+def _scales(scales: Tensor, ranges: Tensor | None, levels: Tensor, rows: slice) -> Tensor:
+    """The scales of some blocks, fp32; `rows` begins with a range."""
+    if ranges is None:
+        return scales.view(torch.float32)[rows]
+    largest, small = ranges.view(torch.float32), scales[rows]
+    first = rows.start // SCALES
+    each = largest[first : first + -(-small.numel() // SCALES), None].expand(-1, SCALES).reshape(-1)[: small.numel()]
+    return levels.index_select(0, small.int()) * each + largest[-1]
+
+
+def by_triton(
+    codes: Tensor, scales: Tensor, ranges: Tensor | None, pairs: Tensor, levels: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """The values by one kernel of ours. Products and sums are rounded apart, as on a CPU: the same bits."""
+    from preheat.ops.triton_kernels import nf4_kernel
+
+    out, count, step = codes.new_empty(codes.numel() * 2, dtype=dtype), codes.numel(), 1024
+    fp32 = scales.view(torch.float32) if ranges is None else ranges.view(torch.float32)
+    with torch.cuda.device_of(codes):
+        nf4_kernel[(-(-count // step),)](
+            *(codes, fp32 if ranges is None else scales, fp32, pairs, levels, out, count, fp32.numel() - 1),
+            DOUBLE=ranges is not None,
+            BYTES=step,
+            enable_fp_fusion=False,
+        )
+    return out
+
+
+def by_bitsandbytes(
+    codes: Tensor, scales: Tensor, ranges: Tensor | None, pairs: Tensor, levels: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """The values by bitsandbytes' kernels, which read the same bytes: one for the weights and, with double quantization, two for their scales."""
+    import bitsandbytes  # noqa: F401  # registers the operators
+
+    kernels = torch.ops.bitsandbytes
+    fp32 = scales.view(torch.float32) if ranges is None else ranges.view(torch.float32)
+    if ranges is not None:
+        fp32 = kernels.dequantize_blockwise(scales, fp32[:-1], levels, SCALES, torch.float32).add_(fp32[-1])
+    return kernels.dequantize_4bit(codes, fp32, BLOCK, "nf4", [codes.numel() * 2], dtype)  # type: ignore[no-any-return]
+
+
+@functools.cache
+def _has_bitsandbytes() -> bool:
+    return importlib.util.find_spec("bitsandbytes") is not None
 
 
 class _Product(torch.autograd.Function):

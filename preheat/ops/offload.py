@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -59,10 +59,49 @@ class Saved:
         return value
 
 
+class _Stays:
+    """What a layer saves that is no activation: weights, buffers, what all layers are given, and autocast's copies.
+
+    Autocast keeps its copies of trained weights on the device until the whole forward pass is done, so that a copy on
+    the host would spare nothing there.
+    """
+
+    def __init__(self, layer: nn.Module, alike: Iterable[Tensor]):
+        own = [*layer.parameters(), *layer.buffers()]
+        self.storages = {t.untyped_storage()._cdata for t in (*own, *alike)}
+        self.weights = {id(p) for p in own}
+        self.frozen = {(t.shape, t.dtype) for t in own if not t.requires_grad}
+
+    def __contains__(self, t: Tensor) -> bool:
+        return t.untyped_storage()._cdata in self.storages or self._cast(t)
+
+    def _cast(self, t: Tensor) -> bool:
+        """Whether it is a weight in another dtype, or a view of that."""
+        if not t.requires_grad:  # of a frozen one: nothing else that needs no gradient has its shape in another dtype
+            whole = t if t._base is None else t._base
+            return any(shape == whole.shape and dtype != whole.dtype for shape, dtype in self.frozen)
+        node, cast = t.grad_fn, False
+        while node is not None and node.name().removesuffix("0") in _RESHAPES:
+            cast = cast or node.name().startswith("ToCopy")
+            node = node.next_functions[0][0]
+        return cast and id(getattr(node, "variable", None)) in self.weights
+
+
+_RESHAPES = {
+    "ToCopyBackward",
+    "TBackward",
+    "TransposeBackward",
+    "ViewBackward",
+    "UnsafeViewBackward",
+    "PermuteBackward",
+}
+"""Nodes of autograd that only cast a weight or lay it out otherwise."""
+
+
 class _Pass:
     """One layer's forward pass: what it saved, and the layer that ran before it."""
 
-    def __init__(self, link: Link, before: _Pass | None, *, moves: bool, least: int, kept: set[int]):
+    def __init__(self, link: Link, before: _Pass | None, *, moves: bool, least: int, kept: _Stays):
         self.link, self.before, self.moves, self.least, self.kept = link, before, moves, least, kept
         self._saved: list[weakref.ref[Saved]] = []  # autograd owns them: what it dropped need not come back
         self._same: dict[Any, Saved] = {}  # saved by several operators, moved once
@@ -73,7 +112,7 @@ class _Pass:
         storage = t.untyped_storage()._cdata
         key = (storage, t.storage_offset(), t.shape, t.stride(), t.dtype, t._version)
         if key not in self._same:
-            moved = self.moves and t.nbytes >= self.least and storage not in self.kept
+            moved = self.moves and t.nbytes >= self.least and t not in self.kept
             self._same[key] = Saved(self, t, moved=moved)
             self._saved.append(weakref.ref(self._same[key]))
         saved = self._same[key]
@@ -129,7 +168,7 @@ class ActivationOffload:
                 self.link = link_for(next(layer.parameters()).device)
             # What is there anyway: weights, and what all layers are given alike (rotary tables).
             alike = (t for t in tree_leaves(kwargs) if isinstance(t, Tensor) and not t.requires_grad)
-            kept = {t.untyped_storage()._cdata for t in (*layer.parameters(), *layer.buffers(), *alike)}
+            kept = _Stays(layer, alike)
             before = self._last if index else None
             run = _Pass(self.link, before, moves=index < self.count, least=self.least, kept=kept)
             with saved_tensors_hooks(run.pack, run.unpack):

@@ -12,18 +12,34 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from preheat.ops.attention_blocks import blocked_attention, blocked_gradients
+from preheat.ops.attention import sdpa_attention, sdpa_has_passes, sdpa_passes
+from preheat.ops.attention_blocks import blocked_attention, blocked_passes
+from preheat.ops.documents import Documents, Passes, forward, gradients
 from preheat.technique import MaskSpec
 
 __all__ = ["OpaqueAttention", "OpaqueMask"]
 
-# Kernels that make their gradients without another forward pass; all others are run again in the backward pass.
-_GRADIENTS: dict[Any, Callable[..., tuple[Tensor, ...]]] = {blocked_attention: blocked_gradients}
+
+class _Known(NamedTuple):
+    """How a kernel's two passes are had beneath autograd."""
+
+    passes: Callable[..., tuple[Passes, Documents | None]]
+    statistics: bool
+    """Whether its backward pass needs the result and its statistics."""
+    serves: Callable[..., bool]
+    """(q, the kernel's keywords) -> whether it is so."""
+
+
+# All others are run again in the backward pass.
+_KNOWN: dict[Any, _Known] = {
+    blocked_attention: _Known(blocked_passes, False, lambda *_, **__: True),
+    sdpa_attention: _Known(sdpa_passes, True, sdpa_has_passes),
+}
 _ALIVE: weakref.WeakValueDictionary[int, OpaqueAttention] = weakref.WeakValueDictionary()  # a graph knows a kernel's number
 
 
@@ -57,7 +73,8 @@ def _capped(softcap: float) -> dict[str, float]:
 class OpaqueAttention:
     """Stands for a kernel (q, k, v, mask, scale) -> Tensor in code that is compiled; `kernel` may be changed at any time.
 
-    Its gradients are the kernel's own. Where no way is known to them alone, the backward pass runs the kernel forward again.
+    Its gradients are the kernel's own: flash attention keeps its result and statistics for them, blocks make their
+    scores anew. A kernel of which only autograd knows the gradients runs forward again in the backward pass.
 
     Example:
         >>> attend = OpaqueAttention(blocked_attention)
@@ -78,17 +95,48 @@ class OpaqueAttention:
         if torch.is_autocast_enabled(q.device.type):  # as autocast does for torch's own attention
             dtype = torch.get_autocast_dtype(q.device.type)
             q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
-        return _attention(
-            q, k, v, mask.documents, self.number, mask.causal, mask.window or 0, mask.global_tokens, scale, softcap or 0.0
-        ).transpose(1, 2)
+        known, _ = self._known(q)
+        keeps = known is not None and known.statistics
+        settings = (self.number, mask.causal, mask.window or 0, mask.global_tokens, scale, softcap or 0.0, keeps)
+        return _attention(q, k, v, mask.documents, *settings)[0].transpose(1, 2)
+
+    def _known(self, q: Tensor) -> tuple[_Known | None, dict[str, Any]]:
+        """How the two passes are had for tensors like `q`, and the kernel's keywords."""
+        bound = self.kernel if isinstance(self.kernel, functools.partial) else None
+        known, more = _KNOWN.get(bound.func if bound else self.kernel), bound.keywords if bound else {}
+        return (known if known is not None and known.serves(q, **more) else None), more
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, scale: float, softcap: float, keeps: bool
+    ) -> tuple[Tensor, Tensor]:
+        """The result and its statistics, which are empty unless it `keeps` them."""
+        known, more = self._known(q)
+        if known is None or not keeps:
+            return self.kernel(q, k, v, mask, scale, **_capped(softcap)), q.new_empty(0)
+        passes, documents = known.passes(q, k, v, mask, scale, **more, **_capped(softcap))
+        out, lse = forward(passes, q, k, v, documents)
+        return out, lse
 
     def gradients(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, scale: float, grad: Tensor, softcap: float
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: MaskSpec,
+        scale: float,
+        grad: Tensor,
+        softcap: float,
+        kept: tuple[Tensor, ...] = (),
     ) -> tuple[Tensor, ...]:
-        """Gradients by q, k and v, each in its shape, from that by the result."""
-        own = _GRADIENTS.get(self.kernel)
-        if own is not None:
-            return own(q, k, v, mask, scale, grad, **_capped(softcap))
+        """Gradients by q, k and v, each in its shape, from that by the result.
+
+        Args:
+            kept: the result and its statistics, if the operator keeps them.
+        """
+        known, more = self._known(q)
+        if known is not None:
+            passes, documents = known.passes(q, k, v, mask, scale, **more, **_capped(softcap))
+            return gradients(passes, grad, q, k, v, *kept, documents=documents)
         with torch.enable_grad():
             q, k, v = (t.detach().requires_grad_() for t in (q, k, v))
             return torch.autograd.grad(self.kernel(q, k, v, mask, scale, **_capped(softcap)), (q, k, v), grad)
@@ -119,9 +167,11 @@ def _attention(
     shared: int,
     scale: float,
     softcap: float,
-) -> Tensor:
-    out = _ALIVE[number].kernel(q, k, v, _mask(documents, causal, window, shared), scale, **_capped(softcap))
-    return out.transpose(1, 2).contiguous()
+    keeps: bool,
+) -> tuple[Tensor, Tensor]:
+    mask = _mask(documents, causal, window, shared)
+    out, lse = _ALIVE[number].forward(q, k, v, mask, scale, softcap, keeps)
+    return out.transpose(1, 2).contiguous(), lse.contiguous()
 
 
 @_attention.register_fake
@@ -136,8 +186,12 @@ def _(
     shared: int,
     scale: float,
     softcap: float,
-) -> Tensor:
-    return q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3])
+    keeps: bool,
+) -> tuple[Tensor, Tensor]:
+    out = q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3])
+    if not keeps:
+        return out, q.new_empty(0)
+    return out, q.new_empty(q.shape[:3], dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
 
 
 @torch.library.custom_op("preheat::attention_backward", mutates_args=())
@@ -147,6 +201,7 @@ def _attention_backward(
     k: Tensor,
     v: Tensor,
     documents: Tensor,
+    kept: list[Tensor],
     number: int,
     causal: bool,
     window: int,
@@ -155,8 +210,9 @@ def _attention_backward(
     softcap: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     mask = _mask(documents, causal, window, shared)
+    pair = (kept[0].transpose(1, 2), kept[1]) if kept else ()
     with _autograd():
-        grads = _ALIVE[number].gradients(q, k, v, mask, scale, grad.transpose(1, 2), softcap)
+        grads = _ALIVE[number].gradients(q, k, v, mask, scale, grad.transpose(1, 2), softcap, pair)
     a, b, c = (g.transpose(1, 2).contiguous() for g in grads)
     return a, b, c
 
@@ -168,6 +224,7 @@ def _(
     k: Tensor,
     v: Tensor,
     documents: Tensor,
+    kept: list[Tensor],
     number: int,
     causal: bool,
     window: int,
@@ -179,14 +236,19 @@ def _(
     return a, b, c
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs[:4])
-    ctx.settings = inputs[4:]
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.set_materialize_grads(False)
+    *settings, keeps = inputs[4:]
+    ctx.save_for_backward(*inputs[:4], *(output if keeps else ()))
+    ctx.settings = settings
 
 
-def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    grads = _attention_backward(grad, *ctx.saved_tensors, *ctx.settings)
-    return (*(g.transpose(1, 2) for g in grads), None, None, None, None, None, None, None)
+def _backward(ctx: Any, grad: Tensor | None, _: Any) -> tuple[Tensor | None, ...]:
+    if grad is None:
+        return (None,) * 11
+    q, k, v, documents, *kept = ctx.saved_tensors
+    grads = _attention_backward(grad, q, k, v, documents, kept, *ctx.settings)
+    return (*(g.transpose(1, 2) for g in grads), *[None] * 8)
 
 
 _attention.register_autograd(_backward, setup_context=_keep)

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
 from preheat.ops.again import alike
+from preheat.ops.half_adamw import half_adamw_
 from preheat.ops.rounding import stochastic_round_
 from preheat.ops.sharded import first_element, local, share_of, spread_as, whole
 
@@ -166,8 +167,11 @@ class Numbered(Guarded):
 
     def draws(self, p: Tensor, number: int, part: int = 0) -> torch.Generator:
         """The generator, set to where part `part` of parameter `p` draws from in step `number`."""
-        place = (self.seed << 44) + (number << 20) + self._order[p]
-        return self._generator.manual_seed((place + part * 0x9E3779B97F4A7C15) % (1 << 63))
+        return self._generator.manual_seed((self._place(p, number) + part * 0x9E3779B97F4A7C15) % (1 << 63))
+
+    def _place(self, p: Tensor, number: int) -> int:
+        """The number that stands for parameter `p` in step `number`."""
+        return (self.seed << 44) + (number << 20) + self._order[p]
 
 
 class StochasticAdamW(Numbered):
@@ -180,6 +184,7 @@ class StochasticAdamW(Numbered):
         seed, number: see `Numbered`.
         chunk: elements of a parameter that are updated at a time, so that fp32 scratch stays small. Each has random bits of its own,
             so that a device that holds a share of them rounds it as one device alone would.
+        fused: on CUDA, one kernel for all of a bf16 parameter (`preheat.ops.half_adamw`), which draws other random bits; no chunks then.
     """
 
     def __init__(
@@ -191,10 +196,11 @@ class StochasticAdamW(Numbered):
         eps: float = 1e-8,
         weight_decay: float = 0.0,
         chunk: int = 1 << 20,
+        fused: bool = False,
         **more: Any,
     ):
         super().__init__(groups, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, **more)
-        self.chunk = chunk
+        self.chunk, self.fused = chunk, fused
 
     def _state(self, p: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
         return adamw_state(p, torch.float32)
@@ -209,8 +215,15 @@ class StochasticAdamW(Numbered):
     def _update(self, p: Tensor, grad: Tensor, state: dict[str, Tensor], group: dict[str, Any]) -> None:
         first, count = first_element(p), p.numel()
         here, grad, state = locally(p, grad, state)
-        weights, slopes, step = here.view(-1), grad.reshape(-1), state["step"]
         low = p.dtype != torch.float32
+        if self.fused:
+            if low:
+                place = self._place(p, self._number()) % (1 << 62)
+                half_adamw_(here, grad, state, group, self.found_inf, seed=place, first=first)
+            else:
+                adamw_(here, grad.float(), state["exp_avg"], state["exp_avg_sq"], state["step"], group, self.found_inf)
+            return
+        weights, slopes, step = here.view(-1), grad.reshape(-1), state["step"]
         end = here.numel()
         starts = [
             0,

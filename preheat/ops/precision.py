@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from preheat.ops.again import alike
+from preheat.ops.half_adamw import half_adamw_
 from preheat.ops.optimizers import Guarded, adamw_, adamw_state, locally
 
 __all__ = ["LossScale", "MasterAdamW", "compute_in_fp32"]
@@ -115,6 +116,7 @@ class MasterAdamW(Guarded):
 
     Args:
         chunk: elements that are updated at a time, so that the gradient's fp32 copy stays small.
+        fused: on CUDA, one kernel for all of a half parameter (`preheat.ops.half_adamw`); no chunks then.
 
     Example:
         >>> w = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
@@ -134,9 +136,10 @@ class MasterAdamW(Guarded):
         eps: float = 1e-8,
         weight_decay: float = 0.0,
         chunk: int = 1 << 20,
+        fused: bool = False,
     ):
         super().__init__(groups, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
-        self.chunk = chunk
+        self.chunk, self.fused = chunk, fused
 
     def _state(self, p: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
         state = adamw_state(p, torch.float32)
@@ -144,6 +147,12 @@ class MasterAdamW(Guarded):
 
     def _update(self, p: Tensor, grad: Tensor, state: dict[str, Tensor], group: dict[str, Any]) -> None:
         p, grad, state = locally(p, grad, state)
+        if self.fused:
+            if "master" in state:
+                half_adamw_(p, grad, state, group, self.found_inf)
+            else:
+                adamw_(p, grad.float(), state["exp_avg"], state["exp_avg_sq"], state["step"], group, self.found_inf)
+            return
         value = state.get("master", p)
         flat = (value.view(-1), grad.reshape(-1), state["exp_avg"].view(-1), state["exp_avg_sq"].view(-1))
         step = state["step"]

@@ -3,14 +3,16 @@
 Held as plain modules with their integers as parameters, and not as torchao's tensor subclasses, for three reasons found by trying:
 torchao's real four bits cannot be saved through transformers (its codes are packed in the order of one kind of CPU), its eight bits beat
 bf16 only under torch.compile, and neither takes codes that were chosen elsewhere (GPTQ, AWQ, a bit budget). Here the codes lie in a
-neutral order, so that a folder opens on any machine; on a CPU few rows (decoding) go through aten's own kernels for packed weights, and
-many (a prompt) through a weight that is made in the input's precision for the moment, which is faster beyond `FEW` rows. A CPU without AVX512
+neutral order, so that a folder opens on any machine; few rows (decoding) go through aten's own kernels for packed weights, on CUDA through one
+of ours for eight bits (aten's there computes in fp32, number by number), and many (a prompt) through a weight that is made in the input's precision for the moment, which is faster beyond `FEW` rows. A CPU without AVX512
 has no quick products in bf16: few rows go through kernels of ours there (`ops/few_rows.cpp`), and many through a weight in fp32.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any, ClassVar
 
 import torch
@@ -19,6 +21,7 @@ from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
 from preheat.hardware.probe import quick_half
+from preheat.ops.cuda_kernels import Operator, is_plain, named_failures
 from preheat.ops.few_rows import eight_bits, four_bits, of_use
 from preheat.ops.quantized import (
     HALF,
@@ -47,6 +50,10 @@ FEW = {"int8": 16, "int4": 64}
 longer to unpack). Seen on one core with bf16 products on AMX, 768 x 768."""
 _KERNEL_INPUTS = 16  # aten's eight-bit kernel reads beyond the end of rows that are no multiple of it
 _KERNEL_GROUPS = (32, 64, 128, 256)  # what aten's four-bit kernel takes
+_INTEGERS, _INTEGER_ROWS = (
+    8,
+    17,
+)  # CUDA's product of integers takes multiples of 8 inputs and outputs, and so many rows at least
 _FP8 = torch.float8_e4m3fn
 Form = dict[str, Any]
 
@@ -95,9 +102,13 @@ class QuantizedMap(nn.Module):
         quick = _quick(x)
         return F.linear(x.to(quick), self.values(x.dtype).to(quick)).to(x.dtype)
 
-    def _few(self, x: Tensor) -> bool:
+    def _few(self, x: Tensor, device: str = "cpu") -> bool:
         """Whether the kernels for packed weights are of use, which have no gradients."""
-        return x.device.type == "cpu" and x.shape[0] <= FEW[self.kind] and not (x.requires_grad and torch.is_grad_enabled())
+        return x.device.type == device and x.shape[0] <= FEW[self.kind] and not (x.requires_grad and torch.is_grad_enabled())
+
+    def _by_kernel(self, x: Tensor, operator: Operator) -> bool:
+        """Whether few rows go through a kernel on CUDA; a compiler does better without."""
+        return self._few(x, "cuda") and not torch.compiler.is_compiling() and not is_plain(operator)
 
     def forward(self, x: Tensor) -> Tensor:
         kind = x.device.type
@@ -161,14 +172,20 @@ class Int8Linear(QuantizedMap):
             return eight_bits(x, self.codes, self.scales.to(HALF))
         if few and self.in_features % _KERNEL_INPUTS == 0 and x.dtype == HALF:
             return torch.ops.aten._weight_int8pack_mm(x.contiguous(), self.codes, self.scales.to(HALF))
+        if x.dtype in (HALF, torch.float16) and self._by_kernel(x, "int8_product"):
+            with named_failures("int8_product"), torch.cuda.device_of(x):
+                return eight_bits_product(x, self.codes, self.scales)
         quick = _quick(x)
         return F.linear(x.to(quick), self.codes.to(quick)).mul_(self.scales.to(quick)).to(x.dtype)  # codes are exact in bf16
 
     def rounded_product(self, x: Tensor) -> Tensor:
-        if x.device.type != "cpu":
+        cuda = x.device.type == "cuda"
+        wide = self.in_features % _INTEGERS == 0 == self.out_features % _INTEGERS
+        if x.device.type != "cpu" and not (cuda and wide and not is_plain("int8_product")):
             return super().rounded_product(x)
         codes, scale = round_inputs(x, self.input_scale)
-        sums = torch._int_mm(codes.to(torch.int8), self.codes.t())
+        with named_failures("int8_product") if cuda else nullcontext():
+            sums = integer_product(codes.to(torch.int8), self.codes, least=_INTEGER_ROWS if cuda else 0)
         return (sums.float() * (scale * self.scales.float())).to(x.dtype)
 
 
@@ -232,13 +249,17 @@ class Int4Linear(QuantizedMap):
         few = self._few(x)
         if few and self.form["group"] % 32 == 0 and x.dtype == HALF and of_use():
             return four_bits(x, self.codes, self.scales.to(HALF), None if self.zeros is None else self.zeros.to(HALF))
+        if self._by_kernel(x, "int4_product") and x.dtype == HALF and takes_four_bits(self) and _has_tiles(x.device):
+            with named_failures("int4_product"):
+                if self._ready is None:
+                    self._ready = tiles(self)
+                return torch.ops.aten._weight_int4pack_mm(x.contiguous(), self._ready[0], self.form["group"], self._ready[1])
         if not few or self.form["group"] not in _KERNEL_GROUPS or self.out_features % 16 or x.dtype != HALF:
             return super().product(x)
         if self._ready is None:  # in this CPU's order, beside the neutral one that a prompt is multiplied from
             made = self.groups()
-            zeros = torch.zeros_like(made.scales) if made.zeros is None else made.zeros
             packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(made.codes.int(), 1)
-            self._ready = packed, torch.stack([made.scales.t(), zeros.t()], dim=2).contiguous()
+            self._ready = packed, _grid(made.scales, made.zeros)
         return torch.ops.aten._weight_int4pack_mm_for_cpu(x.contiguous(), self._ready[0], self.form["group"], self._ready[1])
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Int4Linear:
@@ -311,6 +332,58 @@ class Int8Embedding(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         return F.embedding(tokens, self.codes).to(self.scales.dtype) * self.scales[tokens][..., None]
+
+
+def eight_bits_product(x: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
+    """x [rows, in] in half precision times codes int8 [out, in] and scales [out], by one Triton kernel: summed in fp32."""
+    from preheat.ops.triton_kernels import eight_bits_kernel
+
+    (rows, inputs), outputs = x.shape, codes.shape[0]
+    out, (row, output, place) = x.new_empty(rows, outputs), (16, 32, 128)
+    if rows:
+        eight_bits_kernel[(-(-outputs // output), -(-rows // row))](
+            *(x.contiguous(), codes, scales, out, rows, outputs, inputs), ROWS=row, OUTPUTS=output, INPUTS=place
+        )
+    return out
+
+
+def integer_product(x: Tensor, codes: Tensor, *, least: int = 0) -> Tensor:
+    """x int8 [rows, in] times codes int8 [out, in]: int32 [rows, out].
+
+    Args:
+        least: rows that the product takes at least (CUDA's takes more than 16): zeros are added to fewer.
+
+    Example:
+        >>> integer_product(torch.ones(1, 8, dtype=torch.int8), torch.ones(8, 8, dtype=torch.int8), least=17).shape
+        torch.Size([1, 8])
+    """
+    rows = x.shape[0]
+    return torch._int_mm(F.pad(x, (0, 0, 0, max(least - rows, 0))), codes.t())[:rows]
+
+
+def takes_four_bits(module: Int4Linear) -> bool:
+    """Whether a map has the sizes that aten's four-bit kernel on CUDA takes: tiles of 8 outputs by 32 inputs or more."""
+    return module.form["group"] in _KERNEL_GROUPS and module.out_features % 8 == 0 and module.in_features % 32 == 0
+
+
+def tiles(module: Int4Linear) -> tuple[Tensor, Tensor]:
+    """Codes in the order of CUDA's matrix units, and scales beside zeros: what aten's four-bit kernel there reads."""
+    inner = next(n for n in (8, 4, 2) if module.in_features % (16 * n) == 0)
+    swapped = module.codes << 4 | module.codes >> 4  # the even place in the high half
+    packed = torch.ops.aten._convert_weight_to_int4pack(swapped, inner)
+    return packed, _grid(module.scales, module.zeros)
+
+
+def _grid(scales: Tensor, zeros: Tensor | None) -> Tensor:
+    """bf16 [in / group, out, 2]: scales and zeros as aten's kernels take them."""
+    zeros = torch.zeros_like(scales) if zeros is None else zeros
+    return torch.stack([scales.to(HALF).t(), zeros.to(HALF).t()], dim=2).contiguous()
+
+
+@functools.cache
+def _has_tiles(device: torch.device) -> bool:
+    """Whether a GPU has the matrix units that the four-bit kernel is written for (Ampere and later)."""
+    return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def _quick(x: Tensor) -> torch.dtype:

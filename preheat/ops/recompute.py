@@ -12,15 +12,23 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as _modes
 from torch.utils._pytree import tree_leaves, tree_map
-from torch.utils.checkpoint import SAC_IGNORED_OPS, CheckpointPolicy, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    SAC_IGNORED_OPS,
+    CheckpointPolicy,
+    _CachedTorchDispatchMode,
+    _CachingTorchDispatchMode,
+    create_selective_checkpoint_contexts,
+)
 
-__all__ = ["Call", "Planner", "Seen", "choose", "contexts", "dear", "watch"]
+__all__ = ["Call", "Planner", "Seen", "choose", "contexts", "dear", "keeps_results", "watch"]
 
 Key = tuple[Any, int]
 """An operator, and which of its calls in the layer's forward pass; (`ATTENTION`, -1): all of attention, whose calls vary with the documents."""
 
 ATTENTION = "attention"
+_OURS = {"preheat::attention", "preheat::varlen_attention"}
 
 _FLOPS_A_BYTE = 50
 """What moving a byte costs in FLOPs: about the ratio of a device's matrix rate to its memory's bandwidth, some 10 on a CPU and some 200 on a GPU."""
@@ -59,8 +67,8 @@ def _cost(func: Any, args: Any, out: Any, tensors: list[Tensor]) -> int:
 
 
 def _is_attention(func: Any) -> bool:
-    """Torch's operators, and the one that compiled layers have for any kernel of ours."""
-    return "_scaled_dot_product" in func._schema.name or func._schema.name == "preheat::attention"
+    """Torch's operators, the one for packed documents, and the one that compiled layers have for any kernel of ours."""
+    return "_scaled_dot_product" in func._schema.name or func._schema.name in _OURS
 
 
 class _Watch(TorchDispatchMode):
@@ -199,6 +207,11 @@ def contexts(kept: frozenset[Key]) -> tuple[Any, Any]:
 
     made: tuple[Any, Any] = create_selective_checkpoint_contexts(policy)
     return made
+
+
+def keeps_results() -> bool:
+    """Whether results of operators that run now may be kept for a second forward pass: what is written to afterwards could not be."""
+    return any(isinstance(mode, (_Watch, _CachingTorchDispatchMode, _CachedTorchDispatchMode)) for mode in _modes())
 
 
 def dear(seen: Seen, every: int) -> frozenset[Key]:

@@ -20,6 +20,7 @@ from torch import Tensor
 from preheat.ops.attention import flash_backward, flash_forward, packed, reference_attention, sdpa_attention, sees
 from preheat.ops.attention_blocks import blocked_attention
 from preheat.ops.context import places_of, row_length
+from preheat.ops.documents import to_device
 from preheat.technique import MaskSpec
 
 __all__ = ["FlashPieces", "ProductPieces", "Rectangle", "pieces_like", "rectangles"]
@@ -161,7 +162,7 @@ class ProductPieces:
         """Queries, the keys that they may see some of, and which: [rows or 1, 1, 1, queries, keys], None for all."""
         mine, theirs = self.places[self.rank], self.places[source]
         starts = [self.starts[:, places] for places in (mine, theirs)]
-        place_q, place_k, start_q, start_k = (torch.from_numpy(a).to(device) for a in (mine, theirs, *starts))
+        place_q, place_k, start_q, start_k = (to_device(a, device) for a in (mine, theirs, *starts))
         for begin in range(0, len(mine), _QUERIES):
             queries = slice(begin, min(begin + _QUERIES, len(mine)))
             keys = self._reach(mine[queries], starts[0][:, queries], theirs)
@@ -248,7 +249,7 @@ def pieces_like(kernel: Callable[..., Tensor]) -> type[FlashPieces] | type[Produ
     """
     plain = kernel.func if isinstance(kernel, functools.partial) else kernel
     name = kernel.keywords.get("kernel", "flash") if isinstance(kernel, functools.partial) else "flash"
-    if plain is sdpa_attention and name == "flash":
+    if plain is sdpa_attention and name in ("flash", "preferred"):
         return FlashPieces
     if plain in (reference_attention, blocked_attention):
         return ProductPieces

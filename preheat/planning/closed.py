@@ -39,6 +39,7 @@ def parameters_of(recipe: Recipe) -> tuple[Any, int, int]:
     from huggingface_hub.errors import StrictDataclassError
 
     config = configs.of(recipe, recipe.data.vocabulary)
+    configs.change(config, recipe.model.config)
     try:
         with torch.device("meta"):
             factory = getattr(transformers, adapter.auto_class(config))

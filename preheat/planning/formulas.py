@@ -20,6 +20,7 @@ def _attention_flops(q: Any, k: Any, v: Any) -> int:
 def flops_of(formula: Any, args: Any, out: Any) -> int:
     if formula is None:
         return 0
+    args = tuple(a for a in args if not isinstance(a, torch.dtype))  # of the result, which no formula takes
     shapes = tuple(a.shape if isinstance(a, Tensor) else a for a in args)
     try:
         return _counted(formula, shapes, out.shape if isinstance(out, Tensor) else None)

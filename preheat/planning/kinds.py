@@ -107,8 +107,8 @@ class _Kinds:
                 refused[each] = [t for t in refused[each] if t not in settings]
                 if tried:
                     take(each, tried)
-        for cls, settings in refused.items():
-            if tried := [choice for t in settings if (choice := self._try_elsewhere(t, base, list(choices.values())))]:
+        for cls, left in refused.items():
+            if tried := [choice for t in left if (choice := self._try_elsewhere(t, base, list(choices.values())))]:
                 take(cls, tried)
         return list(choices.values())
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from preheat.engine.checkpoint import beside_steps
+from preheat.hardware.gpu_memory import CONTEXT
 from preheat.planning.allocator import hold
 from preheat.planning.caching import replay_caching
 from preheat.planning.observe import Observation
@@ -19,7 +20,7 @@ _CPU_BASE = 16 * _MIB
 # oneDNN compiles a product in bf16 for each shape and keeps it, and documents bring shapes that the dry run does not see: 0.2 to 3.0 MiB measured.
 _CPU_PRODUCT = round(1.3 * _MIB)
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
-_CUDA_BASE, _CUBLAS = 480 * _MIB, 32 * _MIB  # 0.5 GiB together, as commonly reported; not yet measured here
+_CUBLAS = 32 * _MIB  # torch takes it from its own allocator
 
 SOURCES = {
     "rounding": "the allocator rounds every tensor up, to 512 bytes on a GPU and 64 on a CPU: summed over the tensors alive at the peak",
@@ -42,7 +43,7 @@ def beside(recipe: Recipe, seen: Observation, device: Device) -> dict[str, int]:
         products = sum(kernel.dtype == "bf16" and kernel.operator.startswith(_PRODUCTS) for kernel in seen.kernels)
         kernels = _CPU_PRODUCT * products
         return {"process": _CPU_BASE, "kernels": kernels, "allocator": kept, "saving": _copy_to_save(recipe, seen, device)}
-    return {"context": _CUDA_BASE, "workspaces": _CUBLAS, "allocator": kept}
+    return {"context": CONTEXT, "workspaces": _CUBLAS, "allocator": kept}
 
 
 def gives_back(seen: Observation, device: Device) -> bool:
@@ -55,7 +56,7 @@ def gives_back(seen: Observation, device: Device) -> bool:
 
 
 def _room(device: Device) -> int:
-    return device.memory - _CUDA_BASE - _CUBLAS
+    return device.memory - CONTEXT - _CUBLAS
 
 
 def _alive(seen: Observation) -> int:

@@ -1,7 +1,8 @@
 """Seconds of an observed step: each kernel's FLOPs or bytes over the rate that this machine was measured to do them at.
 
 One device runs one kernel after the other, so times add up. What a kernel is limited by is not guessed: matrix products and
-attention are measured by FLOPs, everything else by bytes moved (hardware/rates.py has the classes).
+attention are measured by FLOPs, everything else by bytes moved (hardware/rates.py has the classes). A CPU hands out its own kernels, so
+that time comes on top; a GPU computes meanwhile, so the longer of the two counts.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import math
 from preheat.hardware.rates import Layout, Rates
 from preheat.ops.fused import BY_PIECES
 from preheat.planning.observe import Kernel, Observation
+from preheat.planning.roofline import fused_share, link_seconds
 
 __all__ = ["kernel_seconds", "step_seconds"]
 
@@ -103,7 +105,19 @@ def _product(kernel: Kernel, rates: Rates) -> float:
 
 
 def kernel_seconds(kernel: Kernel, rates: Rates) -> float:
-    """Seconds of one call."""
+    """Seconds of one call: on a CPU with its launch, on a GPU of the device alone."""
+    return (0.0 if rates.of_gpu else _launch_seconds(kernel, rates)) + _device_seconds(kernel, rates)
+
+
+def _launch_seconds(kernel: Kernel, rates: Rates) -> float:
+    """On a CPU: what a call takes beside its work; products and attention were measured with theirs."""
+    name, moves = kernel.operator, kernel.bytes_read + kernel.bytes_written > 0
+    if kernel.flops or name == "_fused_adamw_":
+        return 0.0
+    return rates.launch * (_CUSTOM if moves and name in BY_PIECES else 1)
+
+
+def _device_seconds(kernel: Kernel, rates: Rates) -> float:
     name, moved = kernel.operator, kernel.bytes_read + kernel.bytes_written
     if kernel.flops and "attention" in name:
         direction = "backward" if "backward" in name else "forward"
@@ -113,12 +127,12 @@ def kernel_seconds(kernel: Kernel, rates: Rates) -> float:
     if name == "_fused_adamw_":  # weights, gradients and two moments are read
         return rates.adamw["fp32"] * kernel.bytes_read / 16
     if moved == 0:
-        return rates.launch
+        return 0.0
     if name in BY_PIECES and rates.near is not None:
-        return _CUSTOM * rates.launch + BY_PIECES[name] * math.prod(kernel.shapes[0]) / rates.near
+        return BY_PIECES[name] * math.prod(kernel.shapes[0]) / rates.near
     dtype = _dtype(kernel, rates)
     if name in _SPARSE:
-        return rates.launch + kernel.bytes_read / 1e12
+        return kernel.bytes_read / 1e12
     mover = _MOVERS.get(name, "copy")
     if name == "_to_copy":
         mover = (
@@ -136,7 +150,7 @@ def kernel_seconds(kernel: Kernel, rates: Rates) -> float:
         mover, dtype, moved = "look_up", "fp32", 8 * math.prod(kernel.shapes[1])
     elif name == "where":
         dtype, moved = "fp32", 12 * max(map(math.prod, kernel.shapes))
-    return rates.launch + moved / rates.moved_rate(mover, dtype, moved)
+    return moved / rates.moved_rate(mover, dtype, moved)
 
 
 def _broadcast(kernel: Kernel) -> str:
@@ -158,9 +172,25 @@ def _broadcast(kernel: Kernel) -> str:
 # In a training step each kernel also passes Python, the dispatcher and autograd's graph, with its views: 11 microseconds in the
 # profile of the demo, where a bare call takes 1.2.
 _HOST_SHARE = 8
+# On a GPU's host a bare call, its launch included, takes 4 to 5 microseconds, and in a step 9; in a compiled layer 3 (see planning/roofline.py).
+_GPU_SHARE, _GPU_SHARE_COMPILED = 2.0, 0.7
 
 
 def step_seconds(observation: Observation, rates: Rates) -> float:
     """Seconds of one optimizer step."""
+    if rates.of_gpu:
+        return rates.pace * _gpu_seconds(observation, rates)
     host = rates.launch * (_HOST_SHARE * observation.slowed - 1)
     return rates.pace * sum((kernel_seconds(kernel, rates) + host) * count for kernel, count in observation.kernels.items())
+
+
+def _gpu_seconds(observation: Observation, rates: Rates) -> float:
+    """The host hands kernels out while the device runs those before: the slower of the two decides. Copies over their link come on top."""
+    kernels = [(kernel, count) for kernel, count in observation.kernels.items() if kernel.where == "device"]
+    device = sum(kernel_seconds(kernel, rates) * fused_share(kernel, observation) * count for kernel, count in kernels)
+    share = _GPU_SHARE_COMPILED if observation.compiled else _GPU_SHARE
+    host = sum(count for _, count in kernels) * rates.launch * share * observation.slowed
+    working = max(device, host) * (1 + observation.idle)
+    if rates.to_host is None or rates.to_device is None:
+        return working
+    return working + link_seconds(observation, device, to_host=rates.to_host, to_device=rates.to_device)

@@ -294,7 +294,8 @@ class Recorder(TorchDispatchMode):
         if where in ("out", "back"):  # the host's side crosses the link
             read = made = sum(_moved(t) for t in (*inputs, *outputs) if id(_storage(t)) in self._host)
         flops = flops_of(known.formula, args, out)
-        floats = [t.dtype for t in inputs if t.dtype in _DTYPES] or [t.dtype for t in outputs if t.dtype in _DTYPES]
+        factors = inputs[1:] if flops and known.name in _ADDING else inputs  # what is added to may be wider than they are
+        floats = [t.dtype for t in factors if t.dtype in _DTYPES] or [t.dtype for t in outputs if t.dtype in _DTYPES]
         kernel = Kernel(
             operator=known.name.removeprefix("aten::"),
             dtype=_DTYPES.get(floats[0], "int") if floats else "int",
@@ -349,8 +350,10 @@ def _operator(func: Any) -> _Operator:
 # Operators of FSDP2 that write what it made on a stream of its own.
 _STREAMS = {"all_gather_copy_in": "gather", "_reduce_scatter_base_": "reduce"}
 _FREE = {"aten::_unsafe_view", "aten::detach", "aten::alias", "aten::_local_scalar_dense", "prim::device", "aten::set_data"}
+_ADDING = {"aten::addmm", "aten::addmm_", "aten::baddbmm", "aten::baddbmm_"}
 _CASTS = {"aten::copy_", "aten::_to_copy"}  # what they write is the cast
-_FORWARD = {"preheat::grouped_linear"}  # operators of a forward pass alone, which torch runs without grad mode always
+# Operators of a forward pass alone, which torch runs without grad mode always.
+_FORWARD = {"preheat::grouped_linear", "preheat::varlen_attention"}
 _LINK: dict[str, Place] = {
     "preheat::to_host": "out",
     "preheat::copy_to_host_": "out",

@@ -22,7 +22,7 @@ from preheat.planning.observe import Observation
 from preheat.planning.recorder import Kernel
 from preheat.technique import DATA, Axis, Device
 
-__all__ = ["Roofline", "Seconds"]
+__all__ = ["Roofline", "Seconds", "fused_share", "link_seconds"]
 
 _BANDWIDTH = 0.85  # of the memory's, that kernels over large tensors reach (device copies on H100 and H200: 0.82 to 0.90)
 _LINK = (
@@ -244,7 +244,7 @@ class Roofline:
             elif kernel.flops:
                 products += (self._product(kernel) + _LAUNCH) * count
             else:
-                fused = _FUSED.get(kernel.dtype, 1.0) if observation.compiled and kernel.operator in _POINTWISE else 1.0
+                fused = fused_share(kernel, observation)
                 moved += (self._moving(kernel.bytes_read + kernel.bytes_written) + _LAUNCH) * fused * count
         computing = products + attention + moved
         host = max(launches * (_HOST_COMPILED if observation.compiled else _HOST) * observation.slowed - computing, 0.0)
@@ -254,23 +254,37 @@ class Roofline:
         return Seconds(products, attention, moved, waiting, min(beside, computing), host, idle, link)
 
     def _link(self, observation: Observation, computing: float) -> float:
-        """What copies between the memories add, in both directions at once.
+        link = (self.device.host or _HOST_LINK) * _LINK
+        return link_seconds(observation, computing, to_host=link, to_device=link)
 
-        Those of the forward pass run beside it, and those of the backward pass beside that, which takes twice as long. In the update the device
-        waits: for gradients that arrive, for the host that computes with them, for weights that come back, one parameter behind the other.
-        """
-        found: dict[tuple[str, bool], float] = defaultdict(float)
-        for kernel, count in observation.kernels.items():
-            if kernel.where == "host":
-                seconds = (kernel.bytes_read + kernel.bytes_written) / _HOST_MEMORY
-            elif kernel.where != "device":
-                seconds = kernel.bytes_written / ((self.device.host or _HOST_LINK) * _LINK)
-            else:
-                continue
-            found[kernel.where, kernel.alone] += seconds * count
-        update = max(found["out", True], found["back", True], found["host", True])
-        beside = max(found["out", False] - computing / 3, 0.0) + max(found["back", False] - computing * 2 / 3, 0.0)
-        return update + beside + found["host", False]
+
+def fused_share(kernel: Kernel, observation: Observation) -> float:
+    """The share of a small operator's time that is left if a compiler fuses it with its neighbours."""
+    return _FUSED.get(kernel.dtype, 1.0) if observation.compiled and kernel.operator in _POINTWISE else 1.0
+
+
+def link_seconds(observation: Observation, computing: float, *, to_host: float, to_device: float) -> float:
+    """Seconds that copies between a GPU's memory and the host's add to a step, in both directions at once.
+
+    Those of the forward pass run beside it, and those of the backward pass beside that, which takes twice as long. In the update the device
+    waits: for gradients that arrive, for the host that computes with them, for weights that come back, one parameter behind the other.
+
+    Args:
+        computing: seconds that the device computes.
+        to_host, to_device: bytes a second.
+    """
+    found: dict[tuple[str, bool], float] = defaultdict(float)
+    for kernel, count in observation.kernels.items():
+        if kernel.where == "host":
+            seconds = (kernel.bytes_read + kernel.bytes_written) / _HOST_MEMORY
+        elif kernel.where != "device":
+            seconds = kernel.bytes_written / (to_host if kernel.where == "out" else to_device)
+        else:
+            continue
+        found[kernel.where, kernel.alone] += seconds * count
+    update = max(found["out", True], found["back", True], found["host", True])
+    beside = max(found["out", False] - computing / 3, 0.0) + max(found["back", False] - computing * 2 / 3, 0.0)
+    return update + beside + found["host", False]
 
 
 def _last_wave(kernel: Kernel, units: int | None) -> float:

@@ -12,6 +12,7 @@ preheat.errors.RecipeError: recipe:1: unknown key 'modle'; did you mean 'model'?
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -36,6 +37,7 @@ from preheat.recipe.parts import (
 )
 from preheat.recipe.sample import Sample
 from preheat.recipe.text import compose, read_text, write
+from preheat.recipe.unread import warned
 from preheat.text import quoted, shorten
 
 __all__ = [
@@ -70,13 +72,17 @@ __all__ = [
 ]
 
 
-def parse(text: str, *, where: str = "recipe", overrides: Sequence[str] = ()) -> Recipe:
+_log = logging.getLogger("preheat.recipe")  # the command line shows it; a program decides by itself
+
+
+def parse(text: str, *, where: str = "recipe", overrides: Sequence[str] = (), warn: bool = False) -> Recipe:
     """A recipe from YAML text.
 
     Args:
         text: the YAML.
         where: the name that errors give the text, usually the file's.
         overrides: `a.b=c` each, as after `--set`; the value is read as YAML.
+        warn: log the keys that are stated and that nothing reads (`preheat.recipe.unread`).
 
     Raises:
         RecipeError: every problem found, a line each: file, line, key, value and the nearest right name.
@@ -95,7 +101,7 @@ def parse(text: str, *, where: str = "recipe", overrides: Sequence[str] = ()) ->
         assigned[key] = f"--set {shorten(item)}"
     reader = RecipeReader(where, lines, assigned)
     try:
-        return reader.recipe(values)
+        recipe = reader.recipe(values)
     except RecipeError:
         for at, words in reader.found:
             # A key of the file may be wrong only beside what an override says.
@@ -103,6 +109,9 @@ def parse(text: str, *, where: str = "recipe", overrides: Sequence[str] = ()) ->
                 assigned[at] = f"--set {shorten(overrides[n - 1])}"
         reader.refuse()
         raise
+    for name, words in warned(recipe) if warn else ():
+        _log.warning("%s: %s: %s", reader.place(tuple(name.split("."))), name, words)
+    return recipe
 
 
 def _first_wrong(at: tuple[str, ...], words: str, steps: Sequence[Any]) -> int:
@@ -142,8 +151,8 @@ def built_in() -> dict[str, Path]:
     return {file.stem: file for file in sorted((Path(__file__).parents[1] / "recipes").rglob("*.yaml"), key=lambda f: f.stem)}
 
 
-def load(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
-    """A recipe from a YAML file, or by the name of a built-in one.
+def load(path: str | Path, overrides: Sequence[str] = (), *, warn: bool = True) -> Recipe:
+    """A recipe from a YAML file, or by the name of a built-in one; arguments as of `parse`.
 
     Example:
         >>> load("demo", ["batch.size=8"]).batch.size
@@ -158,7 +167,13 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
         if str(path) not in known:
             raise RecipeError(f"{where}: no such file, and no built-in recipe of that name; {nearest(str(path), list(known))}")
         file = known[str(path)]
-    return parse(read_text(file, where), where=where, overrides=overrides)
+    elif file.suffix.lower() in _DATA:
+        raise RecipeError(f"{where}: is data, not a recipe; name it in one: preheat init fine-tune, then data.source: {where}")
+    return parse(read_text(file, where), where=where, overrides=overrides, warn=warn)
+
+
+_DATA = (".jsonl", ".parquet", ".csv", ".txt", ".md", ".py")
+"""Suffixes of files that `data.source` reads and that no recipe has. JSON is YAML too."""
 
 
 def _is_there(file: Path, *, folder: bool = False) -> bool:

@@ -167,8 +167,13 @@ class RecipeReader:
             return None
 
     def recipe(self, values: Any) -> Recipe:
+        if values is None or values == {}:
+            raise RecipeError(
+                f"{self.where}: is empty; write at least a model and an end, e.g. {{model: {{size: 15M}}, stop: {{steps: 100}}}}, "
+                "or begin with a copy: preheat init demo"
+            )
         if not isinstance(values, Mapping):
-            raise RecipeError(f"{self.where}: a recipe is a mapping of keys, got {type(values).__name__}")
+            raise RecipeError(f"{self.where}: a recipe is a mapping of keys, got {quoted(values)}")
         if "chain" in values:
             raise RecipeError(
                 f"{self.where}: is a chain of steps over a trained model; run it with: preheat compress RUN --recipe {self.where}"

@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal
 from preheat.errors import RecipeError, nearest
 from preheat.recipe.bounds import Bound, Count, Long, NonNegative, Positive, Seed, Share, Whole
 from preheat.recipe.sample import Sample
+from preheat.recipe.unread import refused
 from preheat.technique import Technique
 from preheat.text import quoted
 
@@ -260,6 +261,9 @@ class Hardware:
     segments: Literal["fixed", "expandable"] = "fixed"
     """Of a GPU, how torch's allocator takes memory from the driver: fixed, its default; expandable: one segment that grows, of which less stays unused
     (`PYTORCH_ALLOC_CONF=expandable_segments:True`)."""
+    deterministic: bool = False
+    """On a GPU, choose kernels that give the same bits each time, some of them slower: then a run repeats and resumes bit for bit, as it always
+    does on CPUs. Without it, up to rounding. An operator that has no such kernel ends the run in one line."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -400,7 +404,11 @@ class Recipe:
         if self.stop.hours and not counted and self.schedule.kind != "constant":
             words = f"schedule {self.schedule.kind} needs a length in steps, tokens or epochs; add one (hours still ends the run early) or use schedule.kind: constant"
             found.append(("stop.hours", words))
+        if self.evaluate.baselines and data.streaming:
+            words = "counts the training rows, and those of a stream are not known before; set it to false, or data.streaming: false"
+            found.append(("evaluate.baselines", words))
         found += [(f"sample.{key}", words) for key, words in self.sample.problems()]
+        found += refused(self)
         if problem := folder_name_problem(self.name):
             found.append(("name", problem))
         return found

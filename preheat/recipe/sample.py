@@ -65,6 +65,9 @@ class Sample:
                 found.append(
                     (name, f"{value:g} chooses among drawn tokens, and temperature 0 draws none; set a temperature, e.g. 0.8")
                 )
+        if self.draft is None and self.draft_tokens != type(self).draft_tokens:
+            words = f"{self.draft_tokens} changes nothing: there is no draft to propose them; name one (draft), or leave it out"
+            found.append(("draft_tokens", words))
         if self.speculates:
             name = "draft" if self.draft is not None else "lookup"
             if self.draft is not None and self.lookup is not None:
@@ -80,9 +83,8 @@ class Sample:
         if "" in self.stop:
             found.append(("stop", "an empty string would end every text at once; remove it"))
         for number, prompt in enumerate(self.prompts, 1):
-            words = None if isinstance(prompt, str) else _chat_problem(prompt)
-            if words:
-                found.append(("prompts", f"prompt {number}: {words}"))
+            if not isinstance(prompt, str) and (problem := _chat_problem(prompt)):
+                found.append(("prompts", f"prompt {number}: {problem}"))
         return found
 
 

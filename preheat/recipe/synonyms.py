@@ -12,7 +12,7 @@ from preheat.recipe.parts import Recipe
 from preheat.technique import registry
 from preheat.text import quoted
 
-__all__ = ["NAMES", "unknown_key"]
+__all__ = ["NAMES", "option_hint", "unknown_key"]
 
 # Names of axolotl, LLaMA-Factory, TRL and transformers' TrainingArguments, torchtune, torchtitan and litgpt.
 NAMES: Mapping[str, str] = {
@@ -172,3 +172,25 @@ def unknown_key(path: Sequence[str], known: Sequence[str]) -> str:
     if alike := difflib.get_close_matches(word, [*NAMES, *_places()], n=1, cutoff=0.85):
         return message + f"did you mean '{NAMES.get(alike[0]) or _places()[alike[0]][0]}'?"
     return message + nearest(key, list(known))
+
+
+def option_hint(name: str) -> str:
+    """How the command line sets what an unknown option named, if that is a recipe's key; "" if it is none.
+
+    Example:
+        >>> option_hint("--learning-rate")
+        "a recipe's key is set by --set optimizer.lr=VALUE"
+        >>> option_hint("--nonsense")
+        ''
+    """
+    path = name.lstrip("-").lower().replace("-", "_")
+    word = path.rpartition(".")[2]
+    if word in _ELSEWHERE:
+        return _ELSEWHERE[word]
+    places = _places().get(word, [])
+    of_recipe = [place for place in places if not place.startswith("techniques.")] or places
+    key = path if path in places else NAMES.get(word) or (of_recipe[0] if len(of_recipe) == 1 else "")
+    if not key:
+        return ""
+    value = "{}" if key.removeprefix("techniques.") in registry() else "VALUE"
+    return f"a recipe's key is set by --set {key}={value}"

@@ -6,9 +6,10 @@ a few lines of aliases can stand for billions of values.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import yaml
 from preheat.errors import RecipeError
 from preheat.text import quoted, shorten
 
-__all__ = ["LARGEST_FILE", "compose", "read", "read_text", "write"]
+__all__ = ["LARGEST_FILE", "compose", "nodes", "read", "read_text", "write"]
 
 LARGEST_FILE = 1 << 20
 """Bytes of a YAML file that is read. A recipe with every default written out has five thousand."""
@@ -209,15 +210,28 @@ def compose(text: str, where: str, *, numbered: bool = True) -> tuple[Any, dict[
             except _Unusable as error:  # said here, where the key is known
                 raise RecipeError(f"{line}: {_prefix(at)}{error.problem}") from None
 
+    node, loader = _composed(text, where, numbered=numbered)
+    if node is None:
+        return {}, lines
+    walk(node, ())
+    with _in_words(where, numbered=numbered):
+        return loader.construct_document(node), lines
+
+
+def _composed(text: str, where: str, *, numbered: bool) -> tuple[yaml.Node | None, _Loader]:
+    """The nodes of YAML text, in which aliases are not looked at yet, and the loader that constructs them; errors as of `compose`."""
     if len(text) > LARGEST_FILE:
         raise RecipeError(f"{where}: is longer than {LARGEST_FILE >> 20} MiB, which no recipe is")
-    try:
+    with _in_words(where, numbered=numbered):
         loader = _Loader(text)
-        node = loader.get_single_node()
-        if node is None:
-            return {}, lines
-        walk(node, ())
-        return loader.construct_document(node), lines
+        return loader.get_single_node(), loader
+
+
+@contextlib.contextmanager
+def _in_words(where: str, *, numbered: bool) -> Iterator[None]:
+    """Within, PyYAML's errors become a RecipeError of one line."""
+    try:
+        yield
     except yaml.reader.ReaderError as error:
         raise RecipeError(f"{where}: not YAML: the character #x{error.character:04x}, which no text has") from None
     except yaml.YAMLError as error:
@@ -228,6 +242,28 @@ def compose(text: str, where: str, *, numbered: bool = True) -> tuple[Any, dict[
             problem += "; indent with spaces, not tabs"
         kind = "" if isinstance(error, _Unusable) else "not YAML: "
         raise RecipeError(f"{where}{line}: {kind}{shorten(problem, 160)}") from None
+
+
+def nodes(text: str, where: str) -> yaml.Node | None:
+    """YAML text of another program as nodes, of which nothing is constructed: they may have tags that only it knows.
+
+    Raises:
+        RecipeError: it is not YAML, or larger, deeper or (by its aliases) longer than any recipe; its words begin with `where`.
+    """
+    root, _ = _composed(text, where, numbered=True)
+    count, todo = 0, [(root, 0)] if root is not None else []
+    while todo:
+        node, depth = todo.pop()
+        count += 1
+        if depth > _DEEPEST:  # an anchor that is used within itself ends here too
+            raise RecipeError(f"{where}:{node.start_mark.line + 1}: is nested more than {_DEEPEST} levels deep")
+        if count > _MOST_VALUES:
+            raise RecipeError(f"{where}:{node.start_mark.line + 1}: {_TOO_MANY}")
+        if isinstance(node, yaml.MappingNode):
+            todo += [(inner, depth + 1) for pair in node.value for inner in pair]
+        elif isinstance(node, yaml.SequenceNode):
+            todo += [(inner, depth + 1) for inner in node.value]
+    return root
 
 
 def write(value: Any) -> str:

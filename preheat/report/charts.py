@@ -96,14 +96,16 @@ def over_time(figures: dict[str, Any]) -> list[str]:
     def in_unit(value: float) -> str:
         return f"{value:,.3g} {unit}"
 
+    sessions, session = figures["summary"]["sessions"], figures["summary"]["measured_session"]
+    part = f" in session {session} of {sessions}" if sessions > 1 and session else ""
     expected, peak = (None if size is None else size * scale for size in peaks)
     drawn = [
         _one("lr", "Learning rate", curve["step"], plots.numbers(curve["lr"]), _rate, noisy=False),
         _one("gradient-norm", "Gradient norm, before clipping", curve["step"], plots.numbers(curve["gradient_norm"]), lambda v: f"{v:.3g}"),
         _one("rate", "Tokens per second", curve["step"], plots.numbers(curve["tokens_per_second"]), grouped,
-             level=("predicted", number(predicted["tokens_per_second"])), measured=("over the run", number(measured["tokens_per_second"]))),
+             level=("predicted", number(predicted["tokens_per_second"])), measured=(part.strip() or "over the run", number(measured["tokens_per_second"]))),
         _one("memory-after-step", f"Memory after each step, {unit}", curve["step"], [v / 2**30 * scale for v in bytes_held], in_unit,
-             level=("predicted peak", expected), measured=("peak", peak), noisy=False),
+             level=("predicted peak", expected), measured=(f"peak{part}", peak), noisy=False),
     ]  # fmt: skip
     if figures["expert_loads"]:
         drawn.append(_figure("Load of experts", *heat.loads(figures["expert_loads"])))

@@ -54,14 +54,17 @@ def _page(made: dict[str, Any]) -> str:
         f"{chosen['name']}: {after['bytes'] / before['bytes']:.0%} of bf16's bytes, {faster:.2f} times its tokens a second, "
         f"perplexity {_rise(chosen['perplexity_rise'])}; chosen as {made['chosen_because']}."
     )
-    said = "".join(f"<li><b>{escape(v['name'])}</b>: {escape(v['what'])}</li>" for v in made["variants"])
+    done = "".join(f"<li><b>{escape(v['name'])}</b>: {escape(v['what'])}</li>" for v in made["variants"])
+    said = "".join(f"<li>{escape(words)}</li>" for words in made.get("said", ()))
+    notes = f'<section id="notes"><h2>What to know</h2><ul>{said}</ul></section>' if said else ""
     return document(
         f"{made['source']} · preheat compress",
         f"""<header id="verdict"><p class="eyebrow">preheat compress</p><h1>{escape(Path(made["source"]).name)}</h1>
 <p class="verdict">{escape(headline)}</p></header>
 <section id="pareto"><h2>Quality against size and speed</h2><div class="two">{_pareto(made, "size")}{_pareto(made, "time")}</div></section>
 <section id="variants"><h2>Every variant</h2>{_table(made)}</section>
-<section id="what"><h2>What was done</h2><ul>{said}</ul></section>
+<section id="what"><h2>What was done</h2><ul>{done}</ul></section>
+{notes}
 <footer>Data: {escape(made["texts"])}; {made["calibration_rows"]} calibration rows, {after["tokens"]:,} held-out tokens. Bytes: of the weights. Times: medians of
 turns taken alternately with the same model in bf16, one row, a prompt of {after["prompt_tokens"]} tokens. All figures as data: compress.json.</footer>""",
     )

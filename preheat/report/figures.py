@@ -20,7 +20,7 @@ from preheat.report.words import (
     signed_percent,
     value,
 )
-from preheat.run import METRIC_KEYS, Reader
+from preheat.run import MEMORY_KEYS, METRIC_KEYS, Reader, expected_memory
 
 __all__ = ["collect"]
 
@@ -49,7 +49,9 @@ def collect(path: str | Path) -> dict[str, Any]:
     recipe, plan, environment, changes, evaluation = map(mapping, (recipe, plan, environment, changes, evaluation))
     metrics, evaluations = ([m for m in lines if _is_step(m.get("step"))] for lines in (metrics, evaluations))
     events = [e for e in events if isinstance(e.get("kind"), str)]
-    measured: dict[str, Any] = next((e for e in reversed(events) if e["kind"] == "measured"), {})
+    at = max((n for n, e in enumerate(events) if e["kind"] == "measured"), default=-1)
+    measured: dict[str, Any] = events[at] if at >= 0 else {}
+    measured_in = sum(e["kind"] in ("started", "resumed") for e in events[: at + 1])
     last = metrics[-1] if metrics else {}
     finished: dict[str, Any] = next((e for e in reversed(events) if e["kind"] == "finished"), {})
     evaluated = evaluations[-1] if evaluations else {}
@@ -71,6 +73,7 @@ def collect(path: str | Path) -> dict[str, Any]:
             "loss": end.get("loss", last.get("loss")),
             "validation_loss": _first(end.get("validation_loss"), evaluated.get("validation_loss")),
             "sessions": sum(e["kind"] in ("started", "resumed") for e in events),
+            "measured_session": measured_in or None,
             "parameters": plan.get("parameters"),
             "model": recipe.get("model"),
             "data": mapping(recipe.get("data")).get("source"),
@@ -87,8 +90,10 @@ def collect(path: str | Path) -> dict[str, Any]:
                 "flops_per_step",
                 "seconds_total",
             )
-        },
-        "measured": {k: measured.get(k) for k in ("peak_gib", "tokens_per_second", "seconds_per_step", "mfu")},
+        }
+        | expected_memory(plan),
+        "measured": {k: measured.get(k) for k in ("peak_gib", "tokens_per_second", "seconds_per_step", "mfu")}
+        | {k: measured[k] for k in MEMORY_KEYS if k in measured},
         "curves": {name: [line.get(name) for line in metrics] for name in METRIC_KEYS},
         "expert_loads": _expert_loads(metrics),
         "not_finite": [m["step"] for m in metrics if not math.isfinite(_real(m.get("loss"))) or _bad(m.get("gradient_norm"))],
@@ -110,7 +115,7 @@ def collect(path: str | Path) -> dict[str, Any]:
     }
     predicted, real = figures["predicted"], figures["measured"]
     figures["difference"] = {
-        k: off_by(predicted[k], real[k]) for k in ("peak_gib", "tokens_per_second", "seconds_per_step", "mfu")
+        k: off_by(predicted.get(k), real.get(k)) for k in (*MEMORY_KEYS, "tokens_per_second", "seconds_per_step", "mfu")
     }
     figures["verdict"] = _verdict(figures)
     return figures
@@ -235,6 +240,8 @@ def _verdict(figures: dict[str, Any]) -> str:
         left = f"Predicted {words(guess)}{unit}" if guess is not None else f"No prediction of {name}"
         right = f"measured {words(real)}" if real is not None else "not measured yet"
         parts.append(f"{left}, {right}" + (f" ({signed_percent(off)})" if off is not None else "") + ".")
+    if summary["sessions"] > 1 and summary["measured_session"]:
+        parts.append(f"Measured in session {summary['measured_session']} of {summary['sessions']}.")
     return " ".join(filter(None, parts))
 
 

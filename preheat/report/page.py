@@ -264,9 +264,25 @@ def _memory(figures: dict[str, Any]) -> str:
         key = '<span class="key" style="--c: var(--ink)"></span>'
         rows.append(f'<tr class="sum"><td>{key}measured peak{apart}</td><td class="n">{texts[-1]}</td><td></td></tr>')
     table = _table(rows, (("at the peak", ""), (unit, "n"), ("share", "n"))) if rows else ""
+    table += _memory_of_gpu(figures)
     left, right = f"{charts.memory(figures)}{table}", _phases(figures["phases"])
     shown = f'<div class="two"><div>{left}</div><div>{right}</div></div>' if left or right else ""
     return shown + _fallbacks(figures["events"])
+
+
+def _memory_of_gpu(figures: dict[str, Any]) -> str:
+    """Each figure of a GPU's memory beside its own prediction."""
+    names = {"allocated_gib": "allocated: tensors", "reserved_gib": "reserved by torch's allocator", "context_gib": "context"}
+    keys = [key for key in names if number(figures["measured"].get(key)) is not None]
+    pairs = [(number(figures["predicted"].get(key)), number(figures["measured"][key])) for key in keys]
+    unit, texts = sizes([size for pair in pairs for size in pair])
+    rows = [
+        f'<tr><td>{escape(names[key])}</td><td class="n">{predicted}</td><td class="n">{measured}</td>'
+        f'<td class="n">{signed_percent(figures["difference"][key]) if figures["difference"][key] is not None else ""}</td></tr>'
+        for key, predicted, measured in zip(keys, texts[::2], texts[1::2], strict=True)
+    ]
+    head = (("at the most", ""), (f"predicted, {unit}", "n"), ("measured", "n"), ("difference", "n"))
+    return _table(rows, head) if rows else ""
 
 
 def _fallbacks(events: list[dict[str, Any]]) -> str:

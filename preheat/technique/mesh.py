@@ -75,6 +75,8 @@ def sizes_of(techniques: Iterable[Spread], world: int) -> dict[Axis, int]:
     if len(rest) > 1:
         raise ValueError(f"{' and '.join(sorted(rest.values()))} both take the devices that are left; leave one out")
     if world % fixed or (not rest and world != fixed):
+        if fixed == 1:
+            raise ValueError(f"the recipe's techniques use 1 device, not {world}; add data_parallel or fsdp for the others")
         left = "" if rest or world % fixed else "; add data_parallel or fsdp for the others"
         raise ValueError(f"{words} does not multiply to {world} device{'s' if world > 1 else ''}{left}")
     for axis in rest:

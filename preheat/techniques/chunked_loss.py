@@ -2,7 +2,8 @@
 
 What: for a few hundred rows at a time, logits, loss and their gradient are made and consumed in the forward pass, in place.
 Helps: logits are tokens x vocabulary, often the largest tensor of a step, held two or three times by the plain loss;
-here one chunk is held once. Faster too where memory is slow. Hurts: little; very few rows a chunk slow the products.
+here one chunk is held once. Faster too where memory is slow. Hurts: little; very few rows a chunk slow the products. On CUDA the gradient of a
+head in fp32 is summed in fp32 by the products themselves; that of a head in bf16 is rounded once a chunk.
 Source: Wijmans et al. 2024, "Cut Your Losses" (arXiv:2411.09009); Hsu et al. 2024, Liger Kernel (arXiv:2410.10989).
 """
 
@@ -23,14 +24,20 @@ __all__ = ["ChunkedLoss", "chunked_cross_entropy"]
 
 
 _KERNELS = ("ours", "torch", "liger")
+_ROWS = {"cpu": 512, "cuda": 4096}
+"""By kind of device: a CPU keeps a chunk in its caches, a GPU wants few large products and few passes over the head's gradient."""
 
 
-def _kernel(name: str, rows: int) -> Callable[..., Tensor]:
+def _kernel(name: str, rows: int, cuda: bool) -> Callable[..., Tensor]:
     from preheat.ops.losses import chunked_logits, liger_logits, torch_logits
 
     if name == "liger":
         return liger_logits
-    return functools.partial(chunked_logits if name == "ours" else torch_logits, rows=rows)
+    return (
+        functools.partial(torch_logits, rows=rows)
+        if name == "torch"
+        else functools.partial(chunked_logits, rows=rows, cuda=cuda)
+    )
 
 
 def chunked_cross_entropy(hidden: Tensor, head: nn.Module, labels: Tensor, *, rows: int = 512, kernel: str = "ours") -> Tensor:
@@ -53,7 +60,7 @@ def chunked_cross_entropy(hidden: Tensor, head: nn.Module, labels: Tensor, *, ro
 
     if kernel not in _KERNELS:
         raise ValueError(f"kernel: {kernel} is none of {', '.join(_KERNELS)}")
-    return _kernel(kernel, rows)(hidden, head, CrossEntropy(), labels)
+    return _kernel(kernel, rows, hidden.is_cuda)(hidden, head, CrossEntropy(), labels)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,11 +71,14 @@ class ChunkedLoss(Technique):
     relieves: ClassVar[bool] = True
     owns: ClassVar[frozenset[Slot]] = frozenset({Slot.OVER_LOGITS})
 
-    rows: Annotated[int, Bound(1)] = 512
-    """Rows of logits in memory at a time (liger chooses by itself)."""
+    rows: Annotated[int, Bound(1)] | None = None
+    """Rows of logits in memory at a time; when not given 512 on a CPU and 4096 on a GPU (liger chooses by itself)."""
     kernel: Literal["auto", "ours", "torch", "liger"] = "auto"
     """Who computes a chunk: ours, torch's linear_cross_entropy, or Liger's Triton kernel (CUDA). auto takes ours, the fastest measured on
     a CPU (benchmarks/results/loss_kernels.md); on CUDA the others have not been measured against it."""
+
+    def _rows(self, kind: str) -> int:
+        return self.rows or _ROWS[kind]
 
     def trades(self) -> Literal["exact"]:
         return "exact"
@@ -100,12 +110,15 @@ class ChunkedLoss(Technique):
 
         chosen = "ours" if self.kernel == "auto" else self.kernel
         require_plain_head(part, self.name(), tied=chosen == "ours")
-        build.own(Slot.OVER_LOGITS, _kernel(chosen, self.rows), self.name())
-        many = "as many rows as Liger chooses" if chosen == "liger" else f"{self.rows} rows"
+        rows = self._rows(build.device.kind)
+        build.own(Slot.OVER_LOGITS, _kernel(chosen, rows, build.device.kind == "cuda"), self.name())
+        many = "as many rows as Liger chooses" if chosen == "liger" else f"{rows} rows"
         return Change(f"head and loss {many} at a time, gradients made in the forward pass", 1, kernel=chosen)
 
     def options(self, context: Context) -> Iterable[Technique]:
-        return [ChunkedLoss(rows=n, kernel=self.kernel) for n in (1024, 512, 256, 128)]
+        most = (4096, 2048) if context.device.kind == "cuda" else ()
+        return [ChunkedLoss(rows=n, kernel=self.kernel) for n in (*most, 1024, 512, 256, 128)]
 
     def rungs(self, context: Context) -> Iterable[Technique]:
-        return [ChunkedLoss(rows=n, kernel=self.kernel) for n in (512, 256, 128, 64) if n < self.rows]
+        rows = self._rows(context.device.kind)
+        return [ChunkedLoss(rows=n, kernel=self.kernel) for n in (2048, 1024, 512, 256, 128, 64) if n < rows]

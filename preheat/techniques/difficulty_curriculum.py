@@ -102,8 +102,9 @@ def losses_of(folder: Path, rows: Rows, *, device: str = "cpu", micro: int = 8, 
     """
     import numpy as np
 
-    from preheat.data.cache import default_root, entry
+    from preheat.data.cache import entry
     from preheat.data.sources import digest
+    from preheat.hardware.links import cache_folder
     from preheat.models.weights import WeightSource
 
     if rows.tokens.examples.kind == "classes":
@@ -121,7 +122,7 @@ def losses_of(folder: Path, rows: Rows, *, device: str = "cpu", micro: int = 8, 
         np.save(made / "losses.npy", _losses(folder, source, rows, device, micro))
         return {}
 
-    found, _ = entry(cache or default_root(), f"losses-{key}", build)
+    found, _ = entry(cache or cache_folder(), f"losses-{key}", build)
     return np.load(found / "losses.npy")
 
 
@@ -132,8 +133,8 @@ def _losses(folder: Path, source: Any, rows: Rows, device: str, micro: int) -> n
     from preheat.data.loader import evaluation_batches
     from preheat.models import adapter
     from preheat.models.weights import materialize
-    from preheat.ops.attention import sdpa_attention
     from preheat.ops.attention_blocks import blocked_attention
+    from preheat.ops.attention_module import best_attention
     from preheat.ops.losses import CrossEntropy
     from preheat.recipe import Batch, Model, Recipe, Stop
 
@@ -148,7 +149,6 @@ def _losses(folder: Path, source: Any, rows: Rows, device: str, micro: int) -> n
         raise DataError(
             f"{_MODEL}: {folder} has {facts.positions} positions but rows have {rows.length} tokens; name a model with more"
         )
-    plain = facts.window is None and facts.score_softcap is None
     model = adapter.build_on_meta(config)
     materialize(model, torch.device(device))
     source.fill(model, seed=0)
@@ -161,7 +161,7 @@ def _losses(folder: Path, source: Any, rows: Rows, device: str, micro: int) -> n
                 batch.tokens.to(device),
                 batch.positions.to(device),
                 batch.mask,
-                sdpa_attention if plain else blocked_attention,
+                best_attention if facts.score_softcap is None else blocked_attention,
             )
             for states, labels in zip(hidden, batch.labels.to(device), strict=True):  # logits of one row at a time
                 total = CrossEntropy()(adapter.logits(model, states), labels).sum()

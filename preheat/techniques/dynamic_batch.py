@@ -182,17 +182,20 @@ class DynamicBatch(Technique):
         return replace(self, start=next(fits, every[-1]))
 
     def apply(self, build: Build, part: Any) -> Change:
+        from preheat.hardware.gpu_memory import CONTEXT
         from preheat.hardware.heap import give_back
         from preheat.hardware.probe import begin_peak, peak_bytes, resident_bytes
 
         rows, kind = build.recipe.batch.size // build.mesh.size(*DATA), build.device.kind
         first = rows if self.start == "auto" else int(self.start)
         build.accumulation = -(-rows // first)
+        # On a GPU tensors are measured, and the context takes its share of the memory too.
+        memory = build.device.memory - (CONTEXT if kind == "cuda" else 0)
         state = MicroBatch(
             -(-rows // build.accumulation),
             rows,
-            limit=self.target * build.device.memory,
-            alarm=(1 + self.target) / 2 * build.device.memory,
+            limit=self.target * memory,
+            alarm=(1 + self.target) / 2 * memory,
         )
         build.state[self.name()] = state
         plain = build.slot(Slot.FORWARD_BACKWARD)

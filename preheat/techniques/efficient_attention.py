@@ -1,11 +1,12 @@
 """Efficient attention: fused kernels, the kernel stated, without scores, repeated keys or a mask tensor in memory.
 
 What: scaled-dot-product attention block by block; grouped queries read their shared keys and values without copies; causal
-by an argument; packed documents attended one by one; windows by kernels that skip what they hide.
+by an argument; packed documents by themselves (on CUDA in one call of flash attention's variable-length form); windows
+by kernels that skip what they hide.
 Helps: memory linear in length instead of quadratic (benchmarks/results/attention_memory.md), and less traffic. On a CPU in bf16 `blocks`
 (batched products over blocks of queries) is 1.1 to 2 times as fast as torch's own kernel up to 2,048 tokens. Hurts: nothing known where a
 fused kernel exists; the sums are ordered otherwise, so results agree up to rounding, and `blocks` rounds scores to bf16 too.
-`flex`, `flash2` and `flash3` were not yet run on a GPU.
+No kernel was run on a GPU yet.
 Source: Dao et al. 2022 (arXiv:2205.14135); FlashAttention 2 (arXiv:2307.08691) and 3 (arXiv:2407.08608); FlexAttention: Dong et al. 2024
 (arXiv:2412.05496); grouped queries: Ainslie et al. 2023 (arXiv:2305.13245).
 """
@@ -17,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
-from preheat.technique import Build, Change, Context, MaskSpec, Slot, Stage, Tag, Technique
+from preheat.technique import Axis, Build, Change, Context, MaskSpec, Slot, Stage, Tag, Technique
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -96,7 +97,7 @@ def __getattr__(name: str) -> Any:
     return EfficientAttention
 
 
-def _kernel(name: str) -> Callable[..., Tensor]:
+def _kernel(name: str, *, varlen: bool | None = None) -> Callable[..., Tensor]:
     if name == "blocks":
         from preheat.ops.attention_blocks import blocked_attention
 
@@ -111,7 +112,7 @@ def _kernel(name: str) -> Callable[..., Tensor]:
         return functools.partial(flash_package_attention, version=int(name[-1]))
     from preheat.ops.attention import sdpa_attention
 
-    return functools.partial(sdpa_attention, kernel=name)
+    return functools.partial(sdpa_attention, kernel=name, varlen=varlen)
 
 
 _PACKAGES = {  # kernel -> (distribution, how to install it)
@@ -124,7 +125,14 @@ _PACKAGES = {  # kernel -> (distribution, how to install it)
 _WINDOWS = {"blocks", "flex", "flash2", "flash3"}
 _GLOBAL = {"blocks", "flex"}
 _SOFTCAP = {"blocks", "flex"}
+_FLASH_HEAD = 256  # the largest head_dim of flash attention's kernels
 _FLEX_HEAD = 16  # the smallest head_dim that FlexAttention's CUDA kernels take
+_AMPERE, _CUDNN = (
+    (8, 0),
+    (9, 10),
+)  # from where on flash attention runs, and the major versions where torch puts cuDNN's attention before it
+_CUDNN_VERSION = 91500  # above which torch does so (`check_prefer_cudnn_attention` in its sdp_utils.cpp)
+_CUDNN_HEAD = 128  # the largest head_dim that cuDNN takes in both passes whatever its version
 
 
 def _half(context: Context | Build) -> bool:
@@ -139,7 +147,9 @@ class EfficientAttentionTechnique(Technique):
 
     kernel: Literal["auto", "flash", "efficient", "cudnn", "blocks", "flex", "flash2", "flash3"] = "auto"
     """The kernel; auto takes the fastest that serves: on a CPU blocks for windows, capped scores (Gemma 2) and
-    bf16 up to 2,048 tokens, else flash; on CUDA flex for windows and capped scores, else flash, or efficient for fp32. flash2 and flash3 are packages of their own. The run records which."""
+    bf16 up to 2,048 tokens, else flash; on CUDA flash in half precision (cudnn for rows of one document where torch
+    prefers it: Hopper), efficient in fp32, and flex for capped scores, global tokens, and windows in fp32. flash2 and
+    flash3 are packages of their own. The run records which."""
 
     def _chosen(self, context: Context | Build) -> str:
         if self.kernel != "auto":
@@ -149,9 +159,11 @@ class EfficientAttentionTechnique(Technique):
         if context.device.kind == "cpu":
             fast = Tag("bf16-compute") in context.tags and context.recipe.batch.length <= BLOCKS_UP_TO
             return "blocks" if _particular(context) or fast else "flash"
-        if _particular(context):
+        if _half(context) and (context.device.capability or _AMPERE) >= _AMPERE and _flash_sees(context):
+            return "cudnn" if _prefers_cudnn(context) else "flash"
+        if _particular(context) or context.model.head_dim % _alignment(context):
             return "flex" if context.model.head_dim >= _FLEX_HEAD else "blocks"
-        return "flash" if _half(context) else "efficient"
+        return "efficient"
 
     def trades(self) -> Literal["exact"]:
         return "exact"
@@ -159,8 +171,11 @@ class EfficientAttentionTechnique(Technique):
     def check(self, context: Context) -> list[str]:
         chosen, cuda = self._chosen(context), context.device.kind == "cuda"
         half = _half(context)
+        flash = (
+            {"flash", "cudnn"} if self.kernel == "auto" else {"flash"}
+        )  # beside cuDNN's, auto takes flash attention for windows
         why = []
-        if _windowed(context) and chosen not in _WINDOWS:
+        if _windowed(context) and chosen not in _WINDOWS and not (cuda and chosen in flash and _flash_sees(context)):
             why.append(f"kernel: {chosen} has no window, and attention here is limited to one; use blocks, flex or auto")
         if context.model.score_softcap and chosen not in _SOFTCAP:
             why.append(f"kernel: {chosen} cannot cap its scores, as {context.model.family} does; use blocks, flex or auto")
@@ -178,25 +193,35 @@ class EfficientAttentionTechnique(Technique):
             )
         if chosen in ("flash", *_PACKAGES) and cuda and not half:
             why.append(f"kernel: {chosen} on CUDA needs bf16 or fp16; add mixed_precision, or use kernel: efficient")
+        if chosen == "flash" and cuda and (context.device.capability or _AMPERE) < _AMPERE:
+            why.append(
+                f"kernel: flash needs an Ampere GPU (8.0) or later, and this one is {context.device.capability}; "
+                "use efficient or auto"
+            )
         if chosen in _PACKAGES and context.device.at_hand and not _installed(_PACKAGES[chosen][0]):
             why.append(f"kernel: {chosen} needs the package {_PACKAGES[chosen][0]}: {_PACKAGES[chosen][1]}")
         if chosen == "flash3" and cuda and context.device.capability is not None and context.device.capability < (9, 0):
             why.append(
                 f"kernel: flash3 needs a Hopper GPU (9.0), and this one is {context.device.capability}; use flash2 or flash"
             )
-        if chosen == "efficient" and context.model.kv_heads != context.model.heads:
+        if chosen == "efficient" and context.model.head_dim % (align := _alignment(context)):
             why.append(
-                "kernel: efficient cannot share keys and values among heads; compute in bf16, which the flash kernel can"
+                f"kernel: efficient needs heads of a multiple of {align}, and the model's have "
+                f"{context.model.head_dim}; use blocks"
             )
         return why
 
     def apply(self, build: Build, part: Any) -> Change:
         chosen = self._chosen(build)
-        build.own(Slot.ATTENTION_KERNEL, _kernel(chosen), self.name())
+        # Where auto takes cuDNN's, packed rows and windows are flash attention's.
+        both = self.kernel == "auto" and chosen == "cudnn"
+        kernel = _kernel("preferred" if both else chosen, varlen=True if build.device.kind == "cuda" else None)
+        build.own(Slot.ATTENTION_KERNEL, kernel, self.name())
         shared = (
             f", {build.model.heads} query heads on {build.model.kv_heads}" if build.model.kv_heads != build.model.heads else ""
         )
-        return Change(f"attention of {build.model.layers} layers{shared}", build.model.layers, kernel=chosen)
+        more = ", packed rows by flash" if both else ""
+        return Change(f"attention of {build.model.layers} layers{shared}{more}", build.model.layers, kernel=chosen)
 
 
 def _windowed(context: Context | Build) -> bool:
@@ -208,6 +233,32 @@ def _windowed(context: Context | Build) -> bool:
 def _particular(context: Context | Build) -> bool:
     """Whether attention is more than causal: within a window, or of capped scores."""
     return _windowed(context) or context.model.score_softcap is not None
+
+
+def _flash_sees(context: Context | Build) -> bool:
+    """Whether flash attention has arguments for what the layers see: everything before a token, or a window of it."""
+    sizes = context.sizes if isinstance(context, Context) else context.mesh.sizes
+    if context.model.score_softcap is not None or context.model.head_dim > _FLASH_HEAD:
+        return False
+    if not _windowed(context):
+        return True
+    whole = sizes[Axis.CONTEXT] == 1  # a ring of parts of rows has no window
+    return whole and context.model.head_dim % 8 == 0 and Tag("global-tokens") not in context.tags
+
+
+def _prefers_cudnn(context: Context | Build) -> bool:
+    """Whether torch itself would take cuDNN's attention for rows of one document."""
+    device, width = context.device, context.model.head_dim
+    if (device.capability or (0,))[0] not in _CUDNN or width % 8 or width > _CUDNN_HEAD:
+        return False
+    from torch.backends import cudnn
+
+    return not device.at_hand or (cudnn.version() or 0) > _CUDNN_VERSION
+
+
+def _alignment(context: Context | Build) -> int:
+    """What the efficient kernel wants head_dim to be a multiple of: 16 bytes."""
+    return 8 if _half(context) else 4
 
 
 def _installed(distribution: str) -> bool:

@@ -3,7 +3,7 @@
 What: `bf16` and `fp16` keep weights, gradients and optimizer in fp32 and cast to half around matrix products (autocast).
 `bf16_weights` keeps weights and gradients in bf16, moments in fp32, and rounds each new weight up or down at random so that its
 mean is exact: an update smaller than bf16's step (0.4 %) is not lost. `bf16_master` and `fp16_master` keep half weights and gradients
-to compute with, and fp32 masters of the weights in the optimizer. The fp16 modes scale the loss dynamically, since gradients below
+to compute with, and fp32 masters of the weights in the optimizer. A frozen base may be kept in half precision under `bf16` and `fp16` too (`frozen`). The fp16 modes scale the loss dynamically, since gradients below
 6e-8 would be lost; a step that overflows is left out and the scale halved. `bf16_pure` has weights, gradients and moments in bf16 and rounds
 to the nearest, as some fine-tuning tools do: the least memory, and updates below 0.4 % of a weight are lost. Adapters on a frozen base stay in fp32. `fp32` says so
 plainly, and `keep_fp32` names modules that compute in fp32 in any mode.
@@ -200,6 +200,9 @@ class MixedPrecision(Technique):
     mode: Literal["fp32", "bf16", "bf16_weights", "bf16_master", "bf16_pure", "fp16", "fp16_master"] = "bf16"
     """fp32: no mixing; bf16, fp16: fp32 weights under autocast; bf16_weights: weights in bf16 with stochastic rounding;
     bf16_master, fp16_master: half weights with fp32 masters in the optimizer; bf16_pure: everything in bf16, small updates lost."""
+    frozen: Literal["fp32", "half", "auto"] = "fp32"
+    """Modes bf16 and fp16, on a frozen base: what its weights are kept in. half: as products take them, which saves half of their memory and
+    every cast; auto: half on a GPU, fp32 on a CPU. Trained weights stay in fp32, and any technique may bring the optimizer."""
     keep_fp32: str | tuple[str, ...] = ()
     """Regular expressions (one, or a list) of module names that compute in fp32 all the same, e.g. [norm, router, lm_head]."""
     loss_scale: Positive = 65536.0
@@ -232,6 +235,10 @@ class MixedPrecision(Technique):
                 why.append(f"keep_fp32: {pattern!r} is no regular expression ({error})")
         if self.keep_fp32 and self.mode == "fp32":
             why.append("keep_fp32: with mode: fp32 everything is; leave it out")
+        if self.frozen != "fp32" and self.mode not in ("bf16", "fp16"):
+            why.append(f"frozen: {self.frozen} is for mode: bf16 or fp16, and mode: {self.mode} decides it; leave it out")
+        elif self.frozen == "half" and Tag("frozen-base") not in context.tags:
+            why.append("frozen: half has nothing to keep so, since no technique freezes a base; leave it out, or use auto")
         if self.keep_fp32 and self.owned() and Tag("summed-gradients") in context.tags:
             why.append(
                 f"keep_fp32: with mode: {self.mode} on several devices a layer's weights travel together and need one precision; use mode: {self.mode[:4]}, or leave keep_fp32 out"
@@ -249,8 +256,9 @@ class MixedPrecision(Technique):
         if self.mode == "fp32":
             return Change("weights, products and optimizer in fp32", whole)
         half = torch.float16 if self.mode.startswith("fp16") else torch.bfloat16
-        of_weights = self.mode not in ("bf16", "fp16")
         full = all(p.requires_grad for p in part.parameters())
+        frozen_half = self.frozen == "half" or (self.frozen == "auto" and build.device.kind == "cuda")
+        of_weights = self.mode not in ("bf16", "fp16") or (frozen_half and not full)
         if self.mode.endswith("_master") and not full:
             raise RecipeError(
                 f"techniques.{self.name()}.mode: {self.mode} is for models that are trained whole; some weights are frozen"
@@ -307,6 +315,11 @@ class MixedPrecision(Technique):
         build.state[self.name()] = scale
 
     def _optimizer(self, build: Build, groups: Any, **settings: Any) -> Any:
+        from preheat.ops.cuda_kernels import is_plain
+
+        if build.device.kind == "cuda" and build.home is None:
+            settings["fused"] = not is_plain("half_adamw")
+            settings["chunk"] = 1 << 26  # what the plain form takes: a GPU wants few large kernels
         if self.mode == "bf16_weights":
             return stochastic_adamw(groups, seed=build.recipe.seed, number=lambda: build.step, **settings)
         from preheat.ops.precision import MasterAdamW

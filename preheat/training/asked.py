@@ -13,7 +13,7 @@ from preheat import recipe as recipes
 from preheat.errors import RecipeError
 from preheat.foreign import read_object
 from preheat.hardware.catalogue import accelerator, stated
-from preheat.hardware.probe import parse_memory, resident_bytes
+from preheat.hardware.probe import parse_memory
 from preheat.hardware.rates import Rates
 from preheat.models import configs, presets
 from preheat.recipe import Recipe
@@ -87,7 +87,7 @@ def asked(
         "parallel": {"devices": devices},
         **METHODS[method],
     }
-    named = recipes.parse(write(values), where=what or "the model", overrides=overrides)
+    named = recipes.parse(write(values), where=what or "the model", overrides=overrides, warn=True)
     return Question(_shared_out(named, devices, batch_tokens), False, checkpoint)
 
 
@@ -173,10 +173,10 @@ def hardware(gpu: str | None, recipe: Recipe, per_host: int) -> tuple[Device, Ra
     """
     if gpu is None:
         from preheat.hardware.calibrate import rates
-        from preheat.training.session import resolve
+        from preheat.training.session import in_use, resolve
 
         device, threads = resolve(recipe, per_host)
-        return device, rates(device, threads), resident_bytes() if device.kind == "cpu" else 0
+        return device, rates(device, threads), in_use(device)
     from preheat.planning.roofline import Roofline  # it imports torch, and a recipe that is wrong is told before
 
     found = stated(gpu) if "=" in gpu else _known(gpu)

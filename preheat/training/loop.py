@@ -23,11 +23,12 @@ from preheat.engine.evaluate import Measured
 from preheat.engine.saving import Saved
 from preheat.engine.step import gradients, numbers, update
 from preheat.errors import RunError
+from preheat.hardware.deterministic import explain_lacking
 from preheat.hardware.heap import give_back
 from preheat.hardware.interrupts import Interrupted, check
 from preheat.hardware.probe import reset_peak
 from preheat.recipe import Recipe
-from preheat.run import Reader
+from preheat.run import MEMORY_KEYS, Reader, expected_memory
 from preheat.technique import Batch, Build, Shape, Tag
 from preheat.training.meter import Meter
 from preheat.training.recover import Recovery
@@ -55,14 +56,15 @@ def train(
 
     Args:
         out: the folder; `runs/<name>` when not given.
-        resume: go on with the run in that folder, bit for bit.
+        resume: go on with the run in that folder: bit for bit on CPUs, and on a GPU with `hardware.deterministic`.
         force: train even where the plan says that it does not fit.
         progress: log stages, the plan and steps as `preheat.run` (on standard error where logging is not set up).
         watch: what to tell instead.
         trust_remote_code: run Python code that comes with the model's folder, which `model.trust_remote_code` alone never does.
 
     Returns:
-        {run, steps, loss, validation_loss, tokens_per_second, peak_gib, predicted: {peak_gib, tokens_per_second}, stopped}, and where
+        {run, steps, loss, validation_loss, tokens_per_second, peak_gib, predicted: {peak_gib, tokens_per_second}, stopped},
+        on a GPU also the parts of its memory (`preheat.run.MEMORY_KEYS`), and where
         the objective has them (accuracy for one) scores: {name: value} of the last evaluation. `already_finished` is True if the run
         had ended before: then nothing was written.
 
@@ -88,7 +90,7 @@ def _train(recipe: Recipe, out: str | Path | None, *, resume: bool, force: bool,
     except BaseException as error:
         if words := session.assembled and session.saving.close():
             watch.alarm(words)
-        lost = session.ranks.explained(error, session.progress.step)
+        lost = explain_lacking(error) or session.ranks.explained(error, session.progress.step)
         if not isinstance(error, SystemExit):
             session.writer.event("failed", reason=str(lost) or type(lost).__name__)
         if lost is not error:
@@ -101,6 +103,15 @@ def _train(recipe: Recipe, out: str | Path | None, *, resume: bool, force: bool,
     return made
 
 
+def _died_again(events: list[dict[str, Any]], step: int) -> bool:
+    """Whether the session before the newest went on from this step and ended there without having been asked to."""
+    begun = [n for n, event in enumerate(events) if event["kind"] in ("started", "resumed")]
+    if len(begun) < 2:
+        return False
+    first, *others = events[begun[-2] : begun[-1]]
+    return first["kind"] == "resumed" and first["step"] == step and all(e["kind"] != "stopping" for e in others)
+
+
 class _Loop:
     def __init__(self, session: Session, watch: Watch, standing: Standing):
         self.session, self.watch, self.standing = session, watch, standing
@@ -109,12 +120,12 @@ class _Loop:
         self.meter = Meter(session)
         self.loss = self._last_loss()
         self.evaluated: tuple[int, Measured] | None = None
-        self.judged = self._judged()  # the step whose evaluation, if one is due, was taken
         self.shape: Shape | None = None
         self.signals = Signals()
         self.stopped: str | None = None  # the signal that ends the run
         self.tried = False  # whether this session evaluated
         self.late = False  # some process says that the hours are over
+        self.judged = self._judged()  # the step whose evaluation, if one is due, was taken
 
     def _last_loss(self) -> float:
         """The loss of the step that the run stands at: a session may find none left to take."""
@@ -123,15 +134,30 @@ class _Loop:
         return next((float(line["loss"]) for line in lines if line["step"] == step), math.nan)
 
     def _judged(self) -> int:
-        """The step that the session begins at, unless the one before it was stopped in that step's evaluation."""
+        """The step that the session begins at, unless its evaluation is still to be taken.
+
+        One in which the process was killed is taken again once: if that too ended the process, it is left out with a notice,
+        so that an evaluation that does not fit in memory does not end every later session.
+        """
         step, ranks = self.session.progress.step, self.session.ranks
         if not ranks.lead:
             return int(ranks.hear("judged"))
-        ends = [e for e in Reader(self.writer.path).events() if e["kind"] in ("started", "resumed", "stopping", "failed")]
-        before = ends[-2] if len(ends) > 1 else {}
-        judged = -1 if step == 0 or (before.get("unevaluated") and before.get("step") == step) else step
+        judged = step
+        run = Reader(self.writer.path)
+        if step == 0 or (self._is_evaluated_at(step) and step not in [e["step"] for e in run.evaluations()]):
+            judged = -1
+        if step and judged < 0 and _died_again(run.events(), step):
+            judged = step
+            self.writer.event("unevaluated", step=step)
+            self.watch.notice(
+                f"step {step}: its evaluation is left out, since it ended the run twice; take it with preheat eval"
+            )
         ranks.tell("judged", judged)
         return judged
+
+    def _is_evaluated_at(self, step: int) -> bool:
+        every = self.recipe.evaluate.every
+        return bool(every and step and step % every == 0 and not self._finished() and self.session.probes.any)
 
     # Another build and another place to go on from may stand there after a lack of memory.
     @property
@@ -190,22 +216,19 @@ class _Loop:
         return True
 
     def _stopping(self) -> None:
-        left = {} if self.judged == self.progress.step else {"unevaluated": True}
-        self.writer.event("stopping", signal=self.stopped, step=self.progress.step, **left)
+        self.writer.event("stopping", signal=self.stopped, step=self.progress.step)
         self.watch.notice(f"{self.stopped}: saving step {self.progress.step} and ending")
 
     def _beside(self) -> None:
         """The evaluation and the checkpoint that are due at this step."""
-        step, last = self.progress.step, self._finished()
-        look, save = (
-            every and step and step % every == 0 and not last
-            for every in (self.recipe.evaluate.every, self.recipe.checkpoint.every)
-        )
+        step, every = self.progress.step, self.recipe.checkpoint.every
+        look = self._is_evaluated_at(step)
+        save = every and step and step % every == 0 and not self._finished()
         if self.judged != step and (look or (step == 0 and self.session.probes.at_start)):
             if self.stopped is not None:
                 return
             if not self.tried and step not in (0, self.session.saving.at, self.recovery.left_out):
-                # Saves first, so that a run whose evaluation kills the process resumes after that evaluation.
+                # Saves first, so that a run whose evaluation kills the process resumes at that evaluation.
                 self._save()
                 self._told(self.session.saving.wait())
             self.tried = True
@@ -355,8 +378,8 @@ class _Loop:
             "loss": self.loss,
             "validation_loss": validation,
             "tokens_per_second": measured.get("tokens_per_second"),
-            "peak_gib": measured["peak_gib"],
-            "predicted": {"peak_gib": plan["peak_gib"], "tokens_per_second": plan["tokens_per_second"]},
+            **{key: measured[key] for key in MEMORY_KEYS if key in measured},
+            "predicted": {**expected_memory(plan), "tokens_per_second": plan["tokens_per_second"]},
             "stopped": self.stopped,
         }
         if self.evaluated is not None and self.evaluated[1].scores:

@@ -7,14 +7,14 @@ from typing import Any
 
 import torch
 
-from preheat.hardware.probe import peak_bytes, resident_bytes
+from preheat.hardware.gpu_memory import memory_peak
+from preheat.hardware.probe import resident_bytes
 from preheat.hardware.rates import note_run
 from preheat.technique import Slot
 from preheat.training.session import Session
 
 __all__ = ["Meter"]
 
-GIB = 2**30
 _TOLD = 20.0
 """Seconds of steps, at least, of a run that says something of the next: short ones are as quick as the machine was just then."""
 
@@ -26,12 +26,9 @@ class Meter:
         self.session, self.speeds = session, list[float]()
 
     def memory(self) -> int:
-        """Bytes in use now, less what the imports took."""
+        """Bytes in use now: resident less what the imports took on a CPU, tensors on a GPU."""
         cuda = self.session.device.kind == "cuda"
         return torch.cuda.memory_allocated() if cuda else max(resident_bytes() - self.session.imports, 0)
-
-    def peak_gib(self) -> float:
-        return max(peak_bytes(self.session.device.kind) - self.session.imports, 0) / GIB
 
     def mfu(self, speed: float) -> float:
         """Of the measured matrix rate, at so many tokens a second."""
@@ -40,7 +37,7 @@ class Meter:
 
     def measured(self) -> dict[str, Any]:
         """The figures that stand beside the predicted ones."""
-        found: dict[str, Any] = {"peak_gib": self.peak_gib()}
+        found: dict[str, Any] = memory_peak(self.session.device.kind, self.session.imports).figures()
         if self.speeds:
             speed = median(self.speeds[1:] or self.speeds)  # the first step also warms up
             found |= {

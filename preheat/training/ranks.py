@@ -18,7 +18,7 @@ from datetime import timedelta
 from typing import Any
 
 from preheat.errors import RecipeError, RunError
-from preheat.hardware.processes import local_group
+from preheat.hardware.processes import all_here, launched_store, local_group, store_address
 from preheat.recipe import Recipe
 
 __all__ = ["Ranks", "meet"]
@@ -106,7 +106,7 @@ class Ranks:
         import torch
         import torch.distributed as dist
 
-        if self.on_host == self.world:  # no other host needs to reach them, whoever started them
+        if all_here():  # no other host needs to reach them, whoever started them
             os.environ.update(local_group())
         if kind == "cuda":
             torch.cuda.set_device(self.local)
@@ -156,7 +156,8 @@ def meet(recipe: Recipe) -> Ranks:
     import torch.distributed as dist
 
     patience = recipe.parallel.timeout
-    rank, address, port = (os.environ.get(key, "") for key in ("RANK", "MASTER_ADDR", "MASTER_PORT"))
+    rank, port = (os.environ.get(key, "") for key in ("RANK", "MASTER_PORT"))
+    address = store_address()
     lost = f"rank {rank}: cannot meet the others at {address}:{port} within {patience:g} s ({{}}); is the first host up, and the port open?"
     begun = time.monotonic()
     # The store stands with torchrun's agent, or with the first process. torch tells of a store that is not there with all its C++ frames.
@@ -164,10 +165,10 @@ def meet(recipe: Recipe) -> Ranks:
         why = _unreachable(address, int(port), patience)
         if why:
             raise RunError(lost.format(why))
-    left = timedelta(seconds=max(1.0, patience - (time.monotonic() - begun)))
     try:
-        store, number, _ = next(iter(dist.rendezvous("env://", timeout=left)))
-    except (dist.DistNetworkError, dist.DistStoreError, ValueError) as error:
+        store = launched_store(max(1.0, patience - (time.monotonic() - begun)))
+        number = int(rank)
+    except (dist.DistNetworkError, dist.DistStoreError, OSError, ValueError) as error:
         raise RunError(lost.format(str(error).splitlines()[0][:120])) from None
     store.set_timeout(timedelta(seconds=recipe.parallel.timeout))
     try:

@@ -14,9 +14,10 @@ from preheat import recipe as recipes
 from preheat.engine import checkpoint
 from preheat.engine.build import alone
 from preheat.errors import RunError
+from preheat.hardware.deterministic import repeats
 from preheat.recipe import Recipe
 from preheat.recipe.places import anchored, published
-from preheat.run import Reader, Writer
+from preheat.run import MEMORY_KEYS, Reader, Writer, expected_memory
 from preheat.technique import Build
 from preheat.text import quoted
 from preheat.training.watch import Watch
@@ -28,6 +29,9 @@ Looked = tuple[Path | None, list[tuple[Path, str]]]
 
 # What may differ between a run and its resumption; everything else decides the numbers.
 _FREE = ("name", "stop", "evaluate", "checkpoint", "sample", "hardware", "data.workers", "data.prefetch")
+
+
+_NAMED = 6  # keys that a message names: another recipe altogether differs in dozens
 
 
 def fingerprints(made: Build, data: Any) -> dict[str, str]:
@@ -57,7 +61,8 @@ def compare(recipe: Recipe, before: str) -> bool:
     changed = sorted(key for key in changed if not any(key == free or key.startswith(free + ".") for free in _FREE))
     if changed:
         was, now = _leaves(old), _leaves(new)
-        words = ", ".join(f"{key} (was {quoted(was.get(key))}, is {quoted(now.get(key))})" for key in changed)
+        words = ", ".join(f"{key} (was {quoted(was.get(key))}, is {quoted(now.get(key))})" for key in changed[:_NAMED])
+        words += f" and {len(changed) - _NAMED} more keys" if len(changed) > _NAMED else ""
         raise RunError(
             f"--resume: the recipe is not that of the run: {words}; put back what was, or start another run with --out"
         )
@@ -117,6 +122,9 @@ def resumed(
         watch.notice(
             f"resumed with {threads} threads where the run had {kept.threads}: losses will agree up to rounding, not bit for bit"
         )
+    agrees = repeats(made.device.kind, made.recipe.hardware.deterministic)
+    if agrees != "bit for bit":
+        watch.notice(f"resumed, and losses will agree {agrees}")
     progress = checkpoint.load(made, found)
     progress.recipe = fresh.recipe
     return progress
@@ -143,8 +151,8 @@ def summary_of_finished(run: Reader, looked: Looked, recipe: Recipe, total: int 
         "loss": end.get("loss"),
         "validation_loss": end.get("validation_loss"),
         "tokens_per_second": measured.get("tokens_per_second"),
-        "peak_gib": measured.get("peak_gib"),
-        "predicted": {key: plan.get(key) for key in ("peak_gib", "tokens_per_second")},
+        **{key: measured.get(key) for key in MEMORY_KEYS if key == "peak_gib" or key in measured},
+        "predicted": {**expected_memory(plan), "tokens_per_second": plan.get("tokens_per_second")},
         "stopped": None,
         "already_finished": True,
         "report": str(page) if page.is_file() else None,

@@ -17,7 +17,9 @@ from preheat.engine.build import build, peak_learning_rate
 from preheat.engine.saving import Saving
 from preheat.errors import DoesNotFit, RecipeError
 from preheat.evaluation.probes import Probes
+from preheat.hardware.deterministic import be_deterministic, repeats
 from preheat.hardware.exhaustion import held_bytes
+from preheat.hardware.gpu_memory import limit_memory, taken_bytes
 from preheat.hardware.heap import give_back, keep_heap
 from preheat.hardware.interrupts import check
 from preheat.hardware.probe import reset_peak, resident_bytes
@@ -46,6 +48,7 @@ __all__ = [
     "Finished",
     "Session",
     "data_of",
+    "in_use",
     "open_session",
     "plan_here",
     "read_data",
@@ -184,17 +187,18 @@ _THREADS_A_CORE = 4
 
 
 def resolve(recipe: Recipe, on_host: int = 1) -> tuple[Device, int]:
-    """The device and the number of CPU threads of a recipe; sets the threads.
+    """The device and the number of CPU threads of a recipe; sets the threads, and whether kernels are deterministic.
 
     Args:
         on_host: processes that share this host: each has its share of the cores and, on CPUs, of the memory.
 
     Raises:
-        RecipeError: more threads than serve on so few cores.
+        RecipeError: more threads than serve on so few cores; the environment keeps cuBLAS from being deterministic.
     """
     cores, threads = os.cpu_count() or 1, recipe.hardware.threads or 1
     if threads > _THREADS_A_CORE * cores:  # measuring the rates of thousands takes hours
         raise RecipeError(f"hardware.threads: {threads:,} are too many for the {cores} cores here; use at most {cores}")
+    be_deterministic(recipe.hardware.deterministic)
     import torch
 
     from preheat.hardware.probe import probe
@@ -274,7 +278,7 @@ def _plan_here(recipe: Recipe) -> dict[str, Any]:
         "vocabulary": vocabulary_of(recipe),
         "device": device,
         "rates": rates(device, threads),
-        "in_use": _in_use(device),
+        "in_use": in_use(device),
     }
     recipe = settled(recipe, **how)
     return plan(recipe, rows=rows_of(recipe), **how) | {"recipe": recipes.as_values(recipe)}
@@ -347,7 +351,11 @@ def open_session(recipe: Recipe, out: Path, *, resume: bool, watch: Watch, force
         if ranks.lead:
             writer.json("data.json", data.record() | {"chat": samples.template is not None})
         writer.json("plan.json", expected)
-        writer.json("environment.json", environment(device, threads) | {"processes": ranks.world})
+        writer.json(
+            "environment.json",
+            environment(device, threads)
+            | {"processes": ranks.world, "repeats": repeats(device.kind, recipe.hardware.deterministic)},
+        )
         writer.text("recipe.yaml", recipes.dump(anchored(recipe)))  # last: a folder with a recipe is a run
         writer.event("resumed" if resume else "started", step=session.progress.step)
     except BaseException:
@@ -432,7 +440,7 @@ def _prepare(
     measured = rates(device, threads, progress=_Measuring(watch))
     check()
     watch.stage("planning")
-    how: dict[str, Any] = {"vocabulary": len(data.tokenizer), "device": device, "rates": measured, "in_use": _in_use(device)}
+    how: dict[str, Any] = {"vocabulary": len(data.tokenizer), "device": device, "rates": measured, "in_use": in_use(device)}
     # The run keeps the recipe as it was written: what a dry run chooses may differ where the run is resumed.
     chosen = built = settled(with_images(recipe, data), world=ranks.world, **how)
     planner = Planner(rows=_length(data), world=ranks.world, **how)
@@ -475,16 +483,22 @@ def _order(made: Build, rows: Any, committed: int, shape: Callable[[int], Shape]
     return made.slot(Slot.SAMPLE_ORDER)(rows, made.recipe.seed, committed, whole)
 
 
-def _in_use(device: Device) -> int:
-    return resident_bytes() if device.kind == "cpu" else 0
+def in_use(device: Device) -> int:
+    """Bytes of a device that are taken before a run: on a CPU by this process, on a GPU by others."""
+    return resident_bytes() if device.kind == "cpu" else taken_bytes(device)
 
 
 def settle(device: Device) -> int:
-    """Readies the process for a run: memory settled, the high-water mark begun anew. Returns what it holds before the build."""
+    """Readies the process for a run: memory settled and on a GPU limited to `hardware.memory`, the high-water mark begun anew.
+
+    Returns:
+        Bytes that the run cannot have: on a CPU what the process holds before the build, on a GPU what others hold.
+    """
     gc.collect()
     if device.kind == "cuda":
+        limit_memory(device)
         reset_peak("cuda")
-        return 0
+        return in_use(device)
     keep_heap()
     reset_peak()
     return resident_bytes()

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from preheat.data.formats import SUGGESTIONS
 from preheat.errors import DataError, RecipeError
+from preheat.foreign import beginning
 from preheat.models.generate import Kept, Timed, Written, generate, stop_tokens
 from preheat.recipe import Sample
 
@@ -142,7 +143,7 @@ def prompt_tokens(
             f"{where}: is a chat, and there is no chat template to lay it out; name one, or write the prompt as text"
         )
     else:
-        ids = [*_begin(tokenizer), *tokenizer.encode(prompt, add_special_tokens=False, verbose=False)]
+        ids = [*beginning(tokenizer), *tokenizer.encode(prompt, add_special_tokens=False, verbose=False)]
     if not ids:
         first = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
         if first is None:
@@ -151,12 +152,6 @@ def prompt_tokens(
     if positions and len(ids) >= positions:
         raise RecipeError(f"{where}: has {len(ids):,} tokens, the model only {positions:,} positions; shorten it")
     return ids
-
-
-def _begin(tokenizer: Any) -> list[int]:
-    """The beginning-of-text token where the tokenizer's own rules put one, as documents have it in training."""
-    first, plain = (tokenizer.encode("a", add_special_tokens=own)[:1] for own in (True, False))
-    return first if first == [tokenizer.bos_token_id] != plain else []
 
 
 def turn_ends(template: Template, tokenizer: Any) -> tuple[frozenset[int], tuple[str, ...]]:

@@ -141,6 +141,18 @@ def test_recipes_techniques_and_init(preheat: Command) -> None:
         (["report", "text"], 1, "is not a run"),
         (["eval", "text"], 1, "neither a run"),
         (["trian", "r.yaml"], 2, "train"),
+        (
+            ["data", "fields.jsonl"],
+            2,
+            "fields.jsonl: is data, not a recipe; name it in one: preheat init fine-tune, then data.source: fields.jsonl",
+        ),
+        (["train", "r.yaml", "--lr", "1e-3"], 2, "No such option: '--lr'; a recipe's key is set by --set optimizer.lr=VALUE"),
+        (["bench", "r.yaml", "--max-steps", "3"], 2, "--set stop.steps=VALUE"),
+        (["train", "r.yaml", "--lora"], 2, "--set techniques.lora={}"),
+        (["train", "r.yaml", "optimizer.lr=1e-3"], 2, "(optimizer.lr=1e-3); a recipe's key is set by --set optimizer.lr=VALUE"),
+        (["train", "r.yaml", "--output-dir", "x"], 2, "preheat train RECIPE --out FOLDER"),
+        (["train", "r.yaml", "--otu", "x"], 2, "No such option: '--otu'; did you mean --out?; see: preheat train --help"),
+        (["plan", "demo", "--method", "ful"], 2, "'--method': 'ful' is not one of 'full', 'lora', 'qlora'"),
     ],
     ids=lambda value: " ".join(value[1:]) if isinstance(value, list) else "",
 )
@@ -303,21 +315,36 @@ def test_an_evaluation_is_broken_off_and_taken_when_the_run_is_resumed(
     assert Reader(preheat.folder / "cut").samples() == Reader(preheat.folder / "whole").samples()
 
 
-def test_the_first_evaluation_that_ends_the_process_is_met_once(preheat: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_evaluation_that_ends_the_process_is_taken_again_once(preheat: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     from preheat.evaluation.probes import Probes
 
-    take = Probes.take
+    def evaluations(name: str) -> list[tuple[int, float]]:
+        return [(e["step"], e["validation_loss"]) for e in Reader(preheat.folder / name).evaluations()]
+
+    take, deaths = Probes.take, [0]
 
     def dies(self: Probes, build: Any, writer: Any, step: int) -> Any:
-        if step == 4:
-            raise SystemExit(9)  # as OpenBLAS does where it finds no memory
+        if step == 4 and deaths[0]:
+            deaths[0] -= 1
+            raise SystemExit(9)  # without a word in the run's folder, as by `kill -9`, or OpenBLAS where it finds no memory
         return take(self, build, writer, step)
 
     monkeypatch.setattr(Probes, "take", dies)
-    more = ("--set", "evaluate={every: 4, rows: 6}", "--set", "checkpoint.every=0", "--out", "o")
-    preheat.here("train", "r.yaml", *more, code=9)
-    preheat.here("train", "r.yaml", *more, "--resume")
-    assert [e["step"] for e in Reader(preheat.folder / "o").evaluations()] == [8, 12]
+    more = ("--set", "evaluate={every: 4, rows: 6}", "--set", "checkpoint.every=0")
+    preheat.here("train", "r.yaml", *more, "--out", "whole")
+    deaths[0] = 1
+    preheat.here("train", "r.yaml", *more, "--out", "killed", code=9)
+    preheat.here("train", "r.yaml", *more, "--out", "killed", "--resume")
+    assert evaluations("killed") == evaluations("whole")
+    assert losses(preheat.folder / "killed") == losses(preheat.folder / "whole")
+
+    deaths[0] = 3
+    preheat.here("train", "r.yaml", *more, "--out", "twice", code=9)
+    preheat.here("train", "r.yaml", *more, "--out", "twice", "--resume", code=9)
+    assert "step 4: its evaluation is left out" in preheat.here("train", "r.yaml", *more, "--out", "twice", "--resume")[0]
+    assert evaluations("twice") == evaluations("whole")[1:]
+    assert losses(preheat.folder / "twice") == losses(preheat.folder / "whole")
+    assert [e["step"] for e in Reader(preheat.folder / "twice").events("unevaluated")] == [4]
 
 
 def test_under_a_job_an_interrupted_run_is_no_failure_and_nohup_is_heeded(preheat: Command) -> None:

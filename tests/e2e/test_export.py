@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,11 @@ LORA = "techniques={lora: {rank: 4}}"
 
 
 def test_a_run_becomes_gguf_with_a_card(preheat: Command) -> None:
-    run = preheat.here.json("train", "r.yaml", "--set", LORA, "--set", "stop.steps=6")["run"]
+    run = preheat.here.json("train", "r.yaml", "--set", LORA, "--set", "stop.steps=6", "--set", "evaluate.rows=3")["run"]
     made = preheat.here.json("export", run, "--to", "gguf", "--dtype", "q8_0")
+    held = preheat.here.json("eval", run)["texts"]["validation"]
+    assert held["rows"] > 3
+    assert made["perplexity_of"] == f"the run's own data, 3 of its {held['rows']} validation rows: {3 * 32} tokens"
     assert made["path"] == f"{run}/export-gguf-q8_0"
     assert made.keys() >= {"bytes", "before", "after", "max_logit_difference", "mean_logit_difference", "top1_agreement"}
     assert made["merged"] == 14
@@ -106,7 +110,11 @@ def test_whoever_opens_an_export_of_a_chat_stops_where_generate_stops(preheat: C
     made = preheat.here.json("export", run, "--to", "hf", "--out", "hf")
     assert made["before"]["perplexity"] == pytest.approx(loss, rel=1e-6), "what eval says, on what eval reads"
     assert made["after"]["perplexity"] == pytest.approx(loss, rel=1e-4)
-    assert made["perplexity_of"] == "the run's own data, its validation rows"
+    evaluated = preheat.here.json("eval", run)["texts"]["validation"]
+    assert (
+        made["perplexity_of"]
+        == f"the run's own data, all of its {evaluated['rows']} validation rows: {evaluated['tokens']} tokens"
+    )
     assert not made["unfinished"]
     tokenizer = transformers.AutoTokenizer.from_pretrained(preheat.folder / "hf")
     turn = tokenizer.convert_tokens_to_ids("<|im_end|>")
@@ -139,6 +147,9 @@ def test_whoever_opens_an_export_of_a_chat_stops_where_generate_stops(preheat: C
     assert (short["text"], short["ended"]) == ("Yes.", "stop token")
     card = (preheat.folder / compressed["path"] / "README.md").read_text()
     assert "library_name: preheat\npipeline_tag: text-generation\nbase_model: base" in card
+    assert f"Note: {compressed['said'][0]}." in card
+    page = (preheat.folder / compressed["path"] / "compress.html").read_text()
+    assert html.escape(compressed["said"][0]) in page
     (preheat.folder / "base/README.md").write_text("---\nlicense: apache-2.0\n---\n# Base\n")
     middle = preheat.here.json("export", f"{run}/checkpoints/step-60")
     assert middle["path"] == f"{run}/export-hf-step-60"

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import json
+import runpy
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
+from preheat.run import Reader
+
+from ..conftest import difference
 from .conftest import Command
 
 RECIPE = """\
@@ -43,6 +51,51 @@ def base(preheat: Command, data_folder: Path) -> Path:
     (preheat.folder / "rows.jsonl").write_text("\n".join(rows))
     (preheat.folder / "t.yaml").write_text(RECIPE)
     return path
+
+
+@pytest.fixture
+def report(preheat: Command, data_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Copies a user's report into the folder and makes its model."""
+
+    def copy(name: str) -> None:
+        source = data_folder.parent / "faults" / "reports" / name
+        if not (source / "make.py").is_file():
+            pytest.skip(f"the report {name} is not beside this clone")
+        for file in source.iterdir():
+            (preheat.folder / file.name).write_bytes(file.read_bytes())
+        monkeypatch.chdir(preheat.folder)
+        runpy.run_path("make.py")
+
+    return copy
+
+
+def test_the_report_on_falcon_ends_in_one_line(preheat: Command, report: Callable[[str], None]) -> None:
+    report("falcon-traceback")
+    error = preheat.here("train", "recipe.yaml", "--out", "run", code=2)[1]
+    assert error.strip().splitlines()[-1].startswith("error: model: falcon: FalconForCausalLM of transformers attends inside")
+    assert "Traceback" not in error
+    assert not (preheat.folder / "run").exists()
+
+
+def test_the_report_on_neox_trains_the_model_that_transformers_reads(preheat: Command, report: Callable[[str], None]) -> None:
+    from preheat.models import adapter
+    from preheat.ops.attention import reference_attention
+    from preheat.technique import MaskSpec
+    from preheat.training.opened import open_model
+
+    report("neox-head-name")
+    assert "embed_out.weight" in load_file(preheat.folder / "model" / "model.safetensors")
+    preheat.here("train", "recipe.yaml", "--out", "run")
+    assert len(Reader(preheat.folder / "run").metrics()) == 2
+    preheat.here("export", "run", "--to", "hf", "--out", "exported")
+    tokens = torch.arange(4, 36)[None]
+    for folder, ours in (("model", "model"), ("exported", "run")):
+        plain = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        model: Any = open_model(Path(ours)).build.trained[0].eval()
+        with torch.no_grad():
+            hidden = adapter.hidden_states(model, tokens, torch.arange(32)[None], MaskSpec(), reference_attention)
+            found = {"logits": adapter.logits(model, hidden)}
+            assert difference(found, {"logits": plain(input_ids=tokens, use_cache=False).logits}) < 1e-5
 
 
 def test_a_run_opens_from_anywhere_and_finds_its_base(preheat: Command, base: Path) -> None:

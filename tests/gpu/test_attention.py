@@ -1,4 +1,4 @@
-"""Kernels that need a CUDA device against the plain form, forward and backward, in bf16. Not yet run."""
+"""Every attention kernel of a CUDA device against fp64, forward and backward. Not yet run."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks._gpu.attention import Case, cases, run
 from preheat.ops.attention import reference_attention
 from preheat.technique import MaskSpec
 from preheat.techniques.efficient_attention import attend
@@ -18,24 +19,31 @@ PACKAGES = {"flash2": "flash_attn", "flash3": "flash_attn_interface"}
 DOCUMENTS = ((300,), (150, 20, 130), (1, 299))
 
 
-@pytest.mark.parametrize(
-    "mask",
-    [
-        MaskSpec(),
-        MaskSpec(window=70),
-        MaskSpec(documents=DOCUMENTS, window=70),
-        MaskSpec(documents=DOCUMENTS, window=50, global_tokens=4),
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("kernel", ["blocks", "flex", "flash2", "flash3"])
-def test_kernels_agree_with_the_plain_form(kernel: str, mask: MaskSpec) -> None:
-    if kernel in PACKAGES and find_spec(PACKAGES[kernel]) is None:
+@pytest.mark.parametrize("case", cases("cuda"), ids=str)
+def test_kernels_agree_with_fp64(case: Case) -> None:
+    if case.kernel == "cudnn" and torch.cuda.get_device_capability() < (8, 0):
+        pytest.skip("cuDNN's attention needs an Ampere GPU")
+    errors = run(case, "cuda")
+    assert max(errors.values()) < case.bound, errors
+
+
+@pytest.mark.parametrize("mask", [MaskSpec(documents=DOCUMENTS, window=50, global_tokens=4)], ids=str)
+@pytest.mark.parametrize("kernel", ["blocks", "flex"])
+def test_global_tokens_agree_with_the_plain_form(kernel: str, mask: MaskSpec) -> None:
+    _agrees(kernel, mask)
+
+
+@pytest.mark.parametrize("mask", [MaskSpec(), MaskSpec(window=70), MaskSpec(documents=DOCUMENTS, window=70)], ids=str)
+@pytest.mark.parametrize("kernel", ["flash2", "flash3"])
+def test_packages_agree_with_the_plain_form(kernel: str, mask: MaskSpec) -> None:
+    if find_spec(PACKAGES[kernel]) is None:
         pytest.skip(f"{PACKAGES[kernel]} is not installed")
     if kernel == "flash3" and torch.cuda.get_device_capability() < (9, 0):
         pytest.skip("flash3 needs a Hopper GPU")
-    if kernel in PACKAGES and mask.global_tokens:
-        pytest.skip(f"{kernel} has no global tokens")
+    _agrees(kernel, mask)
+
+
+def _agrees(kernel: str, mask: MaskSpec) -> None:
     torch.manual_seed(0)
     exact = [torch.randn(3, heads, 300, 64, device="cuda", requires_grad=True) for heads in (4, 2, 2)]
     rounded = [t.detach().bfloat16().requires_grad_() for t in exact]

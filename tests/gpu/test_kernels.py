@@ -11,6 +11,7 @@ from preheat.engine.build import build
 from preheat.engine.step import gradients
 
 from ..conftest import difference, tiny, uneven
+from .conftest import copy_weights
 
 LIGER = pytest.mark.skipif(importlib.util.find_spec("liger_kernel") is None, reason="liger-kernel is not installed")
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -31,6 +32,7 @@ def test_a_step_agrees_with_the_plain_one(techniques: str) -> None:
     from preheat.hardware.probe import probe
 
     other, plain = (build(tiny(t), vocabulary=96, device=probe("cuda")) for t in (techniques, "{}"))
+    copy_weights(plain, other)
     for b in (other, plain):
         gradients(b, [uneven()])
     bound = 0.05 if "mixed_precision" in techniques else 1e-3

@@ -65,7 +65,8 @@ def test_the_hosts_adamw_is_the_devices() -> None:
             optimizer.step()
         weights.append([p.detach().clone() for p in model.parameters()])
     for a, b in zip(*weights, strict=True):
-        assert float((a - b).norm() / b.norm()) < 1e-6
+        # Weights that differ in their last bits have gradients that do; a missing decay or moment would be 1e-4.
+        assert float((a - b).norm() / b.norm()) < 1e-5
 
 
 @pytest.mark.parametrize("techniques", ["{activation_offload: {least_kib: 0}}", "{optimizer_offload: {weights: bf16}}"])

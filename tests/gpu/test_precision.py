@@ -10,6 +10,7 @@ from preheat.engine.build import build
 from preheat.engine.step import gradients, update
 
 from ..conftest import DEVICE, difference, tiny, uneven
+from .conftest import copy_weights
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
@@ -33,6 +34,7 @@ def test_a_step_agrees_with_fp32_on_the_cpu(techniques: str, bound: float) -> No
     recipe = tiny(techniques)
     cuda = build(recipe, vocabulary=96, device=probe("cuda"))
     cpu = build(recipes.override(recipe, "techniques={}"), vocabulary=96, device=DEVICE)
+    copy_weights(cpu, cuda)
     for b in (cuda, cpu):
         gradients(b, [uneven()])
     assert difference({n: p.grad.cpu() for n, p in cuda.parameters()}, {n: p.grad for n, p in cpu.parameters()}) < bound

@@ -10,6 +10,7 @@ from preheat.engine.build import build
 from preheat.engine.step import gradients, update
 
 from ..conftest import DEVICE, difference, tiny, uneven
+from .conftest import copy_weights
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
@@ -28,6 +29,7 @@ def test_a_step_agrees_with_the_cpu(techniques: str) -> None:
     from preheat.hardware.probe import probe
 
     cuda, cpu = (build(tiny(techniques), vocabulary=96, device=d) for d in (probe("cuda"), DEVICE))
+    copy_weights(cpu, cuda)
     for b in (cuda, cpu):
         gradients(b, [uneven(examples=examples_of(b.recipe))])
     bound = 0.05 if "mixed" in techniques else 1e-3  # TF32 is off by default; bf16 kernels round differently

@@ -146,6 +146,50 @@ def test_a_tied_pair_of_pefts_own_is_taken_over(folders: dict[str, Path], tmp_pa
         made(folders["tied"], f"{{lora: {{targets: [q_proj], rank: 3, alpha: 6, embedding_rank: 2, {start}}}}}")
 
 
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_small_side_is_scaled_and_added_as_peft_adds_it(bias: bool, dtype: torch.dtype) -> None:
+    """Outputs and gradients beside those of peft's own forward pass; in place where no bias makes the base's result a view."""
+    from peft import LoraConfig
+    from peft.tuners.lora import Linear
+
+    torch.manual_seed(0)
+    holder: Any = torch.nn.Module()
+    holder.config, holder.map = {"model_type": "custom"}, torch.nn.Linear(24, 40, bias=bias)
+    adapters.inject(holder, LoraConfig(r=3, lora_alpha=5, target_modules=["map"]))
+    adapters.under_autocast(holder)
+    layer, x, grad = holder.map, torch.randn(2, 7, 24), torch.randn(2, 7, 40)
+    torch.nn.init.normal_(layer.lora_B["default"].weight)
+    results = []
+    for forward in (type(layer).forward, Linear.forward):
+        given = x.clone().requires_grad_()
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype != torch.float32):
+            out = forward(layer, given)
+        assert (type(out.grad_fn).__name__ == "_AddedBackward") == (forward is not Linear.forward and not bias)
+        trained = [given, layer.lora_A["default"].weight, layer.lora_B["default"].weight]
+        results.append([out, *torch.autograd.grad(out, trained, grad.to(out.dtype))])
+    for ours, theirs in zip(*results, strict=True):
+        assert ours.dtype == theirs.dtype
+        assert relative(ours, theirs) < (2e-6 if dtype == torch.float32 else 8e-3)
+
+
+def test_results_that_checkpointing_may_keep_are_not_written_over(folders: dict[str, Path]) -> None:
+    plain, kept = (
+        made(folders["llama"], f"{{lora: {{rank: 4}}{more}}}")
+        for more in ("", ", activation_checkpointing: {mode: selective, products: 1}")
+    )
+    for b in (plain, kept):
+        torch.manual_seed(0)
+        for name, p in b.parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(p, std=0.1)
+        gradients(b, [uneven()])
+    for (_, a), (_, b) in zip(plain.parameters(), kept.parameters(), strict=True):
+        assert a.grad is not None
+        assert b.grad is not None
+        assert relative(b.grad, a.grad) < 1e-5
+
+
 def test_rslora_scales_by_the_root_of_the_rank(folders: dict[str, Path]) -> None:
     for variant, scale in (("lora", 6 / 9), ("rslora", 6 / 3)):
         b = made(folders["llama"], f"{{lora: {{variant: {variant}, rank: 9, alpha: 6}}}}")

@@ -356,7 +356,7 @@ def test_the_plain_form_is_quadratic(form: str) -> None:
 
 # --- the kernel that the technique takes ------------------------------------------------------------------------------
 
-CUDA = Device("cuda", "test", 80 << 30, (8, 0))
+CUDA, TURING = (Device("cuda", "test", 80 << 30, capability) for capability in ((8, 0), (7, 5)))
 WIDE = "model: {layers: 2, width: 64, heads: 4, kv_heads: 2, vocabulary: 96}\nbatch: {size: 4, length: 32}\nstop: {steps: 1}\n"
 
 
@@ -368,6 +368,16 @@ WIDE = "model: {layers: 2, width: 64, heads: 4, kv_heads: 2, vocabulary: 96}\nba
         ("{efficient_attention: {}, shifted_groups: {}}", DEVICE, "flash"),
         ("{efficient_attention: {}, block_sparse_attention: {}, mixed_precision: {mode: bf16}}", CUDA, "flex"),
         ("{efficient_attention: {}, mixed_precision: {mode: bf16}}", CUDA, "flash"),
+        ("{efficient_attention: {}, mixed_precision: {mode: bf16}, sliding_window: {}}", CUDA, "flash"),
+        (
+            "{efficient_attention: {kernel: cudnn}, mixed_precision: {mode: bf16}, sliding_window: {}}",
+            CUDA,
+            "cudnn has no window",
+        ),
+        ("{efficient_attention: {}, sliding_window: {}}", CUDA, "flex"),
+        ("{efficient_attention: {}}", CUDA, "efficient"),
+        ("{efficient_attention: {}, mixed_precision: {mode: fp16}}", TURING, "efficient"),
+        ("{efficient_attention: {kernel: flash}, mixed_precision: {mode: fp16}}", TURING, "flash needs an Ampere GPU"),
         ("{efficient_attention: {kernel: flash}, sliding_window: {}}", DEVICE, "flash has no window.*use blocks, flex or auto"),
         ("{efficient_attention: {kernel: flex}}", DEVICE, "no backward pass for it on a CPU; use blocks"),
         ("{efficient_attention: {kernel: flash2}}", DEVICE, "needs a CUDA device"),

@@ -79,11 +79,12 @@ def test_an_opaque_kernel_has_the_kernels_results_and_gradients(kernel: Any, doc
     assert difference(found[1], found[0]) < 1e-6
 
 
-def test_the_operator_keeps_torchs_contract() -> None:
-    attend = OpaqueAttention(blocked_attention)
+@pytest.mark.parametrize("kernel", [blocked_attention, sdpa_attention])
+def test_the_operator_keeps_torchs_contract(kernel: Any) -> None:
+    attend = OpaqueAttention(kernel)
     q, k, v = (torch.randn(2, heads, 8, 4, requires_grad=True) for heads in (4, 2, 2))
     mask = OpaqueMask.of(MaskSpec(documents=((3, 5), (8,))), 2, 8)
-    arguments = (q, k, v, mask.documents, attend.number, True, 0, 0, 0.5, 0.0)
+    arguments = (q, k, v, mask.documents, attend.number, True, 0, 0, 0.5, 0.0, kernel is sdpa_attention)
     checks = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static")
     torch.library.opcheck(torch.ops.preheat.attention.default, arguments, test_utils=checks)
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import json
 import os
 import re
+import resource
 import shutil
 import signal
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -20,7 +23,7 @@ from tokenizers import Tokenizer
 from preheat.data import Prepared, prepare
 from preheat.data import rendering as limits
 from preheat.data.cache import entry, read_entry
-from preheat.data.files import expanded, find_files, read_value
+from preheat.data.files import expanded, find_files
 from preheat.data.packing import IGNORED, Rows, Tokens
 from preheat.data.prompts import read_prompts
 from preheat.data.rendering import TemplateLimit
@@ -29,8 +32,11 @@ from preheat.data.templates import Template
 from preheat.data.tokenizer import Encoder, load_tokenizer, rebuilt_by_transformers, save_tokenizer, train_tokenizer
 from preheat.errors import DataError, PreheatError, RecipeError, RunError
 from preheat.evaluation.rows import read_rows
+from preheat.foreign import beginning
+from preheat.hardware.links import store_json
 from preheat.models.configs import tokenizer_folder
 from preheat.recipe import Data, parse
+from preheat.run import read_value
 
 from ..conftest import TooLong, within
 from .chats import CHATML, SPECIAL
@@ -248,6 +254,26 @@ def test_the_tokens_are_those_of_tokenizer_json(tmp_path: Path, data_folder: Pat
         assert "Qwen2Tokenizer" in str(rebuilt_by_transformers(own))
 
 
+def test_the_beginning_of_a_text_is_that_of_tokenizer_json(tmp_path: Path) -> None:
+    from tokenizers import normalizers, processors
+
+    made = train_tokenizer([("00", "once upon a time there was one who didn't " * 40)], vocabulary=300)
+    made.backend_tokenizer.normalizer = normalizers.NFC()
+    made.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<|pad|> $A", pair="<|pad|> $A $B", special_tokens=[("<|pad|>", made.pad_token_id)]
+    )
+    made.save_pretrained(tmp_path)
+    settings = {"tokenizer_class": "GPTNeoXTokenizer", "eos_token": "<|end|>", "bos_token": "<|pad|>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    assert transformers.AutoTokenizer.from_pretrained(tmp_path).encode("once")[:1] != [made.pad_token_id]
+    found = load_tokenizer(str(tmp_path))
+    assert found.encode("once") == Tokenizer.from_file(str(tmp_path / "tokenizer.json")).encode("once").ids
+    assert beginning(found) == Encoder(found).begin == [made.pad_token_id]
+    assert save_tokenizer(found, tmp_path / "saved") is None
+    assert transformers.AutoTokenizer.from_pretrained(tmp_path / "saved").encode("once") == found.encode("once")
+    assert beginning(made) == []  # which names no token that begins a text
+
+
 def test_a_tokenizer_without_tokenizer_json_is_read_as_transformers_does(tmp_path: Path) -> None:
     own = tmp_path / "gpt2"
     own.mkdir()
@@ -368,6 +394,31 @@ def test_templates_that_never_end(name: str, monkeypatch: pytest.MonkeyPatch) ->
     assert Template(CHATML, "own").prompt(TALK[0]["messages"][:1]).endswith("assistant\n"), "the limits are lifted again"
 
 
+def test_the_limits_hold_in_threads_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "SECONDS", 0.5)
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    question = TALK[0]["messages"][:1]
+
+    def render(name: str) -> str:
+        with pytest.raises(TemplateLimit) as caught:
+            Template(NEVER[name][0], "mine.jinja").pieces(TALK[0]["messages"])
+        # The thread goes on: nothing is left that would end it later.
+        assert Template(CHATML, "own").prompt(question).endswith("assistant\n")
+        time.sleep(0.8)
+        return str(caught.value)
+
+    names = ["loops", "wide", "recursive"]
+    started = threading.Barrier(len(names))  # a thread that starts takes address space, which is limited while another renders
+    begun = time.monotonic()
+    with within(60), concurrent.futures.ThreadPoolExecutor(len(names)) as pool:
+        list(pool.map(lambda _: started.wait(), names))
+        for name, message in zip(names, pool.map(render, names), strict=True):
+            assert re.search(f"^mine.jinja: .*{NEVER[name][1]}", message)
+    assert time.monotonic() - begun < 30
+    assert resource.getrlimit(resource.RLIMIT_AS) == before
+    assert not limits._threads.watched
+
+
 def test_an_alarm_that_was_set_before_still_rings() -> None:
     template, question = Template(CHATML, "own"), TALK[0]["messages"][:1]
     with pytest.raises(TooLong), within(1):
@@ -387,7 +438,7 @@ def test_templates_that_fail_do_so_in_one_line(text: str) -> None:
 
 
 def test_the_cache_is_private_and_what_is_damaged_is_made_anew(tmp_path: Path) -> None:
-    root, calls = tmp_path / "own" / "cache", []
+    root, calls = tmp_path / "new" / "own" / "cache", []
 
     def build(folder: Path) -> dict[str, Any]:
         calls.append(1)
@@ -395,7 +446,9 @@ def test_the_cache_is_private_and_what_is_damaged_is_made_anew(tmp_path: Path) -
         return {"rows": 3}
 
     folder, made = entry(root, "x-1", build)
-    assert [path.stat().st_mode & 0o777 for path in (root, folder)] == [0o700, 0o700]
+    store_json(tmp_path / "rates" / "of" / "a.json", {})
+    every = (root.parents[1], root.parent, root, folder, tmp_path / "rates", tmp_path / "rates" / "of")
+    assert [path.stat().st_mode & 0o777 for path in every] == [0o700] * 6
     for damage in (
         lambda: (folder / "a.bin").write_bytes(b"contenT"),
         lambda: (folder / "a.bin").unlink(),
@@ -468,3 +521,13 @@ def test_encoding_one_document_is_encoding_it_among_others(folder: Path) -> None
 
     documents = [Document((template.pieces(row["messages"]),), complete=True) for row in TALK]
     assert [encoder.first_of(document) for document in documents] == [e[0].tokens for e in encoder(documents)]
+
+
+@pytest.mark.parametrize("name", ["text", "json", "csv"])
+def test_the_name_of_a_format_reads_no_files_of_this_folder(
+    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / f"mine.{name}").write_text('{"text": "private"}\n')
+    with pytest.raises(DataError, match=f"data.source {name}: no such file or folder here, and {name} is a format"):
+        run(tmp_path, folder, (name,))

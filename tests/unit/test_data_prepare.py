@@ -11,7 +11,7 @@ import pytest
 from preheat.data import Rows, baselines, batches, prepare, sources
 from preheat.data.cache import read_entry
 from preheat.data.examples import Document
-from preheat.data.files import read_file
+from preheat.data.files import CUT_AT_ANY_LINE, read_file
 from preheat.data.sources import open_source
 from preheat.data.tokenizer import Encoder, load_tokenizer, train_tokenizer
 from preheat.errors import DataError, RecipeError
@@ -132,6 +132,19 @@ def test_every_format_gives_the_same_rows(tmp_path, tokenizer):
         )
         == 3
     )
+
+
+def test_the_documents_of_a_cut_file_bear_the_line_that_they_begin_in(tmp_path):
+    long = "x" * (2 * CUT_AT_ANY_LINE + 5)
+    lines = ["first\n", long + "\n", "then\n", "y" * CUT_AT_ANY_LINE + "\n", "\n", *["z" * 99 + "\n"] * 600]
+    (tmp_path / "a.txt").write_text("".join(lines))
+    found = [(int(where.rsplit(":", 1)[1]), text) for where, text in read_file(tmp_path / "a.txt")]
+    assert "".join(text for _, text in found) == "".join(lines)
+    at = 0
+    for number, text in found:
+        assert number == "".join(lines)[:at].count("\n") + 1
+        at += len(text)
+    assert [number for number, _ in found][:4] == [1, 2, 2, 4]
 
 
 def test_a_long_text_file_is_cut_at_blank_lines_without_loss(tmp_path):

@@ -13,7 +13,7 @@ from torch.nn import functional
 from preheat import recipe as recipes
 from preheat.data.kept import KeptRows
 from preheat.data.packing import Rows, Tokens
-from preheat.data.tokenizer import load_tokenizer, unlike
+from preheat.data.tokenizer import load_tokenizer, unlike, unlike_folders
 from preheat.engine import checkpoint
 from preheat.engine.build import build
 from preheat.engine.evaluate import measure
@@ -403,3 +403,6 @@ def test_tokenizers_that_cut_alike_are_told_from_those_that_do_not(data_folder: 
     file = tmp_path / "cut" / "tokenizer.json"
     file.write_text(file.read_text().replace('"add_prefix_space": false', '"add_prefix_space": true').replace('"add_prefix_space":false', '"add_prefix_space":true'))  # fmt: skip
     assert "they cut text otherwise" in str(unlike(gpt2, load_tokenizer(str(tmp_path / "cut"))))
+    assert "they cut text otherwise" in str(unlike_folders(str(folder), str(tmp_path / "cut"), knob="teacher:"))
+    shutil.copy(folder / "tokenizer.json", file)
+    assert unlike_folders(str(folder), str(tmp_path / "cut"), knob="teacher:") is None  # what changed is read again

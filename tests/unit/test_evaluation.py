@@ -528,6 +528,29 @@ def test_accuracy_is_that_of_lm_eval_on_the_same_rows(
     assert (wrapped["acc"], wrapped["acc_norm"]) == (ours["accuracy"], ours["accuracy_norm"])
 
 
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("a: &a [" + "x, " * 9 + "]\n" + "".join(f"{c}: &{c} [{f'*{b}, ' * 9}]\n" for b, c in ("ab", "bc", "cd", "de", "ef", "fg")), r":\d+: holds more than 10,000 values"),
+        ("task: &a [*a]", r":1: is nested more than 32 levels deep"),
+        ("task: " + "[" * 5000, r":1: is nested more than 32 levels deep"),
+        ("task: 'x", r":1: not YAML"),
+        ("output_type: multiple_choice", r"has no key 'task'"),
+    ],
+    ids=["aliases", "itself", "deep", "cut", "no name"],
+)  # fmt: skip
+def test_a_task_of_lm_eval_that_is_no_task_is_one_line(text: str, words: str, tmp_path: Path) -> None:
+    from preheat.evaluation.harness import _task_of
+
+    (tmp_path / "t.yaml").write_text(text)
+    with pytest.raises(RecipeError, match=words) as told:
+        _task_of(tmp_path / "t.yaml")
+    assert str(told.value).startswith("--tasks lm-eval:")
+    assert "\n" not in str(told.value)
+    (tmp_path / "t.yaml").write_text("task: [a, b]\ngroup: 2024_q1\n")  # as text, whatever YAML takes it for
+    assert _task_of(tmp_path / "t.yaml") == "2024_q1"
+
+
 def test_lm_eval_that_is_not_installed_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     import sys
 

@@ -11,15 +11,21 @@ import struct
 from pathlib import Path
 from typing import Any
 
+import jinja2
 import numpy as np
 import pytest
 import torch
 import transformers
 
 from preheat.compress.export import aoti, gguf, gguf_reading, gguf_vocabulary, onnx, shared, torchchat, traced
+from preheat.compress.export.bare_jinja import bare
+from preheat.data.formats import FORMATS
+from preheat.data.templates import Template
 from preheat.data.tokenizer import train_tokenizer
 from preheat.errors import RunError
 from preheat.models.adapter import plain_logits
+
+from .chats import KINDS, TALKS
 
 VOCABULARY = 300
 FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -396,6 +402,31 @@ def test_a_checkpoint_of_torchchats_is_read_by_its_own_arithmetic(tokenizer: Any
     settings = json.loads((tmp_path / "out/tokenizer_config.json").read_text())
     assert settings["bos_token"], "torchchat wants one named"
     assert settings["chat_template"]
+
+
+TEMPLATES = {f"models' {name}": kind.text for name, kind in KINDS.items()}
+TEMPLATES |= {f"our {name}": text.replace("BEGIN", "{{- bos_token }}", 1) for name, text in FORMATS.items()}
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_template_for_jinja_alone_lays_chats_out_the_same(name: str) -> None:
+    template = Template(TEMPLATES[name], name, {"bos_token": "<s>", "eos_token": 'a"\\ü🙂'}, ("<s>",))
+    written = bare(template)
+    assert written is not None
+    for talk in (TALKS["one turn"], TALKS["several turns"], TALKS["white space"]):
+        asked = talk[:-1]
+        found = jinja2.Template(written).render(messages=asked, add_generation_prompt=True)
+        assert found == template.prompt(asked)
+
+
+def test_what_jinja_alone_has_not_is_no_template_there() -> None:
+    looped = "{% for m in messages %}{{ m.content }}{% if loop.last %}{% break %}{% endif %}{% endfor %}"
+    assert bare(Template(looped)) is None
+    assert bare(Template("{{ strftime_now('%Y') }}{{ messages[0].content }}")) is None
+    raw = "{# a #}\n{% raw %}{{ x }}\n{% endraw %}\n  {% if true %}\n{{ messages[0].content }}\n\n"
+    template = Template(raw + "{% endif %}\n\n")
+    found = jinja2.Template(bare(template) or "").render(messages=[{"content": "c"}])
+    assert found == template.prompt([{"content": "c"}]) == "{{ x }}\nc\n\n"
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,9 @@ import torch
 
 from preheat.errors import RecipeError, RunError
 from preheat.hardware import probe as probing
-from preheat.hardware.calibrate import calibrate, rates
+from preheat.hardware.calibrate import FULL, GPU, _host_link, calibrate, grid_of, rates
 from preheat.hardware.catalogue import accelerator, accelerators
+from preheat.hardware.exhaustion import asked_bytes, is_exhaustion
 from preheat.hardware.links import links_at, load_links
 from preheat.hardware.rates import (
     LAYOUTS,
@@ -33,6 +34,7 @@ from preheat.hardware.rates import (
     note_run,
     stored_at,
 )
+from preheat.hardware.stopwatch import Stopwatch
 from preheat.technique import Device
 
 from ..conftest import SMALL, tiny
@@ -60,6 +62,7 @@ def made_up(**changes: object) -> Rates:
         ),
         "contended": False,
         "seconds": 1.0,
+        "near": 5e10,
     }
     return Rates(**(values | changes))
 
@@ -277,7 +280,7 @@ def test_our_norm_and_what_low_bits_look_up_have_rates_of_their_own() -> None:
     rows = ((1000, 1000), (1000,))
     assert seconds("preheat::rms_norm", "bf16", rows) == pytest.approx(39e-6 + 28e6 / 5e10)
     assert seconds("preheat::rms_norm_backward", "bf16", rows) == pytest.approx(39e-6 + 84e6 / 5e10)
-    assert seconds("preheat::rms_norm", "fp32", rows, near=None) == pytest.approx(12e6 / 1e12)  # a GPU's is one kernel
+    assert seconds("preheat::rms_norm", "fp32", rows, near=None) == pytest.approx(12e6 / 1e12 - 1e-6)  # a GPU's is one kernel
     assert seconds("index_select", "int", ((256,), (10**6,))) == pytest.approx(8e6 / 1e10)
     assert seconds("index_select", "fp32", ((256, 64), (10**6,))) == pytest.approx(12e6 / 1e12)
     assert seconds("where", "int", ((), (10**6,), (10**6,))) == pytest.approx(12e6 / 2e10)
@@ -529,3 +532,70 @@ def test_more_threads_than_serve_are_refused_before_they_are_measured() -> None:
 
     with pytest.raises(RecipeError, match=r"hardware.threads: 4,096 are too many"):
         resolve(parse("hardware: {threads: 4096}\nstop: {steps: 1}"))
+
+
+@pytest.mark.parametrize(
+    ("error", "lacks"),
+    [
+        (
+            torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 79.11 GiB"),
+            True,
+        ),
+        (torch.OutOfMemoryError("HIP out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 64 GiB"), True),
+        (torch.AcceleratorError("CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported"), True),
+        (torch.AcceleratorError("HIP error: out of memory"), True),
+        (torch.AcceleratorError("CUDA error: an illegal memory access was encountered"), False),
+        (torch.AcceleratorError("CUDA error: device-side assert triggered"), False),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasSgemm(...)`"), False),
+        (RuntimeError("CUDA error: HIPBLAS_STATUS_ALLOC_FAILED when calling `hipblasCreate(handle)`"), True),
+        (RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"), True),
+        (RuntimeError("cuDNN Frontend error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED"), True),
+        (RuntimeError("cuDNN error: CUDNN_STATUS_NOT_SUPPORTED"), False),
+        (RuntimeError("cusolver error: CUSOLVER_STATUS_ALLOC_FAILED, when calling `cusolverDnCreate(handle)`"), True),
+        (RuntimeError("CUDA error: CUSPARSE_STATUS_ALLOC_FAILED when calling `cusparseCreate(handle)`"), True),
+        (RuntimeError("cuFFT error: CUFFT_ALLOC_FAILED"), True),
+        (RuntimeError("CUDA driver error: CUDA_ERROR_OUT_OF_MEMORY"), True),
+        (
+            torch.distributed.DistBackendError(
+                "NCCL error in: ../ProcessGroupNCCL.cpp:1970, unhandled cuda error (run with NCCL_DEBUG=INFO for details), "
+                "NCCL version 2.27.5\nncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\nCuda failure 2 'out of memory'"
+            ),
+            True,
+        ),
+        (torch.distributed.DistBackendError("NCCL communicator was aborted on rank 1"), False),
+        (ValueError("out of memory"), False),
+    ],
+    ids=lambda value: str(value)[:60],
+)
+def test_what_says_that_a_gpu_is_out_of_memory(error: Exception, lacks: bool) -> None:
+    assert is_exhaustion(error) == lacks
+    assert asked_bytes(str(error)) == (20 << 20 if "Tried" in str(error) else None)
+
+
+def test_a_gpu_is_measured_at_the_sizes_that_are_trained_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    large, small = (grid_of(Device("cuda", "a GPU", memory << 30)) for memory in (80, 12))
+    assert (4096, 14336) in large.layers
+    assert max(large.rows) == 16384
+    assert {head_dim for *_, head_dim in large.attention} == {128}
+    assert small.layers == GPU.layers
+    assert (
+        10 * 4 * max(small.elements) < 12 << 30 > 5 * small.most
+    )  # ten tensors in fp32; a product's, and results that are kept
+    assert grid_of(Device("cpu", "a processor", 80 << 30)) == FULL
+    speeds = _host_link(Stopwatch(cuda=False), torch.zeros(2**16))
+    assert min(speeds) > 0
+    monkeypatch.setenv("PREHEAT_CACHE", str(tmp_path))
+    gpu = made_up(near=None, to_host=2e10, to_device=3e10)
+    path = gpu.store()
+    assert load("made up", "2.13.0", 2) == gpu
+    stored = json.loads(path.read_text())
+    assert stored["format"] == 8
+    path.write_text(json.dumps(stored | {"to_host": -1}))
+    assert load("made up", "2.13.0", 2) is None
+    path.write_text(json.dumps(stored | {"format": 7}))  # measured at a CPU's sizes
+    assert load("made up", "2.13.0", 2) is None
+    made_up().store()
+    assert json.loads(path.read_text())["format"] == 7
+    assert "to_host" not in path.read_text()  # a CPU's file is what it was
+    assert load("made up", "2.13.0", 2) == made_up()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +13,7 @@ from torch import Tensor
 
 from preheat.engine.build import build
 from preheat.engine.step import gradients, update
-from preheat.ops.host import Copy, Link
+from preheat.ops.host import Copy, Link, StreamLink
 from preheat.ops.host_optimizer import HostAdamW
 from preheat.ops.offload import ActivationOffload
 from preheat.ops.optimizers import decay_groups
@@ -51,8 +54,7 @@ class LateLink(Link):
         return self._begin("out", t, torch.empty_like(t) if into is None else into)
 
     def back(self, sent: Tensor, into: Tensor) -> Copy:
-        while self.open["out"]:  # what comes back waits for all that went out
-            self._end("out")
+        assert all(target is not sent for _, _, target in self.open["out"]), "it has not arrived yet"
         return self._begin("back", sent, into)
 
     def _end(self, way: str) -> None:
@@ -64,6 +66,54 @@ class LateLink(Link):
         for way, waiting in self.open.items():
             while any(copy is other for other, _, _ in waiting):
                 self._end(way)
+
+
+class _Streams:
+    """Stands for torch.cuda's streams: a copy's event knows what must have ended before the copy does."""
+
+    def __init__(self) -> None:
+        self.current = self.main = _Stream(self)
+
+    def enter(self, stream: _Stream) -> Any:
+        @contextlib.contextmanager
+        def within() -> Iterator[None]:
+            before, self.current = self.current, stream
+            yield
+            self.current = before
+
+        return within()
+
+
+class _Stream:
+    def __init__(self, streams: _Streams) -> None:
+        self.streams, self.done, self.count = streams, set[Any](), 0
+
+    def wait_stream(self, other: _Stream) -> None:
+        self.done |= other.done
+
+    def record_event(self) -> Any:
+        self.done = {*self.done, (self, self.count)}
+        self.count += 1
+        done = frozenset(self.done)
+        event = SimpleNamespace(done=done, last=(self, self.count - 1))
+        event.wait = lambda: self.streams.current.done.update(done)
+        event.synchronize = lambda: None
+        return event
+
+
+def test_weights_come_back_while_gradients_still_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy to the device waits for its own way out, and not for those that were begun behind it."""
+    streams = _Streams()
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: _Stream(streams))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: streams.current)
+    monkeypatch.setattr(torch.cuda, "stream", streams.enter)
+    link = StreamLink(torch.device("cuda"))
+    sent = [link.out(torch.ones(4)) for _ in range(3)]
+    sent[0].for_host()
+    back = link.back(sent[0].value, torch.empty(4))
+    assert not {copy.event.last for copy in sent[1:]} & back.event.done
+    sent[1].for_device()  # of activations the computing stream waits, not the host
+    assert sent[1].event.last in link.back(sent[1].value, torch.empty(4)).event.done
 
 
 def stack(count: int = 5, width: int = 16) -> torch.nn.Sequential:
@@ -121,6 +171,22 @@ def test_small_tensors_and_weights_stay() -> None:
     ActivationOffload(list(model), least=8 * 32 * 4, link=link)
     run(model, torch.randn(8, 16))
     assert {n for _, n in link.log} == {8 * 32}
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_autocasts_copies_of_weights_stay(frozen: bool) -> None:
+    """Weights in bf16 cross no link, trained or frozen: only the inputs of both products and of GELU do."""
+    model, x, link = stack(), torch.randn(2, 8, 16, requires_grad=True), LateLink()
+    if frozen:
+        model.requires_grad_(False)
+    with torch.autocast("cpu", torch.bfloat16):
+        plain = torch.autograd.grad(model(x).square().sum(), x)[0]
+        ActivationOffload(list(model), stay=1, least=0, link=link)
+        out = model(x).square().sum()
+    assert torch.equal(torch.autograd.grad(out, x)[0], plain)
+    wide, narrow = 2 * 8 * 32, 2 * 8 * 16
+    each = [wide] if frozen else [narrow, wide, wide]
+    assert sorted(n for way, n in link.log if way == "out") == sorted(4 * each)
 
 
 def test_a_graph_can_be_differentiated_twice() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -184,6 +185,18 @@ def test_images_are_parted_by_class_and_faults_are_told_with_the_file(images: Pa
     (parted / "test" / "up").mkdir()
     with pytest.raises(DataError, match="has no image"):
         read_folder(parted, own, model.config)
+
+
+def test_the_shard_that_holds_a_damaged_tensor_is_named(tmp_path: Path) -> None:
+    model = small("mobilenet_v2", depth_multiplier=0.25)
+    name = list(model.state_dict())[-1]
+    with torch.no_grad():
+        model.state_dict()[name][0] = float("nan")
+    model.save_pretrained(tmp_path, max_shard_size="200KB")
+    file = json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"][name]
+    assert not file.startswith("model-00001")
+    with pytest.raises(RecipeError, match=rf"{file}: {name} holds 1 values that are not finite"):
+        open_classifier(tmp_path)
 
 
 def test_norms_settle_at_the_mean_over_all_images(images: Path, folder: Path) -> None:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional
 
 from preheat.engine.build import build
 from preheat.errors import RecipeError
@@ -75,6 +79,32 @@ def test_the_heads_gradient_is_summed_in_fp32_some_rows_at_a_time(inputs: Any) -
     factor = (labels[0] != -100).bfloat16().split(512)
     total = sum(torch.mm(g.t(), h * f[:, None]).float() for g, h, f in zip(products, parts, factor, strict=True))
     assert torch.equal(ours["head"], total / ROWS)
+
+
+def test_on_cuda_products_add_to_the_heads_gradient_in_fp32(inputs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One product a chunk in a plan; and nearer to fp64 than products that are rounded to bf16 first, by a twin of what runs on CUDA alone."""
+    hidden, head, labels = inputs
+    loss = functools.partial(chunked_logits, rows=256, cuda=True)
+    with FakeTensorMode(allow_non_fake_inputs=True), Recorder(512) as recorder, torch.autocast("cpu", dtype=torch.bfloat16):
+        fake = torch.nn.Linear(WIDTH, PIECES, bias=False)
+        loss(torch.empty(1, ROWS, WIDTH, requires_grad=True), fake, CrossEntropy(), torch.zeros(1, ROWS, dtype=torch.int64))
+    (product,) = ((k, count) for k, count in recorder.kernels.items() if k.operator == "addmm")
+    assert product == (replace(product[0], dtype="bf16", flops=2 * PIECES * 256 * WIDTH), ROWS // 256)
+
+    def add(total: Any, left: Any, right: Any, *, out_dtype: torch.dtype, beta: float, out: Any) -> None:
+        assert out is total
+        assert out_dtype == total.dtype == torch.float32
+        product = left.float() @ right.float()
+        total.copy_(total + product if beta else product)
+
+    monkeypatch.setattr(torch, "addmm", add)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        ours, plain = (_run(f, inputs)[0]["head"] for f in (loss, functools.partial(chunked_logits, rows=256)))
+    exact = head.weight.detach().double().requires_grad_()
+    logits = functional.linear(hidden[0].bfloat16().double(), exact.bfloat16().double())
+    (truth,) = torch.autograd.grad(functional.cross_entropy(logits, labels[0], reduction="sum") / ROWS, exact)
+    errors = [float((g.double() - truth).norm() / truth.norm()) for g in (ours, plain)]
+    assert errors[0] < errors[1] < 0.01
 
 
 def test_torchs_own_kernel_agrees(inputs: Any) -> None:

@@ -21,7 +21,7 @@ from preheat.ops.attention import reference_attention
 from preheat.recipe import parse
 from preheat.technique import Build, MaskSpec
 
-from ..conftest import DEVICE
+from ..conftest import DEVICE, difference
 
 TINY: dict[str, Any] = {
     "hidden_size": 32,
@@ -135,7 +135,6 @@ def test_only_the_files_that_transformers_reads_are_read(tmp_path: Path) -> None
         (lambda m: changed(m, lambda w: w | {"model.norm.weight": torch.ones(31)}), r"model.norm.weight is \(31,\) in model.safetensors but \(32,\) by config.json"),
         (lambda m: changed(m, lambda w: w | {"model.norm.weight": torch.full((32,), float("nan"))}), r"model.norm.weight holds 32 values that are not finite"),
         (lambda m: changed(m, lambda w: w | {"lm_head.weight": (w["lm_head.weight"] / 0).half()}), r"lm_head.weight holds .* not finite"),
-        (lambda m: configured(m, tie_word_embeddings=True), r"other values of lm_head.weight than of model.embed_tokens.weight, which its config.json ties"),
     ],
 )  # fmt: skip
 def test_a_folder_that_cannot_be_read_whole_is_refused(change: Callable[[Path], Any], words: str, tmp_path: Path) -> None:
@@ -145,6 +144,29 @@ def test_a_folder_that_cannot_be_read_whole_is_refused(change: Callable[[Path], 
         opened(path)
     assert len(str(found.value)) < 600
     assert "\n" not in str(found.value)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_a_head_that_differs_from_the_embedding_is_read_though_the_configuration_ties_them(
+    family: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    torch.manual_seed(0)
+    config: Any = transformers.LlamaConfig(**TINY) if family == "llama" else transformers.GPT2Config(**GPT2)
+    config.tie_word_embeddings = False
+    path = saved(transformers.AutoModelForCausalLM.from_config(config), tmp_path / "m")
+    configured(path, tie_word_embeddings=True)
+    tokens = torch.randint(3, 96, (2, 16), generator=torch.Generator().manual_seed(1))
+    plain = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    with torch.no_grad():
+        wanted = plain(input_ids=tokens, use_cache=False).logits
+    made = opened(path)
+    assert difference({"logits": logits_of(made, tokens)}, {"logits": wanted}) < 1e-6
+    assert not adapter.facts(made.trained[0].config).tied  # type: ignore[arg-type]  # so plans count both
+    assert caplog.text.count("which its config.json ties; both are read") == 1
+    same = changed(path, lambda w: w | {"lm_head.weight": w[next(k for k in w if k.endswith(("embed_tokens.weight", "wte.weight")))].clone()})  # fmt: skip
+    assert adapter.facts(opened(same).trained[0].config).tied  # type: ignore[arg-type]
+    with pytest.raises(RecipeError, match=r"other values of lm_head.weight than of"):
+        opened(changed(same, lambda w: w | {"lm_head.weight": 2 * w["lm_head.weight"]}), config={"tie_word_embeddings": True})
 
 
 def index(path: Path, places: Any) -> None:

@@ -1,6 +1,10 @@
-"""Options and keys that nothing reads in the mode at hand are refused, in one line."""
+"""Options and keys that nothing reads in the mode at hand are refused or named, in one line."""
 
 from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -33,7 +37,18 @@ PLAN = ["plan", "llama-3.1-8b", "--gpu", "RTX-4090"]
         (["eval", "runs/x", "--samples", "x.jsonl"], "--samples"),
         (["generate", "runs/x", "--seed", "5"], "--seed 5: would change nothing: temperature 0"),
         (["chat", "runs/x", "--seed", "5"], "--seed 5"),
+        (["eval", "none", "--tasks", "cloze=x.jsonl", "--rows", "4"], "--rows 4: would change nothing: no text is named"),
+        (["eval", ".", "--data", "x.txt", "--base", "y"], "--base 'y': would change nothing: it is for adapters"),
+        (["generate", "runs/x", "--no-chat", "--template", "chatml"], "--template 'chatml'"),
         (["compress", "runs/x", "--recipe", "edge", "--rows", "5"], "--rows 5"),
+        (
+            ["compress", "runs/x", "--recipe", "edge", "--method", "int8"],
+            "--method 'int8': would change nothing: --recipe says",
+        ),
+        (["compress", "runs/x", "--recipe", "edge", "--bits", "3"], "--bits 3.0"),
+        (["compress", "runs/x", "--recipe", "edge", "--set", "group=3"], "--set 'group=3'"),
+        (["plan", "demo", "--aim", "x" * 100_000], "Invalid value for '--aim': 'xxx"),
+        (["plan", "demo", f"--{'x' * 100_000}"], "No such option: --xxx"),
         (["nettest", "--port", "29500"], "--port 29500"),
         (
             ["try", "--technique", "mixed_precision", "--zero-stage", "2"],
@@ -50,6 +65,7 @@ def test_what_nothing_reads_is_refused(arguments: list[str], said: str, capsys: 
     assert ended.value.code == 2
     assert error.startswith(f"error: {said}"), error
     assert error.count("\n") == 1
+    assert len(error) < 400
 
 
 def test_what_is_read_is_not_refused(capsys: pytest.CaptureFixture[str]):
@@ -72,3 +88,44 @@ def test_every_mode_names_parameters_of_its_command():
         assert type(commands[name]).__name__ == "Command"
         for mode in modes:
             assert set(mode.unread) <= parameters
+
+
+def test_keys_of_a_recipe_that_is_planned_for_inference_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text(
+        "model: {size: 1M, config: {num_hidden_layers: 2}}\nbatch: {size: 4, length: 64}\noptimizer: {lr: 1.0e-3, eps: 1.0e-7}\n"
+        "stop: {steps: 3}\nhardware: {threads: 1}\n"
+    )
+
+    def told(*more: str) -> tuple[str, dict[str, Any]]:
+        with pytest.raises(SystemExit) as ended:
+            main(["plan", str(recipe), "--gpu", "H100", "--json", *more])
+        out, error = capsys.readouterr()
+        assert ended.value.code == 0, error
+        return error, json.loads(out)
+
+    error, two = told("--inference")
+    first, second = error.splitlines()
+    assert first == (
+        "note: --inference plans serving, not training: nothing reads batch.size, optimizer.*, stop.steps of the recipe"
+    )
+    assert second == "note: --gpu plans for another device: nothing reads hardware.threads of the recipe"
+    # `model.config` is read: a layer less.
+    _, one = told("--inference", "--set", "model.config.num_hidden_layers=1")
+    assert one["parameters"] < two["parameters"]
+    assert one["cache_bytes_per_token"] == two["cache_bytes_per_token"] / 2
+
+
+def test_keys_that_a_look_at_data_or_a_bench_does_not_read_are_named(capsys: pytest.CaptureFixture[str]):
+    for arguments, said in (
+        (
+            ["data", "gone.yaml", "--set", "batch.size=8", "--set", "batch.length=16"],
+            "--set 'batch.size=8': would change nothing",
+        ),
+        (["bench", "gone.yaml", "--ablate", "--set", "stop.steps=8", "--set", "optimizer.lr=1"], "--set 'stop.steps=8'"),
+    ):
+        with pytest.raises(SystemExit):
+            main(arguments)
+        warning, error = capsys.readouterr().err.splitlines()
+        assert warning.startswith(f"warning: {said}")
+        assert error.startswith("error: gone.yaml: no such file")

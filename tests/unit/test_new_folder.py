@@ -57,6 +57,30 @@ def test_only_what_preheat_left_is_removed(tmp_path: Path) -> None:
             pass
     with NewFolder(tmp_path / "out") as folder:
         assert [p.name for p in folder.iterdir()] == [MARK]
+    (tmp_path / "other.writing").mkdir()  # as a process leaves it that is killed before it marks it
+    with NewFolder(tmp_path / "other") as folder:
+        (folder / "a.txt").write_text("a")
+    assert [p.name for p in (tmp_path / "other").iterdir()] == ["a.txt"]
+    (tmp_path / "file.writing").touch()
+    with pytest.raises(RunError, match="was not left by preheat"), NewFolder(tmp_path / "file"):
+        pass
+
+
+@pytest.mark.parametrize("left", [False, True])
+def test_without_locks_nothing_stays_open_or_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, left: bool) -> None:
+    def refuse(file: object, how: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    if left:
+        (tmp_path / "new/out.writing").mkdir(parents=True)
+        (tmp_path / "new/out.writing" / MARK).touch()
+    before = sorted(tmp_path.rglob("*"))
+    opened = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(RunError, match="No locks available"), NewFolder(tmp_path / "new/out"):
+        pass
+    assert len(os.listdir("/proc/self/fd")) == opened
+    assert sorted(tmp_path.rglob("*")) == before, "a mark that a killed process left stays its mark"
 
 
 def test_places_where_nothing_can_be_written_are_refused_before_any_work(tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ PAGES: dict[str, tuple[Any, dict[str, Any]]] = {
     ),
     "compress": (
         compress_page._page,
-        {"source": "s", "texts": "t", "calibration_rows": 1, "chosen": "int8", "chosen_because": "b",
+        {"source": "s", "texts": "t", "calibration_rows": 1, "chosen": "int8", "chosen_because": "b", "said": ["s"],
          "variants": [{"name": "int8", "what": "w", "before": SIDE, "after": SIDE, "perplexity_rise": 0.1, "max_logit_difference": 0.1, "top_1_agreement": 1.0}]},
     ),
     "data": (

@@ -99,6 +99,24 @@ def test_fp16_gradients_are_those_of_fp32_whatever_the_scale() -> None:
         assert difference({n: p.grad for n, p in b.parameters()}, {n: p.grad for n, p in plain.parameters()}) < 0.01
 
 
+def test_a_frozen_base_in_bf16_leaves_adapters_and_the_optimizer_as_they_are() -> None:
+    def of(frozen: str) -> Build:
+        return build(
+            tiny(f"{{lora: {{}}, low_bit_adamw: {{}}, mixed_precision: {{frozen: {frozen}}}}}"), vocabulary=96, device=DEVICE
+        )
+
+    plain, half, auto = of("fp32"), of("half"), of("auto")
+    for b, dtype in ((plain, torch.float32), (half, torch.bfloat16), (auto, torch.float32)):  # auto: this is a CPU
+        parameters = list(b.trained[0].parameters())
+        assert {p.dtype for p in parameters if not p.requires_grad} == {dtype}
+        assert {p.dtype for p in parameters if p.requires_grad} == {torch.float32}
+        assert b.owner(Slot.OPTIMIZER) == "low_bit_adamw"
+        gradients(b, [uneven()])
+    grads = [{n: p.grad for n, p in b.parameters()} for b in (half, plain, auto)]
+    assert difference(grads[0], grads[1]) < 0.02  # products are of the same bits; norms and the embedding are rounded
+    assert difference(grads[2], grads[1]) == 0
+
+
 # --- modules kept in fp32 --------------------------------------------------------------------------------------------
 
 
@@ -171,6 +189,8 @@ def test_a_scale_below_its_floor_endures_no_more() -> None:
         ("{mixed_precision: {mode: fp32, keep_fp32: [norm]}}", "leave it out"),
         ("{mixed_precision: {mode: bf16_master}, lora: {}}", "use bf16_weights"),
         ("{mixed_precision: {mode: fp16_master}, lora: {}}", "use fp16"),
+        ("{mixed_precision: {mode: bf16_weights, frozen: half}, lora: {}}", "frozen: half is for mode: bf16 or fp16"),
+        ("{mixed_precision: {frozen: half}}", "no technique freezes a base"),
         ("{fp8: {}}", "needs bf16-compute"),
     ],
 )

@@ -188,7 +188,7 @@ BUILT_IN = sorted(p.stem for p in (Path(recipes.__file__).parents[1] / "recipes"
 
 @pytest.mark.parametrize(
     ("name", "device"),
-    [*((name, DEVICE) for name in BUILT_IN if name != "demo"), ("limited-hardware", GPU)],
+    [*((name, DEVICE) for name in BUILT_IN if name != "demo"), ("limited-hardware", GPU), ("fine-tune", GPU)],
     ids=lambda value: value.kind if isinstance(value, Device) else value,
 )
 def test_a_built_in_recipe_is_dry_run_with_its_preset(name: str, device: Device) -> None:
@@ -203,6 +203,9 @@ def test_a_built_in_recipe_is_dry_run_with_its_preset(name: str, device: Device)
         layer, embedding = 1536 * (1536 * 2 + 256 * 2 + 8960 * 3), 151936 * 1536
         wanted = (0.516 * layer + 2 * embedding + 4 * seen.trained) / 2
         assert seen.categories["update"]["parameters"] == pytest.approx(wanted, rel=0.02)
+    if name == "fine-tune":  # the frozen base, adapters aside, in fp32 on a CPU and in bf16 on a GPU
+        base = seen.categories["update"]["parameters"] - 4 * seen.trained
+        assert base == pytest.approx((seen.parameters - seen.trained) * (2 if device is GPU else 4), rel=0.001)
     if name == "limited-hardware":  # one recipe for both kinds of device, and the run says which it was
         said = seen.changes["optimizer_offload"][0].what
         assert said.startswith("nothing to move" if device is DEVICE else "AdamW of")

@@ -8,6 +8,7 @@ import math
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from preheat.errors import RunError
 from preheat.ops import unpack4
@@ -23,7 +24,16 @@ from preheat.ops.quantized import (
 )
 from preheat.ops.quantized_budget import share_out
 from preheat.ops.quantized_choice import group_of, kept_names
-from preheat.ops.quantized_linear import FEW, Fp8Linear, Int4Linear, Int8Embedding, Int8Linear
+from preheat.ops.quantized_linear import (
+    FEW,
+    Fp8Linear,
+    Int4Linear,
+    Int8Embedding,
+    Int8Linear,
+    integer_product,
+    takes_four_bits,
+    tiles,
+)
 from preheat.ops.quantized_search import awq, gptq, output_error, smooth
 
 
@@ -105,6 +115,45 @@ def test_eight_bits_multiply_as_the_values_they_stand_for(tokens: int, columns: 
     x = inputs(tokens, columns).bfloat16()
     wanted = x.float() @ made.weight.t() + made.bias.detach()
     assert float((made(x).float() - wanted).norm() / wanted.norm()) < 8e-3
+
+
+def _in_tiles(codes: Tensor, inner: int) -> Tensor:
+    """The codes [out, in] in the order of an m16n8k16 product's second operand, number by number (torch, native/cuda/int4mm.cu)."""
+    outputs, inputs = codes.shape
+    out = torch.zeros(outputs // 8, inputs // (16 * inner), 32, inner // 2, dtype=torch.int64)
+    for tile, outer, lane, word in itertools.product(*map(range, out.shape)):
+        first = (outer * inner + 2 * word) * 16 + lane % 4 * 2
+        places = [first + n for n in (0, 1, 8, 9, 16, 17, 24, 25)]
+        values = codes[tile * 8 + lane // 4, places].tolist()
+        out[tile, outer, lane, word] = sum(values[n] << 4 * shift for shift, n in enumerate((0, 2, 4, 6, 1, 3, 5, 7)))
+    return out
+
+
+def _convert(packed: Tensor, inner: int) -> Tensor:
+    """Twin of `_convert_weight_to_int4pack` on CUDA: from uint8 [out, in / 2], the even place in the high half."""
+    return _in_tiles(torch.stack([packed >> 4, packed & 15], dim=2).flatten(1).long(), inner)
+
+
+@pytest.mark.parametrize(("inputs_", "inner"), [(256, 8), (64, 4), (96, 2)])
+def test_four_bits_lie_as_cudas_kernel_reads_them(inputs_: int, inner: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Int4Linear.of(nn.Linear(inputs_, 16), group=32, symmetric=False)
+    assert takes_four_bits(made)
+    monkeypatch.setattr(torch.ops.aten, "_convert_weight_to_int4pack", _convert)
+    packed, grid = tiles(made)
+    assert torch.equal(packed, _in_tiles(unpack(made.codes, inputs_).long(), inner))
+    codes, scale, zero = unpack(made.codes, inputs_).float(), *(t.t().repeat_interleave(32, 1) for t in grid.float().unbind(2))
+    assert torch.equal((codes - 8) * scale + zero, made.weight.detach())
+    monkeypatch.undo()
+    with FakeTensorMode():
+        fake = torch.ops.aten._convert_weight_to_int4pack(torch.empty(16, inputs_ // 2, dtype=torch.uint8), inner)
+        assert fake.shape == packed.shape
+        x = torch.empty(3, inputs_, dtype=torch.bfloat16)
+        assert torch.ops.aten._weight_int4pack_mm(x, fake, 32, torch.empty(grid.shape, dtype=grid.dtype)).shape == (3, 16)
+
+
+def test_few_rows_of_integers_are_filled_up_for_cuda() -> None:
+    x, codes = (torch.randint(-127, 128, (n, 24), dtype=torch.int8) for n in (3, 16))
+    assert torch.equal(integer_product(x, codes, least=17), (x.long() @ codes.long().t()).int())
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "static"])

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import socket
+import subprocess
+import sys
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
 from preheat.errors import RecipeError, RunError
+from preheat.hardware.processes import all_here, store_address
 from preheat.technique import Device
 from preheat.training.ranks import Ranks, _roll_call, meet
 
@@ -52,6 +57,71 @@ def test_a_meeting_point_that_is_not_there_is_told_in_one_line(
         ):
             meet(tiny(more="parallel: {timeout: 0.3}"))
     assert capfd.readouterr().err == ""  # no frames of C++
+
+
+_MEMBER = """
+import os, sys
+from pathlib import Path
+import torch, torch.distributed as dist
+from preheat.training.ranks import meet
+from tests.conftest import tiny
+
+recipe = tiny(more="parallel: {timeout: 60}")
+ranks = meet(recipe)
+ranks.join(recipe, "cpu")
+total = torch.tensor([float(ranks.rank + 1)])
+dist.all_reduce(total)
+files = {os.readlink(f) for f in Path("/proc/self/fd").iterdir() if f.is_symlink()}
+rows = [line.split() for table in ("tcp", "tcp6") for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]]
+listening = [row[1].split(":")[0] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in files]
+dist.barrier()
+print(total.item(), *listening)
+ranks.leave()
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize(
+    "stated", [{"MASTER_ADDR": "127.0.0.1"}, {"MASTER_ADDR": socket.gethostname(), "LOCAL_WORLD_SIZE": "2"}]
+)
+def test_processes_started_by_hand_on_one_host_listen_to_nobody_else(stated: dict[str, str]) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    root = Path(__file__).parents[2]
+    outer = {k: v for k, v in os.environ.items() if not k.endswith(("_SOCKET_IFNAME", "WORLD_SIZE"))}
+    shared = outer | {"MASTER_PORT": port, "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(root), **stated}
+    members = [
+        subprocess.Popen(
+            [sys.executable, "-c", _MEMBER], env={**shared, "RANK": rank}, cwd=root, stdout=subprocess.PIPE, text=True
+        )
+        for rank in ("0", "1")
+    ]
+    loopback = {"0100007F", "0" * 24 + "01000000"}
+    for member in members:
+        total, *listening = member.communicate(timeout=100)[0].split()
+        assert (member.returncode, total) == (0, "3.0")
+        assert listening, "gloo listens, at the least"
+        assert set(listening) <= loopback
+
+
+def test_the_store_is_served_to_other_hosts_where_there_are_some(monkeypatch: pytest.MonkeyPatch) -> None:
+    def state(**stated: str) -> tuple[bool, str]:
+        for key in ("LOCAL_WORLD_SIZE", "TORCHELASTIC_USE_AGENT_STORE"):
+            monkeypatch.delenv(key, raising=False)
+        for key, value in stated.items():
+            monkeypatch.setenv(key, value)
+        return all_here(), store_address()
+
+    here = socket.gethostname()
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert state(MASTER_ADDR=here, LOCAL_WORLD_SIZE="4") == (True, "127.0.0.1")
+    assert state(MASTER_ADDR=here, LOCAL_WORLD_SIZE="2") == (False, here)
+    assert state(MASTER_ADDR=here) == (False, here)  # others may have been started elsewhere
+    assert state(MASTER_ADDR="192.0.2.1", LOCAL_WORLD_SIZE="4") == (False, "192.0.2.1")
+    assert state(MASTER_ADDR="localhost") == (True, "127.0.0.1")
+    assert state(MASTER_ADDR="127.0.0.1", LOCAL_WORLD_SIZE="2") == (False, "127.0.0.1")
+    assert state(MASTER_ADDR=here, LOCAL_WORLD_SIZE="4", TORCHELASTIC_USE_AGENT_STORE="True") == (True, here)
 
 
 def test_a_process_that_differs_says_in_what() -> None:

@@ -115,3 +115,17 @@ def test_a_folder_does_not_hide_a_built_in_recipe_of_its_name(tmp_path: Path, mo
     assert recipes.load("demo").name == "demo"
     with pytest.raises(RecipeError, match="is a folder"):
         recipes.load("other")
+
+
+def test_another_recipe_is_refused_with_few_of_its_differences() -> None:
+    from preheat.errors import RunError
+    from preheat.training.resuming import compare
+
+    before = recipes.dump(recipes.load("demo"))
+    assert not compare(recipes.load("demo", ["stop.steps=5"]), before)
+    with pytest.raises(RunError) as refused:
+        compare(recipes.load("multi-gpu"), before)
+    words = str(refused.value)
+    assert words.count("(was ") == 6
+    assert " more keys; put back what was, or start another run with --out" in words
+    assert len(words) < 600

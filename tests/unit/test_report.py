@@ -112,6 +112,20 @@ def test_before_and_after_stand_with_their_intervals(tmp_path: Path) -> None:
     assert "From 0.25 at step 0 to 0.5 at step 60." in text
 
 
+def test_a_resumed_run_says_which_session_its_measurements_are_of(tmp_path: Path) -> None:
+    path = run_folder(tmp_path / "run")
+    once = " ".join(Page(write(path)).text.split())
+    assert "Measured over the run: 3,800." in once
+    assert "session" not in once.partition("Timeline")[0]
+    with (path / "events.jsonl").open("a") as file:
+        for event in ({"kind": "resumed"}, {**MEASURED, "kind": "measured", "tokens_per_second": 100.0}, {"kind": "resumed"}):
+            file.write(json.dumps({"time": 0, "step": 60, **event}) + "\n")
+    text = " ".join(Page(write(path)).text.split())
+    assert "Measured in session 2 of 3." in text
+    assert "Measured in session 2 of 3: 100." in text
+    assert "Measured peak in session 2 of 3: 1.05 GiB." in text
+
+
 class Page(HTMLParser):
     """Tags with their attributes, ids, and the text a reader sees."""
 
@@ -299,7 +313,7 @@ def test_a_missing_run_is_one_clear_line_and_a_damaged_file_is_named(tmp_path):
     with (path / "events.jsonl").open("a") as file:
         file.write('3\n{"step": 1}\n{"kind": "finished", "steps": "x"}\n')
     page = Page(write(path))
-    assert "plan.json: left out: no whole JSON" in page.text
+    assert "plan.json: left out: not JSON" in page.text
     assert "events.jsonl: left out line" in page.text
     assert "recipe.yaml: left out" in page.text
     assert "and 2 more" in page.text

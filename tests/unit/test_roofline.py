@@ -11,13 +11,16 @@ import pytest
 import torch
 
 from preheat import recipe as recipes
+from preheat.hardware.rates import LAYOUTS, MOVERS, AttentionRate, MatrixRate, MovedRate, Rates
 from preheat.ops.again import alike, counting
 from preheat.planning.allocator import hold
 from preheat.planning.caching import Caching, replay_caching
 from preheat.planning.holes import Holes
+from preheat.planning.layers import observe_few
 from preheat.planning.observe import Observation, observe
 from preheat.planning.overhead import beside, gives_back
 from preheat.planning.plan import plan
+from preheat.planning.predict import step_seconds
 from preheat.planning.recorder import Kernel, Recorder
 from preheat.planning.roofline import Roofline
 from preheat.technique import Axis
@@ -133,6 +136,67 @@ def test_a_product_is_limited_by_flops_or_by_bytes() -> None:
     )  # whole waves of 132 units
     assert narrow == pytest.approx((2 * (8192 * 16 + 16 * 8448) + 2 * 8192 * 8448) / (3.35e12 * 0.85), rel=1e-3)
     assert seconds(128, 8192, 128) > large / 64 / 66 * 50  # one tile leaves 131 of 132 units idle
+
+
+def measured(gpu: Roofline, launch: float = 4.5e-6) -> Rates:
+    """What measuring an accelerator of the catalogue would give, if it does what its roofline says."""
+    flops, moved = gpu.device.sustained(), 0.85 * (gpu.device.bandwidth or 0)
+    dtypes = ("bf16", "fp32")
+    shares = {"forward": 0.38, "backward": 0.33}  # of what is counted as if it were not causal, twice as much
+    return Rates(
+        hardware=gpu.device.name,
+        torch="2.13.0",
+        threads=8,
+        peak_matrix_rate={d: gpu.peak_matrix_rate[d] for d in dtypes},
+        bandwidth=moved,
+        launch=launch,
+        adamw={d: size / moved for d, size in (("bf16", 14), ("fp32", 28))},
+        matrix=tuple(MatrixRate(d, layout, 4096, 4096, 4096, flops[d]) for d in dtypes for layout in LAYOUTS),
+        moved=tuple(MovedRate(name, d, 2**20, moved) for name in MOVERS for d in dtypes),
+        attention=tuple(
+            AttentionRate(d, way, 2048, 32, 128, 2 * share * gpu.peak_matrix_rate["bf16"])  # type: ignore[arg-type]
+            for d in dtypes
+            for way, share in shares.items()
+        ),
+        contended=False,
+        seconds=1.0,
+        to_host=50e9,
+        to_device=40e9,
+    )
+
+
+def test_a_gpu_s_step_takes_the_longer_of_device_and_host() -> None:
+    h100 = Roofline.of("H100")
+    rates = measured(h100)
+    product = kernel("mm", flops=2 * 4096**3, shapes=((4096, 4096), (4096, 4096)), transposed=(False, True))
+    seconds = product.flops / h100.device.sustained()["bf16"]
+    tiny_one = kernel("add", bytes_read=64, bytes_written=32, shapes=((8,), (8,)))
+
+    def step(**kernels: Any) -> float:
+        return step_seconds(seen(kernels), rates)
+
+    def seen(kernels: dict[str, Any], **more: Any) -> Any:
+        known = {"big": product, "small": tiny_one, "out": kernel("preheat::to_host", where="out", bytes_written=10**9)}
+        return SimpleNamespace(
+            kernels=Counter({known[name]: n for name, n in kernels.items()}), compiled=False, slowed=1.0, idle=0.0, **more
+        )
+
+    assert step(big=1000) == pytest.approx(1000 * seconds)  # the host's 9 ms run beside
+    assert step(small=1000) == pytest.approx(1000 * 2 * 4.5e-6)  # the host decides
+    assert step(big=100, small=10) == pytest.approx(100 * seconds, rel=1e-3)
+    assert step(big=1000, out=1) == pytest.approx(1000 * seconds)  # a copy that the forward pass hides
+    assert step(big=1, out=1) == pytest.approx(seconds * 2 / 3 + 1e9 / 50e9)
+
+
+def test_what_is_measured_on_a_gpu_plans_as_its_roofline_does() -> None:
+    h100 = Roofline.of("H100")
+    recipe = recipes.parse(
+        "name: x\nmodel: {preset: llama-3.1-8b}\nbatch: {size: 2, length: 4096}\nstop: {steps: 1}\n"
+        "techniques: {lora: {}, mixed_precision: {mode: bf16_weights}, efficient_attention: {}, chunked_loss: {rows: 4096}}"
+    )
+    seen = observe_few(recipe, vocabulary=None, device=h100.as_device, quick=True)
+    roofline, by_rates = h100.seconds(seen).total, step_seconds(seen, measured(h100))
+    assert by_rates == pytest.approx(roofline, rel=0.15)
 
 
 def test_collectives_take_their_bytes_over_the_link_or_the_network() -> None:

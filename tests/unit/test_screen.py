@@ -101,3 +101,11 @@ def test_shells_complete_commands_and_values(monkeypatch: pytest.MonkeyPatch, ca
         with pytest.raises(SystemExit):
             main([])
         assert set(capsys.readouterr().out.split()) == expected
+
+
+def test_a_passing_line_is_no_wider_than_the_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    """A line that wraps stays on the screen: clearing reaches its last row alone."""
+    monkeypatch.setenv("COLUMNS", "40")
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+    passing("x" * 200)
+    assert capsys.readouterr().err.count("x") == 39

@@ -78,7 +78,7 @@ def test_where_nothing_fits_it_says_what_is_least() -> None:
 
 
 def test_what_excludes_a_better_technique_is_found_where_that_does_not_fit() -> None:
-    # 27M parameters, in bf16 with fp32 states 12 bytes each; heads share keys and values, for which fast attention wants bf16.
+    # 27M parameters, in bf16 with fp32 states 12 bytes each; heads share keys and values.
     settings = ("model.width=1024", "model.kv_heads=2", "batch.length=64", "techniques={chunked_loss: {}}")
     wide = override(small(rows=2), *settings)
     made = found(wide, 780, "rounding")

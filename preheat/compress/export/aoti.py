@@ -26,12 +26,12 @@ from preheat.models.adapter import facts
 
 __all__ = ["compile_package", "replay", "write"]
 
-_USE = """\
+_LOAD = """\
 import torch, transformers
-tokenizer = transformers.AutoTokenizer.from_pretrained(".")
-model = torch._inductor.aoti_load_package("model.pt2")
-ids = torch.tensor([tokenizer.encode("Once upon a time")])
-logits = model(ids, torch.ones_like(ids))"""
+model = torch._inductor.aoti_load_package("model.pt2")"""
+_STEP = """\
+row = torch.tensor([ids + answer])
+logits = model(row, torch.ones_like(row))"""
 
 
 def write(
@@ -73,7 +73,8 @@ def write(
             made = {"path": str(out), "bytes": shared.size(folder, file.name), "dtype": dtype, "merged": model.merged}
             made |= {"read_by": card.version_of("torch"), **shared.figures(found, bound)}
             made |= {**model.held.told(found, partial(replay, file)), "note": "; ".join(model.notes)}
-        card.write(folder, run, made, title=f"AOTInductor package, {dtype}", use=_USE, library="pytorch")
+            use = model.use(_LOAD, _STEP)
+        card.write(folder, run, made, title=f"AOTInductor package, {dtype}", use=use, library="pytorch")
     return made
 
 

@@ -27,13 +27,14 @@ __all__ = ["lower", "quantize", "replay", "write"]
 
 GROUP = 32
 _LENGTH = 2048
-_USE = """\
+_LOAD = """\
 import torch, transformers
 from executorch.runtime import Runtime
-tokenizer = transformers.AutoTokenizer.from_pretrained(".")
-forward = Runtime.get().load_program("model.pte").load_method("forward")
-ids = torch.tensor([tokenizer.encode("Once upon a time")])
-logits, = forward.execute((ids, torch.arange(ids.shape[1])))"""
+forward, read = Runtime.get().load_program("model.pte").load_method("forward"), 0"""
+_STEP = """\
+new = (ids + answer)[read:]  # what the cache has not: the prompt, then a token at a time
+logits, = forward.execute((torch.tensor([new]), torch.arange(read, read + len(new))))
+read += len(new)"""
 
 
 def write(
@@ -84,7 +85,8 @@ def write(
             made = {"path": str(out), "bytes": shared.size(folder, file.name), "dtype": dtype, "length": length}
             made |= {"merged": model.merged, "read_by": card.version_of("executorch"), **shared.figures(found, bound)}
             made |= {**model.held.told(found, partial(replay, file), longest=length - 1), "note": "; ".join(notes)}
-        card.write(folder, run, made, title=f"ExecuTorch program, {dtype}", use=_USE, library="executorch")
+            use = model.use(_LOAD, _STEP, positions=length)
+        card.write(folder, run, made, title=f"ExecuTorch program, {dtype}", use=use, library="executorch")
     return made
 
 

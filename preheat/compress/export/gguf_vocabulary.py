@@ -13,6 +13,7 @@ import re
 from typing import Any
 
 from preheat.errors import RunError
+from preheat.foreign import beginning
 
 __all__ = ["add_vocabulary", "ends_left", "scores_of"]
 
@@ -101,7 +102,7 @@ def _add_marks(writer: Any, tokenizer: Any, ends: list[int], turn: int | None) -
     if tokenizer.pad_token_id is not None:
         writer.add_pad_token_id(tokenizer.pad_token_id)
     encoded = tokenizer.encode("a")
-    writer.add_add_bos_token(tokenizer.bos_token_id is not None and encoded[0] == tokenizer.bos_token_id)
+    writer.add_add_bos_token(bool(beginning(tokenizer)))
     writer.add_add_eos_token(encoded[-1] == tokenizer.eos_token_id)
     if tokenizer.chat_template:
         template = tokenizer.chat_template

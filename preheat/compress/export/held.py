@@ -33,7 +33,7 @@ class Held:
     """Text to measure perplexity on.
 
     Attributes:
-        words: what it is.
+        words: what it is; how much of it is said where it stands.
         before: the run's perplexity; None: that of the compared texts is told.
         documents: tokens and labels, [1, n] each, as a model reads them that knows nothing of packing.
         unfinished: that the model is of the middle of a run, in words; '' where it is not.
@@ -53,7 +53,7 @@ class Held:
             longest: positions that `replay` takes; 0: any.
         """
         before, after = difference.perplexity or (None, None)
-        words = SAMPLES if self.documents else self.words
+        words = f"{SAMPLES if self.documents else self.words}: {difference.predicted:,} tokens"
         if self.documents and not (longest and any(tokens.shape[1] > longest for tokens, _ in self.documents)):
             before, after, words = self.before, self.before if replay is None else self._perplexity(replay), self.words
         perplexities = {"before": {"perplexity": before}, "after": {"perplexity": after}, "perplexity_of": words}
@@ -123,5 +123,5 @@ def _held_of(opened: Opened) -> Held:
             start += length
             if bool((labels != -100).any()):
                 documents.append((tokens, labels))
-    of = f"{min(limit, len(rows)):,} of its {len(rows):,} validation rows" if limit < len(rows) else "its validation rows"
-    return Held(f"the run's own data, {of}", measured.metrics["perplexity"].value, documents)
+    of = f"{limit:,} of its {len(rows):,} validation rows" if limit < len(rows) else f"all of its {len(rows):,} validation rows"
+    return Held(f"the run's own data, {of}: {measured.tokens:,} tokens", measured.metrics["perplexity"].value, documents)

@@ -67,8 +67,8 @@ def write_held(
         final: the folder is what was asked for. One on the way to another format is not measured, and nothing is said of its code.
 
     Returns:
-        {path, bytes, dtype, merged, tokens_that_end, turn_ends, read_by, note} and `shared.figures`; turn_ends: the token that ends an answer, or None;
-        note: what the folder cannot say, or "". And what perplexity was measured on.
+        {path, bytes, dtype, merged, tokens_that_end, turn_ends, chats, string_ends, read_by, note} and `shared.figures`; turn_ends: the token that ends an answer, or None;
+        chats: whether it was trained on them; string_ends: what ends an answer where no token does; note: what the folder cannot say, or "". And what perplexity was measured on.
 
     Raises:
         RunError: no run or checkpoint there; `out` stands already or cannot be written; the model's architecture is one that
@@ -149,6 +149,8 @@ def write_held(
             "merged": merged,
             "tokens_that_end": ends.tokens,
             "turn_ends": ends.turn,
+            "chats": ends.chats,
+            "string_ends": ends.string,
             "read_by": card.version_of("transformers"),
             **shared.figures(found, accepted),
             **(held.by(again, found) if final else held.told(found, None)),

@@ -24,12 +24,12 @@ from preheat.models.adapter import facts
 
 __all__ = ["quantize", "replay", "write"]
 
-_USE = """\
+_LOAD = """\
 import onnxruntime, numpy, transformers
-tokenizer = transformers.AutoTokenizer.from_pretrained(".")
-session = onnxruntime.InferenceSession("model.onnx")
-ids = numpy.array([tokenizer.encode("Once upon a time")])
-logits, = session.run(None, {"input_ids": ids, "attention_mask": numpy.ones_like(ids)})"""
+session = onnxruntime.InferenceSession("model.onnx")"""
+_STEP = """\
+row = numpy.array([ids + answer])
+logits, = session.run(None, {"input_ids": row, "attention_mask": numpy.ones_like(row)})"""
 
 
 def write(
@@ -66,7 +66,8 @@ def write(
             made = {"path": str(out), "bytes": shared.size(folder, file.name), "dtype": dtype, "merged": model.merged}
             made |= {"read_by": card.version_of("onnxruntime"), **shared.figures(found, bound)}
             made |= {**model.held.told(found, partial(replay, file)), "note": "; ".join(model.notes)}
-        card.write(folder, run, made, title=f"ONNX, {dtype}", use=_USE, library="onnx")
+            use = model.use(_LOAD, _STEP)
+        card.write(folder, run, made, title=f"ONNX, {dtype}", use=use, library="onnx")
     return made
 
 

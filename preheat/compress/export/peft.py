@@ -130,7 +130,10 @@ def write(run: str | Path, out: str | Path, *, tolerance: float | None = None) -
             _round(again.get_base_model(), written["nf4"]["modules"], double=double)
         found = shared.compare(wanted, shared.logits(again.get_base_model(), rows), rows)
         shared.refuse_beyond(
-            found, accepted, str(out), "a base that the run held in less precision cannot be had by peft: write --to hf"
+            found,
+            accepted,
+            str(out),
+            "if the run held the base in less precision, as with bf16_weights, peft cannot reproduce that: write --to hf",
         )
         made = {
             "path": str(out),
@@ -143,9 +146,17 @@ def write(run: str | Path, out: str | Path, *, tolerance: float | None = None) -
         }
         notes += _merged_otherwise(again, wanted, rows)
         made["note"] = "; ".join(notes)
+        asked = 'tokenizer("Once upon a time", return_tensors="pt")'
+        if ends.chats:
+            asked = 'tokenizer.apply_chat_template([{"role": "user", "content": "Hello"}], add_generation_prompt=True, return_tensors="pt", return_dict=True)'
+        stop = f", stop_strings=[{ends.string!r}], tokenizer=tokenizer" if ends.string else ""
+        cut = f".partition({ends.string!r})[0]" if ends.string else ""
         use = (
-            f'import peft, transformers\nbase = transformers.AutoModelForCausalLM.from_pretrained({base!r})\nmodel = peft.PeftModel.from_pretrained(base, ".")\n'
-            'model.generation_config = transformers.GenerationConfig.from_pretrained(".")'
+            f"import peft, transformers\nbase = transformers.AutoModelForCausalLM.from_pretrained({base!r})\n"
+            'base.generation_config = transformers.GenerationConfig.from_pretrained(".")\nmodel = peft.PeftModel.from_pretrained(base, ".")\n'
+            f'tokenizer = transformers.AutoTokenizer.from_pretrained(".")\nids = {asked}\n'
+            f'answer = model.generate(**ids, max_new_tokens=64, do_sample=False{stop})[0, ids["input_ids"].shape[1]:]\n'
+            f"print(tokenizer.decode(answer, skip_special_tokens=True){cut})"
         )
         card.write(folder, run, made, title="adapter for peft", use=use, library="peft")
     return made
@@ -157,8 +168,8 @@ def _ends_unread(ends: Ends, stated: list[int]) -> list[str]:
         return []
     token = ends.tokenizer.convert_ids_to_tokens(ends.turn)
     return [
-        f"peft takes the base's generation settings, which do not stop at {token!r}, the end of each answer: set model.generation_config = "
-        "transformers.GenerationConfig.from_pretrained(FOLDER) of this folder"
+        f"peft takes the base's generation settings, which do not stop at {token!r}, the end of each answer: set base.generation_config = "
+        "transformers.GenerationConfig.from_pretrained(FOLDER) of this folder before the adapter is put on, so that a merged model has it, too"
     ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -34,6 +35,8 @@ class Plain:
         merged: adapters that were merged.
         ends: tokens that end a text.
         turn: the one that ends an answer, where the model was trained on chats.
+        chats: it was trained on chats, laid out by the tokenizer's template.
+        string: what ends an answer where no token does; '' otherwise.
         notes: what the folder cannot say.
         held: what perplexity is measured on.
     """
@@ -47,8 +50,37 @@ class Plain:
     merged: int
     ends: list[int]
     turn: int | None
+    chats: bool
+    string: str
     notes: list[str]
     held: Held
+
+    def use(self, load: str, step: str, *, positions: int = 0) -> str:
+        """Lines of Python for the card that write what `preheat generate` writes: the likeliest token, until one that ends.
+
+        Args:
+            load: lines that open the file.
+            step: lines that give `logits` [1, n, vocabulary] for the tokens `ids + answer`.
+            positions: that the file takes; those of the model where 0.
+        """
+        positions = positions or facts(self.model.config).positions
+        asked = 'tokenizer.encode("Once upon a time")'
+        if self.chats:
+            asked = (
+                'tokenizer.apply_chat_template([{"role": "user", "content": "Hello"}], add_generation_prompt=True)["input_ids"]'
+            )
+        going = f"len(ids + answer) < {min(positions or 256, 256)} and not ends.intersection(answer)"
+        text = "tokenizer.decode(answer, skip_special_tokens=True)"
+        if self.string:
+            going, text = (
+                f"{going} and {self.string!r} not in tokenizer.decode(answer)",
+                f"{text}.partition({self.string!r})[0]",
+            )
+        return (
+            f'{load}\ntokenizer = transformers.AutoTokenizer.from_pretrained(".")\nids = {asked}\n'
+            f"answer, ends = [], {{{', '.join(map(str, self.ends))}}}  # as in generation_config.json\n"
+            f"while {going}:\n{textwrap.indent(step, '    ')}\n    answer.append(int(logits[0, -1].argmax()))\nprint({text})"
+        )
 
     def copy_settings(self, folder: Path) -> None:
         """Puts the tokenizer, the configuration and the settings of generation beside what is written."""
@@ -84,8 +116,21 @@ def plain(run: str | Path, beside: Path, *, base: str | None = None) -> Iterator
         rows = shared.rows(tokenizer, facts(model.config).positions, known)
         notes = [made["note"]] if made["note"] else []
         wanted = shared.logits(model, rows)
-        ends, turn = made["tokens_that_end"], made["turn_ends"]
-        yield Plain(Path(run), folder, model.eval(), tokenizer, rows, wanted, made["merged"], ends, turn, notes, held)
+        yield Plain(
+            source=Path(run),
+            folder=folder,
+            model=model.eval(),
+            tokenizer=tokenizer,
+            rows=rows,
+            wanted=wanted,
+            merged=made["merged"],
+            ends=made["tokens_that_end"],
+            turn=made["turn_ends"],
+            chats=made["chats"],
+            string=made["string_ends"],
+            notes=notes,
+            held=held,
+        )
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

@@ -177,6 +177,7 @@ class Difference:
         mean: difference of a logit.
         agreement: share of positions whose most likely token is the same.
         perplexity: of the first and of the second; None where rows were not given, or have no next token.
+        predicted: tokens that it is of.
     """
 
     largest: float
@@ -185,6 +186,7 @@ class Difference:
     mean: float
     agreement: float
     perplexity: tuple[float, float] | None = None
+    predicted: int = 0
 
     def share(self) -> float:
         return self.largest / max(self.scale, 1.0)
@@ -222,6 +224,7 @@ def compare(wanted: list[Tensor], found: list[Tensor], tokens: Sequence[Tensor] 
         mean=sum(float(a.sum()) for a in apart) / sum(a.numel() for a in apart),
         agreement=same / places,
         perplexity=None if tokens is None else _perplexities(pairs, tokens),
+        predicted=sum(row[:, 1:].numel() for row in tokens or ()),
     )
 
 

@@ -3,8 +3,9 @@
 model.pth holds Meta's names: queries, keys and values of a layer in one matrix, with the two numbers of a rotary pair side by side, where transformers
 has them half a head apart. params.json says the sizes, the tokenizer is the Hugging Face one. torchchat is no package that can be installed, so the file is read by what
 stands below: the published arithmetic of its model.py in plain torch, which shares nothing with transformers'. It has Llama's blocks alone: RMSNorm,
-gated SiLU, rotary positions as they are or scaled as Llama 3.1's.
-Source: https://github.com/pytorch/torchchat (torchchat/model.py, torchchat/cli/convert_hf_checkpoint.py), read 2026-11.
+gated SiLU, rotary positions as they are or scaled as Llama 3.1's. Its tokenizer asks jinja2 alone for chats and stops at one token: see `_settle`.
+Source: https://github.com/pytorch/torchchat (torchchat/model.py, torchchat/cli/convert_hf_checkpoint.py, tokenizer/hf_tokenizer.py), read 2026-11; its chat
+was run at a1a7f37 (with its check of torch's version and its quantization, which want other versions, taken out) and gave what `preheat generate` gives.
 """
 
 from __future__ import annotations
@@ -20,16 +21,19 @@ from torch import Tensor
 from torch.nn import functional
 
 from preheat.compress.export import card, shared
-from preheat.compress.export.plain import plain
+from preheat.compress.export.bare_jinja import bare
+from preheat.compress.export.plain import Plain, plain
 from preheat.compress.new_folder import NewFolder, require_new
+from preheat.data.templates import load_template
 from preheat.errors import RunError
+from preheat.foreign import beginning, listed
 from preheat.run import to_json
 
 __all__ = ["read", "write"]
 
 _USE = """\
 git clone https://github.com/pytorch/torchchat && cd torchchat    # then, with FOLDER this one:
-python3 torchchat.py generate --checkpoint-path FOLDER/model.pth --params-path FOLDER/params.json --tokenizer-path FOLDER/tokenizer.json --dtype {dtype} --prompt "Once upon a time"
+python3 torchchat.py {verb} --checkpoint-path FOLDER/model.pth --params-path FOLDER/params.json --tokenizer-path FOLDER/tokenizer.json --dtype {dtype} --temperature 0{prompt}
 """
 _INSTEAD = "use --to hf, gguf, onnx, executorch or aoti"
 _PLAIN = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
@@ -73,18 +77,23 @@ def write(
     bound = shared.bound_of("torchchat", dtype, tolerance)
     with NewFolder(out) as folder:
         with plain(run, folder, base=base) as model:
-            params = _params(model.model.config, model.source) | {"tokenizer_prepend_bos": _begins(model.tokenizer)}
+            params = _params(model.model.config, model.source) | {"tokenizer_prepend_bos": bool(beginning(model.tokenizer))}
             weights = _weights(model.model, params, model.source)
             torch.save({name: w.to(getattr(torch, dtype)) for name, w in weights.items()}, folder / "model.pth")
             (folder / "params.json").write_text(to_json(params, indent=2) + "\n", encoding="utf-8")
             model.copy_settings(folder)
-            notes = [*model.notes, *_settle(folder, model.tokenizer)]
+            notes = [*model.notes, *_settle(folder, model)]
             found = shared.compare(model.wanted, read(folder, model.rows), model.rows)
             shared.refuse_beyond(found, bound, str(out), "use --dtype float32, or raise --tolerance")
             told = model.held.told(found, partial(read, folder))
         made = {"path": str(out), "bytes": shared.size(folder, "model.pth"), "dtype": dtype, "merged": model.merged}
         made |= {"read_by": "its layout's arithmetic", **shared.figures(found, bound), **told, "note": "; ".join(notes)}
-        card.write(folder, run, made, title=f"torchchat checkpoint, {dtype}", use=_USE.format(dtype=dtype), library="torchchat")
+        use = _USE.format(
+            dtype=dtype,
+            verb="chat" if model.chats else "generate",
+            prompt="" if model.chats else ' --prompt "Once upon a time"',
+        )
+        card.write(folder, run, made, title=f"torchchat checkpoint, {dtype}", use=use, library="torchchat")
     return made
 
 
@@ -167,30 +176,32 @@ def _pairs_together(weight: Tensor, heads: int) -> Tensor:
     return weight.unflatten(0, (heads, 2, -1)).transpose(1, 2).reshape(weight.shape)
 
 
-def _begins(tokenizer: Any) -> bool:
-    """Whether it puts a token before each text."""
-    return bool(tokenizer.bos_token_id is not None and tokenizer.encode("a")[:1] == [tokenizer.bos_token_id])
-
-
-def _settle(folder: Path, tokenizer: Any) -> list[str]:
-    """Puts into tokenizer_config.json what torchchat looks for there alone: a chat template, and a token that begins a text, named even where none is put there.
+def _settle(folder: Path, model: Plain) -> list[str]:
+    """Puts into tokenizer_config.json what torchchat looks for there alone, and nobody else in this folder: the token that ends an answer, one that begins a
+    text, named even where none is put there, and a chat template for Jinja alone.
 
     Returns:
-        Notes on what the tokenizer has not.
+        Notes on what the tokenizer has not, and on what torchchat does otherwise.
     """
-    file, notes = folder / "tokenizer_config.json", []
+    file, notes, tokenizer = folder / "tokenizer_config.json", [], model.tokenizer
     settings = json.loads(file.read_text(encoding="utf-8"))
+    if model.turn is not None:
+        settings["eos_token"] = tokenizer.convert_ids_to_tokens(model.turn)
+    ends = [n for n in model.ends if tokenizer.convert_ids_to_tokens(n) != settings.get("eos_token")]
+    if ends:
+        notes.append(
+            f"torchchat stops at {settings.get('eos_token')!r} alone, and preheat generate also at {listed(map(repr, tokenizer.convert_ids_to_tokens(ends)))}"
+        )
     if settings.get("bos_token") is None:
         settings["bos_token"] = settings.get("eos_token")
         notes.append(
             "no text begins with a token of its own; its end stands for one in tokenizer_config.json, where torchchat wants one, and is not put before a prompt"
         )
-    template = tokenizer.chat_template
-    if not isinstance(template, str):
-        template = template["default"] if template and "default" in template else _PLAIN
-        if template == _PLAIN:
-            notes.append("it has no chat template, which torchchat wants; one that only joins the messages is written")
-    settings["chat_template"] = template
+    settings["chat_template"] = text = bare(load_template(None, tokenizer)) if tokenizer.chat_template else None
+    if text is None:
+        settings["chat_template"] = _PLAIN
+        why = "its chat template asks for more than Jinja alone has" if tokenizer.chat_template else "it has no chat template"
+        notes.append(f"{why}, and torchchat wants one; one that only joins the messages is written")
     file.write_text(to_json(settings, indent=2) + "\n", encoding="utf-8")
     return notes
 

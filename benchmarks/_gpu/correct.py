@@ -1,0 +1,651 @@
+"""Is it right: operators, attention, techniques, resume, lack of memory, collectives, generation, compressed weights, exports.
+
+References are fp64, or the same build on the CPU with the same weights.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import json
+import math
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from _gpu.case import Case, Skip, Where, Wrong
+
+ROOT = Path(__file__).resolve().parents[2]
+SPREAD = {"context_parallel", "data_parallel", "expert_parallel", "fsdp", "pipeline_parallel", "tensor_parallel", "zero1"}
+"""Techniques that need several devices: `tests/distributed` has them, and `collectives/` below what one rank can show."""
+BOUNDS = {"exact": (0.99999, 1e-3), "rounding": (0.99, 0.05), "fp8": (0.95, 0.2)}
+"""The least cosine of all gradients with the reference, and the most that the norm may differ by."""
+
+
+def cases(where: Where) -> list[Case]:
+    return [
+        *_operators(),
+        *_attention(),
+        *_techniques(where),
+        *_recipes(),
+        *_resume(),
+        *_out_of_memory(),
+        *_collectives(),
+        *_generation(),
+        *_written(),
+    ]
+
+
+# --- operators against fp64 ---------------------------------------------------------------------------------------
+
+
+def _operators() -> list[Case]:
+    return [
+        Case("operators/rms norm", _rms_norm),
+        Case("operators/gated activation", _gated),
+        *(
+            Case(f"operators/loss by chunks, {kernel}", functools.partial(_loss, kernel))
+            for kernel in ("loop", "torch", "liger")
+        ),
+        Case("operators/four-bit NormalFloat", _nf4),
+        Case("operators/stochastic rounding", _rounding),
+        Case("operators/AdamW on bf16 weights", _adamw),
+    ]
+
+
+def _device(where: Where) -> Any:
+    import torch
+
+    return torch.device(where.kind)
+
+
+def _error(value: Any, reference: Any) -> float:
+    """Relative norm of the difference."""
+    difference = (value.double() - reference.double()).norm()
+    return float(difference / reference.double().norm().clamp(min=1e-300))
+
+
+def _within(figures: dict[str, float], bounds: dict[str, float]) -> dict[str, Any]:
+    beyond = [
+        f"{key} is {figures[key]:.2e}, more than {bound:.0e}" for key, bound in bounds.items() if not figures[key] <= bound
+    ]
+    if beyond:
+        raise Wrong("; ".join(beyond), figures)
+    return figures
+
+
+def _against_fp64(make: Callable[..., Any], reference: Callable[..., Any], inputs: list[Any], bound: float) -> dict[str, Any]:
+    """Errors of a function's result and of its gradients by all inputs."""
+    import torch
+
+    wide = [t.detach().double().requires_grad_() for t in inputs]
+    held = [t.detach().clone().requires_grad_() for t in inputs]
+    expected, got = reference(*wide), make(*held)
+    slope = torch.randn_like(expected)
+    expected.backward(slope)
+    got.backward(slope.to(got.dtype))
+    figures = {"forward": _error(got.detach(), expected.detach())}
+    figures |= {f"gradient {n}": _error(a.grad, b.grad) for n, (a, b) in enumerate(zip(held, wide, strict=True))}
+    return _within(figures, dict.fromkeys(figures, bound))
+
+
+def _drawn(where: Where, *shape: int, dtype: Any = None) -> Any:
+    import torch
+
+    generator = torch.Generator().manual_seed(sum(shape))
+    return torch.randn(*shape, generator=generator).to(_device(where), dtype or torch.float32)
+
+
+def _rms_norm(where: Where) -> dict[str, Any]:
+    import torch
+
+    from preheat.ops.fused import rms_norm
+
+    rows, width = (64, 96) if where.tiny else (4096, 4096)
+    found: dict[str, Any] = {}
+    for dtype, bound in ((torch.float32, 1e-5), (torch.bfloat16, 2e-2)):
+        x, weight = _drawn(where, rows, width, dtype=dtype), 1 + 0.1 * _drawn(where, width, dtype=dtype)
+
+        def reference(x: Any, weight: Any) -> Any:
+            return x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * weight
+
+        made = _against_fp64(lambda x, w: rms_norm(x, w, 1e-6), reference, [x, weight], bound)
+        found |= {f"{str(dtype).removeprefix('torch.')} {key}": value for key, value in made.items()}
+    return found
+
+
+def _gated(where: Where) -> dict[str, Any]:
+    from torch.nn import functional
+
+    from preheat.ops.fused import gated_silu
+
+    shape = (32, 48) if where.tiny else (4096, 8192)
+    a, b = _drawn(where, *shape), _drawn(where, *reversed(shape)).view(shape)
+    return _against_fp64(gated_silu, lambda a, b: functional.silu(a) * b, [a, b], 1e-5)
+
+
+def _loss(kernel: str, where: Where) -> dict[str, Any]:
+    import torch
+    from torch.nn import functional
+
+    from preheat.ops import losses
+
+    if kernel == "liger" and (where.kind == "cpu" or importlib.util.find_spec("liger_kernel") is None):
+        raise Skip("liger-kernel is not installed" if where.kind == "cuda" else "liger's kernels need a CUDA device")
+    rows, width, vocabulary = (50, 32, 96) if where.tiny else (4096, 2048, 32000)
+    hidden, weight = _drawn(where, rows, width), _drawn(where, vocabulary, width) / math.sqrt(width)
+    labels = torch.arange(rows, device=_device(where)) * 7 % vocabulary
+    labels[::5] = -100
+    wide = [t.double().requires_grad_() for t in (hidden, weight)]
+    expected = functional.cross_entropy(wide[0] @ wide[1].T, labels, ignore_index=-100, reduction="sum")
+    expected.backward()
+    head = torch.nn.Linear(width, vocabulary, bias=False, device=_device(where))
+    head.weight = torch.nn.Parameter(weight)
+    over: Any = {"loop": losses.chunked_logits, "torch": losses.torch_logits, "liger": losses.liger_logits}[kernel]
+    more = {} if kernel == "liger" else {"rows": 17 if where.tiny else 512}
+    loss = over(hidden.requires_grad_(), head, losses.CrossEntropy(), labels, **more)
+    loss.backward()
+    figures = {
+        "loss": _error(loss.detach(), expected.detach()),
+        "gradient hidden": _error(hidden.grad, wide[0].grad),
+        "gradient weight": _error(head.weight.grad, wide[1].grad),
+    }
+    return _within(figures, dict.fromkeys(figures, 1e-4))
+
+
+def _nf4(where: Where) -> dict[str, Any]:
+    """The device's weights and products of four-bit weights against those of the CPU."""
+    import torch
+
+    from preheat.ops.nf4 import dequantize, quantize, tables
+
+    shape = (96, 128) if where.tiny else (4096, 4096)
+    weight = _drawn(where, *shape)
+    figures = {}
+    for double in (True, False):
+        packed = quantize(weight, double=double)
+        there = quantize(weight.cpu(), double=double)
+        words = "double" if double else "single"
+        different = (packed.codes.cpu() != there.codes).float().mean()
+        figures[f"{words}: codes that differ"] = float(different)
+        for dtype in (torch.float32, torch.bfloat16):
+            value = dequantize(packed, shape, dtype, tables(_device(where)))
+            reference = dequantize(there, shape, torch.float32, tables())
+            figures[f"{words}: {str(dtype).removeprefix('torch.')}"] = _error(value.cpu(), reference)
+    return _within(figures, {key: 3e-3 if "bfloat16" in key else 1e-3 for key in figures})
+
+
+def _rounding(where: Where) -> dict[str, Any]:
+    import torch
+
+    from preheat.ops.rounding import stochastic_round_
+
+    count = 1 << (12 if where.tiny else 24)
+    value = torch.full((count,), 1 + 2**-10, device=_device(where))
+    out = torch.empty_like(value, dtype=torch.bfloat16)
+    stochastic_round_(out, value.clone())
+    mean = float(out.double().mean())
+    # An eighth of a step above 1: of so many draws the mean is off by 5 standard deviations at most.
+    deviation = math.sqrt(0.125 * 0.875 / count) * 2**-7
+    figures = {"mean less 1": mean - 1, "expected": 2**-10, "standard deviations off": abs(mean - 1 - 2**-10) / deviation}
+    return _within(figures, {"standard deviations off": 5.0})
+
+
+def _adamw(where: Where) -> dict[str, Any]:
+    """The moments of the optimizer for bf16 weights against torch's in fp32, and that small updates are not lost."""
+    import torch
+
+    from preheat.ops.optimizers import StochasticAdamW
+
+    shape = (64, 33) if where.tiny else (2048, 2049)
+    start = _drawn(where, *shape, dtype=torch.bfloat16)
+    ours = torch.nn.Parameter(start.clone())
+    theirs = torch.nn.Parameter(start.float())
+    settings: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+    optimizers: list[Any] = [StochasticAdamW([ours], **settings), torch.optim.AdamW([theirs], **settings)]
+    for step in range(20):
+        slope = _drawn(where, *shape, dtype=torch.bfloat16) + step / 10
+        ours.grad, theirs.grad = slope.clone(), slope.float()
+        for optimizer in optimizers:
+            optimizer.step()
+    moved = (ours.detach().double() - start.double()).mean(), (theirs.detach().double() - start.double()).mean()
+    figures = {"mean of the updates": abs(float(moved[0] / moved[1]) - 1), "weights": _error(ours.detach(), theirs.detach())}
+    return _within(figures, {"mean of the updates": 0.02, "weights": 0.02})
+
+
+# --- attention ----------------------------------------------------------------------------------------------------
+
+
+def _attention() -> list[Case]:
+    if importlib.util.find_spec("_gpu.attention") is None:
+        return []
+    from _gpu import attention
+
+    return [Case(f"attention/{case}", functools.partial(_attend, case), seconds=90) for case in attention.cases()]
+
+
+def _attend(case: Any, where: Where) -> dict[str, Any]:
+    from _gpu import attention
+
+    return attention.run(case, where.kind)
+
+
+# --- techniques ---------------------------------------------------------------------------------------------------
+
+
+def _techniques(where: Where) -> list[Case]:
+    from preheat.technique import registry
+    from tests.contract.settings import FURTHER
+
+    found: list[tuple[str, dict[str, Any]]] = [(name, {}) for name in sorted(registry()) if name not in SPREAD] + FURTHER
+    return [
+        Case(f"techniques/{_words(name, settings)}", functools.partial(_technique, {name: settings}))
+        for name, settings in found
+    ]
+
+
+def _words(name: str, settings: dict[str, Any]) -> str:
+    return f"{name} {json.dumps(settings)}" if settings else name
+
+
+def _recipes() -> list[Case]:
+    from preheat import recipe as recipes
+    from preheat.errors import RecipeError
+
+    found = []
+    for name in sorted(recipes.built_in()):
+        try:
+            recipe = recipes.load(name)
+        except RecipeError:
+            continue  # a chain of `compress`
+        techniques = {key: t for key, t in recipes.as_values(recipe)["techniques"].items() if key not in SPREAD}
+        found.append(Case(f"recipes/{name}", functools.partial(_technique, techniques)))
+    return found
+
+
+def _complete(techniques: dict[str, dict[str, Any]], kind: str) -> dict[str, dict[str, Any]]:
+    """With what brings the tags that these techniques need."""
+    from preheat.technique import registry
+    from tests.contract.settings import BRINGS
+
+    chosen = [registry()[name](**settings) for name, settings in techniques.items()]
+    missing = {tag for t in chosen for tag in t.needs} - {tag for t in chosen for tag in t.provided()} - {kind, "cuda"}
+    return techniques | {BRINGS[tag]: {} for tag in sorted(missing)}
+
+
+def _recipe(techniques: dict[str, dict[str, Any]], where: Where) -> Any:
+    """A small model of a family that serves these techniques; on a GPU with heads of 64, which its kernels take."""
+    from preheat import recipe as recipes
+    from tests.conftest import tiny
+    from tests.contract.settings import FAMILY, asked
+
+    family = next((FAMILY[name] for name in techniques if name in FAMILY), "llama")
+    more = [] if where.tiny else ["model.width=256", "batch.length=128"]
+    techniques = {name: _fitted(name, settings) for name, settings in techniques.items()}
+    return recipes.override(
+        tiny(family=family),
+        *more,
+        f"techniques={json.dumps(techniques)}",
+        *[words for name in techniques for words in asked(name)],
+    )
+
+
+def _fitted(name: str, settings: dict[str, Any]) -> dict[str, Any]:
+    """Settings of a shipped recipe for a batch of four rows."""
+    return (
+        settings | {"steps": min(settings["steps"], 2)} if name == "gradient_accumulation" and "steps" in settings else settings
+    )
+
+
+def _technique(techniques: dict[str, dict[str, Any]], where: Where) -> dict[str, Any]:
+    """Gradients of a step against the CPU's from the same weights; a second step in which nothing may be read from the device."""
+    import torch
+
+    from preheat import recipe as recipes
+    from preheat.data.kinds import examples_of
+    from preheat.engine.build import build
+    from preheat.engine.step import update
+    from preheat.errors import RecipeError
+    from preheat.hardware.probe import probe
+    from preheat.technique import registry
+    from tests.conftest import DEVICE, uneven
+    from tests.contract.settings import CANNOT_RUN_HERE
+    from tests.contract.test_techniques import step
+
+    chosen = _complete(techniques, where.kind)
+    recipe = _recipe(chosen, where)
+    device = probe(where.kind)
+    torch.manual_seed(0)
+    try:
+        made = build(recipe, vocabulary=96, device=device)
+    except RecipeError as error:
+        raise Skip(str(error)) from None
+    kinds = {registry()[name].numerics for name in chosen}
+    # What runs on a CPU is compared with itself there; what does not, with the recipe without it.
+    reference = recipe
+    if where.kind == "cuda" and (others := [name for name in chosen if name in CANNOT_RUN_HERE]):
+        left = {name: settings for name, settings in chosen.items() if name not in others}
+        reference = _recipe(left, where)
+    if chosen.get("efficient_attention", {}).get("kernel"):
+        reference = recipes.override(reference, "techniques.efficient_attention.kernel=auto")
+    try:
+        expected = build(reference, vocabulary=96, device=DEVICE)
+    except RecipeError as error:
+        raise Skip(f"no reference on a CPU: {error}") from None
+    _copy_weights(expected, made)
+    batch = uneven(length=recipe.batch.length, examples=examples_of(recipe))
+    loss, slopes = step(made, batch)
+    loss_there, slopes_there = step(expected, batch)
+    both = sorted(slopes.keys() & slopes_there.keys())
+    flat = [torch.cat([held[name].double().cpu().flatten() for name in both]) for held in (slopes, slopes_there)]
+    figures = {
+        "loss": loss,
+        "loss there": loss_there,
+        "cosine": float(torch.nn.functional.cosine_similarity(flat[0], flat[1], dim=0)),
+        "norm": float(flat[0].norm() / flat[1].norm()) - 1,
+        "compared": len(both),
+    }
+    least, most = BOUNDS["fp8" if "fp8" in chosen else "rounding" if kinds - {"exact"} else "exact"]
+    if slopes.keys() != slopes_there.keys():
+        raise Wrong(f"gradients of {len(slopes)} weights, {len(slopes_there)} there", figures)
+    if not figures["cosine"] >= least or not abs(figures["norm"]) <= most or not abs(loss / loss_there - 1) <= most:
+        raise Wrong(f"the cosine is to be {least} at least, norm and loss within {most:.0%}", figures)
+    if update(made, 0.01).tolist()[1] != 1:
+        raise Wrong("the gradients are not finite", figures)
+    return figures | {"read from the device": _reads(made, batch, where)}
+
+
+def _copy_weights(source: Any, target: Any) -> None:
+    """All parameters and buffers; a build draws its own on its device."""
+    import torch
+
+    with torch.no_grad():
+        for role, parts in target.parts.items():
+            for part, other in zip(parts, source.parts[role], strict=True):
+                held = {**dict(other.named_parameters()), **dict(other.named_buffers())}
+                for name, tensor in (*part.named_parameters(), *part.named_buffers()):
+                    tensor.copy_(held[name])
+
+
+def _reads(made: Any, batch: Any, where: Where) -> str:
+    """What a step reads from the device, which makes the host wait: none is to."""
+    import torch
+
+    from preheat.engine.step import gradients, update
+    from tests.conftest import split
+
+    if where.kind == "cpu":
+        return "not looked at"
+    rows = made.recipe.batch.size
+    micro = -(-rows // made.accumulation)
+    batches = split(batch, [micro] * (rows // micro) + ([rows % micro] if rows % micro else []))
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        gradients(made, batches)
+        update(made, 0.01)
+    except RuntimeError as error:
+        if "synchroniz" not in str(error):
+            raise
+        raise Wrong("a step reads from the device", {"error": str(error).splitlines()[0][:200]}) from error
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return "nothing"
+
+
+# --- runs of the command line -------------------------------------------------------------------------------------
+
+RUN = """\
+name: check
+seed: 3
+model: {{layers: 2, width: {width}, heads: 4, kv_heads: 2, vocabulary: 300}}
+data: {{source: stdlib, vocabulary: 300, limit: 40, validation: 0.1}}
+batch: {{size: 8, length: 128}}
+optimizer: {{lr: 0.01}}
+stop: {{steps: 8}}
+evaluate: {{rows: 16}}
+checkpoint: {{every: 4, keep: 9}}
+hardware: {{device: {device}}}
+techniques: {techniques}
+"""
+
+
+def _preheat(where: Where, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """A command, which is to succeed."""
+    done = subprocess.run(
+        [sys.executable, "-m", "preheat", *arguments], cwd=where.folder, capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        said = (done.stderr.strip() or done.stdout.strip()).splitlines()
+        print(done.stderr, file=sys.stderr)
+        raise Wrong(f"preheat {' '.join(arguments)}: exit code {done.returncode}: {said[-1] if said else ''}", {})
+    return done
+
+
+def _write_recipe(where: Where, name: str, techniques: str, more: str = "") -> str:
+    file = Path(where.folder) / f"{name}.yaml"
+    text = RUN.format(width=64 if where.tiny else 256, device=where.kind, techniques=techniques)
+    file.write_text(text.replace("}\ntechniques", f"{more}}}\ntechniques"), encoding="utf-8")
+    return file.name
+
+
+def _trained(where: Where) -> Path:
+    """A run that the cases share."""
+    folder = Path(where.folder) / "trained"
+    if not folder.exists():
+        _preheat(
+            where,
+            "train",
+            _write_recipe(where, "trained", "{mixed_precision: {}, efficient_attention: {}}"),
+            "--out",
+            "trained",
+        )
+    return folder
+
+
+def _resume() -> list[Case]:
+    plain = "{mixed_precision: {mode: bf16_weights}, efficient_attention: {}, chunked_loss: {}}"
+    return [
+        Case("resume/deterministic", functools.partial(_resumed, plain, ", deterministic: true", True), seconds=150),
+        Case("resume/as it comes", functools.partial(_resumed, plain, "", False), seconds=150),
+    ]
+
+
+def _resumed(techniques: str, more: str, exact: bool, where: Where) -> dict[str, Any]:
+    """A run that has lost everything after step 4 and goes on, against one that was never broken off."""
+    from safetensors.torch import load_file
+
+    name = "deterministic" if exact else "plain"
+    recipe = _write_recipe(where, name, techniques, more)
+    whole, again = Path(where.folder) / f"{name}-whole", Path(where.folder) / f"{name}-again"
+    _preheat(where, "train", recipe, "--out", whole.name)
+    shutil.copytree(whole, again)
+    shutil.rmtree(again / "checkpoints" / "step-8")
+    (again / "metrics.jsonl").unlink()
+    _preheat(where, "train", recipe, "--out", again.name, "--resume")
+    states = [
+        {
+            name: value
+            for file in (run / "checkpoints" / "step-8").glob("*.safetensors")
+            for name, value in load_file(file).items()
+        }
+        for run in (whole, again)
+    ]
+    names = sorted(states[0].keys() & states[1].keys())
+    import torch
+
+    differ = [name for name in names if not torch.equal(states[0][name], states[1][name])]
+    figures = {
+        "tensors": len(names),
+        "that differ": len(differ),
+        "largest difference": max((_error(states[1][n].float(), states[0][n].float()) for n in differ), default=0.0),
+    }
+    if states[0].keys() != states[1].keys() or not names:
+        raise Wrong("the checkpoints hold other tensors", figures)
+    if differ and (exact or where.kind == "cpu"):
+        raise Wrong(f"{differ[0]} is not the same bit for bit", figures)
+    return _within(figures, {"largest difference": 0.05})
+
+
+def _out_of_memory() -> list[Case]:
+    phases = ("forward", "backward", "update", "evaluation", "saving")
+    return [Case(f"out of memory/{phase}", functools.partial(_short, phase), seconds=150) for phase in phases]
+
+
+def _short(phase: str, where: Where) -> dict[str, Any]:
+    """From the second time of a phase on a run gets little more memory than it has: it goes on in less, or ends with one clear line."""
+    recipe = _write_recipe(where, f"short-{phase}", "{}")
+    text = (
+        (Path(where.folder) / recipe).read_text(encoding="utf-8").replace("vocabulary: 300}\ndata", "vocabulary: 16384}\ndata")
+    )
+    (Path(where.folder) / recipe).write_text(text, encoding="utf-8")
+    out = Path(where.folder) / f"short-{phase}"
+    command = [sys.executable, str(Path(__file__).with_name("short_of_memory.py")), recipe, out.name, phase]
+    done = subprocess.run(command, cwd=where.folder, capture_output=True, text=True, check=False)
+    file = out / "events.jsonl"  # written with the first event
+    events = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] if file.exists() else []
+    kinds = [event.get("event", event.get("kind")) for event in events]
+    said = (done.stderr.strip() or "nothing").splitlines()[-1]
+    figures = {
+        "exit code": done.returncode,
+        "out of memory": kinds.count("out_of_memory"),
+        "rungs": kinds.count("rung"),
+        "said": said[:200],
+    }
+    print(done.stderr, file=sys.stderr)
+    if "Traceback" in done.stderr or done.returncode < 0:
+        raise Wrong("a traceback, or it was killed", figures)
+    if done.returncode == 0 and not figures["out of memory"] and phase in ("forward", "backward"):
+        raise Wrong("the limit was not met: nothing was shown", figures)  # the others may need nothing beside what is there
+    return figures
+
+
+# --- collectives of one rank --------------------------------------------------------------------------------------
+
+
+def _collectives() -> list[Case]:
+    return [
+        Case("collectives/fully sharded", functools.partial(_one_rank, False), fresh=True, spoils=True),
+        Case("collectives/fully sharded, on the host", functools.partial(_one_rank, True), fresh=True, spoils=True),
+    ]
+
+
+def _one_rank(offload: bool, where: Where) -> dict[str, Any]:
+    """FSDP2 over a group of one: gradients of the plain model, and a checkpoint that reads back."""
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from preheat.techniques.fsdp import shard_fully
+    from tests.contract.by_hand import by_hand
+
+    if offload and where.kind == "cpu":
+        raise Skip("the weights of a CPU are on the host already")
+    if where.kind == "cuda":
+        torch.cuda.set_device(0)
+    more: dict[str, Any] = {"device_id": torch.device("cuda", 0)} if where.kind == "cuda" else {}
+    dist.init_process_group("nccl" if where.kind == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1, **more)
+    model, tokens = by_hand()
+    plain, _ = by_hand()
+    plain.load_state_dict(model.state_dict())
+    device = _device(where)
+    plain.to(device)
+    if not offload:
+        model.to(device)
+    shard_fully(model, model.model.layers, init_device_mesh(where.kind, (1,)), offload=offload)
+    tokens = tokens.to(device)
+    for each in (model, plain):
+        each(tokens, labels=tokens, use_cache=False).loss.backward()
+    names = [name for name, _ in plain.named_parameters()]
+    slopes = dict(model.named_parameters())
+    errors = [_error(slopes[n].grad.full_tensor().to(device), p.grad) for n, p in plain.named_parameters()]
+    folder = Path(where.folder) / f"one-rank-{offload}"
+    import torch.distributed.checkpoint as dcp
+
+    dcp.save({"model": get_model_state_dict(model)}, checkpoint_id=folder, no_dist=False)
+    before = {n: slopes[n].full_tensor().detach().clone() for n in names}
+    with torch.no_grad():
+        for p in slopes.values():
+            p.zero_()
+    state = {"model": get_model_state_dict(model)}
+    dcp.load(state, checkpoint_id=folder)
+    after = {n: slopes[n].full_tensor() for n in names}
+    figures = {
+        "gradients": max(errors),
+        "weights read back that differ": sum(not torch.equal(before[n], after[n]) for n in names),
+    }
+    dist.destroy_process_group()
+    return _within(figures, {"gradients": 1e-5, "weights read back that differ": 0})
+
+
+# --- what is made of a run ----------------------------------------------------------------------------------------
+
+
+def _generation() -> list[Case]:
+    caches = ("dynamic", "static", "int8")
+    return [Case(f"generation/{cache} cache", functools.partial(_generated, cache), seconds=150) for cache in caches]
+
+
+def _text(where: Where, model: Path, *more: str) -> str:
+    made = _preheat(where, "generate", str(model), "--prompt", "def ", "--tokens", "24", "--json", *more)
+    found: str = json.dumps(json.loads(made.stdout), sort_keys=True)
+    return found
+
+
+def _written_by(said: str) -> list[str]:
+    """The texts of `generate --json`, wherever they stand in it."""
+    found: list[str] = []
+
+    def walk(value: Any) -> None:
+        if isinstance(value, dict):
+            found.extend(str(value[key]) for key in ("text", "completion") if key in value)
+            for each in value.values():
+                walk(each)
+        elif isinstance(value, list):
+            for each in value:
+                walk(each)
+
+    walk(json.loads(said))
+    return found
+
+
+def _generated(cache: str, where: Where) -> dict[str, Any]:
+    """The greedy text with a kind of cache, against the growing one in the same precision."""
+    run = _trained(where)
+    plain = _written_by(_text(where, run))
+    other = _written_by(_text(where, run, "--set", f"sample.cache={cache}"))
+    figures = {"characters": len(plain[0]), "alike": sum(a == b for a, b in zip(plain[0], other[0], strict=False))}
+    if not plain[0] or (cache != "int8" and plain != other):
+        raise Wrong("the text is another one", figures | {"text": other[0][:80]})
+    return figures
+
+
+def _written() -> list[Case]:
+    methods = [Case(f"compressed/{method}", functools.partial(_compressed, method), seconds=200) for method in ("int8", "int4")]
+    formats = [Case(f"exports/{to}", functools.partial(_exported, to), seconds=200) for to in ("hf", "gguf", "onnx", "aoti")]
+    return methods + formats
+
+
+def _compressed(method: str, where: Where) -> dict[str, Any]:
+    """Compressed weights read on the device: the loss of the compressed model beside that of the run."""
+    run = _trained(where)
+    out = f"compressed-{method}"
+    _preheat(where, "compress", str(run), "--method", method, "--out", out)
+    text = _written_by(_text(where, Path(where.folder) / out))
+    if not text[0]:
+        raise Wrong("it writes nothing", {})
+    return {"characters": len(text[0])}
+
+
+def _exported(to: str, where: Where) -> dict[str, Any]:
+    """An export, which the command itself reads back and compares."""
+    needed = {"onnx": "onnxruntime", "gguf": "gguf"}
+    if to in needed and importlib.util.find_spec(needed[to]) is None:
+        raise Skip(f"{needed[to]} is not installed")
+    run = _trained(where)
+    done = _preheat(where, "export", str(run), "--to", to, "--out", f"export-{to}", "--json")
+    figures = json.loads(done.stdout)
+    return {key: value for key, value in figures.items() if isinstance(value, int | float | str)}

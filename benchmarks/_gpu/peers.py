@@ -1,0 +1,220 @@
+"""Other trainers on the same card, the same rows and a model of the same shape: TRL with Liger's kernels, torchtitan's model, unsloth.
+
+Each runs where its packages are installed. AdamW at a constant rate, bf16, no evaluation, no saving.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from _gpu.case import Skip
+from _gpu.shapes import SHAPES
+
+__all__ = ["PEERS", "Taken", "Task"]
+
+LR = 1e-4
+
+
+@dataclass(frozen=True)
+class Task:
+    """What all trainers are given.
+
+    Attributes:
+        shape: of SHAPES.
+        four_bits, adapters: the base in four bits; low-rank adapters of rank 16 on all linear maps.
+        rows, length, steps: of a batch, and how many batches.
+    """
+
+    shape: str
+    four_bits: bool
+    adapters: bool
+    rows: int
+    length: int
+    steps: int
+    tiny: bool
+    kind: str
+    folder: str
+
+
+@dataclass
+class Taken:
+    """Seconds and loss of each step."""
+
+    seconds: list[float] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+
+
+def _need(*modules: str) -> None:
+    if missing := [name for name in modules if importlib.util.find_spec(name) is None]:
+        raise Skip(f"not installed: {', '.join(missing)}")
+
+
+def _config(task: Task) -> Any:
+    from transformers import LlamaConfig
+
+    shape = SHAPES[task.shape]
+    if task.tiny:
+        sizes = {
+            "hidden_size": 64,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "intermediate_size": 128,
+            "vocab_size": 4096,
+        }
+    else:
+        sizes = {"hidden_size": shape["width"], "num_hidden_layers": shape["layers"], "num_attention_heads": shape["heads"],
+                 "num_key_value_heads": shape["kv_heads"], "intermediate_size": shape["feed_forward"], "vocab_size": shape["vocabulary"]}  # fmt: skip
+    return LlamaConfig(**sizes, max_position_embeddings=task.length, tie_word_embeddings=bool(shape.get("tie_embeddings")))
+
+
+def _saved(task: Task) -> Path:
+    """A folder with drawn weights in bf16, for trainers that read one."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    folder = Path(task.folder) / f"peer-{task.shape}"
+    if not folder.exists():
+        torch.manual_seed(0)
+        with torch.device(task.kind):
+            AutoModelForCausalLM.from_config(_config(task), dtype=torch.bfloat16).save_pretrained(folder)
+    return folder
+
+
+def _wait(task: Task) -> None:
+    if task.kind == "cuda":
+        import torch
+
+        torch.cuda.synchronize()
+
+
+def trl(task: Task, tokens: Any) -> Taken:
+    """TRL's SFTTrainer, with Liger's kernels on CUDA."""
+    _need("trl", "datasets", "accelerate", *(["liger_kernel"] if task.kind == "cuda" else []))
+    _need(*(["peft"] if task.adapters else []), *(["bitsandbytes"] if task.four_bits else []))
+    import torch
+    from datasets import Dataset
+    from tokenizers import Tokenizer, models
+    from torch.utils.data import SequentialSampler
+    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, TrainerCallback
+    from trl import SFTConfig, SFTTrainer
+
+    taken, begun = Taken(), [0.0]
+
+    class Watch(TrainerCallback):  # type: ignore[misc]
+        def on_step_begin(self, *_: Any, **__: Any) -> None:
+            _wait(task)
+            begun[0] = time.perf_counter()
+
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            _wait(task)
+            taken.seconds.append(time.perf_counter() - begun[0])
+
+    class Trainer(SFTTrainer):  # type: ignore[misc]
+        def _get_train_sampler(self, *_: Any) -> Any:
+            return SequentialSampler(self.train_dataset)
+
+        def training_step(self, *arguments: Any, **named: Any) -> Any:
+            loss = super().training_step(*arguments, **named)
+            taken.losses.append(float(loss))
+            return loss
+
+    how: dict[str, Any] = {}
+    if task.four_bits:
+        from transformers import BitsAndBytesConfig
+
+        how["quantization_config"] = BitsAndBytesConfig(
+            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=torch.bfloat16
+        )
+    model = AutoModelForCausalLM.from_pretrained(_saved(task), dtype=torch.bfloat16, device_map=task.kind, **how)
+    more: dict[str, Any] = {}
+    if task.adapters:
+        from peft import LoraConfig
+
+        more["peft_config"] = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
+    pieces = {"</s>": 0} | {f"w{n}": n for n in range(1, 16)}
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel(pieces, unk_token="</s>")), eos_token="</s>", pad_token="</s>"
+    )
+    settings = SFTConfig(
+        output_dir=str(Path(task.folder) / "trl"), max_steps=task.steps, per_device_train_batch_size=task.rows, learning_rate=LR,
+        lr_scheduler_type="constant", warmup_steps=0, weight_decay=0.0, max_grad_norm=1.0, bf16=True, gradient_checkpointing=False,
+        use_liger_kernel=task.kind == "cuda", use_cpu=task.kind == "cpu", report_to="none", save_strategy="no", disable_tqdm=True,
+        logging_steps=task.steps, max_length=task.length, completion_only_loss=False,
+    )  # fmt: skip
+    rows = Dataset.from_dict({"input_ids": tokens.tolist()})
+    Trainer(model, settings, train_dataset=rows, processing_class=tokenizer, callbacks=[Watch()], **more).train()
+    return taken
+
+
+def torchtitan(task: Task, tokens: Any) -> Taken:
+    """torchtitan's Llama, its layers compiled, with torch's fused AdamW under bf16 autocast."""
+    _need("torchtitan", "spmd_types")
+    if task.adapters or task.shape != "1B" or task.kind != "cuda":
+        raise Skip("torchtitan's Llama is compared at 1B full on CUDA")
+    import torch
+    from torch.nn.functional import cross_entropy
+    from torchtitan.models.llama3 import llama3_configs
+
+    with torch.device("meta"):
+        model = llama3_configs["1B"]("flex").build() if callable(llama3_configs["1B"]) else llama3_configs["1B"].build()
+    model.to_empty(device="cuda")
+    with torch.no_grad():
+        model.init_weights(buffer_device=torch.device("cuda"))
+    for layer in model.layers.values():
+        layer.compile(fullgraph=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    over = torch.compile(lambda out, labels: cross_entropy(out.flatten(0, 1).float(), labels.flatten()))
+    taken = Taken()
+    for step in range(task.steps):
+        rows = tokens[step * task.rows : (step + 1) * task.rows].cuda()
+        _wait(task)
+        begun = time.perf_counter()
+        positions = torch.arange(task.length, device="cuda").expand(task.rows, -1)
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = over(model(rows, positions=positions), rows.roll(-1, 1))
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=True)
+        optimizer.step()
+        optimizer.zero_grad()
+        _wait(task)
+        taken.seconds.append(time.perf_counter() - begun)
+        taken.losses.append(float(loss))
+    return taken
+
+
+def unsloth(task: Task, tokens: Any) -> Taken:
+    """unsloth's model with its own adapters, in a plain loop."""
+    _need("unsloth")
+    if task.kind != "cuda" or not task.adapters:
+        raise Skip("unsloth is compared with adapters on CUDA")
+    from unsloth import FastLanguageModel  # isort: skip  # first, as it changes what follows
+    import torch
+
+    model, _ = FastLanguageModel.from_pretrained(
+        str(_saved(task)), max_seq_length=task.length, load_in_4bit=task.four_bits, dtype=torch.bfloat16
+    )
+    names = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    model = FastLanguageModel.get_peft_model(model, r=16, lora_alpha=32, target_modules=names, use_gradient_checkpointing=False)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=LR, weight_decay=0.0, fused=True)
+    taken = Taken()
+    for step in range(task.steps):
+        rows = tokens[step * task.rows : (step + 1) * task.rows].cuda()
+        _wait(task)
+        begun = time.perf_counter()
+        loss = model(input_ids=rows, labels=rows).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        _wait(task)
+        taken.seconds.append(time.perf_counter() - begun)
+        taken.losses.append(float(loss))
+    return taken
+
+
+PEERS: dict[str, Callable[[Task, Any], Taken]] = {"TRL with Liger": trl, "torchtitan, compiled": torchtitan, "unsloth": unsloth}

@@ -1,0 +1,305 @@
+"""What one session on a GPU runs: is it right, does it need what the plan says, how fast is it.
+
+    python benchmarks/gpu_check.py correct | memory | ladder [--budget SECONDS] [--only WORDS ...] [--out FOLDER]
+    python benchmarks/gpu_check.py correct --device cpu          # tries the cases themselves, at tiny sizes
+
+Cases run one after another, the ones that matter most first, in a process that is started anew where one crashed, hung or left the device
+unusable. Each ends with one JSON line on stdout and in FOLDER/gpu_check-PART.jsonl, so that a session that is cut off keeps what it has;
+FOLDER/gpu_check-PART.md has the table, and FOLDER/gpu_check-PART.log what the cases printed. Exit codes: 0 all that ran is right, 1 something is not,
+2 the command is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import json
+import os
+import select
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, TextIO
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]  # preheat and its tests, installed or not
+
+from _gpu.case import Case, Skip, Where, Wrong  # noqa: E402
+
+PARTS = ("correct", "memory", "ladder")
+NEEDED = {  # module -> the name that pip knows it by
+    "torch": "torch",
+    "transformers": "transformers",
+    "pydantic": "pydantic",
+    "yaml": "pyyaml",
+    "safetensors": "safetensors",
+    "tokenizers": "tokenizers",
+    "typer": "typer",
+    "rich": "rich",
+    "jinja2": "jinja2",
+    "datasets": "datasets",
+    "peft": "peft",
+    "pytest": "pytest",
+}
+START = 120.0  # seconds that a process may take for its imports and the first kernel
+ENDS = ("CUDA error", "AcceleratorError", "device-side assert", "illegal memory access", "CUBLAS_STATUS", "cuDNN error")
+"""Words of errors after which a process can do nothing more on its device."""
+
+
+def missing() -> list[str]:
+    """What must be installed first, by the names that pip knows."""
+    return [name for module, name in NEEDED.items() if importlib.util.find_spec(module) is None]
+
+
+def cases_of(part: str, where: Where) -> list[Case]:
+    """The cases of a part, or of another module, in their order."""
+    module = importlib.import_module(f"_gpu.{part}" if part in PARTS else part)
+    cases: list[Case] = module.cases(where)
+    return cases
+
+
+def serve(part: str, where: Where, requests: TextIO, answers: TextIO) -> None:
+    """Runs cases by name, a line each, and answers with one JSON line each."""
+    cases = {case.name: case for case in cases_of(part, where)}
+    print(json.dumps({"ready": True}), file=answers, flush=True)
+    for line in requests:
+        print(json.dumps(run(cases[line.strip()], where)), file=answers, flush=True)
+
+
+def run(case: Case, where: Where) -> dict[str, Any]:
+    """A case's result: {case, result: ok, wrong, failed or skipped, seconds, why, figures}."""
+    import traceback
+
+    begun = time.perf_counter()
+    result, why, figures = "ok", "", dict[str, Any]()
+    try:
+        figures = case.run(where)
+    except Skip as reason:
+        result, why = "skipped", str(reason)
+    except Wrong as wrong:
+        result, why, figures = "wrong", str(wrong), wrong.figures
+    except Exception as error:  # noqa: BLE001  # whatever it is, the next case is to run
+        traceback.print_exc()
+        result, why = "failed", f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+    _clean(where)
+    return {
+        "case": case.name,
+        "result": result,
+        "seconds": round(time.perf_counter() - begun, 2),
+        "why": why[:600],
+        "figures": figures,
+    }
+
+
+def _clean(where: Where) -> None:
+    """Gives back what a case left on the device."""
+    import gc
+
+    gc.collect()
+    if "torch" not in sys.modules:
+        return
+    import torch
+
+    torch.compiler.reset()
+    if where.kind == "cuda":
+        with contextlib.suppress(RuntimeError):  # the device is gone: the answer says so, and the process is ended
+            torch.cuda.set_sync_debug_mode("default")
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+
+
+class Process:
+    """A process that serves cases."""
+
+    def __init__(self, part: str, where: Where, log: Any):
+        ours, theirs = os.pipe()
+        command = [sys.executable, __file__, part, "--device", where.kind, "--serve", str(theirs), "--folder", where.folder]
+        if not where.tiny:
+            command.append("--full")
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=log, stderr=log, pass_fds=[theirs], text=True, start_new_session=True
+        )
+        os.close(theirs)
+        self.answers = os.fdopen(ours, encoding="utf-8")
+        self.ran = 0
+        self.ready = self._answer(START) is not None
+
+    def ask(self, name: str, seconds: float) -> dict[str, Any] | None:
+        """The answer; None where it does not come in time or the process has ended."""
+        assert self.process.stdin
+        self.ran += 1
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.write(name + "\n")
+            self.process.stdin.flush()
+        return self._answer(seconds)
+
+    def _answer(self, seconds: float) -> dict[str, Any] | None:
+        if not select.select([self.answers], [], [], max(seconds, 0.0))[0]:
+            return None
+        line = self.answers.readline()
+        answer: dict[str, Any] | None = json.loads(line) if line else None
+        return answer
+
+    def end(self) -> int | None:
+        """Ends it and what it has started; its exit code if it had ended by itself."""
+        code = self.process.poll()
+        if code is None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                assert self.process.stdin
+                self.process.stdin.close()
+                self.process.wait(timeout=0.5 if self.ran and not self.ready else 3)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        self.answers.close()
+        return code
+
+
+def results(part: str, where: Where, chosen: list[Case], budget: float, log: Any) -> Iterator[dict[str, Any]]:
+    """Runs the cases as far as `budget` seconds allow; what is left is named."""
+    until = time.monotonic() + budget
+    process: Process | None = None
+    try:
+        for case in chosen:
+            left = until - time.monotonic()
+            if left < min(case.seconds, 5.0):
+                yield {"case": case.name, "result": "left out", "seconds": 0.0, "why": "the budget is used up", "figures": {}}
+                continue
+            if process is not None and case.fresh and process.ran:
+                process.end()
+                process = None
+            if process is None:
+                process = Process(part, where, log)
+            if not process.ready:
+                process.end()
+                process = None
+                why = "the process that runs cases did not start: see the log"
+                yield {"case": case.name, "result": "failed", "seconds": 0.0, "why": why, "figures": {}}
+                continue
+            allowed = min(case.seconds, until - time.monotonic())
+            begun = time.monotonic()
+            answer = process.ask(case.name, allowed)
+            if answer is None:
+                taken = time.monotonic() - begun
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.process.wait(timeout=0.2)
+                code = process.end()
+                process = None
+                why = f"took longer than {allowed:.0f} s" if code is None else f"ended with exit code {code}: see the log"
+                if code is not None and code < 0:
+                    why = f"was ended by {signal.Signals(-code).name}: see the log"
+                late = "cut off" if allowed < case.seconds and code is None else "failed"
+                yield {"case": case.name, "result": late, "seconds": round(taken, 2), "why": why, "figures": {}}
+                continue
+            yield answer
+            if case.spoils or any(word in answer["why"] for word in ENDS):
+                process.end()
+                process = None
+    finally:
+        if process is not None:
+            process.end()
+
+
+def machine(kind: str) -> str:
+    """The device and the versions, in a line."""
+    import torch
+    import transformers
+
+    name = torch.cuda.get_device_name() if kind == "cuda" else f"CPU, {os.cpu_count()} cores"
+    return f"{name}, torch {torch.__version__}, transformers {transformers.__version__}"
+
+
+def table(part: str, rows: list[dict[str, Any]], command: str, machine: str) -> str:
+    """The results as Markdown, the answer first."""
+    count = {result: sum(row["result"] == result for row in rows) for result in dict.fromkeys(row["result"] for row in rows)}
+    answer = ", ".join(f"{n} {result}" for result, n in count.items())
+    lines = [f"# {part} on {machine}", "", f"{len(rows)} cases: {answer}.", "", f"    {command}", ""]
+    lines += ["| case | result | s | figures |", "|---|---|---|---|"]
+    for row in rows:
+        figures = ", ".join(f"{key} {_short(value)}" for key, value in row["figures"].items())
+        said = "; ".join(filter(None, [row["why"].replace("|", "\\|"), figures]))
+        lines.append(f"| {row['case']} | {row['result']} | {row['seconds']:.1f} | {said} |")
+    return "\n".join(lines) + "\n"
+
+
+def _short(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("part", metavar="correct|memory|ladder", help="or the name of a module with cases of your own")
+    parser.add_argument("--budget", type=float, default=540.0, help="seconds; what does not fit is named (default: 540)")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--only", nargs="+", metavar="WORDS", help="cases whose name contains one of these")
+    parser.add_argument(
+        "--out", type=Path, help="folder for the results (default on CUDA: benchmarks/results; on a CPU none is written)"
+    )
+    parser.add_argument("--list", action="store_true", help="print the cases and end")
+    parser.add_argument("--full", action="store_true", help="the GPU's sizes on a CPU too")
+    parser.add_argument("--serve", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--folder", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if names := missing():
+        print(f"gpu_check: not installed here: {', '.join(names)}; pip install {' '.join(names)}", file=sys.stderr)
+        return 2
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    tiny = options.device == "cpu" and not options.full
+    if options.serve:
+        with os.fdopen(options.serve, "w", encoding="utf-8") as answers:
+            serve(options.part, Where(options.device, tiny, options.folder), sys.stdin, answers)
+        return 0
+    if options.part not in PARTS and importlib.util.find_spec(options.part) is None:
+        print(
+            f"gpu_check: {options.part}: no such part; use {', '.join(PARTS)}, or a module with `cases(where)`", file=sys.stderr
+        )
+        return 2
+    import torch
+
+    if options.device == "cuda" and not torch.cuda.is_available():
+        print("gpu_check: torch finds no CUDA device here; --device cpu tries the cases themselves", file=sys.stderr)
+        return 2
+    out: Path | None = options.out or (ROOT / "benchmarks/results" if options.device == "cuda" else None)
+    with tempfile.TemporaryDirectory(prefix="gpu_check-") as folder:
+        where = Where(options.device, tiny, folder)
+        cases = cases_of(options.part, where)
+        chosen = [c for c in cases if not options.only or any(words in c.name for words in options.only)]
+        if not chosen:
+            print(
+                f"gpu_check: --only {' '.join(options.only)}: no case of {options.part} has that in its name; --list shows them",
+                file=sys.stderr,
+            )
+            return 2
+        if options.list:
+            print("\n".join(f"{case.name:60s} {case.seconds:5.0f} s at most" for case in chosen))
+            return 0
+        target = out or Path(folder)
+        target.mkdir(parents=True, exist_ok=True)
+        stem = f"gpu_check-{options.part}"
+        rows = []
+        with (
+            (target / f"{stem}.log").open("a", encoding="utf-8") as log,
+            (target / f"{stem}.jsonl").open("w", encoding="utf-8") as lines,
+        ):
+            for row in results(options.part, where, chosen, options.budget, log):
+                rows.append(row)
+                for file in (sys.stdout, lines):
+                    print(json.dumps(row), file=file, flush=True)
+        if out is None and any(row["result"] == "failed" for row in rows):
+            sys.stderr.write((target / f"{stem}.log").read_text(encoding="utf-8")[-6000:])
+        command = "python " + shlex.join(sys.argv)
+        (target / f"{stem}.md").write_text(table(options.part, rows, command, machine(options.device)), encoding="utf-8")
+        print(table(options.part, rows, command, machine(options.device)).splitlines()[2], file=sys.stderr)
+    return int(any(row["result"] in ("wrong", "failed") for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

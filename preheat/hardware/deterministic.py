@@ -1,0 +1,100 @@
+"""Kernels that give the same bits each time: torch's deterministic mode, as `hardware.deterministic` asks for it.
+
+On CPUs training has none that do not. On a GPU some kernels add in the order in which their threads happen to finish: backward passes of attention,
+gathered sums and cuBLAS's products over several streams.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+from preheat.errors import RecipeError
+from preheat.text import quoted
+
+__all__ = ["be_deterministic", "explain_lacking", "repeats"]
+
+_WORKSPACES = "CUBLAS_WORKSPACE_CONFIG"
+_SERVE = (":4096:8", ":16:8")
+_LACKS = "does not have a deterministic implementation"
+_before: list[tuple[bool, bool, bool]] = []
+"""torch's settings before `be_deterministic` changed them; empty while it has not."""
+
+
+def be_deterministic(wanted: bool) -> None:
+    """Lets torch choose deterministic kernels alone, of compiled ones too, or undoes that. To be called before CUDA is used.
+
+    An operator that has none then raises a RuntimeError.
+
+    Raises:
+        RecipeError: the environment gives cuBLAS a workspace with which its products differ from run to run.
+    """
+    if not wanted and not _before:
+        return
+    stated = os.environ.get(_WORKSPACES)
+    if wanted and stated not in (None, *_SERVE):
+        raise RecipeError(
+            f"hardware.deterministic: {_WORKSPACES} is {quoted(stated)} in the environment, with which cuBLAS is not deterministic; "
+            f"set it to {_SERVE[0]}, or unset it"
+        )
+    if wanted:
+        os.environ[_WORKSPACES] = stated or _SERVE[0]
+    import torch
+    from torch.utils import deterministic
+
+    settings: Any = deterministic  # its attributes are made when it is imported
+
+    if wanted and not _before:
+        _before.append(
+            (torch.are_deterministic_algorithms_enabled(), settings.fill_uninitialized_memory, torch.backends.cudnn.benchmark)
+        )
+    on, fill, benchmark = (True, False, False) if wanted else _before.pop()
+    torch.use_deterministic_algorithms(on)
+    settings.fill_uninitialized_memory = fill  # nothing here reads what was not written, and filling takes time
+    torch.backends.cudnn.benchmark = benchmark
+    compiler = sys.modules.get("torch._inductor.config")  # imported later it reads the environment
+    if compiler is not None:
+        compiler.deterministic = on  # type: ignore[attr-defined]
+    if on:
+        os.environ["TORCHINDUCTOR_DETERMINISTIC"] = "1"  # in which timings on the device choose no kernel
+    else:
+        os.environ.pop("TORCHINDUCTOR_DETERMINISTIC", None)
+
+
+def explain_lacking(error: BaseException) -> RecipeError | None:
+    """The fault of a recipe whose operators have no deterministic version, from torch's error; None: another error.
+
+    Example:
+        >>> error = RuntimeError("put_ does not have a deterministic implementation, but you set ...")
+        >>> str(explain_lacking(error)).split(";")[0]
+        'hardware.deterministic: true, and put_ has no deterministic version'
+    """
+    words = str(error)
+    if not isinstance(error, RuntimeError) or (_LACKS not in words and _WORKSPACES not in words):
+        return None
+    if _LACKS not in words:
+        return RecipeError(
+            f"hardware.deterministic: cuBLAS was used in this process before {_WORKSPACES} was set; start the run in a new process"
+        )
+    name = words.split(_LACKS)[0].split()[-1]
+    return RecipeError(
+        f"hardware.deterministic: true, and {name} has no deterministic version; "
+        "set it to false, or leave out the technique that uses it"
+    )
+
+
+def repeats(kind: str, deterministic: bool) -> str:
+    """How exactly a run can be repeated, and a resumed one agrees with one that was not interrupted.
+
+    Args:
+        kind: of device.
+        deterministic: the recipe's `hardware.deterministic`.
+
+    Example:
+        >>> repeats("cpu", False)
+        'bit for bit'
+    """
+    if kind == "cpu" or deterministic:
+        return "bit for bit"
+    return "up to rounding: some of a GPU's kernels add in no fixed order; bit for bit with hardware.deterministic: true"

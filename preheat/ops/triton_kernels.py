@@ -1,0 +1,132 @@
+"""Triton kernels, imported only where they run: on CUDA, and in Triton's interpreter (TRITON_INTERPRET=1) on a CPU.
+
+Seeds come in two halves of 31 bits, and no argument that changes from step to step is specialized on: nothing is compiled again for it.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+__all__ = ["adamw_kernel", "eight_bits_kernel", "nf4_kernel"]
+
+
+@triton.jit
+def nf4_kernel(codes, scales, ranges, pairs, levels, out, n_bytes, last, DOUBLE: tl.constexpr, BYTES: tl.constexpr):
+    """Weights of `BYTES` bytes, two each, the first in the high half; multiplied in fp32 and rounded once.
+
+    Args:
+        scales: uint8 with `DOUBLE`, else fp32; one for 32 bytes.
+        ranges: fp32, one for 256 scales, their mean at `last`.
+        pairs: fp32 [256, 2], the weights of a byte: those of the first 16 are 0 and each of the levels in turn, in one line of the cache.
+        levels: fp32 [256], of a scale.
+    """
+    at = tl.program_id(0).to(tl.int64) * BYTES + tl.arange(0, BYTES)
+    mask = at < n_bytes
+    byte = tl.load(codes + at, mask=mask, other=0).to(tl.int32)
+    block = at // 32
+    if DOUBLE:
+        level = tl.load(scales + block, mask=mask, other=0).to(tl.int32)
+        scale = tl.load(levels + level) * tl.load(ranges + block // 256, mask=mask, other=0.0) + tl.load(ranges + last)
+    else:
+        scale = tl.load(scales + block, mask=mask, other=0.0)
+    both = tl.join(tl.load(pairs + 2 * (byte >> 4) + 1) * scale, tl.load(pairs + 2 * (byte & 15) + 1) * scale)
+    to = tl.program_id(0).to(tl.int64) * (2 * BYTES) + tl.arange(0, 2 * BYTES)
+    tl.store(out + to, tl.reshape(both, (2 * BYTES,)).to(out.dtype.element_ty), mask=to < 2 * n_bytes)
+
+
+@triton.jit
+def _one_less_power(y):
+    """1 - exp(y) for y <= 0, exact where exp(y) is close to 1: Adam's corrections of the first steps."""
+    series = 1.0 + y / 6 * (1.0 + y / 7 * (1.0 + y / 8 * (1.0 + y / 9)))
+    series = 1.0 + y / 2 * (1.0 + y / 3 * (1.0 + y / 4 * (1.0 + y / 5 * series)))
+    return tl.where(y > -0.5, -y * series, 1.0 - tl.exp(y))
+
+
+@triton.jit(
+    do_not_specialize=[
+        "lr",
+        "decay",
+        "more1",
+        "less2",
+        "more2",
+        "log1",
+        "log2",
+        "eps",
+        "seed_low",
+        "seed_high",
+        "base",
+        "shift",
+    ]
+)
+def adamw_kernel(
+    weight, grad, mean, square, master, step, found_inf,
+    lr, decay, more1, less2, more2, log1, log2, eps, seed_low, seed_high, base, shift, n,
+    MASTER: tl.constexpr, GUARDED: tl.constexpr, SHIFTED: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    """AdamW of a half weight in one pass, as torch's: with `MASTER` the master is updated and rounded, else the weight is rounded stochastically.
+
+    Four sets of random bits come from one counter of Philox, which stands for a place in the whole parameter: a device that holds a share of
+    it rounds it as one device alone would. Nothing changes where `found_inf` is not 0.
+
+    Args:
+        step: fp32, the updates before this one.
+        base, shift: the share begins `shift` elements behind the start of block number `base`; without a shift memory is read in wide pieces.
+        decay: 1 - lr * weight_decay. more1, more2: 1 - beta. less2: beta2. log1, log2: natural logarithms of the betas.
+    """
+    low, high = seed_low.to(tl.uint64), seed_high.to(tl.uint64)
+    block = tl.program_id(0).to(tl.int64)
+    lanes = tl.arange(0, LANES)
+    random = tl.randint4x((high << 31) | low, ((base + block) * LANES + lanes).to(tl.int32))
+    t = tl.load(step) + 1.0
+    size = lr / _one_less_power(t * log1)
+    root = tl.sqrt(_one_less_power(t * log2))
+    if GUARDED:
+        bad = tl.load(found_inf) != 0.0
+    for part in tl.static_range(4):
+        at = block * (4 * LANES) + part * LANES + lanes
+        mask = at < n
+        if SHIFTED:
+            at -= shift
+            mask = (at >= 0) & (at < n)
+        g = tl.load(grad + at, mask=mask, other=0.0).to(tl.float32)
+        m0 = tl.load(mean + at, mask=mask, other=0.0)
+        v0 = tl.load(square + at, mask=mask, other=0.0)
+        w0 = tl.load((master if MASTER else weight) + at, mask=mask, other=0.0).to(tl.float32)
+        m = m0 + more1 * (g - m0)
+        v = v0 * less2 + more2 * g * g
+        w = w0 * decay - size * m / (tl.sqrt(v) / root + eps)
+        if GUARDED:
+            m, v, w = tl.where(bad, m0, m), tl.where(bad, v0, v), tl.where(bad, w0, w)
+        half = w
+        if not MASTER:  # where nothing changes this is a bf16 number already, which no bits below its last one push over
+            noise = (random[part] >> 8).to(tl.int32, bitcast=True) & 0xFFFF
+            rounded = ((w.to(tl.int32, bitcast=True) + noise) & -65536).to(tl.float32, bitcast=True)
+            half = tl.where(tl.abs(w) < float("inf"), rounded, w)
+        tl.store(mean + at, m, mask=mask)
+        tl.store(square + at, v, mask=mask)
+        tl.store(weight + at, half.to(weight.dtype.element_ty), mask=mask)
+        if MASTER:
+            tl.store(master + at, w, mask=mask)
+
+
+@triton.jit
+def eight_bits_kernel(
+    x, codes, scales, out, rows, outputs, inputs, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr
+):  # fmt: skip
+    """out [rows, outputs] = x [rows, inputs] @ codes [outputs, inputs].t() * scales, for few rows: each code is read once, as one byte."""
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    sums = tl.zeros((ROWS, OUTPUTS), dtype=tl.float32)
+    for start in range(0, inputs, INPUTS):
+        place = start + tl.arange(0, INPUTS)
+        left_mask = (row < rows)[:, None] & (place < inputs)[None, :]
+        left = tl.load(x + row.to(tl.int64)[:, None] * inputs + place[None, :], mask=left_mask, other=0.0)
+        right_mask = (output < outputs)[None, :] & (place < inputs)[:, None]
+        right = tl.load(codes + output.to(tl.int64)[None, :] * inputs + place[:, None], mask=right_mask, other=0)
+        sums += tl.dot(left, right.to(left.dtype))
+    scale = tl.load(scales + output, mask=output < outputs, other=0.0).to(tl.float32)
+    to = row.to(tl.int64)[:, None] * outputs + output[None, :]
+    tl.store(
+        out + to, (sums * scale[None, :]).to(out.dtype.element_ty), mask=(row < rows)[:, None] & (output < outputs)[None, :]
+    )

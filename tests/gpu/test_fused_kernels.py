@@ -1,0 +1,161 @@
+"""Operators that are one kernel on CUDA, against fp64 or the plain form on the CPU; which of them fails is in the error, and how to switch it off."""
+
+from __future__ import annotations
+
+import functools
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from preheat.ops import nf4
+from preheat.ops.losses import CrossEntropy, chunked_logits
+from preheat.ops.optimizers import StochasticAdamW
+from preheat.ops.precision import MasterAdamW
+from preheat.ops.quantized_linear import Int4Linear, Int8Linear
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+
+
+def relative(a: Tensor, b: Tensor) -> float:
+    a, b = a.detach().double().cpu(), b.detach().double().cpu()
+    return float((a - b).norm() / b.norm())
+
+
+def draw(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("by", ["triton", "bitsandbytes"])
+@pytest.mark.parametrize("double", [True, False])
+@pytest.mark.parametrize("shape", [(4096, 1024), (5, 7), (300, 60)])
+def test_nf4_is_dequantized_as_on_a_cpu(by: str, double: bool, shape: tuple[int, int]) -> None:
+    if by == "bitsandbytes" and find_spec("bitsandbytes") is None:
+        pytest.skip("bitsandbytes is not installed")
+    packed = nf4.quantize(draw(*shape) * 0.02, double=double)
+    kernel = nf4.by_triton if by == "triton" else nf4.by_bitsandbytes
+    there = [None if t is None else t.cuda() for t in (*packed, *nf4.tables())]
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        plain = nf4.dequantize(packed, shape, dtype, nf4.tables())
+        out = kernel(*there, dtype)[: plain.numel()].view(shape).cpu()  # type: ignore[arg-type]
+        if by == "triton":
+            assert torch.equal(out, plain), "products and sums are rounded apart, as on a CPU"
+        else:
+            assert relative(out, plain) < (1e-6 if dtype == torch.float32 else 2e-3)
+
+
+@pytest.mark.parametrize("kind", [StochasticAdamW, MasterAdamW])
+def test_half_adamw_is_adamw_in_fp64(kind: Any) -> None:
+    start, settings = draw(300, 700), {"lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
+    half = torch.nn.Parameter(start.bfloat16().cuda())
+    exact = torch.nn.Parameter(half.detach().double())
+    ours, theirs = kind([half], fused=True, **settings), torch.optim.AdamW([exact], **settings)
+    for step in range(5):
+        grad = draw(300, 700, seed=step + 1).bfloat16().cuda()
+        ours.found_inf = torch.tensor(float(step == 2), device="cuda")
+        half.grad, exact.grad = grad, grad.double()
+        if step == 2:
+            half.grad[3, 5] = float("inf")
+            before = half.detach().clone()
+            ours.step()
+            assert torch.equal(half, before)
+        else:
+            ours.step()
+            theirs.step()
+    state = ours.state[half]
+    assert float(state["step"]) == 4
+    for name in ("exp_avg", "exp_avg_sq"):
+        assert relative(state[name], theirs.state[exact][name]) < 1e-6
+    assert relative(half, exact) < 0.01, "rounded four times"
+    if kind is MasterAdamW:
+        assert relative(state["master"], exact) < 1e-6
+        assert torch.equal(half, state["master"].bfloat16())
+
+
+def test_half_adamw_rounds_right_on_average_and_alike_again() -> None:
+    count, results = 1 << 22, []
+    for _ in range(2):
+        p = torch.nn.Parameter(torch.ones(count, dtype=torch.bfloat16, device="cuda"))
+        p.grad = torch.ones_like(p)
+        StochasticAdamW([p], lr=1e-4, weight_decay=0.0, fused=True, seed=7, number=lambda: 3).step()
+        results.append(p.detach())
+    assert torch.equal(*results)
+    assert float(1 - results[0].double().mean()) == pytest.approx(1e-4, rel=0.01)  # 3 standard deviations
+
+
+@pytest.mark.parametrize("rows", [1, 5, 64, 65])
+@pytest.mark.parametrize(("inputs", "group"), [(1024, 32), (1088, 64), (352, 32), (1000, 8)])
+def test_four_bits_multiply_as_the_values_they_stand_for(rows: int, inputs: int, group: int) -> None:
+    made = Int4Linear.of(torch.nn.Linear(inputs, 96), group=group, symmetric=False).cuda()
+    x = draw(rows, inputs).bfloat16().cuda()
+    with torch.no_grad():
+        out = made(x)
+    assert relative(out, functional.linear(x.double(), made.weight.double(), made.bias.double())) < 8e-3  # type: ignore[union-attr]
+    assert (made._ready is not None) == (rows <= 64 and group != 8), "aten's kernel takes few rows of groups that it knows"
+
+
+@pytest.mark.parametrize("rows", [1, 16, 17, 300])
+@pytest.mark.parametrize(("inputs", "outputs"), [(1024, 96), (1000, 50), (20, 33)])
+@pytest.mark.parametrize("rounded", [None, "dynamic"])
+def test_eight_bits_multiply_as_the_values_they_stand_for(rows: int, inputs: int, outputs: int, rounded: str | None) -> None:
+    cpu = Int8Linear.of(torch.nn.Linear(inputs, outputs, bias=False), inputs=rounded)
+    x = draw(rows, inputs).bfloat16()
+    with torch.no_grad():
+        plain = functional.linear(x.double(), cpu.weight.double()) if rounded is None else cpu(x)
+        out = cpu.cuda()(x.cuda())
+    assert relative(out, plain) < 8e-3
+
+
+def test_the_heads_gradient_is_summed_in_fp32() -> None:
+    torch.manual_seed(0)
+    head, hidden = torch.nn.Linear(256, 4000, bias=False).cuda(), torch.randn(3000, 256, device="cuda")
+    labels, errors = torch.randint(4000, (3000,), device="cuda"), []
+    exact = head.weight.detach().double().requires_grad_()
+    logits = functional.linear(hidden.bfloat16().double(), exact.bfloat16().double())
+    (truth,) = torch.autograd.grad(functional.cross_entropy(logits, labels, reduction="sum"), exact)
+    for cuda in (True, False):
+        loss = functools.partial(chunked_logits, rows=500, cuda=cuda)
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            total = loss(hidden, head, CrossEntropy(), labels)
+        (grad,) = torch.autograd.grad(total, head.weight)
+        errors.append(relative(grad, truth))
+    assert errors[0] < 0.01
+    assert errors[0] <= errors[1] * 1.01
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_loras_small_side_is_added_as_in_fp64(bias: bool) -> None:
+    from preheat.ops.adapters import add_product
+
+    base, x = torch.nn.Linear(256, 384, bias=bias).cuda(), draw(4, 100, 256).cuda()
+    down, up = draw(16, 256, seed=1).cuda() / 16, draw(384, 16, seed=2).cuda().requires_grad_()
+    exact = up.detach().double().requires_grad_()
+    truth = functional.linear(x.double(), base.weight.double(), base.bias.double() if bias else None)
+    truth = truth + 2 * functional.linear(functional.linear(x.double(), down.double()), exact)
+    for dtype, bound in ((torch.float32, 1e-5), (torch.bfloat16, 0.01)):
+        with torch.autocast("cuda", dtype=torch.bfloat16, enabled=dtype != torch.float32):
+            out = add_product(base(x), functional.linear(x, down) * 2, up)
+        assert out.dtype == dtype
+        (grad,) = torch.autograd.grad(out.float().square().sum(), up)
+        (wanted,) = torch.autograd.grad(truth.square().sum(), exact, retain_graph=True)
+        assert max(relative(out, truth), relative(grad, wanted)) < bound
+
+
+def test_the_norm_and_its_gradients_are_those_of_fp64() -> None:
+    from preheat.ops.fused import rms_norm
+
+    x, weight, grad = draw(64, 300, seed=1), draw(300, seed=2), draw(64, 300, seed=3)
+    exact = [t.double().requires_grad_() for t in (x, weight)]
+    truth = functional.rms_norm(exact[0], (300,), exact[1], 1e-5)
+    wanted = torch.autograd.grad(truth, exact, grad.double())
+    for dtype, bound in ((torch.float32, 1e-5), (torch.bfloat16, 0.01)):
+        given = [t.to("cuda", dtype).requires_grad_() for t in (x, weight)]
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        out = rms_norm(*given, 1e-5)
+        assert torch.cuda.memory_allocated() - before <= out.nbytes + 64 * 4 + 1024, "kept: one number a row beside the result"
+        ours = torch.autograd.grad(out, given, grad.to("cuda", dtype))
+        assert max(relative(a, b) for a, b in zip((out, *ours), (truth, *wanted), strict=True)) < bound

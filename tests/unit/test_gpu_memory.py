@@ -1,0 +1,145 @@
+"""A GPU's memory: allocated, reserved and the context apart, what others hold, and `hardware.memory` as a limit. The device is made up."""
+
+from __future__ import annotations
+
+import os
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from preheat.hardware import gpu_memory, probe
+from preheat.hardware.gpu_memory import CONTEXT, limit_memory, memory_peak, taken_bytes
+from preheat.hardware.probe import begin_peak
+from preheat.report.page import _memory_of_gpu
+from preheat.run import expected_memory
+from preheat.technique import Device
+from preheat.training.session import in_use, settle
+
+GIB = 2**30
+WHOLE = Device("cuda", "a GPU", 80 * GIB)
+
+
+class Gpu:
+    """What torch and the driver say of a device."""
+
+    def __init__(self) -> None:
+        self.free, self.total = 70 * GIB, 80 * GIB
+        self.allocated, self.reserved = 5 * GIB, 6 * GIB
+        self.most = [20 * GIB, 24 * GIB]
+        self.fractions: list[float] = []
+
+    def reset(self) -> None:
+        self.most = [self.allocated, self.reserved]
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
+    made = Gpu()
+    fakes = {
+        "mem_get_info": lambda: (made.free, made.total),
+        "memory_allocated": lambda: made.allocated,
+        "memory_reserved": lambda: made.reserved,
+        "max_memory_allocated": lambda: made.most[0],
+        "max_memory_reserved": lambda: made.most[1],
+        "reset_peak_memory_stats": made.reset,
+        "set_per_process_memory_fraction": made.fractions.append,
+        "current_device": lambda: 0,
+        "get_device_properties": lambda number: SimpleNamespace(uuid="1234"),
+    }
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    monkeypatch.setitem(sys.modules, "pynvml", None)  # not installed
+    monkeypatch.setattr(probe, "_highest", {})
+    monkeypatch.setattr(gpu_memory, "_limited", set())
+    return made
+
+
+def driver(monkeypatch: pytest.MonkeyPatch, *processes: tuple[int, int | None], lost: bool = False) -> None:
+    """Installs a made-up NVML that knows these processes, (id, bytes)."""
+    module: Any = ModuleType("pynvml")
+    module.NVMLError = type("NVMLError", (Exception,), {})
+
+    def handle(uuid: str) -> str:
+        if lost:
+            raise module.NVMLError("Insufficient Permissions")
+        assert uuid == "GPU-1234"
+        return "handle"
+
+    module.nvmlInit = module.nvmlShutdown = lambda: None
+    module.nvmlDeviceGetHandleByUUID = handle
+    module.nvmlDeviceGetComputeRunningProcesses = lambda handle: [
+        SimpleNamespace(pid=pid, usedGpuMemory=size) for pid, size in processes
+    ]
+    monkeypatch.setitem(sys.modules, "pynvml", module)
+
+
+def test_each_figure_has_its_own(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert memory_peak("cuda").figures() == {
+        "peak_gib": 24 + CONTEXT / GIB,  # a plan's context stands in for one that is not known
+        "allocated_gib": 20.0,
+        "reserved_gib": 24.0,
+    }
+    driver(monkeypatch, (1, 3 * GIB), (os.getpid(), 7 * GIB))
+    assert memory_peak("cuda").figures() == {
+        "peak_gib": 25.0,
+        "allocated_gib": 20.0,
+        "reserved_gib": 24.0,
+        "context_gib": 1.0,  # of the 7 GiB that the driver knows of this process, 6 are torch's
+    }
+    begin_peak("cuda")  # a look at one step does not make the run forget its peak
+    assert gpu.most == [5 * GIB, 6 * GIB]
+    assert memory_peak("cuda").figures()["reserved_gib"] == 24.0
+    figures = memory_peak("cpu", imports=0).figures()
+    assert list(figures) == ["peak_gib"]
+
+
+@pytest.mark.parametrize(
+    ("processes", "lost"),
+    [((), False), (((os.getpid(), None),), False), (((os.getpid(), GIB),), False), ((), True)],
+    ids=["unknown", "not told", "another's number", "no driver"],
+)
+def test_what_the_driver_does_not_tell_is_as_planned(
+    processes: tuple[Any, ...], lost: bool, gpu: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver(monkeypatch, *processes, lost=lost)
+    assert memory_peak("cuda").context is None
+    assert memory_peak("cuda").total == 24 * GIB + CONTEXT
+
+
+def test_what_others_hold_is_not_there_for_a_run(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu.reserved = 0
+    assert taken_bytes(WHOLE) == 10 * GIB - CONTEXT  # 10 are taken, and of these one context is this process's
+    driver(monkeypatch, (os.getpid(), GIB))
+    assert in_use(WHOLE) == 9 * GIB
+    assert taken_bytes(Device("cuda", "a GPU", 60 * GIB)) == 0  # of 60 GiB that the run may use, all are free
+    assert taken_bytes(Device("cuda", "a GPU", 75 * GIB)) == 4 * GIB
+
+
+def test_stated_memory_limits_the_allocator(gpu: Gpu) -> None:
+    settle(WHOLE)
+    assert gpu.fractions == []  # a limit that a user set stays
+    settle(Device("cuda", "a GPU", 20 * GIB))
+    assert gpu.fractions == [(20 * GIB - CONTEXT) / (80 * GIB)]
+    limit_memory(WHOLE)
+    limit_memory(WHOLE)
+    assert gpu.fractions[1:] == [1.0]
+    limit_memory(Device("cuda", "a GPU", 1))
+    assert 0 < gpu.fractions[-1] < 1e-9
+
+
+def test_predictions_of_the_same_figures() -> None:
+    plan = {"peak_gib": 25.0, "allocated_gib": 20.0, "reserved_gib": 24.0, "overhead": {"context": 0.5, "workspaces": 0.25}}
+    predicted = expected_memory(plan)
+    assert predicted == {"peak_gib": 25.0, "allocated_gib": 20.25, "reserved_gib": 24.25, "context_gib": 0.5}
+    assert expected_memory({"peak_gib": 2.0, "allocated_gib": 1.0, "overhead": {"process": 0.1}}) == {"peak_gib": 2.0}
+    assert expected_memory({}) == {"peak_gib": None}
+    measured = {"peak_gib": 20.0, "allocated_gib": 20.0, "reserved_gib": 30.0}
+    difference = {"allocated_gib": 0.0125, "reserved_gib": -0.19, "context_gib": None}
+    page = _memory_of_gpu({"predicted": predicted, "measured": measured, "difference": difference})
+    assert "24.25" in page
+    assert "−19 %" in page
+    assert "context" not in page
+    assert _memory_of_gpu({"predicted": {"peak_gib": 1.0}, "measured": {"peak_gib": 1.0}, "difference": {}}) == ""
