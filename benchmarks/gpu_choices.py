@@ -108,11 +108,16 @@ def searched(case: Case, gpu: str, seconds: float | None = None) -> tuple[Choice
 def tried(case: Case) -> Iterator[tuple[Technique, ...]]:
     """Settings that a careful user would try, besides attention and how layers are run."""
     kinds, full = registry(), case.method == "full"
-    checkpointing = [None, *(kinds["activation_checkpointing"](mode=mode) for mode in ("selective", "full"))]
-    loss = [None, kinds["chunked_loss"](rows=1024)]
+    checkpointing: list[Technique | None] = [
+        None,
+        *(kinds["activation_checkpointing"](mode=mode) for mode in ("selective", "full")),
+    ]
+    loss: list[Technique | None] = [None, kinds["chunked_loss"](rows=4096)]
     precision = [kinds["mixed_precision"](mode=mode) for mode in (("bf16", "bf16_weights") if full else ("bf16_weights",))]
     cuts = [None if n == 1 else kinds["gradient_accumulation"](steps=n) for n in (1, 2, 4, 8, 16)]
     shards = [kinds["fsdp"](reshard=reshard) for reshard in (True, False)] if case.devices > 1 else [None]
+    if case.devices > 1:  # whose dry runs take longer: without what was never best on one device
+        loss, cuts = loss[1:], cuts[1:4]
     for settings in itertools.product(checkpointing, loss, precision, shards, cuts):
         yield tuple(t for t in settings if t is not None)
 
