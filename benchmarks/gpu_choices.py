@@ -18,12 +18,12 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from preheat.planning.candidates import Space, problems_of, words
+from preheat.planning.candidates import Numerics, Space, problems_of, words
 from preheat.planning.crew import crew
 from preheat.planning.plan import describe
 from preheat.planning.recall import recall
@@ -93,11 +93,11 @@ class Choice:
         return float(self.plan["tokens_per_second"])
 
 
-def searched(case: Case, gpu: str, seconds: float | None = None) -> tuple[Choice, float]:
+def searched(case: Case, gpu: str, seconds: float | None = None, allow: Numerics = "rounding") -> tuple[Choice, float]:
     """What `preheat plan` chooses, and the seconds that it took."""
     question = case.question()
     device, rates, in_use = hardware(gpu, question.recipe, case.devices)
-    space = Space(question.recipe, vocabulary_of(question.recipe), device, case.devices, "rounding", case.devices)
+    space = Space(question.recipe, vocabulary_of(question.recipe), device, case.devices, allow, case.devices)
     begun = time.perf_counter()
     limit = seconds or (8.0 if case.devices == 1 else 50.0)
     best = search(space, rates=rates, in_use=in_use, seconds=limit).best
@@ -107,7 +107,8 @@ def searched(case: Case, gpu: str, seconds: float | None = None) -> tuple[Choice
 
 def tried(case: Case) -> Iterator[tuple[Technique, ...]]:
     """Settings that a careful user would try, besides attention and how layers are run."""
-    kinds, full = registry(), case.method == "full"
+    kinds: Mapping[str, Any] = registry()
+    full = case.method == "full"
     checkpointing: list[Technique | None] = [
         None,
         *(kinds["activation_checkpointing"](mode=mode) for mode in ("selective", "full")),
