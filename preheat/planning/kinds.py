@@ -98,7 +98,7 @@ class _Kinds:
                 base, under = (*base, best.setting), best.look
 
         searched = [cls for cls in self.space.on_one_device() if self.resort or not cls.last_resort]
-        for cls in sorted(searched, key=_late):
+        for cls in sorted(searched, key=self._late):
             refused = {cls: self._options(cls, base), **refused}
             for each in [each for each in refused if each not in choices]:
                 self._prepare([(*base, t) for t in refused[each]])
@@ -110,7 +110,13 @@ class _Kinds:
         for cls, left in refused.items():
             if tried := [choice for t in left if (choice := self._try_elsewhere(t, base, list(choices.values())))]:
                 take(cls, tried)
-        return [choices[cls] for cls in sorted(choices, key=lambda cls: (cls.stage, cls.name()))]
+        return list(choices.values())
+
+    def _late(self, cls: type[Technique]) -> tuple[bool, bool]:
+        """Sorts techniques, which are tried in the order in which they act, but on a GPU precision first: it decides which kernels the others have.
+        What only the ends have shows its worth beside layers that are small already."""
+        first = self.space.device.kind == "cuda" and Tag("bf16-compute") in cls.provides
+        return _of_the_ends((cls(),)), not first
 
     def _options(self, cls: type[Technique], base: Settings) -> list[Technique]:
         """Settings whose effect is seen in a layer; of many the first, the middle and the last."""
@@ -221,12 +227,6 @@ class _Kinds:
             if not any(better) and not any(equal):
                 kept.append(choices[n])
         return kept
-
-
-def _late(cls: type[Technique]) -> tuple[bool, bool]:
-    """Techniques are tried in the order in which they act, but precision first: it decides which kernels the others have. What only the ends
-    have shows its worth beside layers that are small already."""
-    return _of_the_ends((cls(),)), Tag("bf16-compute") not in cls.provides
 
 
 def _of_the_ends(added: Settings) -> bool:

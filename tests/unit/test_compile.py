@@ -12,19 +12,22 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from preheat.engine.build import build
+from preheat.engine.build import build, context_of
 from preheat.engine.step import forward, gradients, update
 from preheat.errors import RecipeError, RunError
+from preheat.models import adapter
 from preheat.models.adapter import anatomy
 from preheat.ops.attention import reference_attention, sdpa_attention
 from preheat.ops.attention_blocks import blocked_attention
 from preheat.ops.opaque import OpaqueAttention, OpaqueMask
 from preheat.planning.observe import observe
-from preheat.technique import Build, MaskSpec
-from preheat.techniques.compile import compile_layers
+from preheat.recipe import override
+from preheat.technique import Build, Device, MaskSpec
+from preheat.techniques.compile import _ONE_GRAPH, Compile, compile_layers
 
 from ..conftest import DEVICE, difference, tiny, uneven
 
@@ -219,3 +222,45 @@ def test_compiled_layers_are_planned_with_every_way_to_checkpoint(mode: str) -> 
     seen, like = (observe(tiny(techniques), vocabulary=96, device=DEVICE) for techniques in (both, fused))
     assert seen.flops == like.flops
     assert seen.peak["backward"] == pytest.approx(like.peak["backward"], rel=0.02)
+
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "intermediate_size": 16,
+    "vocab_size": 96,
+    "max_position_embeddings": 32,
+    "head_dim": 8,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+def test_a_search_compiles_whole_layers_of_the_families_that_can_be(tmp_path: Path) -> None:
+    """One graph of each kind of layer, which a run would otherwise refuse at its first step; others and experts are left to smaller graphs, or alone."""
+    for family in sorted(_ONE_GRAPH):
+        folder = tmp_path / family
+        config = transformers.AutoConfig.for_model(
+            family, **SIZES | ({"partial_rotary_factor": 1.0} if family == "phi3" else {})
+        )
+        config.save_pretrained(folder)
+        recipe = override(tiny("{efficient_attention: {}}"), f"model={{path: {folder}, weights: random}}")
+        other = build(recipe, vocabulary=96, device=DEVICE)
+        [option] = Compile().options(context_of(recipe, adapter.configure(recipe, 96), Device("cuda", "a GPU", 1 << 30)))
+        assert option.fullgraph  # type: ignore[attr-defined]
+        compiled = compile_layers(anatomy(other.trained[0]).layers, backend="eager")  # type: ignore[arg-type]
+        gradients(other, [uneven()])
+        assert compiled.graphs >= 1, family
+
+
+def test_a_search_leaves_experts_and_changing_shapes_uncompiled() -> None:
+    gpu = Device("cuda", "a GPU", 1 << 30)
+    for settings in (
+        ("model={family: qwen3_moe, layers: 2, width: 32, heads: 2, vocabulary: 96}",),
+        ("techniques={length_curriculum: {}}",),
+    ):
+        recipe = override(tiny("{}"), *settings)
+        assert not list(Compile().options(context_of(recipe, adapter.configure(recipe, 96), gpu)))

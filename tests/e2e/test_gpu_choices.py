@@ -1,0 +1,29 @@
+"""What a search chooses for a GPU beside a brute force over what a careful user would try: benchmarks/gpu_choices.py, two of its sixteen pairs."""
+
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+
+import pytest
+
+_SCRIPT = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks" / "gpu_choices.py"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["llama-3.2-1b full", "qwen3-8b qlora"])
+def test_a_search_comes_near_the_best_that_a_user_would_find(model: str) -> None:
+    case = next(case for case in _SCRIPT["CASES"] if case.name == model)
+    chosen, _ = _SCRIPT["searched"](case, "RTX-4090")
+    best = _SCRIPT["brute_force"](case, ("RTX-4090",))["RTX-4090"]
+    assert not _SCRIPT["faults"](chosen, best), (chosen.what, chosen.speed, best.what, best.speed)
+    assert "compile" in chosen.techniques
+
+
+def test_a_grouped_model_is_planned_with_efficient_attention_whatever_the_precision() -> None:
+    """A small model of Qwen's shape, by the same functions: numbers kept, and rounded."""
+    case = _SCRIPT["Case"]("qwen2.5-0.5b", "lora")
+    for allow in ("exact", "rounding"):
+        chosen, _ = _SCRIPT["searched"](case, "RTX-4090", seconds=0.1, allow=allow)
+        assert "efficient_attention" in chosen.techniques, (allow, chosen.what)
+        assert ("compile" in chosen.techniques) is (allow == "rounding")
