@@ -109,8 +109,8 @@ def parse(text: str, *, where: str = "recipe", overrides: Sequence[str] = (), wa
                 assigned[at] = f"--set {shorten(overrides[n - 1])}"
         reader.refuse()
         raise
-    for key, words in warned(recipe) if warn else ():
-        _log.warning("%s: %s: %s", reader.place(tuple(key.split("."))), key, words)
+    for name, words in warned(recipe) if warn else ():
+        _log.warning("%s: %s: %s", reader.place(tuple(name.split("."))), name, words)
     return recipe
 
 

@@ -183,7 +183,6 @@ RULES: tuple[Rule, ...] = (
         "nothing is held out to compare on (data.validation: 0); leave it out",
         refuse=True,
     ),
-    Rule("sample.rows", _held_out, "nothing is held out to ask about (data.validation: 0); use sample.prompts", refuse=True),
     *map(_sampled, ("tokens", "temperature", "repetition_penalty", "stop", "cache", "window", "draft", "lookup", "compile")),
     Rule("hardware.segments", lambda r: r.hardware.device != "cpu", "a CPU has no segments of this kind; leave it out"),
     Rule(
@@ -245,7 +244,7 @@ RULES: tuple[Rule, ...] = (
 
 
 @cache
-def _defaults(cls: type) -> dict[str, Any]:
+def _defaults(cls: Any) -> dict[str, Any]:
     return {
         field.name: field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
         for field in dataclasses.fields(cls)
@@ -275,7 +274,8 @@ def stated(recipe: Recipe) -> dict[str, Any]:
 
 
 def _stated(part: Any, name: str) -> dict[str, Any]:
-    defaults = _defaults(type(part))
+    cls: Any = type(part)
+    defaults = _defaults(cls)
     return {f"{name}.{key}": value for key, default in defaults.items() if (value := getattr(part, key)) != default}
 
 
