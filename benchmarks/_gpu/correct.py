@@ -389,7 +389,11 @@ def _reads(made: Any, batch: Any, where: Where) -> str:
     except RuntimeError as error:
         if "synchroniz" not in str(error):
             raise
-        raise Wrong("a step reads from the device", {"error": str(error).splitlines()[0][:200]}) from error
+        import traceback
+
+        frames = [f for f in traceback.extract_tb(error.__traceback__) if "preheat/" in f.filename]
+        at = f"{frames[-1].filename.rpartition('preheat/')[2]}:{frames[-1].lineno}" if frames else "?"
+        raise Wrong(f"a step reads from the device at {at}", {"line": frames[-1].line if frames else ""}) from error
     finally:
         torch.cuda.set_sync_debug_mode("default")
     return "nothing"

@@ -36,9 +36,7 @@ _NF4 = (
     "the adapter was trained on the base in NF4: load the base in 4 bits (bitsandbytes, nf4{}) or write a merged model with --to hf; "
     "on the base as it stands its logits differ by up to {:.2g}"
 )
-_HALF = (
-    "the adapter was trained on the base in {0}: load the base with dtype=torch.{0}; in the precision in which it stands its logits differ by up to {1:.2g}"
-)
+_HALF = "the adapter was trained on the base in {0}: load the base with dtype=torch.{0}; in the precision in which it stands its logits differ by up to {1:.2g}"
 _MERGED = 1e-3
 """What merging in fp32 may change, as a share of the largest logit: some kinds' sums nearly cancel."""
 _PISSA = "pissa changed its base: written as a plain LoRA of twice the rank for the base as it stands"
