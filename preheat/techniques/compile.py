@@ -7,6 +7,8 @@ Helps: norms, rotary embedding, activation and residual sums are memory-bound, a
 activations are kept for the backward pass. Hurts: the first step waits for the compiler (tens of seconds on a CPU), which also takes
 tens of MiB of host memory that the plan does not know. The plan is that of layers with fused_operators, which keep what a compiled layer keeps;
 of families that it does not know, that of the uncompiled layers, an upper bound.
+A search adds it on GPUs, where it may round numbers, to runs that outlast a minute of compiling by enough; layers with experts, and batches of
+changing shapes, stay as they are.
 Source: Ansel et al. 2024, PyTorch 2 (doi:10.1145/3620665.3640366).
 """
 

@@ -5,6 +5,7 @@ maximum (`tensorwise`) or one for each row (`rowwise`), and multiplies in fp8; w
 fp32. Embedding and head stay high, and so do maps whose sizes the hardware's fp8 products cannot take.
 Helps: fp8 products have twice bf16's rate on the devices that have them; worth it for wide models (from about 4,096) under compile.
 Hurts: the casts cost bandwidth, so narrow models get slower; 3 bits of mantissa (`rowwise` loses less to outliers, and is slower).
+A plan counts each cast, of which a compiler fuses more than the plan takes it to: planned speeds are low.
 Source: Micikevicius et al. 2022, "FP8 Formats for Deep Learning" (arXiv:2209.05433); torchao's float8 training.
 """
 
