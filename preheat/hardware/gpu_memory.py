@@ -15,8 +15,8 @@ from preheat.technique import Device
 
 __all__ = ["CONTEXT", "MemoryPeak", "limit_memory", "memory_peak", "taken_bytes"]
 
-CONTEXT = 480 << 20
-"""Bytes of a context, as plans have it: with cuBLAS's 32 MiB of workspaces 0.5 GiB, as commonly reported; not yet measured here."""
+CONTEXT = 527 << 20
+"""Bytes of a context, as plans have it: measured on an H200 with torch 2.11 (benchmarks/results/gpu_check-memory.md)."""
 _limited: set[int] = set()  # devices whose allocator `limit_memory` limits
 
 

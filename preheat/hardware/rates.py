@@ -249,7 +249,7 @@ class Rates:
         return path
 
 
-_FORMAT, _FORMAT_GPU = 7, 8
+_FORMAT, _FORMAT_GPU = 7, 9
 """Raised when what is measured changes, of a CPU or of a GPU, so that an older file is measured again."""
 _OF_GPU = ("to_host", "to_device")
 """Measured on a GPU alone."""

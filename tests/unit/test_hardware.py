@@ -573,6 +573,38 @@ def test_what_says_that_a_gpu_is_out_of_memory(error: Exception, lacks: bool) ->
     assert asked_bytes(str(error)) == (20 << 20 if "Tried" in str(error) else None)
 
 
+def test_a_gpu_s_times_are_its_own_and_not_those_of_waiting_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the first GPU waiting took the host 0.6 ms; timed by the host's clock a launch of 9 microseconds became 185."""
+    wall = device = 0.0
+
+    def wait() -> None:
+        nonlocal wall
+        wall += 6e-4
+
+    class Event:
+        def __init__(self, enable_timing: bool):
+            self.at = -1.0
+
+        def record(self) -> None:
+            self.at = device
+
+        def synchronize(self) -> None:
+            wait()
+
+        def elapsed_time(self, end: "Event") -> float:
+            return (end.at - self.at) * 1e3
+
+    def call() -> None:
+        nonlocal wall, device
+        wall, device = wall + 9e-6, device + 9e-6
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", wait)
+    monkeypatch.setattr("preheat.hardware.stopwatch.time.perf_counter", lambda: wall)
+    assert Stopwatch(cuda=True)(call) == pytest.approx(9e-6)
+    assert Stopwatch(cuda=False)(call) == pytest.approx(9e-6)
+
+
 def test_a_gpu_is_measured_at_the_sizes_that_are_trained_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     large, small = (grid_of(Device("cuda", "a GPU", memory << 30)) for memory in (80, 12))
     assert (4096, 14336) in large.layers
@@ -590,7 +622,7 @@ def test_a_gpu_is_measured_at_the_sizes_that_are_trained_there(monkeypatch: pyte
     path = gpu.store()
     assert load("made up", "2.13.0", 2) == gpu
     stored = json.loads(path.read_text())
-    assert stored["format"] == 8
+    assert stored["format"] == 9
     path.write_text(json.dumps(stored | {"to_host": -1}))
     assert load("made up", "2.13.0", 2) is None
     path.write_text(json.dumps(stored | {"format": 7}))  # measured at a CPU's sizes

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from preheat import recipe as recipes
+from preheat.hardware.gpu_memory import CONTEXT
 from preheat.hardware.rates import LAYOUTS, MOVERS, AttentionRate, MatrixRate, MovedRate, Rates
 from preheat.ops.again import alike, counting
 from preheat.planning.allocator import hold
@@ -105,7 +106,7 @@ APART = [
 def test_a_gpu_has_room_if_what_the_allocator_gives_back_before_it_fails_makes_it(
     log: list[tuple[int, int, str]], alive: int, room: int, expandable: bool, back: bool, fits: bool
 ) -> None:
-    context = 512  # with workspaces
+    context = CONTEXT // MIB + 32  # with workspaces
     device = replace(Roofline.of("H100").as_device, expandable=expandable, memory=(context + room) * MIB)
     phases: Any = [(block, size * MIB, phase) for block, size, phase in log]
     seen = Observation({"forward": alive * MIB}, {}, Counter(), {}, 0, 0, 0, 0, log=phases)
