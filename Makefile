@@ -56,11 +56,11 @@ check: $(INSTALLED)
 bench: $(INSTALLED)
 	@$(RUN) benchmarks/cpu_vs_peers.py
 
+# First what is not installed, or that there is no CUDA device, in one line.
 gpu-check: $(INSTALLED)
-	@$(RUN) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || \
-	  { echo "gpu-check: torch finds no CUDA device here, so nothing was checked; run it on a machine that has one" >&2; exit 1; }
+	@$(RUN) benchmarks/gpu_check.py correct --list >/dev/null
 	@$(RUN) -m pytest tests/gpu
-	@for benchmark in $(wildcard benchmarks/gpu_*.py); do $(RUN) $$benchmark || exit 1; done
+	@for part in correct memory ladder; do $(RUN) benchmarks/gpu_check.py $$part || exit 1; done
 
 docs: $(INSTALLED)
 	@$(RUN) docs/build.py && echo "the site is in site/: open site/index.html"

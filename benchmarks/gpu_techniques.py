@@ -10,6 +10,7 @@ measured, the cosine of the first gradients with those of plain eager. `--shape 
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
 import shutil
 import sys
@@ -18,9 +19,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from preheat import recipe as recipes
-from preheat.bench.compare import Contender, bench
-from preheat.technique import Technique, registry
+ROOT = str(Path(__file__).resolve().parents[1])
+sys.path.insert(0, ROOT)  # preheat, installed or not
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    filter(None, [ROOT, os.environ.get("PYTHONPATH")])
+)  # and for the processes that it starts
+
+from preheat import recipe as recipes  # noqa: E402
+from preheat.bench.compare import Contender, bench  # noqa: E402
+from preheat.technique import Technique, registry  # noqa: E402
 
 # name: model, rows, length. 8B: as many of its layers as fit with everything in fp32.
 SHAPES: dict[str, tuple[str, int, int]] = {

@@ -28,7 +28,7 @@ BOUNDS = {"exact": (0.99999, 1e-3), "rounding": (0.99, 0.05), "fp8": (0.95, 0.2)
 def cases(where: Where) -> list[Case]:
     return [
         *_operators(),
-        *_attention(),
+        *_attention(where),
         *_techniques(where),
         *_recipes(),
         *_resume(),
@@ -219,18 +219,18 @@ def _adamw(where: Where) -> dict[str, Any]:
 # --- attention ----------------------------------------------------------------------------------------------------
 
 
-def _attention() -> list[Case]:
-    if importlib.util.find_spec("_gpu.attention") is None:
-        return []
+def _attention(where: Where) -> list[Case]:
     from _gpu import attention
 
-    return [Case(f"attention/{case}", functools.partial(_attend, case), seconds=90) for case in attention.cases()]
+    named = {str(case): case for case in attention.cases(where.kind)}
+    return [Case(f"attention/{name}", functools.partial(_attend, case), seconds=90) for name, case in named.items()]
 
 
 def _attend(case: Any, where: Where) -> dict[str, Any]:
     from _gpu import attention
 
-    return attention.run(case, where.kind)
+    figures = attention.run(case, where.kind)
+    return _within(figures, dict.fromkeys(figures, case.bound))
 
 
 # --- techniques ---------------------------------------------------------------------------------------------------
@@ -389,7 +389,11 @@ def _reads(made: Any, batch: Any, where: Where) -> str:
     except RuntimeError as error:
         if "synchroniz" not in str(error):
             raise
-        raise Wrong("a step reads from the device", {"error": str(error).splitlines()[0][:200]}) from error
+        import traceback
+
+        frames = [f for f in traceback.extract_tb(error.__traceback__) if "preheat/" in f.filename]
+        at = f"{frames[-1].filename.rpartition('preheat/')[2]}:{frames[-1].lineno}" if frames else "?"
+        raise Wrong(f"a step reads from the device at {at}", {"line": frames[-1].line if frames else ""}) from error
     finally:
         torch.cuda.set_sync_debug_mode("default")
     return "nothing"

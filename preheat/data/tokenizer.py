@@ -7,7 +7,7 @@ import functools
 import heapq
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -16,11 +16,11 @@ from preheat.data.examples import END, PAD, Document, Piece
 from preheat.data.files import expanded, kind_of, missing
 from preheat.data.sources import digest
 from preheat.errors import DataError, RecipeError, RunError
-from preheat.foreign import beginning, read_object
+from preheat.foreign import FAULTS, beginning, fault, read_object
 from preheat.hardware.network import hub_reachable
 from preheat.recipe.parts import TOKENIZER_FILES
 from preheat.run import to_json
-from preheat.text import shorten
+from preheat.text import quoted
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -41,9 +41,6 @@ __all__ = [
     "unlike_folders",
     "write_tokenizer",
 ]
-
-_UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError)
-"""What transformers raises of a tokenizer that it cannot make."""
 
 SAMPLE = 4_000_000
 """Characters of the training documents that a BPE is trained on: those with the lowest content hash, so that the sample
@@ -109,12 +106,15 @@ def _read(knob: str, name: str, runs: bool) -> Any:
     reader: Any = transformers.PreTrainedTokenizerFast if read_as_it_is(name) else transformers.AutoTokenizer
     try:
         return reader.from_pretrained(name, trust_remote_code=runs)
-    except _UNREADABLE as error:
-        raise DataError(f"{knob} {name}: no tokenizer can be read from it: {_first_line(error)}") from None
+    except _unreadable() as error:
+        raise DataError(f"{knob} {name}: no tokenizer can be read from it: {fault(error, 200)}") from None
 
 
-def _first_line(error: BaseException) -> str:
-    return shorten((str(error).strip() or type(error).__name__).splitlines()[0], 200)
+def _unreadable() -> tuple[type[Exception], ...]:
+    """What transformers raises of a tokenizer that it cannot make, or of the config.json beside it."""
+    from huggingface_hub.errors import StrictDataclassError
+
+    return (*FAULTS, StrictDataclassError)
 
 
 def _file_of(name: str) -> Path | None:
@@ -163,8 +163,8 @@ def _unlike_by_class(name: str, file: Path, _changed: tuple[tuple[int, int, int]
     for reader in (transformers.AutoTokenizer, transformers.PreTrainedTokenizerFast):
         try:
             found: Any = reader.from_pretrained(name, trust_remote_code=False)
-        except _UNREADABLE as error:
-            whys.append(f"transformers cannot read it by its class: {_first_line(error)}")
+        except _unreadable() as error:
+            whys.append(f"transformers cannot read it by its class: {fault(error, 200)}")
             continue
         if not found.is_fast:
             return ""  # told by who asks for it
@@ -188,8 +188,8 @@ def rebuilt_by_transformers(folder: str | Path) -> str | None:
         return None
     try:
         found: Any = transformers.AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
-    except _UNREADABLE as error:
-        return f"AutoTokenizer cannot read it: {_first_line(error)}"
+    except _unreadable() as error:
+        return f"AutoTokenizer cannot read it: {fault(error, 200)}"
     words = _unlike_backends(Tokenizer.from_file(str(file)), found)
     return f"AutoTokenizer builds a {type(found).__name__} of it, in which {words}" if words else None
 
@@ -256,7 +256,7 @@ def _look_at(knob: str, path: Path) -> None:
     try:
         found = json.loads(file.read_bytes())
     except (ValueError, RecursionError, OSError) as error:
-        raise DataError(f"{file}: not a tokenizer: {_first_line(error)}") from None
+        raise DataError(f"{file}: not a tokenizer: {fault(error, 200)}") from None
     if not isinstance(found, dict) or not isinstance(found.get("model"), dict):
         raise DataError(f"{file}: not a tokenizer: it has no 'model'")
     refused = _refused_by_rust(str(file), file.stat().st_mtime_ns, file.stat().st_size)
@@ -267,9 +267,36 @@ def _look_at(knob: str, path: Path) -> None:
         try:
             stated = json.loads(beside.read_bytes()) if beside.is_file() else {}
         except (ValueError, RecursionError, OSError) as error:
-            raise DataError(f"{beside}: not JSON: {_first_line(error)}; copy it again from where it is whole") from None
+            raise DataError(f"{beside}: not JSON: {fault(error, 200)}; copy it again from where it is whole") from None
         if not isinstance(stated, dict):
             raise DataError(f"{beside}: holds {kind_of(stated)}, not an object")
+        if words := _unusable(stated):
+            raise DataError(f"{beside}: {words}; put back the model's own")
+
+
+def _unusable(stated: Mapping[str, Any]) -> str | None:
+    """What is wrong with a tokenizer's settings that transformers takes as they are, and fails of later; None: nothing."""
+    for key, value in stated.items():
+        token = value.get("content") if isinstance(value, dict) else value
+        if key in _SPECIAL and value is not None and not isinstance(token, str):
+            return f"{key}: must be a token's text, got {quoted(value)}"
+    longest = stated.get("model_max_length")
+    if longest is not None and (isinstance(longest, bool) or not isinstance(longest, int | float) or not longest > 0):
+        return f"model_max_length: must be a number above 0, got {quoted(longest)}"
+    template = stated.get("chat_template")
+    parts = (
+        list(template.values())
+        if isinstance(template, dict)
+        else [part.get("template") if isinstance(part, dict) else part for part in template]
+        if isinstance(template, list)
+        else [template or ""]
+    )
+    if wrong := [part for part in parts if not isinstance(part, str)]:
+        return f"chat_template: must be a template's text, got {quoted(wrong[0])}"
+    return None
+
+
+_SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
 @functools.lru_cache(maxsize=32)
@@ -279,9 +306,9 @@ def _refused_by_rust(file: str, _changed: int, _size: int) -> str:
 
     try:
         with _rust():
-            Tokenizer.from_file(file)
+            Tokenizer.from_file(file).encode("a")  # what it puts around a text may name pieces that it lacks
     except OSError as error:
-        return _first_line(error)
+        return fault(error, 200)
     return ""
 
 
@@ -290,10 +317,11 @@ def _rust() -> Iterator[None]:
     """Raises OSError where the Rust library raises a bare Exception: it has no other for what it cannot read or write."""
     try:
         yield
-    except Exception as error:
-        if type(error) is not Exception:
+    except BaseException as error:
+        # A panic in Rust, as of a tokenizer.json whose numbers do not go together, is no Exception.
+        if type(error) is not Exception and type(error).__name__ != "PanicException":
             raise
-        raise OSError(_first_line(error)) from None
+        raise OSError(fault(error, 200)) from None
 
 
 def write_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:

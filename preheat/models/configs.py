@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from preheat import trust
 from preheat.errors import RecipeError, nearest
@@ -73,10 +73,43 @@ _HIGHEST = {
     "num_local_experts": 2**14,
     "n_routed_experts": 2**14,
     "num_experts_per_tok": 2**14,
+    "d_ff": 2**24,
+    "decoder_sparse_step": 2**14,
+    "first_k_dense_replace": 2**14,
+    "n_group": 2**14,
+    "topk_group": 2**14,
+    "q_lora_rank": 2**20,
+    "kv_lora_rank": 2**20,
+    "qk_head_dim": 2**16,
+    "qk_rope_head_dim": 2**16,
+    "qk_nope_head_dim": 2**16,
+    "v_head_dim": 2**16,
 }
 """As a recipe's own bounds (`recipe.parts.Model`), by transformers' names."""
-_MAYBE_NONE = ("num_key_value_heads", "num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok")
+_MAYBE_NONE = (
+    "num_key_value_heads",
+    "num_experts",
+    "num_local_experts",
+    "n_routed_experts",
+    "num_experts_per_tok",
+    "first_k_dense_replace",
+)
 """Zero says of some families that there are none."""
+_OF_EXPERTS = ("num_experts_per_tok", "decoder_sparse_step", "first_k_dense_replace", "n_group", "topk_group")
+_NOT_BELOW_ZERO = ("initializer_range", "rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps")
+_OF_ROPE = (
+    "rope_theta",
+    "factor",
+    "partial_rotary_factor",
+    "original_max_position_embeddings",
+    "attention_factor",
+    "beta_fast",
+    "beta_slow",
+    "low_freq_factor",
+    "high_freq_factor",
+    "short_factor",
+    "long_factor",
+)
 
 
 def require_in_reach(config: PretrainedConfig) -> None:
@@ -98,10 +131,75 @@ def require_in_reach(config: PretrainedConfig) -> None:
     count = {key: value if isinstance(value, int) and value else 1 for key, value in sizes_found.items()}
     many = max(count["num_experts"], count["num_local_experts"], count["n_routed_experts"])
     inner = many * count["moe_intermediate_size"] if many > 1 else count["intermediate_size"]
+    _require_numbers(config, text, many)
     width = count["hidden_size"]
     about = width * (count["num_hidden_layers"] * (2 * width + 3 * inner) + count["vocab_size"])
     if about > MOST_PARAMETERS:
         raise RecipeError(f"model: {config.model_type} has about {about:.0e} parameters, more than {MOST_PARAMETERS:.0e}")
+
+
+def _require_numbers(config: PretrainedConfig, text: PretrainedConfig, experts_there: int) -> None:
+    """Raises for numbers with which a model fails in its first pass, or computes NaN without a word."""
+
+    def refuse(key: str, value: Any, rule: str) -> NoReturn:
+        raise RecipeError(f"model: {config.model_type} has {key} {quoted(value)}; it must be {rule}, as the model's own is")
+
+    if wrong := _wrong_number(text.to_dict()):
+        refuse(*wrong)
+    window, layers = getattr(text, "sliding_window", None), getattr(text, "layer_types", None)
+    limited = window is not None and (not layers or "sliding_attention" in layers)
+    if limited and not (type(window) is int and 1 <= window <= _HIGHEST["max_position_embeddings"]):
+        refuse("sliding_window", window, f"a whole number from 1 to {_HIGHEST['max_position_embeddings']}")
+    if text.model_type in experts.FAMILIES:
+        for key in _OF_EXPERTS:
+            value: Any = getattr(text, key, 1)
+            if value is None or (key == "num_experts_per_tok" and not 1 <= value <= max(experts_there, 1)):
+                refuse(key, value, "a whole number" + (f" from 1 to {experts_there}" if value is not None else ""))
+        groups = getattr(text, "n_group", 1)
+        if experts_there % groups or getattr(text, "topk_group", 1) > groups:
+            refuse("n_group", groups, f"a divisor of the {experts_there} experts, and topk_group at most as many")
+
+
+def _wrong_number(values: Mapping[str, Any]) -> tuple[str, Any, str] | None:
+    """The first key whose value can be right in no model, with what it must be; None: there is none."""
+
+    def is_number(value: Any) -> bool:
+        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+    if (key := _not_a_number(values)) is not None:
+        return key, math.nan, "a number"
+    for key in _NOT_BELOW_ZERO:
+        value = values.get(key)
+        if value is not None and not (is_number(value) and 0 <= value < 2**63):
+            return key, value, "a number from 0"
+    for name in ("rope_parameters", "rope_scaling"):
+        rope = values.get(name)
+        rope = rope if isinstance(rope, dict) else {}
+        # One for all layers, or one a kind of them.
+        for part in (rope, *(part for part in rope.values() if isinstance(part, dict))):
+            for key in _OF_ROPE:
+                value = part.get(key)
+                listed = value if key in ("short_factor", "long_factor") and isinstance(value, list | tuple) else [value]
+                most, rule = (
+                    (1, "a number above 0 and at most 1") if key == "partial_rotary_factor" else (2**63, "a number above 0")
+                )
+                for one in listed if value is not None else ():
+                    number: Any = one
+                    if not (is_number(number) and 0 < number <= most):
+                        return f"{name}.{key}", number, rule
+    return None
+
+
+def _not_a_number(values: Any, name: str = "") -> str | None:
+    """The key of the first NaN within; None: there is none."""
+    inner = values.items() if isinstance(values, dict) else enumerate(values) if isinstance(values, list | tuple) else ()
+    for key, value in inner:
+        here = f"{name}.{key}" if name else str(key)
+        if isinstance(value, float) and math.isnan(value):
+            return here
+        if (found := _not_a_number(value, here)) is not None:
+            return found
+    return None
 
 
 def of(recipe: Recipe, vocabulary: int | None) -> PretrainedConfig:
@@ -248,6 +346,9 @@ def _require_sound(stated: Mapping[str, Any], file: Path) -> None:
     text = stated.get("text_config")
     if text is not None and not isinstance(text, dict):
         raise RecipeError(f"model.path: {file}: text_config: must be an object, got {quoted(text)}")
+    if wrong := _wrong_number(stated) or _wrong_number(text or {}):
+        key, value, rule = wrong
+        raise RecipeError(f"model.path: {file}: {key}: must be {rule}, got {quoted(value)}; put back the model's own")
     for part in (stated, text or {}):
         counts = {key: part[key] for size in _SIZES for key in (size, *_NAMED.get(size, ())) if key in part}
         for key, value in (counts | {"num_key_value_heads": part.get("num_key_value_heads") or 1}).items():

@@ -134,13 +134,23 @@ def _added_linear() -> type[nn.Module]:
     class AddedLinear(Linear):
         def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             names = self.active_adapters
-            plain = len(names) == 1 and names[0] in self.lora_A and names[0] not in self.lora_variant
-            if not plain or args or kwargs or self.disable_adapters or self.merged or self.lora_B[names[0]].bias is not None:
+            if args or kwargs or self.disable_adapters or self.merged or len(names) != 1 or not self._is_plain(names[0]):
                 return super().forward(x, *args, **kwargs)  # type: ignore[no-any-return]
             down, up = self.lora_A[names[0]], self.lora_B[names[0]].weight
             result = self.base_layer(x)
             small = down(self.lora_dropout[names[0]](self._cast_input_dtype(x, down.weight.dtype))) * self.scaling[names[0]]
             return add_product(result, small, up)
+
+        def _is_plain(self, name: str) -> bool:
+            """Whether the second map is no more than its weight, held here: one that is cut over devices must be called itself."""
+            if name not in self.lora_A or name in self.lora_variant:
+                return False
+            last = self.lora_B[name]
+            return (
+                last.bias is None
+                and not isinstance(last.weight, DTensor)
+                and not (last._forward_hooks or last._forward_pre_hooks)
+            )
 
     return AddedLinear
 

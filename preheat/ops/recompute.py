@@ -59,8 +59,9 @@ def _cost(func: Any, args: Any, out: Any, tensors: list[Tensor]) -> int:
     from torch.utils.flop_counter import flop_registry
 
     formula = flop_registry.get(func._overloadpacket)
-    flops = int(formula(*args, out_val=out)) if formula is not None else 0
-    if formula is None and _is_attention(func):  # one that torch has no formula for: two products of all with all
+    torchs = "_scaled_dot_product" in func._schema.name  # whose formula refuses keys that heads share
+    flops = int(formula(*args, out_val=out)) if formula is not None and not torchs else 0
+    if torchs or (formula is None and _is_attention(func)):  # two products of all with all
         (*rows, n, width), keys = args[0].shape, args[1].shape[-2]
         flops = int(4 * torch.Size(rows).numel() * n * keys * width)
     return flops + _FLOPS_A_BYTE * sum(t.numel() * t.element_size() for t in tensors)

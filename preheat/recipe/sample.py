@@ -66,8 +66,8 @@ class Sample:
                     (name, f"{value:g} chooses among drawn tokens, and temperature 0 draws none; set a temperature, e.g. 0.8")
                 )
         if self.draft is None and self.draft_tokens != type(self).draft_tokens:
-            words = f"{self.draft_tokens} changes nothing: there is no draft to propose them; name one (draft), or leave it out"
-            found.append(("draft_tokens", words))
+            lacking = "there is no draft to propose them; name one (draft), or leave it out"
+            found.append(("draft_tokens", f"{self.draft_tokens} changes nothing: {lacking}"))
         if self.speculates:
             name = "draft" if self.draft is not None else "lookup"
             if self.draft is not None and self.lookup is not None:

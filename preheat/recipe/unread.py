@@ -182,7 +182,6 @@ RULES: tuple[Rule, ...] = (
         "nothing is held out to compare on (data.validation: 0); leave it out",
         refuse=True,
     ),
-    Rule("sample.rows", _held_out, "nothing is held out to ask about (data.validation: 0); use sample.prompts", refuse=True),
     *map(_sampled, ("tokens", "temperature", "repetition_penalty", "stop", "cache", "window", "draft", "lookup", "compile")),
     Rule("hardware.segments", lambda r: r.hardware.device != "cpu", "a CPU has no segments of this kind; leave it out"),
     Rule(
@@ -273,7 +272,8 @@ def stated(recipe: Recipe) -> dict[str, Any]:
 
 
 def _stated(part: Any, name: str) -> dict[str, Any]:
-    defaults = _defaults(type(part))
+    cls: Any = type(part)
+    defaults = _defaults(cls)
     return {f"{name}.{key}": value for key, default in defaults.items() if (value := getattr(part, key)) != default}
 
 

@@ -21,9 +21,10 @@ from preheat.errors import RunError
 from preheat.hardware.interrupts import Interrupted
 from preheat.hardware.processes import LOOPBACK, ended_by, listen, local_group, local_store, tethered
 from preheat.run import parse_json
+from preheat.training.ranks import BACKEND
 from preheat.training.signals import Signals
 
-__all__ = ["LAUNCHED", "Ended", "start"]
+__all__ = ["LAUNCHED", "Ended", "explain_abort", "start"]
 
 LAUNCHED = "PREHEAT_LAUNCHED"
 """Set in the processes: whoever started them takes the exit code of a signal for what it is, and starts nothing again."""
@@ -96,6 +97,7 @@ class _Launched:
         self.patience = float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "30"))  # as of torchrun
         self.started: list[subprocess.Popen[bytes]] = []
         self.printed: list[IO[bytes]] = []
+        self.waited_for: list[int] = []  # processes that still ran when one had failed
 
     def run(self) -> Ended:
         threads = str(max(1, len(os.sched_getaffinity(0)) // self.world))
@@ -119,8 +121,10 @@ class _Launched:
                 )
             store = local_store(port, listening=listening.detach())  # they wait for it, and import torch meanwhile
             first = self._wait()
+            aborted = first is not None and self.started[first].returncode == -signal.SIGABRT
+            why = explain_abort(store, self.world, self.waited_for) if aborted else ""
             del store
-            return self._ended(first)
+            return self._ended(first, why)
 
     def _wait(self) -> int | None:
         """Until all have ended; returns which failed first."""
@@ -132,6 +136,7 @@ class _Launched:
                     process.send_signal(signal.Signals[self.signals.received])
             if failed is None and (failed := self._failed()) is not None:
                 deadline = time.monotonic() + self.patience
+                self.waited_for = [rank for rank, process in enumerate(self.started) if process.poll() is None]
                 for process in alive:
                     process.terminate()
             if failed is not None and time.monotonic() > deadline:
@@ -146,13 +151,13 @@ class _Launched:
             (rank for rank, code in codes.items() if code < 0), next((r for r, c in codes.items() if not _stopped(c)), None)
         )
 
-    def _ended(self, failed: int | None) -> Ended:
+    def _ended(self, failed: int | None, why: str = "") -> Ended:
         codes = [process.returncode for process in self.started]
         result = next((found for file in self.printed if (found := _object(file))), None)
         if failed is not None and codes[failed] < 0:
             if self.signals.received is not None:
                 raise Interrupted(signal.Signals[self.signals.received])
-            raise RunError(f"rank {failed} {ended_by(codes[failed])}")
+            raise RunError(f"rank {failed} {ended_by(codes[failed])}{why}")
         if failed is not None:
             return Ended(codes[failed], result)
         stopped = next((code for code in codes if _stopped(code)), 0)
@@ -164,6 +169,30 @@ class _Launched:
                 process.kill()
         for process in self.started:
             process.wait()
+
+
+def explain_abort(store: Any, world: int, running: Sequence[int]) -> str:
+    """What it means that a process aborted, to follow its name: by what the processes left in the store that they met at.
+
+    torch's watchdog aborts a process whose NCCL collective lost another one, or waited for it longer than `parallel.timeout`; so do faults of
+    libraries.
+
+    Args:
+        world: how many processes there are.
+        running: those that still ran then.
+    """
+    word = parse_json(store.get("roll"))["word"] if store.check(["roll"]) else ""
+    if not store.check([f"{word}/{BACKEND}"]):
+        return "; the last lines above are those of the library that aborted it"
+    places = []
+    for rank in running:
+        key = f"{word}/stands/{rank}"
+        place = parse_json(store.get(key)) if store.check([key]) else None
+        at = f" in step {place['step']}, {place['doing']}, at {place['line']}" if place else ""
+        places.append(f"rank {rank}{at}")
+    others = ", ".join(places[:4]) + (f" and {len(places) - 4} more" if len(places) > 4 else "")
+    lost = f"it waited for {others}" if places and len(running) < world else "a process on another host is lost, or all waited"
+    return f", as torch's watchdog does if an NCCL collective loses a process or exceeds parallel.timeout: {lost}; start again with --resume"
 
 
 def _stopped(code: int) -> bool:

@@ -22,7 +22,7 @@ from preheat.engine.checkpoint import Progress
 from preheat.engine.evaluate import Measured
 from preheat.engine.saving import Saved
 from preheat.engine.step import gradients, numbers, update
-from preheat.errors import RunError
+from preheat.errors import PreheatError, RunError
 from preheat.hardware.deterministic import explain_lacking
 from preheat.hardware.heap import give_back
 from preheat.hardware.interrupts import Interrupted, check
@@ -125,6 +125,7 @@ class _Loop:
         self.stopped: str | None = None  # the signal that ends the run
         self.tried = False  # whether this session evaluated
         self.late = False  # some process says that the hours are over
+        self.ahead: list[Batch] | Exception | None = None  # rows that were read ahead, or why they could not be
         self.judged = self._judged()  # the step whose evaluation, if one is due, was taken
 
     def _last_loss(self) -> float:
@@ -176,6 +177,7 @@ class _Loop:
     def _train(self) -> dict[str, Any]:
         """From where the session stands to the end."""
         self.meter = Meter(self.session)
+        self.ahead = None
         if self.progress.step == 0 and self.session.samples.before and self.judged < 0:
             self._unless_stopped(self._samples)
             reset_peak(self.build.device.kind)  # the peak that is measured is that of training
@@ -249,7 +251,7 @@ class _Loop:
         self.standing.at(step, "reading rows")
         batch: list[Batch] = []
         try:
-            if not self._unless_stopped(lambda: batch.extend(next(stream))):
+            if not self._unless_stopped(lambda: batch.extend(self._read(stream))):
                 return
         except RunError as error:
             raise RunError(f"{error}; {self._saved_before_the_end()}") from None
@@ -262,6 +264,7 @@ class _Loop:
         loss = gradients(self.build, batch, lr)
         self.standing.at(step, "updating weights")
         stats = update(self.build, lr)
+        self._read_ahead(stream)
         endures = self.build.endures_overflow() if self.build.endures_overflow else torch.zeros_like(stats[0])
         # The one read of the step. Where the gradients were not finite the update left the weights as they were.
         self.standing.at(step, "sharing its numbers")
@@ -302,6 +305,32 @@ class _Loop:
         }
         self.writer.metric(**line)
         self.watch.step({**line, "mfu": self.meter.mfu(tokens / seconds)}, self.session.total)
+
+    def _read(self, stream: Any) -> list[Batch]:
+        """The rows of a step."""
+        ahead, self.ahead = self.ahead, None
+        if isinstance(ahead, Exception):
+            raise ahead
+        rows: list[Batch] = next(stream) if ahead is None else ahead
+        return rows
+
+    @property
+    def _reads_ahead(self) -> bool:
+        """Whether the host has nothing to do while the device computes."""
+        return self.build.device.kind == "cuda"
+
+    def _read_ahead(self, stream: Any) -> None:
+        """Reads the next step's rows while the device still computes this one. What goes wrong is raised when they are due.
+
+        The order stays: it depends on the samples that were trained on alone, and so does what a checkpoint keeps.
+        """
+        total = self.session.total
+        if not self._reads_ahead or (total is not None and self.progress.step + 1 >= total):
+            return
+        try:
+            self.ahead = next(stream)
+        except (PreheatError, MemoryError, OSError, RuntimeError) as error:
+            self.ahead = error.with_traceback(None)  # which would keep alive what the reading held
 
     def _saved_before_the_end(self) -> str:
         """Saves what stands, if this process can do so alone, and says from where `--resume` goes on."""

@@ -21,8 +21,10 @@ from preheat.errors import RecipeError, RunError
 from preheat.hardware.processes import all_here, launched_store, local_group, store_address
 from preheat.recipe import Recipe
 
-__all__ = ["Ranks", "meet"]
+__all__ = ["BACKEND", "Ranks", "meet"]
 
+BACKEND = "backend"
+"""The key under which the first process leaves by what the devices reach each other, if it is not gloo."""
 _LOST = re.compile(r"[Cc]onnection (closed|reset|refused)|[Tt]imed out|timeout|NCCL", re.ASCII)
 """In what a collective says when a process is gone or does not answer."""
 _PATIENCE = timedelta(days=7)
@@ -108,14 +110,36 @@ class Ranks:
 
         if all_here():  # no other host needs to reach them, whoever started them
             os.environ.update(local_group())
-        if kind == "cuda":
-            torch.cuda.set_device(self.local)
+        device = torch.device("cuda", self._gpu()) if kind == "cuda" else None
+        if device is not None:
+            torch.cuda.set_device(device)
+            if self.lead:
+                self.tell(BACKEND, "nccl")
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo",
+            device_id=device,  # NCCL connects here, where a GPU that does not answer is told, and subgroups split off from this group
             store=dist.PrefixStore("group", self.store),
             rank=self.rank,
             world_size=self.world,
             timeout=timedelta(seconds=recipe.parallel.timeout),
+        )
+
+    def _gpu(self) -> int:
+        """The number of this process's GPU, among those that it sees.
+
+        Raises:
+            RunError: there is none for it.
+        """
+        import torch
+
+        seen = torch.cuda.device_count()
+        if self.local < seen:
+            return self.local
+        if seen == 1 and os.environ.get("CUDA_VISIBLE_DEVICES"):  # whoever started it gave each process a GPU of its own
+            return 0
+        raise RunError(
+            f"rank {self.rank}: is number {self.local} on its host, which has {seen} GPU{'' if seen == 1 else 's'} for it; "
+            f"start at most as many processes as there are GPUs"
         )
 
     def explained(self, error: BaseException, step: int) -> BaseException:

@@ -30,7 +30,9 @@ def versions() -> dict[str, str]:
 def environment(device: Device, threads: int) -> dict[str, Any]:
     import importlib.metadata as metadata
 
-    packages = ("preheat", "torch", "transformers", "tokenizers", "safetensors", "datasets", "peft", "numpy")
+    import preheat
+
+    packages = ("torch", "transformers", "tokenizers", "safetensors", "datasets", "peft", "numpy")
     return {
         "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
         "device": device.kind,
@@ -41,5 +43,9 @@ def environment(device: Device, threads: int) -> dict[str, Any]:
             "cores": os.cpu_count(),
             "system": platform.platform(),
         },
-        "versions": {"python": platform.python_version(), **{name: metadata.version(name) for name in packages}},
+        "versions": {
+            "python": platform.python_version(),
+            "preheat": preheat.__version__,
+            **{name: metadata.version(name) for name in packages},
+        },
     }

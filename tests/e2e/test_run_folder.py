@@ -451,8 +451,8 @@ def test_a_thousand_damaged_runs(trained: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_dozen_damaged_runs_as_commands(command: Command) -> None:
-    for seed in range(3000, 3012):
+def test_sixteen_damaged_runs_as_commands(command: Command) -> None:
+    for seed in range(3000, 3016):
         run = command.folder / "run"
         shutil.rmtree(run, ignore_errors=True)
         shutil.copytree(command.folder / "a", run)

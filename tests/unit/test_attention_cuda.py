@@ -330,3 +330,20 @@ def test_hopper_takes_cudnns_attention_where_torch_does(version: int | None, mon
     technique: Any = recipe.techniques["efficient_attention"]
     chosen = technique._chosen(context_of(recipe, configure(recipe), hopper))
     assert chosen == ("cudnn" if version == 91501 else "flash")
+
+
+def test_bounds_reach_a_device_under_fakes_too() -> None:
+    """The budget of selective checkpointing looks at a layer in fakes, which know no pinned memory."""
+    from preheat.ops.documents import to_device
+
+    bounds = torch.arange(4).numpy()
+    with FakeTensorMode():
+        assert to_device(bounds, torch.device("cuda")).device.type == "cuda"
+
+
+def test_the_cost_of_attention_with_shared_keys_is_known() -> None:
+    from preheat.ops.recompute import _cost
+
+    q, k = torch.empty(2, 8, 64, 32, device="meta"), torch.empty(2, 2, 64, 32, device="meta")
+    flash = torch.ops.aten._scaled_dot_product_flash_attention.default
+    assert _cost(flash, (q, k, k), (q,), []) == 4 * 2 * 8 * 64 * 64 * 32

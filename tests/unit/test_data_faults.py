@@ -299,6 +299,42 @@ def test_damaged_tokenizers_end_in_a_line(tmp_path: Path, folder: Path) -> None:
         assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("model_max_length", "abc", "must be a number above 0, got 'abc'"),
+        ("model_max_length", -1, "must be a number above 0"),
+        ("model_max_length", [], "must be a number above 0"),
+        ("chat_template", 3, "must be a template's text, got 3"),
+        ("chat_template", {"default": 3}, "must be a template's text, got 3"),
+        ("unk_token", {}, "must be a token's text, got {}"),
+        ("eos_token", [1], "must be a token's text"),
+    ],
+)
+def test_wrong_types_in_a_tokenizers_settings_end_in_a_line(
+    tmp_path: Path, folder: Path, key: str, value: Any, words: str
+) -> None:
+    shutil.copytree(folder, tmp_path / "t")
+    file = tmp_path / "t/tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {key: value}))
+    with pytest.raises(DataError, match=rf"tokenizer_config\.json: {key}: ") as caught:
+        load_tokenizer(str(tmp_path / "t"))
+    assert words in str(caught.value)
+
+
+def test_a_tokenizer_beside_a_broken_configuration_ends_in_a_line(tmp_path: Path, folder: Path) -> None:
+    for name, value in (("auto_map", [1]), ("config", {"model_type": "llama", "num_attention_heads": 0})):
+        copy = tmp_path / name
+        shutil.copytree(folder, copy)
+        if name == "config":
+            (copy / "config.json").write_text(json.dumps(value))
+        else:
+            file = copy / "tokenizer_config.json"
+            file.write_text(json.dumps(json.loads(file.read_text()) | {name: value}))
+        with contextlib.suppress(DataError):  # read by the other of the two ways, or refused
+            load_tokenizer(str(copy))
+
+
 def test_a_pretrained_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").touch()
     recipe = parse(f"model: {{path: {tmp_path}}}\nstop: {{steps: 1}}")

@@ -309,3 +309,38 @@ def test_a_table_that_transformers_computes_is_not_read(tmp_path: Path) -> None:
     changed(path, lambda weights: weights | {"model.rotary_emb.inv_freq": torch.full((4,), 7.0)})
     theirs = transformers.AutoModelForCausalLM.from_pretrained(path).model.rotary_emb.inv_freq
     assert torch.equal(dict(opened(path).trained[0].named_buffers())["model.rotary_emb.inv_freq"], theirs)
+
+
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 32}
+VALUES = (0, -1, float("nan"), "abc", [], {}, 2**70, True)
+NUMBERS: list[dict[str, Any]] = [
+    {"hidden_size": 0},
+    {"num_attention_heads": 0},
+    {"max_position_embeddings": 0},
+    {"rms_norm_eps": 0},
+    {"initializer_range": 0},
+    {"rope_parameters": YARN | {"factor": 0}},
+    {"rope_parameters": YARN | {"rope_theta": 0}},
+    {"rope_parameters": YARN | {"beta_fast": 0}},
+    {"rope_parameters": YARN | {"original_max_position_embeddings": 0}},
+    {"model_type": "mistral", "sliding_window": 0},
+    {"model_type": "qwen3_moe", "num_experts": 4, "moe_intermediate_size": 16, "num_experts_per_tok": 0},
+    {"model_type": "qwen3_moe", "num_experts": 4, "moe_intermediate_size": 16, "decoder_sparse_step": 0},
+]
+
+
+@pytest.mark.parametrize("settings", NUMBERS, ids=str)
+def test_no_number_of_a_configuration_ends_in_a_traceback(settings: dict[str, Any], tmp_path: Path) -> None:
+    """The value 0 of its last key, and others, are refused in one line that names the key; transformers wants floats as 1.0."""
+    stated = {"model_type": "llama", **TINY, **settings}
+    key = list(settings)[-1]
+    rope = isinstance(settings[key], dict)
+    if rope:
+        key = next(k for k, v in settings[key].items() if v == 0)
+    for value in VALUES:
+        wrong = stated | ({"rope_parameters": stated["rope_parameters"] | {key: value}} if rope else {key: value})
+        (tmp_path / "config.json").write_text(json.dumps(wrong))
+        with pytest.raises(RecipeError, match=key) as caught:
+            opened(tmp_path, weights="random")
+        assert "\n" not in str(caught.value)
+        assert len(str(caught.value)) < 500

@@ -6,6 +6,7 @@ import logging
 import os
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -53,3 +54,13 @@ def test_a_logger_of_the_users_own_gets_the_lines(caplog: pytest.LogCaptureFixtu
     watch.step({"step": 1, "loss": 2.0, "tokens_per_second": 1234.0}, 9)
     watch.alarm("look here")
     assert caplog.messages == ["reading data", "step 1 of 9: loss 2.0000, 1,234 tokens/s", "look here"]
+
+
+def test_the_stated_versions_of_torch_and_transformers_are_those_that_are_tested() -> None:
+    house = Path(preheat.__file__).parents[1]
+    if not (house / "requirements.lock").is_file():
+        pytest.skip("installed without its sources")
+    stated = tomllib.loads((house / "pyproject.toml").read_text())["project"]["dependencies"]
+    locked = dict(line.split("==") for line in (house / "requirements.lock").read_text().split() if line.count("==") == 1)
+    for name in ("torch", "transformers"):
+        assert f"{name}>={'.'.join(locked[name].split('.')[:2])}" in stated

@@ -11,11 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
+from preheat import recipe as recipes
 from preheat.errors import RecipeError, RunError
 from preheat.hardware.processes import all_here, store_address
 from preheat.technique import Device
+from preheat.training.launch import start
 from preheat.training.ranks import Ranks, _roll_call, meet
 
 from ..conftest import tiny
@@ -137,3 +140,67 @@ def test_more_devices_than_rows_are_refused() -> None:
 
     with pytest.raises(RecipeError, match=r"batch.size: 4 rows cannot be shared out among 8 devices; use 8 or more"):
         observe(tiny("{fsdp: {}}"), vocabulary=96, device=Device("cpu", "test", 8 << 30), world=8)
+
+
+ABORTS = """
+import os, sys, time
+if "RANK" in os.environ:
+    import json
+    import torch.distributed as dist
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    if os.environ["RANK"] == "1":
+        place = {"step": 31, "doing": "reading rows", "since": 0, "now": 0, "line": "preheat/data/loader.py:7"}
+        store.set("word/stands/1", json.dumps(place))
+        store.set("ready", "")
+        time.sleep(60)
+    store.wait(["ready"])
+    store.set("roll", json.dumps({"word": "word", "numbers": []}))
+    if os.environ.get("OVER") == "nccl":
+        store.set("word/backend", json.dumps("nccl"))
+    os.abort()  # as torch's watchdog does
+"""
+
+
+@pytest.mark.parametrize(
+    ("over", "words"),
+    [
+        (
+            "nccl",
+            "rank 0 was ended by SIGABRT, as torch's watchdog does if an NCCL collective loses a process or exceeds parallel.timeout: "
+            "it waited for rank 1 in step 31, reading rows, at preheat/data/loader.py:7; start again with --resume",
+        ),
+        ("gloo", "rank 0 was ended by SIGABRT; the last lines above are those of the library that aborted it"),
+    ],
+)
+def test_a_process_that_the_watchdog_aborts_is_explained(
+    over: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(ABORTS)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    monkeypatch.setenv("OVER", over)
+    with pytest.raises(RunError) as raised:
+        start(["train", "demo"], processes=2)
+    assert str(raised.value) == words
+
+
+def test_each_process_has_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    joined: dict[str, Any] = {}
+    told: list[str] = []
+    monkeypatch.setattr("preheat.training.ranks.all_here", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: told.append(str(device)))
+    monkeypatch.setattr(torch.distributed, "init_process_group", lambda backend, **how: joined.update(how, backend=backend))
+    store = torch.distributed.HashStore()
+    recipe = recipes.parse("stop: {steps: 1}")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    Ranks(1, 2, 1, 2, store).join(recipe, "cuda")
+    assert joined["device_id"] == torch.device("cuda", 1)
+    assert told == ["cuda:1"]
+    with pytest.raises(RunError, match="rank 2: is number 2 on its host, which has 2 GPUs for it"):
+        Ranks(2, 4, 2, 4, store).join(recipe, "cuda")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    Ranks(2, 4, 2, 4, store).join(recipe, "cuda")
+    assert joined["device_id"] == torch.device("cuda", 0)
+    Ranks(0, 2, 0, 2, store).join(recipe, "cpu")
+    assert joined["device_id"] is None

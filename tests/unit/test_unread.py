@@ -54,7 +54,6 @@ CASES: list[tuple[str, Any, dict[str, Any], dict[str, Any]]] = [
     ("schedule.floor", 0.0, {"schedule": {"kind": "constant"}}, {}),
     *((f"evaluate.{key}", 4, {"data": {"validation": 0}}, {"data": {"validation": "held.txt"}}) for key in ("every", "rows", "micro")),
     ("evaluate.baselines", True, {"data": {"validation": 0.0}}, {}),
-    ("sample.rows", 2, {"data": {"validation": 0}}, {}),
     *((f"sample.{key}", value, {}, {"sample": {"prompts": ["a"]}}) for key, value in {"tokens": 5, "temperature": 1.0, "repetition_penalty": 1.1, "stop": ["x"], "cache": "int8", "window": 9, "draft": "x", "lookup": 3}.items()),
     ("sample.compile", True, {"sample": {"cache": "static"}}, {"sample": {"cache": "static", "rows": 2}}),
     ("hardware.segments", "expandable", {"hardware": {"device": "cpu"}}, {}),
@@ -81,7 +80,7 @@ ALWAYS = {
     "stop.steps", "stop.tokens", "stop.epochs", "stop.hours", "evaluate.tasks", "evaluate.forgetting",
     "checkpoint.every", "checkpoint.keep", "checkpoint.asynchronous", "hardware.device", "hardware.threads", "hardware.memory",
     "parallel.devices", "parallel.engine",
-    *(f"sample.{k}" for k in ("prompts", "top_p", "top_k", "min_p", "draft_tokens")),
+    *(f"sample.{k}" for k in ("prompts", "rows", "top_p", "top_k", "min_p", "draft_tokens")),
 }  # fmt: skip
 
 

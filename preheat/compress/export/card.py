@@ -59,7 +59,9 @@ def version_of(package: str) -> str:
     """As in "onnxruntime 1.32.0"."""
     from importlib.metadata import version
 
-    return f"{package} {version(package)}"
+    import preheat
+
+    return f"{package} {preheat.__version__ if package == 'preheat' else version(package)}"
 
 
 def _origin(run: Path, made: Mapping[str, Any]) -> list[str]:

@@ -36,6 +36,7 @@ _NF4 = (
     "the adapter was trained on the base in NF4: load the base in 4 bits (bitsandbytes, nf4{}) or write a merged model with --to hf; "
     "on the base as it stands its logits differ by up to {:.2g}"
 )
+_HALF = "the adapter was trained on the base in {0}: load the base with dtype=torch.{0}; in the precision in which it stands its logits differ by up to {1:.2g}"
 _MERGED = 1e-3
 """What merging in fp32 may change, as a share of the largest logit: some kinds' sums nearly cancel."""
 _PISSA = "pissa changed its base: written as a plain LoRA of twice the rank for the base as it stands"
@@ -71,9 +72,10 @@ def write(run: str | Path, out: str | Path, *, tolerance: float | None = None) -
     unfake_(model)  # the adapter is that of the weights before rounding
     accepted = shared.Bound(shared.TOLERANCE[torch.float32] if tolerance is None else tolerance)
     rows = shared.rows(opened.tokenizer, opened.build.model.positions, [])
+    pissa = getattr(opened.recipe.techniques.get("lora"), "variant", "") == "pissa"
+    half = {} if pissa else _half(model)  # what pissa rounded is no weight of the base
     wanted = shared.logits(model, rows)
     config = copy.deepcopy(model.peft_config["default"])
-    pissa = getattr(opened.recipe.techniques.get("lora"), "variant", "") == "pissa"
     values = {name: {key: t.detach().cpu().clone() for key, t in own_of(model.get_submodule(name))} for name in names}
     if pissa:
         for name in names:
@@ -124,6 +126,12 @@ def write(run: str | Path, out: str | Path, *, tolerance: float | None = None) -
         settings.save_pretrained(folder)
         (folder / BASE).write_text(to_json(written, indent=1), encoding="utf-8")
         again: Any = peft.PeftModel.from_pretrained(_loaded(source, base, read), folder)
+        if half:
+            whole = shared.compare(wanted, shared.logits(again.get_base_model(), rows))
+            if _as_held(again.get_base_model(), half):
+                notes.append(_HALF.format(_name(half), whole.largest))
+            else:  # the base stands in that precision already
+                half = {}
         if written["nf4"]:
             unrounded = shared.compare(wanted, shared.logits(again.get_base_model(), rows))
             notes.append(_NF4.format(", double quantization" if double else "", unrounded.largest))
@@ -151,8 +159,9 @@ def write(run: str | Path, out: str | Path, *, tolerance: float | None = None) -
             asked = 'tokenizer.apply_chat_template([{"role": "user", "content": "Hello"}], add_generation_prompt=True, return_tensors="pt", return_dict=True)'
         stop = f", stop_strings=[{ends.string!r}], tokenizer=tokenizer" if ends.string else ""
         cut = f".partition({ends.string!r})[0]" if ends.string else ""
+        precision = f", dtype={_name(half)!r}" if half else ""
         use = (
-            f"import peft, transformers\nbase = transformers.AutoModelForCausalLM.from_pretrained({base!r})\n"
+            f"import peft, transformers\nbase = transformers.AutoModelForCausalLM.from_pretrained({base!r}{precision})\n"
             'base.generation_config = transformers.GenerationConfig.from_pretrained(".")\nmodel = peft.PeftModel.from_pretrained(base, ".")\n'
             f'tokenizer = transformers.AutoTokenizer.from_pretrained(".")\nids = {asked}\n'
             f'answer = model.generate(**ids, max_new_tokens=64, do_sample=False{stop})[0, ids["input_ids"].shape[1]:]\n'
@@ -160,6 +169,30 @@ def write(run: str | Path, out: str | Path, *, tolerance: float | None = None) -
         )
         card.write(folder, run, made, title="adapter for peft", use=use, library="peft")
     return made
+
+
+def _half(model: nn.Module) -> dict[str, torch.dtype]:
+    """The base's weights that the run holds in half precision, by their names without adapters."""
+    held = {name.replace(".base_layer", ""): p.dtype for name, p in model.named_parameters() if not p.requires_grad}
+    return {name: dtype for name, dtype in held.items() if dtype in (torch.bfloat16, torch.float16)}
+
+
+def _name(half: dict[str, torch.dtype]) -> str:
+    """bfloat16 or float16."""
+    return str(next(iter(half.values()))).removeprefix("torch.")
+
+
+def _as_held(model: nn.Module, half: dict[str, torch.dtype]) -> bool:
+    """Rounds the base's weights as the run holds them, in place; whether any changed."""
+    changed = False
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            dtype = half.get(name.replace(".base_layer", ""))
+            if dtype is not None:
+                rounded = p.to(dtype).to(p.dtype)
+                changed |= not torch.equal(rounded, p)
+                p.copy_(rounded)
+    return changed
 
 
 def _ends_unread(ends: Ends, stated: list[int]) -> list[str]:

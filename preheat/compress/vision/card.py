@@ -21,7 +21,7 @@ _IMAGE = 'from transformers import AutoImageProcessor\npixels = AutoImageProcess
 
 def write(folder: Path, whole: Mapping[str, Any], number: int) -> None:
     """Writes `folder`/README.md for the step of this number in what `chain.run_chain` returns."""
-    from importlib.metadata import version
+    from preheat import __version__
 
     steps = whole["variants"][: number + 1]
     # An export leaves the model as it is: the steps that led to another are those that changed it.
@@ -64,7 +64,7 @@ Use:
 {_IMAGE}{_USES[suffix]}
 ```
 
-Written by preheat {version("preheat")}. {front.left_out}
+Written by preheat {__version__}. {front.left_out}
 """
     write_asked(folder / "README.md", text, fix="free some room")
 
