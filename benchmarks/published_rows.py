@@ -237,7 +237,7 @@ def techniques_of(row: Row) -> dict[str, Any]:
     to_host = "chunk" in said and row["cpu_offload"] == "activations"  # what of logits is kept goes too
     if "fused linear" in said or to_host or (not said and tunes and not keeps and (whole(row, "n_gpus") == 1 or compiled(row))):
         # Who tunes on one device or with a compiler, memory in mind, has the loss by few rows unless it is said otherwise.
-        made["chunked_loss"] = {}
+        made["chunked_loss"] = {"rows": 512}
     elif "chunk" in said or (not said and whole(row, "tp") == 1 and in_megatrons_way(row)):
         made["chunked_loss"] = {"rows": at_once}  # and more, see `loss_of_others`
     elif compiled(row) and not said and row["gpu"].startswith(SINCE_2024):

@@ -24,6 +24,7 @@ from preheat.ops.tied_head import TiedHead, tie, untie
 
 __all__ = [
     "add_product",
+    "added_linear",
     "base_of",
     "draw",
     "inject",
@@ -114,7 +115,7 @@ def _inject(model: nn.Module, config: Any, *, part: bool = False) -> None:
             config.ensure_weight_tying = True
     for module in model.modules():
         if type(module) is Linear:
-            module.__class__ = _added_linear()
+            module.__class__ = added_linear()
         if isinstance(module, Embedding):
             # peft draws these from N(0, 1), with which hidden states grow by the root of the width: a step moves logits as far as LoRA's of a linear map now.
             for drawn in module.lora_embedding_B.values():
@@ -124,7 +125,7 @@ def _inject(model: nn.Module, config: Any, *, part: bool = False) -> None:
 
 
 @functools.cache
-def _added_linear() -> type[nn.Module]:
+def added_linear() -> type[nn.Module]:
     """A linear map with LoRA that adds the small side's product to the base's result, in place where that may be written to.
 
     peft multiplies the product by the scale and adds it, over all outputs each: twice the bytes forward, and a product over all backward.

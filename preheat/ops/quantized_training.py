@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
+from preheat.ops.adapters import added_linear
 from preheat.ops.nf4 import PackedMap
 from preheat.ops.quantized import group_values, quantize_groups, quantize_rows, round_inputs
 
@@ -148,7 +149,7 @@ def fake_(model: nn.Module, grids: Mapping[str, Grid]) -> int:
 def _require_lora(name: str, module: Any) -> None:
     from peft.tuners.lora import Linear
 
-    if type(module) is not Linear or module.use_dora.get("default", False):
+    if type(module) not in (Linear, added_linear()) or module.use_dora.get("default", False):
         raise ValueError(f"{name}: only a plain LoRA (variant lora, rslora or pissa) can be rounded together with its base")
     if not isinstance(module.lora_dropout["default"], nn.Identity):
         raise ValueError(f"{name}: an adapter with dropout cannot be rounded together with its base; set its dropout to 0")
@@ -158,9 +159,7 @@ def _require_lora(name: str, module: Any) -> None:
 
 def unfake_(model: nn.Module) -> int:
     """Makes maps of `fake_` plain ones again, in place: their weights as they are, not rounded. Returns how many."""
-    from peft.tuners.lora import Linear
-
-    plain: dict[type[nn.Module], type[nn.Module]] = {fake: real for real, fake in _FAKE.items()} | {_adapted(): Linear}
+    plain: dict[type[nn.Module], type[nn.Module]] = {fake: real for real, fake in _FAKE.items()} | {_adapted(): added_linear()}
     found = [m for m in model.modules() if type(m) in plain]
     for module in found:
         module.__class__ = plain[type(module)]

@@ -184,7 +184,7 @@ def test_a_process_that_stands_still_is_named_and_ends_the_run(preheat: Command)
         ),
         (
             ("--set", "techniques={}", "--nproc", "2"),
-            "does not multiply to 2 devices; add data_parallel or fsdp for the others",
+            "the recipe's techniques use 1 device, not 2; add data_parallel or fsdp for the others",
         ),
         (("--set", "techniques={fsdp: {replicate: 4}}", "--nproc", "2"), "replicate 4 does not multiply to 2 devices"),
     ],

@@ -106,8 +106,7 @@ def test_a_preset_is_dry_run_with_a_few_layers(name: str) -> None:
         assert seen.trained == _adapters(config, 2)
     assert seen.slots["attention_kernel"] == "efficient_attention"
     kernel = seen.changes["efficient_attention"][0].kernel
-    particular = name.startswith("gemma-2") or name == "gemma-3-1b"  # capped scores; windows of 512 below the 1,024 tokens
-    assert kernel == ("flex" if particular else "flash")
+    assert kernel == ("flex" if name.startswith("gemma-2") else "flash")  # capped scores
 
 
 def _adapters(config: Any, layers: int, rank: int = 16) -> int:

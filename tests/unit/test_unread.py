@@ -78,7 +78,7 @@ ALWAYS = {
     *(f"data.{k}" for k in ("source", "preflight", "streaming", "tokenizer", "packing", "longer", "validation", "limit", "workers")),
     "batch.size", "batch.length", "optimizer.lr", "optimizer.weight_decay", "optimizer.clip", "schedule.kind",
     "stop.steps", "stop.tokens", "stop.epochs", "stop.hours", "evaluate.tasks", "evaluate.forgetting",
-    "checkpoint.every", "checkpoint.keep", "checkpoint.asynchronous", "hardware.device", "hardware.threads", "hardware.memory",
+    "checkpoint.every", "checkpoint.keep", "checkpoint.asynchronous", "hardware.device", "hardware.threads", "hardware.memory", "hardware.deterministic",
     "parallel.devices", "parallel.engine",
     *(f"sample.{k}" for k in ("prompts", "rows", "top_p", "top_k", "min_p", "draft_tokens")),
 }  # fmt: skip
