@@ -63,14 +63,14 @@ class Case:
         return _BOUNDS[self.dtype]
 
     def __str__(self) -> str:
-        words = "grouped" if self.grouped else "not grouped"
+        heads = "grouped" if self.grouped else "not grouped"
         dtype = str(self.dtype).removeprefix("torch.")
-        return f"{self.kernel}, {self.mask}, {words}, heads of {self.head_dim}, {dtype}"
+        return f"{self.kernel}, {self.mask}, {heads}, heads of {self.head_dim}, {dtype}"
 
 
 def cases(device: str = "cuda") -> list[Case]:
-    """What a device's kernels claim to serve; on a CPU heads of 16 alone, so that all take seconds."""
-    made = []
+    """The cases that a device's kernels support. On a CPU only heads of 16, so that all of them take seconds."""
+    selected = []
     for kernel, dims in _DIMS.items():
         if device == "cpu" and kernel not in _ON_CPU:
             continue
@@ -82,14 +82,14 @@ def cases(device: str = "cuda") -> list[Case]:
         masks: list[Mask] = ["causal", "documents"]
         if kernel in _WINDOWS:
             masks += ["window", "documents within a window"]
-        made += [
+        selected += [
             Case(kernel, mask, grouped, dim, dtype)
             for mask in masks
             for grouped in (False, True)
             for dim in (dims if device != "cpu" else (16,))
             for dtype in dtypes
         ]
-    return made
+    return selected
 
 
 def run(case: Case, device: str = "cuda") -> dict[str, float]:

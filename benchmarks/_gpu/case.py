@@ -1,4 +1,4 @@
-"""What a case of `gpu_check.py` is."""
+"""A case of `gpu_check.py`: its name, its limits and what it runs."""
 
 from __future__ import annotations
 

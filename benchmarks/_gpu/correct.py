@@ -1,4 +1,4 @@
-"""Is it right: operators, attention, techniques, resume, lack of memory, collectives, generation, compressed weights, exports.
+"""Correctness of operators, attention, techniques, resume, out-of-memory recovery, collectives, generation, compressed weights and exports.
 
 References are fp64, or the same build on the CPU with the same weights.
 """
@@ -82,13 +82,13 @@ def _against_fp64(make: Callable[..., Any], reference: Callable[..., Any], input
     import torch
 
     wide = [t.detach().double().requires_grad_() for t in inputs]
-    held = [t.detach().clone().requires_grad_() for t in inputs]
-    expected, got = reference(*wide), make(*held)
+    narrow = [t.detach().clone().requires_grad_() for t in inputs]
+    expected, got = reference(*wide), make(*narrow)
     slope = torch.randn_like(expected)
     expected.backward(slope)
     got.backward(slope.to(got.dtype))
     figures = {"forward": _error(got.detach(), expected.detach())}
-    figures |= {f"gradient {n}": _error(a.grad, b.grad) for n, (a, b) in enumerate(zip(held, wide, strict=True))}
+    figures |= {f"gradient {n}": _error(a.grad, b.grad) for n, (a, b) in enumerate(zip(narrow, wide, strict=True))}
     return _within(figures, dict.fromkeys(figures, bound))
 
 
@@ -105,16 +105,16 @@ def _rms_norm(where: Where) -> dict[str, Any]:
     from preheat.ops.fused import rms_norm
 
     rows, width = (64, 96) if where.tiny else (4096, 4096)
-    found: dict[str, Any] = {}
+    figures: dict[str, Any] = {}
     for dtype, bound in ((torch.float32, 1e-5), (torch.bfloat16, 2e-2)):
         x, weight = _drawn(where, rows, width, dtype=dtype), 1 + 0.1 * _drawn(where, width, dtype=dtype)
 
         def reference(x: Any, weight: Any) -> Any:
             return x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * weight
 
-        made = _against_fp64(lambda x, w: rms_norm(x, w, 1e-6), reference, [x, weight], bound)
-        found |= {f"{str(dtype).removeprefix('torch.')} {key}": value for key, value in made.items()}
-    return found
+        errors = _against_fp64(lambda x, w: rms_norm(x, w, 1e-6), reference, [x, weight], bound)
+        figures |= {f"{str(dtype).removeprefix('torch.')} {key}": value for key, value in errors.items()}
+    return figures
 
 
 def _gated(where: Where) -> dict[str, Any]:
@@ -168,13 +168,13 @@ def _nf4(where: Where) -> dict[str, Any]:
     for double in (True, False):
         packed = quantize(weight, double=double)
         there = quantize(weight.cpu(), double=double)
-        words = "double" if double else "single"
+        scales = "double" if double else "single"
         different = (packed.codes.cpu() != there.codes).float().mean()
-        figures[f"{words}: codes that differ"] = float(different)
+        figures[f"{scales}: codes that differ"] = float(different)
         for dtype in (torch.float32, torch.bfloat16):
             value = dequantize(packed, shape, dtype, tables(_device(where)))
             reference = dequantize(there, shape, torch.float32, tables())
-            figures[f"{words}: {str(dtype).removeprefix('torch.')}"] = _error(value.cpu(), reference)
+            figures[f"{scales}: {str(dtype).removeprefix('torch.')}"] = _error(value.cpu(), reference)
     return _within(figures, {key: 3e-3 if "bfloat16" in key else 1e-3 for key in figures})
 
 
@@ -240,10 +240,10 @@ def _techniques(where: Where) -> list[Case]:
     from preheat.technique import registry
     from tests.contract.settings import FURTHER
 
-    found: list[tuple[str, dict[str, Any]]] = [(name, {}) for name in sorted(registry()) if name not in SPREAD] + FURTHER
+    settings_of: list[tuple[str, dict[str, Any]]] = [(name, {}) for name in sorted(registry()) if name not in SPREAD] + FURTHER
     return [
         Case(f"techniques/{_words(name, settings)}", functools.partial(_technique, {name: settings}))
-        for name, settings in found
+        for name, settings in settings_of
     ]
 
 
@@ -255,15 +255,15 @@ def _recipes() -> list[Case]:
     from preheat import recipe as recipes
     from preheat.errors import RecipeError
 
-    found = []
+    selected = []
     for name in sorted(recipes.built_in()):
         try:
             recipe = recipes.load(name)
         except RecipeError:
             continue  # a chain of `compress`
         techniques = {key: t for key, t in recipes.as_values(recipe)["techniques"].items() if key not in SPREAD}
-        found.append(Case(f"recipes/{name}", functools.partial(_technique, techniques)))
-    return found
+        selected.append(Case(f"recipes/{name}", functools.partial(_technique, techniques)))
+    return selected
 
 
 def _complete(techniques: dict[str, dict[str, Any]], kind: str) -> dict[str, dict[str, Any]]:
@@ -289,7 +289,7 @@ def _recipe(techniques: dict[str, dict[str, Any]], where: Where) -> Any:
         tiny(family=family),
         *more,
         f"techniques={json.dumps(techniques)}",
-        *[words for name in techniques for words in asked(name)],
+        *[setting for name in techniques for setting in asked(name)],
     )
 
 
@@ -320,11 +320,11 @@ def _technique(techniques: dict[str, dict[str, Any]], where: Where) -> dict[str,
     device = probe(where.kind)
     torch.manual_seed(0)
     try:
-        made = build(recipe, vocabulary=96, device=device)
+        model = build(recipe, vocabulary=96, device=device)
     except RecipeError as error:
         raise Skip(str(error)) from None
     kinds = {registry()[name].numerics for name in chosen}
-    # What runs on a CPU is compared with itself there; what does not, with the recipe without it.
+    # A technique that runs on a CPU is compared with its own build there; for any other the reference leaves it out.
     reference = recipe
     if where.kind == "cuda" and (others := [name for name in chosen if name in CANNOT_RUN_HERE]):
         left = {name: settings for name, settings in chosen.items() if name not in others}
@@ -335,12 +335,12 @@ def _technique(techniques: dict[str, dict[str, Any]], where: Where) -> dict[str,
         expected = build(reference, vocabulary=96, device=DEVICE)
     except RecipeError as error:
         raise Skip(f"no reference on a CPU: {error}") from None
-    _copy_weights(expected, made)
+    _copy_weights(expected, model)
     batch = uneven(length=recipe.batch.length, examples=examples_of(recipe))
-    loss, slopes = step(made, batch)
+    loss, slopes = step(model, batch)
     loss_there, slopes_there = step(expected, batch)
     both = sorted(slopes.keys() & slopes_there.keys())
-    flat = [torch.cat([held[name].double().cpu().flatten() for name in both]) for held in (slopes, slopes_there)]
+    flat = [torch.cat([gradients[name].double().cpu().flatten() for name in both]) for gradients in (slopes, slopes_there)]
     figures = {
         "loss": loss,
         "loss there": loss_there,
@@ -353,9 +353,9 @@ def _technique(techniques: dict[str, dict[str, Any]], where: Where) -> dict[str,
         raise Wrong(f"gradients of {len(slopes)} weights, {len(slopes_there)} there", figures)
     if not figures["cosine"] >= least or not abs(figures["norm"]) <= most or not abs(loss / loss_there - 1) <= most:
         raise Wrong(f"the cosine is to be {least} at least, norm and loss within {most:.0%}", figures)
-    if update(made, 0.01).tolist()[1] != 1:
+    if update(model, 0.01).tolist()[1] != 1:
         raise Wrong("the gradients are not finite", figures)
-    return figures | {"read from the device": _reads(made, batch, where)}
+    return figures | {"read from the device": _reads(model, batch, where)}
 
 
 def _copy_weights(source: Any, target: Any) -> None:
@@ -365,12 +365,12 @@ def _copy_weights(source: Any, target: Any) -> None:
     with torch.no_grad():
         for role, parts in target.parts.items():
             for part, other in zip(parts, source.parts[role], strict=True):
-                held = {**dict(other.named_parameters()), **dict(other.named_buffers())}
+                tensors = {**dict(other.named_parameters()), **dict(other.named_buffers())}
                 for name, tensor in (*part.named_parameters(), *part.named_buffers()):
-                    tensor.copy_(held[name])
+                    tensor.copy_(tensors[name])
 
 
-def _reads(made: Any, batch: Any, where: Where) -> str:
+def _reads(model: Any, batch: Any, where: Where) -> str:
     """What a step reads from the device, which makes the host wait: none is to."""
     import torch
 
@@ -379,13 +379,13 @@ def _reads(made: Any, batch: Any, where: Where) -> str:
 
     if where.kind == "cpu":
         return "not looked at"
-    rows = made.recipe.batch.size
-    micro = -(-rows // made.accumulation)
+    rows = model.recipe.batch.size
+    micro = -(-rows // model.accumulation)
     batches = split(batch, [micro] * (rows // micro) + ([rows % micro] if rows % micro else []))
     torch.cuda.set_sync_debug_mode("error")
     try:
-        gradients(made, batches)
-        update(made, 0.01)
+        gradients(model, batches)
+        update(model, 0.01)
     except RuntimeError as error:
         if "synchroniz" not in str(error):
             raise
@@ -585,7 +585,7 @@ def _one_rank(offload: bool, where: Where) -> dict[str, Any]:
     return _within(figures, {"gradients": 1e-5, "weights read back that differ": 0})
 
 
-# --- what is made of a run ----------------------------------------------------------------------------------------
+# --- generation, compression and exports of a run ----------------------------------------------------------------------------------------
 
 
 def _generation() -> list[Case]:
@@ -594,18 +594,18 @@ def _generation() -> list[Case]:
 
 
 def _text(where: Where, model: Path, *more: str) -> str:
-    made = _preheat(where, "generate", str(model), "--prompt", "def ", "--tokens", "24", "--json", *more)
-    found: str = json.dumps(json.loads(made.stdout), sort_keys=True)
-    return found
+    done = _preheat(where, "generate", str(model), "--prompt", "def ", "--tokens", "24", "--json", *more)
+    output: str = json.dumps(json.loads(done.stdout), sort_keys=True)
+    return output
 
 
 def _written_by(said: str) -> list[str]:
     """The texts of `generate --json`, wherever they stand in it."""
-    found: list[str] = []
+    texts: list[str] = []
 
     def walk(value: Any) -> None:
         if isinstance(value, dict):
-            found.extend(str(value[key]) for key in ("text", "completion") if key in value)
+            texts.extend(str(value[key]) for key in ("text", "completion") if key in value)
             for each in value.values():
                 walk(each)
         elif isinstance(value, list):
@@ -613,7 +613,7 @@ def _written_by(said: str) -> list[str]:
                 walk(each)
 
     walk(json.loads(said))
-    return found
+    return texts
 
 
 def _generated(cache: str, where: Where) -> dict[str, Any]:

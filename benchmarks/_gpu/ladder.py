@@ -43,19 +43,19 @@ TASKS: dict[str, tuple[str, int, int, dict[str, dict[str, Any]]]] = {
 
 
 def cases(where: Where) -> list[Case]:
-    found = []
+    selected = []
     for task, (_, _, _, rungs) in TASKS.items():
-        found.append(Case(f"{task}/the plan's choice", functools.partial(_chosen, task), seconds=150))
-        found += [
+        selected.append(Case(f"{task}/the plan's choice", functools.partial(_chosen, task), seconds=150))
+        selected += [
             Case(f"{task}/{rung}", functools.partial(_taken, task, techniques), seconds=90)
             for rung, techniques in rungs.items()
         ]
         if task != "packed functions":
-            found += [
+            selected += [
                 Case(f"{task}/{peer}", functools.partial(_peer, task, run), seconds=120, fresh=True)
                 for peer, run in peers.PEERS.items()
             ]
-    return found
+    return selected
 
 
 def _recipe(task: str, techniques: dict[str, Any], where: Where) -> Any:
@@ -112,10 +112,10 @@ def _run(recipe: Any, where: Where) -> dict[str, Any]:
     from preheat.errors import RecipeError
 
     try:
-        made = take_steps({"recipe": recipes.dump(recipe), "steps": STEPS, "gradient": None, "seconds": 60.0})
+        timed_run = take_steps({"recipe": recipes.dump(recipe), "steps": STEPS, "gradient": None, "seconds": 60.0})
     except RecipeError as error:
         raise Skip(str(error)) from None
-    return _figures(made["seconds"], made["tokens"], made["losses"]) | _memory(where)
+    return _figures(timed_run["seconds"], timed_run["tokens"], timed_run["losses"]) | _memory(where)
 
 
 def _chosen(task: str, where: Where) -> dict[str, Any]:

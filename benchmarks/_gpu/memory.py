@@ -82,11 +82,11 @@ def _constants(where: Where) -> dict[str, Any]:
     figures: dict[str, Any] = {}
     if where.kind == "cuda":
         before = torch.cuda.mem_get_info()[0]  # makes the context
-        held = torch.empty(1, device=device)
+        tensor = torch.empty(1, device=device)
         whole = torch.cuda.mem_get_info()[1]
         figures["context GiB"] = (whole - torch.cuda.mem_get_info()[0] - torch.cuda.memory_reserved()) / GIB
         figures["free before GiB"] = before / GIB
-        del held
+        del tensor
     a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
     if where.kind == "cuda":
         before = torch.cuda.memory_allocated()
@@ -124,9 +124,9 @@ def _rates(where: Where) -> dict[str, Any]:
         from preheat.training.session import resolve
 
         _, threads = resolve(recipe_of(where, "1B", 1, 1024, {}, 1))
-    found = rates(probe(where.kind), threads)
-    return {"seconds": found.seconds, "bandwidth GB/s": found.bandwidth / 1e9} | {
-        f"{dtype} TFLOP/s": rate / 1e12 for dtype, rate in found.peak_matrix_rate.items()
+    measured = rates(probe(where.kind), threads)
+    return {"seconds": measured.seconds, "bandwidth GB/s": measured.bandwidth / 1e9} | {
+        f"{dtype} TFLOP/s": rate / 1e12 for dtype, rate in measured.peak_matrix_rate.items()
     }
 
 

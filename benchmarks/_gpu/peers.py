@@ -93,6 +93,20 @@ def _wait(task: Task) -> None:
         torch.cuda.synchronize()
 
 
+def _timed(task: Task, tokens: Any, step: Callable[[Any], Any]) -> Taken:
+    """Takes the steps of a plain loop; `step` gets the rows of a batch on the card and gives its loss."""
+    taken = Taken()
+    for number in range(task.steps):
+        rows = tokens[number * task.rows : (number + 1) * task.rows].cuda()
+        _wait(task)
+        begun = time.perf_counter()
+        loss = step(rows)
+        _wait(task)
+        taken.seconds.append(time.perf_counter() - begun)
+        taken.losses.append(float(loss))
+    return taken
+
+
 def trl(task: Task, tokens: Any) -> Taken:
     """TRL's SFTTrainer, with Liger's kernels on CUDA."""
     _need("trl", "datasets", "accelerate", *(["liger_kernel"] if task.kind == "cuda" else []))
@@ -170,11 +184,8 @@ def torchtitan(task: Task, tokens: Any) -> Taken:
         layer.compile(fullgraph=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     over = torch.compile(lambda out, labels: cross_entropy(out.flatten(0, 1).float(), labels.flatten()))
-    taken = Taken()
-    for step in range(task.steps):
-        rows = tokens[step * task.rows : (step + 1) * task.rows].cuda()
-        _wait(task)
-        begun = time.perf_counter()
+
+    def step(rows: Any) -> Any:
         positions = torch.arange(task.length, device="cuda").expand(task.rows, -1)
         with torch.autocast("cuda", torch.bfloat16):
             loss = over(model(rows, positions=positions), rows.roll(-1, 1))
@@ -182,10 +193,9 @@ def torchtitan(task: Task, tokens: Any) -> Taken:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=True)
         optimizer.step()
         optimizer.zero_grad()
-        _wait(task)
-        taken.seconds.append(time.perf_counter() - begun)
-        taken.losses.append(float(loss))
-    return taken
+        return loss
+
+    return _timed(task, tokens, step)
 
 
 def unsloth(task: Task, tokens: Any) -> Taken:
@@ -202,19 +212,15 @@ def unsloth(task: Task, tokens: Any) -> Taken:
     names = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
     model = FastLanguageModel.get_peft_model(model, r=16, lora_alpha=32, target_modules=names, use_gradient_checkpointing=False)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=LR, weight_decay=0.0, fused=True)
-    taken = Taken()
-    for step in range(task.steps):
-        rows = tokens[step * task.rows : (step + 1) * task.rows].cuda()
-        _wait(task)
-        begun = time.perf_counter()
+
+    def step(rows: Any) -> Any:
         loss = model(input_ids=rows, labels=rows).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        _wait(task)
-        taken.seconds.append(time.perf_counter() - begun)
-        taken.losses.append(float(loss))
-    return taken
+        return loss
+
+    return _timed(task, tokens, step)
 
 
 PEERS: dict[str, Callable[[Task, Any], Taken]] = {"TRL with Liger": trl, "torchtitan, compiled": torchtitan, "unsloth": unsloth}
