@@ -62,7 +62,7 @@ def _recipe(task: str, techniques: dict[str, Any], where: Where) -> Any:
     shape, rows, length, _ = TASKS[task]
     more = {}
     if task == "packed functions":
-        more["data"] = f"{{source: {_functions(where)}, vocabulary: 4096}}"
+        more["data"] = f"{{source: {_functions(where)}, vocabulary: 4096, preflight: {{truncated: warn}}}}"
     return recipe_of(where, shape, rows, length, techniques, STEPS, **more)
 
 

@@ -21,7 +21,10 @@ def test_a_job_is_written_and_what_does_not_multiply_is_refused(preheat: Command
 
     out, error = preheat("launch", "r.yaml", "--scheduler", "slurm", "--nodes", "2", "--gpus-per-node", "2", code=2)
     assert (out, error.count("\n")) == ("", 1)
-    assert "--nodes 2 x --gpus-per-node 2: a mesh that does not multiply: 1 device does not multiply to 4 devices" in error
+    assert (
+        "--nodes 2 x --gpus-per-node 2: a mesh that does not multiply: the recipe's techniques use 1 device, not 4; add data_parallel or fsdp for the others"
+        in error
+    )
     assert "cannot be written" in preheat(*wide, "-o", "no/such/folder", code=1)[1]
 
 
