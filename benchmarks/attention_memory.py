@@ -22,7 +22,7 @@ from preheat.ops.attention_blocks import blocked_attention
 from preheat.ops.attention_module import EfficientAttention, attention_in_chunks
 from preheat.ops.attention_patterns import in_shifted_groups
 from preheat.planning.observe import Recorder, highest
-from preheat.technique import MaskSpec
+from preheat.technique import MaskSpec, Phase
 
 HEADS, DIM = 2, 64
 WINDOW = MaskSpec(window=512)
@@ -66,7 +66,7 @@ def measure(name: str, length: int, send: Any) -> None:
     grown = water() - before
     recorder = Recorder(rounding=64)
     with recorder:
-        recorder.phase = "forward"
+        recorder.phase = Phase.FORWARD
         once(name, length)
     send.send((max(highest(recorder).values()), grown))
 

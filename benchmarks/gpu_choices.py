@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from preheat.planning.candidates import Numerics, Space, problems_of, words
+from preheat.planning.candidates import Numerics, Space, candidate_problems, words
 from preheat.planning.crew import crew
 from preheat.planning.plan import describe
 from preheat.planning.recall import recall
@@ -133,7 +133,7 @@ def brute_force(case: Case, gpus: tuple[str, ...], tell: Callable[[str], None] =
 
     def attempt(settings: tuple[Technique, ...], more: tuple[Technique, ...], names: tuple[str, ...]) -> None:
         recipe = space.having((*more, *settings))
-        if problems_of(space, recipe):
+        if candidate_problems(space, recipe):
             return
         began = time.perf_counter()
         seen = recall(recipe, vocabulary=vocabulary, device=observed_for, world=case.devices, how="few")

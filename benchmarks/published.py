@@ -95,7 +95,7 @@ def planned(row: Row, recipe: Any, roofline: Any) -> tuple[dict[str, Any], Any]:
                 seen = replace(seen, idle=idle)
             seen = replace(seen, compiled=compiled(row))
             return describe(recipe, seen, device=device, rates=roofline, rows=None, in_use=0), recipe
-    raise Open("; ".join(f"{name}: {words}" for name, words in problems))
+    raise Open("; ".join(map(str, problems)))
 
 
 def segments_grow(row: Row, recipe: Any, roofline: Any) -> bool:

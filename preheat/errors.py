@@ -9,7 +9,7 @@
 Anything else that is raised is a fault of preheat itself and keeps its traceback.
 """
 
-__all__ = ["DataError", "DoesNotFit", "PreheatError", "RecipeError", "RunError", "nearest"]
+__all__ = ["DataError", "DoesNotFit", "PreheatError", "RecipeError", "RunError", "SettingError", "nearest"]
 
 
 class PreheatError(ValueError):
@@ -40,6 +40,18 @@ class RunError(PreheatError):
     """The run failed, or its folder cannot be used as asked."""
 
     exit_code = 1
+
+
+class SettingError(ValueError):
+    """A plain function refuses one of its arguments; a technique turns it into a `RecipeError` with its own key.
+
+    Attributes:
+        setting: the argument.
+    """
+
+    def __init__(self, setting: str, message: str):
+        super().__init__(f"{setting}: {message}")
+        self.setting = setting
 
 
 def nearest(word: str, known: "list[str] | tuple[str, ...]") -> str:

@@ -4,7 +4,7 @@ preheat.json      marks the folder as preheat's: {kind, id, files}; `id` is the 
 recipe.yaml       the recipe with every default written out; `preheat train recipe.yaml` runs it again
 plan.json         what was predicted (see `PLAN_KEYS`)
 environment.json  machine, versions, threads, command
-changes.json      {technique: [{what, count, kernel}]}
+changes.json      {technique: [{what, count, kernel, detail}]}
 data.json         what the rows are and how they were laid out
 metrics.jsonl     a line a step (see `METRIC_KEYS`, what the objective scores: accuracy, what techniques count: recompilations,
                   and where there are experts expert_load, experts_idle, expert_loads and balance_loss: engine/balance.py) and a line an evaluation
@@ -677,10 +677,8 @@ class Reader:
             RunError: it is damaged: how chats are laid out and what the classes are cannot be left out.
         """
         found = self._json("data.json")
-        if words := self.damaged.get("data.json"):
-            raise RunError(
-                f"{self.path / 'data.json'}: is damaged ({words.removeprefix('left out: ')}); put back a whole copy of it"
-            )
+        if reason := self.damaged.get("data.json"):
+            raise RunError(f"{self.path / 'data.json'}: is damaged ({reason}); put back a whole copy of it")
         return found
 
     def _lines(self, name: str, check: _Check) -> Iterator[dict[str, Any]]:

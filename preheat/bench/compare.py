@@ -37,6 +37,7 @@ class Contender:
     recipe: Recipe
     turns: list[dict[str, Any]] = field(default_factory=list)
     failed: str = ""
+    fits: bool = True
 
 
 def ablation(recipe: Recipe) -> list[Contender]:
@@ -94,7 +95,7 @@ def bench(
 
     Returns:
         {name, machine, steps, repeats, rows, verdicts, available_gib}; rows are {name, techniques, tokens_per_second, spread, ratio, ratio_spread,
-        mfu, peak_gib, startup_seconds, loss, gradient_cosine, predicted, failed}.
+        mfu, peak_gib, startup_seconds, loss, gradient_cosine, predicted, failed, fits}.
 
     Raises:
         RunError: the folder cannot be written, or the baseline failed.
@@ -159,7 +160,7 @@ def _plans(contenders: Sequence[Contender]) -> list[dict[str, Any] | None]:
         c.recipe = recipes.parse(json.dumps(made["recipe"]))  # with what a dry run chooses, so that the turns take it too
         plans.append(made)
         if not made["fits"]:
-            c.failed = falls_short(made)
+            c.failed, c.fits = falls_short(made), False
     return plans
 
 
@@ -211,7 +212,13 @@ def speed_of(turn: dict[str, Any], warmup: int) -> float:
 
 def _row(c: Contender, baseline: Contender, warmup: int, cosine: float | None, plan: dict[str, Any] | None) -> dict[str, Any]:
     predicted = {**expected_memory(plan), "tokens_per_second": plan["tokens_per_second"]} if plan else None
-    row: dict[str, Any] = {"name": c.name, "techniques": list(c.recipe.techniques), "failed": c.failed, "predicted": predicted}
+    row: dict[str, Any] = {
+        "name": c.name,
+        "techniques": list(c.recipe.techniques),
+        "failed": c.failed,
+        "fits": c.fits,
+        "predicted": predicted,
+    }
     if c.failed:
         return row
     speeds = [speed_of(turn, warmup) for turn in c.turns]
@@ -248,7 +255,7 @@ def verdicts(rows: Sequence[dict[str, Any]], names: Sequence[str], available: fl
         if whole["failed"] or rest["failed"]:
             why = whole["failed"] or rest["failed"]
             words = f"{name}: {'the recipe' if whole['failed'] else 'without it the recipe'} did not run: {why}"
-            if not whole["failed"] and rest["failed"].startswith("does not fit"):
+            if not whole["failed"] and not rest["fits"]:
                 words = f"{name} is needed: without it the recipe {rest['failed']}"
             found.append({"technique": name, "speed": None, "within_noise": None, "freed_gib": None, "words": words})
             continue

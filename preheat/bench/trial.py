@@ -18,7 +18,7 @@ from preheat.bench.compare import NOISE, Contender, cosine_of, speed_of, take_tu
 from preheat.errors import RecipeError, RunError
 from preheat.recipe import Batch, Data, Hardware, Model, Recipe, Stop
 from preheat.run import MEMORY_KEYS, expected_memory
-from preheat.technique import Device, Technique, registry
+from preheat.technique import Device, Phase, Technique, registry
 
 __all__ = ["PRECISIONS", "SIZES", "TECHNIQUES", "Size", "Wish", "trial"]
 
@@ -357,7 +357,7 @@ def _gpu(wish: Wish, group: _Group | None, plain: Recipe) -> tuple[dict[str, flo
     words = []
     if wish.benchmark or wish.technique == "zero":
         seen = observe(plain, vocabulary=vocabulary, device=here)
-        at = seen.categories["update"]
+        at = seen.categories[Phase.UPDATE]
         shared = {1: ("optimizer",), 2: ("optimizer", "gradients"), 3: ("optimizer", "gradients", "parameters")}[
             wish.zero_stage
         ]

@@ -160,7 +160,7 @@ def _show(made: dict[str, Any], target: Path, *, json: bool) -> None:
     screen = console()
     screen.print(_table(made))
     for variant in made["variants"]:
-        screen.print(f"{variant['name']}: {variant['what'].partition('. By map')[0]}", soft_wrap=True, style="dim")
+        screen.print(f"{variant['name']}: {variant['what']}", soft_wrap=True, style="dim")
     for words in made.get("said", ()):
         screen.print(f"note: {words}", soft_wrap=True)
     for told in made.get("exports", ()):

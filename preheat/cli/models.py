@@ -31,7 +31,7 @@ def models(context: typer.Context, json: Json = False) -> None:
     table = Table("preset", "parameters", "on the hub", "gated", box=None, pad_edge=False)
     table.columns[1].justify, table.columns[2].no_wrap = "right", True
     for name, p in PRESETS.items():
-        table.add_row(name, f"{p.parameters:,}", p.hub, "yes" if "; gated" in p.licence else "no")
+        table.add_row(name, f"{p.parameters:,}", p.hub, "yes" if p.licence.gate else "no")
     console().print(table)
 
 
@@ -44,7 +44,7 @@ def show(name: str, json: Json = False) -> None:
     preset = find(name)
     facts = {
         "on the hub": preset.hub if preset.hub == preset.chat else f"{preset.hub}; tuned to converse: {preset.chat}",
-        "licence": preset.licence,
+        "licence": str(preset.licence),
         "parameters": f"{preset.parameters:,}",
         "chat template": preset.template,
         **needs(preset),

@@ -39,7 +39,7 @@ def stated(
     made = plan(recipe, rows=rows_of(recipe), **how, **world)
     added = tuple(recipe.techniques.values())
     more = {}
-    if any(Tag("longer-context") in t.provided() for t in added):  # whose question is how long
+    if any(Tag.EXTENDED_CONTEXT in t.provided() for t in added):  # whose question is how long
         more["longest_context"] = longest_as_stated(recipe, **how, **world)
     found = Found(Seen(recipe, made, worst(added), recipe.batch.size, ()))
 

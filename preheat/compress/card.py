@@ -41,7 +41,7 @@ def write(made: Mapping[str, Any], *, source: str, texts: Texts, reads: bool, qu
 
 # {Path(source).name}, compressed by {made["method"]}
 
-What: {made["what"]}.
+What: {made["what"]}.{" " + made["detail"] + "." if made["detail"] else ""}
 
 From: `{Path(source).name}`, adapters merged, in fp32. Settings: {settings}.
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -37,7 +36,7 @@ from preheat.recipe.boundary import RecipeReader
 from preheat.recipe.parts import folder_name_problem
 from preheat.recipe.text import read
 from preheat.run import to_json, write_asked
-from preheat.technique import Slot, Stage, Tag, Technique, clashes_of
+from preheat.technique import Slot, Stage, Tag, Technique, TechniqueError, incompatibilities
 from preheat.training.opened import open_model
 from preheat.training.session import plan_here
 
@@ -268,8 +267,8 @@ def _require_possible(chain: Chain, state: _State, device: str) -> None:
     def check(recipe: Recipe) -> None:
         chosen = techniques_of(recipe)
         tags = frozenset(tag for t in chosen for tag in t.provided()) | {Tag(device)}
-        if found := clashes_of(chosen, tags):
-            raise RecipeError("\n".join(f"techniques.{name}: {words}" for name, words in found))
+        if problems := incompatibilities(chosen, tags):
+            raise TechniqueError(problems)
 
     for step, place in zip(chain.steps, chain.places, strict=True):
         if step.train is not None:
@@ -329,13 +328,11 @@ def _possible(step: Step, state: _State, check: Callable[[Recipe], object]) -> t
         recipe = _recipe(step, state, {name: wanted[name] for name in wanted if name not in left})
         try:
             check(recipe)
-        except RecipeError as error:
-            refused = next(
-                (n for n in step.where_possible if n not in left and str(error).startswith(f"techniques.{n}:")), None
-            )
+        except TechniqueError as error:
+            refused = next((p for p in error.problems if p.technique in step.where_possible), None)
             if refused is None:
                 raise
-            left[refused] = str(error).partition(": ")[2]
+            left[refused.technique] = refused.text
         else:
             return recipe, left
 
@@ -368,8 +365,4 @@ def _recipe(step: Step, state: _State, techniques: Mapping[str, Any]) -> Recipe:
         sample=Sample(),
     )
     items = [f"{key}={json.dumps(value)}" for key, value in step.settings.items()]
-    try:
-        return recipes.override(made, *items) if items else made
-    except RecipeError as error:  # its line is of a recipe that nobody wrote
-        words = re.sub(rf"^{re.escape(made.name)}(:\d+)?: ", "", str(error), flags=re.MULTILINE)
-        raise RecipeError(f"settings: {words}") from None
+    return recipes.override(made, *items, where="settings") if items else made

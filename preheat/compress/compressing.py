@@ -278,6 +278,7 @@ def _one(variant: Variant, opened: Opened, before: Before, place: Path, say: Say
         "method": method.name(),
         "settings": dataclasses.asdict(method),
         "what": change.what,
+        "detail": change.detail,
         "notes": notes,
         "quantized": quantized,
         "bytes": sum(p.stat().st_size for p in place.glob("*.safetensors")),

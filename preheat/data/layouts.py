@@ -32,7 +32,7 @@ class Layout:
     Attributes:
         kind: of `LAYOUTS`.
         columns: its fields by role -> what the file calls them.
-        words: the layout and how it was found, for people.
+        reason: by what it was recognised, for people.
         template: the chat template; None: there is none, or why not stands in `lacking`.
         lacking: the message for rows that need a template.
         wraps: put the template around prompts and completions that are mere text.
@@ -46,7 +46,7 @@ class Layout:
 
     kind: str
     columns: Mapping[str, str]
-    words: str
+    reason: str
     template: Template | None = None
     lacking: str = ""
     wraps: bool = False
@@ -67,6 +67,11 @@ class Layout:
     def names(self) -> list[str]:
         """The fields of a file that are read."""
         return list(dict.fromkeys(self.columns.values()))
+
+    @property
+    def words(self) -> str:
+        """The layout and by what it was recognised, for people."""
+        return f"{self.kind}, {self.reason}"
 
     def key(self) -> tuple[object, ...]:
         """All that decides what a row becomes."""
@@ -363,9 +368,8 @@ def layout_of(data: Data, names: Sequence[str], first: Any, where: str, **more: 
     if "images" in reads and "images" not in columns and "image" in names:
         columns["images"] = "image"  # as LLaVA's rows have it
     special = tuple(more.pop("special", ()))
-    words = f"{kind}, {why}"
     strange = kind == "text" and data.layout == "auto" and isinstance(first, Mapping) and columns["text"] not in names
-    return Layout(kind, columns, words, special=special, strange=strange, _firsts=frozenset(t[0] for t in special), **more)
+    return Layout(kind, columns, why, special=special, strange=strange, _firsts=frozenset(t[0] for t in special), **more)
 
 
 def _recognised(stated: Mapping[str, str], names: Sequence[str], first: Any) -> tuple[str, str]:

@@ -85,6 +85,8 @@ class Prepared:
         return {
             "source": self.source,
             "layout": self.layout.words,
+            "layout_kind": self.layout.kind,
+            "layout_reason": self.layout.reason,
             "template": template.name.removeprefix("template ") if template else None,
             "classes": list(self.classes),
             "counts": self.counts,
@@ -105,6 +107,7 @@ def prepare(
     embedding: int | None = None,
     refuse: bool = True,
     partial: bool = False,
+    knob: str = "data.source",
     vision: Vision | None = None,
     processor: Mapping[str, Any] | None = None,
 ) -> Prepared:
@@ -122,6 +125,7 @@ def prepare(
         embedding: rows of the model's embedding, where known.
         refuse: raise for what the checks block; else it stands in `blocked`, to be looked at.
         partial: what does not fill a last row of running text is a row too (`Rows.partial`).
+        knob: what names the data, for messages.
         vision, processor: how the model reads images, and its image processor's settings; None: it reads text alone.
 
     Raises:
@@ -149,7 +153,7 @@ def prepare(
         if data.streaming:
             raise DataError("data.streaming: is for text alone so far; set data.streaming: false for a model that reads images")
         eye = Eye.of(vision, processor or {}, data.image_pixels, own)
-    sources = _open(data, own, eye)
+    sources = _open(data, own, eye, knob)
     notes += [f"{source.words}: not read: {source.left}" for source in sources if source.left]
     held = (
         open_source(data.parts()[0][0], validation=True, tokenizer=own, eye=eye) if isinstance(data.validation, str) else None
@@ -203,7 +207,7 @@ def prepare(
     if refuse or not values["documents"]["train"]:
         verdict.refuse()
     _refuse_empty(sources, held, share, values)
-    _require_rows(train, "training data", "add documents or lower batch.length")
+    _require_rows(train, "training data" if knob == "data.source" else knob, "add text, or use shorter rows (batch.length)")
     if share or held:
         _require_rows(validation, "validation data", "raise data.validation or lower batch.length")
     if data.longer == "refuse":
@@ -224,9 +228,9 @@ def prepare(
     return Prepared(own, train, validation, words, counts, fingerprint, layout, layout.classes, streams=streams, **verdicts)
 
 
-def _open(data: Data, own: PreTrainedTokenizerFast | None, eye: Eye | None) -> list[Source]:
+def _open(data: Data, own: PreTrainedTokenizerFast | None, eye: Eye | None, knob: str) -> list[Source]:
     """All sources, read alike where that decides what is trained."""
-    sources = [open_source(part, tokenizer=own, weight=weight, eye=eye) for part, weight in data.parts()]
+    sources = [open_source(part, tokenizer=own, weight=weight, eye=eye, knob=knob) for part, weight in data.parts()]
     first = sources[0].layout
     names = sorted({name for source in sources for name in source.layout.classes})
     for n, source in enumerate(sources):

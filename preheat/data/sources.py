@@ -98,6 +98,7 @@ def open_source(
     layout: Layout | None = None,
     weight: float = 1.0,
     eye: Eye | None = None,
+    knob: str = "",
 ) -> Source:
     """The source of training documents that `data` names, or with `validation` the one that `data.validation` names.
 
@@ -107,11 +108,13 @@ def open_source(
         tokenizer: whose chat template and special tokens are used; None: one is still to be trained.
         layout: how rows are read, where that is known already.
         eye: how images are read; None: the model reads text alone.
+        knob: what names the source, for messages; by default the recipe's key.
 
     Raises:
         DataError: there is no such source, or its rows have no layout.
     """
-    knob, name = ("data.validation", str(data.validation)) if validation else ("data.source", str(data.source))
+    key, name = ("data.validation", str(data.validation)) if validation else ("data.source", str(data.source))
+    knob = knob or key
     if name in BUILT_IN:
         raw = _stdlib() if name == "stdlib" else _docstrings()
         if name == "stdlib" and data.prompt:

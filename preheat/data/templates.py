@@ -40,12 +40,13 @@ _SEAL = "zqSEALqz"
 """What is written into a turn to find its border: letters alone, which no template trims, escapes or takes apart."""
 
 
-def load_template(setting: str | None, tokenizer: PreTrainedTokenizerFast) -> Template:
+def load_template(setting: str | None, tokenizer: PreTrainedTokenizerFast, *, knob: str = "data.template") -> Template:
     """The chat template that a recipe names.
 
     Args:
         setting: None: the tokenizer's own; the name of a built-in format (`formats.FORMATS`); or the path of a Jinja file.
         tokenizer: whose special tokens the template writes.
+        knob: what the user set, for messages.
 
     Raises:
         DataError: there is no such template, or it is not Jinja.
@@ -60,36 +61,34 @@ def load_template(setting: str | None, tokenizer: PreTrainedTokenizerFast) -> Te
     if setting is None:
         own = tokenizer.chat_template
         if not own:
-            raise DataError(
-                f"data.template: the tokenizer has no chat template of its own; name one ({SUGGESTIONS}) or a .jinja file"
-            )
+            raise DataError(f"{knob}: the tokenizer has no chat template of its own; name one ({SUGGESTIONS}) or a .jinja file")
         name = "the tokenizer's own template"
         if isinstance(own, dict):
             text, with_tools = own.get("default") or next(iter(own.values())), own.get("tool_use")
         else:
             text = own
     else:
-        text, name = _read(setting)
+        text, name = _read(setting, knob)
         if setting in FORMATS:
             text = text.replace("BEGIN", "{{- bos_token }}" if beginning(tokenizer) else "", 1)
     return Template(text, name, variables, special, with_tools)
 
 
-def _read(setting: str) -> tuple[str, str]:
+def _read(setting: str, knob: str) -> tuple[str, str]:
     """The Jinja of a built-in format or of a file, and what it is called in messages."""
     if setting in FORMATS:
         return FORMATS[setting], f"template {setting}"
-    path = expanded("data.template", setting)
+    path = expanded(knob, setting)
     if not path.is_file():
         if path.is_dir():
-            raise DataError(f"data.template {shown(path)}: is a folder; name a .jinja file")
+            raise DataError(f"{knob} {shown(path)}: is a folder; name a .jinja file")
         if path.suffix not in (".jinja", ".j2", ".txt") and "/" not in setting:
-            raise DataError(f"data.template {shown(setting)}: no template of that name; {nearest(setting[:40], list(FORMATS))}")
-        raise missing("data.template", path)
+            raise DataError(f"{knob} {shown(setting)}: no template of that name; {nearest(setting[:40], list(FORMATS))}")
+        raise missing(knob, path)
     try:
         return path.read_text(encoding="utf-8-sig"), shown(path)
     except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"data.template {shown(path)}: cannot be read ({shorten(str(error), 120)})") from None
+        raise DataError(f"{knob} {shown(path)}: cannot be read ({shorten(str(error), 120)})") from None
 
 
 def special_tokens(tokenizer: PreTrainedTokenizerFast | None) -> tuple[str, ...]:
@@ -114,7 +113,7 @@ def template_for(setting: str | None, tokenizer: PreTrainedTokenizerFast | None,
         raise DataError(
             f"data.template: there is no tokenizer whose template is used; name one ({SUGGESTIONS}) or a .jinja file"
         )
-    text, name = _read(setting)
+    text, name = _read(setting, "data.template")
     return Template(text.replace("BEGIN", "", 1) if setting in FORMATS else text, name, {"eos_token": END}, (END, PAD))
 
 

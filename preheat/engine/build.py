@@ -7,7 +7,7 @@ import re
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from preheat.engine.balance import balance, scores
 from preheat.engine.step import plain_slots
@@ -25,15 +25,21 @@ from preheat.technique import (
     Device,
     Mesh,
     Order,
+    Problem,
+    ProblemCode,
     Slot,
     Stage,
     Tag,
     Technique,
+    TechniqueError,
     conflicts_of,
     on_one_device,
     sizes_of,
 )
 from preheat.text import shorten
+
+if TYPE_CHECKING:
+    from torch import nn
 
 __all__ = ["alone", "build", "context_of", "peak_learning_rate", "techniques_of", "world_of"]
 
@@ -126,7 +132,7 @@ def build(
     techniques = techniques_of(recipe)
     problems = conflicts_of(techniques, context)
     if problems:
-        raise RecipeError("\n".join(f"techniques.{name}: {words}" for name, words in problems))
+        raise TechniqueError(problems)
     if dry is not None and recipe.parallel.engine == "deepspeed":
         from preheat.engine.deepspeed import native
 
@@ -159,7 +165,7 @@ def build(
             if first <= t.stage <= last:
                 for role in sorted(t.roles & made.parts.keys()):
                     for part in made.parts[role]:
-                        made.changes.setdefault(t.name(), []).append(t.apply(made, part))
+                        made.changes.setdefault(t.name(), []).append(_applied(t, made, part))
 
     apply(Stage.STRUCTURE, Stage.SHARD)
     if recipe.model.add_tokens:
@@ -181,6 +187,14 @@ def build(
     if context.model.experts:
         made.scores = scores(made.scores)
     return made
+
+
+def _applied(t: Technique, made: Build, part: nn.Module) -> Change:
+    """Applies a technique; what it refuses then is a problem of its own."""
+    try:
+        return t.apply(made, part)
+    except RecipeError as error:
+        raise TechniqueError([Problem(t.name(), ProblemCode.BUILD, str(error))], str(error)) from error
 
 
 def _stored_quantized(made: Build, stored: Any, reading: bool) -> None:

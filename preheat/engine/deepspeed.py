@@ -92,8 +92,8 @@ class DeepSpeed(Technique):
     stage: ClassVar[Stage] = Stage.OPTIMIZER
     numerics: ClassVar[Any] = "exact"
     owns: ClassVar[frozenset[Slot]] = frozenset({Slot.FORWARD, Slot.FORWARD_BACKWARD, Slot.CLIP, Slot.UPDATE, Slot.OPTIMIZER})
-    provides: ClassVar[frozenset[Tag]] = frozenset({Tag("summed-gradients")})
-    conflicts: ClassVar[frozenset[Tag]] = frozenset({Tag("summed-gradients"), Tag("loss-scaling")})
+    provides: ClassVar[frozenset[Tag]] = frozenset({Tag.REDUCED_GRADIENTS})
+    conflicts: ClassVar[frozenset[Tag]] = frozenset({Tag.REDUCED_GRADIENTS, Tag.LOSS_SCALING})
 
     zero: Literal[1, 2, 3] = 1
 

@@ -16,7 +16,7 @@ from preheat.technique import Batch, Build, MaskSpec, Tag
 
 __all__ = ["CLASSES", "Reader", "Score", "Scorer", "batch_of"]
 
-CLASSES = Tag("class-head")
+CLASSES = Tag.CLASSIFICATION_HEAD
 """Of a build whose head is over classes in place of the vocabulary."""
 
 MULTIPLE = 32

@@ -15,7 +15,7 @@ from preheat.data.packing import Tokens
 from preheat.data.sources import digest
 from preheat.data.tokenizer import pieces_of
 from preheat.engine.evaluate import parts, summed, token_scores
-from preheat.errors import DataError, RecipeError
+from preheat.errors import RecipeError
 from preheat.evaluation import bootstrap
 from preheat.evaluation.results import Result
 from preheat.evaluation.scoring import CLASSES
@@ -50,15 +50,7 @@ def rows_of_text(data: Data, source: str, *, knob: str, length: int, seed: int, 
     settings = replace(
         data, source=source, validation=0.0, limit=None, streaming=False, tokenizer=tokenizer, packing="auto", **fields
     )
-    try:
-        rows = prepare(settings, length=length, seed=seed, partial=partial).train
-    except DataError as error:
-        words = (
-            str(error)
-            .replace("data.source", knob)
-            .replace("add documents or lower batch.length", "name a longer text, or read it in shorter rows")
-        )
-        raise DataError(words if knob in words else f"{knob} {source}: {words}") from None
+    rows = prepare(settings, length=length, seed=seed, partial=partial, knob=knob).train
     assert isinstance(rows, Rows), "only a stream is not packed beforehand"
     return rows
 

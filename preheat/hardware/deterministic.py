@@ -13,7 +13,7 @@ from typing import Any
 from preheat.errors import RecipeError
 from preheat.text import quoted
 
-__all__ = ["be_deterministic", "explain_lacking", "repeats"]
+__all__ = ["be_deterministic", "explain_lacking", "is_exact", "repeats"]
 
 _WORKSPACES = "CUBLAS_WORKSPACE_CONFIG"
 _SERVE = (":4096:8", ":16:8")
@@ -84,17 +84,22 @@ def explain_lacking(error: BaseException) -> RecipeError | None:
     )
 
 
-def repeats(kind: str, deterministic: bool) -> str:
-    """How exactly a run can be repeated, and a resumed one agrees with one that was not interrupted.
+def is_exact(kind: str, deterministic: bool) -> bool:
+    """Whether a run repeats, and resumes, bit for bit.
 
     Args:
         kind: of device.
         deterministic: the recipe's `hardware.deterministic`.
 
     Example:
-        >>> repeats("cpu", False)
-        'bit for bit'
+        >>> is_exact("cpu", False), is_exact("cuda", False)
+        (True, False)
     """
-    if kind == "cpu" or deterministic:
+    return kind == "cpu" or deterministic
+
+
+def repeats(kind: str, deterministic: bool) -> str:
+    """How exactly a run repeats, for people; arguments as of `is_exact`."""
+    if is_exact(kind, deterministic):
         return "bit for bit"
     return "up to rounding: some of a GPU's kernels add in no fixed order; bit for bit with hardware.deterministic: true"

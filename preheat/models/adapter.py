@@ -26,7 +26,7 @@ from preheat.models.anatomy import (
     whole,
 )
 from preheat.models.plain import plain_logits
-from preheat.technique import Images, MaskSpec, ModelFacts
+from preheat.technique import Images, MaskSpec, ModelFacts, Problem, ProblemCode, TechniqueError
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -80,7 +80,7 @@ def configure(recipe: Recipe, vocabulary: int | None = None) -> PretrainedConfig
         try:
             config = t.configure(config, recipe) or config
         except ValueError as error:
-            raise RecipeError(f"techniques.{t.name()}: {error}") from None
+            raise TechniqueError([Problem(t.name(), ProblemCode.BUILD, str(error))]) from None
     configs.refuse_unknown_rotary(config)
     text = config.get_text_config()  # a technique may have made it another family's
     if model.add_tokens and vocabulary is not None:

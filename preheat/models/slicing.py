@@ -52,8 +52,8 @@ _GATED = (  # what each dimension of a parameter is: of the stream, query heads,
 _GPT2 = (  # its maps are stored [in, out]
     (r"(wte|wpe|lm_head)\.weight", ("", "hidden")),
     (r"ln_\w+\.(weight|bias)", ("hidden",)),
-    (r"c_attn\.weight", ("hidden", "queries, keys, values")),
-    (r"c_attn\.bias", ("queries, keys, values",)),
+    (r"c_attn\.weight", ("hidden", "qkv")),
+    (r"c_attn\.bias", ("qkv",)),
     (r"attn\.c_proj\.weight", ("heads", "hidden")),
     (r"c_fc\.weight", ("hidden", "channels")),
     (r"c_fc\.bias", ("channels",)),
@@ -138,7 +138,7 @@ def counter(model: PreTrainedModel) -> Callable[[Sizes], int]:
             "hidden": sizes.hidden,
             "heads": sizes.heads * sizes.head_dim,
             "kv_heads": sizes.kv_heads * sizes.head_dim,
-            "queries, keys, values": 3 * sizes.heads * sizes.head_dim,
+            "qkv": 3 * sizes.heads * sizes.head_dim,
             "channels": sizes.channels,
         }
 
@@ -303,7 +303,7 @@ class Indices:
         if axis == "" or heads is None:
             return None
         whole = (heads[layer][:, None] * sizes.head_dim + torch.arange(sizes.head_dim)).flatten()
-        if axis == "queries, keys, values":
+        if axis == "qkv":
             return torch.cat([whole + part * sizes.heads * sizes.head_dim for part in range(3)])
         return whole
 

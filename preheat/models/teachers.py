@@ -64,8 +64,7 @@ def config_of(folder: Path, length: int) -> PretrainedConfig:
     try:
         config = adapter.configure(Recipe(model=Model(path=str(folder)), batch=Batch(length=length), stop=Stop(steps=1)))
     except RecipeError as error:
-        words = str(error).removeprefix("model.path: ").removeprefix("model: ")
-        raise RecipeError(f"teacher: {words}") from None
+        raise RecipeError(f"teacher: {error}") from None
     if getattr(config, "quantization_config", None):
         raise RecipeError(
             f"teacher: {folder} is stored quantized, which preheat does not read; name the model that it was made from"
@@ -246,7 +245,7 @@ def rows_problems(context: Context, *, cached: bool, hidden: bool, writes: bool,
             other pieces.
     """
     tags = context.tags
-    shared = Tag("sharded-weights") in tags or context.recipe.parallel.engine == "deepspeed"
+    shared = Tag.SHARDED_WEIGHTS in tags or context.recipe.parallel.engine == "deepspeed"
     cut = context.sizes[Axis.CONTEXT] > 1
     reasons = (
         (cached and hidden, "cache: holds no hidden states; set hidden: 0, or leave cache out"),
@@ -255,7 +254,7 @@ def rows_problems(context: Context, *, cached: bool, hidden: bool, writes: bool,
             "cache: rows that are read while training have no number to be found again by; set data.streaming: false",
         ),
         (
-            cached and Tag("growing-length") in tags,
+            cached and Tag.GROWING_LENGTH in tags,
             "cache: holds whole rows, and shorter ones are cut from them here; leave one out",
         ),
         (

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from preheat.errors import SettingError
 from preheat.ops.experts import ADAPTER, STACKS, ExpertAdapter
 from preheat.ops.sharded import local
 
@@ -39,8 +40,9 @@ def add_pairs(experts: Sequence[nn.Module], rank: int, scale: float) -> None:
             stack: Any = module.get_parameter(name)
             count, out, into = stack.shape
             if rank > min(out, into):
-                raise ValueError(
-                    f"expert_rank: {rank} is more than the {min(out, into)} directions of an expert's matrix ({out} x {into}); lower it"
+                raise SettingError(
+                    "expert_rank",
+                    f"{rank} is more than the {min(out, into)} directions of an expert's matrix ({out} x {into}); lower it",
                 )
             for part, shape in (("A", (count, rank, into)), ("B", (count, out, rank))):
                 pair = torch.empty(shape, dtype=torch.float32, device=stack.device)

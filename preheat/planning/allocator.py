@@ -10,8 +10,7 @@ from collections.abc import Iterable, Mapping
 
 from preheat.planning.caching import replay_caching
 from preheat.planning.holes import Holes
-from preheat.planning.recorder import STEP, Phase
-from preheat.technique import Device
+from preheat.technique import STEP, Device, Phase
 
 __all__ = ["Heap", "hold", "replay"]
 
@@ -87,7 +86,7 @@ def replay(log: Iterable[tuple[int, int, str]]) -> int:
     """
     heap, peak = Heap(), 0
     log = list(log)
-    load = [entry for entry in log if entry[2] == "load"]
+    load = [entry for entry in log if entry[2] == Phase.LOAD]
     step = [entry for entry in log if entry[2] in STEP]
     lasting = {block for block, size, _ in load if size > 0}
     for turn, entries in enumerate([load, *[step] * _STEPS]):

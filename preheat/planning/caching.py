@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from preheat.planning.holes import Holes
-from preheat.planning.recorder import STEP
+from preheat.technique import STEP, Phase
 
 __all__ = ["Caching", "Reserved", "replay_caching"]
 
@@ -157,7 +157,7 @@ def replay_caching(
     """
     held, streams = Caching(expandable=expandable, limit=limit), streams or {}
     log = list(log)
-    load = [entry for entry in log if entry[2] == "load"]
+    load = [entry for entry in log if entry[2] == Phase.LOAD]
     step = [entry for entry in log if entry[2] in STEP]
     lasting = {block for block, size, _ in load if size > 0}
     reserved = allocated = 0

@@ -21,16 +21,18 @@ from preheat.technique import (
     Axis,
     Context,
     Device,
+    Problem,
+    ProblemCode,
     Technique,
     conflicts_of,
     on_one_device,
-    refusals,
+    problems_of,
     registry,
     sizes_of,
     spreading,
 )
 
-__all__ = ["NUMERICS", "Numerics", "Settings", "Space", "problems_of", "words", "worst"]
+__all__ = ["NUMERICS", "Numerics", "Settings", "Space", "candidate_problems", "words", "worst"]
 
 Numerics = Literal["exact", "rounding", "different"]
 NUMERICS: tuple[Numerics, ...] = ("exact", "rounding", "different")
@@ -137,7 +139,7 @@ class Space:
         sizes = self.sizes((*self.recipe.techniques.values(), *layout))
         if sizes is None or not t.needs <= tags:
             return False
-        return not refusals(t, Context(self.recipe, adapter.facts(self.config), self.device, tags, sizes))
+        return not problems_of(t, Context(self.recipe, adapter.facts(self.config), self.device, tags, sizes))
 
     def _options(self, cls: type[Technique]) -> list[Technique]:
         made = cls()
@@ -179,10 +181,10 @@ def _inner(cls: type[Technique]) -> bool:
     return not set(cls().degrees()) & set(DATA)
 
 
-def problems_of(space: Space, recipe: Recipe, world: int | None = None) -> list[str]:
-    """Why a candidate cannot be, a line each; empty when it can."""
+def candidate_problems(space: Space, recipe: Recipe, world: int | None = None) -> list[Problem]:
+    """Why a candidate cannot be used; empty if it can."""
     try:
         context = space.context(recipe, world)
     except RecipeError as error:
-        return [str(error)]
-    return [f"{name}: {words}" for name, words in conflicts_of(techniques_of(recipe), context)]
+        return [Problem("", ProblemCode.DEVICES, str(error))]
+    return conflicts_of(techniques_of(recipe), context)

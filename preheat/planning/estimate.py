@@ -19,7 +19,7 @@ from preheat.planning.recall import recall
 from preheat.planning.recorder import Kernel
 from preheat.planning.roofline import Roofline
 from preheat.recipe import Batch, Recipe
-from preheat.technique import DATA, Axis, Device, ModelFacts, Tag
+from preheat.technique import DATA, Axis, Device, ModelFacts, Phase, Tag
 
 __all__ = ["Guess", "Look", "guess", "look", "seconds"]
 
@@ -102,7 +102,7 @@ def look(
 
     def numbers(layers: int) -> tuple[float, ...]:
         seen = recall(of_layers(recipe, layers), vocabulary=vocabulary, device=device, world=1, how="step")
-        at = seen.categories["update"]
+        at = seen.categories[Phase.UPDATE]
         update = _of_update(seen, rates)
         states = at["parameters"] + at["gradients"] + at["optimizer"]
         return states, at["parameters"], seen.passing, max(seconds(seen, rates) - update, 0.0), update
@@ -134,7 +134,7 @@ def guess(
     pipeline, tensor, context = (sizes[axis] for axis in (Axis.PIPELINE, Axis.TENSOR, Axis.CONTEXT))
     layers, rows = model.layers / pipeline, batch.size / math.prod(sizes[axis] for axis in DATA)
     micro = math.ceil(rows / micros)
-    sharded = sizes[Axis.SHARD] * context if Tag("sharded-weights") in tags else 1
+    sharded = sizes[Axis.SHARD] * context if Tag.SHARDED_WEIGHTS in tags else 1
 
     def of_all(pair: tuple[float, float]) -> float:
         return (pair[0] * layers + pair[1]) / tensor
@@ -142,10 +142,10 @@ def guess(
     weights = of_all(seen.weights)
     gathered = 0.0
     if sharded > 1:  # a layer's weights and the next one's, or the ends', which are the largest group
-        gathered = (seen.weights[0] + max(seen.weights)) / tensor if Tag("gathers-again") in tags else weights
-        if micros > 1 and Tag("reduces-each") not in tags:
+        gathered = (seen.weights[0] + max(seen.weights)) / tensor if Tag.RESHARD_AFTER_FORWARD in tags else weights
+        if micros > 1 and Tag.REDUCE_EACH_MICRO_BATCH not in tags:
             gathered += weights  # gradients of all weights wait for the last micro-batch
-    flowing = tensor if Tag("sequence-parallel") in tags else 1 + 0.6 * (tensor - 1)  # norms and residuals stay whole
+    flowing = tensor if Tag.SEQUENCE_PARALLEL in tags else 1 + 0.6 * (tensor - 1)  # norms and residuals stay whole
     alive = min(pipeline, micros) * layers * seen.kept[0] / flowing + seen.kept[1] / tensor
     memory = of_all(seen.states) / sharded + gathered + micro * alive / context
     working = rows * (seen.seconds[0] * layers + seen.seconds[1] / pipeline) / (tensor * context)
@@ -179,9 +179,9 @@ def _sent(
     layers = model.layers / sizes[Axis.PIPELINE]
     waiting = micros * layers * 4 * once("all_reduce", hidden, Axis.TENSOR)
     waiting += micros * layers * 4 * once("all_to_all_single", hidden / sizes[Axis.TENSOR], Axis.CONTEXT)
-    half = 0.5 if Tag("bf16-gather") in tags else 1.0
-    gathers = micros * (2 if Tag("gathers-again") in tags else 1)
+    half = 0.5 if Tag.BF16_ALL_GATHER in tags else 1.0
+    gathers = micros * (2 if Tag.RESHARD_AFTER_FORWARD in tags else 1)
     beside = gathers * once("all_gather_into_tensor", weights * half, Axis.SHARD)
-    beside += (micros if Tag("reduces-each") in tags else 1) * once("reduce_scatter_tensor", weights, Axis.SHARD)
+    beside += (micros if Tag.REDUCE_EACH_MICRO_BATCH in tags else 1) * once("reduce_scatter_tensor", weights, Axis.SHARD)
     beside += once("all_reduce", weights / sizes[Axis.SHARD], Axis.REPLICATE)
     return waiting, beside

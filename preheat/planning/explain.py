@@ -13,8 +13,8 @@ from preheat.planning.estimate import seconds
 from preheat.planning.found import Found, Seen
 from preheat.planning.observe import Observation
 from preheat.planning.plan import GIB
-from preheat.planning.recorder import STEP
 from preheat.planning.roofline import Roofline
+from preheat.technique import STEP
 
 __all__ = ["cost_of", "energy_of", "explain", "figures"]
 
@@ -96,15 +96,16 @@ def figures(found: Found, seen: Observation, rates: Rates | Roofline) -> dict[st
 
     Returns:
         timeline: {phases: [(first event, phase)], bytes: [(event, GiB alive)]} of a step; roofline: {peak, bandwidth, points: [{operator, intensity,
-        flops, share}]}; guesses: [{what, peak_gib, tokens_per_second}] of the candidates; pareto: [{what, peak_gib, tokens_per_second, fits, best}] of all that was looked at.
+        flops, share}]}; guesses: [{what, techniques, peak_gib, tokens_per_second}] of the candidates; pareto: [{what, techniques, peak_gib, tokens_per_second, fits, best}] of all that was looked at.
     """
     return {
         "timeline": _timeline(seen),
         "roofline": _roofline(seen, rates),
-        "guesses": [{"what": what, "peak_gib": size, "tokens_per_second": speed} for what, size, speed in found.guesses],
+        "guesses": [guess._asdict() for guess in found.guesses],
         "pareto": [
             {
                 "what": words(s.added, s.micro),
+                "techniques": words(s.added),
                 **{key: s.plan[key] for key in ("peak_gib", "tokens_per_second", "fits")},
                 "best": s is found.best,
             }

@@ -4,12 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from preheat.planning.candidates import Numerics, Settings
 from preheat.recipe import Recipe
 
-__all__ = ["Found", "Seen", "falls_short", "in_pieces", "too_large"]
+__all__ = ["Found", "Guessed", "Seen", "falls_short", "in_pieces", "too_large"]
+
+
+class Guessed(NamedTuple):
+    """A candidate as it was estimated, without a dry run.
+
+    Attributes:
+        what: its techniques and micro-batch, for people.
+        techniques: the same without the micro-batch.
+    """
+
+    what: str
+    techniques: str
+    peak_gib: float
+    tokens_per_second: float
 
 
 @dataclass(frozen=True)
@@ -52,7 +66,7 @@ class Found:
     rejected: list[tuple[str, str]] = field(default_factory=list)
     guessed: int = 0
     confirmed: bool = False
-    guesses: list[tuple[str, float, float]] = field(default_factory=list)
+    guesses: list[Guessed] = field(default_factory=list)
 
 
 def too_large(plan: Mapping[str, Any]) -> str:

@@ -10,12 +10,12 @@ from typing import NamedTuple
 from preheat.errors import RecipeError
 from preheat.hardware.rates import Rates
 from preheat.models import adapter
-from preheat.planning.candidates import Settings, Space, problems_of, words
+from preheat.planning.candidates import Settings, Space, candidate_problems, words
 from preheat.planning.estimate import Look, look
 from preheat.planning.layers import of_layers
 from preheat.planning.recall import together
 from preheat.planning.roofline import Roofline
-from preheat.technique import Slot, Tag, Technique
+from preheat.technique import Problem, Slot, Tag, Technique
 
 __all__ = ["Kind", "kinds_of"]
 
@@ -115,7 +115,7 @@ class _Kinds:
     def _late(self, cls: type[Technique]) -> tuple[bool, bool]:
         """Sorts techniques, which are tried in the order in which they act, but on a GPU precision first: it decides which kernels the others have.
         What only the ends have shows its worth beside layers that are small already."""
-        first = self.space.device.kind == "cuda" and Tag("bf16-compute") in cls.provides
+        first = self.space.device.kind == "cuda" and Tag.BF16_COMPUTE in cls.provides
         return _of_the_ends((cls(),)), not first
 
     def _options(self, cls: type[Technique], base: Settings) -> list[Technique]:
@@ -124,8 +124,8 @@ class _Kinds:
         found = [t for t in cls().options(context) if self.space.allowed(t) and t.period() == 1]
         return found if len(found) <= 4 else [found[0], found[len(found) // 2], found[-1]]
 
-    def _problems(self, added: Settings) -> list[str]:
-        return problems_of(self.space, self.space.single(added), 1)
+    def _problems(self, added: Settings) -> list[Problem]:
+        return candidate_problems(self.space, self.space.single(added), 1)
 
     def _look(self, added: Settings, under: Look | None = None) -> Look:
         return look(
@@ -153,7 +153,8 @@ class _Kinds:
 
     def _try_elsewhere(self, t: Technique, base: Settings, choices: list[list[Choice]]) -> Choice | None:
         """A setting that the base refuses, beside as much of it as goes with that; where there is no such place, says why."""
-        why = self._problems((*(other for other in base if type(other) is not type(t)), t))
+        problems = self._problems((*(other for other in base if type(other) is not type(t)), t))
+        why = [problem.text if problem.technique == t.name() else str(problem) for problem in problems]
         place = self._place(t, base, choices)
         try:
             if place is not None:
@@ -162,7 +163,7 @@ class _Kinds:
         except RecipeError as error:  # what only a build finds out
             why = str(error).splitlines()
         if why:
-            self.reject(words((t,)), why[0].removeprefix("techniques.").removeprefix(f"{t.name()}: "))
+            self.reject(words((t,)), why[0])
         return None
 
     def _place(self, t: Technique, base: Settings, choices: list[list[Choice]]) -> Settings | None:

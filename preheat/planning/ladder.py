@@ -18,7 +18,7 @@ from preheat.models import adapter
 from preheat.planning.plan import plan
 from preheat.planning.roofline import Roofline
 from preheat.recipe import Recipe
-from preheat.technique import Device, Technique, conflicts_of, registry
+from preheat.technique import Device, Phase, Technique, conflicts_of, registry
 
 __all__ = ["Ladder", "Planner", "Rung", "climb_down", "settings", "shorter"]
 
@@ -76,7 +76,7 @@ class Planner:
     rows: int | None = None
     in_use: int = 0
     world: int | None = None
-    phase: str | None = None
+    phase: Phase | None = None
 
     def plan(self, recipe: Recipe) -> dict[str, Any]:
         """`planning.plan.plan` of a recipe.
@@ -97,11 +97,11 @@ class Planner:
         """Why a recipe's techniques cannot serve, without a dry run."""
         config = adapter.configure(recipe, self.vocabulary)
         found = conflicts_of(techniques_of(recipe), context_of(recipe, config, self.device, self.world))
-        return f"{found[0][0]}: {found[0][1]}" if found else None
+        return str(found[0]) if found else None
 
     def families(self, recipe: Recipe) -> Iterator[list[Recipe]]:
         """Milder and milder recipes, a list for each thing that may change."""
-        if self.phase == "evaluation" and (rows := recipe.evaluate.micro or recipe.batch.size) > 1:
+        if self.phase is Phase.EVALUATION and (rows := recipe.evaluate.micro or recipe.batch.size) > 1:
             halves = [rows // 2**n for n in range(1, rows.bit_length())]
             yield [replace(recipe, evaluate=replace(recipe.evaluate, micro=n)) for n in halves]
         context = context_of(recipe, adapter.configure(recipe, self.vocabulary), self.device, self.world)

@@ -18,9 +18,9 @@ from preheat.engine.build import context_of
 from preheat.models import adapter
 from preheat.planning.allocator import hold
 from preheat.planning.observe import Observation, observe, peaks
-from preheat.planning.recorder import STEP, Kernel
+from preheat.planning.recorder import Kernel
 from preheat.recipe import Recipe
-from preheat.technique import Axis, Device, Technique
+from preheat.technique import STEP, Axis, Device, Phase, Technique
 
 __all__ = ["observe_few", "of_layers"]
 
@@ -150,7 +150,7 @@ def _carried_on(one: Observation, two: Observation, times: float) -> Observation
 
 
 def _of_training(peak: Mapping[str, int]) -> list[int]:
-    return [size for phase, size in peak.items() if phase in ("load", *STEP)]
+    return [size for phase, size in peak.items() if phase in (Phase.LOAD, *STEP)]
 
 
 def _of_step(peak: Mapping[str, int]) -> list[int]:

@@ -16,9 +16,9 @@ import torch
 from preheat.data.kinds import examples_of
 from preheat.engine.saving import room
 from preheat.engine.step import forward, transform
-from preheat.planning.recorder import STEP, Phase, Recorder
+from preheat.planning.recorder import Recorder
 from preheat.recipe import Recipe
-from preheat.technique import Batch, Build, Images, MaskSpec, Shape, Slot, Vision
+from preheat.technique import STEP, Batch, Build, Images, MaskSpec, Phase, Shape, Slot, Vision
 
 __all__ = ["evaluating", "fake_batch", "generating", "loading", "looking", "saving", "tell_phases"]
 
@@ -79,9 +79,11 @@ def tell_phases(made: Build, recorder: Recorder) -> None:
 
         made.own(slot, told, made.owner(slot))
 
-    within(Slot.HIDDEN, "forward", "forward")
-    within(Slot.OVER_LOGITS, "head and loss", "head and loss")  # until the pass ends, or another one through the layers begins
-    within(Slot.WHOLE_FORWARD, "forward", "backward")  # what finishes a backward pass runs under no node of its graph
+    within(Slot.HIDDEN, Phase.FORWARD, Phase.FORWARD)
+    # Until the pass ends, or another one through the layers begins.
+    within(Slot.OVER_LOGITS, Phase.HEAD_AND_LOSS, Phase.HEAD_AND_LOSS)
+    # What finishes a backward pass runs under no node of its graph.
+    within(Slot.WHOLE_FORWARD, Phase.FORWARD, Phase.BACKWARD)
 
 
 def loading(made: Build, found: Mapping[str, int]) -> dict[str, int]:
@@ -106,7 +108,7 @@ def loading(made: Build, found: Mapping[str, int]) -> dict[str, int]:
 def looking(made: Build, recorder: Recorder, recipe: Recipe, shape: Shape) -> None:
     """What looks at the training rows before the first is read: the build stands, and no step was taken."""
     for beforehand in made.before_rows:
-        recorder.begin("load")
+        recorder.begin(Phase.LOAD)
         recorder.place = "rows"
         beforehand.once(fake_batch(recipe, shape.micro, made.model.vision))
         recorder.place = ""
@@ -114,7 +116,7 @@ def looking(made: Build, recorder: Recorder, recipe: Recipe, shape: Shape) -> No
 
 def saving(made: Build, recorder: Recorder) -> None:
     """A checkpoint between two steps. On a CPU its files are put together in the device's memory; a copy beside the steps is `plan`'s to add."""
-    recorder.begin("saving")
+    recorder.begin(Phase.SAVING)
     needed = room(made)
     if made.device.kind == "cpu":
         torch.empty(needed, dtype=torch.uint8)
@@ -122,7 +124,7 @@ def saving(made: Build, recorder: Recorder) -> None:
 
 def evaluating(made: Build, recorder: Recorder, recipe: Recipe, shape: Shape) -> None:
     """A batch of validation rows."""
-    recorder.begin("evaluation")
+    recorder.begin(Phase.EVALUATION)
     for part in made.trained:
         part.eval()
     with torch.no_grad():
@@ -138,7 +140,7 @@ def generating(made: Build, recorder: Recorder, recipe: Recipe) -> None:
     prompts = [p if isinstance(p, str) else "".join(str(m["content"]) for m in p) for p in recipe.sample.prompts]
     if not recipe.sample.wanted:
         return
-    recorder.begin("generation")
+    recorder.begin(Phase.GENERATION)
     longest = max((len(p.encode()) for p in prompts), default=0)
     if recipe.sample.rows:  # a row's question is shorter than the row
         longest = max(longest, recipe.batch.length)

@@ -23,9 +23,9 @@ from preheat.ops.adapters import shares
 from preheat.ops.again import counting
 from preheat.ops.sharding import gathering, reducing
 from preheat.planning.moments import evaluating, fake_batch, generating, loading, looking, saving, tell_phases
-from preheat.planning.recorder import STEP, Kernel, Mark, Phase, Recorder
+from preheat.planning.recorder import Kernel, Mark, Recorder
 from preheat.recipe import Recipe
-from preheat.technique import DATA, Axis, Batch, Build, Device, Shape, Slot, Tag
+from preheat.technique import DATA, STEP, Axis, Batch, Build, Device, Phase, Shape, Slot, Tag
 from preheat.technique.mesh import pretended
 
 __all__ = ["BESIDE", "CATEGORIES", "Kernel", "Observation", "Recorder", "highest", "observe", "peaks"]
@@ -34,6 +34,9 @@ CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "temporary"
 BESIDE = ("rounding", "gathered weights", "communication buffers")
 """What is allocated too, and is none of these: what the allocator adds to a tensor's size, other devices' shares of weights while they are here,
 and what weights and gradients travel in."""
+
+_PASSING = (Phase.BACKWARD, Phase.UPDATE, Phase.SAVING)
+"""Phases in which what is allocated and is no gradient or state is temporary: nothing is kept for a backward pass."""
 
 
 @dataclass
@@ -130,7 +133,7 @@ def _observe(recipe: Recipe, vocabulary: int | None, device: Device, by_layer: b
         micros = [shape.micro] * (rows // shape.micro) + ([rows % shape.micro] if rows % shape.micro else [])
         # The first micro-batch makes the gradients, the second adds to them, and every later one is like it; but a CPU's heap takes a third to settle.
         recorder.kernels.clear()
-        recorder.phase = "forward"
+        recorder.phase = Phase.FORWARD
         held = [fake_batch(recipe, rows, made.model.vision) for rows in micros]  # the host holds the whole global batch
         batches = held[: _enough(made, len(micros))]
         marks: list[Mark] = []
@@ -152,7 +155,7 @@ def _observe(recipe: Recipe, vocabulary: int | None, device: Device, by_layer: b
             recorder.kernels.update(first)
             recorder.recomputed += sum(k.flops * n for k, n in (marks[0].kernels - looks[0] + first).items())
         grads = {recorder.number(p.grad) for _, p in made.parameters() if p.grad is not None}
-        recorder.begin("update")
+        recorder.begin(Phase.UPDATE)
         update(made, 1e-3)
         kernels = Counter(recorder.kernels)
         del held
@@ -164,7 +167,9 @@ def _observe(recipe: Recipe, vocabulary: int | None, device: Device, by_layer: b
     for beside, numbers in (("communication buffers", set(recorder.streams)), ("gathered weights", recorder.gathered)):
         known.update(dict.fromkeys(numbers - known.keys() - grads, beside))
     at, passing = _replay(recorder.log, recorder.places, known, grads, recorder.rounded)
-    at["load", "values"] = loading(made, at["load", ""])  # a place of its own, since only each by itself is affine in layers
+    at[Phase.LOAD, "values"] = loading(
+        made, at[Phase.LOAD, ""]
+    )  # a place of its own, since only each by itself is affine in layers
     categories = peaks(at)
     flops: dict[str, int] = defaultdict(int)
     for kernel, count in kernels.items():
@@ -185,7 +190,7 @@ def _observe(recipe: Recipe, vocabulary: int | None, device: Device, by_layer: b
         at=at,
         streams=recorder.streams,
         groups={key: made.mesh.along(ranks) for key, ranks in recorder.groups.items()},
-        compiled=Tag("compiled-layers") in made.tags,
+        compiled=Tag.COMPILED_LAYERS in made.tags,
         slowed=math.prod(t.slows_host() for t in recipe.techniques.values()),
         idle=made.idle(len(micros)),
     )
@@ -285,7 +290,7 @@ def _replay(
     for (number, size, phase), place in zip(log, places, strict=True):
         if size >= 0:
             category[number] = known.get(number) or (
-                "gradients" if number in grads else "temporary" if phase in ("backward", "update", "saving") else "activations"
+                "gradients" if number in grads else "temporary" if phase in _PASSING else "activations"
             )
         added = rounded[number] if size > 0 else -rounded[number] if size < 0 else 0
         alive[category[number]] += size - added
@@ -294,7 +299,7 @@ def _replay(
         if total > peak.get((phase, place), -1):
             peak[phase, place] = total
             at_peak[phase, place] = dict(alive)
-        if phase in STEP and phase != "update":
+        if phase in STEP and phase != Phase.UPDATE:
             passing = max(passing, alive["activations"] + alive["temporary"])
     return at_peak, passing
 

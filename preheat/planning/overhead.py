@@ -7,9 +7,8 @@ from preheat.hardware.gpu_memory import CONTEXT
 from preheat.planning.allocator import hold
 from preheat.planning.caching import replay_caching
 from preheat.planning.observe import Observation
-from preheat.planning.recorder import STEP
 from preheat.recipe import Recipe
-from preheat.technique import Device
+from preheat.technique import STEP, Device, Phase
 
 __all__ = ["EXACT", "SOURCES", "beside", "exporting", "gives_back"]
 
@@ -61,7 +60,7 @@ def _room(device: Device) -> int:
 
 def _alive(seen: Observation) -> int:
     """Bytes of tensors, at most."""
-    return max(size for phase, size in seen.peak.items() if phase in ("load", *STEP))
+    return max(size for phase, size in seen.peak.items() if phase in (Phase.LOAD, *STEP))
 
 
 def _kept_at_will(seen: Observation, device: Device) -> int:
@@ -93,7 +92,9 @@ def exporting(recipe: Recipe, seen: Observation, device: Device) -> dict[str, in
     """
     if any(t.spreads() for t in recipe.techniques.values()) or (recipe.parallel.devices or 1) > 1:
         return None
-    found = dict.fromkeys(seen.categories["saving"], 0) | {k: seen.categories["saving"][k] for k in ("parameters", "optimizer")}
+    found = dict.fromkeys(seen.categories[Phase.SAVING], 0) | {
+        k: seen.categories[Phase.SAVING][k] for k in ("parameters", "optimizer")
+    }
     compared = seen.parameters * (8 if seen.parameters <= EXACT else 4)
     if device.kind == "cpu":
         return {**found, "temporary": compared + found["parameters"]}
@@ -104,7 +105,7 @@ def _copy_to_save(recipe: Recipe, seen: Observation, device: Device) -> int:
     """On a CPU, where the host's memory is the device's; a GPU's copy is on the host."""
     if not beside_steps(recipe, device):
         return 0
-    held = seen.categories["saving"]
+    held = seen.categories[Phase.SAVING]
     # Frozen weights that stand in a folder already are not saved again.
     share = seen.trained / seen.parameters if recipe.model.path and recipe.model.weights == "pretrained" else 1.0
     return held["optimizer"] + round(held["parameters"] * share)

@@ -19,13 +19,11 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from preheat.ops.sharded import local
 from preheat.planning.fakes import call, tensors
 from preheat.planning.formulas import flops_of, formula_of
+from preheat.technique import Phase
 
-__all__ = ["STEP", "Kernel", "Mark", "Phase", "Recorder"]
+__all__ = ["Kernel", "Mark", "Recorder"]
 
-Phase = Literal["load", "forward", "head and loss", "backward", "update", "saving", "evaluation", "generation"]
 Place = Literal["device", "host", "out", "back"]
-STEP: tuple[Phase, ...] = ("forward", "head and loss", "backward", "update")
-"""Those that come again in every step."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +109,7 @@ class Recorder(TorchDispatchMode):
             int, tuple[weakref.ref[Any], int, int]
         ] = {}  # id of a storage that holds gathered weights -> it, number, bytes
         self._let_go: set[int] = set()  # ids of those that are empty now
-        self.phase: Phase = "load"
+        self.phase = Phase.LOAD
         self.log: list[tuple[int, int, Phase]] = []  # (storage's number, bytes: positive when made, negative when freed, phase)
         self.place = ""  # what of the model runs
         self.places: list[str] = []  # of each entry of the log
@@ -239,8 +237,8 @@ class Recorder(TorchDispatchMode):
                 weakref.finalize(storage, self._host.discard, id(storage))
 
     def _phase(self) -> Phase:
-        if self.phase in ("forward", "head and loss") and torch._C._current_autograd_node() is not None:
-            return "backward"
+        if self.phase in (Phase.FORWARD, Phase.HEAD_AND_LOSS) and torch._C._current_autograd_node() is not None:
+            return Phase.BACKWARD
         return self.phase
 
     def _where(self, name: str, inputs: list[Tensor]) -> Place:
@@ -307,7 +305,7 @@ class Recorder(TorchDispatchMode):
             causal=_argument(func, args, kwargs, "is_causal", True) if flops else True,
             group=self._group(func, args) if known.collective else None,
             where=where,
-            alone=self.phase == "update",
+            alone=self.phase is Phase.UPDATE,
         )
         self.kernels[kernel] += 1
         if self.summing:

@@ -16,15 +16,15 @@ from typing import Any, Literal
 from preheat.errors import RecipeError
 from preheat.hardware.rates import Rates
 from preheat.models import adapter
-from preheat.planning.candidates import NUMERICS, Settings, Space, problems_of, words, worst
+from preheat.planning.candidates import NUMERICS, Settings, Space, candidate_problems, words, worst
 from preheat.planning.crew import alone
 from preheat.planning.estimate import Guess, guess
-from preheat.planning.found import Found, Seen, too_large
+from preheat.planning.found import Found, Guessed, Seen, too_large
 from preheat.planning.kinds import Kind, kinds_of
 from preheat.planning.plan import GIB, describe
 from preheat.planning.recall import recall
 from preheat.planning.roofline import Roofline
-from preheat.technique import DATA, Axis, Technique
+from preheat.technique import DATA, Axis, Problem, ProblemCode, Technique
 
 __all__ = ["AIMS", "Aim", "search"]
 
@@ -114,7 +114,7 @@ class _Search:
         self._scale: dict[
             Any, tuple[float, float]
         ] = {}  # (kind, names of the layout), these, None -> the last look over its guess: memory, tokens a second
-        self._clash: dict[Any, str | None] = {}  # (kind, layout) -> why the two do not go together
+        self._clash: dict[Any, Problem | None] = {}  # (kind, layout) -> why the two do not go together
         self._cut: dict[int, list[Technique]] = {}  # rows of a device -> settings that cut them
         self._took = 0.0  # seconds of the last look by few layers
         self._failed: dict[Any, int] = {}  # (kind, layout) -> rows of the least micro-batch that did not fit
@@ -191,10 +191,10 @@ class _Search:
         key = (kind.settings, layout)
         if key not in self._clash:
             both = (*kind.settings, *layout)
-            why = problems_of(self.space, self.space.having(both))
+            why = candidate_problems(self.space, self.space.having(both))
             cuts = self._ways_to_cut(layout) if why else [None]
             if cuts[-1] is not None:
-                why = problems_of(self.space, self.space.having((*both, cuts[-1])))
+                why = candidate_problems(self.space, self.space.having((*both, cuts[-1])))
             self._clash[key] = why[0] if why else None
         return self._clash[key] is None
 
@@ -242,10 +242,15 @@ class _Search:
             self.space.context(self.space.recipe)
         size, world = self.space.recipe.batch.size, self.space.world
         simplest = sorted(self._clash, key=lambda pair: len(pair[0]) + len(pair[1]))  # before layouts that nobody asked for
-        reasons = dict.fromkeys(filter(None, map(self._clash.get, simplest)))
-        stated = [why for why in reasons if why.partition(":")[0] in self.space.recipe.techniques and ": needs " not in why]
+        reasons = [problem for problem in dict.fromkeys(map(self._clash.get, simplest)) if problem is not None]
+        # What the recipe states itself binds; what it lacks, a search might have added.
+        stated = [
+            problem
+            for problem in reasons
+            if problem.technique in self.space.recipe.techniques and problem.code is not ProblemCode.MISSING_TAG
+        ]
         if size % world == 0 and reasons:
-            return f"techniques: nothing that may be added can be planned here: {'; '.join((stated or list(reasons))[:3])}"
+            return f"techniques: nothing that may be added can be planned here: {'; '.join(map(str, (stated or reasons)[:3]))}"
         return (
             f"batch.size: {size} rows cannot be shared out evenly among {world} devices by what may be added; use a multiple of {world}"
             f" (--batch-tokens {size // world * world * self.space.recipe.batch.length or world * self.space.recipe.batch.length}), or fewer devices"
@@ -333,17 +338,21 @@ class _Search:
             if frozenset(t.name() for t in (*c.kind, *c.layout)) not in {s.names for s in self.seen}:
                 self._look_at(c)
 
-    def _guesses(self, candidates: list[Candidate]) -> list[tuple[str, float, float]]:
+    def _guesses(self, candidates: list[Candidate]) -> list[Guessed]:
         """Every candidate as it was put in order, the fastest first; of thousands, so many as a plot can show."""
         ordered = sorted(candidates, key=lambda c: -self._corrected(c)[1])
         shown = [ordered[n * len(ordered) // _DRAWN] for n in range(_DRAWN)] if len(ordered) > _DRAWN else ordered
-        return [(words(c.added, c.micro), c_bytes / GIB, speed) for c in shown for c_bytes, speed in [self._corrected(c)]]
+        return [
+            Guessed(words(c.added, c.micro), words(c.added), c_bytes / GIB, speed)
+            for c in shown
+            for c_bytes, speed in [self._corrected(c)]
+        ]
 
     def _look_at(self, c: Candidate) -> Seen | None:
         recipe = self.space.having(c.added)
-        why = problems_of(self.space, recipe)
+        why = candidate_problems(self.space, recipe)
         if why:
-            self._reject(words(c.added), why[0])
+            self._reject(words(c.added), str(why[0]))
             return None
         self.tell(words(c.added, c.micro))
         began = time.perf_counter()

@@ -183,12 +183,16 @@ def _is_there(file: Path, *, folder: bool = False) -> bool:
         return False
 
 
-def override(recipe: Recipe, *items: str) -> Recipe:
-    """The recipe with `a.b=c` settings replaced."""
+def override(recipe: Recipe, *items: str, where: str | None = None) -> Recipe:
+    """The recipe with `a.b=c` settings replaced.
+
+    Args:
+        where: what messages begin with; by default the recipe's name.
+    """
     values = as_values(recipe)
     for item in items:
         values = _assign(values, item)
-    return RecipeReader(recipe.name, {}).recipe(values)
+    return RecipeReader(recipe.name if where is None else where, {}).recipe(values)
 
 
 def as_values(recipe: Recipe) -> dict[str, Any]:

@@ -39,7 +39,7 @@ def _page(shown: dict[str, Any]) -> str:
         ("Longest", grouped(shown["lengths"]["longest"]), f"median {shown['lengths']['median']:,.0f} tokens"),
         ("Longer than a row", grouped(shown["lengths"]["longer_than_a_row"]), f"{packing['cut']:,} with a cut answer"),
         ("Duplicates", grouped(packing["duplicates"]), "examples that stand there before"),
-        ("Layout", shown["layout"].split(",")[0], shown["layout"].partition(", ")[2]),
+        ("Layout", shown["layout_kind"], shown["layout_reason"]),
     )
     drawn = "".join(
         f"<div><dt>{escape(label)}</dt><dd>{tied(figure)}</dd><dd>{tied(below)}</dd></div>" for label, figure, below in tiles

@@ -16,6 +16,7 @@ from preheat.report.lengths import lengths
 from preheat.report.words import (
     LONG,
     MISSING,
+    NOT_FINITE,
     between,
     clock,
     count,
@@ -241,7 +242,7 @@ def _tiles(figures: dict[str, Any]) -> str:
 
 
 def _tile(label: str, figure: str, below: str) -> str:
-    kind = ' class="bad"' if figure == "not finite" else ""
+    kind = ' class="bad"' if figure == NOT_FINITE else ""
     return (
         f"<div><dt>{escape(label)}</dt><dd{kind}>{tied(figure)}</dd>" + (f"<dd>{tied(below)}</dd>" if below else "") + "</div>"
     )

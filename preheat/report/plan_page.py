@@ -174,11 +174,11 @@ def _candidates(made: Mapping[str, Any]) -> str:
     tried, guesses = figures["pareto"], figures["guesses"]
     if len(tried) + len(guesses) < 2 and not made["alternatives"]:
         return '<p class="small">The recipe was planned as it is, so there is nothing to compare; --aim fastest searches around it.</p>'
-    known = {_techniques(p) for p in tried}
+    known = {p["techniques"] for p in tried}
     least: dict[str, Mapping[str, Any]] = {}  # of each set of techniques, as it needs the least
     for p in guesses:
-        if p["peak_gib"] < least.get(_techniques(p), {"peak_gib": float("inf")})["peak_gib"]:
-            least[_techniques(p)] = p
+        if p["peak_gib"] < least.get(p["techniques"], {"peak_gib": float("inf")})["peak_gib"]:
+            least[p["techniques"]] = p
     too_large = [p for name, p in least.items() if p["peak_gib"] > available and name not in known]
     listed = [(p, _looked_at(p, available)) for p in tried]
     listed += [(p, f"not dry-run: estimated {gib(p['peak_gib'] - available)} too much") for p in too_large[:_MOST_LISTED]]
@@ -192,11 +192,6 @@ def _candidates(made: Mapping[str, Any]) -> str:
     more = f'<p class="small">{rest:,} slower sets of techniques are estimated not to fit either.</p>' if rest > 0 else ""
     table = scrolling(f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>") if len(listed) > 1 else ""
     return drawings.pareto(tried, guesses, available) + table + more + _alternatives(made)
-
-
-def _techniques(candidate: Mapping[str, Any]) -> str:
-    """A candidate without its number of rows at a time."""
-    return str(candidate["what"]).rpartition(";")[0]
 
 
 def _looked_at(candidate: Mapping[str, Any], available: float) -> str:

@@ -16,6 +16,7 @@ from preheat.text import clean, shorten
 __all__ = [
     "LONG",
     "MISSING",
+    "NOT_FINITE",
     "between",
     "change",
     "clock",
@@ -38,6 +39,7 @@ __all__ = [
 ]
 
 MISSING = "not recorded"
+NOT_FINITE = "not finite"
 
 
 LONG = 20_000
@@ -91,7 +93,7 @@ def loss(value: Any) -> str:
     """A loss in nats, or 'not finite' if it was NaN or infinite."""
     found = number(value)
     if found is None:
-        return "not finite" if isinstance(value, float) else MISSING
+        return NOT_FINITE if isinstance(value, float) else MISSING
     return _decimals(found, 3)
 
 
@@ -240,7 +242,7 @@ def value(found: Any, depth: int = 0) -> str:
     if isinstance(found, int | float):
         real = number(found)
         if real is None:
-            return "not finite" if isinstance(found, float) else "too large to show"
+            return NOT_FINITE if isinstance(found, float) else "too large to show"
         if isinstance(found, int):
             return _signed(f"{found:,}" if 10_000 <= abs(found) < 1e15 else str(found) if abs(found) < 1e15 else f"{real:.4g}")
         return _signed(f"{real:,.4g}" if abs(real) < 1e4 else _decimals(real, 0))

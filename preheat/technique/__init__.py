@@ -7,26 +7,20 @@ A technique is one idea that changes a build: one file in `preheat/techniques/`,
 
 from __future__ import annotations
 
-from preheat.technique.base import (
-    Context,
-    Device,
-    ModelFacts,
-    Technique,
-    clashes_of,
-    conflicts_of,
-    on_one_device,
-    refusals,
-    registry,
-    spreading,
-)
+from preheat.technique.base import Context, Device, ModelFacts, Technique
 from preheat.technique.batch import Batch, LossSum, MaskSpec, RowLoss, Shape, Stateful
 from preheat.technique.build import Build
 from preheat.technique.images import Images, Vision
 from preheat.technique.mesh import DATA, Axis, Mesh, sizes_of
-from preheat.technique.places import Change, Finish, Order, Slot, Stage, Tag
+from preheat.technique.phases import STEP, Phase
+from preheat.technique.places import Change, Finish, Order, Slot, Stage
+from preheat.technique.problems import Problem, ProblemCode, TechniqueError
+from preheat.technique.registry import conflicts_of, incompatibilities, on_one_device, problems_of, registry, spreading
+from preheat.technique.tags import Tag
 
 __all__ = [
     "DATA",
+    "STEP",
     "Axis",
     "Batch",
     "Build",
@@ -40,6 +34,9 @@ __all__ = [
     "Mesh",
     "ModelFacts",
     "Order",
+    "Phase",
+    "Problem",
+    "ProblemCode",
     "RowLoss",
     "Shape",
     "Slot",
@@ -47,11 +44,12 @@ __all__ = [
     "Stateful",
     "Tag",
     "Technique",
+    "TechniqueError",
     "Vision",
-    "clashes_of",
     "conflicts_of",
+    "incompatibilities",
     "on_one_device",
-    "refusals",
+    "problems_of",
     "registry",
     "sizes_of",
     "spreading",

@@ -1,8 +1,7 @@
-"""What a technique is, what it may look at, and the registry. No torch."""
+"""The base class of techniques, and what their checks may look at. No torch."""
 
 from __future__ import annotations
 
-import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -10,7 +9,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from preheat.technique.images import Vision
 from preheat.technique.mesh import Axis
-from preheat.technique.places import Change, Slot, Stage, Tag
+from preheat.technique.places import Change, Slot, Stage
+from preheat.technique.tags import Tag
 
 if TYPE_CHECKING:
     from torch import nn
@@ -19,18 +19,7 @@ if TYPE_CHECKING:
     from preheat.recipe import Recipe
     from preheat.technique.build import Build
 
-__all__ = [
-    "Context",
-    "Device",
-    "ModelFacts",
-    "Technique",
-    "clashes_of",
-    "conflicts_of",
-    "on_one_device",
-    "refusals",
-    "registry",
-    "spreading",
-]
+__all__ = ["Context", "Device", "ModelFacts", "Technique"]
 
 
 @dataclass(frozen=True)
@@ -201,66 +190,4 @@ class Technique(ABC):
 
 
 _REGISTRY: dict[str, type[Technique]] = {}
-
-
-@functools.cache
-def _load() -> None:
-    import importlib
-
-    importlib.import_module("preheat.techniques")  # a name, not an import: this module stands below the techniques
-
-
-def registry() -> Mapping[str, type[Technique]]:
-    """Every technique by name, in alphabetical order."""
-    _load()
-    return {name: _REGISTRY[name] for name in sorted(_REGISTRY)}
-
-
-def refusals(t: Technique, context: Context) -> list[str]:
-    """Why a technique cannot serve here by itself, in words; empty when it can."""
-    if context.model.encoder and not t.encoder_too:
-        return [f"was made for decoder-only models, and {context.model.family} has an encoder; leave it out"]
-    return ([t.text_only] if t.text_only and context.model.vision else []) + t.check(context)
-
-
-def on_one_device(techniques: Mapping[str, Technique]) -> dict[str, Technique]:
-    """Those that are left on one device: not what shares out the work, nor what has its place beside that alone (experts shared out within fsdp)."""
-    return {name: t for name, t in techniques.items() if not t.spreads() and not t.needs & spreading()}
-
-
-def spreading() -> frozenset[Tag]:
-    """What only techniques that share out the work provide."""
-    return frozenset(tag for cls in registry().values() if cls.spreads() for tag in cls.provides)
-
-
-def clashes_of(techniques: Iterable[Technique], tags: frozenset[Tag]) -> list[tuple[str, str]]:
-    """Why these techniques cannot stand together, whatever the model: (technique, words) each.
-
-    Args:
-        tags: all that the recipe and the device provide.
-    """
-    found: list[tuple[str, str]] = []
-    owner: dict[Slot, str] = {}
-    chosen = sorted(techniques, key=lambda t: (t.stage, t.name()))
-    brings = {t.name(): t.provided() for t in chosen}
-    for t in chosen:
-        for slot in sorted(t.owned()):
-            if slot in owner:
-                found.append((t.name(), f"owns the slot '{slot}', which {owner[slot]} owns already; leave one out"))
-            owner.setdefault(slot, t.name())
-        found.extend((t.name(), f"needs {need}, which nothing in this recipe provides") for need in sorted(t.needs - tags))
-        for other, brought in brings.items():
-            if other != t.name() and t.conflicts & brought:
-                found.append((t.name(), f"cannot go with {other} ({', '.join(sorted(t.conflicts & brought))})"))
-    return found
-
-
-def conflicts_of(techniques: Iterable[Technique], context: Context) -> list[tuple[str, str]]:
-    """Why these techniques cannot serve together here, their own checks included: (technique, words) each."""
-    chosen = sorted(techniques, key=lambda t: (t.stage, t.name()))
-    clashes = clashes_of(chosen, context.tags)
-    found: list[tuple[str, str]] = []
-    for t in chosen:
-        found.extend(pair for pair in clashes if pair[0] == t.name())
-        found.extend((t.name(), words) for words in refusals(t, context))
-    return found
+"""Filled as technique modules are imported; `preheat.technique.registry` imports them all."""

@@ -7,10 +7,12 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from preheat.technique.base import Device, ModelFacts, registry
+from preheat.technique.base import Device, ModelFacts
 from preheat.technique.batch import Batch, Stateful
 from preheat.technique.mesh import Mesh
-from preheat.technique.places import Change, Finish, Order, Slot, Tag
+from preheat.technique.places import Change, Finish, Order, Slot
+from preheat.technique.registry import registry
+from preheat.technique.tags import Tag
 
 if TYPE_CHECKING:
     import torch

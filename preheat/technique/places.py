@@ -1,15 +1,11 @@
-"""Tags, stages, slots and orders: the places of a build that techniques name. No torch."""
+"""Stages, slots and orders: the places of a build that techniques name. No torch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum, StrEnum
-from typing import NewType
 
-__all__ = ["Change", "Finish", "Order", "Slot", "Stage", "Tag"]
-
-Tag = NewType("Tag", str)
-"""A capability that a technique brings, needs or cannot bear: `bf16-weights`, `frozen-base`. Never a class's name."""
+__all__ = ["Change", "Finish", "Order", "Slot", "Stage"]
 
 
 class Stage(IntEnum):
@@ -78,6 +74,8 @@ class Change:
     """How many modules, parameters or steps it touched."""
     kernel: str = ""
     """The kernel that serves it, where there is a choice."""
+    detail: str = ""
+    """What is too long for a line: which map got how many bits."""
 
     def __post_init__(self) -> None:
         if self.count < 1 or not self.what:

@@ -1,11 +1,6 @@
-"""One file a technique. Importing this package imports every module of the folder; errors propagate. No torch."""
+"""One file for each technique. `preheat.technique.registry` imports them all; importing one imports that one. No torch."""
 
-import importlib
-import pkgutil
 from typing import Any
-
-for _module in pkgutil.iter_modules(__path__):
-    importlib.import_module(f"{__name__}.{_module.name}")
 
 
 def __getattr__(name: str) -> Any:

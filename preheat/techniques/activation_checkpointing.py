@@ -104,7 +104,7 @@ class ActivationCheckpointing(Technique):
     numerics: ClassVar[Any] = "exact"
     encoder_too: ClassVar[bool] = True
     relieves: ClassVar[bool] = True
-    provides: ClassVar[frozenset[Tag]] = frozenset({Tag("recomputes")})
+    provides: ClassVar[frozenset[Tag]] = frozenset({Tag.RECOMPUTATION})
 
     mode: Literal["full", "selective", "budget"] = "full"
     """full: keep a layer's input only; selective: also the results of matrix products and attention; budget: what `budget` allows."""

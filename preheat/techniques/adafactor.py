@@ -40,7 +40,7 @@ class Adafactor(Technique):
     numerics: ClassVar[Any] = "exact"  # of the gradients; the weights go another way
     encoder_too: ClassVar[bool] = True
     owns: ClassVar[frozenset[Slot]] = frozenset({Slot.OPTIMIZER})
-    provides: ClassVar[frozenset[Tag]] = frozenset({Tag("whole-states")})
+    provides: ClassVar[frozenset[Tag]] = frozenset({Tag.PER_MATRIX_STATES})
 
     decay: Positive = 0.8
     """Step t forgets the second moments by t ** -decay."""

@@ -50,7 +50,7 @@ class Apollo(Technique):
     stage: ClassVar[Stage] = Stage.OPTIMIZER
     numerics: ClassVar[Any] = "exact"  # of the gradients; the weights go another way
     owns: ClassVar[frozenset[Slot]] = frozenset({Slot.OPTIMIZER})
-    provides: ClassVar[frozenset[Tag]] = frozenset({Tag("whole-states")})
+    provides: ClassVar[frozenset[Tag]] = frozenset({Tag.PER_MATRIX_STATES})
 
     rank: Share = 0.25
     """Rows of the projection, as a share of a matrix's smaller side; 0: APOLLO-Mini, one row and one scale for a whole matrix."""

@@ -59,8 +59,8 @@ def add_block_sparse_attention(model: PreTrainedModel, *, local: int, global_tok
 class BlockSparseAttention(Technique):
     stage: ClassVar[Stage] = Stage.KERNEL
     numerics: ClassVar[Any] = "different"
-    provides: ClassVar[frozenset[Tag]] = frozenset({Tag("attention-pattern"), Tag("window"), Tag("global-tokens")})
-    conflicts: ClassVar[frozenset[Tag]] = frozenset({Tag("attention-pattern")})
+    provides: ClassVar[frozenset[Tag]] = frozenset({Tag.ATTENTION_PATTERN, Tag.SLIDING_WINDOW, Tag.GLOBAL_TOKENS})
+    conflicts: ClassVar[frozenset[Tag]] = frozenset({Tag.ATTENTION_PATTERN})
 
     local: Literal["auto"] | Count = "auto"
     """Tokens back that a token sees, itself included; auto: a quarter of batch.length."""

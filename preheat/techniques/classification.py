@@ -88,7 +88,7 @@ class Classification(Technique):
     numerics: ClassVar[Any] = "different"
     text_only: ClassVar[str] = "reads text alone so far; leave it out"
     owns: ClassVar[frozenset[Slot]] = frozenset({Slot.OBJECTIVE})
-    provides: ClassVar[frozenset[Tag]] = frozenset({Tag("class-head"), Tag("whole-examples")})
+    provides: ClassVar[frozenset[Tag]] = frozenset({Tag.CLASSIFICATION_HEAD, Tag.WHOLE_EXAMPLES})
 
     classes: Annotated[int, Bound(2)] = 2
     """Rows of the head: the data's classes are numbered from 0."""

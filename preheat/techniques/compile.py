@@ -174,8 +174,8 @@ class Compile(Technique):
     numerics: ClassVar[Any] = "exact"
     text_only: ClassVar[str] = "compiles layers of models of text alone so far; leave it out"
     # Both would fuse the same operators, and the compiler cannot look into kernels of others.
-    provides: ClassVar[frozenset[Tag]] = frozenset({Tag("compiled-layers")})
-    conflicts: ClassVar[frozenset[Tag]] = frozenset({Tag("fused-layers")})
+    provides: ClassVar[frozenset[Tag]] = frozenset({Tag.COMPILED_LAYERS})
+    conflicts: ClassVar[frozenset[Tag]] = frozenset({Tag.FUSED_LAYERS})
 
     # torch's modes with CUDA graphs are left out: they reuse a layer's outputs while backward still needs them.
     searched_on: ClassVar[frozenset[str]] = frozenset(

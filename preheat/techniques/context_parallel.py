@@ -103,7 +103,7 @@ class ContextParallel(Technique):
 
     def check(self, context: Context) -> list[str]:
         recipe, why = context.recipe, []
-        if Tag("summed-gradients") not in context.tags:
+        if Tag.REDUCED_GRADIENTS not in context.tags:
             why.append("each device has gradients of its own places, and nothing adds them up; add data_parallel or fsdp")
         if recipe.batch.length < 2 * self.degree:
             why.append(
@@ -122,7 +122,7 @@ class ContextParallel(Technique):
     def _heads(self, at: Context | Build) -> tuple[int, int]:
         """Heads of queries, and of keys and values, that stand before the exchange together."""
         apart = (at.sizes if isinstance(at, Context) else at.mesh.sizes)[Axis.TENSOR]
-        if Tag("attention-pattern") in at.tags and Tag("window") not in at.tags:
+        if Tag.ATTENTION_PATTERN in at.tags and Tag.SLIDING_WINDOW not in at.tags:
             apart *= 2  # groups, which are shifted for half of the heads: the halves come one by one
         return at.model.heads // apart, max(1, at.model.kv_heads // apart)
 

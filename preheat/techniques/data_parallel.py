@@ -44,7 +44,7 @@ class DataParallel(Technique):
     stage: ClassVar[Stage] = Stage.SHARD
     numerics: ClassVar[Any] = "exact"
     encoder_too: ClassVar[bool] = True
-    provides: ClassVar[frozenset[Tag]] = frozenset({Tag("replicated-weights"), Tag("summed-gradients")})
+    provides: ClassVar[frozenset[Tag]] = frozenset({Tag.REPLICATED_WEIGHTS, Tag.REDUCED_GRADIENTS})
     owns: ClassVar[frozenset[Slot]] = frozenset({Slot.FORWARD})
 
     def degrees(self) -> Mapping[Axis, int]:

@@ -85,7 +85,7 @@ class Distillation(Technique):
     text_only: ClassVar[str] = "reads rows without their images so far; leave it out"
     owns: ClassVar[frozenset[Slot]] = frozenset({Slot.OBJECTIVE, Slot.ROW_LOSS})
     # Metrics that only the last stage of a pipeline knows; logits of which each device of a tensor-parallel head has a part.
-    conflicts: ClassVar[frozenset[Tag]] = frozenset({Tag("stages"), Tag("tensor-parallel")})
+    conflicts: ClassVar[frozenset[Tag]] = frozenset({Tag.PIPELINE_STAGES, Tag.TENSOR_PARALLEL})
     leaves_nothing: ClassVar[bool] = True
 
     teacher: str = ""
@@ -184,7 +184,7 @@ class Distillation(Technique):
 
         folder = Path(self.teacher)
         config = teachers.config_of(folder, build.recipe.batch.length)
-        bf16 = self.precision == "bf16" or (self.precision == "auto" and Tag("bf16-compute") in build.tags)
+        bf16 = self.precision == "bf16" or (self.precision == "auto" and Tag.BF16_COMPUTE in build.tags)
         teacher = teachers.Teacher(build, teachers.on_meta(config, bf16=bf16), adapter.facts(config), blocked_attention)
         build.sources["teacher"] = WeightSource(folder, knob=f"techniques.{self.name()}.teacher")
         count = sum(p.numel() for p in teacher.model.parameters())

@@ -149,8 +149,8 @@ class DynamicBatch(Technique):
     numerics: ClassVar[Any] = "exact"
     text_only: ClassVar[str] = "regroups rows without the images in them; leave it out"
     owns: ClassVar[frozenset[Slot]] = frozenset({Slot.FORWARD_BACKWARD})
-    provides: ClassVar[frozenset[Tag]] = frozenset({Tag("micro-batch-size")})
-    conflicts: ClassVar[frozenset[Tag]] = frozenset({Tag("micro-batch-size")})
+    provides: ClassVar[frozenset[Tag]] = frozenset({Tag.MICRO_BATCH_SIZE})
+    conflicts: ClassVar[frozenset[Tag]] = frozenset({Tag.MICRO_BATCH_SIZE})
 
     start: Literal["auto"] | Count = "auto"
     """Rows of the first micro-batches; auto: the most (of the global batch halved again and again) that the dry run says will fit."""

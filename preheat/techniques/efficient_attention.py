@@ -136,7 +136,7 @@ _CUDNN_HEAD = 128  # the largest head_dim that cuDNN takes in both passes whatev
 
 
 def _half(context: Context | Build) -> bool:
-    return bool({Tag("bf16-compute"), Tag("fp16-compute")} & context.tags)
+    return bool({Tag.BF16_COMPUTE, Tag.FP16_COMPUTE} & context.tags)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,7 +157,7 @@ class EfficientAttentionTechnique(Technique):
         from preheat.ops.attention_module import BLOCKS_UP_TO
 
         if context.device.kind == "cpu":
-            fast = Tag("bf16-compute") in context.tags and context.recipe.batch.length <= BLOCKS_UP_TO
+            fast = Tag.BF16_COMPUTE in context.tags and context.recipe.batch.length <= BLOCKS_UP_TO
             return "blocks" if _particular(context) or fast else "flash"
         if _half(context) and (context.device.capability or _AMPERE) >= _AMPERE and _flash_sees(context):
             return "cudnn" if _prefers_cudnn(context) else "flash"
@@ -179,7 +179,7 @@ class EfficientAttentionTechnique(Technique):
             why.append(f"kernel: {chosen} has no window, and attention here is limited to one; use blocks, flex or auto")
         if context.model.score_softcap and chosen not in _SOFTCAP:
             why.append(f"kernel: {chosen} cannot cap its scores, as {context.model.family} does; use blocks, flex or auto")
-        if Tag("global-tokens") in context.tags and chosen not in _GLOBAL and chosen in _WINDOWS:
+        if Tag.GLOBAL_TOKENS in context.tags and chosen not in _GLOBAL and chosen in _WINDOWS:
             why.append(f"kernel: {chosen} has no global tokens; use blocks, flex or auto")
         if chosen == "flex" and not cuda:
             why.append(
@@ -227,7 +227,7 @@ class EfficientAttentionTechnique(Technique):
 def _windowed(context: Context | Build) -> bool:
     """Whether some layer sees less than a sequence: by the model's own window, or by a technique."""
     window = context.model.window
-    return Tag("window") in context.tags or (window is not None and window < context.recipe.batch.length)
+    return Tag.SLIDING_WINDOW in context.tags or (window is not None and window < context.recipe.batch.length)
 
 
 def _particular(context: Context | Build) -> bool:
@@ -243,7 +243,7 @@ def _flash_sees(context: Context | Build) -> bool:
     if not _windowed(context):
         return True
     whole = sizes[Axis.CONTEXT] == 1  # a ring of parts of rows has no window
-    return whole and context.model.head_dim % 8 == 0 and Tag("global-tokens") not in context.tags
+    return whole and context.model.head_dim % 8 == 0 and Tag.GLOBAL_TOKENS not in context.tags
 
 
 def _prefers_cudnn(context: Context | Build) -> bool:

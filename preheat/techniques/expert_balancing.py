@@ -79,9 +79,9 @@ def move_bias(biases: Sequence[Tensor], tokens: Tensor, rate: float) -> None:
 class ExpertBalancing(Technique):
     stage: ClassVar[Stage] = Stage.MATERIALIZE
     numerics: ClassVar[Any] = "different"
-    provides: ClassVar[frozenset[Tag]] = frozenset({Tag("experts")})
+    provides: ClassVar[frozenset[Tag]] = frozenset({Tag.EXPERTS})
     # Under an adapter routers are frozen, and no adapter's folder has a place for a bias.
-    conflicts: ClassVar[frozenset[Tag]] = frozenset({Tag("frozen-base"), Tag("packed-base")})
+    conflicts: ClassVar[frozenset[Tag]] = frozenset({Tag.FROZEN_BASE, Tag.QUANTIZED_BASE})
 
     method: Literal["bias", "loss"] = "bias"
     """bias: moved after each step by the sign of each expert's load, without a gradient; loss: added to the language model's."""

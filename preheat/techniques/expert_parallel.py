@@ -63,10 +63,10 @@ def share_experts(module: nn.Module, among: Any, alike: Any) -> int:
 class ExpertParallel(Technique):
     stage: ClassVar[Stage] = Stage.PARALLEL
     numerics: ClassVar[Any] = "exact"
-    provides: ClassVar[frozenset[Tag]] = frozenset({Tag("sharded-weights"), Tag("shared-experts")})
-    needs: ClassVar[frozenset[Tag]] = frozenset({Tag("summed-gradients")})
+    provides: ClassVar[frozenset[Tag]] = frozenset({Tag.SHARDED_WEIGHTS, Tag.SHARDED_EXPERTS})
+    needs: ClassVar[frozenset[Tag]] = frozenset({Tag.REDUCED_GRADIENTS})
     conflicts: ClassVar[frozenset[Tag]] = frozenset(
-        {Tag("compiled-layers")}
+        {Tag.COMPILED_LAYERS}
     )  # the host reads numbers back in the middle of a layer
 
     degree: Whole = 0

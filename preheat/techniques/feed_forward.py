@@ -60,7 +60,7 @@ def replace_feed_forward(model: nn.Module, activation: str) -> int:
 class FeedForward(Technique):
     stage: ClassVar[Stage] = Stage.STRUCTURE
     numerics: ClassVar[Any] = "different"
-    provides: ClassVar[frozenset[Tag]] = frozenset({Tag("block-without-gate")})
+    provides: ClassVar[frozenset[Tag]] = frozenset({Tag.UNGATED_MLP})
     text_only: ClassVar[str] = "is for models of text alone so far; leave it out"
 
     activation: Literal["swiglu", "geglu", "reglu", "gelu", "relu"] = "geglu"

@@ -66,8 +66,8 @@ def convert_to_fp8(
 class Fp8(Technique):
     stage: ClassVar[Stage] = Stage.FAKE_QUANTIZE
     numerics: ClassVar[Any] = "rounding"
-    needs: ClassVar[frozenset[Tag]] = frozenset({Tag("bf16-compute")})
-    provides: ClassVar[frozenset[Tag]] = frozenset({Tag("fp8-compute")})
+    needs: ClassVar[frozenset[Tag]] = frozenset({Tag.BF16_COMPUTE})
+    provides: ClassVar[frozenset[Tag]] = frozenset({Tag.FP8_COMPUTE})
     searched_on: ClassVar[frozenset[str]] = frozenset({"cuda"})
 
     recipe: Literal["tensorwise", "rowwise"] = "tensorwise"

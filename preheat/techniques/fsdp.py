@@ -46,7 +46,13 @@ class FSDP(Technique):
     numerics: ClassVar[Any] = "exact"
     encoder_too: ClassVar[bool] = True
     provides: ClassVar[frozenset[Tag]] = frozenset(
-        {Tag("sharded-weights"), Tag("summed-gradients"), Tag("gathers-again"), Tag("reduces-each"), Tag("bf16-gather")}
+        {
+            Tag.SHARDED_WEIGHTS,
+            Tag.REDUCED_GRADIENTS,
+            Tag.RESHARD_AFTER_FORWARD,
+            Tag.REDUCE_EACH_MICRO_BATCH,
+            Tag.BF16_ALL_GATHER,
+        }
     )
     owns: ClassVar[frozenset[Slot]] = frozenset({Slot.FORWARD})
     roles: ClassVar[frozenset[str]] = frozenset({"trained", "teacher"})
@@ -63,9 +69,9 @@ class FSDP(Technique):
     """Keep the shares on the host, and take the optimizer's step there (CUDA only)."""
 
     def provided(self) -> frozenset[Tag]:
-        without = {Tag("gathers-again")} if not self.reshard else set()
-        without |= {Tag("reduces-each")} if self.reduce != "each" else set()
-        return self.provides - without - ({Tag("bf16-gather")} if self.gather != "bf16" else set())
+        without = {Tag.RESHARD_AFTER_FORWARD} if not self.reshard else set()
+        without |= {Tag.REDUCE_EACH_MICRO_BATCH} if self.reduce != "each" else set()
+        return self.provides - without - ({Tag.BF16_ALL_GATHER} if self.gather != "bf16" else set())
 
     def degrees(self) -> Mapping[Axis, int]:
         return {Axis.SHARD: 0, Axis.REPLICATE: self.replicate}
@@ -113,7 +119,7 @@ class FSDP(Technique):
         return Change(f"weights in {groups} groups, a {many}th of each on a device{copies}", groups)
 
     def options(self, context: Context) -> Iterable[Technique]:
-        travels: tuple[Literal["own", "bf16"], ...] = ("own", "bf16") if Tag("bf16-compute") in context.tags else ("own",)
+        travels: tuple[Literal["own", "bf16"], ...] = ("own", "bf16") if Tag.BF16_COMPUTE in context.tags else ("own",)
         kept: tuple[tuple[bool, Literal["each", "last"]], ...] = (
             (True, "each"),
             (True, "last"),

@@ -53,8 +53,8 @@ class FusedOperators(Technique):
     numerics: ClassVar[Any] = "rounding"
     relieves: ClassVar[bool] = True
     searched_on: ClassVar[frozenset[str]] = frozenset({"cuda"})  # a CPU's plan of them was not compared with enough runs
-    provides: ClassVar[frozenset[Tag]] = frozenset({Tag("fused-operators")})
-    conflicts: ClassVar[frozenset[Tag]] = frozenset({Tag("fused-layers"), Tag("compiled-layers")})
+    provides: ClassVar[frozenset[Tag]] = frozenset({Tag.FUSED_OPERATORS})
+    conflicts: ClassVar[frozenset[Tag]] = frozenset({Tag.FUSED_LAYERS, Tag.COMPILED_LAYERS})
     roles: ClassVar[frozenset[str]] = frozenset({"trained", "reference"})
 
     norm: bool = True

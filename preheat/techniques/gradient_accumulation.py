@@ -147,7 +147,7 @@ class GradientAccumulation(Technique):
     numerics: ClassVar[Any] = "exact"
     encoder_too: ClassVar[bool] = True
     relieves: ClassVar[bool] = True
-    provides: ClassVar[frozenset[Tag]] = frozenset({Tag("micro-batch-size")})
+    provides: ClassVar[frozenset[Tag]] = frozenset({Tag.MICRO_BATCH_SIZE})
 
     steps: Annotated[int, Bound(2)] = 4
     """Micro-batches that make one global batch of `batch.size` rows."""

@@ -93,8 +93,8 @@ class LengthCurriculum(Technique):
     numerics: ClassVar[Any] = "exact"  # of a given batch; which batches come is another matter
     text_only: ClassVar[str] = "cuts rows, and would cut the images in them; leave it out"
     owns: ClassVar[frozenset[Slot]] = frozenset({Slot.BATCH_SHAPE})
-    provides: ClassVar[frozenset[Tag]] = frozenset({Tag("growing-length")})
-    conflicts: ClassVar[frozenset[Tag]] = frozenset({Tag("whole-examples")})  # shorter rows are cut from whole ones
+    provides: ClassVar[frozenset[Tag]] = frozenset({Tag.GROWING_LENGTH})
+    conflicts: ClassVar[frozenset[Tag]] = frozenset({Tag.WHOLE_EXAMPLES})  # shorter rows are cut from whole ones
 
     schedule: Schedule = "steps"
     """How the length rises: steps (it doubles, and each length stays for as long: few shapes, no padding); linear; root (fast first)."""

@@ -71,7 +71,7 @@ class Liger(Technique):
     stage: ClassVar[Stage] = Stage.KERNEL
     numerics: ClassVar[Any] = "rounding"
     owns: ClassVar[frozenset[Slot]] = frozenset({Slot.OVER_LOGITS})
-    provides: ClassVar[frozenset[Tag]] = frozenset({Tag("fused-layers")})
+    provides: ClassVar[frozenset[Tag]] = frozenset({Tag.FUSED_LAYERS})
     searched_on: ClassVar[frozenset[str]] = frozenset({"cuda"})
 
     norm: bool = True

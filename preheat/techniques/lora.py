@@ -24,6 +24,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
+from preheat.errors import SettingError
 from preheat.recipe import Bound, Positive, Share, Whole
 from preheat.technique import Build, Change, Context, Stage, Tag, Technique
 
@@ -96,7 +97,7 @@ def _add_to_experts(model: nn.Module, rank: int, scale: float, *, drawn: bool) -
 
     found = experts_of(model)
     if not found:
-        raise ValueError(f"expert_rank: {rank} is for experts, and the model has none; leave it out")
+        raise SettingError("expert_rank", f"{rank} is for experts, and the model has none; leave it out")
     add_pairs(found, rank, scale)
     for experts in found if drawn else ():
         draw_pairs(experts)
@@ -150,7 +151,7 @@ def _ends(model: nn.Module) -> tuple[str, str]:
     ends = (model.get_input_embeddings(), model.get_output_embeddings())  # type: ignore[operator]
     names = {id(module): name.removesuffix(".base_layer") for name, module in model.named_modules()}
     if ends[1] is None:
-        raise ValueError("embedding_rank: the model has no head over its vocabulary; set embedding_rank: 0")
+        raise SettingError("embedding_rank", "the model has no head over its vocabulary; set embedding_rank: 0")
     first, last = (names[id(module)] for module in ends)
     return first, last
 
@@ -182,8 +183,8 @@ class Lora(Technique):
     stage: ClassVar[Stage] = Stage.ADAPT
     numerics: ClassVar[Any] = "different"
     encoder_too: ClassVar[bool] = True
-    provides: ClassVar[frozenset[Tag]] = frozenset({Tag("adapter"), Tag("frozen-base"), Tag("changed-base")})
-    conflicts: ClassVar[frozenset[Tag]] = frozenset({Tag("adapter")})
+    provides: ClassVar[frozenset[Tag]] = frozenset({Tag.ADAPTER, Tag.FROZEN_BASE, Tag.MODIFIED_BASE})
+    conflicts: ClassVar[frozenset[Tag]] = frozenset({Tag.ADAPTER})
 
     rank: Annotated[int, Bound(1)] = 16
     """Rank of the additions."""
@@ -206,11 +207,11 @@ class Lora(Technique):
     """A folder of peft's (adapter_config.json, adapter_model.safetensors) whose adapter training begins from; settings and base must agree."""
 
     def provided(self) -> frozenset[Tag]:
-        return self.provides if self.variant == "pissa" else self.provides - {Tag("changed-base")}
+        return self.provides if self.variant == "pissa" else self.provides - {Tag.MODIFIED_BASE}
 
     def check(self, context: Context) -> list[str]:
         found = []
-        if self.variant == "pissa" and Tag("packed-base") in context.tags:
+        if self.variant == "pissa" and Tag.QUANTIZED_BASE in context.tags:
             found.append("variant: pissa changes the base's weights, which stand packed in few bits; use lora, rslora or dora")
         if self.variant == "pissa" and self.start:
             found.append("start: pissa begins from the base's singular directions and not from an adapter; use variant: lora")
@@ -237,17 +238,17 @@ class Lora(Technique):
         from preheat.ops.adapters import shares, under_autocast
         from preheat.ops.peft_folder import begin
 
-        exclude = tower_modules(part) if Tag("plain-tower") in build.tags else None
+        exclude = tower_modules(part) if Tag.NO_TOWER_ADAPTERS in build.tags else None
         try:
             start = _start(self.variant, self.pissa_iterations)
             config = _config(
                 part, self.rank, self.alpha, self.dropout, self.targets, self.variant, start, exclude, self.embedding_rank
             )
             names = _add(part, config, self.expert_rank)
+        except SettingError as error:
+            raise RecipeError(f"techniques.lora.{error}") from None
         except ValueError as error:
-            words = str(error).splitlines()[0][:200]
-            knob = "" if words.startswith(("expert_rank", "embedding_rank")) else f"targets: {self.targets!r}: "
-            raise RecipeError(f"techniques.lora.{knob}{words}") from None
+            raise RecipeError(f"techniques.lora.targets: {self.targets!r}: {str(error).splitlines()[0][:200]}") from None
         begun = begin(
             build.weights,
             part,
@@ -261,7 +262,7 @@ class Lora(Technique):
         count = len(names)
         if self.expert_rank:
             count += self._begin_experts(build, part)
-        half = {Tag("bf16-compute"), Tag("fp16-compute")} & build.tags
+        half = {Tag.BF16_COMPUTE, Tag.FP16_COMPUTE} & build.tags
         if half and self.variant != "dora":  # whose lengths are taken in fp32
             under_autocast(part)
         trained, whole = shares(part)

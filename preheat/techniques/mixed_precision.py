@@ -194,7 +194,7 @@ class MixedPrecision(Technique):
     encoder_too: ClassVar[bool] = True
     owns: ClassVar[frozenset[Slot]] = frozenset({Slot.OPTIMIZER})
     provides: ClassVar[frozenset[Tag]] = frozenset(
-        {Tag("bf16-compute"), Tag("fp16-compute"), Tag("loss-scaling"), Tag("updates-by-element")}
+        {Tag.BF16_COMPUTE, Tag.FP16_COMPUTE, Tag.LOSS_SCALING, Tag.ELEMENTWISE_UPDATE}
     )
 
     mode: Literal["fp32", "bf16", "bf16_weights", "bf16_master", "bf16_pure", "fp16", "fp16_master"] = "bf16"
@@ -214,10 +214,10 @@ class MixedPrecision(Technique):
         return self.owns if self.mode.endswith(("_weights", "_master")) else frozenset()
 
     def provided(self) -> frozenset[Tag]:
-        own = frozenset({Tag("updates-by-element")} if self.owned() else ())
+        own = frozenset({Tag.ELEMENTWISE_UPDATE} if self.owned() else ())
         if self.mode.startswith("fp16"):
-            return own | {Tag("fp16-compute"), Tag("loss-scaling")}
-        return own | ({Tag("bf16-compute")} if self.mode != "fp32" else set())
+            return own | {Tag.FP16_COMPUTE, Tag.LOSS_SCALING}
+        return own | ({Tag.BF16_COMPUTE} if self.mode != "fp32" else set())
 
     @property
     def _patterns(self) -> tuple[str, ...]:
@@ -237,13 +237,13 @@ class MixedPrecision(Technique):
             why.append("keep_fp32: with mode: fp32 everything is; leave it out")
         if self.frozen != "fp32" and self.mode not in ("bf16", "fp16"):
             why.append(f"frozen: {self.frozen} is for mode: bf16 or fp16, and mode: {self.mode} decides it; leave it out")
-        elif self.frozen == "half" and Tag("frozen-base") not in context.tags:
+        elif self.frozen == "half" and Tag.FROZEN_BASE not in context.tags:
             why.append("frozen: half has nothing to keep so, since no technique freezes a base; leave it out, or use auto")
-        if self.keep_fp32 and self.owned() and Tag("summed-gradients") in context.tags:
+        if self.keep_fp32 and self.owned() and Tag.REDUCED_GRADIENTS in context.tags:
             why.append(
                 f"keep_fp32: with mode: {self.mode} on several devices a layer's weights travel together and need one precision; use mode: {self.mode[:4]}, or leave keep_fp32 out"
             )
-        if self.mode.endswith("_master") and Tag("frozen-base") in context.tags:
+        if self.mode.endswith("_master") and Tag.FROZEN_BASE in context.tags:
             half = self.mode.removesuffix("_master")
             other = "bf16_weights, which keeps the frozen ones in bf16" if half == "bf16" else half
             why.append(f"mode: {self.mode} is for models that are trained whole; with a frozen base use {other}")
@@ -267,7 +267,7 @@ class MixedPrecision(Technique):
         if half == torch.float16:
             self._scale(build)
         beside = f"; {len(kept)} modules in fp32" if kept else ""
-        name, cached = self.mode[:4], Tag("sharded-weights") not in build.tags
+        name, cached = self.mode[:4], Tag.SHARDED_WEIGHTS not in build.tags
         if not of_weights:
             build.around_forward.append(functools.partial(autocast, build.torch_device.type, half, cached))
             scaled = ", loss scaled" if half == torch.float16 else ""
@@ -328,6 +328,6 @@ class MixedPrecision(Technique):
 
     def options(self, context: Context) -> Iterable[Technique]:
         modes = ["bf16", "bf16_weights"]
-        if Tag("frozen-base") not in context.tags:
+        if Tag.FROZEN_BASE not in context.tags:
             modes.append("bf16_master")
         return [MixedPrecision(mode=mode) for mode in modes]  # type: ignore[arg-type]

@@ -82,9 +82,9 @@ def from_nf4(model: nn.Module) -> int:
 class Nf4(Technique):
     stage: ClassVar[Stage] = Stage.COMPRESS
     numerics: ClassVar[Any] = "different"
-    provides: ClassVar[frozenset[Tag]] = frozenset({Tag("packed-base")})
-    needs: ClassVar[frozenset[Tag]] = frozenset({Tag("frozen-base")})  # four bits cannot be trained
-    conflicts: ClassVar[frozenset[Tag]] = frozenset({Tag("packed-base")})
+    provides: ClassVar[frozenset[Tag]] = frozenset({Tag.QUANTIZED_BASE})
+    needs: ClassVar[frozenset[Tag]] = frozenset({Tag.FROZEN_BASE})  # four bits cannot be trained
+    conflicts: ClassVar[frozenset[Tag]] = frozenset({Tag.QUANTIZED_BASE})
 
     def trades(self) -> Literal["different"]:
         return "different"

@@ -58,8 +58,8 @@ class OptimizerInBackward(Technique):
     numerics: ClassVar[Any] = "exact"
     encoder_too: ClassVar[bool] = True
     owns: ClassVar[frozenset[Slot]] = frozenset({Slot.FORWARD_BACKWARD, Slot.CLIP, Slot.UPDATE})
-    provides: ClassVar[frozenset[Tag]] = frozenset({Tag("frees-gradients")})
-    conflicts: ClassVar[frozenset[Tag]] = frozenset({Tag("micro-batch-size"), Tag("loss-scaling")})
+    provides: ClassVar[frozenset[Tag]] = frozenset({Tag.STEP_IN_BACKWARD})
+    conflicts: ClassVar[frozenset[Tag]] = frozenset({Tag.MICRO_BATCH_SIZE, Tag.LOSS_SCALING})
 
     def trades(self) -> Literal["exact"]:
         return "exact"

@@ -44,7 +44,7 @@ class OptimizerOffload(Technique):
     numerics: ClassVar[Any] = "rounding"
     last_resort: ClassVar[bool] = True
     owns: ClassVar[frozenset[Slot]] = frozenset({Slot.OPTIMIZER})
-    provides: ClassVar[frozenset[Tag]] = frozenset({Tag("bf16-compute"), Tag("bf16-weights")})
+    provides: ClassVar[frozenset[Tag]] = frozenset({Tag.BF16_COMPUTE, Tag.BF16_WEIGHTS})
 
     weights: Literal["fp32", "bf16"] = "fp32"
     """The device's weights and gradients; the host's are fp32."""
@@ -59,7 +59,7 @@ class OptimizerOffload(Technique):
         return "rounding"
 
     def check(self, context: Context) -> list[str]:
-        if context.device.kind == "cuda" and Tag("summed-gradients") in context.tags:
+        if context.device.kind == "cuda" and Tag.REDUCED_GRADIENTS in context.tags:
             return ["is for one device; of several each keeps its share on the host with fsdp: {offload: true}"]
         if context.device.kind == "cuda" or (self.on_cpu == "stay" and self.weights == "fp32"):
             return []

@@ -130,8 +130,8 @@ def merge_peft_adapter(model: nn.Module) -> int:
 class PeftAdapter(Technique):
     stage: ClassVar[Stage] = Stage.ADAPT
     numerics: ClassVar[Any] = "different"
-    provides: ClassVar[frozenset[Tag]] = frozenset({Tag("adapter"), Tag("frozen-base"), Tag("other-adapter")})
-    conflicts: ClassVar[frozenset[Tag]] = frozenset({Tag("adapter")})
+    provides: ClassVar[frozenset[Tag]] = frozenset({Tag.ADAPTER, Tag.FROZEN_BASE, Tag.NON_LORA_ADAPTER})
+    conflicts: ClassVar[frozenset[Tag]] = frozenset({Tag.ADAPTER})
 
     method: str = "oft"
     """peft's name of the method: delora, gralora, hira, hra, ia3, loha, lokr, miss, oft, randlora, road or vera."""
@@ -156,7 +156,7 @@ class PeftAdapter(Technique):
         from preheat.ops.adapters import shares
         from preheat.ops.peft_folder import begin
 
-        exclude = tower_modules(part) if Tag("plain-tower") in build.tags else None
+        exclude = tower_modules(part) if Tag.NO_TOWER_ADAPTERS in build.tags else None
         try:
             names = add_peft_adapter(part, self.method, targets=self.targets, exclude=exclude, **self.settings)
         except ValueError as error:

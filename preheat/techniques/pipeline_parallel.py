@@ -32,11 +32,11 @@ __all__ = ["PipelineParallel", "record_timeline", "split_into_stages"]
 
 SPLIT_BACKWARD = ("zero_bubble", "zbv")
 _ONE_PASS = {  # what has backward passes of its own, that change in place or let go of what they read
-    Tag("recomputes"): "layers that are computed again",
-    Tag("compiled-layers"): "compiled layers",
-    Tag("fused-layers"): "fused layers",
-    Tag("fused-operators"): "fused operators",
-    Tag("fp8-compute"): "fp8 products",
+    Tag.RECOMPUTATION: "layers that are computed again",
+    Tag.COMPILED_LAYERS: "compiled layers",
+    Tag.FUSED_LAYERS: "fused layers",
+    Tag.FUSED_OPERATORS: "fused operators",
+    Tag.FP8_COMPUTE: "fp8 products",
 }
 
 
@@ -94,7 +94,7 @@ class _Runner:
             return made
 
         # Where tensor parallel cuts what flows between blocks along the sequence, each device sends its part to its like.
-        self.cut = build.mesh.size(Axis.TENSOR) if Tag("sequence-parallel") in build.tags else 1
+        self.cut = build.mesh.size(Axis.TENSOR) if Tag.SEQUENCE_PARALLEL in build.tags else 1
         group = build.mesh.group(Axis.PIPELINE)
         self.pipeline = Pipeline(
             stages, count, group, schedule, forward, width=build.model.width, dtype=dtype, device=build.torch_device
@@ -118,8 +118,8 @@ class PipelineParallel(Technique):
     numerics: ClassVar[Any] = "exact"
     text_only: ClassVar[str] = "cuts a chain of layers into stages, and a vision tower feeds several of them; use fsdp"
     owns: ClassVar[frozenset[Slot]] = frozenset({Slot.FORWARD_BACKWARD, Slot.WHOLE_FORWARD})
-    provides: ClassVar[frozenset[Tag]] = frozenset({Tag("stages")})
-    conflicts: ClassVar[frozenset[Tag]] = frozenset({Tag("whole-examples")})  # whose scores only the last stage would know
+    provides: ClassVar[frozenset[Tag]] = frozenset({Tag.PIPELINE_STAGES})
+    conflicts: ClassVar[frozenset[Tag]] = frozenset({Tag.WHOLE_EXAMPLES})  # whose scores only the last stage would know
 
     degree: Annotated[int, Bound(2)] = 2
     """Devices of the pipeline, each with a share of the layers."""
@@ -163,7 +163,7 @@ class PipelineParallel(Technique):
                 "schedule: zbv puts first and last stage on one device, where a tied embedding would stand twice; use another schedule, or set "
                 "model.config.tie_word_embeddings: false for a new model"
             )
-        if Tag("reduces-each") in tags:
+        if Tag.REDUCE_EACH_MICRO_BATCH in tags:
             found.append(
                 "fsdp shares out gradients once a step here, behind the last micro-batch of the pipeline; set fsdp.reduce: last"
             )
@@ -180,7 +180,7 @@ class PipelineParallel(Technique):
     def _of_split_backward(self, context: Context) -> list[str]:
         """What does not bear that the gradients of weights are taken by themselves, in a second pass through what made them."""
         found = []
-        if Tag("gathers-again") in context.tags:
+        if Tag.RESHARD_AFTER_FORWARD in context.tags:
             found.append(
                 f"schedule: {self.schedule} takes the gradients of weights later, when fsdp has let go of these; set fsdp.reshard: false"
             )
@@ -233,7 +233,7 @@ class PipelineParallel(Technique):
         try:
             course = stages.observe(part.config, build.recipe.batch.length, trust=build.recipe.model.trust_remote_code)
             # A backward pass costs two forward passes, and one more of the layers where they are computed again.
-            after = course.after * (0.75 if Tag("recomputes") in build.tags else 1)
+            after = course.after * (0.75 if Tag.RECOMPUTATION in build.tags else 1)
             cuts = stages.balance(course.each, count, before=course.before, after=after)
         except ValueError as error:
             raise RecipeError(f"techniques.{self.name()}: {error}") from None
@@ -244,8 +244,8 @@ class PipelineParallel(Technique):
         if adapter.embedding(part).weight is adapter.head(part).weight:
             self._tie(build, me)
         # Hidden states have the embedding's precision, which residual connections keep: or that in which it is gathered, or cast to later where it is trained.
-        cast = Tag("bf16-weights") in build.tags and Tag("frozen-base") not in build.tags
-        half = cast or Tag("bf16-gather") in build.tags
+        cast = Tag.BF16_WEIGHTS in build.tags and Tag.FROZEN_BASE not in build.tags
+        half = cast or Tag.BF16_ALL_GATHER in build.tags
         dtype = torch.bfloat16 if half else adapter.embedding(part).weight.dtype
         runner = _Runner(build, self.schedule, dict(zip(numbers, build.trained, strict=True)), count, dtype)
         build.own(Slot.FORWARD_BACKWARD, runner.forward_backward, self.name())

@@ -67,7 +67,7 @@ class Preference(Technique):
     numerics: ClassVar[Any] = "different"
     text_only: ClassVar[str] = "compares answers to text alone so far; leave it out"
     owns: ClassVar[frozenset[Slot]] = frozenset({Slot.OBJECTIVE, Slot.ROW_LOSS})
-    provides: ClassVar[frozenset[Tag]] = frozenset({Tag("whole-examples")})
+    provides: ClassVar[frozenset[Tag]] = frozenset({Tag.WHOLE_EXAMPLES})
 
     loss: Literal["dpo", "ipo", "hinge", "simpo", "cpo", "orpo", "unpaired"] = "dpo"
     """dpo, ipo, hinge: pairs, against a reference; simpo, cpo, orpo: pairs, without one; unpaired: single answers, liked or not."""
@@ -113,7 +113,7 @@ class Preference(Technique):
             why.append("nll: is of pairs' preferred answers; leave it out with loss: unpaired")
         if self.loss == "unpaired" and self.reference == "none":
             why.append("reference: without one no single answer is likely enough to be liked; leave it out with loss: unpaired")
-        if self._refers and Tag("changed-base") in context.tags:
+        if self._refers and Tag.MODIFIED_BASE in context.tags:
             why.append(
                 "reference: the adapter begins inside the base's weights, so the base without it is not the model as it was; use "
                 "another variant of the adapter, or a loss without a reference (simpo, cpo, orpo)"
@@ -134,7 +134,7 @@ class Preference(Technique):
         what, count = f"{words} loss, beta {self._beta:g}", 1
         if not self._refers:
             what += ", no reference model"
-        elif Tag("adapter") in build.tags:
+        elif Tag.ADAPTER in build.tags:
             what += "; the reference is the base without its adapter"
         else:
             kept = (

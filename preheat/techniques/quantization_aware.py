@@ -90,14 +90,14 @@ def round_weights(model: PreTrainedModel, settings: QuantizationAware | None = N
 class QuantizationAware(Technique):
     stage: ClassVar[Stage] = Stage.FAKE_QUANTIZE
     numerics: ClassVar[Any] = "different"
-    provides: ClassVar[frozenset[Tag]] = frozenset({Tag("rounded-weights")})
+    provides: ClassVar[frozenset[Tag]] = frozenset({Tag.FAKE_QUANTIZED_WEIGHTS})
     conflicts: ClassVar[frozenset[Tag]] = frozenset(
         {
-            Tag("packed-base"),
-            Tag("fp8-compute"),
-            Tag("rounded-weights"),
-            Tag("other-adapter"),
-            Tag("experts"),
+            Tag.QUANTIZED_BASE,
+            Tag.FP8_COMPUTE,
+            Tag.FAKE_QUANTIZED_WEIGHTS,
+            Tag.NON_LORA_ADAPTER,
+            Tag.EXPERTS,
         }  # only a LoRA is rounded with its base
     )
 

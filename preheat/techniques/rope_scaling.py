@@ -72,7 +72,7 @@ class RopeScaling(Technique):
     stage: ClassVar[Stage] = Stage.STRUCTURE
     numerics: ClassVar[Any] = "different"
     text_only: ClassVar[str] = "scales positions of text alone; leave it out"
-    provides: ClassVar[frozenset[Tag]] = frozenset({Tag("longer-context")})
+    provides: ClassVar[frozenset[Tag]] = frozenset({Tag.EXTENDED_CONTEXT})
 
     kind: Literal["auto", "linear", "dynamic", "base", "yarn"] = "yarn"
     """linear: positions divided; dynamic: the base raised by the longest position at hand; base: raised once, as far as the factor asks; yarn: by

@@ -64,11 +64,11 @@ def _while_training(model: Any, group: int, kernel: Callable[..., Any]) -> Calla
 class ShiftedGroups(Technique):
     stage: ClassVar[Stage] = Stage.KERNEL
     numerics: ClassVar[Any] = "different"
-    provides: ClassVar[frozenset[Tag]] = frozenset({Tag("attention-pattern"), Tag("head-pattern")})
+    provides: ClassVar[frozenset[Tag]] = frozenset({Tag.ATTENTION_PATTERN, Tag.PER_HEAD_PATTERN})
     conflicts: ClassVar[frozenset[Tag]] = frozenset(
         {
-            Tag("attention-pattern"),
-            Tag("compiled-layers"),
+            Tag.ATTENTION_PATTERN,
+            Tag.COMPILED_LAYERS,
         }  # groups are made of documents, which compiled layers have as data only
     )
 

@@ -59,8 +59,8 @@ def add_sliding_window(model: PreTrainedModel, *, window: int, every: int | None
 class SlidingWindow(Technique):
     stage: ClassVar[Stage] = Stage.KERNEL
     numerics: ClassVar[Any] = "different"
-    provides: ClassVar[frozenset[Tag]] = frozenset({Tag("attention-pattern"), Tag("window")})
-    conflicts: ClassVar[frozenset[Tag]] = frozenset({Tag("attention-pattern")})
+    provides: ClassVar[frozenset[Tag]] = frozenset({Tag.ATTENTION_PATTERN, Tag.SLIDING_WINDOW})
+    conflicts: ClassVar[frozenset[Tag]] = frozenset({Tag.ATTENTION_PATTERN})
 
     window: Literal["auto"] | Count = "auto"
     """Tokens that a token sees, itself included; auto: a quarter of batch.length."""

@@ -81,7 +81,7 @@ def zero_two_of_four(maps: Sequence[nn.Module]) -> None:
 class SparseWeights(Technique):
     stage: ClassVar[Stage] = Stage.OPTIMIZER
     numerics: ClassVar[Any] = "different"
-    conflicts: ClassVar[frozenset[Tag]] = frozenset({Tag("frozen-base"), Tag("frees-gradients")})
+    conflicts: ClassVar[frozenset[Tag]] = frozenset({Tag.FROZEN_BASE, Tag.STEP_IN_BACKWARD})
 
     prune: Literal["none", "2:4"] = "none"
     """What becomes zero before the first step besides what is: nothing, or the two smallest of each four neighbouring inputs."""

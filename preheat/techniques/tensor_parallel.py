@@ -70,16 +70,16 @@ class TensorParallel(Technique):
     numerics: ClassVar[Any] = "exact"
     text_only: ClassVar[str] = "has no plan for a vision tower; use fsdp"
     owns: ClassVar[frozenset[Slot]] = frozenset({Slot.OVER_LOGITS})
-    provides: ClassVar[frozenset[Tag]] = frozenset({Tag("tensor-parallel"), Tag("sequence-parallel")})
+    provides: ClassVar[frozenset[Tag]] = frozenset({Tag.TENSOR_PARALLEL, Tag.SEQUENCE_PARALLEL})
     conflicts: ClassVar[frozenset[Tag]] = frozenset(
         {
-            Tag("changed-base"),  # begins from whole matrices, of which each device has a share
-            Tag("packed-base"),  # packed weights cannot be cut
-            Tag("fp8-compute"),  # scales of whole matrices
-            Tag("compiled-layers"),  # torch 2.13 loses the DTensor's layout between compiled layers: backward fails
-            Tag("fused-layers"),  # kernels that know no DTensor
-            Tag("frees-gradients"),  # an update in backward would come before partial gradients are summed
-            Tag("head-pattern"),  # a pattern that differs by head would take each device's heads for all
+            Tag.MODIFIED_BASE,  # begins from whole matrices, of which each device has a share
+            Tag.QUANTIZED_BASE,  # packed weights cannot be cut
+            Tag.FP8_COMPUTE,  # scales of whole matrices
+            Tag.COMPILED_LAYERS,  # torch 2.13 loses the DTensor's layout between compiled layers: backward fails
+            Tag.FUSED_LAYERS,  # kernels that know no DTensor
+            Tag.STEP_IN_BACKWARD,  # an update in backward would come before partial gradients are summed
+            Tag.PER_HEAD_PATTERN,  # a pattern that differs by head would take each device's heads for all
         }
     )
     roles: ClassVar[frozenset[str]] = frozenset({"trained", "reference"})
@@ -99,7 +99,7 @@ class TensorParallel(Technique):
         return self.owns if self.loss_parallel else frozenset()
 
     def provided(self) -> frozenset[Tag]:
-        return self.provides if self.sequence_parallel else self.provides - {Tag("sequence-parallel")}
+        return self.provides if self.sequence_parallel else self.provides - {Tag.SEQUENCE_PARALLEL}
 
     def degrees(self) -> Mapping[Axis, int]:
         return {Axis.TENSOR: self.degree}
@@ -117,9 +117,9 @@ class TensorParallel(Technique):
         found = tensor_plan.problems(model.family, heads=model.heads, kv_heads=model.kv_heads, degree=degree)
         if self.regather and not self.sequence_parallel:
             found.append("regather: nothing is gathered without sequence_parallel; set that to true, or leave regather out")
-        if self.regather and Tag("frozen-base") in context.tags:
+        if self.regather and Tag.FROZEN_BASE in context.tags:
             found.append("regather: maps that are not trained keep no input, and adapters keep theirs whole; leave it out")
-        if self.regather and Tag("recomputes") in context.tags:
+        if self.regather and Tag.RECOMPUTATION in context.tags:
             found.append(
                 "regather: layers that are computed again gather anew anyway, and would keep the pieces besides; leave it out"
             )
@@ -128,7 +128,7 @@ class TensorParallel(Technique):
                 f"sequence_parallel: batch.length {recipe.batch.length} does not divide by degree {degree}; "
                 f"use {recipe.batch.length // degree * degree}"
             )
-        if self.sequence_parallel and Tag("growing-length") in context.tags:
+        if self.sequence_parallel and Tag.GROWING_LENGTH in context.tags:
             found.append(
                 "sequence_parallel: the length changes from step to step, and each must divide by the degree; set it to false"
             )
@@ -137,7 +137,7 @@ class TensorParallel(Technique):
             found.append(
                 f"loss_parallel: makes logits some rows at a time by itself; leave {beside[0]} out, or set loss_parallel: false"
             )
-        if self.loss_parallel and Tag("class-head") in context.tags:
+        if self.loss_parallel and Tag.CLASSIFICATION_HEAD in context.tags:
             found.append("loss_parallel: the head is over a few classes, which are not shared out; set it to false")
         elif self.loss_parallel and model.vocabulary % degree:
             found.append(
@@ -147,7 +147,7 @@ class TensorParallel(Technique):
         makers = [
             t.name()
             for t in recipe.techniques.values()
-            if Slot.OPTIMIZER in t.owned() and Tag("updates-by-element") not in t.provided()
+            if Slot.OPTIMIZER in t.owned() and Tag.ELEMENTWISE_UPDATE not in t.provided()
         ]
         found += [
             f"{name} brings an optimizer that is not made for weights that are shared out; use plain AdamW" for name in makers
@@ -160,7 +160,7 @@ class TensorParallel(Technique):
 
         degree = build.mesh.size(Axis.TENSOR)
         divides = all(weight.shape[0] % degree == 0 for weight in adapter.ends(part))
-        vocabulary = divides and Tag("class-head") not in build.tags
+        vocabulary = divides and Tag.CLASSIFICATION_HEAD not in build.tags
         _without_dropout(part)
         try:
             count = parallelize(

@@ -50,7 +50,7 @@ def tie_embeddings(model: nn.Module, keep: str = "embedding") -> int:
 class TiedEmbeddings(Technique):
     stage: ClassVar[Stage] = Stage.STRUCTURE
     numerics: ClassVar[Any] = "different"
-    conflicts: ClassVar[frozenset[Tag]] = frozenset({Tag("class-head")})  # it has no row a piece
+    conflicts: ClassVar[frozenset[Tag]] = frozenset({Tag.CLASSIFICATION_HEAD})  # it has no row a piece
 
     keep: Literal["embedding", "head", "mean"] = "embedding"
     """Of weights that are read: which matrix stays. A new model's are drawn once, as an embedding's are."""

@@ -54,9 +54,9 @@ def upcycle(model: nn.Module, experts: int = 8, *, chosen: int = 2, redrawn: flo
 class Upcycling(Technique):
     stage: ClassVar[Stage] = Stage.STRUCTURE
     numerics: ClassVar[Any] = "different"
-    provides: ClassVar[frozenset[Tag]] = frozenset({Tag("experts")})
+    provides: ClassVar[frozenset[Tag]] = frozenset({Tag.EXPERTS})
     # Frozen copies would stay alike; a block without a gate is none that experts are made of.
-    conflicts: ClassVar[frozenset[Tag]] = frozenset({Tag("frozen-base"), Tag("packed-base"), Tag("block-without-gate")})
+    conflicts: ClassVar[frozenset[Tag]] = frozenset({Tag.FROZEN_BASE, Tag.QUANTIZED_BASE, Tag.UNGATED_MLP})
 
     experts: Annotated[int, Bound(2)] = 8
     """Experts of each layer, each as wide as the dense block."""

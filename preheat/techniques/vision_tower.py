@@ -52,7 +52,7 @@ def train_tower(
 class VisionTower(Technique):
     stage: ClassVar[Stage] = Stage.ADAPT
     numerics: ClassVar[Any] = "different"
-    provides: ClassVar[frozenset[Tag]] = frozenset({Tag("plain-tower")})
+    provides: ClassVar[frozenset[Tag]] = frozenset({Tag.NO_TOWER_ADAPTERS})
 
     train: Literal["frozen", "projectors", "all"] = "frozen"
     """frozen; projectors: those to the text's width alone; all. Adapters of `lora` or `peft_adapter` leave the tower out in any case: for adapters in the tower too, leave this technique out."""
@@ -60,7 +60,7 @@ class VisionTower(Technique):
     def check(self, context: Context) -> list[str]:
         if context.model.vision is None:
             return [f"{context.model.family} has no vision tower; leave it out"]
-        if self.train != "frozen" and Tag("packed-base") in context.tags:
+        if self.train != "frozen" and Tag.QUANTIZED_BASE in context.tags:
             return [
                 f"train: {self.train} trains weights that stand packed in few bits; use frozen, or leave it out for adapters in the tower"
             ]

@@ -46,9 +46,9 @@ def share_out_optimizer(make: Callable[..., Any], groups: Iterable[dict[str, Any
 class Zero1(Technique):
     stage: ClassVar[Stage] = Stage.OPTIMIZER
     numerics: ClassVar[Any] = "exact"
-    needs: ClassVar[frozenset[Tag]] = frozenset({Tag("replicated-weights")})
+    needs: ClassVar[frozenset[Tag]] = frozenset({Tag.REPLICATED_WEIGHTS})
     # Updates in backward know no shares; states that every device needs whole are not shared out.
-    conflicts: ClassVar[frozenset[Tag]] = frozenset({Tag("frees-gradients"), Tag("shared-experts"), Tag("whole-states")})
+    conflicts: ClassVar[frozenset[Tag]] = frozenset({Tag.STEP_IN_BACKWARD, Tag.SHARDED_EXPERTS, Tag.PER_MATRIX_STATES})
 
     def trades(self) -> Literal["exact"]:
         return "exact"

@@ -16,7 +16,7 @@ from preheat.planning.ladder import Planner, climb_down, shorter
 from preheat.planning.roofline import Roofline
 from preheat.recipe import Recipe
 from preheat.run import Reader
-from preheat.technique import Device
+from preheat.technique import Device, Phase
 from preheat.text import shorten
 from preheat.training.rungs import effective
 from preheat.training.session import resolve
@@ -63,7 +63,7 @@ def diagnose(run: str | Path) -> dict[str, Any]:
         device=machine,
         rates=measured,
         world=reader.environment.get("processes"),
-        phase="evaluation" if failure and failure["where"] == "evaluating" else None,
+        phase=Phase.EVALUATION if failure and failure["where"] == Phase.EVALUATION else None,
     )
     known = failure and failure["room"] and failure["room"] + failure["beside"]
     room = known / GIB if known else plan.get("available_gib")

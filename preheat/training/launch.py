@@ -188,7 +188,7 @@ def explain_abort(store: Any, world: int, running: Sequence[int]) -> str:
     for rank in running:
         key = f"{word}/stands/{rank}"
         place = parse_json(store.get(key)) if store.check([key]) else None
-        at = f" in step {place['step']}, {place['doing']}, at {place['line']}" if place else ""
+        at = f" in step {place['step']} ({place['phase']}), at {place['line']}" if place else ""
         places.append(f"rank {rank}{at}")
     others = ", ".join(places[:4]) + (f" and {len(places) - 4} more" if len(places) > 4 else "")
     lost = f"it waited for {others}" if places and len(running) < world else "a process on another host is lost, or all waited"

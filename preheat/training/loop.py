@@ -29,10 +29,9 @@ from preheat.hardware.interrupts import Interrupted, check
 from preheat.hardware.probe import reset_peak
 from preheat.recipe import Recipe
 from preheat.run import MEMORY_KEYS, Reader, expected_memory
-from preheat.technique import Batch, Build, Shape, Tag
+from preheat.technique import Batch, Build, Phase, Shape, Tag
 from preheat.training.meter import Meter
 from preheat.training.recover import Recovery
-from preheat.training.rungs import LAST, SAVING
 from preheat.training.schedule import share_of_peak
 from preheat.training.session import Finished, Session, open_session
 from preheat.training.signals import Signals
@@ -187,12 +186,12 @@ class _Loop:
                 self._beside()
                 if self._finished() or self.stopped is not None:
                     break
-                self.standing.at(self.progress.step, SAVING)
+                self.standing.at(self.progress.step, Phase.SAVING)
                 self._told(self.session.saving.look())
                 self._step(stream)
         if self.stopped is not None:
             self._stopping()
-        self.standing.at(self.progress.step, SAVING)
+        self.standing.at(self.progress.step, Phase.SAVING)
         if self.progress.step > max(self.session.saving.at, 0):
             self._save(last=True)
         self._told(self.session.saving.wait())
@@ -248,7 +247,7 @@ class _Loop:
 
     def _step(self, stream: Any) -> None:
         begun, step = time.perf_counter(), self.progress.step + 1
-        self.standing.at(step, "reading rows")
+        self.standing.at(step, Phase.DATA)
         batch: list[Batch] = []
         try:
             if not self._unless_stopped(lambda: batch.extend(self._read(stream))):
@@ -260,14 +259,14 @@ class _Loop:
             give_back(self.build.device.kind)
         self.shape = shape
         lr = self.session.peak_lr * share_of_peak(self.recipe.schedule, self.progress.step, self.session.total)
-        self.standing.at(step, "making gradients")
+        self.standing.at(step, Phase.GRADIENTS)
         loss = gradients(self.build, batch, lr)
-        self.standing.at(step, "updating weights")
+        self.standing.at(step, Phase.UPDATE)
         stats = update(self.build, lr)
         self._read_ahead(stream)
         endures = self.build.endures_overflow() if self.build.endures_overflow else torch.zeros_like(stats[0])
         # The one read of the step. Where the gradients were not finite the update left the weights as they were.
-        self.standing.at(step, "sharing its numbers")
+        self.standing.at(step, Phase.STEP_STATS)
         late = self._is_late(time.perf_counter() - begun)
         total, metrics, weight, (norm, finite, forgiven), (some_stopped, some_late) = numbers(
             self.build, loss, torch.stack([*stats, endures]), (self.signals.received is not None, late)
@@ -358,7 +357,7 @@ class _Loop:
         step = self.progress.step + 1
         left = (
             f"The weights of step {step - 1} are untouched"
-            if Tag("frees-gradients") not in self.build.tags
+            if Tag.STEP_IN_BACKWARD not in self.build.tags
             else "Some weights were updated before that was seen: go on from the last checkpoint"
         )
         raise RunError(
@@ -367,7 +366,7 @@ class _Loop:
         )
 
     def _save(self, *, last: bool = False) -> None:
-        self.standing.at(self.progress.step, LAST if last else SAVING)
+        self.standing.at(self.progress.step, Phase.LAST_SAVING if last else Phase.SAVING)
         self._told(self.session.saving.begin(self.progress, last=last))
 
     def _told(self, saved: list[Saved]) -> None:
@@ -376,7 +375,7 @@ class _Loop:
 
     def _evaluate(self) -> float:
         step = self.progress.step
-        self.standing.at(step, "evaluating")
+        self.standing.at(step, Phase.EVALUATION)
         if self.evaluated is None or self.evaluated[0] != step:
             self.recovery.begin()
             found = self.session.probes.take(self.build, self.writer, step)

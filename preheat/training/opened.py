@@ -244,7 +244,7 @@ def _adapter(path: Path, base: str | None) -> Opened:
         opened = _folder(named, str(path) if own else named)
     except RecipeError as error:
         if base is not None:
-            raise RecipeError(str(error).replace("model.path:", "--base:", 1)) from None
+            raise RecipeError(f"--base {base}: {error}") from None
         if not Path(named).exists():
             raise RecipeError(
                 f"adapter: {path}: its base model is not there ({error}); name the base's folder with --base"

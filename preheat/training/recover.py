@@ -29,16 +29,16 @@ from preheat.hardware.probe import reset_peak
 from preheat.ops.sharded import local
 from preheat.recipe import Recipe
 from preheat.run import to_json
-from preheat.technique import Build, Stage, Tag
-from preheat.training.rungs import LAST, SAVING, Failure, decide, leave_word, pending, recorded
+from preheat.technique import Build, Phase, Stage, Tag
+from preheat.training.rungs import Failure, decide, leave_word, pending, recorded
 from preheat.training.session import Session
 from preheat.training.standing import Standing
 
 __all__ = ["Guard", "Recovery"]
 
 T = TypeVar("T")
-CHOOSING = "choosing a rung"
-UPDATING = ("updating weights", "sharing its numbers")
+_UPDATED = (Phase.UPDATE, Phase.STEP_STATS)
+"""Phases in which the weights may be those of either step."""
 
 
 class Guard:
@@ -114,7 +114,7 @@ class Recovery:
         most = session.device.memory - session.imports
         room = None if asked is None else min(held + asked, most)
         return Failure(
-            where=self.standing.doing,
+            where=self.standing.phase,
             step=session.progress.step,
             rank=session.ranks.rank,
             words=(str(error) or type(error).__name__).splitlines()[0],
@@ -132,7 +132,7 @@ class Recovery:
             return
         if failure is not None:
             leave_word(session.writer.path, failure)
-            where = f"rank {failure.rank}: out of memory in step {failure.step + 1}, {failure.where}"
+            where = f"rank {failure.rank}: out of memory in step {failure.step + 1} ({failure.where})"
             session.watch.alarm(f"{where}; started again, all go on from the last checkpoint in less memory")
         if pending(session.writer.path):
             raise SystemExit(1)
@@ -140,16 +140,16 @@ class Recovery:
     def _step_down(self, failure: Failure) -> None:
         session = self.session
         session.writer.event("out_of_memory", **asdict(failure))
-        if failure.where == CHOOSING:  # there was no room to plan in beside the build
+        if failure.where is Phase.FALLBACK:  # there was no room to plan in beside the build
             if self._failure is None or not session.assembled:
                 raise RunError(f"out of memory, and too little is left to choose a rung in ({failure.words})")
             failure = self._failure
             self._let_go(failure)
         self._undo()
-        if failure.where in (SAVING, LAST) and self._tried_again(failure):
+        if failure.where in (Phase.SAVING, Phase.LAST_SAVING) and self._tried_again(failure):
             return
         self._failure = failure
-        self.standing.at(failure.step, CHOOSING)
+        self.standing.at(failure.step, Phase.FALLBACK)
         assert session.planner is not None, "a process that is alone is the first"
         try:
             ladder, rung = decide(session.effective, failure, session.planner)
@@ -160,12 +160,12 @@ class Recovery:
         step = session.progress.step if self._in_place(rung.recipe, failure) else self._part(failure)
         session.effective, self._failure = rung.recipe, None
         session.writer.event(**recorded(session.settled, rung, ladder, failure, step))
-        session.watch.notice(f"out of memory in step {failure.step + 1}, {failure.where}: going on with {rung.words}")
+        session.watch.notice(f"out of memory in step {failure.step + 1} ({failure.where}): going on with {rung.words}")
         if ladder is not None:
             session.plan = dict(rung.plan)
             session.writer.json("plan.json", session.plan)
         if not session.assembled:
-            self.standing.at(step, "building")
+            self.standing.at(step, Phase.BUILDING)
             session.assemble(resume=True)
         reset_peak(session.device.kind)  # what is measured is what was planned
 
@@ -175,7 +175,7 @@ class Recovery:
         if session.assembled:
             if self.guard is not None:
                 self.guard.undo()
-            self.standing.at(session.progress.step, SAVING)
+            self.standing.at(session.progress.step, Phase.SAVING)
             for saved in session.saving.wait():
                 session.writer.event("checkpoint", **saved.facts(session.writer.path))
         gc.collect()
@@ -183,8 +183,8 @@ class Recovery:
 
     def _whole(self, failure: Failure) -> bool:
         """Whether the weights are still those of the last committed step."""
-        in_backward = failure.where == "making gradients" and Tag("frees-gradients") in self.session.build.tags
-        return failure.where not in UPDATING and not in_backward
+        in_backward = failure.where is Phase.GRADIENTS and Tag.STEP_IN_BACKWARD in self.session.build.tags
+        return failure.where not in _UPDATED and not in_backward
 
     def _in_place(self, recipe: Recipe, failure: Failure) -> bool:
         """Sets what differs in the build as it stands, where it is no part of the model."""
@@ -227,7 +227,7 @@ class Recovery:
     def _tried_again(self, failure: Failure) -> bool:
         """A checkpoint that could not be saved is tried once more, tensor by tensor, and then left out."""
         session = self.session
-        if beside_steps(session.effective, session.device) and failure.where == SAVING:
+        if beside_steps(session.effective, session.device) and failure.where is Phase.SAVING:
             return False
         if self._unsaved != failure.step:
             self._unsaved = failure.step
@@ -235,7 +235,7 @@ class Recovery:
             return True
         before = "the last whole checkpoint stands" if any(session.saving.folder.glob("step-*")) else "there is none before it"
         words = f"step {failure.step} cannot be saved for want of memory ({failure.words}); {before}"
-        if failure.where == LAST:
+        if failure.where is Phase.LAST_SAVING:
             raise RunError(words)
         session.watch.alarm(words)
         session.writer.event("unsaved", step=failure.step, reason=failure.words)

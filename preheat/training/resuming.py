@@ -14,7 +14,7 @@ from preheat import recipe as recipes
 from preheat.engine import checkpoint
 from preheat.engine.build import alone
 from preheat.errors import RunError
-from preheat.hardware.deterministic import repeats
+from preheat.hardware.deterministic import is_exact, repeats
 from preheat.recipe import Recipe
 from preheat.recipe.places import anchored, published
 from preheat.run import MEMORY_KEYS, Reader, Writer, expected_memory
@@ -122,9 +122,8 @@ def resumed(
         watch.notice(
             f"resumed with {threads} threads where the run had {kept.threads}: losses will agree up to rounding, not bit for bit"
         )
-    agrees = repeats(made.device.kind, made.recipe.hardware.deterministic)
-    if agrees != "bit for bit":
-        watch.notice(f"resumed, and losses will agree {agrees}")
+    if not is_exact(made.device.kind, made.recipe.hardware.deterministic):
+        watch.notice(f"resumed, and losses will agree {repeats(made.device.kind, made.recipe.hardware.deterministic)}")
     progress = checkpoint.load(made, found)
     progress.recipe = fresh.recipe
     return progress

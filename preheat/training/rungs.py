@@ -17,11 +17,11 @@ from preheat.errors import RunError
 from preheat.planning.ladder import Ladder, Planner, Rung, climb_down, settings, shorter
 from preheat.recipe import Recipe
 from preheat.run import Reader, is_failure, parse_json, to_json, write_atomic
+from preheat.technique import Phase
 
 __all__ = ["Failure", "decide", "effective", "leave_word", "pending", "recorded", "stepped_down"]
 
 GIB = 2**30
-SAVING, LAST = "saving", "saving the last step"
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Failure:
     """A lack of memory, in numbers: it holds no tensor.
 
     Attributes:
-        where: what the process did (see `Standing.at`).
+        where: what the process did.
         step: optimizer steps committed by then.
         rank: of the process.
         words: of the error.
@@ -40,7 +40,7 @@ class Failure:
         allocator: counters of torch's CUDA allocator, bytes.
     """
 
-    where: str
+    where: Phase
     step: int
     rank: int
     words: str
@@ -71,7 +71,9 @@ def _read(file: Path) -> Failure | None:
         value = parse_json(file.read_bytes())
     except (OSError, ValueError):
         return None
-    return Failure(**{key: value[key] for key in Failure.__dataclass_fields__}) if is_failure(value) else None
+    if not is_failure(value) or value["where"] not in set(Phase):
+        return None
+    return Failure(**{key: value[key] for key in Failure.__dataclass_fields__} | {"where": Phase(value["where"])})
 
 
 def effective(recipe: Recipe, events: Sequence[dict[str, Any]], step: int) -> Recipe:
@@ -149,10 +151,10 @@ def decide(recipe: Recipe, failure: Failure, planner: Planner) -> tuple[Ladder |
     Raises:
         RunError: none suffices; with the smaller recipe that would fit.
     """
-    if failure.where == SAVING and beside_steps(recipe, planner.device):  # the copy is what there was no room for
+    if failure.where is Phase.SAVING and beside_steps(recipe, planner.device):  # the copy is what there was no room for
         milder = replace(recipe, checkpoint=replace(recipe.checkpoint, asynchronous=False))
         return None, Rung(settings(recipe, milder), milder, {}, 0.0)
-    planner = replace(planner, phase="evaluation" if failure.where == "evaluating" else None)
+    planner = replace(planner, phase=Phase.EVALUATION if failure.where is Phase.EVALUATION else None)
     rooms = [None] if failure.room is None else [failure.room / GIB, (failure.room + failure.beside) / GIB]
     for room in rooms:
         ladder = climb_down(recipe, planner, room=room)
@@ -168,6 +170,6 @@ def decide(recipe: Recipe, failure: Failure, planner: Planner) -> tuple[Ladder |
         else "no shorter rows would do, only a smaller model"
     )
     raise RunError(
-        f"out of memory in step {failure.step + 1}, {failure.where}: the plan says {present.need:.2f} GiB, and there are {limit:.2f}. "
+        f"out of memory in step {failure.step + 1} ({failure.where}): the plan says {present.need:.2f} GiB, and there are {limit:.2f}. "
         f"{least}; {way}. Or go on with --resume where there is more memory"
     )

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from preheat.technique import Phase
 from preheat.training.ranks import Ranks
 
 __all__ = ["Standing"]
@@ -28,7 +29,7 @@ class Standing:
         self.ranks, self.patience, self.say = ranks, patience, say
         self.interval = min(5.0, patience / 8)
         self.main = threading.get_ident()
-        self._place: tuple[int, str, float] = (0, "beginning", time.time())
+        self._place: tuple[int, Phase, float] = (0, Phase.STARTING, time.time())
         self._over = threading.Event()
         self._told = False
         self._thread: threading.Thread | None = None
@@ -37,13 +38,13 @@ class Standing:
             self._thread = threading.Thread(target=self._watch, daemon=True)
             self._thread.start()
 
-    def at(self, step: int, doing: str) -> None:
-        """This process is at a step (counted from 1) and does this."""
-        self._place = (step, doing, time.time())
+    def at(self, step: int, phase: Phase) -> None:
+        """Reports that this process has begun a phase of a step (counted from 1)."""
+        self._place = (step, phase, time.time())
 
     @property
-    def doing(self) -> str:
-        """What was said last."""
+    def phase(self) -> Phase:
+        """The phase reported last."""
         return self._place[1]
 
     def close(self) -> None:
@@ -55,8 +56,8 @@ class Standing:
         over = False
         while not over:
             try:
-                step, doing, since = self._place
-                mine = {"step": step, "doing": doing, "since": since, "now": time.time(), "line": self._line()}
+                step, phase, since = self._place
+                mine = {"step": step, "phase": phase, "since": since, "now": time.time(), "line": self._line()}
                 self.store.set(f"stands/{self.ranks.rank}", json.dumps(mine))
                 if time.time() - since > self.patience and not self._told:
                     self._told = True
@@ -92,5 +93,5 @@ class Standing:
                 continue
             silent = "" if answers else f", silent for {now - place['now']:.0f} s: stopped, or its host is gone"
             self.say(
-                f"  rank {rank}: step {place['step']}, {place['doing']} for {now - place['since']:.0f} s, at {place['line']}{silent}"
+                f"  rank {rank}: step {place['step']}, {place['phase']} for {now - place['since']:.0f} s, at {place['line']}{silent}"
             )

@@ -53,9 +53,9 @@ def find_template(setting: str | None, tokenizer: Any, *, model: str) -> Templat
             f"(known: {SUGGESTIONS}), or a .jinja file"
         )
     try:
-        return load_template(setting, tokenizer)
-    except DataError as error:
-        raise RecipeError(str(error).replace("data.template", "--template", 1)) from None
+        return load_template(setting, tokenizer, knob="--template")
+    except DataError as error:  # there is no data here: the command is wrong
+        raise RecipeError(str(error)) from None
 
 
 def chat_template(layout: Layout) -> Template | None:

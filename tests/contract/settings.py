@@ -10,6 +10,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from preheat.technique import Tag
+
 # Settings that take other paths than the defaults do.
 FURTHER: list[tuple[str, dict[str, Any]]] = [
     ("activation_checkpointing", {"mode": "budget", "budget": 0.6}),
@@ -155,8 +157,8 @@ FIRST = {"activation_checkpointing", "chunked_loss", "efficient_attention", "gra
 
 # What brings a tag that some technique needs: a technique that is tried alone is tried with this.
 BRINGS = {
-    "bf16-compute": "mixed_precision",
-    "frozen-base": "lora",
-    "replicated-weights": "data_parallel",
-    "summed-gradients": "data_parallel",
+    Tag.BF16_COMPUTE: "mixed_precision",
+    Tag.FROZEN_BASE: "lora",
+    Tag.REPLICATED_WEIGHTS: "data_parallel",
+    Tag.REDUCED_GRADIENTS: "data_parallel",
 }

@@ -28,7 +28,7 @@ from preheat.planning import observe as observing
 from preheat.planning.moments import fake_batch, tell_phases
 from preheat.planning.recorder import STEP
 from preheat.recipe import field_docs
-from preheat.technique import Build, Slot, Tag, Technique, conflicts_of, registry
+from preheat.technique import Build, Phase, Slot, Tag, Technique, conflicts_of, registry
 
 from ..conftest import DEVICE, difference, split, tiny, uneven
 from .settings import BEGINS, BRINGS, CANNOT_RUN_HERE, FAILED_ONCE, FAMILY, FIRST, FURTHER, REFUSED_PAIRS, asked
@@ -68,7 +68,7 @@ def step(b: Build, batch: Any) -> tuple[float, dict[str, torch.Tensor]]:
     rows = b.recipe.batch.size
     micro = -(-rows // b.accumulation)
     kept: dict[str, torch.Tensor] = {}
-    freed = b.parameters() if Tag("frees-gradients") in b.tags else []
+    freed = b.parameters() if Tag.STEP_IN_BACKWARD in b.tags else []
     hooks = [p.register_hook(lambda g, name=name: kept.update({name: g.clone()})) for name, p in freed]
     loss = gradients(b, split(batch, [micro] * (rows // micro) + ([rows % micro] if rows % micro else [])))
     for hook in hooks:
@@ -138,7 +138,7 @@ def test_what_the_dry_run_sees_is_what_a_real_step_does(name: str, settings: dic
             recorder.follow(t)
         tell_phases(real, recorder)
         with recorder:
-            recorder.phase = "forward"
+            recorder.phase = Phase.FORWARD
             rows, micro = 4, -(-4 // real.accumulation)
             shapes = [micro] * (rows // micro) + ([rows % micro] if rows % micro else [])
             batches = [fake_batch(r, n) for n in shapes]
@@ -304,7 +304,7 @@ def test_all_together(objective: str | None) -> None:
         ("{distillation: {}}", "teacher: is not stated"),
         ("{distillation: {}, preference: {}}", "'objective', which distillation owns already"),
         ("{distillation: {}, classification: {}}", "'objective', which classification owns already"),
-        ("{classification: {}, tied_embeddings: {}}", "class-head"),
+        ("{classification: {}, tied_embeddings: {}}", "classification-head"),
     ],
 )
 def test_check_says_no(techniques: str, words: str) -> None:

@@ -278,7 +278,7 @@ def test_a_share_of_a_large_mesh_is_built_and_stepped_under_fake_tensors(fake: A
         ("tensor_parallel: {degree: 2}, chunked_loss: {}", "", "leave chunked_loss out, or set loss_parallel: false"),
         ("tensor_parallel: {degree: 2}, classification: {classes: 3}", "", "the head is over a few classes"),
         ("tensor_parallel: {degree: 2}, muon: {}", "", "muon brings an optimizer"),
-        ("tensor_parallel: {degree: 2}, lora: {variant: pissa}", "", "cannot go with lora (changed-base)"),
+        ("tensor_parallel: {degree: 2}, lora: {variant: pissa}", "", "cannot go with lora (modified-base)"),
         ("tensor_parallel: {degree: 2}, compile: {}", "", "cannot go with compile (compiled-layers)"),
         ("tensor_parallel: {degree: 2}, shifted_groups: {group: 8}", "", "cannot go with shifted_groups"),
         (

@@ -106,7 +106,7 @@ def test_the_first_step(preheat: Command) -> None:
     assert rung["peak_gib"] < rung["was_gib"]
     assert {"set", "reason"} <= rung["skipped"][0].keys()
     failure = Reader(run).events("out_of_memory")[0]
-    assert failure["where"] == "making gradients"
+    assert failure["where"] == "gradients"
     assert failure["asked"] == 8 * 128 * 16384 * 4, "the logits"
     same_rows(steps(run), whole(preheat))
     found = preheat.here.json("doctor", "oom", "capped")
@@ -127,7 +127,7 @@ def test_evaluation_takes_fewer_rows_at_a_time(preheat: Command) -> None:
     more = [f"techniques={{{LONGER.replace('0.5', '0.8')}}}", "data.validation=0.5", "evaluate.rows=512", "evaluate.every=2"]
     run, _, _ = capped(preheat, "step 1", 12, *more, "stop.steps=5")
     rung = Reader(run).events("rung")[0]
-    assert (rung["step"], rung["where"]) == (2, "evaluating")
+    assert (rung["step"], rung["where"]) == (2, "evaluation")
     assert rung["took"][0].startswith("evaluate.micro=")
     assert [e["step"] for e in Reader(run).evaluations()] == [2, 4, 5]
 

@@ -23,7 +23,7 @@ from preheat.ops.attention_blocks import blocked_attention
 from preheat.ops.attention_module import attention_in_chunks
 from preheat.ops.attention_patterns import in_shifted_groups, within_window
 from preheat.planning.observe import Recorder, highest
-from preheat.technique import Batch, Device, MaskSpec, conflicts_of
+from preheat.technique import Batch, Device, MaskSpec, Phase, conflicts_of
 from preheat.techniques.efficient_attention import EfficientAttention
 
 from ..conftest import DEVICE, difference, split, tiny, uneven
@@ -293,7 +293,7 @@ def test_flash_packages_are_told_the_mask(mask: MaskSpec, version: int, monkeypa
 def _bytes(run: Any) -> int:
     recorder = Recorder(rounding=64)
     with recorder:
-        recorder.phase = "forward"
+        recorder.phase = Phase.FORWARD
         run()
     return max(highest(recorder).values())
 
@@ -397,7 +397,7 @@ def test_the_kernel_is_chosen_by_what_the_mask_needs(techniques: str, device: De
     context = context_of(recipe, configure(recipe), device)
     problems = conflicts_of(recipe.techniques.values(), context)
     if problems:
-        assert re.search(found, " ".join(words for _, words in problems)), problems
+        assert re.search(found, " ".join(problem.text for problem in problems)), problems
     else:
         assert recipe.techniques["efficient_attention"]._chosen(context) == found  # type: ignore[attr-defined]
 

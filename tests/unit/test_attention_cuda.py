@@ -28,7 +28,7 @@ from preheat.ops.documents import Passes, attend
 from preheat.ops.opaque import OpaqueAttention, OpaqueMask
 from preheat.planning.observe import Recorder, highest, observe
 from preheat.planning.roofline import Roofline
-from preheat.technique import Build, Device, MaskSpec, Slot
+from preheat.technique import Build, Device, MaskSpec, Phase, Slot
 from preheat.techniques.compile import compile_layers
 
 from ..conftest import DEVICE, difference, tiny, uneven
@@ -193,7 +193,7 @@ def test_the_plan_sees_repeated_keys_while_they_are_there_and_not_kept() -> None
 
         with FakeTensorMode(), recorder:
             tensors = qkv(64, 8, 1)
-            recorder.phase = "forward"
+            recorder.phase = Phase.FORWARD
             with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
                 out = sdpa_attention(*tensors, MaskSpec(), 0.3, kernel=kernel)
             peak[kernel], kept[kernel] = highest(recorder)["forward"], sum(saved.values())

@@ -18,7 +18,7 @@ from preheat.ops.host_optimizer import HostAdamW
 from preheat.ops.offload import ActivationOffload
 from preheat.ops.optimizers import decay_groups
 from preheat.planning.observe import Recorder, highest
-from preheat.technique import Build, Slot, registry
+from preheat.technique import Build, Phase, Slot, registry
 from preheat.techniques.activation_checkpointing import checkpoint_layers
 
 from ..conftest import DEVICE, difference, tiny, uneven
@@ -203,7 +203,7 @@ def test_a_graph_can_be_differentiated_twice() -> None:
 def _peak(model: torch.nn.Module, x: Tensor, fake: Any = None) -> int:
     recorder = Recorder(rounding=64)
     with fake or torch.enable_grad(), recorder:
-        recorder.phase = "forward"
+        recorder.phase = Phase.FORWARD
         model(x).square().sum().backward()
     peak = highest(recorder)
     model.zero_grad()

@@ -26,7 +26,7 @@ from preheat.evaluation.tasks import LengthTask, find_tasks
 from preheat.models.adapter import plain_logits
 from preheat.recipe import parse
 from preheat.report.lengths import lengths
-from preheat.technique import Slot
+from preheat.technique import Phase, Slot
 
 from ..conftest import DEVICE
 
@@ -220,7 +220,7 @@ def test_reading_takes_no_scores_of_all_places(tokenizer: Any, text: Tokens) -> 
     for length in (300, 600):
         asked, scorer = questions(f"recall,lengths=[{length}],depths=2,each=1", made, tokenizer, text)
         with (recorder := Recorder(rounding=64)):
-            recorder.phase = "forward"
+            recorder.phase = Phase.FORWARD
             measure_length(asked, scorer)
         peaks.append(max(highest(recorder).values()))
     assert peaks[1] < 2.6 * peaks[0]  # four times with them

@@ -82,7 +82,7 @@ def test_liger_says_what_it_needs_on_a_gpu(
     )
     r = tiny(techniques)
     context = context_of(r, configure(r, 96), Device("cuda", "a card", 8 << 30, (9, 0)))
-    assert any(words in why for _, why in conflicts_of(r.techniques.values(), context)), conflicts_of(
+    assert any(words in problem.text for problem in conflicts_of(r.techniques.values(), context)), conflicts_of(
         r.techniques.values(), context
     )
 

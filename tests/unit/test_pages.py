@@ -72,7 +72,7 @@ PAGES: dict[str, tuple[Any, dict[str, Any]]] = {
          "phase_memory": {"forward": CATEGORIES}, "phases": {"forward": 0.02}, "overhead": {"context": 0.1}, "overhead_sources": {"context": "s"},
          "alternatives": [{"what": "a", **SMALL, "gives_up": "g"}], "rejected": [{"recipe": "r", "reason": "w"}],
          "figures": {"timeline": {"phases": [(0, "forward")], "bytes": [(0, 0.01), (1, 0.02)]}, "roofline": {"peak": 1e12, "bandwidth": 1e9, "points": [{"operator": "o", "intensity": 5.0, "flops": 1e10, "share": 1.0}]},
-                     "guesses": [{"what": "g; 1 row", "peak_gib": 0.2, "tokens_per_second": 4100.0}],
+                     "guesses": [{"what": "g; 1 row", "techniques": "g", "peak_gib": 0.2, "tokens_per_second": 4100.0}],
                      "pareto": [{"what": "p; 1 row", **SMALL, "fits": True, "best": True}, {"what": "q; 1 row", "peak_gib": 0.04, "tokens_per_second": 1.0, "fits": False, "best": False}]}},
     ),
 }  # fmt: skip

@@ -215,4 +215,4 @@ def test_fp8_says_what_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "multiple of 16" in said("H100", (9, 0), tiny(length=24))
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert "pip install torchao" in said("H100", (9, 0))
-    assert Tag("fp8-compute") in fp8.provided()
+    assert Tag.FP8_COMPUTE in fp8.provided()

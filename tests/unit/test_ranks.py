@@ -149,7 +149,7 @@ if "RANK" in os.environ:
     import torch.distributed as dist
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
     if os.environ["RANK"] == "1":
-        place = {"step": 31, "doing": "reading rows", "since": 0, "now": 0, "line": "preheat/data/loader.py:7"}
+        place = {"step": 31, "phase": "data", "since": 0, "now": 0, "line": "preheat/data/loader.py:7"}
         store.set("word/stands/1", json.dumps(place))
         store.set("ready", "")
         time.sleep(60)
@@ -167,7 +167,7 @@ if "RANK" in os.environ:
         (
             "nccl",
             "rank 0 was ended by SIGABRT, as torch's watchdog does if an NCCL collective loses a process or exceeds parallel.timeout: "
-            "it waited for rank 1 in step 31, reading rows, at preheat/data/loader.py:7; start again with --resume",
+            "it waited for rank 1 in step 31 (data), at preheat/data/loader.py:7; start again with --resume",
         ),
         ("gloo", "rank 0 was ended by SIGABRT; the last lines above are those of the library that aborted it"),
     ],

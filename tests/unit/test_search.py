@@ -11,7 +11,7 @@ import pytest
 from preheat.errors import RecipeError
 from preheat.hardware.catalogue import Accelerator, accelerator, stated
 from preheat.planning import recall as recalling
-from preheat.planning.candidates import Space, problems_of, worst
+from preheat.planning.candidates import Space, candidate_problems, worst
 from preheat.planning.estimate import look
 from preheat.planning.explain import explain, figures
 from preheat.planning.kinds import kinds_of
@@ -238,13 +238,13 @@ def test_a_search_adds_only_what_is_planned_well_on_the_device() -> None:
     for name, fits in (("A100", False), ("L40S", True)):
         device = Roofline.of(name).as_device
         space = Space(override(small(), "techniques.mixed_precision={}"), None, device, 1, "different")
-        refused = problems_of(space, space.having([registry()["fp8"]()]))
+        refused = candidate_problems(space, space.having([registry()["fp8"]()]))
         assert any("compute capability" in why for why in refused) is not fits, refused
 
 
 def test_what_one_precision_refuses_is_tried_beside_every_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where that precision is not the best by itself, as on this device, which is slow in bf16."""
-    half = Tag("bf16-compute")
+    half = Tag.BF16_COMPUTE
     attention = registry()["efficient_attention"]
     monkeypatch.setattr(attention, "check", lambda self, context: [] if half in context.tags else ["needs bf16"])
     rates = Roofline(stated("name=odd,memory=8GiB,bandwidth=1000,bf16=5,fp32=100"))

@@ -68,7 +68,7 @@ def test_the_plan_counts_the_experts() -> None:
         (tiny("{upcycling: {}, lora: {}}"), "upcycling: cannot go with lora"),
         (
             tiny("{upcycling: {}, feed_forward: {activation: relu}}"),
-            "upcycling: cannot go with feed_forward .block-without-gate.",
+            "upcycling: cannot go with feed_forward .ungated-mlp.",
         ),
         (
             recipes.override(tiny("{expert_balancing: {}}", family="mixtral"), "model.config={router_aux_loss_coef: 0.1}"),

@@ -112,7 +112,7 @@ def write_held(
     model.set_attn_implementation("eager")  # the folder must not name our own attention
     model.config.use_cache = True
     notes = [held.unfinished] if held.unfinished else []
-    notes += [_NO_WINDOW] if Tag("window") in opened.build.tags else []
+    notes += [_NO_WINDOW] if Tag.SLIDING_WINDOW in opened.build.tags else []
     notes += [_UNROUNDED] if rounded else []
     notes += [_NO_BIAS] if biases(model) and not has_bias(model.config) else []
     ends = name_ends(model, opened)

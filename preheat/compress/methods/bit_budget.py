@@ -165,7 +165,8 @@ def spend_bits(model: PreTrainedModel, rows: Sequence[Tensor], settings: BitBudg
             put_in(model, name, _made(name, module, plan[name]))
     measured = _loss(model, rows[: chosen.rows]) - before
     keep_high(model, kept, chosen.high, tied=tied)
-    return Change(_words(model, plan, predicted, measured, chosen), len(maps))
+    named = "; ".join(f"{name}: {choice}" for name, choice in plan.items())
+    return Change(_words(model, plan, predicted, measured, chosen), len(maps), detail=f"By map: {named}")
 
 
 def _bits(name: str, module: nn.Module, choice: str) -> float:
@@ -197,11 +198,10 @@ def _words(model: PreTrainedModel, plan: dict[str, str], predicted: float, measu
     weights, held = weights_and_bits(model, list(plan))
     by_choice = {choice: [name for name in plan if plan[name] == choice] for choice in CHOICES}
     counts = "; ".join(f"{len(names)} in {choice}" for choice, names in by_choice.items() if names)
-    named = "; ".join(f"{name}: {choice}" for name, choice in plan.items())
     return (
         f"{len(plan)} linear maps in {held / weights:.2f} bits a weight on average ({settings.bits:g} asked), four bits by "
         f"{'GPTQ' if settings.rounding == 'gptq' else 'the nearest'}: {counts}. To the nearest the loss on calibration rows would rise by "
-        f"{predicted:.4f} (predicted); it rose by {measured:.4f}. By map: {named}"
+        f"{predicted:.4f} (predicted); it rose by {measured:.4f}"
     )
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from preheat.models.presets.preset import APACHE, OWN, TIED, Preset, sizes
+from preheat.models.presets.preset import APACHE, OWN, TIED, Licence, Preset, sizes
 
 __all__ = ["MODELS"]
 
-_RESEARCH = "Qwen RESEARCH LICENSE, not for commercial use; not gated"
-_QWEN = "Qwen LICENSE; not gated"
+_RESEARCH = Licence("Qwen RESEARCH LICENSE, not for commercial use")
+_QWEN = Licence("Qwen LICENSE")
 
 
 def _qwen(kind: str, positions: int, *shape: int, **more: Any) -> dict[str, Any]:
@@ -27,7 +27,7 @@ def _qwen(kind: str, positions: int, *shape: int, **more: Any) -> dict[str, Any]
     }
 
 
-def _qwen2(size: str, parameters: int, positions: int, *shape: int, licence: str = APACHE, **more: Any) -> Preset:
+def _qwen2(size: str, parameters: int, positions: int, *shape: int, licence: Licence = APACHE, **more: Any) -> Preset:
     hub = f"Qwen/Qwen2.5-{size}"
     return Preset(hub, f"{hub}-Instruct", parameters, "qwen", licence, _qwen("qwen2", positions, *shape, **more))
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from preheat.models.presets.preset import Preset, sizes
+from preheat.models.presets.preset import Licence, Preset, sizes
 
 __all__ = ["MODELS"]
 
-_LICENCE = "Gemma Terms of Use; gated: accept them on the model's page, then `hf auth login`"
+_LICENCE = Licence("Gemma Terms of Use", "accept them on the model's page, then `hf auth login`")
 
 
 def _gemma(release: str, size: str, parameters: int, *shape: int, **more: Any) -> Preset:

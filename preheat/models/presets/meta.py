@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from preheat.models.presets.preset import OWN, TIED, Preset, sizes
+from preheat.models.presets.preset import OWN, TIED, Licence, Preset, sizes
 
 __all__ = ["MODELS"]
 
-_LICENCE = "Llama {} Community License; gated: accept it on the model's page, then `hf auth login`"
+
+def _licence(release: str) -> Licence:
+    return Licence(f"Llama {release} Community License", "accept it on the model's page, then `hf auth login`")
+
+
 _SMALL = (4096, 14336, 32, 32, 8)
 _LARGE = (8192, 28672, 80, 64, 8)
 
@@ -25,7 +29,7 @@ def _llama2(size: str, parameters: int, *shape: int) -> Preset:
         "eos_token_id": 2,
     }
     hub = f"meta-llama/Llama-2-{size}"
-    return Preset(f"{hub}-hf", f"{hub}-chat-hf", parameters, OWN, _LICENCE.format("2"), config)
+    return Preset(f"{hub}-hf", f"{hub}-chat-hf", parameters, OWN, _licence("2"), config)
 
 
 def _llama3(release: str, size: str, parameters: int, factor: float | None, *shape: int, **more: Any) -> Preset:
@@ -44,7 +48,7 @@ def _llama3(release: str, size: str, parameters: int, factor: float | None, *sha
     }
     hub = f"meta-llama/{'Llama' if factor else 'Meta-Llama'}-{release}-{size}"
     base = f"{hub}-Instruct" if release == "3.3" else hub  # which has no other checkpoint
-    return Preset(base, f"{hub}-Instruct", parameters, "llama3", _LICENCE.format(release), config)
+    return Preset(base, f"{hub}-Instruct", parameters, "llama3", _licence(release), config)
 
 
 MODELS = {

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from preheat.models.presets.preset import APACHE, MIT, OWN, Preset, sizes
+from preheat.models.presets.preset import APACHE, MIT, OWN, Licence, Preset, sizes
 
 __all__ = ["MODELS"]
 
-_BIG = "BigScience RAIL License; not gated"
-_DEEPSEEK = "DeepSeek Model License; not gated"
+_BIG = Licence("BigScience RAIL License")
+_DEEPSEEK = Licence("DeepSeek Model License")
 
 
 def _mistral(release: str, parameters: int, **more: Any) -> Preset:

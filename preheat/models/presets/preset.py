@@ -6,12 +6,30 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["APACHE", "MIT", "OWN", "TIED", "Preset", "sizes"]
+__all__ = ["APACHE", "MIT", "OWN", "TIED", "Licence", "Preset", "sizes"]
 
-APACHE = "Apache 2.0; not gated"
-MIT = "MIT; not gated"
 OWN = "its tokenizer's own"
 TIED: dict[str, Any] = {"tie_word_embeddings": True}
+
+
+@dataclass(frozen=True)
+class Licence:
+    """A model's licence.
+
+    Attributes:
+        name: as its publisher calls it.
+        gate: what the hub asks before a download; empty: nothing.
+    """
+
+    name: str
+    gate: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.name}; {f'gated: {self.gate}' if self.gate else 'not gated'}"
+
+
+APACHE = Licence("Apache 2.0")
+MIT = Licence("MIT")
 
 
 @dataclass(frozen=True)
@@ -22,7 +40,7 @@ class Preset:
         hub: the checkpoint whose configuration this is; chat: its sibling that was tuned to converse.
         parameters: as published, a tied head counted once.
         template: chat template of `chat` by its name in recipes (`data.template`), or that only its tokenizer brings it.
-        licence: in words, with what the hub asks before a download.
+        licence: with what the hub asks before a download.
         config: as in config.json.
     """
 
@@ -30,7 +48,7 @@ class Preset:
     chat: str
     parameters: int
     template: str
-    licence: str
+    licence: Licence
     config: Mapping[str, Any]
 
     @property

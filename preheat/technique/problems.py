@@ -1,0 +1,62 @@
+"""Why techniques cannot be used, as values that code can branch on. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+
+from preheat.errors import RecipeError
+
+__all__ = ["Problem", "ProblemCode", "TechniqueError"]
+
+
+class ProblemCode(StrEnum):
+    """The kind of a `Problem`."""
+
+    SLOT_TAKEN = "slot-taken"
+    """Another technique owns a slot that this one owns."""
+    MISSING_TAG = "missing-tag"
+    """Nothing in the recipe provides a tag that it needs."""
+    CONFLICT = "conflict"
+    """Another technique provides a tag that it excludes."""
+    UNSUPPORTED = "unsupported"
+    """Its own check refuses this model, device, batch or setting."""
+    BUILD = "build"
+    """It was refused while the model was configured or built."""
+    DEVICES = "devices"
+    """The parallel degrees do not multiply to the number of devices. Belongs to no single technique."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Why one technique cannot be used here.
+
+    Attributes:
+        technique: its name; empty if the problem is the recipe's as a whole.
+        code: the kind, for code that has to decide.
+        text: the reason, for people. Nothing compares or parses it.
+
+    >>> str(Problem("nf4", ProblemCode.MISSING_TAG, "needs frozen-base"))
+    'nf4: needs frozen-base'
+    """
+
+    technique: str
+    code: ProblemCode
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.technique}: {self.text}" if self.technique else self.text
+
+
+class TechniqueError(RecipeError):
+    """Techniques of a recipe cannot be used.
+
+    Args:
+        problems: at least one.
+        message: for the user; by default a line for each problem.
+    """
+
+    def __init__(self, problems: Iterable[Problem], message: str = ""):
+        self.problems = tuple(problems)
+        super().__init__(message or "\n".join(f"techniques.{problem}" for problem in self.problems))
