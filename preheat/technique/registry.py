@@ -44,7 +44,7 @@ def _load() -> None:
             importlib.import_module(module)
         except (ImportError, SyntaxError, AttributeError, NameError, TypeError, ValueError) as error:
             reason = f"{type(error).__name__}: {shorten(str(error), 300)}"
-            if isinstance(error, AttributeError) and error.obj is Tag:
+            if isinstance(error, AttributeError) and error.obj is Tag and error.name:
                 reason = f"there is no tag {error.name}; {nearest(error.name, list(Tag.__members__))}"
             raise RunError(f"{_file_of(module)}: cannot be imported ({reason})") from error
     for name, cls in _REGISTRY.items():

@@ -26,9 +26,8 @@ from preheat.errors import RecipeError
 from preheat.models.adapter import configure
 from preheat.planning import observe as observing
 from preheat.planning.moments import fake_batch, tell_phases
-from preheat.planning.recorder import STEP
 from preheat.recipe import field_docs
-from preheat.technique import Build, Phase, Slot, Tag, Technique, conflicts_of, registry
+from preheat.technique import STEP, Build, Phase, Slot, Tag, Technique, conflicts_of, registry
 
 from ..conftest import DEVICE, difference, split, tiny, uneven
 from .settings import BEGINS, BRINGS, CANNOT_RUN_HERE, FAILED_ONCE, FAMILY, FIRST, FURTHER, REFUSED_PAIRS, asked

@@ -12,8 +12,7 @@ from preheat.models.adapter import configure
 from preheat.planning.allocator import hold
 from preheat.planning.layers import _few, observe_few
 from preheat.planning.observe import Observation, observe
-from preheat.planning.recorder import STEP
-from preheat.technique import Device
+from preheat.technique import STEP, Device
 
 from ..conftest import DEVICE, tiny
 
