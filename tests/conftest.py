@@ -13,9 +13,8 @@ from typing import Any
 import pytest
 
 from preheat import recipe as recipes
-from preheat.data.kinds import Examples
 from preheat.hardware.calibrate import Grid
-from preheat.technique import Batch, Device, MaskSpec
+from preheat.technique import Batch, Device, Examples, MaskSpec
 
 # Before anything imports Triton: its kernels then run in its interpreter, on CPUs. Tests on a GPU compile them.
 if "TRITON_INTERPRET" not in os.environ and not Path("/dev/nvidiactl").exists():

@@ -10,6 +10,7 @@ import typer
 
 from preheat.cli.screen import console
 from preheat.recipe import Sample, field_docs
+from preheat.recipe.checks import sample_problems
 
 if TYPE_CHECKING:
     from preheat.data.templates import Template
@@ -86,7 +87,7 @@ def sampling(overrides: Sequence[str] = (), **values: Any) -> Sample:
     reader = RecipeReader("--set", {})
     made: Sample = reader.flat(Sample, {**values, **asked}, ("sample",))
     reader.refuse()
-    if problems := made.problems():
+    if problems := sample_problems(made):
         said = [(f"sample.{name}" if name in asked else f"--{name.replace('_', '-')}", words) for name, words in problems]
         raise RecipeError("; ".join(f"{name}: {words}" for name, words in said))
     return made

@@ -33,7 +33,7 @@ from preheat.errors import PreheatError, RecipeError, RunError, nearest
 from preheat.models.adapter import require_decoder_only
 from preheat.recipe import Bound, Model, Recipe, Sample, Stop
 from preheat.recipe.boundary import RecipeReader
-from preheat.recipe.parts import folder_name_problem
+from preheat.recipe.checks import folder_name_problem
 from preheat.recipe.text import read
 from preheat.run import to_json, write_asked
 from preheat.technique import Slot, Stage, Tag, Technique, TechniqueError, incompatibilities

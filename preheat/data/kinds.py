@@ -2,28 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, NamedTuple
-
+from preheat.data.packing import Rows
+from preheat.data.preparing import Prepared
 from preheat.errors import DataError, RecipeError
+from preheat.technique import Examples, Recipe
 
-if TYPE_CHECKING:
-    from preheat.data.preparing import Prepared
-    from preheat.recipe import Recipe
-
-__all__ = ["Examples", "examples_of", "require_examples"]
-
-
-class Examples(NamedTuple):
-    """What rows of data hold, and what an objective reads. The default is text, for next-token prediction.
-
-    Attributes:
-        kind: `text`; `pairs`: two sequences side by side, of which the first is preferred; `liked`: a sequence with an answer that was
-            liked or not; `classes`: a sequence that is of one class.
-        classes: how many of these there are.
-    """
-
-    kind: Literal["text", "pairs", "liked", "classes"] = "text"
-    classes: int = 0
+__all__ = ["examples_of", "require_examples"]
 
 
 def examples_of(recipe: Recipe) -> Examples:
@@ -55,8 +39,6 @@ def require_examples(recipe: Recipe, data: Prepared, *, encoder: bool = False) -
     Raises:
         DataError: rows of another kind, or text to continue where an encoder is to read; RecipeError: too few classes in the recipe.
     """
-    from preheat.data.packing import Rows
-
     asked = examples_of(recipe)
     owner = next(
         (f"techniques.{t.name()}" for t in recipe.techniques.values() if t.examples() is not None), "next-token training"

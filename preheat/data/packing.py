@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from preheat.data.images import Eye, Picture, PictureTable, mrope_positions
-from preheat.data.kinds import Examples
+from preheat.technique import Examples
 
 __all__ = ["IGNORED", "RowData", "Rows", "Tokens", "best_fit", "cut", "permutation"]
 

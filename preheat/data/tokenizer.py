@@ -18,8 +18,8 @@ from preheat.data.sources import digest
 from preheat.errors import DataError, RecipeError, RunError
 from preheat.foreign import FAULTS, beginning, fault, read_object
 from preheat.hardware.network import hub_reachable
-from preheat.recipe.parts import TOKENIZER_FILES
 from preheat.run import to_json
+from preheat.technique.schema import TOKENIZER_FILES
 from preheat.text import quoted
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from preheat.errors import RecipeError
 from preheat.models import adapter, configs, encoder_decoder, presets, sizes
 from preheat.models.weights import WeightSource, materialize, mean_rows
 from preheat.ops.attention_module import attention_in_chunks
-from preheat.recipe import Parallel, Recipe
+from preheat.recipe import Parallel, Recipe, check
 from preheat.technique import (
     DATA,
     Batch,
@@ -123,6 +123,7 @@ def build(
     """
     import torch
 
+    check(recipe)
     if dry is None:
         presets.require_weights(recipe)
     config = adapter.configure(recipe, vocabulary)

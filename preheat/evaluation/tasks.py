@@ -12,8 +12,8 @@ from typing import Any, Literal
 from preheat.data.files import expanded
 from preheat.errors import RecipeError, nearest
 from preheat.recipe.boundary import RecipeReader
-from preheat.recipe.parts import Count, Whole
 from preheat.recipe.text import compose, read
+from preheat.technique.field_types import Count, Whole
 
 __all__ = ["BUILT_IN", "OF_LENGTH", "LengthTask", "Task", "built_in", "find_tasks", "load_task"]
 

@@ -15,7 +15,8 @@ from preheat.foreign import FAULTS, fault, read_object
 from preheat.hardware.network import hub_reachable
 from preheat.models import experts, presets, sizes, vision
 from preheat.models.untied import untie
-from preheat.recipe.parts import MOST_PARAMETERS, TOKENIZER_FILES
+from preheat.recipe.checks import MOST_PARAMETERS
+from preheat.technique.schema import TOKENIZER_FILES
 from preheat.text import quoted
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ import math
 from dataclasses import dataclass
 
 from preheat.errors import RecipeError
-from preheat.recipe.parts import size_problem
+from preheat.recipe.checks import size_problem
 
 __all__ = ["Dimensions", "dial", "learning_rate", "parse_size"]
 

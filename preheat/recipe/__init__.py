@@ -20,8 +20,12 @@ from typing import Any
 
 from preheat.errors import RecipeError, nearest
 from preheat.recipe.boundary import RecipeReader, json_schema
-from preheat.recipe.bounds import Bound, Count, Long, NonNegative, Positive, Seed, Share, Whole
-from preheat.recipe.parts import (
+from preheat.recipe.checks import check
+from preheat.recipe.text import compose, read_text, write
+from preheat.recipe.unread import warned
+from preheat.technique import Recipe
+from preheat.technique.field_types import Bound, Count, Long, NonNegative, Positive, Seed, Share, Whole
+from preheat.technique.schema import (
     Batch,
     Checkpoint,
     Data,
@@ -30,14 +34,11 @@ from preheat.recipe.parts import (
     Model,
     Optimizer,
     Parallel,
-    Recipe,
+    Sample,
     Schedule,
     Stop,
     field_docs,
 )
-from preheat.recipe.sample import Sample
-from preheat.recipe.text import compose, read_text, write
-from preheat.recipe.unread import warned
 from preheat.text import quoted, shorten
 
 __all__ = [
@@ -63,6 +64,7 @@ __all__ = [
     "Whole",
     "as_values",
     "built_in",
+    "check",
     "dump",
     "field_docs",
     "json_schema",

@@ -12,10 +12,11 @@ from dataclasses import field
 from typing import Annotated, Any
 
 from preheat.errors import RecipeError, nearest
-from preheat.recipe.bounds import Bound, Seed
-from preheat.recipe.parts import Recipe, field_docs
+from preheat.recipe.checks import problems
 from preheat.recipe.synonyms import unknown_key
-from preheat.technique import Technique, registry
+from preheat.technique import Recipe, Technique, registry
+from preheat.technique.field_types import Bound, Seed
+from preheat.technique.schema import field_docs
 from preheat.text import quoted, shorten
 
 __all__ = ["RecipeReader", "json_schema"]
@@ -194,17 +195,11 @@ class RecipeReader:
                 assert dataclasses.is_dataclass(cls)
                 settings[key] = self.flat(cls, value, (key,))  # type: ignore[arg-type]
         self.refuse()
-        try:
-            return Recipe(**settings)
-        except RecipeError:
-            blank = object.__new__(Recipe)
-            for f in dataclasses.fields(Recipe):
-                default = f.default if f.default is not dataclasses.MISSING else f.default_factory()  # type: ignore[misc,operator]
-                object.__setattr__(blank, f.name, settings.get(f.name, default))
-            for key, text in blank.problems():
-                self.say(key.split("."), f"{key}: {text}")
-            self.refuse()
-            raise AssertionError("a recipe that was refused has a problem") from None
+        recipe = Recipe(**settings)
+        for key, text in problems(recipe):
+            self.say(key.split("."), f"{key}: {text}")
+        self.refuse()
+        return recipe
 
     def techniques(self, values: Any, at: tuple[str, ...] = ("techniques",)) -> dict[str, Technique]:
         known, name = registry(), ".".join(at)

@@ -7,9 +7,9 @@ import textwrap
 from collections.abc import Mapping
 from typing import Any
 
-from preheat.recipe.parts import Recipe, field_docs
 from preheat.recipe.text import write
-from preheat.technique import registry
+from preheat.technique import Recipe, registry
+from preheat.technique.schema import field_docs
 
 __all__ = ["brief"]
 

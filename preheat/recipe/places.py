@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from preheat.recipe.parts import Recipe
+from preheat.technique import Recipe
 
 __all__ = ["anchored", "published"]
 
@@ -29,7 +29,7 @@ def anchored(recipe: Recipe, home: Path | None = None) -> Recipe:
     """The recipe with absolute paths where its settings name what stands in `home`, the working folder if None.
 
     Example:
-        >>> from preheat.recipe.parts import Model, Stop
+        >>> from preheat.recipe import Model, Stop
         >>> anchored(Recipe(model=Model(path="gpt2"), stop=Stop(steps=1)), Path("/nowhere")).model.path
         'gpt2'
     """
@@ -43,7 +43,7 @@ def published(recipe: Recipe) -> Recipe:
     """The recipe without the folders of this machine: of an absolute path the name alone, as in what is given to others.
 
     Example:
-        >>> from preheat.recipe.parts import Model, Stop
+        >>> from preheat.recipe import Model, Stop
         >>> published(Recipe(model=Model(path="/home/me/base"), stop=Stop(steps=1))).model.path
         'base'
     """

@@ -8,8 +8,7 @@ import functools
 from collections.abc import Mapping, Sequence
 
 from preheat.errors import nearest
-from preheat.recipe.parts import Recipe
-from preheat.technique import registry
+from preheat.technique import Recipe, registry
 from preheat.text import quoted
 
 __all__ = ["NAMES", "option_hint", "unknown_key"]

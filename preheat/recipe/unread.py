@@ -9,12 +9,10 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import PurePath
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from preheat.technique import Recipe
 from preheat.text import quoted
-
-if TYPE_CHECKING:
-    from preheat.recipe.parts import Recipe
 
 __all__ = ["RULES", "Rule", "refused", "stated", "warned"]
 
@@ -253,7 +251,7 @@ def stated(recipe: Recipe) -> dict[str, Any]:
     """The keys of a recipe that are not at their defaults, dotted, and their values; of techniques their names alone, at least.
 
     Example:
-        >>> from preheat.recipe.parts import Batch, Recipe, Stop
+        >>> from preheat.recipe import Batch, Recipe, Stop
         >>> stated(Recipe(batch=Batch(size=8), stop=Stop(steps=2)))
         {'batch.size': 8, 'stop.steps': 2}
     """

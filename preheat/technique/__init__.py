@@ -7,9 +7,9 @@ A technique is one idea that changes a build: one file in `preheat/techniques/`,
 
 from __future__ import annotations
 
-from preheat.technique.base import Context, Device, ModelFacts, Technique
+from preheat.technique.base import Beforehand, Build, Context, Device, ModelFacts, Recipe, Technique
 from preheat.technique.batch import Batch, LossSum, MaskSpec, RowLoss, Shape, Stateful
-from preheat.technique.build import Build
+from preheat.technique.examples import Examples
 from preheat.technique.images import Images, Vision
 from preheat.technique.mesh import DATA, Axis, Mesh, sizes_of
 from preheat.technique.phases import STEP, Phase
@@ -22,11 +22,13 @@ __all__ = [
     "DATA",
     "STEP",
     "Axis",
+    "Beforehand",
     "Batch",
     "Build",
     "Change",
     "Context",
     "Device",
+    "Examples",
     "Finish",
     "Images",
     "LossSum",
@@ -37,6 +39,7 @@ __all__ = [
     "Phase",
     "Problem",
     "ProblemCode",
+    "Recipe",
     "RowLoss",
     "Shape",
     "Slot",

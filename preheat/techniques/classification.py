@@ -15,9 +15,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
-from preheat.data.kinds import Examples
 from preheat.recipe import Bound, Recipe
-from preheat.technique import Batch, Build, Change, Context, LossSum, Slot, Stage, Tag, Technique
+from preheat.technique import Batch, Build, Change, Context, Examples, LossSum, Slot, Stage, Tag, Technique
 
 if TYPE_CHECKING:
     import torch

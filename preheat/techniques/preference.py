@@ -19,10 +19,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from preheat.data.kinds import Examples
 from preheat.errors import DataError
 from preheat.recipe import Bound, NonNegative, Positive
-from preheat.technique import Batch, Build, Change, Context, LossSum, Slot, Stage, Tag, Technique
+from preheat.technique import Batch, Build, Change, Context, Examples, LossSum, Slot, Stage, Tag, Technique
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -11,7 +11,7 @@ import torch
 from torch.nn.functional import cross_entropy, logsigmoid
 
 from preheat import recipe as recipes
-from preheat.data.kinds import Examples, require_examples
+from preheat.data.kinds import require_examples
 from preheat.data.layouts import Layout
 from preheat.data.loader import collate, evaluation_batches
 from preheat.data.packing import Rows, Tokens, cut
@@ -23,7 +23,7 @@ from preheat.errors import DataError, RecipeError, RunError
 from preheat.models.generate import generate
 from preheat.recipe import Sample
 from preheat.run import Reader
-from preheat.technique import Batch
+from preheat.technique import Batch, Examples
 from preheat.techniques.classification import accuracy_and_f1, classify, confusion
 from preheat.techniques.dynamic_batch import regrouped
 from preheat.techniques.preference import preference_loss

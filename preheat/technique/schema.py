@@ -6,18 +6,12 @@ import ast
 import dataclasses
 import functools
 import inspect
-import re
 import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal
 
-from preheat.errors import RecipeError, nearest
-from preheat.recipe.bounds import Bound, Count, Long, NonNegative, Positive, Seed, Share, Whole
-from preheat.recipe.sample import Sample
-from preheat.recipe.unread import refused
-from preheat.technique import Technique
-from preheat.text import quoted
+from preheat.technique.field_types import Bound, Count, Long, NonNegative, Positive, Share, Whole
 
 TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer.model", "spiece.model", "spm.model", "sentencepiece.bpe.model", "tekken.json"),
@@ -124,27 +118,6 @@ class Data:
     prefetch: Annotated[int, Bound(1, 65_536)] = 2
     """Batches that each loader process prepares ahead."""
 
-    def problems(self) -> list[tuple[str, str]]:
-        """What is wrong with the list of sources, as (key, words)."""
-        known = ("source", "weight", *_OF_A_SOURCE)
-        found = []
-        for n, part in enumerate(self.source if not isinstance(self.source, str) else ()):
-            if isinstance(part, str):
-                continue
-            at, weight = f"data.source.{n}", part.get("weight", 1)
-            found += [(f"{at}.{key}", f"unknown key; {nearest(str(key), list(known))}") for key in part if key not in known]
-            if not isinstance(part.get("source"), str):
-                found.append((f"{at}.source", f"names a file, a folder or a dataset, got {quoted(part.get('source'))}"))
-            if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight <= 100:
-                found.append((f"{at}.weight", f"must be a number above 0 and at most 100, got {quoted(weight)}"))
-        if not self.source:
-            found.append(("data.source", "is empty; name a file, a folder or a dataset"))
-        if self.longer == "refuse" and self.streaming:
-            found.append(("data.longer", "refuse needs all documents read beforehand; set data.streaming: false"))
-        if not isinstance(self.source, str) and self.streaming:
-            found.append(("data.streaming", "reads one source; name one, or set data.streaming: false"))
-        return found
-
     def parts(self) -> list[tuple[Data, float]]:
         """Each source by itself, as settings, and its weight.
 
@@ -157,10 +130,6 @@ class Data:
         listed = [{"source": part} if isinstance(part, str) else dict(part) for part in self.source]
         weights = [float(part.pop("weight", 1)) for part in listed]
         return [(replace(self, **part), weight) for part, weight in zip(listed, weights, strict=True)]
-
-
-_OF_A_SOURCE = ("layout", "columns", "text", "prompt", "completion", "subset", "split", "limit", "text_files")
-"""Settings that a source of a list may have for itself."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -280,150 +249,50 @@ class Parallel:
     """Seconds that one process waits for the others before it says where each stands and ends."""
 
 
-MOST_PARAMETERS = 10**15
-_MOST_TOKENS = 10**10
-"""Of a step: beyond them torch's sizes overflow, and no machine there is could hold either."""
-_MOST_SCORES = 2**60
-"""Of attention in one layer, for the rows of a step: their bytes still fit 64 bits."""
-
-
-def size_problem(size: str) -> str | None:
-    """What is wrong with a text that should be a number of parameters, as 15M is; None: nothing."""
-    found = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,15})?)([KMB])", size)
-    if not found:
-        return f"{quoted(size)} is not a size; write it like 15M or 1.1B"
-    if not 1 <= float(found[1]) * {"K": 1e3, "M": 1e6, "B": 1e9}[found[2]] <= MOST_PARAMETERS:
-        return f"{quoted(size)} must be from 1 to {MOST_PARAMETERS:.0e} parameters"
-    return None
-
-
 @dataclass(frozen=True, kw_only=True)
-class Recipe:
-    """Everything that decides a run. Frozen: `dataclasses.replace` or `override` make another."""
+class Sample:
+    """Text that the model writes, for the report: at the end, and before the first step too where the model is a pretrained one."""
 
-    name: str = "run"
-    """A short name, used for the run's folder."""
-    seed: Seed = 0
-    """Decides weights, data order and every other draw."""
-    model: Model = field(default_factory=Model)
-    data: Data = field(default_factory=Data)
-    batch: Batch = field(default_factory=Batch)
-    optimizer: Optimizer = field(default_factory=Optimizer)
-    schedule: Schedule = field(default_factory=Schedule)
-    stop: Stop = field(default_factory=Stop)
-    evaluate: Evaluate = field(default_factory=Evaluate)
-    checkpoint: Checkpoint = field(default_factory=Checkpoint)
-    sample: Sample = field(default_factory=Sample)
-    hardware: Hardware = field(default_factory=Hardware)
-    parallel: Parallel = field(default_factory=Parallel)
-    techniques: Mapping[str, Technique] = field(default_factory=dict)
-    """Techniques by name with their settings; the order does not matter (their stages decide)."""
+    prompts: tuple[str | tuple[Mapping[str, Any], ...], ...] = ()
+    """Beginnings to continue, or chats (lists of messages) to answer; with neither these nor `rows`: no samples."""
+    rows: Annotated[int, Bound(0, 256)] = 0
+    """Also answer the questions of so many validation rows, of data that has answers (chats, prompts); each is shown beside the row's own answer."""
+    tokens: Annotated[int, Bound(1, 2**24)] = 64
+    """At most so many tokens for each."""
+    temperature: NonNegative = 0.0
+    """0: the likeliest token each time; 1: as the model believes; between, likelier tokens are preferred."""
+    top_p: Annotated[float, Bound(0, 1, open_low=True)] = 1.0
+    """Draw from the likeliest tokens that together have this share of the probability (Holtzman et al. 2020, arXiv:1904.09751); 1: all."""
+    top_k: Whole = 0
+    """Draw from so many of the likeliest tokens; 0: all."""
+    min_p: Share = 0.0
+    """Draw from tokens with at least this share of the likeliest one's probability (Nguyen et al. 2024, arXiv:2407.01082); 0: all."""
+    repetition_penalty: Positive = 1.0
+    """Above 1: what stands in the text already becomes less likely (Keskar et al. 2019, arXiv:1909.05858)."""
+    stop: tuple[str, ...] = ()
+    """Strings that end a text, which stops before them. The model's own end tokens always do."""
+    cache: Literal["dynamic", "static", "int8"] = "dynamic"
+    """How keys and values are kept: dynamic grows with the text; static is taken whole at the beginning; int8 grows, in a quarter of fp32's memory."""
+    window: Annotated[int, Bound(2)] | None = None
+    """Each token sees at most so many tokens back, itself included, and the cache keeps no more: other text, once it is longer; null: the model's own."""
+    draft: str | None = None
+    """A smaller model with the same tokenizer (a run or a folder) that proposes tokens, which the model checks several at a time: the same greedy text."""
+    draft_tokens: Annotated[int, Bound(1, 1024)] = 4
+    """Tokens that the draft proposes at a time."""
+    lookup: Annotated[int, Bound(1, 1024)] | None = None
+    """Propose so many tokens at a time by looking up what followed the last ones where they stood before: the same greedy text, without a draft."""
+    compile: bool = False
+    """Compile the model for single tokens: takes seconds to minutes at the first one, and a static cache."""
 
-    def __post_init__(self) -> None:
-        problems = self.problems()
-        if problems:
-            raise RecipeError("; ".join(f"{key}: {text}" for key, text in problems))
+    @property
+    def wanted(self) -> bool:
+        """Whether a run writes samples."""
+        return bool(self.prompts or self.rows)
 
-    def problems(self) -> list[tuple[str, str]]:
-        """What contradicts itself in this recipe, as (key, words)."""
-        found: list[tuple[str, str]] = []
-        model, data = self.model, self.data
-        given = [
-            k for k in ("layers", "width", "heads", "kv_heads", "feed_forward", "experts") if getattr(model, k) is not None
-        ]
-        if (where := "path" if model.path else "preset" if model.preset else None) and (model.size or given):
-            named = (model.size and "size") or given[0]
-            found.append(
-                (
-                    f"model.{where}",
-                    f"a model from a {where} brings its sizes; remove {named} (--set 'model={{{where}: ...}}' does)",
-                )
-            )
-        if model.shape != "balanced" and (model.size is None or given):
-            found.append(
-                (
-                    "model.shape",
-                    f"{model.shape} is for model.size alone; remove it, or state a size and no {given[0] if given else 'layers'}",
-                )
-            )
-        if model.size is not None and (words := size_problem(model.size)):
-            found.append(("model.size", words))
-        if model.family not in ("qwen3_moe", "mixtral") and (given_experts := model.experts or model.experts_per_token):
-            found.append(("model.experts", f"{given_experts}: {model.family} has no experts; use family: qwen3_moe or mixtral"))
-        elif (model.experts_per_token or 2) > (model.experts or 8):
-            found.append(
-                (
-                    "model.experts_per_token",
-                    f"{model.experts_per_token or 2} is more than the {model.experts or 8} experts; lower it",
-                )
-            )
-        if model.heads and model.kv_heads and model.heads % model.kv_heads:
-            found.append(("model.kv_heads", f"{model.kv_heads} does not divide heads {model.heads}"))
-        if model.width and model.heads and model.width % model.heads:
-            found.append(("model.width", f"{model.width} is not a multiple of heads {model.heads}"))
-        parameters = (model.layers or 1) * (model.width or 1) * (
-            4 * (model.width or 1) + 3 * (model.feed_forward or 1) * (model.experts or 1)
-        ) + (model.vocabulary or 1) * (model.width or 1)
-        if parameters > MOST_PARAMETERS:
-            words = f"these sizes make a model of {parameters:.1e} parameters, more than {MOST_PARAMETERS:.0e}; lower them"
-            found.append(("model", words))
-        if (tokens := self.batch.size * self.batch.length) > _MOST_TOKENS:
-            words = f"size times length is {tokens:.1e} tokens a step, more than {_MOST_TOKENS:.0e}; lower one of them"
-            found.append(("batch", words))
-        elif (scores := self.batch.size * (model.heads or 256) * self.batch.length**2) > _MOST_SCORES:
-            words = f"attention among rows of {self.batch.length:,} tokens has {scores:.1e} scores a layer, more than can be counted; lower it"
-            found.append(("batch.length", words))
-        if model.add_tokens and not model.path:
-            found.append(
-                (
-                    "model.add_tokens",
-                    "is for a model from a path; a new model's tokenizer is trained or named by data.tokenizer",
-                )
-            )
-        if len(set(model.add_tokens)) < len(model.add_tokens) or not all(token.strip() for token in model.add_tokens):
-            found.append(
-                ("model.add_tokens", f"{quoted(list(model.add_tokens))} has one that is empty or stands twice; write each once")
-            )
-        if (data.prompt is None) != (data.completion is None):
-            found.append(("data.prompt", "prompt and completion go together; state both or neither"))
-        found += data.problems()
-        if data.streaming and self.stop.epochs:
-            found.append(
-                (
-                    "stop.epochs",
-                    "a streamed source has no known length; use stop.steps or stop.tokens, or data.streaming: false",
-                )
-            )
-        if isinstance(data.validation, float | int) and not 0 <= data.validation < 1:
-            found.append(
-                ("data.validation", f"{data.validation} is no share; use a number from 0 up to (not with) 1, or a path")
-            )
-        if not (self.stop.steps or self.stop.tokens or self.stop.epochs or self.stop.hours):
-            found.append(("stop", "says no end; state steps, tokens, epochs or hours"))
-        counted = self.stop.steps or self.stop.tokens or self.stop.epochs
-        if self.stop.hours and not counted and self.schedule.kind != "constant":
-            words = f"schedule {self.schedule.kind} needs a length in steps, tokens or epochs; add one (hours still ends the run early) or use schedule.kind: constant"
-            found.append(("stop.hours", words))
-        if self.evaluate.baselines and data.streaming:
-            words = "counts the training rows, and those of a stream are not known before; set it to false, or data.streaming: false"
-            found.append(("evaluate.baselines", words))
-        found += [(f"sample.{key}", words) for key, words in self.sample.problems()]
-        found += refused(self)
-        if problem := folder_name_problem(self.name):
-            found.append(("name", problem))
-        return found
-
-
-def folder_name_problem(name: str) -> str | None:
-    """What keeps a name from naming a folder beside others: it must neither be hidden, nor lead elsewhere, nor be too long for a file system.
-
-    Example:
-        >>> folder_name_problem("demo"), folder_name_problem("..")
-        (None, "'..' must be letters, digits, '.', '_' or '-', not begin with '.', and be at most 100 bytes long")
-    """
-    if re.fullmatch(r"[\w-][\w.-]*", name) and len(name.encode()) <= 100:
-        return None
-    return f"{quoted(name)} must be letters, digits, '.', '_' or '-', not begin with '.', and be at most 100 bytes long"
+    @property
+    def speculates(self) -> bool:
+        """Whether tokens are proposed and then checked."""
+        return self.draft is not None or self.lookup is not None
 
 
 @functools.cache
