@@ -26,7 +26,7 @@ from typing import Any
 from preheat.planning.candidates import Numerics, Space, candidate_problems, words
 from preheat.planning.crew import crew
 from preheat.planning.plan import describe
-from preheat.planning.recall import recall
+from preheat.planning.recall import observe_for_others, recall
 from preheat.planning.search import search
 from preheat.technique import Technique, registry
 from preheat.training.asked import Question, asked, hardware
@@ -234,7 +234,7 @@ def main() -> None:
         left = [gpu for gpu in options.gpus if (case.name, gpu) not in rows]
         if not left or (options.models and case.model not in options.models):
             continue
-        with crew():
+        with crew(observe_for_others):
             chosen = {}
             for gpu in left:
                 chosen[gpu] = searched(case, gpu)

@@ -16,10 +16,10 @@ import torch
 from preheat import recipe as recipes
 from preheat.engine import checkpoint
 from preheat.engine.build import build
+from preheat.engine.device import resolve_device
 from preheat.engine.saving import Saving
 from preheat.engine.step import gradients, update
 from preheat.technique import Batch, Build, MaskSpec
-from preheat.training.session import resolve
 
 RECIPE = """
 model: {layers: 6, width: 288, heads: 6, vocabulary: 32000, tie_embeddings: true}
@@ -62,7 +62,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     rounds = parser.parse_args().rounds
     plain = recipes.parse(RECIPE, where="benchmark")
-    device, _ = resolve(plain)
+    device, _ = resolve_device(plain)
     b = build(plain, vocabulary=32000, device=device)
     with tempfile.TemporaryDirectory(dir=".") as folder:
         between = Saving(b, Path(folder) / "between")

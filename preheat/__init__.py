@@ -11,7 +11,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+from preheat._version import __version__ as __version__
+
 __all__ = ["add_lora", "checkpoint_layers", "load_recipe", "plan", "train"]
 
 if TYPE_CHECKING:

@@ -121,9 +121,9 @@ def _rates(where: Where) -> dict[str, Any]:
 
         threads = torch.get_num_threads()
     else:
-        from preheat.training.session import resolve
+        from preheat.engine.device import resolve_device
 
-        _, threads = resolve(recipe_of(where, "1B", 1, 1024, {}, 1))
+        _, threads = resolve_device(recipe_of(where, "1B", 1, 1024, {}, 1))
     measured = rates(probe(where.kind), threads)
     return {"seconds": measured.seconds, "bandwidth GB/s": measured.bandwidth / 1e9} | {
         f"{dtype} TFLOP/s": rate / 1e12 for dtype, rate in measured.peak_matrix_rate.items()

@@ -139,9 +139,9 @@ def _machine(recipe: Recipe) -> dict[str, Any]:
     """What the figures hold for."""
     import torch
 
-    from preheat.training.session import resolve
+    from preheat.engine.device import resolve_device
 
-    device, threads = resolve(recipe)
+    device, threads = resolve_device(recipe)
     return {"name": device.name, "kind": device.kind, "threads": threads, "torch": torch.__version__}
 
 

@@ -11,63 +11,17 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from preheat.hardware.processes import ended_by, local_group, tethered
 
-if TYPE_CHECKING:
-    from preheat.bench.trial import Wish
-    from preheat.recipe import Recipe
-
-__all__ = ["main", "take_steps", "with_and_without_zero"]
+__all__ = ["main", "run_processes", "take_steps"]
 
 
-def with_and_without_zero(
-    wish: Wish, plain: Recipe, left: float, say: Callable[[str], None]
-) -> tuple[list[dict[str, Any]], int]:
-    """Rows of both contenders, each on several processes, and the steps they took within about `left` seconds."""
-    import dataclasses
-
-    from preheat.bench.trial import GIB, LEAST, MEMORY, PROCESSES, STARTUP, compare
-    from preheat.recipe import Batch, dump
-    from preheat.technique import registry
-    from preheat.training.session import plan_here
-
-    rows = wish.rows * PROCESSES
-    recipe = dataclasses.replace(plain, batch=Batch(size=rows, length=wish.seq_len))
-    flash = {"efficient_attention": registry()["efficient_attention"](kernel="flash")}  # type: ignore[call-arg]
-    one = plan_here(dataclasses.replace(plain, techniques=flash))
-    names = (f"{PROCESSES} processes", f"zero, stage {wish.zero_stage}")
-    made: list[dict[str, Any]] = [
-        {"name": name, "against": names[0], "predicted": None, "not_run": "", "changes": {}} for name in names
-    ]
-    seconds = one["seconds_per_step"] * PROCESSES * 1.5  # the cores are shared; gradients and weights travel
-    steps = min(10, int(max(left - 2 * STARTUP, LEAST) / (2 * seconds)))
-    why = ""
-    if one["peak_gib"] * PROCESSES * GIB > MEMORY:
-        why = f"{PROCESSES} processes need {one['peak_gib'] * PROCESSES:.1f} GiB, more than the {MEMORY / GIB:.0f} GiB that a trial may use"
-    elif steps < 2:
-        why = f"a step would take {seconds:.0f} s, longer than a trial waits; smaller: --batch-size, --seq-len or --model-size"
-    for row, stage in zip(made, (0, wish.zero_stage), strict=True):
-        row["not_run"] = why
-        if not why:
-            say(f"{row['name']}: {steps} steps")
-            job = {"recipe": dump(recipe), "steps": steps, "world": PROCESSES, "stage": stage, "offload": wish.cpu_offload}
-            job["seconds"] = max(left / 2 - STARTUP, LEAST / 2)
-            row |= _several(job)
-    common = min((len(row["losses"]) for row in made if "losses" in row), default=0)
-    for row in made:
-        if "losses" in row:
-            row["loss"] = row.pop("losses")[common - 1]  # of the last step that both took
-    compare(made)
-    return made, steps
-
-
-def _several(job: dict[str, Any]) -> dict[str, Any]:
+def run_processes(job: dict[str, Any]) -> dict[str, Any]:
     """Runs one contender on its processes; what they measured as the figures of a row, or why they did not run."""
     world = job["world"]
     threads = max(1, (os.cpu_count() or 1) // world)

@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from preheat.bench.compare import NOISE, Contender, cosine_of, speed_of, take_turn
+from preheat.bench.shared import run_processes
 from preheat.errors import RecipeError, RunError
-from preheat.recipe import Batch, Data, Hardware, Model, Recipe, Stop
+from preheat.recipe import Batch, Data, Hardware, Model, Recipe, Stop, dump
 from preheat.run import MEMORY_KEYS, expected_memory
 from preheat.technique import Device, Phase, Technique, registry
 
@@ -194,9 +195,7 @@ def trial(wish: Wish, say: Callable[[str], None] = lambda words: None) -> dict[s
     if group is not None:
         rows += _run(group, steps, begun + limit - kept, say)
     if zero:
-        from preheat.bench.shared import with_and_without_zero
-
-        made, steps_of_zero = with_and_without_zero(wish, plain, limit - (time.monotonic() - begun), say)
+        made, steps_of_zero = _with_and_without_zero(wish, plain, limit - (time.monotonic() - begun), say)
         rows, steps = [*rows, *made], steps or steps_of_zero
     if not any("tokens_per_second" in row for row in rows):
         raise RunError("nothing could be run: " + "; ".join(f"{row['name']}: {row['not_run']}" for row in rows))
@@ -373,3 +372,45 @@ def _gpu(wish: Wish, group: _Group | None, plain: Recipe) -> tuple[dict[str, flo
 
 def _size(count: float) -> str:
     return f"{count / GIB:.2f} GiB" if count >= GIB else f"{count / 2**20:.0f} MiB"
+
+
+def _with_and_without_zero(
+    wish: Wish, plain: Recipe, left: float, say: Callable[[str], None]
+) -> tuple[list[dict[str, Any]], int]:
+    """Rows of both contenders, each on several processes, and the steps they took within about `left` seconds."""
+    from preheat.training.session import plan_here
+
+    rows = wish.rows * PROCESSES
+    recipe = dataclasses.replace(plain, batch=Batch(size=rows, length=wish.seq_len))
+    flash = {"efficient_attention": registry()["efficient_attention"](kernel="flash")}  # type: ignore[call-arg]
+    one = plan_here(dataclasses.replace(plain, techniques=flash))
+    names = (f"{PROCESSES} processes", f"zero, stage {wish.zero_stage}")
+    made: list[dict[str, Any]] = [
+        {"name": name, "against": names[0], "predicted": None, "not_run": "", "changes": {}} for name in names
+    ]
+    seconds = one["seconds_per_step"] * PROCESSES * 1.5  # the cores are shared; gradients and weights travel
+    steps = min(10, int(max(left - 2 * STARTUP, LEAST) / (2 * seconds)))
+    why = ""
+    if one["peak_gib"] * PROCESSES * GIB > MEMORY:
+        why = f"{PROCESSES} processes need {one['peak_gib'] * PROCESSES:.1f} GiB, more than the {MEMORY / GIB:.0f} GiB that a trial may use"
+    elif steps < 2:
+        why = f"a step would take {seconds:.0f} s, longer than a trial waits; smaller: --batch-size, --seq-len or --model-size"
+    for row, stage in zip(made, (0, wish.zero_stage), strict=True):
+        row["not_run"] = why
+        if not why:
+            say(f"{row['name']}: {steps} steps")
+            job = {
+                "recipe": dump(recipe),
+                "steps": steps,
+                "world": PROCESSES,
+                "stage": stage,
+                "offload": wish.cpu_offload,
+            }
+            job["seconds"] = max(left / 2 - STARTUP, LEAST / 2)
+            row |= run_processes(job)
+    common = min((len(row["losses"]) for row in made if "losses" in row), default=0)
+    for row in made:
+        if "losses" in row:
+            row["loss"] = row.pop("losses")[common - 1]  # of the last step that both took
+    compare(made)
+    return made, steps

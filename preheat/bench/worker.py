@@ -38,14 +38,15 @@ def take_steps(job: dict[str, Any]) -> dict[str, Any]:
     from preheat.data import batches
     from preheat.data.kinds import require_examples
     from preheat.engine.build import build, peak_learning_rate
+    from preheat.engine.device import resolve_device
     from preheat.engine.step import gradients, update
     from preheat.hardware.gpu_memory import memory_peak
     from preheat.planning.observe import observe
     from preheat.technique import Slot
-    from preheat.training.session import data_of, resolve, settle
+    from preheat.training.session import data_of, settle
 
     recipe = recipes.parse(job["recipe"])
-    device, _ = resolve(recipe)
+    device, _ = resolve_device(recipe)
     data = data_of(recipe)
     require_examples(recipe, data)
     pause = time.perf_counter()

@@ -72,7 +72,7 @@ def searched(
     from preheat.planning.crew import crew
     from preheat.planning.explain import explain, figures
     from preheat.planning.longest import longest
-    from preheat.planning.recall import recall
+    from preheat.planning.recall import observe_for_others, recall
     from preheat.planning.search import search
     from preheat.training.asked import hardware
     from preheat.training.session import rows_of, vocabulary_of
@@ -91,7 +91,7 @@ def searched(
         more: dict[str, Any] = {} if aim == "longest-context" else {"aim": aim}
         return run(space, rates=rates, in_use=in_use, seconds=how.pop("seconds", seconds), tell=tell, **more, **how)
 
-    with crew():
+    with crew(observe_for_others):
         found = found_of(question)
         if not quiet:
             passing()

@@ -139,13 +139,13 @@ def prepare(
     """
     refuse_unknown(data.preflight)
     root, say = cache or cache_folder(), progress or (lambda what, done, total: None)
-    name, knob = (data.tokenizer, "data.tokenizer") if data.tokenizer else (tokenizer, "the model's tokenizer")
+    name, key = (data.tokenizer, "data.tokenizer") if data.tokenizer else (tokenizer, "the model's tokenizer")
     if data.streaming and name is None:
         raise DataError(
             "data.streaming: a tokenizer cannot be trained on data that is read while training; set data.tokenizer to a folder"
         )
-    own = load_tokenizer(name, knob=knob, add_tokens=add_tokens) if name is not None else None
-    notes = [f"{knob} {name}: {why}; tokenizer.json is read as it is"] if name and (why := read_as_it_is(name)) else []
+    own = load_tokenizer(name, knob=key, add_tokens=add_tokens) if name is not None else None
+    notes = [f"{key} {name}: {why}; tokenizer.json is read as it is"] if name and (why := read_as_it_is(name)) else []
     eye = None
     if vision is not None:
         if own is None:

@@ -135,7 +135,7 @@ def build(
     if problems:
         raise TechniqueError(problems)
     if dry is not None and recipe.parallel.engine == "deepspeed":
-        from preheat.engine.deepspeed import native
+        from preheat.recipe.native import native
 
         return build(native(recipe), vocabulary=vocabulary, device=device, dry=dry)
     # A dry run has its fake tensors on the CPU, also where there is a GPU; kernels are chosen by `device` all the same.

@@ -11,7 +11,7 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -19,22 +19,9 @@ from torch import Tensor, nn
 
 from preheat.engine.step import add_up, forward, transform
 from preheat.errors import RunError
-from preheat.recipe import Recipe
-from preheat.technique import Axis, Batch, Build, Change, Context, LossSum, Slot, Stage, Tag, Technique, registry
+from preheat.technique import Axis, Batch, Build, Change, Context, LossSum, Slot, Stage, Tag, Technique
 
-__all__ = ["DeepSpeed", "native"]
-
-
-def native(recipe: Recipe) -> Recipe:
-    """The recipe for the native engine that shares out what this one's DeepSpeed does."""
-    known = registry()
-    share: dict[str, Any] = {
-        1: {"data_parallel": known["data_parallel"](), "zero1": known["zero1"]()},
-        2: {"fsdp": known["fsdp"](reshard=False)},  # type: ignore[call-arg]
-        3: {"fsdp": known["fsdp"]()},
-    }[recipe.parallel.zero]
-    parallel = replace(recipe.parallel, engine="native", zero=1)
-    return replace(recipe, parallel=parallel, techniques={**recipe.techniques, **share})
+__all__ = ["DeepSpeed"]
 
 
 class _Whole(nn.Module):

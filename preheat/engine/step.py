@@ -16,11 +16,11 @@ from torch import Tensor
 
 from preheat.data.loader import sample_order
 from preheat.models import adapter
+from preheat.ops.accumulation import accumulate
 from preheat.ops.attention import reference_attention
 from preheat.ops.losses import CrossEntropy, Softcapped, whole_logits
 from preheat.ops.sharded import local, total_norm
 from preheat.technique import DATA, Axis, Batch, Build, LossSum, RowLoss, Shape, Slot
-from preheat.techniques.gradient_accumulation import accumulate
 
 __all__ = ["add_up", "forward", "flattened", "gradients", "numbers", "plain_slots", "transform", "unflattened", "update"]
 

@@ -268,7 +268,7 @@ def build_on_meta(config: PretrainedConfig, *, trust: bool = False, as_stored: b
     import transformers
     from huggingface_hub.errors import StrictDataclassError
 
-    from preheat.models.surgery import own_rotary
+    from preheat.models.blocks import own_rotary
 
     _refuse(config)
     _register_attention()

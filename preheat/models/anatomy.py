@@ -83,7 +83,7 @@ def anatomy(model: PreTrainedModel) -> Anatomy:
     layers = max(stacks, key=lambda stack: sum(p.numel() for p in stack.parameters()))
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     if whole(model) is not model:
-        from preheat.models.stages import Elsewhere
+        from preheat.models.blocks import Elsewhere
 
         layers = nn.ModuleList(layer for layer in layers if not isinstance(layer, Elsewhere))
     elif head is None or embedding is None:

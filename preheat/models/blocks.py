@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["CentredEmbedding", "DynamicRotary", "FeedForward", "LongRotary", "RMSNorm"]
+__all__ = ["CentredEmbedding", "DynamicRotary", "Elsewhere", "FeedForward", "LongRotary", "RMSNorm", "own_rotary"]
 
 
 class RMSNorm(nn.Module):
@@ -116,3 +116,20 @@ def _tables(x: Tensor, position_ids: Tensor, frequencies: Tensor, scale: float) 
     angles = position_ids[..., None].float() * frequencies
     angles = torch.cat((angles, angles), dim=-1)
     return (angles.cos() * scale).to(x.dtype), (angles.sin() * scale).to(x.dtype)
+
+
+def own_rotary(model: Any) -> None:
+    """Puts `DynamicRotary` and `LongRotary` for transformers' tables that depend on the longest position, in place."""
+    ours = {"dynamic": DynamicRotary, "longrope": LongRotary}
+    for name, module in list(model.named_modules()):
+        kind = getattr(module, "rope_type", None)
+        if isinstance(kind, str) and kind in ours:
+            parent, _, leaf = name.rpartition(".")
+            setattr(model.get_submodule(parent), leaf, ours[kind](module.config))
+
+
+class Elsewhere(nn.Module):
+    """Stands where another stage has a module: hidden states go on as they are."""
+
+    def forward(self, hidden: Tensor, *_: Any, **__: Any) -> Tensor:
+        return hidden

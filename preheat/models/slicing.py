@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from preheat.errors import RecipeError
 from preheat.models.adapter import PATTERN, SOFTCAP, anatomy, facts
-from preheat.models.blocks import DynamicRotary, LongRotary
-from preheat.models.surgery import beyond_transformers, own_rotary
+from preheat.models.blocks import DynamicRotary, LongRotary, own_rotary
+from preheat.models.surgery import beyond_transformers
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -15,19 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from preheat.models import adapter
+from preheat.models.blocks import Elsewhere
 from preheat.technique import MaskSpec
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 __all__ = ["Course", "balance", "cut", "observe"]
-
-
-class Elsewhere(nn.Module):
-    """Stands where another stage has a module: hidden states go on as they are."""
-
-    def forward(self, hidden: Tensor, *_: Any, **__: Any) -> Tensor:
-        return hidden
 
 
 class _Nothing(nn.Module):

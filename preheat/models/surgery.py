@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from preheat.models.adapter import anatomy
-from preheat.models.blocks import CentredEmbedding, DynamicRotary, FeedForward, LongRotary, RMSNorm
+from preheat.models.blocks import CentredEmbedding, FeedForward, RMSNorm
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,7 +27,6 @@ __all__ = [
     "fold_layer_norms",
     "has_rotary",
     "key_value_projections",
-    "own_rotary",
     "pool_heads",
     "pool_key_value_heads",
     "replace_feed_forward",
@@ -336,16 +335,6 @@ def rope_of_longest(config: Any) -> str:
     rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
     parts = [part for part in (rope, *rope.values()) if isinstance(part, dict)]  # one for all layers, or one a kind of them
     return next((kind for kind in ("dynamic", "longrope") if any(part.get("rope_type") == kind for part in parts)), "")
-
-
-def own_rotary(model: Any) -> None:
-    """Puts `blocks.DynamicRotary` and `blocks.LongRotary` for transformers' tables that depend on the longest position, in place."""
-    ours = {"dynamic": DynamicRotary, "longrope": LongRotary}
-    for name, module in list(model.named_modules()):
-        kind = getattr(module, "rope_type", None)
-        if isinstance(kind, str) and kind in ours:
-            parent, _, leaf = name.rpartition(".")
-            setattr(model.get_submodule(parent), leaf, ours[kind](module.config))
 
 
 # --- export -------------------------------------------------------------------------------------------------------

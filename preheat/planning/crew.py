@@ -14,7 +14,6 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from typing import Any, NoReturn
 
-from preheat.errors import RecipeError
 from preheat.hardware.interrupts import heeded
 from preheat.hardware.processes import end_with_parent
 
@@ -44,13 +43,13 @@ def _copies_serve() -> bool:
 class _Helper:
     """A copy of this process, with the task that it has."""
 
-    def __init__(self) -> None:
+    def __init__(self, do: Callable[[Task], None]) -> None:
         self.pipe, far = Pipe()
         self.task: Task | None = None
         parent = os.getpid()
         self.process = os.fork()
         if self.process == 0:
-            _serve(far, parent)
+            _serve(far, parent, do)
         far.close()
 
     def take(self, task: Task) -> None:
@@ -69,8 +68,11 @@ _helpers: list[_Helper] = []
 
 
 @contextmanager
-def crew(size: int | None = None) -> Iterator[None]:
+def crew(do: Callable[[Task], None], size: int | None = None) -> Iterator[None]:
     """Within, `share` has as many processes as `size` says with this one; `processes()` when not given.
+
+    Args:
+        do: does one task in such a process, and leaves nothing of it in memory.
 
     They are copies of this process, which must have run no backward pass yet: torch's threads for those would be missing in them. Where
     CUDA is in use already there are none.
@@ -79,7 +81,7 @@ def crew(size: int | None = None) -> Iterator[None]:
 
     gc.collect()
     gc.freeze()  # what the collector would touch would be copied
-    _helpers.extend(_Helper() for _ in range((size or processes()) - 1 if _copies_serve() else 0))
+    _helpers.extend(_Helper(do) for _ in range((size or processes()) - 1 if _copies_serve() else 0))
     try:
         yield
     finally:
@@ -127,13 +129,11 @@ def _hear(seconds: float | None) -> list[Task]:
     return undone
 
 
-def _serve(pipe: Connection, parent: int) -> NoReturn:
+def _serve(pipe: Connection, parent: int, do: Callable[[Task], None]) -> NoReturn:
     for number in (*heeded(), signal.SIGUSR1):  # a terminal signals all its processes; whoever asked ends this one
         signal.signal(number, signal.SIG_IGN)
     end_with_parent(parent)
     import torch
-
-    from preheat.planning import recall
 
     null = os.open(os.devnull, os.O_RDWR)
     for standard in (0, 1, 2):  # what fails here is done again by whoever asked, and says so there
@@ -141,10 +141,7 @@ def _serve(pipe: Connection, parent: int) -> NoReturn:
     try:
         torch.set_num_threads(1)
         while True:
-            task = pipe.recv()
-            with suppress(RecipeError):  # whoever needs it makes it again, and says so
-                recall.recall(**task)
-            recall.forget()
+            do(pipe.recv())
             pipe.send("")
     finally:
         with suppress(OSError):  # whoever asked may have ended

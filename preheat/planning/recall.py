@@ -89,6 +89,13 @@ def together(asked: Iterable[Mapping[str, Any]]) -> None:
     share([dict(how) for how in asked if not known(**how)], here)
 
 
+def observe_for_others(task: dict[str, Any]) -> None:
+    """Stores the observation of one task of a `crew` on the disk; whoever needs one that cannot be built makes it again, and says so."""
+    with suppress(RecipeError):
+        recall(**task)
+    forget()
+
+
 def forget() -> None:
     """Leaves what was seen to the disk alone."""
     _known.clear()

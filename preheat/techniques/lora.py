@@ -227,9 +227,11 @@ class Lora(Technique):
         if self.embedding_rank:
             if self.variant not in ("lora", "rslora"):
                 found.append(f"embedding_rank: goes with lora and rslora, and variant is {self.variant}; set embedding_rank: 0")
-            split = [name for name in ("pipeline_parallel", "tensor_parallel") if name in context.recipe.techniques]
+            split = sorted({Tag.PIPELINE_STAGES, Tag.TENSOR_PARALLEL} & context.tags)
             if split:
-                found.append(f"embedding_rank: {split[0]} takes embedding and head apart; set embedding_rank: 0, or take fsdp")
+                found.append(
+                    f"embedding_rank: does not go with {split[0]}, which takes embedding and head apart; set embedding_rank: 0"
+                )
         return found
 
     def apply(self, build: Build, part: Any) -> Change:

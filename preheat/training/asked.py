@@ -172,10 +172,11 @@ def hardware(gpu: str | None, recipe: Recipe, per_host: int) -> tuple[Device, Ra
         RecipeError: there is no such device.
     """
     if gpu is None:
+        from preheat.engine.device import resolve_device
         from preheat.hardware.calibrate import rates
-        from preheat.training.session import in_use, resolve
+        from preheat.training.session import in_use
 
-        device, threads = resolve(recipe, per_host)
+        device, threads = resolve_device(recipe, per_host)
         return device, rates(device, threads), in_use(device)
     from preheat.planning.roofline import Roofline  # it imports torch, and a recipe that is wrong is told before
 

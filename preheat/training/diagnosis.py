@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from preheat import recipe as recipes
+from preheat.engine.device import resolve_device
 from preheat.errors import RunError
 from preheat.hardware.rates import Rates
 from preheat.planning.ladder import Planner, climb_down, shorter
@@ -19,7 +20,6 @@ from preheat.run import Reader
 from preheat.technique import Device, Phase
 from preheat.text import shorten
 from preheat.training.rungs import effective
-from preheat.training.session import resolve
 
 __all__ = ["allocator_settings", "diagnose"]
 
@@ -108,7 +108,7 @@ def _machine(recipe: Recipe, environment: Mapping[str, Any]) -> tuple[Device, Ra
         roofline = Roofline.of(machine["device"])
         memory = round(machine["memory_gib"] * GIB)
         return replace(roofline.as_device, memory=memory, expandable=recipe.hardware.segments == "expandable"), roofline
-    device, threads = resolve(recipe)
+    device, threads = resolve_device(recipe)
     if kind not in (None, device.kind):
         raise RunError(
             f"this run used {shorten(kind)}, and the recipe takes {device.kind} here; set hardware.device: {shorten(kind)} in its recipe.yaml"

@@ -12,13 +12,13 @@ from preheat import recipe as recipes
 from preheat import trust
 from preheat.engine import checkpoint
 from preheat.engine.build import alone, build
+from preheat.engine.device import resolve_device
 from preheat.errors import RecipeError, RunError
 from preheat.models.generate import Written
 from preheat.models.weights import WeightSource
 from preheat.recipe import Model, Recipe, Sample, Stop
 from preheat.run import Reader
 from preheat.technique import Build
-from preheat.training.session import resolve
 from preheat.training.texts import Prompt, write_texts
 
 __all__ = ["Opened", "open_draft", "open_model", "require_model"]
@@ -147,7 +147,7 @@ def _at_start(path: Path, base: str | None) -> Opened:
     recipe = _on_base(run, base, checkpoint.read_progress(found) if found else None)
     classes = tuple(run.data.get("classes") or ())
     tokenizer = load_tokenizer(str(path / "tokenizer"))
-    device, _ = resolve(recipe)
+    device, _ = resolve_device(recipe)
     made = build(recipe, vocabulary=len(tokenizer), device=device)
     return Opened(recipe, made, tokenizer, 0, str(path / "tokenizer"), classes=classes)
 
@@ -199,7 +199,7 @@ def _run(path: Path, step: int | None, base: str | None) -> Opened:
     tokenizer = load_tokenizer(str(path / "tokenizer"))
     progress = checkpoint.read_progress(found)
     recipe = _on_base(run, base, progress)
-    device, _ = resolve(recipe)
+    device, _ = resolve_device(recipe)
     # What an adapter began from is in the checkpoint by now, and its folder may be gone. A curriculum's start is another thing.
     techniques = {
         name: replace(t, start=None) if ("start", None) in {(f.name, f.default) for f in dataclasses.fields(t)} else t  # type: ignore[call-arg]
@@ -225,7 +225,7 @@ def _folder(model: str, tokenizer_folder: str) -> Opened:
     positions = facts(configure(replace(recipe, batch=replace(recipe.batch, length=2)))).positions
     tokenizer = load_tokenizer(tokenizer_folder)
     recipe = replace(recipe, batch=replace(recipe.batch, size=8, length=min(512, positions or 512)))
-    device, _ = resolve(recipe)
+    device, _ = resolve_device(recipe)
     made = build(recipe, vocabulary=len(tokenizer), device=device, reading=True)
     return Opened(recipe, made, tokenizer, None, tokenizer_folder)
 
@@ -244,7 +244,7 @@ def _adapter(path: Path, base: str | None) -> Opened:
         opened = _folder(named, str(path) if own else named)
     except RecipeError as error:
         if base is not None:
-            raise RecipeError(f"--base {base}: {error}") from None
+            raise RecipeError(f"--base: {error}") from None
         if not Path(named).exists():
             raise RecipeError(
                 f"adapter: {path}: its base model is not there ({error}); name the base's folder with --base"

@@ -30,7 +30,7 @@ def versions() -> dict[str, str]:
 def environment(device: Device, threads: int) -> dict[str, Any]:
     import importlib.metadata as metadata
 
-    import preheat
+    from preheat._version import __version__
 
     packages = ("torch", "transformers", "tokenizers", "safetensors", "datasets", "peft", "numpy")
     return {
@@ -45,7 +45,7 @@ def environment(device: Device, threads: int) -> dict[str, Any]:
         },
         "versions": {
             "python": platform.python_version(),
-            "preheat": preheat.__version__,
+            "preheat": __version__,
             **{name: metadata.version(name) for name in packages},
         },
     }

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from preheat.errors import RecipeError
 from preheat.run import Reader
+from preheat.training.opened import open_draft
 from preheat.training.texts import Prompt, Tokens, prompt_tokens, write_texts
 
 if TYPE_CHECKING:
@@ -62,7 +63,11 @@ class Samples:
     def write(self, build: Build, writer: Writer, *, step: int) -> None:
         """Writes a text after each prompt into the run's events, and all that the run has so far into samples.json."""
         settings = self.recipe.sample
-        texts = write_texts(build, self.tokenizer, self.prompts, settings, template=self.template, seed=self.recipe.seed)
+        # Opened for this call alone: while the model trains, the draft's memory is the run's.
+        draft = None if settings.draft is None else open_draft(settings.draft, self.tokenizer)
+        texts = write_texts(
+            build, self.tokenizer, self.prompts, settings, template=self.template, draft=draft, seed=self.recipe.seed
+        )
         for prompt, text, expected in zip(self.prompts, texts, self.expected, strict=True):
             shown = prompt.text if isinstance(prompt, Tokens) else prompt
             own = {} if expected is None else {"expected": expected}

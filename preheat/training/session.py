@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import itertools
-import os
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -14,10 +13,11 @@ from preheat import recipe as recipes
 from preheat import trust
 from preheat.engine import checkpoint
 from preheat.engine.build import build, peak_learning_rate
+from preheat.engine.device import resolve_device
 from preheat.engine.saving import Saving
 from preheat.errors import DoesNotFit, RecipeError
 from preheat.evaluation.probes import Probes
-from preheat.hardware.deterministic import be_deterministic, repeats
+from preheat.hardware.deterministic import repeats
 from preheat.hardware.exhaustion import held_bytes
 from preheat.hardware.gpu_memory import limit_memory, taken_bytes
 from preheat.hardware.heap import give_back, keep_heap
@@ -52,7 +52,6 @@ __all__ = [
     "open_session",
     "plan_here",
     "read_data",
-    "resolve",
     "rows_of",
     "settle",
     "vocabulary_of",
@@ -183,36 +182,6 @@ class Session:
         give_back(self.device.kind)
 
 
-_THREADS_A_CORE = 4
-
-
-def resolve(recipe: Recipe, on_host: int = 1) -> tuple[Device, int]:
-    """The device and the number of CPU threads of a recipe; sets the threads, and whether kernels are deterministic.
-
-    Args:
-        on_host: processes that share this host: each has its share of the cores and, on CPUs, of the memory.
-
-    Raises:
-        RecipeError: more threads than serve on so few cores; the environment keeps cuBLAS from being deterministic.
-    """
-    cores, threads = os.cpu_count() or 1, recipe.hardware.threads or 1
-    if threads > _THREADS_A_CORE * cores:  # measuring the rates of thousands takes hours
-        raise RecipeError(f"hardware.threads: {threads:,} are too many for the {cores} cores here; use at most {cores}")
-    be_deterministic(recipe.hardware.deterministic)
-    import torch
-
-    from preheat.hardware.probe import probe
-
-    device = probe(recipe.hardware.device, recipe.hardware.memory, recipe.hardware.segments)
-    if device.kind == "cpu" and on_host > 1:
-        device = replace(device, memory=device.memory // on_host)
-    if recipe.hardware.threads:
-        torch.set_num_threads(recipe.hardware.threads)
-    elif on_host > 1:
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // on_host))
-    return device, torch.get_num_threads()
-
-
 def rows_of(recipe: Recipe) -> int | None:
     """Training rows, where `stop.epochs` makes them matter: then the data is read (and cached); a preset alone has no tokenizer to read by."""
     if not recipe.stop.epochs or presets.only_planned(recipe):
@@ -273,7 +242,7 @@ def plan_here(recipe: Recipe, *, trust_remote_code: bool = False) -> dict[str, A
 def _plan_here(recipe: Recipe) -> dict[str, Any]:
     from preheat.hardware.calibrate import rates
 
-    device, threads = resolve(recipe)
+    device, threads = resolve_device(recipe)
     how: dict[str, Any] = {
         "vocabulary": vocabulary_of(recipe),
         "device": device,
@@ -297,7 +266,7 @@ def open_session(recipe: Recipe, out: Path, *, resume: bool, watch: Watch, force
         RecipeError, DataError, DoesNotFit, RunError: before anything is written, but for a folder that cannot be.
     """
     ranks = meet(recipe)
-    device, threads = resolve(recipe, ranks.on_host)
+    device, threads = resolve_device(recipe, ranks.on_host)
     ready: _Ready | None = None
     if ranks.lead:
         prepared = _prepare(recipe, out, ranks, device, threads, resume=resume, watch=watch, force=force)

@@ -82,7 +82,7 @@ def write_texts(
     Args:
         settings: how many tokens, and how they are drawn; the likeliest, at most 64, when not given.
         template: lays out chats; a text is then the user's message of one.
-        draft: the model that `settings.draft` names (`open_draft`); opened here, for this call, when not given.
+        draft: the model that `settings.draft` names (`opened.open_draft`).
         seed, batch, on_text, kept, timed: see `preheat.models.generate.generate`.
 
     Raises:
@@ -97,10 +97,7 @@ def write_texts(
     if template is not None:
         tokens, strings = turn_ends(template, tokenizer)
         stop, settings = stop | tokens, replace(settings, stop=(*settings.stop, *strings))
-    if settings.draft is not None and draft is None:
-        from preheat.training.opened import open_draft
-
-        draft = open_draft(settings.draft, tokenizer)
+    assert draft is not None or settings.draft is None, "whoever names a draft opens it (opened.open_draft)"
     model: Any = build.trained[0]
     return generate(
         model,

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from preheat import load_recipe
+from preheat.engine.device import resolve_device
 from preheat.errors import RecipeError
 from preheat.hardware.deterministic import be_deterministic, explain_lacking, repeats
-from preheat.training.session import resolve
 
 
 @pytest.fixture(autouse=True)
@@ -26,20 +26,20 @@ def undone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_the_key_sets_torch_s_mode_and_its_absence_undoes_it() -> None:
     torch.backends.cudnn.benchmark = True
     on, off = (load_recipe("demo", [f"hardware.deterministic={value}"]) for value in ("true", "false"))
-    resolve(on)
-    resolve(on)
+    resolve_device(on)
+    resolve_device(on)
     assert torch.are_deterministic_algorithms_enabled()
     assert not torch.backends.cudnn.benchmark
     assert not torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[has-type]
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
     assert os.environ["TORCHINDUCTOR_DETERMINISTIC"] == "1"
-    resolve(off)
+    resolve_device(off)
     assert not torch.are_deterministic_algorithms_enabled()
     assert torch.backends.cudnn.benchmark
     assert torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[has-type]
     torch.backends.cudnn.benchmark = False
     torch.use_deterministic_algorithms(True)  # what a user sets stays
-    resolve(off)
+    resolve_device(off)
     assert torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(False)
 

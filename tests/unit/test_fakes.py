@@ -96,7 +96,7 @@ def test_no_process_is_copied_once_cuda_is_in_use(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(os, "fork", lambda: pytest.fail("copied"))
     assert crew.processes() == 1
-    with crew.crew(2):
+    with crew.crew(recall.observe_for_others, 2):
         assert crew.alone()
         done: list[Any] = []
         crew.share([{"n": 1}, {"n": 2}], done.append)
@@ -114,7 +114,7 @@ def test_what_fails_in_a_helper_is_told_and_done_again(
 
     monkeypatch.setattr(recall, "recall", broken)
     done: list[int] = []
-    with caplog.at_level("DEBUG", logger="preheat"), crew.crew(2):
+    with caplog.at_level("DEBUG", logger="preheat"), crew.crew(recall.observe_for_others, 2):
         crew.share([{"n": n} for n in range(3)], lambda task: done.append(task["n"]))
         assert crew.alone(), "one that failed is asked no more"
     assert sorted(done) == [0, 1, 2]
@@ -143,7 +143,7 @@ def test_a_crew_observes_what_one_process_does(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setenv("PREHEAT_CACHE", str(tmp_path))
     recipes = [override(tiny(), f"batch.size={rows}") for rows in (1, 2, 3, 4)]
     how: dict[str, Any] = {"vocabulary": 96, "device": DEVICE, "world": 1, "how": "step"}
-    with crew.crew(2):
+    with crew.crew(recall.observe_for_others, 2):
         [helper] = crew._helpers
         here: list[int] = []
         tasks = [{"recipe": recipe, **how} for recipe in recipes]

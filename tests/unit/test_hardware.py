@@ -527,11 +527,11 @@ def test_amounts_of_memory_that_are_none(text: str) -> None:
 
 
 def test_more_threads_than_serve_are_refused_before_they_are_measured() -> None:
+    from preheat.engine.device import resolve_device
     from preheat.recipe import parse
-    from preheat.training.session import resolve
 
     with pytest.raises(RecipeError, match=r"hardware.threads: 4,096 are too many"):
-        resolve(parse("hardware: {threads: 4096}\nstop: {steps: 1}"))
+        resolve_device(parse("hardware: {threads: 4096}\nstop: {steps: 1}"))
 
 
 @pytest.mark.parametrize(

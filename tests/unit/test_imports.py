@@ -4,7 +4,7 @@ import ast
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -23,7 +23,7 @@ LEVELS = [  # each may import what stands below it
     {"engine"},
     {"techniques"},
     {"ops", "models", "data"},
-    {"recipe", "technique", "hardware", "run", "errors", "text", "trust", "foreign"},
+    {"recipe", "technique", "hardware", "run", "errors", "text", "trust", "foreign", "_version"},
 ]
 # What puts techniques together by hand: the package's front, and the example of a loop with several.
 TOGETHER = ("preheat.techniques", "preheat.techniques.integration")
@@ -46,21 +46,12 @@ def module_of(path: Path) -> str:
 
 
 def imports(source: str, package: str) -> set[str]:
-    """Dotted names that a source imports, also inside functions, not under `if TYPE_CHECKING`.
+    """Dotted names that a source imports, also inside functions and under `if TYPE_CHECKING`.
 
     `from a import b` gives a.b, since b may be a module. `package` is what relative imports start from.
     """
-
-    def nodes(node: ast.AST) -> Iterator[ast.AST]:
-        for child in ast.iter_child_nodes(node):
-            if isinstance(child, ast.If) and ast.unparse(child.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING"):
-                for otherwise in child.orelse:
-                    yield from (otherwise, *nodes(otherwise))
-            else:
-                yield from (child, *nodes(child))
-
     found = set()
-    for node in nodes(ast.parse(source)):
+    for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -98,7 +89,7 @@ def breach(module: str, imported: str) -> str | None:
         ("from preheat import engine", {"preheat.engine"}),
         ("from ..engine import build", {"preheat.engine.build"}),
         ("from . import lora", {"preheat.techniques.lora"}),
-        ("if TYPE_CHECKING:\n    import torch\nelse:\n    import numpy", {"numpy"}),
+        ("if TYPE_CHECKING:\n    import torch\nelse:\n    import numpy", {"torch", "numpy"}),
     ],
 )
 def test_imports_are_found(source: str, found: set[str]) -> None:
@@ -135,6 +126,37 @@ def test_imports_run_one_way() -> None:
             if why := breach(module, imported):
                 breaches.append(f"{module} imports {imported}: {why}")
     assert not breaches, "\n".join(breaches)
+
+
+def circles(graph: Mapping[str, set[str]]) -> list[set[str]]:
+    """Sets of modules that import one another, directly or by others."""
+    reach: dict[str, set[str]] = {}
+    for module in graph:
+        seen, left = set[str](), [module]
+        while left:
+            new = graph[left.pop()] - seen
+            seen |= new
+            left.extend(new)
+        reach[module] = seen
+    found = {
+        frozenset(other for other in reach[module] if module in reach[other]) for module in graph if module in reach[module]
+    }
+    return [set(circle) for circle in found]
+
+
+def test_circles_are_seen() -> None:
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"d"}}) in ([{"b", "c"}, {"d"}], [{"d"}, {"b", "c"}])
+
+
+def test_no_module_imports_itself_by_others() -> None:
+    modules = {module_of(path): path for path in FILES}
+    graph: dict[str, set[str]] = {}
+    for module, path in modules.items():
+        package = module if path.name == "__init__.py" else module.rpartition(".")[0]
+        named = imports(path.read_text(encoding="utf-8"), package)
+        graph[module] = {name if name in modules else name.rpartition(".")[0] for name in named} & modules.keys() - {module}
+    del graph["preheat"]  # passes on what others define, lazily
+    assert not circles({module: found - {"preheat"} for module, found in graph.items()})
 
 
 def test_every_room_has_its_level() -> None:

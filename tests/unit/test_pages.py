@@ -44,7 +44,7 @@ PAGES: dict[str, tuple[Any, dict[str, Any]]] = {
     ),
     "data": (
         data_page._page,
-        {"name": "n", "blocked": ["b"], "preflight": ["p"], "template": "t", "layout": "text, l",
+        {"name": "n", "blocked": ["b"], "preflight": ["p"], "template": "t", "layout": "text, l", "layout_kind": "text", "layout_reason": "l",
          "packing": {"documents": 1, "tokens": 9, "trained": 9, "rows": 1, "length": 8, "efficiency": 1.0, "cut": 0, "duplicates": 0},
          "counts": {"read": 1, "dropped": {"d": 1}, "validation": {"documents": 0}, "sources": [{"source": "s", "layout": "l", "read": 1, "tokens": 9, "weight": 1.0, "dropped": {"d": 1}}]},
          "lengths": {"longest": 9, "median": 9, "longer_than_a_row": 0, "bars": [{"from": 1, "to": None, "count": 1}]},
@@ -73,7 +73,7 @@ PAGES: dict[str, tuple[Any, dict[str, Any]]] = {
          "alternatives": [{"what": "a", **SMALL, "gives_up": "g"}], "rejected": [{"recipe": "r", "reason": "w"}],
          "figures": {"timeline": {"phases": [(0, "forward")], "bytes": [(0, 0.01), (1, 0.02)]}, "roofline": {"peak": 1e12, "bandwidth": 1e9, "points": [{"operator": "o", "intensity": 5.0, "flops": 1e10, "share": 1.0}]},
                      "guesses": [{"what": "g; 1 row", "techniques": "g", "peak_gib": 0.2, "tokens_per_second": 4100.0}],
-                     "pareto": [{"what": "p; 1 row", **SMALL, "fits": True, "best": True}, {"what": "q; 1 row", "peak_gib": 0.04, "tokens_per_second": 1.0, "fits": False, "best": False}]}},
+                     "pareto": [{"what": "p; 1 row", "techniques": "p", **SMALL, "fits": True, "best": True}, {"what": "q; 1 row", "techniques": "q", "peak_gib": 0.04, "tokens_per_second": 1.0, "fits": False, "best": False}]}},
     ),
 }  # fmt: skip
 # Text that the pages look up, and no user writes.

@@ -239,7 +239,7 @@ def test_a_search_adds_only_what_is_planned_well_on_the_device() -> None:
         device = Roofline.of(name).as_device
         space = Space(override(small(), "techniques.mixed_precision={}"), None, device, 1, "different")
         refused = candidate_problems(space, space.having([registry()["fp8"]()]))
-        assert any("compute capability" in why for why in refused) is not fits, refused
+        assert any("compute capability" in problem.text for problem in refused) is not fits, refused
 
 
 def test_what_one_precision_refuses_is_tried_beside_every_other(monkeypatch: pytest.MonkeyPatch) -> None:

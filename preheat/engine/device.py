@@ -1,0 +1,41 @@
+"""The device of a recipe on this machine."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+
+from preheat.errors import RecipeError
+from preheat.hardware.deterministic import be_deterministic
+from preheat.technique import Device, Recipe
+
+__all__ = ["resolve_device"]
+
+_THREADS_A_CORE = 4
+
+
+def resolve_device(recipe: Recipe, on_host: int = 1) -> tuple[Device, int]:
+    """The device and the number of CPU threads of a recipe; sets the threads, and whether kernels are deterministic.
+
+    Args:
+        on_host: processes that share this host: each has its share of the cores and, on CPUs, of the memory.
+
+    Raises:
+        RecipeError: more threads than serve on so few cores; the environment keeps cuBLAS from being deterministic.
+    """
+    cores, threads = os.cpu_count() or 1, recipe.hardware.threads or 1
+    if threads > _THREADS_A_CORE * cores:  # measuring the rates of thousands takes hours
+        raise RecipeError(f"hardware.threads: {threads:,} are too many for the {cores} cores here; use at most {cores}")
+    be_deterministic(recipe.hardware.deterministic)
+    import torch
+
+    from preheat.hardware.probe import probe
+
+    device = probe(recipe.hardware.device, recipe.hardware.memory, recipe.hardware.segments)
+    if device.kind == "cpu" and on_host > 1:
+        device = replace(device, memory=device.memory // on_host)
+    if recipe.hardware.threads:
+        torch.set_num_threads(recipe.hardware.threads)
+    elif on_host > 1:
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // on_host))
+    return device, torch.get_num_threads()
