@@ -42,7 +42,7 @@ BASE = "model: {size: 15M}\nstop: {steps: 10}\n"
         ("model: {size: 15X}\nstop: {steps: 1}", ["model.size", "15M or 1.1B"]),
         ("model: {path: x, layers: 2}\nstop: {steps: 1}", ["model.path", "remove layers"]),
         ("model: {width: 30, heads: 4}\nstop: {steps: 1}", ["model.width", "multiple of heads"]),
-        ("model: {size: 15M}", ["stop", "says no end"]),
+        ("model: {size: 15M}", ["stop", "no stopping condition"]),
         ("model: {size: 15M}\nstop: {hours: 1}", ["stop.hours", "schedule.kind: constant"]),
         ("model: 3\nstop: {steps: 1}", ["r.yaml:1", "model", "mapping"]),
         ("a: [", ["r.yaml", "not YAML"]),

@@ -102,7 +102,7 @@ def test_what_no_reader_survives_is_told_in_a_line(text: str, words: str) -> Non
         ("batch.size=&a [*a]", "levels deep"),
         ("seed=99999999999999999999", "--set seed=99999999999999999999: an integer must fit"),
         ("a..b=1", "key=value"),
-        ("stop.steps=null", "--set stop.steps=null: stop: says no end"),
+        ("stop.steps=null", "--set stop.steps=null: stop: no stopping condition"),
         ("model.path=x", "--set model.path=x: model.path: a model from a path brings its sizes"),
         # The file's key is wrong only beside what --set gave.
         ("schedule.kind=wsd", "--set schedule.kind=wsd: stop.hours: schedule wsd needs a length"),
