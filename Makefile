@@ -15,7 +15,7 @@ help:
 	@echo "make test-pairs every pair of techniques that may go together"
 	@echo "make test-presets every public model of 'preheat models' dry-run with all its layers"
 	@echo "make test-scale every technique on several processes against one, every layout from every other, two hosts and their faults"
-	@echo "make check      ruff and mypy"
+	@echo "make check      ruff, codespell and mypy"
 	@echo "make bench      training speed and memory against other trainers, on this CPU"
 	@echo "make gpu-check  the tests and benchmarks that need a CUDA device"
 	@echo "make docs       the site: guides, techniques, recipe keys, evidence, into site/"
@@ -51,6 +51,7 @@ test-scale: $(INSTALLED)
 check: $(INSTALLED)
 	@$(RUN) -m ruff check
 	@$(RUN) -m ruff format --check
+	@$(RUN) -m codespell_lib
 	@$(RUN) -m mypy
 
 bench: $(INSTALLED)
