@@ -17,6 +17,7 @@ from preheat.technique.places import Change, Finish, Order, Slot, Stage
 from preheat.technique.problems import Problem, ProblemCode, TechniqueError
 from preheat.technique.registry import conflicts_of, incompatibilities, on_one_device, problems_of, registry, spreading
 from preheat.technique.tags import Tag
+from preheat.technique.trials import Trials
 
 __all__ = [
     "DATA",
@@ -48,6 +49,7 @@ __all__ = [
     "Tag",
     "Technique",
     "TechniqueError",
+    "Trials",
     "Vision",
     "conflicts_of",
     "incompatibilities",

@@ -19,6 +19,7 @@ from preheat.technique.images import Vision
 from preheat.technique.mesh import Axis, Mesh
 from preheat.technique.places import Change, Finish, Order, Slot, Stage
 from preheat.technique.tags import Tag
+from preheat.technique.trials import Trials
 
 if TYPE_CHECKING:
     import torch
@@ -86,6 +87,8 @@ class Technique(ABC):
     stage: ClassVar[Stage]
     numerics: ClassVar[Literal["exact", "rounding", "different"]]
     """exact: same result but for the order of sums; rounding: same up to the number format; different: another model or loss."""
+    trials: ClassVar[Trials] = Trials()
+    """How tests and benchmarks of every technique try this one."""
     owns: ClassVar[frozenset[Slot]] = frozenset()
     provides: ClassVar[frozenset[Tag]] = frozenset()
     needs: ClassVar[frozenset[Tag]] = frozenset()

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from preheat.recipe import Bound, Share
-from preheat.technique import Build, Change, Context, Stage, Tag, Technique
+from preheat.technique import Build, Change, Context, Stage, Tag, Technique, Trials
 
 if TYPE_CHECKING:
     from torch import nn
@@ -102,6 +102,12 @@ class Checkpointed:
 class ActivationCheckpointing(Technique):
     stage: ClassVar[Stage] = Stage.CHECKPOINT
     numerics: ClassVar[Any] = "exact"
+    trials: ClassVar[Trials] = Trials(
+        settings=(
+            {"mode": "budget", "budget": 0.6},
+            {"mode": "selective", "every": 2},
+        )
+    )
     encoder_too: ClassVar[bool] = True
     relieves: ClassVar[bool] = True
     provides: ClassVar[frozenset[Tag]] = frozenset({Tag.RECOMPUTATION})

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from preheat.recipe import Bound, Whole
-from preheat.technique import Build, Change, Context, Stage, Technique
+from preheat.technique import Build, Change, Context, Stage, Technique, Trials
 
 if TYPE_CHECKING:
     from torch import nn
@@ -53,6 +53,7 @@ def offload_activations(layers: Iterable[nn.Module], *, stay: int = 1, least: in
 class ActivationOffload(Technique):
     stage: ClassVar[Stage] = Stage.CHECKPOINT
     numerics: ClassVar[Any] = "exact"
+    trials: ClassVar[Trials] = Trials(refused_on_cpu="needs a CUDA device")
     last_resort: ClassVar[bool] = True
     relieves: ClassVar[bool] = True
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from preheat.recipe import Bound, Positive, Share
-from preheat.technique import Build, Change, Context, Slot, Stage, Tag, Technique
+from preheat.technique import Build, Change, Context, Slot, Stage, Tag, Technique, Trials
 
 if TYPE_CHECKING:
     import torch
@@ -49,6 +49,7 @@ def apollo_optimizer(groups: Iterable[Any], *, by_adamw: Iterable[Any] = (), **s
 class Apollo(Technique):
     stage: ClassVar[Stage] = Stage.OPTIMIZER
     numerics: ClassVar[Any] = "exact"  # of the gradients; the weights go another way
+    trials: ClassVar[Trials] = Trials(settings=({"rank": 0.0},))
     owns: ClassVar[frozenset[Slot]] = frozenset({Slot.OPTIMIZER})
     provides: ClassVar[frozenset[Tag]] = frozenset({Tag.PER_MATRIX_STATES})
 

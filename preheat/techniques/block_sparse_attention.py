@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from preheat.recipe import Count
-from preheat.technique import Build, Change, Context, Stage, Tag, Technique
+from preheat.technique import Build, Change, Context, Stage, Tag, Technique, Trials
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -59,6 +59,7 @@ def add_block_sparse_attention(model: PreTrainedModel, *, local: int, global_tok
 class BlockSparseAttention(Technique):
     stage: ClassVar[Stage] = Stage.KERNEL
     numerics: ClassVar[Any] = "different"
+    trials: ClassVar[Trials] = Trials(settings=({"local": 5, "global_tokens": 2},))
     provides: ClassVar[frozenset[Tag]] = frozenset({Tag.ATTENTION_PATTERN, Tag.SLIDING_WINDOW, Tag.GLOBAL_TOKENS})
     conflicts: ClassVar[frozenset[Tag]] = frozenset({Tag.ATTENTION_PATTERN})
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from preheat.recipe import Bound
-from preheat.technique import Build, Change, Context, Slot, Stage, Technique
+from preheat.technique import Build, Change, Context, Slot, Stage, Technique, Trials
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -67,6 +67,12 @@ def chunked_cross_entropy(hidden: Tensor, head: nn.Module, labels: Tensor, *, ro
 class ChunkedLoss(Technique):
     stage: ClassVar[Stage] = Stage.KERNEL
     numerics: ClassVar[Any] = "exact"
+    trials: ClassVar[Trials] = Trials(
+        settings=(
+            {"rows": 7},
+            {"rows": 7, "kernel": "torch"},
+        )
+    )
     encoder_too: ClassVar[bool] = True
     relieves: ClassVar[bool] = True
     owns: ClassVar[frozenset[Slot]] = frozenset({Slot.OVER_LOGITS})

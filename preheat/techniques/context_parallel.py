@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from preheat.errors import RecipeError
 from preheat.recipe import Bound
-from preheat.technique import Axis, Build, Change, Context, Order, Slot, Stage, Tag, Technique
+from preheat.technique import Axis, Build, Change, Context, Order, Slot, Stage, Tag, Technique, Trials
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -78,6 +78,7 @@ _LONG = 4096  # places on a device from which on a ring's pieces are large enoug
 class ContextParallel(Technique):
     stage: ClassVar[Stage] = Stage.PARALLEL
     numerics: ClassVar[Any] = "exact"
+    trials: ClassVar[Trials] = Trials(refused_on_cpu="context 2 does not multiply to 1 device")
     text_only: ClassVar[str] = "cuts rows, and would cut the images in them; use fsdp with smaller micro-batches"
     owns: ClassVar[frozenset[Slot]] = frozenset({Slot.ATTENTION_EXCHANGE})
 

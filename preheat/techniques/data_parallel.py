@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from preheat.technique import Axis, Build, Change, Context, Slot, Stage, Tag, Technique
+from preheat.technique import Axis, Build, Change, Context, Slot, Stage, Tag, Technique, Trials
 
 if TYPE_CHECKING:
     from torch import nn
@@ -43,6 +43,7 @@ def replicate_all(module: nn.Module, layers: Iterable[nn.Module], mesh: Any) -> 
 class DataParallel(Technique):
     stage: ClassVar[Stage] = Stage.SHARD
     numerics: ClassVar[Any] = "exact"
+    trials: ClassVar[Trials] = Trials(refused_on_cpu="there is one")
     encoder_too: ClassVar[bool] = True
     provides: ClassVar[frozenset[Tag]] = frozenset({Tag.REPLICATED_WEIGHTS, Tag.REDUCED_GRADIENTS})
     owns: ClassVar[frozenset[Slot]] = frozenset({Slot.FORWARD})

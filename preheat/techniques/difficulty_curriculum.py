@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from preheat.errors import DataError, RecipeError, RunError
 from preheat.recipe import Bound, Share
-from preheat.technique import Build, Change, Context, Slot, Stage, Technique
+from preheat.technique import Build, Change, Context, Slot, Stage, Technique, Trials
 
 if TYPE_CHECKING:
     import numpy as np
@@ -195,6 +195,7 @@ class _Ranking:
 class DifficultyCurriculum(Technique):
     stage: ClassVar[Stage] = Stage.LOADER
     numerics: ClassVar[Any] = "exact"  # of a given batch; which batches come is another matter
+    trials: ClassVar[Trials] = Trials(settings=({"by": "length", "curve": "linear"},))
     text_only: ClassVar[str] = "orders rows by their text alone; leave it out"
     owns: ClassVar[frozenset[Slot]] = frozenset({Slot.SAMPLE_ORDER})
 

@@ -19,6 +19,7 @@ Source: Hinton et al. 2015 (arXiv:1503.02531); reverse divergence: Gu et al. 202
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -27,7 +28,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from preheat.errors import PreheatError, RunError
 from preheat.recipe import Bound, NonNegative, Positive, Share
-from preheat.technique import Batch, Build, Change, Context, LossSum, Order, Slot, Stage, Tag, Technique
+from preheat.technique import Batch, Build, Change, Context, LossSum, Order, Slot, Stage, Tag, Technique, Trials
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -82,6 +83,17 @@ class Distillation(Technique):
     # After what makes the student what it is, so that its adapters and precision are not the teacher's, nor what is thrown away in the end.
     stage: ClassVar[Stage] = Stage.SPLIT
     numerics: ClassVar[Any] = "different"
+    trials: ClassVar[Trials] = Trials(
+        settings=(
+            {"divergence": "reverse", "temperature": 2.0},
+            {"hidden": 0.05, "matched": 2},
+        ),
+        recipe=(
+            "techniques.distillation.teacher={teacher}",
+            "data.tokenizer={teacher}",
+        ),
+        first_loss={None: 0.5 * math.log(96)},
+    )
     text_only: ClassVar[str] = "reads rows without their images so far; leave it out"
     owns: ClassVar[frozenset[Slot]] = frozenset({Slot.OBJECTIVE, Slot.ROW_LOSS})
     # Metrics that only the last stage of a pipeline knows; logits of which each device of a tensor-parallel head has a part.

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, ClassVar, Literal
 
 from preheat.recipe import Bound, Count
-from preheat.technique import DATA, Batch, Build, Change, Context, MaskSpec, Slot, Stage, Tag, Technique
+from preheat.technique import DATA, Batch, Build, Change, Context, MaskSpec, Slot, Stage, Tag, Technique, Trials
 
 __all__ = ["DynamicBatch", "MicroBatch", "foreseen", "regrouped", "sizes"]
 
@@ -147,6 +147,7 @@ class MicroBatch:
 class DynamicBatch(Technique):
     stage: ClassVar[Stage] = Stage.LOADER
     numerics: ClassVar[Any] = "exact"
+    trials: ClassVar[Trials] = Trials(settings=({"start": 1, "every": 2},))
     text_only: ClassVar[str] = "regroups rows without the images in them; leave it out"
     owns: ClassVar[frozenset[Slot]] = frozenset({Slot.FORWARD_BACKWARD})
     provides: ClassVar[frozenset[Tag]] = frozenset({Tag.MICRO_BATCH_SIZE})

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
-from preheat.technique import Axis, Build, Change, Context, MaskSpec, Slot, Stage, Tag, Technique
+from preheat.technique import Axis, Build, Change, Context, MaskSpec, Slot, Stage, Tag, Technique, Trials
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -143,6 +143,7 @@ def _half(context: Context | Build) -> bool:
 class EfficientAttentionTechnique(Technique):
     stage: ClassVar[Stage] = Stage.KERNEL
     numerics: ClassVar[Any] = "exact"
+    trials: ClassVar[Trials] = Trials(settings=({"kernel": "blocks"},))
     owns: ClassVar[frozenset[Slot]] = frozenset({Slot.ATTENTION_KERNEL})
 
     kernel: Literal["auto", "flash", "efficient", "cudnn", "blocks", "flex", "flash2", "flash3"] = "auto"

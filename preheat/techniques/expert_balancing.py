@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from preheat.recipe import Positive
-from preheat.technique import DATA, Axis, Build, Change, Context, Stage, Tag, Technique
+from preheat.technique import DATA, Axis, Build, Change, Context, Stage, Tag, Technique, Trials
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -79,6 +79,7 @@ def move_bias(biases: Sequence[Tensor], tokens: Tensor, rate: float) -> None:
 class ExpertBalancing(Technique):
     stage: ClassVar[Stage] = Stage.MATERIALIZE
     numerics: ClassVar[Any] = "different"
+    trials: ClassVar[Trials] = Trials(settings=({"method": "loss"},), family="qwen3_moe")
     provides: ClassVar[frozenset[Tag]] = frozenset({Tag.EXPERTS})
     # Under an adapter routers are frozen, and no adapter's folder has a place for a bias.
     conflicts: ClassVar[frozenset[Tag]] = frozenset({Tag.FROZEN_BASE, Tag.QUANTIZED_BASE})

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from preheat.recipe import Whole
-from preheat.technique import Axis, Build, Change, Context, Stage, Tag, Technique
+from preheat.technique import Axis, Build, Change, Context, Stage, Tag, Technique, Trials
 
 if TYPE_CHECKING:
     from torch import nn
@@ -63,6 +63,7 @@ def share_experts(module: nn.Module, among: Any, alike: Any) -> int:
 class ExpertParallel(Technique):
     stage: ClassVar[Stage] = Stage.PARALLEL
     numerics: ClassVar[Any] = "exact"
+    trials: ClassVar[Trials] = Trials(refused_on_cpu="shares out experts, and llama has none")
     provides: ClassVar[frozenset[Tag]] = frozenset({Tag.SHARDED_WEIGHTS, Tag.SHARDED_EXPERTS})
     needs: ClassVar[frozenset[Tag]] = frozenset({Tag.REDUCED_GRADIENTS})
     conflicts: ClassVar[frozenset[Tag]] = frozenset(

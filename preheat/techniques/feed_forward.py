@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from preheat.technique import Build, Change, Stage, Tag, Technique
+from preheat.technique import Build, Change, Stage, Tag, Technique, Trials
 
 if TYPE_CHECKING:
     from torch import nn
@@ -60,6 +60,7 @@ def replace_feed_forward(model: nn.Module, activation: str) -> int:
 class FeedForward(Technique):
     stage: ClassVar[Stage] = Stage.STRUCTURE
     numerics: ClassVar[Any] = "different"
+    trials: ClassVar[Trials] = Trials(settings=({"activation": "relu"},))
     provides: ClassVar[frozenset[Tag]] = frozenset({Tag.UNGATED_MLP})
     text_only: ClassVar[str] = "is for models of text alone so far; leave it out"
 

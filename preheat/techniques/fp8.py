@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from preheat.errors import RecipeError
-from preheat.technique import Build, Change, Context, Stage, Tag, Technique
+from preheat.technique import Build, Change, Context, Stage, Tag, Technique, Trials
 
 if TYPE_CHECKING:
     from torch import nn
@@ -66,6 +66,7 @@ def convert_to_fp8(
 class Fp8(Technique):
     stage: ClassVar[Stage] = Stage.FAKE_QUANTIZE
     numerics: ClassVar[Any] = "rounding"
+    trials: ClassVar[Trials] = Trials(refused_on_cpu="a CPU has no fp8 products")
     needs: ClassVar[frozenset[Tag]] = frozenset({Tag.BF16_COMPUTE})
     provides: ClassVar[frozenset[Tag]] = frozenset({Tag.FP8_COMPUTE})
     searched_on: ClassVar[frozenset[str]] = frozenset({"cuda"})

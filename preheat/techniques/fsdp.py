@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from preheat.recipe import Count
-from preheat.technique import Axis, Build, Change, Context, Slot, Stage, Tag, Technique
+from preheat.technique import Axis, Build, Change, Context, Slot, Stage, Tag, Technique, Trials
 
 if TYPE_CHECKING:
     from torch import nn
@@ -44,6 +44,7 @@ def shard_fully(module: nn.Module, layers: Iterable[nn.Module], mesh: Any, **how
 class FSDP(Technique):
     stage: ClassVar[Stage] = Stage.SHARD
     numerics: ClassVar[Any] = "exact"
+    trials: ClassVar[Trials] = Trials(refused_on_cpu="there is one")
     encoder_too: ClassVar[bool] = True
     provides: ClassVar[frozenset[Tag]] = frozenset(
         {

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from preheat.technique import Axis, Build, Change, Context, Stage, Tag, Technique
+from preheat.technique import Axis, Build, Change, Context, Stage, Tag, Technique, Trials
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -51,6 +51,7 @@ def fuse_operators(model: PreTrainedModel, *, norm: bool = True, gate: bool = Tr
 class FusedOperators(Technique):
     stage: ClassVar[Stage] = Stage.KERNEL
     numerics: ClassVar[Any] = "rounding"
+    trials: ClassVar[Trials] = Trials(settings=({"gate": False},))
     relieves: ClassVar[bool] = True
     searched_on: ClassVar[frozenset[str]] = frozenset({"cuda"})  # a CPU's plan of them was not compared with enough runs
     provides: ClassVar[frozenset[Tag]] = frozenset({Tag.FUSED_OPERATORS})

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from preheat.ops.accumulation import accumulate
 from preheat.recipe import Bound
-from preheat.technique import DATA, Axis, Build, Change, Context, Stage, Tag, Technique
+from preheat.technique import DATA, Axis, Build, Change, Context, Stage, Tag, Technique, Trials
 
 if TYPE_CHECKING:
     import torch
@@ -114,6 +114,7 @@ def _rows(recipe: Recipe, sizes: Mapping[Axis, int]) -> tuple[int, int]:
 class GradientAccumulation(Technique):
     stage: ClassVar[Stage] = Stage.LOADER
     numerics: ClassVar[Any] = "exact"
+    trials: ClassVar[Trials] = Trials(settings=({"steps": 3},))
     encoder_too: ClassVar[bool] = True
     relieves: ClassVar[bool] = True
     provides: ClassVar[frozenset[Tag]] = frozenset({Tag.MICRO_BATCH_SIZE})

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from preheat.recipe import Bound
-from preheat.technique import Build, Change, Context, Stage, Technique
+from preheat.technique import Build, Change, Context, Stage, Technique, Trials
 
 if TYPE_CHECKING:
     from torch import nn
@@ -54,6 +54,7 @@ def group_queries(model: nn.Module, kv_heads: int) -> int:
 class GroupedQueries(Technique):
     stage: ClassVar[Stage] = Stage.STRUCTURE
     numerics: ClassVar[Any] = "different"
+    trials: ClassVar[Trials] = Trials(family="llama")
     text_only: ClassVar[str] = "is for models of text alone so far; leave it out"
 
     kv_heads: Annotated[int, Bound(1)] = 1

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from preheat.recipe import Bound, Count, Positive, Share
-from preheat.technique import Build, Change, Context, Shape, Slot, Stage, Tag, Technique
+from preheat.technique import Build, Change, Context, Shape, Slot, Stage, Tag, Technique, Trials
 
 if TYPE_CHECKING:
     from preheat.recipe import Recipe
@@ -91,6 +91,12 @@ def shape_at(length: int, *, rows: int, micro: int, full: int, keep: Literal["ro
 class LengthCurriculum(Technique):
     stage: ClassVar[Stage] = Stage.LOADER
     numerics: ClassVar[Any] = "exact"  # of a given batch; which batches come is another matter
+    trials: ClassVar[Trials] = Trials(
+        settings=(
+            {"schedule": "root", "keep": "rows"},
+            {"schedule": "linear"},
+        )
+    )
     text_only: ClassVar[str] = "cuts rows, and would cut the images in them; leave it out"
     owns: ClassVar[frozenset[Slot]] = frozenset({Slot.BATCH_SHAPE})
     provides: ClassVar[frozenset[Tag]] = frozenset({Tag.GROWING_LENGTH})

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from preheat.technique import Build, Change, Context, Slot, Stage, Tag, Technique
+from preheat.technique import Build, Change, Context, Slot, Stage, Tag, Technique, Trials
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -70,6 +70,7 @@ def use_liger(model: PreTrainedModel, *, norm: bool = True, rotary: bool = True,
 class Liger(Technique):
     stage: ClassVar[Stage] = Stage.KERNEL
     numerics: ClassVar[Any] = "rounding"
+    trials: ClassVar[Trials] = Trials(refused_on_cpu="need a CUDA device")
     owns: ClassVar[frozenset[Slot]] = frozenset({Slot.OVER_LOGITS})
     provides: ClassVar[frozenset[Tag]] = frozenset({Tag.FUSED_LAYERS})
     searched_on: ClassVar[frozenset[str]] = frozenset({"cuda"})

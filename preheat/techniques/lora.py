@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from preheat.errors import SettingError
 from preheat.recipe import Bound, Positive, Share, Whole
-from preheat.technique import Build, Change, Context, Stage, Tag, Technique
+from preheat.technique import Build, Change, Context, Stage, Tag, Technique, Trials
 
 if TYPE_CHECKING:
     from torch import nn
@@ -182,6 +182,14 @@ def merge_lora(model: nn.Module) -> int:
 class Lora(Technique):
     stage: ClassVar[Stage] = Stage.ADAPT
     numerics: ClassVar[Any] = "different"
+    trials: ClassVar[Trials] = Trials(
+        settings=(
+            {"variant": "dora", "rank": 4},
+            {"variant": "pissa", "rank": 4},
+            {"variant": "rslora"},
+            {"embedding_rank": 3},
+        )
+    )
     encoder_too: ClassVar[bool] = True
     provides: ClassVar[frozenset[Tag]] = frozenset({Tag.ADAPTER, Tag.FROZEN_BASE, Tag.MODIFIED_BASE})
     conflicts: ClassVar[frozenset[Tag]] = frozenset({Tag.ADAPTER})

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from preheat.errors import RecipeError
 from preheat.recipe import Whole
-from preheat.technique import Build, Change, Context, Slot, Stage, Technique
+from preheat.technique import Build, Change, Context, Slot, Stage, Technique, Trials
 
 if TYPE_CHECKING:
     import torch
@@ -45,6 +45,12 @@ def low_bit_adamw(parameters: Iterable[Any], **settings: Any) -> torch.optim.Opt
 class LowBitAdamW(Technique):
     stage: ClassVar[Stage] = Stage.OPTIMIZER
     numerics: ClassVar[Any] = "exact"  # of the gradients; the weights go another way
+    trials: ClassVar[Trials] = Trials(
+        settings=(
+            {"bits": 4, "block_size": 64, "least": 0},
+            {"least": 0},
+        )
+    )
     owns: ClassVar[frozenset[Slot]] = frozenset({Slot.OPTIMIZER})
 
     bits: Literal[8, 4] = 8

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from preheat.errors import RecipeError, RunError
 from preheat.recipe import Bound, Positive
-from preheat.technique import Build, Change, Context, Finish, Slot, Stage, Tag, Technique
+from preheat.technique import Build, Change, Context, Finish, Slot, Stage, Tag, Technique, Trials
 
 if TYPE_CHECKING:
     import torch
@@ -191,6 +191,17 @@ def train_with_mixed_precision(
 class MixedPrecision(Technique):
     stage: ClassVar[Stage] = Stage.KERNEL
     numerics: ClassVar[Any] = "rounding"
+    trials: ClassVar[Trials] = Trials(
+        settings=(
+            {"keep_fp32": "norm|^lm_head$"},
+            {"mode": "bf16_master"},
+            {"mode": "bf16_weights"},
+            {"mode": "bf16_weights", "keep_fp32": "norm|q_proj|embed_tokens"},
+            {"mode": "fp16"},
+            {"mode": "fp16_master"},
+            {"mode": "fp32"},
+        )
+    )
     encoder_too: ClassVar[bool] = True
     owns: ClassVar[frozenset[Slot]] = frozenset({Slot.OPTIMIZER})
     provides: ClassVar[frozenset[Tag]] = frozenset(

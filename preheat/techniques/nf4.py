@@ -16,7 +16,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from preheat.technique import Build, Change, Stage, Tag, Technique
+from preheat.technique import Build, Change, Stage, Tag, Technique, Trials
 
 if TYPE_CHECKING:
     from torch import nn
@@ -82,6 +82,7 @@ def from_nf4(model: nn.Module) -> int:
 class Nf4(Technique):
     stage: ClassVar[Stage] = Stage.COMPRESS
     numerics: ClassVar[Any] = "different"
+    trials: ClassVar[Trials] = Trials(settings=({"double_quantization": False, "keep": ".*down_proj"},))
     provides: ClassVar[frozenset[Tag]] = frozenset({Tag.QUANTIZED_BASE})
     needs: ClassVar[frozenset[Tag]] = frozenset({Tag.FROZEN_BASE})  # four bits cannot be trained
     conflicts: ClassVar[frozenset[Tag]] = frozenset({Tag.QUANTIZED_BASE})

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from preheat.errors import RecipeError
-from preheat.technique import Batch, Build, Change, Context, LossSum, Slot, Stage, Tag, Technique
+from preheat.technique import Batch, Build, Change, Context, LossSum, Slot, Stage, Tag, Technique, Trials
 
 if TYPE_CHECKING:
     import torch
@@ -56,6 +56,7 @@ def update_in_backward(optimizer: torch.optim.Optimizer) -> UpdateInBackward:
 class OptimizerInBackward(Technique):
     stage: ClassVar[Stage] = Stage.LOADER  # the one stage that comes after the optimizer was made
     numerics: ClassVar[Any] = "exact"
+    trials: ClassVar[Trials] = Trials(recipe=("optimizer.clip=0",))
     encoder_too: ClassVar[bool] = True
     owns: ClassVar[frozenset[Slot]] = frozenset({Slot.FORWARD_BACKWARD, Slot.CLIP, Slot.UPDATE})
     provides: ClassVar[frozenset[Tag]] = frozenset({Tag.STEP_IN_BACKWARD})

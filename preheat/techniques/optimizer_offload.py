@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from preheat.technique import Build, Change, Context, Slot, Stage, Tag, Technique
+from preheat.technique import Build, Change, Context, Slot, Stage, Tag, Technique, Trials
 
 if TYPE_CHECKING:
     import torch
@@ -42,6 +42,7 @@ def host_adamw(parameters: Iterable[Any], **settings: Any) -> torch.optim.Optimi
 class OptimizerOffload(Technique):
     stage: ClassVar[Stage] = Stage.OPTIMIZER
     numerics: ClassVar[Any] = "rounding"
+    trials: ClassVar[Trials] = Trials(refused_on_cpu="needs a CUDA device")
     last_resort: ClassVar[bool] = True
     owns: ClassVar[frozenset[Slot]] = frozenset({Slot.OPTIMIZER})
     provides: ClassVar[frozenset[Tag]] = frozenset({Tag.BF16_COMPUTE, Tag.BF16_WEIGHTS})

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from preheat.errors import RecipeError
 from preheat.recipe import Bound, Count
-from preheat.technique import DATA, Axis, Batch, Build, Change, Context, Finish, LossSum, Slot, Stage, Tag, Technique
+from preheat.technique import DATA, Axis, Batch, Build, Change, Context, Finish, LossSum, Slot, Stage, Tag, Technique, Trials
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -116,6 +116,7 @@ class _Runner:
 class PipelineParallel(Technique):
     stage: ClassVar[Stage] = Stage.SPLIT
     numerics: ClassVar[Any] = "exact"
+    trials: ClassVar[Trials] = Trials(refused_on_cpu="pipeline 2 does not multiply to 1 device")
     text_only: ClassVar[str] = "cuts a chain of layers into stages, and a vision tower feeds several of them; use fsdp"
     owns: ClassVar[frozenset[Slot]] = frozenset({Slot.FORWARD_BACKWARD, Slot.WHOLE_FORWARD})
     provides: ClassVar[frozenset[Tag]] = frozenset({Tag.PIPELINE_STAGES})

@@ -15,13 +15,14 @@ et al. 2024 (arXiv:2408.06266), after KTO, Ethayarajh et al. 2024 (arXiv:2402.01
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from preheat.errors import DataError
 from preheat.recipe import Bound, NonNegative, Positive
-from preheat.technique import Batch, Build, Change, Context, Examples, LossSum, Slot, Stage, Tag, Technique
+from preheat.technique import Batch, Build, Change, Context, Examples, LossSum, Slot, Stage, Tag, Technique, Trials
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -64,6 +65,19 @@ class Preference(Technique):
     # After what makes the model what it is (structure, precision), so that a copy of it is that too; before what only training needs.
     stage: ClassVar[Stage] = Stage.SPLIT
     numerics: ClassVar[Any] = "different"
+    trials: ClassVar[Trials] = Trials(
+        settings=(
+            {"loss": "orpo"},
+            {"loss": "simpo", "label_smoothing": 0.1},
+            {"loss": "unpaired"},
+        ),
+        first_loss={
+            None: math.log(2),
+            "orpo": math.log(96) + 0.1 * math.log(2),
+            "simpo": 0.9 * math.log(1 + math.exp(0.5)) + 0.1 * math.log(1 + math.exp(-0.5)),
+            "unpaired": 0.5,
+        },
+    )
     text_only: ClassVar[str] = "compares answers to text alone so far; leave it out"
     owns: ClassVar[frozenset[Slot]] = frozenset({Slot.OBJECTIVE, Slot.ROW_LOSS})
     provides: ClassVar[frozenset[Tag]] = frozenset({Tag.WHOLE_EXAMPLES})

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from preheat.recipe import Bound, Share
-from preheat.technique import Build, Change, Context, Slot, Stage, Technique
+from preheat.technique import Build, Change, Context, Slot, Stage, Technique, Trials
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -39,6 +39,7 @@ def regularized_cross_entropy(logits: Tensor, labels: Tensor, *, label_smoothing
 class RegularizedLoss(Technique):
     stage: ClassVar[Stage] = Stage.KERNEL
     numerics: ClassVar[Any] = "different"
+    trials: ClassVar[Trials] = Trials(settings=({"label_smoothing": 0.1, "z": 0.0},))
     encoder_too: ClassVar[bool] = True
     owns: ClassVar[frozenset[Slot]] = frozenset({Slot.ROW_LOSS})
 

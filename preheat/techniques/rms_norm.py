@@ -16,7 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from preheat.technique import Build, Change, Context, Stage, Technique
+from preheat.technique import Build, Change, Context, Stage, Technique, Trials
 
 if TYPE_CHECKING:
     from torch import nn
@@ -52,6 +52,7 @@ def layer_norm_to_rms_norm(model: nn.Module) -> list[str]:
 class RmsNorm(Technique):
     stage: ClassVar[Stage] = Stage.STRUCTURE
     numerics: ClassVar[Any] = "different"  # the first loss of read weights is the same; a new model and all updates are not
+    trials: ClassVar[Trials] = Trials(family="gpt2")
     text_only: ClassVar[str] = "is for models of text alone so far; leave it out"
 
     def check(self, context: Context) -> list[str]:

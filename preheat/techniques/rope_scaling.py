@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from preheat.recipe import Bound, Count, Positive
-from preheat.technique import Build, Change, Stage, Tag, Technique
+from preheat.technique import Build, Change, Stage, Tag, Technique, Trials
 
 if TYPE_CHECKING:
     from preheat.recipe import Recipe
@@ -71,6 +71,15 @@ def scale_rope(config: Any, kind: str, factor: float, *, original_length: int | 
 class RopeScaling(Technique):
     stage: ClassVar[Stage] = Stage.STRUCTURE
     numerics: ClassVar[Any] = "different"
+    trials: ClassVar[Trials] = Trials(
+        settings=(
+            {"kind": "auto", "factor": "auto", "original_length": 16},
+            {"kind": "base", "original_length": 16},
+            {"kind": "dynamic", "original_length": 16},
+            {"kind": "linear"},
+        ),
+        family="llama",
+    )
     text_only: ClassVar[str] = "scales positions of text alone; leave it out"
     provides: ClassVar[frozenset[Tag]] = frozenset({Tag.EXTENDED_CONTEXT})
 

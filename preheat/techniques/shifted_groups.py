@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from preheat.recipe import Bound
-from preheat.technique import Build, Change, Context, Stage, Tag, Technique
+from preheat.technique import Build, Change, Context, Stage, Tag, Technique, Trials
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -64,6 +64,7 @@ def _while_training(model: Any, group: int, kernel: Callable[..., Any]) -> Calla
 class ShiftedGroups(Technique):
     stage: ClassVar[Stage] = Stage.KERNEL
     numerics: ClassVar[Any] = "different"
+    trials: ClassVar[Trials] = Trials(settings=({"group": 10},))
     provides: ClassVar[frozenset[Tag]] = frozenset({Tag.ATTENTION_PATTERN, Tag.PER_HEAD_PATTERN})
     conflicts: ClassVar[frozenset[Tag]] = frozenset(
         {

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from preheat.errors import RecipeError
-from preheat.technique import Build, Change, Context, Finish, Stage, Tag, Technique
+from preheat.technique import Build, Change, Context, Finish, Stage, Tag, Technique, Trials
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -81,6 +81,7 @@ def zero_two_of_four(maps: Sequence[nn.Module]) -> None:
 class SparseWeights(Technique):
     stage: ClassVar[Stage] = Stage.OPTIMIZER
     numerics: ClassVar[Any] = "different"
+    trials: ClassVar[Trials] = Trials(settings=({"prune": "2:4"},), refused_on_cpu="keeps the zeros of weights that are read")
     conflicts: ClassVar[frozenset[Tag]] = frozenset({Tag.FROZEN_BASE, Tag.STEP_IN_BACKWARD})
 
     prune: Literal["none", "2:4"] = "none"

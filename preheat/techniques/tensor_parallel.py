@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from preheat.errors import RecipeError
 from preheat.recipe import Bound, Whole
-from preheat.technique import Axis, Build, Change, Context, Finish, Slot, Stage, Tag, Technique
+from preheat.technique import Axis, Build, Change, Context, Finish, Slot, Stage, Tag, Technique, Trials
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -68,6 +68,7 @@ def parallelize(
 class TensorParallel(Technique):
     stage: ClassVar[Stage] = Stage.PARALLEL
     numerics: ClassVar[Any] = "exact"
+    trials: ClassVar[Trials] = Trials(refused_on_cpu="shares out matrices among devices, and there is one")
     text_only: ClassVar[str] = "has no plan for a vision tower; use fsdp"
     owns: ClassVar[frozenset[Slot]] = frozenset({Slot.OVER_LOGITS})
     provides: ClassVar[frozenset[Tag]] = frozenset({Tag.TENSOR_PARALLEL, Tag.SEQUENCE_PARALLEL})

@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from preheat.technique import Build, Change, Stage, Tag, Technique
+from preheat.technique import Build, Change, Stage, Tag, Technique, Trials
 
 if TYPE_CHECKING:
     from torch import nn
@@ -50,6 +50,7 @@ def tie_embeddings(model: nn.Module, keep: str = "embedding") -> int:
 class TiedEmbeddings(Technique):
     stage: ClassVar[Stage] = Stage.STRUCTURE
     numerics: ClassVar[Any] = "different"
+    trials: ClassVar[Trials] = Trials(family="llama")
     conflicts: ClassVar[frozenset[Tag]] = frozenset({Tag.CLASSIFICATION_HEAD})  # it has no row a piece
 
     keep: Literal["embedding", "head", "mean"] = "embedding"

@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from preheat.technique import Build, Change, Context, Stage, Tag, Technique
+from preheat.technique import Build, Change, Context, Stage, Tag, Technique, Trials
 
 if TYPE_CHECKING:
     from torch import nn
@@ -52,6 +52,7 @@ def train_tower(
 class VisionTower(Technique):
     stage: ClassVar[Stage] = Stage.ADAPT
     numerics: ClassVar[Any] = "different"
+    trials: ClassVar[Trials] = Trials(refused_on_cpu="llama has no vision tower")
     provides: ClassVar[frozenset[Tag]] = frozenset({Tag.NO_TOWER_ADAPTERS})
 
     train: Literal["frozen", "projectors", "all"] = "frozen"

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from preheat.technique import Axis, Build, Change, Stage, Tag, Technique
+from preheat.technique import Axis, Build, Change, Stage, Tag, Technique, Trials
 
 if TYPE_CHECKING:
     from preheat.ops.zero1 import SharedOut
@@ -46,6 +46,7 @@ def share_out_optimizer(make: Callable[..., Any], groups: Iterable[dict[str, Any
 class Zero1(Technique):
     stage: ClassVar[Stage] = Stage.OPTIMIZER
     numerics: ClassVar[Any] = "exact"
+    trials: ClassVar[Trials] = Trials(refused_on_cpu="there is one")
     needs: ClassVar[frozenset[Tag]] = frozenset({Tag.REPLICATED_WEIGHTS})
     # Updates in backward know no shares; states that every device needs whole are not shared out.
     conflicts: ClassVar[frozenset[Tag]] = frozenset({Tag.STEP_IN_BACKWARD, Tag.SHARDED_EXPERTS, Tag.PER_MATRIX_STATES})
