@@ -1,0 +1,71 @@
+"""NEFTune: uniform noise on the token embeddings while an instruction-following model is fine-tuned.
+
+What: adds noise drawn from [-1, 1] times alpha / sqrt(tokens in a row x hidden size) to the embeddings in training mode.
+Evaluation and generation see none, and the trained model has nothing of it.
+Helps: fine-tuning on a few thousand instructions, where answers become longer and less like the data's wording.
+Hurts: pretraining and long runs on much data, which need no such regularization; the training loss reads higher.
+Source: Jain et al. 2023, "NEFTune: Noisy Embeddings Improve Instruction Finetuning" (arXiv:2310.05914), algorithm 1.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from preheat.recipe import Positive
+from preheat.technique import Build, Change, Stage, Tag, Technique, Trials
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from torch.utils.hooks import RemovableHandle
+
+__all__ = ["Neftune", "add_embedding_noise"]
+
+
+def add_embedding_noise(embedding: nn.Module, alpha: float = 5.0) -> RemovableHandle:
+    """Adds noise to what an embedding gives in training mode, in place; the handle's `remove()` ends it.
+
+    Args:
+        embedding: gives [rows, length, hidden size].
+        alpha: scale of the noise; its elements lie within alpha / sqrt(length x hidden size).
+
+    Example:
+        >>> import torch
+        >>> embedding = torch.nn.Embedding(10, 4)
+        >>> handle = add_embedding_noise(embedding, alpha=2.0)
+        >>> tokens = torch.zeros(1, 16, dtype=torch.long)
+        >>> bool((embedding(tokens) - embedding.weight[0]).abs().max() <= 2.0 / 64**0.5)
+        True
+        >>> bool((embedding.eval()(tokens) == embedding.weight[0]).all())
+        True
+    """
+
+    def add_noise(module: nn.Module, _: Any, output: Tensor) -> Tensor:
+        import torch
+
+        if not module.training:
+            return output
+        scale = alpha / (output.shape[-2] * output.shape[-1]) ** 0.5
+        return output + torch.empty_like(output).uniform_(-scale, scale)
+
+    return embedding.register_forward_hook(add_noise)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Neftune(Technique):
+    stage: ClassVar[Stage] = Stage.KERNEL
+    numerics: ClassVar[Any] = "different"
+    leaves_nothing: ClassVar[bool] = True
+    text_only: ClassVar[str] = "adds noise to the embeddings of text, and was not tried beside images; leave it out"
+    # Ranks that share tokens would each draw noise of their own for them.
+    conflicts: ClassVar[frozenset[Tag]] = frozenset({Tag.TENSOR_PARALLEL, Tag.PIPELINE_STAGES})
+    trials: ClassVar[Trials] = Trials(settings=({"alpha": 15.0},))
+
+    alpha: Positive = 5.0
+    """Scale of the noise (`neftune_noise_alpha` elsewhere): 5 to 15 in the paper."""
+
+    def apply(self, build: Build, part: Any) -> Change:
+        from preheat.models import adapter
+
+        add_embedding_noise(adapter.embedding(part), self.alpha)
+        return Change(f"noise of alpha {self.alpha:g} on the token embeddings while training", 1)
