@@ -27,7 +27,7 @@ from preheat.models.adapter import configure
 from preheat.planning import observe as observing
 from preheat.planning.moments import fake_batch, tell_phases
 from preheat.recipe import field_docs
-from preheat.technique import STEP, Build, Phase, Slot, Tag, Technique, conflicts_of, registry
+from preheat.technique import STEP, Build, Phase, ProblemCode, Slot, Tag, Technique, conflicts_of, registry
 
 from ..conftest import DEVICE, difference, split, tiny, uneven
 from .settings import BEGINS, BRINGS, CANNOT_RUN_HERE, FAILED_ONCE, FAMILY, FIRST, FURTHER, REFUSED_PAIRS, asked
@@ -332,6 +332,7 @@ def test_two_owners_of_a_slot_are_both_named() -> None:
         from preheat.technique import base
 
         base._REGISTRY.pop("other_loss")
-    assert len(found) == 1
-    assert "over_logits" in found[0][1]
-    assert {found[0][0], *found[0][1].replace(",", "").split()} >= {"chunked_loss", "other_loss"}
+    (problem,) = found
+    assert problem.code is ProblemCode.SLOT_TAKEN
+    assert "over_logits" in problem.text
+    assert {problem.technique, *problem.text.replace(",", "").split()} >= {"chunked_loss", "other_loss"}
