@@ -380,7 +380,7 @@ def _reads(model: Any, batch: Any, where: Where) -> str:
     if where.kind == "cpu":
         return "not looked at"
     rows = model.recipe.batch.size
-    micro = -(-rows // model.accumulation)
+    micro = -(-rows // model.state.accumulation)
     batches = split(batch, [micro] * (rows // micro) + ([rows % micro] if rows % micro else []))
     torch.cuda.set_sync_debug_mode("error")
     try:

@@ -64,7 +64,7 @@ def take_steps(job: dict[str, Any]) -> dict[str, Any]:
         found: Iterator[int] = made.slot(Slot.SAMPLE_ORDER)(data.train, recipe.seed, 0, samples)
         return found
 
-    made.look(data.train, itertools.islice(order(), samples), lambda what, done, whole: None)
+    made.run_dataset_passes(data.train, itertools.islice(order(), samples), lambda what, done, whole: None)
     seconds, losses, tokens, startup = [], [], [], 0.0
     stream = batches(
         data.train,

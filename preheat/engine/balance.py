@@ -99,7 +99,7 @@ class _Balance:
     def _layers(self, part: Any, batch: Batch) -> Tensor:
         """A pass through the layers alone, for what the routers choose."""
         with ExitStack() as stack:
-            for context in self.build.around_forward:
+            for context in self.build.hooks.around_forward:
                 stack.enter_context(context())
             self.build.slot(Slot.HIDDEN)(part, batch)
         return batch.tokens.new_zeros((), dtype=torch.float32)

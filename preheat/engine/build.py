@@ -157,9 +157,9 @@ def build(
         context.model.encoder
     ):  # whose scores have a learnt bias: made for some queries at a time, and again in the backward pass
         made.own(Slot.ATTENTION_KERNEL, attention_in_chunks, "plain")
-        made.transforms.append((Order.PACK, encoder_decoder.divided if dry is None else encoder_decoder.divided_evenly))
+        made.hooks.transforms.append((Order.PACK, encoder_decoder.divided if dry is None else encoder_decoder.divided_evenly))
     if where.type != "cpu":
-        made.transforms.append((Order.MOVE, lambda batch: _move(batch, made.torch_device)))
+        made.hooks.transforms.append((Order.MOVE, lambda batch: _move(batch, made.torch_device)))
 
     def apply(first: Stage, last: Stage) -> None:
         for t in techniques:
@@ -174,7 +174,12 @@ def build(
     with dry or nullcontext():
         for role, parts in made.parts.items():
             for part in parts:
-                materialize(part, made.torch_device, home=made.home, placed=_lies_on_host if dry and made.home else None)
+                materialize(
+                    part,
+                    made.torch_device,
+                    home=made.storage_device,
+                    placed=_lies_on_host if dry and made.storage_device else None,
+                )
                 if dry is None:
                     source = made.sources.get(role, made.weights)
                     source.fill(part, seed=recipe.seed)
@@ -186,7 +191,7 @@ def build(
         made.optimizer = _optimizer(made)
     apply(Stage.LOADER, Stage.LOADER)
     if context.model.experts:
-        made.scores = scores(made.scores)
+        made.loss.scores = scores(made.loss.scores)
     return made
 
 
@@ -276,7 +281,7 @@ def _optimizer(made: Build) -> Any:
     settings = made.recipe.optimizer
     groups = decay_groups(made.parameters(), settings.weight_decay)
     make = made.slot(Slot.OPTIMIZER)
-    for around in made.around_optimizer:
+    for around in made.hooks.around_optimizer:
         make = around(make)
     return make(groups, lr=peak_learning_rate(made), betas=settings.betas, eps=settings.eps)
 

@@ -87,7 +87,7 @@ def _tensors(build: Build, rank: int | None = None) -> dict[str, Any]:
     for part in build.trained:  # of a pipeline's stages: names are those of the whole model
         for name, p in part.named_parameters():
             if p.requires_grad or frozen_too:
-                found[f"model.{name}"] = build.read(p)
+                found[f"model.{name}"] = build.parallel.full_parameter(p)
                 for key, value in build.optimizer.state.get(p, {}).items():
                     if torch.is_tensor(value):
                         found[f"optimizer.{name}.{key}"] = value
@@ -227,7 +227,7 @@ def take(build: Build, progress: Progress, *, copied: bool) -> Taken:
     state = {
         "format": FORMAT,
         **{key: getattr(progress, key) for key in Progress.__dataclass_fields__},
-        "build": {name: thing.state_dict() for name, thing in build.state.items()},
+        "build": {name: thing.state_dict() for name, thing in build.state.saved.items()},
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "world": build.mesh.world,
@@ -553,8 +553,8 @@ def load(build: Build, path: Path) -> Progress:
     restore_torch_generators(tensors, rank)
     restore_host_generators(state.generators[rank])
     for name, kept in state.build.items():
-        build.state[name].load_state_dict(kept)
-    build.step = state.step
+        build.state.saved[name].load_state_dict(kept)
+    build.state.step = state.step
     return Progress(**{key: getattr(state, key) for key in Progress.__dataclass_fields__})
 
 

@@ -139,9 +139,9 @@ class DeepSpeed(Technique):
         }
         for slot, function in owned.items():
             build.own(slot, function, self.name())
-        build.state[self.name()] = _NotResumed()
+        build.state.saved[self.name()] = _NotResumed()
         if self.zero == 3:
-            build.read = _gathered
+            build.parallel.full_parameter = _gathered
         what = {1: "optimizer states", 2: "optimizer states and gradients", 3: "optimizer states, gradients and weights"}
         return Change(f"DeepSpeed's ZeRO-{self.zero}: {what[self.zero]} shared out among {world} devices", world)
 
@@ -153,7 +153,7 @@ class DeepSpeed(Technique):
         deepspeed.init_distributed(dist_init_required=False)
         rows = build.recipe.batch.size // build.mesh.size(Axis.REPLICATE)
         config = {
-            "train_micro_batch_size_per_gpu": max(1, rows // build.accumulation),
+            "train_micro_batch_size_per_gpu": max(1, rows // build.state.accumulation),
             "gradient_accumulation_steps": 1,  # the boundary is told with each micro-batch
             "gradient_clipping": build.recipe.optimizer.clip,
             "zero_optimization": {"stage": self.zero, "stage3_param_persistence_threshold": 0},

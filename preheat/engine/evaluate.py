@@ -82,7 +82,7 @@ def summed(build: Build, found: Iterable[LossSum]) -> Measured:
         total += float(part.total)
         weight += int(part.weight)
         add_up(metrics, part.metrics)
-    return Measured(total / weight, weight, build.scores(metrics, weight)) if weight else Measured(float("nan"), 0, {})
+    return Measured(total / weight, weight, build.loss.scores(metrics, weight)) if weight else Measured(float("nan"), 0, {})
 
 
 def measure(build: Build, batches: Iterable[Batch]) -> Measured:
@@ -140,14 +140,14 @@ def _of_logits(
 
     def run() -> Tensor:
         with ExitStack() as stack:
-            for context in build.around_forward:
+            for context in build.hooks.around_forward:
                 stack.enter_context(context())
             hidden = build.slot(Slot.HIDDEN)(part, mine).flatten(0, 1)
             table = torch.zeros(len(places), columns, dtype=torch.float64, device=hidden.device)
             hidden = hidden.index_select(0, at[places[numbers]].to(hidden.device))
-            if build.head_dtype is not None:
+            if build.loss.head_dtype is not None:
                 stack.enter_context(torch.autocast(build.device.kind, enabled=False))
-                hidden = hidden.to(build.head_dtype)
+                hidden = hidden.to(build.loss.head_dtype)
             size = max(1, LOGITS // build.model.vocabulary)
             for some, states in zip(numbers.split(size), hidden.split(size), strict=True):
                 if len(some):

@@ -38,7 +38,7 @@ def forward(build: Build, batch: Batch) -> LossSum:
 def _whole_forward(build: Build, batch: Batch) -> LossSum:
     part = build.trained[0]
     total, metrics = build.slot(Slot.FORWARD)(part, lambda: build.slot(Slot.PART_FORWARD)(part, batch))
-    for change in build.on_loss:
+    for change in build.loss.scaling:
         total = change(total)
     return LossSum(total, batch.weight, metrics)
 
@@ -46,7 +46,7 @@ def _whole_forward(build: Build, batch: Batch) -> LossSum:
 def _forward(build: Build, part: Any, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
     """The sum of a micro-batch's losses, and its metrics: tensors in a tuple, which torch's sharding looks through."""
     with ExitStack() as stack:
-        for context in build.around_forward:
+        for context in build.hooks.around_forward:
             stack.enter_context(context())
         if adapter.head(part) is None:  # a stage of a pipeline that is not the last
             hidden = build.slot(Slot.HIDDEN)(part, batch)
@@ -59,10 +59,10 @@ def _forward(build: Build, part: Any, batch: Batch) -> tuple[Tensor, dict[str, T
                 row_loss = owned if part.training else owned.measured
             if (cap := adapter.softcap(of)) is not None:  # whatever the loss: the model goes on behind its head
                 row_loss = Softcapped(row_loss, cap)
-            if build.head_dtype is None:
+            if build.loss.head_dtype is None:
                 return build.slot(Slot.OVER_LOGITS)(hidden, adapter.head(of), row_loss, *aligned)
             with torch.autocast(build.torch_device.type, enabled=False):
-                return build.slot(Slot.OVER_LOGITS)(hidden.to(build.head_dtype), adapter.head(of), row_loss, *aligned)
+                return build.slot(Slot.OVER_LOGITS)(hidden.to(build.loss.head_dtype), adapter.head(of), row_loss, *aligned)
 
         loss: LossSum = build.slot(Slot.OBJECTIVE)(batch, lambda b: build.slot(Slot.HIDDEN)(part, b), over_logits)
         return loss.total, loss.metrics
@@ -86,8 +86,8 @@ def gradients(build: Build, batches: Sequence[Batch], lr: float | None = None) -
     if build.mesh.size(*DATA) > 1:  # of all devices that share out the rows; it stays on the device
         weight = build.mesh.add(torch.tensor(float(weight), device=build.torch_device), *DATA).clamp(min=1)
     loss: LossSum = build.slot(Slot.FORWARD_BACKWARD)(build, batches, weight)
-    build.metrics = loss.metrics
-    for _, finish in sorted(build.finish_gradients, key=lambda pair: pair[0]):
+    build.loss.metrics = loss.metrics
+    for _, finish in sorted(build.hooks.finish_gradients, key=lambda pair: pair[0]):
         finish(build)
     return loss
 
@@ -101,10 +101,10 @@ def update(build: Build, lr: float) -> Tensor:
     _set_rate(build, lr)
     norm = build.slot(Slot.CLIP)(build)
     finite = build.slot(Slot.UPDATE)(build, norm)
-    for after in build.after_update:
+    for after in build.hooks.after_update:
         after(build)
     build.optimizer.zero_grad(set_to_none=True)
-    build.step += 1
+    build.state.step += 1
     return torch.stack([norm, finite])
 
 
@@ -176,12 +176,12 @@ def _next_token(batch: Batch, hidden: Callable[[Batch], Tensor], over_logits: Ca
 def _forward_backward(build: Build, batches: Sequence[Batch], global_weight: float) -> LossSum:
     metrics: dict[str, Tensor] = {}
 
-    left = len(batches) if build.before_backward else 0
+    left = len(batches) if build.hooks.before_backward else 0
 
     def loss_sum(batch: Batch) -> Tensor:
         nonlocal left
         left -= 1
-        for tell in build.before_backward:
+        for tell in build.hooks.before_backward:
             tell(left == 0)
         loss = forward(build, batch)
         add_up(metrics, loss.metrics)
@@ -195,7 +195,7 @@ def _clip(build: Build) -> Tensor:
     """Norm over all gradients in fp32; gradients scaled down in place where it exceeds `optimizer.clip`."""
     named = [(name, p.grad) for name, p in build.parameters() if p.grad is not None]
     grads = [grad for _, grad in named]
-    norm = total_norm(grad for name, grad in named if name not in build.copies)
+    norm = total_norm(grad for name, grad in named if name not in build.parallel.duplicated_params)
     if build.mesh.size(Axis.PIPELINE) > 1:  # each stage has parameters of its own
         norm = build.mesh.add(norm.square(), Axis.PIPELINE).sqrt()
     limit = build.recipe.optimizer.clip
@@ -216,7 +216,7 @@ def _update(build: Build, norm: Tensor) -> Tensor:
 def _shape(build: Build) -> Callable[[float], Shape]:
     batch = build.recipe.batch
     rows = -(-batch.size // build.mesh.size(*DATA))  # of each device that shares out the rows
-    return lambda progress: Shape(batch.size, batch.length, -(-rows // build.accumulation))
+    return lambda progress: Shape(batch.size, batch.length, -(-rows // build.state.accumulation))
 
 
 def _optimizer(build: Build) -> Callable[..., Any]:

@@ -137,7 +137,7 @@ class OnPolicy:
         )
 
     def _seed(self, rows: Sequence[int]) -> random.Random:
-        return random.Random(f"{self.build.recipe.seed} {self.build.step} {' '.join(map(str, rows))}")
+        return random.Random(f"{self.build.recipe.seed} {self.build.state.step} {' '.join(map(str, rows))}")
 
     def _drawn(self, rows: Sequence[int]) -> list[int]:
         """Rows of the batch in which the student writes."""

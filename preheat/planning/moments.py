@@ -98,7 +98,7 @@ def loading(made: Build, found: Mapping[str, int]) -> dict[str, int]:
     filling = max(
         made.sources[role].beside(part, drawn=False, on_cpu=how["on_cpu"])
         if role in made.sources
-        else made.weights.beside(part, **how, at_home=made.home is not None)
+        else made.weights.beside(part, **how, at_home=made.storage_device is not None)
         for role, parts in made.parts.items()
         for part in parts
     )
@@ -107,7 +107,7 @@ def loading(made: Build, found: Mapping[str, int]) -> dict[str, int]:
 
 def looking(made: Build, recorder: Recorder, recipe: Recipe, shape: Shape) -> None:
     """What looks at the training rows before the first is read: the build stands, and no step was taken."""
-    for beforehand in made.before_rows:
+    for beforehand in made.hooks.dataset_passes:
         recorder.begin(Phase.LOAD)
         recorder.place = "rows"
         beforehand.once(fake_batch(recipe, shape.micro, made.model.vision))

@@ -149,7 +149,9 @@ def _observe(recipe: Recipe, vocabulary: int | None, device: Device, by_layer: b
             _more_of_all(recorder, len(micros), len(batches))
             batches = held
         if more := len(micros) - len(batches):
-            recorder.again(marks[-1], more, sums=not made.before_backward)  # whoever is told of the last one sums with it alone
+            recorder.again(
+                marks[-1], more, sums=not made.hooks.before_backward
+            )  # whoever is told of the last one sums with it alone
         if made.model.experts and len(looks) == len(batches) > 1:  # what a first pass computes is computed again
             first = Counter({k: n * more for k, n in (looks[-1] - looks[-2]).items()})
             recorder.kernels.update(first)
@@ -192,7 +194,7 @@ def _observe(recipe: Recipe, vocabulary: int | None, device: Device, by_layer: b
         groups={key: made.mesh.along(ranks) for key, ranks in recorder.groups.items()},
         compiled=Tag.COMPILED_LAYERS in made.tags,
         slowed=math.prod(t.slows_host() for t in recipe.techniques.values()),
-        idle=made.idle(len(micros)),
+        idle=made.parallel.bubble_fraction(len(micros)),
     )
 
 
@@ -206,7 +208,7 @@ def _enough(made: Build, micros: int) -> int:
     )  # several stages a device take more before the first backward, in rounds of as many as stages
     if micros <= enough or (micros % stages and not alone):
         return micros
-    made.accumulation = enough
+    made.state.accumulation = enough
     return enough
 
 

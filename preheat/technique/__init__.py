@@ -7,7 +7,7 @@ A technique is one idea that changes a build: one file in `preheat/techniques/`,
 
 from __future__ import annotations
 
-from preheat.technique.base import Beforehand, Build, Context, Device, ModelFacts, Recipe, Technique
+from preheat.technique.base import Build, Context, DatasetPass, Device, ModelFacts, Recipe, Technique
 from preheat.technique.batch import Batch, LossSum, MaskSpec, RowLoss, Shape, Stateful
 from preheat.technique.examples import Examples
 from preheat.technique.images import Images, Vision
@@ -23,11 +23,11 @@ __all__ = [
     "DATA",
     "STEP",
     "Axis",
-    "Beforehand",
     "Batch",
     "Build",
     "Change",
     "Context",
+    "DatasetPass",
     "Device",
     "Examples",
     "Finish",

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
-__all__ = ["Beforehand", "Build", "Context", "Device", "ModelFacts", "Recipe", "Technique"]
+__all__ = ["Build", "Context", "DatasetPass", "Device", "Hooks", "ModelFacts", "Recipe", "Technique"]
 
 
 @dataclass(frozen=True)
@@ -224,74 +224,125 @@ class Recipe:
     """Techniques by name with their settings; the order does not matter (their stages decide)."""
 
 
-class Beforehand(Protocol):
-    """What looks at the training rows before the first of them is read."""
+class DatasetPass(Protocol):
+    """A pass over the training rows before the first of them is trained on."""
 
     def __call__(self, rows: Any, numbers: Iterable[int], progress: Callable[[str, float, float], None]) -> None:
-        """Looks at `numbers` of the `rows` (data.Rows or StreamRows), those that will be read; `progress` is told (what, done, of how much)."""
+        """Reads `numbers` of the `rows` (data.Rows or StreamRows), those that will be trained on; reports progress as (what, done, of how much)."""
 
     def once(self, batch: Batch) -> None:
-        """What it does to one micro-batch, for a dry run to see."""
+        """What it does to one micro-batch, for a dry run."""
+
+
+@dataclass
+class Hooks:
+    """What techniques add around the parts of a step. Each list is called in the order of its entries.
+
+    Attributes:
+        transforms: of a batch on its way to the model, in the order of `Order`.
+        around_forward: contexts that are entered around each forward pass, autocast for one.
+        before_backward: called before each micro-batch with `is_last`; the last backward pass must leave gradients complete.
+        finish_gradients: called on complete gradients before clipping, in the order of `Finish`.
+        after_update: called after each optimizer step.
+        around_optimizer: each wraps the function that makes the optimizer: over shards of the parameters, for one.
+        dataset_passes: passes over the training rows before the first of them is trained on.
+    """
+
+    transforms: list[tuple[Order, Callable[[Batch], Batch]]] = field(default_factory=list)
+    around_forward: list[Callable[[], AbstractContextManager[Any]]] = field(default_factory=list)
+    before_backward: list[Callable[[bool], None]] = field(default_factory=list)
+    finish_gradients: list[tuple[Finish, Callable[[Build], None]]] = field(default_factory=list)
+    after_update: list[Callable[[Build], None]] = field(default_factory=list)
+    around_optimizer: list[Callable[[Callable[..., Any]], Callable[..., Any]]] = field(default_factory=list)
+    dataset_passes: list[DatasetPass] = field(default_factory=list)
+
+
+@dataclass
+class LossSettings:
+    """What belongs to the loss besides the slots that compute it.
+
+    Attributes:
+        scaling: the loss of each micro-batch passes through these before its backward pass: loss scaling for one.
+        head_dtype: dtype of the output head and the loss; None: that of the rest.
+        skippable_overflow: a device flag after an update: 1 if a non-finite gradient should skip the step in place of
+            ending the run (fp16 loss scaling).
+        scores: (the objective's metrics as sums, their weight) -> what the run records of them.
+        metrics: of the last gradients: sums over this device's rows.
+    """
+
+    scaling: list[Callable[[Tensor], Tensor]] = field(default_factory=list)
+    head_dtype: torch.dtype | None = None
+    skippable_overflow: Callable[[], Tensor] | None = None
+    scores: Callable[[Mapping[str, Tensor], float], dict[str, Any]] = lambda metrics, weight: {}
+    metrics: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass
+class ParallelSettings:
+    """What is particular to a build on several devices; the mesh itself is `Build.mesh`.
+
+    Attributes:
+        bubble_fraction: micro-batches of a step -> time in which this device waits for others, relative to the time in which it works.
+        duplicated_params: names of parameters that another pipeline stage has too and counts in the norm.
+        full_parameter: the whole value of a parameter, to be saved: gathered if an engine keeps it in its own layout.
+    """
+
+    bubble_fraction: Callable[[int], float] = lambda micro_batches: 0.0
+    duplicated_params: set[str] = field(default_factory=set)
+    full_parameter: Callable[[Tensor], Tensor] = lambda p: p.detach()
+
+
+@dataclass
+class BuildState:
+    """What changes while the build runs.
+
+    Attributes:
+        saved: whatever a checkpoint must hold besides weights and optimizer, by name.
+        step: optimizer steps committed so far.
+        accumulation: micro-batches in a global batch.
+        events: what techniques did during a step, {kind, ...} each: the loop writes it into the run, and shows its `words` if it has any.
+        counters: what techniques count on the host (recompilations), by name: a key of each step's metrics.
+    """
+
+    saved: dict[str, Stateful] = field(default_factory=dict)
+    step: int = 0
+    accumulation: int = 1
+    events: list[dict[str, Any]] = field(default_factory=list)
+    counters: dict[str, Callable[[], int]] = field(default_factory=dict)
 
 
 @dataclass
 class Build:
-    """A recipe made concrete. `preheat.engine.build.build` makes it; techniques change it; steps run it."""
+    """A recipe made concrete. `preheat.engine.build.build` makes it; techniques change it; steps run it.
+
+    Attributes:
+        tags: of all techniques and the device; complete before the first technique applies.
+        torch_device: where the model computes.
+        storage_device: where weights, gradients and optimizer states are kept, if not there.
+        mesh: over which devices, and which of them this is.
+        parts: role -> pipeline parts; on meta until MATERIALIZE.
+        weights: where the values of the parameters come from.
+        sources: role -> another source, if a part's values are in a folder of their own: no checkpoint holds them, and a resumed
+            run must find the same.
+        changes: technique -> what it did.
+    """
 
     recipe: Recipe
     device: Device
     model: ModelFacts
     tags: frozenset[Tag]
-    """Complete before the first technique applies."""
     torch_device: torch.device
-    home: torch.device | None = None
-    """Where weights, their gradients and the optimizer's states lie, if not on the device."""
+    storage_device: torch.device | None = None
     mesh: Mesh = field(default_factory=Mesh)
-    """Over which devices, and which of them this is."""
     parts: dict[str, list[nn.Module]] = field(default_factory=dict)
-    """Role -> pipeline parts; on meta until MATERIALIZE."""
     weights: Any = None
-    """models.weights.WeightSource: where the values of the parameters come from."""
     sources: dict[str, Any] = field(default_factory=dict)
-    """Role -> another WeightSource, where a part's values stand in a folder of their own: no checkpoint holds them, and a resumed run must find the same."""
     optimizer: Any = None
-    around_optimizer: list[Callable[[Callable[..., Any]], Callable[..., Any]]] = field(default_factory=list)
-    """Each takes what makes the optimizer and gives what makes it otherwise: over shares of the parameters, for one."""
-    schedule: Any = None
-    state: dict[str, Stateful] = field(default_factory=dict)
-    """Whatever must be in a checkpoint besides weights and optimizer."""
-    transforms: list[tuple[Order, Callable[[Batch], Batch]]] = field(default_factory=list)
-    around_forward: list[Callable[[], AbstractContextManager[Any]]] = field(default_factory=list)
-    """Contexts entered around each forward pass, autocast for one."""
-    on_loss: list[Callable[[Tensor], Tensor]] = field(default_factory=list)
-    """What the loss of each micro-batch passes through before its backward pass: loss scaling for one."""
-    head_dtype: torch.dtype | None = None
-    """Precision of output head and loss, where it is not that of the rest."""
-    endures_overflow: Callable[[], Tensor] | None = None
-    """On the device, after an update: 1 where gradients that are not finite may cost one step only, as with a loss scale."""
-    finish_gradients: list[tuple[Finish, Callable[[Build], None]]] = field(default_factory=list)
-    after_update: list[Callable[[Build], None]] = field(default_factory=list)
-    events: list[dict[str, Any]] = field(default_factory=list)
-    """What techniques did during a step, {kind, ...} each: the loop writes it into the run, and says it where there are `words`."""
-    accumulation: int = 1  # micro-batches in a global batch
-    idle: Callable[[int], float] = lambda micro_batches: 0.0
-    """Micro-batches of a step -> time that this device will wait for others, as a share of that in which it works."""
-    copies: set[str] = field(default_factory=set)
-    """Names of parameters that another device of the pipeline has too, and counts in the norm."""
-    before_rows: list[Beforehand] = field(default_factory=list)
-    before_backward: list[Callable[[bool], None]] = field(default_factory=list)
-    """Told before each micro-batch whether it is the last of its global batch: whose backward pass must leave gradients complete."""
+    loss: LossSettings = field(default_factory=LossSettings)
+    parallel: ParallelSettings = field(default_factory=ParallelSettings)
+    hooks: Hooks = field(default_factory=Hooks)
+    state: BuildState = field(default_factory=BuildState)
     changes: dict[str, list[Change]] = field(default_factory=dict)
-    scores: Callable[[Mapping[str, Tensor], float], dict[str, Any]] = lambda metrics, weight: {}
-    """The objective's metrics, as sums, and their weight -> what is written down of them."""
-    read: Callable[[Tensor], Tensor] = lambda p: p.detach()
-    """A parameter's value, to be saved: gathered where an engine has taken it apart in a way of its own."""
-    metrics: Mapping[str, Tensor] = field(default_factory=dict)
-    """Of the last gradients: the objective's and the engine's sums over this device's rows."""
-    counters: dict[str, Callable[[], int]] = field(default_factory=dict)
-    """What techniques count on the host while steps run (recompilations), by name: a key of each step's metrics."""
-    step: int = 0
-    """Optimizer steps committed so far."""
     _slots: dict[Slot, tuple[str, Callable[..., Any]]] = field(default_factory=dict)
 
     @property
@@ -301,14 +352,14 @@ class Build:
 
     def transformed(self, batch: Batch) -> Batch:
         """The batch as the model takes it: the transforms in their order."""
-        for _, change in sorted(self.transforms, key=lambda pair: pair[0]):
+        for _, change in sorted(self.hooks.transforms, key=lambda pair: pair[0]):
             batch = change(batch)
         return batch
 
-    def look(self, rows: Any, numbers: Iterable[int], progress: Callable[[str, float, float], None]) -> None:
-        """Lets those who asked look at the rows that will be read, before the first is."""
-        for beforehand in self.before_rows:
-            beforehand(rows, numbers, progress)
+    def run_dataset_passes(self, rows: Any, numbers: Iterable[int], progress: Callable[[str, float, float], None]) -> None:
+        """Passes over the rows that will be read, before the first of them is trained on; arguments as of `DatasetPass`."""
+        for dataset_pass in self.hooks.dataset_passes:
+            dataset_pass(rows, numbers, progress)
 
     def slot(self, slot: Slot) -> Callable[..., Any]:
         """What stands in a slot."""

@@ -68,7 +68,7 @@ class Apollo(Technique):
             "every": self.every,
             "scale": (1.0 if self.rank else 128**0.5) if self.scale == "auto" else self.scale,
             "seed": build.recipe.seed,
-            "number": lambda: build.step,
+            "number": lambda: build.state.step,
         }
 
         def make(groups: Any, **settings: Any) -> Any:

@@ -118,7 +118,7 @@ class Classification(Technique):
         draw = functools.partial(draw_head, std=part.config.get_text_config().initializer_range)
         build.weights.fresh(rf"^{name}\.weight$", [name], draw)
         build.own(Slot.OBJECTIVE, self._objective(part), self.name())
-        build.scores = _scores
+        build.loss.scores = _scores
         return Change(
             f"{name} over {self.classes} classes, drawn new, in place of the vocabulary's; loss at each document's last token",
             1,

@@ -225,14 +225,14 @@ class Compile(Technique):
             found = forwards(part, norm=rms_norm, gate=gated_silu if gates(part) else None)
             within = {id(m) for layer in layers for m in layer.modules()}
             compiled.planned = [pair for pairs in found.values() for pair in pairs if id(pair[0]) in within]
-        build.counters["recompilations"] = lambda: max(0, compiled.graphs - 1)
+        build.state.counters["recompilations"] = lambda: max(0, compiled.graphs - 1)
         told: list[int] = []
 
         def tell(build: Build) -> None:
             if compiled.graphs >= self.limit and not told:
-                told.append(build.step)
+                told.append(build.state.step)
                 words = f"techniques.compile.limit: {compiled.graphs} graphs are compiled; batches of other shapes run uncompiled from here on"
-                build.events.append({"kind": "notice", "words": words})
+                build.state.events.append({"kind": "notice", "words": words})
 
-        build.after_update.append(tell)
+        build.hooks.after_update.append(tell)
         return Change(f"{len(layers)} layers compiled when they first run", len(layers))

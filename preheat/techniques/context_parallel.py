@@ -161,7 +161,7 @@ class ContextParallel(Technique):
             raise RecipeError(f"techniques.context_parallel.kind: {error}{fix}") from None
         build.own(Slot.ATTENTION_EXCHANGE, functools.partial(exchanged, group=group, kind=kind), self.name())
         rank, zigzag = build.mesh.index(Axis.CONTEXT), kind == "ring"
-        build.transforms.append((Order.SPLIT, lambda batch: cut_rows(batch, self.degree, rank, zigzag=zigzag)))
+        build.hooks.transforms.append((Order.SPLIT, lambda batch: cut_rows(batch, self.degree, rank, zigzag=zigzag)))
         words = f"each row among {self.degree} devices, attention of {build.model.layers} layers by {kind}"
         return Change(words + (f" ({why})" if why else ""), build.model.layers, kernel=kind)
 

@@ -66,5 +66,5 @@ class DataParallel(Technique):
         across = [axis for axis in (Axis.REPLICATE, Axis.CONTEXT) if build.mesh.size(axis) > 1]
         buckets = replicate_all(part, anatomy(part).blocks, build.mesh.sub(*across))
         build.own(Slot.FORWARD, forward_through(part), self.name())
-        build.before_backward.append(part.set_requires_gradient_sync)
+        build.hooks.before_backward.append(part.set_requires_gradient_sync)
         return Change(f"gradients in {buckets} buckets, summed over {build.mesh.size(*across)} devices", buckets)

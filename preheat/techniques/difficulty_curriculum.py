@@ -240,7 +240,7 @@ class DifficultyCurriculum(Technique):
 
     def apply(self, build: Build, part: Any) -> Change:
         ranking = _Ranking()
-        build.state[self.name()] = ranking
+        build.state.saved[self.name()] = ranking
 
         def order(rows: Rows, seed: int, committed: int, total: int | None) -> Iterator[int]:
             assert total is not None, "check refuses a run without a known end"

@@ -219,12 +219,12 @@ class Distillation(Technique):
             build.parts["teacher"] = [teacher.model]
             says = self._across(teacher, matcher) if matcher else self._live(part, teacher)
             if self.on_policy:
-                build.transforms.append((Order.MOVE, self._writer(build, part)))
+                build.hooks.transforms.append((Order.MOVE, self._writer(build, part)))
                 words += f"; in {self.on_policy:.0%} of the rows of what the student writes itself"
         else:
             kept = _Kept(teacher, part, Path(self.cache), top=self.top, temperature=self.temperature)
-            build.before_rows.append(kept)
-            build.transforms.append((Order.PACK, kept.beside))
+            build.hooks.dataset_passes.append(kept)
+            build.hooks.transforms.append((Order.PACK, kept.beside))
             says = self._read
             words += f", whose {kept.top} likeliest tokens a place are read from {self.cache}, {kept.bytes:,} bytes a place"
 
@@ -234,7 +234,7 @@ class Distillation(Technique):
             return says(batch, hidden, over_logits)
 
         build.own(Slot.OBJECTIVE, objective, self.name())
-        build.scores = means
+        build.loss.scores = means
         return Change(words, count)
 
     def _row_loss(self, head: Any, *, partly: bool = False) -> Any:
@@ -367,7 +367,7 @@ class _Kept:
         micro = build.slot(Slot.BATCH_SHAPE)(1.0).micro
         self.rows.fill(rows, missing, lambda batch: self._said(teacher, batch), micro=micro, progress=progress)
         size = len(missing) * length * self.bytes / 2**20
-        build.events.append(
+        build.state.events.append(
             {"kind": "notice", "words": f"the teacher read {len(missing):,} rows: {size:,.1f} MiB in {self.folder}"}
         )
 
@@ -386,7 +386,7 @@ class _Kept:
         device = teacher.build.torch_device
         with ExitStack() as stack:
             stack.enter_context(torch.no_grad())
-            for context in teacher.build.around_forward:
+            for context in teacher.build.hooks.around_forward:
                 stack.enter_context(context())
             last, _ = teacher.read(replace(batch, tokens=batch.tokens.to(device), positions=batch.positions.to(device)))
             head = _head(teacher, last.dtype)

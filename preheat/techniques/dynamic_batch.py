@@ -189,16 +189,16 @@ class DynamicBatch(Technique):
 
         rows, kind = build.recipe.batch.size // build.mesh.size(*DATA), build.device.kind
         first = rows if self.start == "auto" else int(self.start)
-        build.accumulation = -(-rows // first)
+        build.state.accumulation = -(-rows // first)
         # On a GPU tensors are measured, and the context takes its share of the memory too.
         memory = build.device.memory - (CONTEXT if kind == "cuda" else 0)
         state = MicroBatch(
-            -(-rows // build.accumulation),
+            -(-rows // build.state.accumulation),
             rows,
             limit=self.target * memory,
             alarm=(1 + self.target) / 2 * memory,
         )
-        build.state[self.name()] = state
+        build.state.saved[self.name()] = state
         plain = build.slot(Slot.FORWARD_BACKWARD)
         looking = False
 
@@ -208,12 +208,12 @@ class DynamicBatch(Technique):
             if not state.begun:
                 state.begun, state.floor = True, resident_bytes() if kind == "cpu" else _allocated()
             # Only steps of full rows tell what full rows need; the first one of a run warms up.
-            looking = build.step > 0 and build.step % self.every == 0 and length == full
+            looking = build.state.step > 0 and build.state.step % self.every == 0 and length == full
             if looking:
                 begin_peak(kind)
             parts = regrouped(batches, max(1, state.rows * full // length))
             # Of several devices the engine tells which is the last, so they are counted first.
-            return plain(build, list(parts) if build.before_backward else parts, global_weight)
+            return plain(build, list(parts) if build.hooks.before_backward else parts, global_weight)
 
         def after_update(build: Build) -> None:
             if not looking:
@@ -224,15 +224,15 @@ class DynamicBatch(Technique):
             why = state.decide(peak)
             if why:
                 give_back(kind)
-                build.events.append(
-                    {"kind": "micro_batch", "step": build.step + 1, "rows": state.rows, "was": before, "why": why}
+                build.state.events.append(
+                    {"kind": "micro_batch", "step": build.state.step + 1, "rows": state.rows, "was": before, "why": why}
                 )
 
         build.own(Slot.FORWARD_BACKWARD, forward_backward, self.name())
-        build.after_update.append(after_update)
+        build.hooks.after_update.append(after_update)
         return Change(
             f"micro-batches from {state.rows} rows up to {rows}, while a step is foreseen to fill at most {self.target:.0%} of the memory; the plan is for the first size",
-            build.accumulation,
+            build.state.accumulation,
         )
 
 

@@ -119,10 +119,10 @@ class ExpertBalancing(Technique):
         biases = add_bias(part)
 
         def move(build: Build) -> None:
-            tokens = build.metrics[TOKENS].clone()
+            tokens = build.loss.metrics[TOKENS].clone()
             move_bias(biases, build.mesh.add(tokens, *DATA, Axis.CONTEXT), self.rate)
 
-        build.after_update.append(move)
+        build.hooks.after_update.append(move)
         kept = (
             "part of the model and of its folder"
             if has_bias(part.config)

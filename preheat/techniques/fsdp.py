@@ -111,10 +111,10 @@ class FSDP(Technique):
             offload=self.offload,
         )
         if self.offload:
-            build.home = torch.device("cpu")
+            build.storage_device = torch.device("cpu")
         build.own(Slot.FORWARD, sharding.forward_through(part), self.name())
         if self.reduce == "last":
-            build.before_backward.append(part.set_requires_gradient_sync)
+            build.hooks.before_backward.append(part.set_requires_gradient_sync)
         many = build.mesh.size(*across)
         copies = f", {self.replicate} copies" if self.replicate > 1 else ""
         return Change(f"weights in {groups} groups, a {many}th of each on a device{copies}", groups)

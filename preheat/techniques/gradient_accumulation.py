@@ -134,7 +134,7 @@ class GradientAccumulation(Technique):
         return []
 
     def apply(self, build: Build, part: Any) -> Change:
-        build.accumulation = self.steps
+        build.state.accumulation = self.steps
         rows, devices = _rows(build.recipe, build.mesh.sizes)
         micro = -(-rows // self.steps)
         among = f", {rows} on each of {devices} devices," if devices > 1 else ""

@@ -48,7 +48,7 @@ class Lion(Technique):
     def apply(self, build: Build, part: Any) -> Change:
         def make(groups: Any, *, lr: float, betas: tuple[float, float], eps: float) -> Any:
             # A GPU wants few large kernels; a CPU what fits its cache.
-            chunk = 1 << 24 if build.device.kind == "cuda" and build.home is None else 1 << 20
+            chunk = 1 << 24 if build.device.kind == "cuda" and build.storage_device is None else 1 << 20
             return lion_optimizer(groups, lr=lr, betas=(betas[0], self.momentum), scale=self.scale, chunk=chunk)
 
         build.own(Slot.OPTIMIZER, make, self.name())

@@ -69,7 +69,7 @@ class LowBitAdamW(Technique):
         chunk = 1 << 24 if build.device.kind == "cuda" else 1 << 18
 
         def make(groups: Any, **settings: Any) -> Any:
-            more: dict[str, Any] = {"seed": build.recipe.seed, "number": lambda: build.step, "chunk": chunk}
+            more: dict[str, Any] = {"seed": build.recipe.seed, "number": lambda: build.state.step, "chunk": chunk}
             try:
                 return low_bit_adamw(groups, bits=self.bits, block=self.block_size, least=self.least, **more, **settings)
             except ValueError as error:

@@ -280,12 +280,12 @@ class MixedPrecision(Technique):
         beside = f"; {len(kept)} modules in fp32" if kept else ""
         name, cached = self.mode[:4], Tag.SHARDED_WEIGHTS not in build.tags
         if not of_weights:
-            build.around_forward.append(functools.partial(autocast, build.torch_device.type, half, cached))
+            build.hooks.around_forward.append(functools.partial(autocast, build.torch_device.type, half, cached))
             scaled = ", loss scaled" if half == torch.float16 else ""
             return Change(f"matrix products in {name} under autocast, weights in fp32{scaled}{beside}", whole)
         count = to_half(part, half, keep=kept)
         if not full:
-            build.around_forward.append(functools.partial(autocast, build.torch_device.type, half, cached))
+            build.hooks.around_forward.append(functools.partial(autocast, build.torch_device.type, half, cached))
             return Change(f"frozen weights in {name}; trained ones in fp32 under autocast{beside}", count)
         if self.mode == "bf16_pure":
             return Change(f"weights, gradients and moments in bf16, rounded to the nearest{beside}", count)
@@ -309,30 +309,30 @@ class MixedPrecision(Technique):
         kept = keep_in_fp32(part, self._patterns, back_to=back_to, last=[last])
         names = [name for name, module in part.named_modules() if module is last]
         if any(re.search(pattern, name) for pattern in self._patterns for name in names):
-            build.head_dtype = torch.float32
+            build.loss.head_dtype = torch.float32
         return kept
 
     def _scale(self, build: Build) -> None:
         """Once a build: its parts share one scale."""
         from preheat.ops.precision import LossScale
 
-        if self.name() in build.state:
+        if self.name() in build.state.saved:
             return
         scale = LossScale(build.torch_device, start=self.loss_scale, interval=self.growth_interval)
-        build.on_loss.append(scale)
-        build.finish_gradients.append((Finish.UNSCALE, lambda b: scale.unscale_(p for _, p in b.parameters())))
-        build.after_update.append(lambda b: scale.update(b.optimizer.found_inf))
-        build.endures_overflow = scale.endures
-        build.state[self.name()] = scale
+        build.loss.scaling.append(scale)
+        build.hooks.finish_gradients.append((Finish.UNSCALE, lambda b: scale.unscale_(p for _, p in b.parameters())))
+        build.hooks.after_update.append(lambda b: scale.update(b.optimizer.found_inf))
+        build.loss.skippable_overflow = scale.endures
+        build.state.saved[self.name()] = scale
 
     def _optimizer(self, build: Build, groups: Any, **settings: Any) -> Any:
         from preheat.ops.cuda_kernels import is_plain
 
-        if build.device.kind == "cuda" and build.home is None:
+        if build.device.kind == "cuda" and build.storage_device is None:
             settings["fused"] = not is_plain("half_adamw")
             settings["chunk"] = 1 << 26  # what the plain form takes: a GPU wants few large kernels
         if self.mode == "bf16_weights":
-            return stochastic_adamw(groups, seed=build.recipe.seed, number=lambda: build.step, **settings)
+            return stochastic_adamw(groups, seed=build.recipe.seed, number=lambda: build.state.step, **settings)
         from preheat.ops.precision import MasterAdamW
 
         return MasterAdamW(groups, **settings)

@@ -76,7 +76,7 @@ class OptimizerInBackward(Technique):
     def apply(self, build: Build, part: Any) -> Change:
         import torch
 
-        if build.finish_gradients:
+        if build.hooks.finish_gradients:
             raise RecipeError(
                 "techniques.optimizer_in_backward: another technique works on the gradients after the backward pass, when "
                 "they are freed already; leave one of them out"

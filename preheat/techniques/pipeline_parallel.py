@@ -89,7 +89,7 @@ class _Runner:
         def forward(part: Any, batch: Batch) -> Tensor:
             made, metrics = build.slot(Slot.FORWARD)(part, lambda: build.slot(Slot.PART_FORWARD)(part, batch))
             assert not metrics, "check refuses objectives with metrics: only the last stage's device would have them"
-            for change in build.on_loss if part is stages.get(count - 1) else ():
+            for change in build.loss.scaling if part is stages.get(count - 1) else ():
                 made = change(made)
             return made
 
@@ -105,7 +105,7 @@ class _Runner:
 
         moved = [build.transformed(batch) for batch in batches]
         weight = max(global_weight, 1) if isinstance(global_weight, int | float) else global_weight
-        return LossSum(self.pipeline.step(alike(moved, build.accumulation), weight, cut=self.cut), global_weight)
+        return LossSum(self.pipeline.step(alike(moved, build.state.accumulation), weight, cut=self.cut), global_weight)
 
     def forward(self, build: Build, batch: Batch) -> LossSum:
         """A batch that was transformed already, for reading only. Its loss is the same on all devices of the pipeline."""
@@ -241,7 +241,7 @@ class PipelineParallel(Technique):
         numbers = [number for number, device in enumerate(ranks_of(count, self.degree, self.schedule)) if device == me]
         build.parts["trained"] = [stages.cut(part, course, cuts, number) for number in numbers]
         if self.micro_batches is not None:
-            build.accumulation = self.micro_batches
+            build.state.accumulation = self.micro_batches
         if adapter.embedding(part).weight is adapter.head(part).weight:
             self._tie(build, me)
         # Hidden states have the embedding's precision, which residual connections keep: or that in which it is gathered, or cast to later where it is trained.
@@ -255,7 +255,7 @@ class PipelineParallel(Technique):
         costs[-1] += after
         share = max(costs) * count / sum(costs) - 1
         words = ", ".join(str(len(cut)) for cut in cuts)
-        build.idle = self._bubble
+        build.parallel.bubble_fraction = self._bubble
         return Change(
             f"{len(course.each)} layers in {count} stages of {words}; the dearest costs {share:.0%} more than the mean", count
         )
@@ -280,7 +280,7 @@ class PipelineParallel(Technique):
         part: Any = build.trained[0 if me == 0 else -1]
         if me != 0:
             weight = adapter.embedding(part).weight
-            build.copies |= {name for name, p in part.named_parameters() if p is weight}
+            build.parallel.duplicated_params |= {name for name, p in part.named_parameters() if p is weight}
 
         def add(build: Build) -> None:
             embedding: Any = adapter.embedding(part)
@@ -288,7 +288,7 @@ class PipelineParallel(Technique):
             if grad is not None:
                 add_copies([local(grad)], self.degree - 1 - me, build.mesh.group(Axis.PIPELINE))
 
-        build.finish_gradients.append((Finish.TIE, add))
+        build.hooks.finish_gradients.append((Finish.TIE, add))
 
     def period(self) -> int:
         return self.degree * self._each

@@ -158,7 +158,7 @@ class Preference(Technique):
             what += f"; the reference is a frozen copy of {count:,} parameters"
         build.own(Slot.ROW_LOSS, CrossEntropy(), self.name())  # what is compared are plain log-probabilities
         build.own(Slot.OBJECTIVE, self._objective(build, part), self.name())
-        build.scores = _scores
+        build.loss.scores = _scores
         return Change(what, count)
 
     def _objective(self, build: Build, part: Any) -> Callable[..., LossSum]:

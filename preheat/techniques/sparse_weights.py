@@ -118,6 +118,6 @@ class SparseWeights(Technique):
                 )
             share = f" ({zeros / sum(local(p).numel() for p in weights):.1%})"
         kept = KeptZeros(weights)
-        build.finish_gradients.append((Finish.UNSCALE, lambda b: kept.before_update()))
-        build.after_update.append(lambda b: kept.after_update())
+        build.hooks.finish_gradients.append((Finish.UNSCALE, lambda b: kept.before_update()))
+        build.hooks.after_update.append(lambda b: kept.after_update())
         return Change(f"zeros of {len(maps)} linear maps are kept{share}", len(maps))

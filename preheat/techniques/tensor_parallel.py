@@ -177,8 +177,8 @@ class TensorParallel(Technique):
             adapter.require_plain_head(part, self.name())
             build.own(Slot.OVER_LOGITS, functools.partial(tensor.shared_logits, rows=self.rows), self.name())
         finish = (Finish.REDUCE, _sum_partial)
-        if finish not in build.finish_gradients:
-            build.finish_gradients.append(finish)
+        if finish not in build.hooks.finish_gradients:
+            build.hooks.finish_gradients.append(finish)
         words = [f"{count} matrices shared out among {degree} devices"]
         words += ["activations between blocks cut along the sequence"] * self.sequence_parallel
         words += ["gathered again in backward"] * self.regather

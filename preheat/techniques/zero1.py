@@ -64,6 +64,6 @@ class Zero1(Technique):
 
             return made
 
-        build.around_optimizer.append(shared)
+        build.hooks.around_optimizer.append(shared)
         count = sum(p.requires_grad for p in part.parameters())
         return Change(f"optimizer states of {count} parameters, a {build.mesh.size(*across)}th of each on a device", count)

@@ -264,7 +264,7 @@ class _Loop:
         self.standing.at(step, Phase.UPDATE)
         stats = update(self.build, lr)
         self._read_ahead(stream)
-        endures = self.build.endures_overflow() if self.build.endures_overflow else torch.zeros_like(stats[0])
+        endures = self.build.loss.skippable_overflow() if self.build.loss.skippable_overflow else torch.zeros_like(stats[0])
         # The one read of the step. Where the gradients were not finite the update left the weights as they were.
         self.standing.at(step, Phase.STEP_STATS)
         late = self._is_late(time.perf_counter() - begun)
@@ -299,7 +299,7 @@ class _Loop:
             "memory": self.meter.memory(),
             "elapsed": p.elapsed,
             "length": shape.length,
-            **self.build.scores(metrics, weight),
+            **self.build.loss.scores(metrics, weight),
             **self._counted(),
         }
         self.writer.metric(**line)
@@ -344,12 +344,12 @@ class _Loop:
 
     def _counted(self) -> dict[str, int]:
         """What the build's techniques counted so far; what they did is written down, and said where there are words."""
-        while self.build.events:
-            event = self.build.events.pop(0)
+        while self.build.state.events:
+            event = self.build.state.events.pop(0)
             self.writer.event(**{"step": self.progress.step, **event})
             if "words" in event:
                 self.watch.notice(event["words"])
-        return {name: count() for name, count in self.build.counters.items()}
+        return {name: count() for name, count in self.build.state.counters.items()}
 
     def _refuse(self, mean: float, norm: float, batch: list[Batch], lr: float) -> None:
         rows = [row for b in batch for row in b.rows]

@@ -145,7 +145,7 @@ class Session:
         made, total = self.build, self.total
         self.shape = lambda step: made.slot(Slot.BATCH_SHAPE)(step / total if total else 0.0)
         self.order = _order(self.build, self.data.train, self.progress.samples, self.shape, self.total)
-        if self.build.before_rows:
+        if self.build.hooks.dataset_passes:
             from preheat.data.loader import samples_of
 
             steps = range(self.progress.step, self.total or 0)
@@ -154,7 +154,7 @@ class Session:
             ahead = (
                 itertools.islice(order, left) if self.total else range(_length(self.data) or 0)
             )  # all, where only the clock ends it
-            self.build.look(self.data.train, ahead, self.watch.progress)
+            self.build.run_dataset_passes(self.data.train, ahead, self.watch.progress)
 
     def rows(self) -> Generator[list[Batch], None, None]:
         """Global batches from where the run stands, without end; to be closed."""

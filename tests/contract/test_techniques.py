@@ -65,7 +65,7 @@ def made(techniques: dict[str, dict[str, Any]], **more: Any) -> Build:
 
 def step(b: Build, batch: Any) -> tuple[float, dict[str, torch.Tensor]]:
     rows = b.recipe.batch.size
-    micro = -(-rows // b.accumulation)
+    micro = -(-rows // b.state.accumulation)
     kept: dict[str, torch.Tensor] = {}
     freed = b.parameters() if Tag.STEP_IN_BACKWARD in b.tags else []
     hooks = [p.register_hook(lambda g, name=name: kept.update({name: g.clone()})) for name, p in freed]
@@ -138,7 +138,7 @@ def test_what_the_dry_run_sees_is_what_a_real_step_does(name: str, settings: dic
         tell_phases(real, recorder)
         with recorder:
             recorder.phase = Phase.FORWARD
-            rows, micro = 4, -(-4 // real.accumulation)
+            rows, micro = 4, -(-4 // real.state.accumulation)
             shapes = [micro] * (rows // micro) + ([rows % micro] if rows % micro else [])
             batches = [fake_batch(r, n) for n in shapes]
             for batch in batches:

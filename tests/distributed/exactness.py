@@ -73,12 +73,12 @@ def train(recipe: recipes.Recipe, *, devices: int) -> dict[str, Any]:
     losses, norms = [], []
     for step in range(STEPS):
         batch = uneven(rows=ROWS, seed=step, examples=examples_of(recipe))
-        shares = _shares(batch, made.mesh.size(*DATA) if made.mesh.world > 1 else devices, made.accumulation)
+        shares = _shares(batch, made.mesh.size(*DATA) if made.mesh.world > 1 else devices, made.state.accumulation)
         mine = shares[made.mesh.index(*DATA)] if made.mesh.world > 1 else [b for share in shares for b in share]
         loss = gradients(made, mine, 1e-2)
         losses.append(float(made.mesh.add(loss.total.detach().clone(), *DATA)) / batch.weight)
         norms.append(float(update(made, 1e-2)[0]))
-    weights = {name: whole(made.read(p)).clone() for name, p in made.parameters()}
+    weights = {name: whole(made.parallel.full_parameter(p)).clone() for name, p in made.parameters()}
     return {"losses": losses, "norms": norms, "weights": weights, "states": state_bytes(made)}
 
 

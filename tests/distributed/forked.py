@@ -68,7 +68,7 @@ def train(recipe: recipes.Recipe, look: Callable[[Build], Any] | None, steps: in
         devices = made.mesh.size(*DATA)
         rows = ROWS // devices
         mine = split(batch, [rows] * devices)[made.mesh.index(*DATA)]
-        micro = -(-rows // made.accumulation)
+        micro = -(-rows // made.state.accumulation)
         loss = gradients(made, split(mine, [micro] * (rows // micro)), 1e-2)
         if not step:
             first = {name: whole(p.grad) for name, p in made.parameters()}

@@ -96,7 +96,7 @@ def train(case: str, *, several: bool) -> tuple[dict[str, list[Any]], dict[str, 
     for step in range(STEPS):
         batch = uneven(rows=ROWS, length=length, seed=step)
         mine = split(batch, [ROWS // shares] * shares)[place]
-        micro = -(-len(mine.rows) // b.accumulation)
+        micro = -(-len(mine.rows) // b.state.accumulation)
         loss = gradients(
             b, split(mine, [micro] * (len(mine.rows) // micro) + [len(mine.rows) % micro] * bool(len(mine.rows) % micro))
         )

@@ -44,7 +44,7 @@ def train(family: str, techniques: str, micro: int) -> dict[str, Any]:
     strong = [] if "expert_balancing" in techniques else [STRONG]
     recipe = recipes.override(tiny(family=family, rows=ROWS), *SETTINGS, *strong, f"techniques={techniques}")
     b = build(recipe, vocabulary=96, device=DEVICE)
-    b.accumulation = micro  # of this process: the rows of a rank may be cut otherwise than those of one process
+    b.state.accumulation = micro  # of this process: the rows of a rank may be cut otherwise than those of one process
     devices, index = b.mesh.size(*DATA), b.mesh.index(*DATA)
     losses, norms, tokens = [], [], 0.0
     for step in range(STEPS):

@@ -86,7 +86,7 @@ def steps(b: Build, first: int, count: int) -> list[float]:
         devices = b.mesh.size(*DATA)
         rows = ROWS // devices
         mine = split(uneven(rows=ROWS, length=LENGTH, seed=step), [rows] * devices)[b.mesh.index(*DATA)]
-        micro = -(-rows // b.accumulation)
+        micro = -(-rows // b.state.accumulation)
         loss = gradients(b, split(mine, [micro] * (rows // micro)), 0.01)
         stats = update(b, 0.01)
         total, _, weight, *_ = numbers(b, loss, torch.stack([*stats, torch.zeros_like(stats[0])]), (False, False))

@@ -71,7 +71,7 @@ def run(case: Case, folder: Path, name: str, *, rank: int = 0, world: int = 1) -
     for step in range(STEPS):
         whole = uneven(rows=case.rows, seed=step)
         rows = split(whole, [case.rows // shares] * shares)[mine]
-        micro = -(-len(rows.tokens) // made.accumulation)
+        micro = -(-len(rows.tokens) // made.state.accumulation)
         sizes = [min(micro, len(rows.tokens) - start) for start in range(0, len(rows.tokens), micro)]
         loss = gradients(made, split(rows, sizes), 0.01)
         total = made.mesh.add(loss.total.clone(), Axis.PIPELINE, *DATA)

@@ -14,7 +14,8 @@ from .conftest import Command
 
 
 def row(name: str, speeds: list[float], peak: float, failed: str = "") -> dict[str, Any]:
-    return {"name": name, "speeds": speeds, "peak_gib": peak, "failed": failed}
+    fits = not failed.startswith("does not fit")
+    return {"name": name, "speeds": speeds, "peak_gib": peak, "failed": failed, "fits": fits}
 
 
 def said(rows: list[dict[str, Any]], *names: str) -> dict[str, str]:

@@ -33,7 +33,7 @@ def train(b: Build, steps: int, first: int = 0, *, lr: float = 0.001, seed: int 
     loads = []
     for n in range(first, first + steps):
         loss = gradients(b, split(uneven(seed=n if seed is None else seed), [2, 2]), lr)
-        loads.append(b.scores(loss.metrics, float(loss.weight))["expert_load"])
+        loads.append(b.loss.scores(loss.metrics, float(loss.weight))["expert_load"])
         update(b, lr)
     return loads
 
@@ -105,5 +105,5 @@ def test_the_loss_is_the_other_method() -> None:
     b = made("mixtral", "{expert_balancing: {method: loss, coefficient: 0.2}}", strong=False)
     loss = gradients(b, [uneven()], 0.001)
     assert b.trained[0].config.router_aux_loss_coef == 0.2  # type: ignore[union-attr]
-    assert "balance_loss" in b.scores(loss.metrics, float(loss.weight))
+    assert "balance_loss" in b.loss.scores(loss.metrics, float(loss.weight))
     assert not biases(b.trained[0])

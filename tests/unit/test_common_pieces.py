@@ -168,7 +168,7 @@ def test_the_loss_is_that_of_loops_over_documents(cuts: dict[str, Cut], data_fol
     gradients(b, [transform(b, batch)])
     for p, w in zip(b.parts["trained"][0].parameters(), wanted, strict=True):
         assert (p.grad - w).norm() <= 1e-4 * w.norm()
-    assert b.scores(b.metrics, batch.weight)["compared"] == pytest.approx(compared / batch.weight)
+    assert b.loss.scores(b.loss.metrics, batch.weight)["compared"] == pytest.approx(compared / batch.weight)
     chunked = made(
         data_folder,
         f"divergence: {direction}, temperature: {temperature}, mixture: {mixture}, top: {top}",

@@ -144,10 +144,10 @@ def test_a_builds_loss_is_that_of_each_document_alone(beside: str) -> None:
             p.mul_(3.0)  # surer of what it says
     batch = uneven()
     wanted = slow(b, batch, direction="reverse", temperature=2.0, mixture=0.7)
-    loss = gradients(b, split(batch, [2, 2] if b.accumulation > 1 else [4]))
+    loss = gradients(b, split(batch, [2, 2] if b.state.accumulation > 1 else [4]))
     assert float(loss.total / loss.weight) == pytest.approx(wanted, rel=2e-5)
     assert all(p.grad is None for p in b.parts["teacher"][0].parameters())
-    told = b.scores(loss.metrics, loss.weight)
+    told = b.loss.scores(loss.metrics, loss.weight)
     assert 0.3 * told["label_loss"] + 0.7 * 4 * told["divergence"] == pytest.approx(wanted, rel=1e-5)
     assert measure(b, [batch]).loss == pytest.approx(told["label_loss"], rel=1e-5)  # an evaluation measures the labels alone
 
@@ -183,7 +183,7 @@ def test_hidden_states_come_near_the_teachers() -> None:
     told = []
     for _ in range(30):
         loss = gradients(b, [batch], 0.01)
-        told.append(b.scores(loss.metrics, loss.weight)["hidden_distance"])
+        told.append(b.loss.scores(loss.metrics, loss.weight)["hidden_distance"])
         update(b, 0.01)
     assert told[-1] < 0.5 * told[0]
 

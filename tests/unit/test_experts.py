@@ -80,7 +80,7 @@ def grads(b: Build, batches: list[Batch]) -> tuple[float, dict[str, Any], dict[s
     return (
         float(loss.total) / float(loss.weight),
         {n: p.grad.clone() for n, p in b.parameters() if p.grad is not None},
-        b.scores(loss.metrics, float(loss.weight)),
+        b.loss.scores(loss.metrics, float(loss.weight)),
     )
 
 
@@ -111,7 +111,7 @@ def test_loss_and_gradients_are_those_of_transformers(family: str, tmp_path: Pat
     assert not has_loss or scores["balance_loss"] == pytest.approx(float(out.aux_loss.detach()), rel=1e-6)
     assert difference(ours, {n: p.grad for n, p in theirs.named_parameters()}) < 1e-5
     assert 1 < scores["expert_load"] <= 4  # 8 experts, 2 a token: 1 is even, 4 is all tokens to the same two
-    counts = b.metrics["expert_tokens"]
+    counts = b.loss.metrics["expert_tokens"]
     assert counts.sum(1).tolist() == [4 * 32 * 2] * b.model.expert_layers  # none is dropped
     assert scores["expert_loads"] == pytest.approx((counts.max(1).values / counts.mean(1)).tolist(), abs=1e-3)
     assert scores["experts_idle"] == int((counts == 0).sum())

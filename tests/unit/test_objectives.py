@@ -128,7 +128,7 @@ def test_losses_and_gradients_equal_the_slow_reference(settings: dict[str, Any],
     expected = {name: p.grad.clone() for name, p in made.parameters()}
     for _, p in made.parameters():
         p.grad = None
-    found = gradients(made, split(batch, [2, 2] if made.accumulation > 1 else [4]))
+    found = gradients(made, split(batch, [2, 2] if made.state.accumulation > 1 else [4]))
     assert found.weight == (8 if settings.get("loss") == "unpaired" else 4)
     assert float(found.total / found.weight) == pytest.approx(wanted.item(), rel=1e-6)
     assert difference({name: p.grad for name, p in made.parameters()}, expected) < 3e-6
@@ -155,7 +155,7 @@ def test_under_an_adapter_there_is_no_second_copy_and_metrics_say_what_was_learn
     for _ in range(8):
         seen = gradients(made, split(batch, [3, 1]))
         update(made, 0.01)
-    scores = made.scores(seen.metrics, seen.weight)
+    scores = made.loss.scores(seen.metrics, seen.weight)
     assert scores["reward_accuracy"] == 1
     assert scores["reward_margin"] > 0.5
     assert scores["chosen_logp"] > scores["rejected_logp"]
@@ -198,7 +198,7 @@ def test_classification_equals_the_slow_reference(beside: str) -> None:
     assert "lm_head.weight" in expected
     for _, p in made.parameters():
         p.grad = None
-    found = gradients(made, split(batch, [2, 2] if made.accumulation > 1 else [4]))
+    found = gradients(made, split(batch, [2, 2] if made.state.accumulation > 1 else [4]))
     assert found.weight == len(documents(batch))
     assert float(found.total / found.weight) == pytest.approx(-logp.mean().item(), rel=1e-6)
     assert difference({name: p.grad for name, p in made.parameters()}, expected) < 3e-6

@@ -87,7 +87,7 @@ def test_texts_are_drawn_from_the_students_probabilities_and_stand_where_the_dat
     assert float(found.beside[0].sum()) == pytest.approx(row.weight), "a document counts as much as it did"
     assert found.weight == row.weight
     assert torch.equal(transform(b, row).tokens, found.tokens), "a step that is taken again writes the same"
-    b.step += 1
+    b.state.step += 1
     assert not torch.equal(transform(b, row).tokens, found.tokens)
     before = torch.random.get_rng_state()
     transform(b, row)
@@ -98,11 +98,11 @@ def test_texts_are_drawn_from_the_students_probabilities_and_stand_where_the_dat
 def test_the_share_of_the_rows_is_drawn_and_the_others_are_left_alone() -> None:
     b = made("on_policy: 0.25")
     written = 0
-    for b.step in range(40):
+    for b.state.step in range(40):
         batch = uneven()
-        rows = b.transforms[-1][1]._drawn(batch.rows)
+        rows = b.hooks.transforms[-1][1]._drawn(batch.rows)
         written += len(rows)
-        if b.step < 3:
+        if b.state.step < 3:
             found = transform(b, batch)
             others = [n for n in range(4) if n not in rows]
             assert torch.equal(found.tokens[others], batch.tokens[others])
@@ -129,8 +129,8 @@ def slow(b: Any, batch: Batch, *, direction: str, temperature: float, mixture: f
 @pytest.mark.parametrize(("settings", "beside"), [("", ""), ("divergence: reverse, temperature: 2.0, mixture: 0.7", TOGETHER)])
 def test_the_loss_is_the_divergence_on_its_own_texts_and_as_ever_on_the_data(settings: str, beside: str) -> None:
     b, batch = made(f"on_policy: 0.5, {settings}", beside), uneven()
-    while len(b.transforms[-1][1]._drawn(batch.rows)) != 2:
-        b.step += 1
+    while len(b.hooks.transforms[-1][1]._drawn(batch.rows)) != 2:
+        b.state.step += 1
     parts = split(batch, [2, 2] if beside else [4])
     changed = [transform(b, part) for part in parts]
     how: dict[str, Any] = {"direction": "reverse", "temperature": 2.0, "mixture": 0.7}
@@ -138,7 +138,7 @@ def test_the_loss_is_the_divergence_on_its_own_texts_and_as_ever_on_the_data(set
     wanted = sum(slow(b, part, **how) * part.weight for part in changed) / batch.weight
     loss = gradients(b, parts)
     assert float(loss.total / loss.weight) == pytest.approx(wanted, rel=2e-5)
-    told = b.scores(loss.metrics, loss.weight)
+    told = b.loss.scores(loss.metrics, loss.weight)
     own = sum(int((part.beside[0] > 0).sum()) for part in changed)
     places = sum(int((part.labels != -100).sum()) for part in changed)
     assert told["on_policy"] == pytest.approx(own / places)

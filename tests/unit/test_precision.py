@@ -77,7 +77,7 @@ def test_masters_take_the_way_of_fp32() -> None:
 @pytest.mark.parametrize("mode", ["fp16", "fp16_master"])
 def test_an_overflow_costs_one_step_and_halves_the_scale(mode: str) -> None:
     b = made(f"{{mode: {mode}, loss_scale: 1.0e+9}}")
-    scale = b.state["mixed_precision"]
+    scale = b.state.saved["mixed_precision"]
     skipped = []
     for n in range(30):
         before, at = [p.detach().clone() for _, p in b.parameters()], float(scale.scale)
