@@ -51,7 +51,7 @@ def test_the_load_becomes_even_and_without_it_does_not(family: str) -> None:
 def test_it_moves_by_the_global_batch_and_a_checkpoint_goes_on_alike(family: str, tmp_path: Path) -> None:
     a = skewed(family)
     gradients(a, split(uneven(), [1, 3]), 0.001)
-    counts = a.metrics["expert_tokens"].clone()
+    counts = a.loss.metrics["expert_tokens"].clone()
     update(a, 0.001)
     for bias, row in zip(biases(a.trained[0]).values(), counts, strict=True):
         torch.testing.assert_close(bias, 0.01 * (row.mean() - row).sign())

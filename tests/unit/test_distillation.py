@@ -229,14 +229,14 @@ def test_what_a_teacher_said_is_read_by_row_and_gives_the_loss_of_the_teacher_at
     kept, live = made(f"{settings}, cache: {tmp_path}, top: 96", "chunked_loss: {}"), made(settings, "chunked_loss: {}")
     assert "teacher" not in kept.parts
     asked: list[str] = []
-    kept.look(rows, [4, 1, 0, 4], lambda what, done, whole: asked.append(what))
+    kept.run_dataset_passes(rows, [4, 1, 0, 4], lambda what, done, whole: asked.append(what))
     assert asked
     loss, wanted = (gradients(b, [_batch(rows, [4, 0]), _batch(rows, [1])]) for b in (kept, live))
     assert float(loss.total) == pytest.approx(float(wanted.total), rel=1e-4)
     measure(kept, [_batch(rows, [3])])  # an evaluation reads no rows of it
     asked.clear()
     again = made(f"{settings}, cache: {tmp_path}, top: 96", "chunked_loss: {}")
-    again.look(rows, [0, 1, 4], lambda what, done, whole: asked.append(what))
+    again.run_dataset_passes(rows, [0, 1, 4], lambda what, done, whole: asked.append(what))
     assert not asked  # the teacher runs once
     assert float(gradients(again, [_batch(rows, [4, 0]), _batch(rows, [1])]).total) == float(loss.total)
     with pytest.raises(RunError, match="row 3 was never kept"):
@@ -248,7 +248,7 @@ def test_what_a_teacher_said_is_read_by_row_and_gives_the_loss_of_the_teacher_at
 def test_a_cache_that_is_damaged_or_of_something_else_is_refused(tmp_path: Path) -> None:
     rows, folder = rows_of(), tmp_path / "kept"
     first = made(f"cache: {folder}, top: 4")
-    first.look(rows, range(6), lambda *_: None)
+    first.run_dataset_passes(rows, range(6), lambda *_: None)
     cases = [
         ("temperature: 2.0, top: 4", rows, "temperature"),
         ("top: 5", rows, r"top \(was 4, is 5\)"),
