@@ -137,7 +137,7 @@ def brute_force(case: Case, gpus: tuple[str, ...], tell: Callable[[str], None] =
             return
         began = time.perf_counter()
         seen = recall(recipe, vocabulary=vocabulary, device=observed_for, world=case.devices, how="few")
-        cut = math.prod(t.cuts() for t in settings)
+        cut = math.prod(t.micro_batch_count() for t in settings)
         what = words((*more, *settings), question.recipe.batch.size // case.devices // cut)
         for gpu in names:
             device, rates, in_use = hardware(gpu, recipe, case.devices)

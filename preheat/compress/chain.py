@@ -346,7 +346,7 @@ def _kept(recipe: Recipe) -> dict[str, Technique]:
     return {
         name: t
         for name, t in recipe.techniques.items()
-        if t.stage >= Stage.KERNEL and Slot.OBJECTIVE not in t.owned() and not t.spreads()
+        if t.stage >= Stage.KERNEL and Slot.OBJECTIVE not in t.owned() and not t.is_parallel()
     }
 
 

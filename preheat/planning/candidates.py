@@ -23,6 +23,7 @@ from preheat.technique import (
     Device,
     Problem,
     ProblemCode,
+    Searchable,
     Technique,
     conflicts_of,
     on_one_device,
@@ -41,14 +42,15 @@ Settings = tuple[Technique, ...]
 
 def worst(techniques: Iterable[Technique]) -> Numerics:
     """The most that any of these settings gives up."""
-    return max((t.trades() or "exact" for t in techniques), key=NUMERICS.index, default="exact")
+    given_up = (t.search_numerics() for t in techniques if isinstance(t, Searchable))
+    return max((numerics for numerics in given_up if numerics), key=NUMERICS.index, default="exact")
 
 
 def words(added: Iterable[Technique], micro: int | None = None) -> str:
     """Settings in a line: names, and what differs from the defaults."""
     parts = []
     for t in added:
-        if t.cuts() > 1:
+        if t.micro_batch_count() > 1:
             continue
         plain = type(t)()
         said = [f"{key} {value}" for key, value in vars(t).items() if value != getattr(plain, key)]
@@ -84,31 +86,38 @@ class Space:
         return context_of(recipe, self.config, self.device, world or self.world)
 
     def allowed(self, technique: Technique) -> bool:
-        gives_up = technique.trades()
+        gives_up = technique.search_numerics() if isinstance(technique, Searchable) else None
         return gives_up is not None and NUMERICS.index(gives_up) <= NUMERICS.index(self.allow)
 
-    def searched(self) -> list[type[Technique]]:
+    def searched(self) -> list[type[Searchable]]:
         """Techniques that may be added, in the order in which they act."""
         free = [
             cls
             for name, cls in registry().items()
-            if name not in self.recipe.techniques and self.device.kind in cls.searched_on and cls().trades() is not None
+            if name not in self.recipe.techniques
+            and issubclass(cls, Searchable)
+            and self.device.kind in cls.searched_on
+            and cls().search_numerics() is not None
         ]
         return sorted(free, key=lambda cls: (cls.stage, cls.name()))
 
     def over_run(self, speed: float, added: Iterable[Technique]) -> float:
         """Tokens a second of the whole run, where its steps have `speed`: less what these techniques take before the first step."""
-        start = sum(t.starts_in(self.device) for t in added)
+        start = sum(t.startup_seconds(self.device) for t in added)
         stop, batch = self.recipe.stop, self.recipe.batch
         steps = steps_of(self.recipe, self.rows)
         ends = [steps * batch.size * batch.length / speed] if steps else []
         ends += [stop.hours * 3600] if stop.hours else []
         return speed / (1 + start / min(ends)) if ends else speed
 
-    def on_one_device(self) -> list[type[Technique]]:
+    def on_one_device(self) -> list[type[Searchable]]:
         """Those that are for a single device too, but for the cutting into micro-batches."""
         shared = spreading()
-        return [cls for cls in self.searched() if not cls.spreads() and not cls.needs & shared and cls().cuts() == 1]
+        return [
+            cls
+            for cls in self.searched()
+            if not cls.is_parallel() and not cls.needs & shared and cls().micro_batch_count() == 1
+        ]
 
     def layouts(self) -> Iterator[Settings]:
         """Ways to share out the work among the devices, each a set of techniques; () for one device."""
@@ -116,12 +125,12 @@ class Space:
             yield ()
             return
         alone = set(self.on_one_device())
-        spread = [cls for cls in self.searched() if cls not in alone and cls().cuts() == 1]
+        spread = [cls for cls in self.searched() if cls not in alone and cls().micro_batch_count() == 1]
         given = list(self.recipe.techniques.values())
         stated = any(0 in t.degrees().values() for t in given)
         rest = [t for cls in spread if 0 in cls().degrees().values() and not _inner(cls) for t in self._options(cls)]
-        beside = [t for cls in spread if not cls.spreads() for t in self._options(cls)]
-        inner = [[None, *self._options(cls)] for cls in spread if cls.spreads() and _inner(cls)]
+        beside = [t for cls in spread if not cls.is_parallel() for t in self._options(cls)]
+        inner = [[None, *self._options(cls)] for cls in spread if cls.is_parallel() and _inner(cls)]
         for cut in itertools.product(*inner):
             chosen = tuple(t for t in cut if t is not None)
             taken = math.prod(size for t in (*given, *chosen) for size in t.degrees().values() if size)
@@ -141,7 +150,7 @@ class Space:
             return False
         return not problems_of(t, Context(self.recipe, adapter.facts(self.config), self.device, tags, sizes))
 
-    def _options(self, cls: type[Technique]) -> list[Technique]:
+    def _options(self, cls: type[Searchable]) -> list[Technique]:
         made = cls()
         sizes = dict.fromkeys(Axis, 1) | {Axis.SHARD: self.world}
         tags = frozenset(tag for t in techniques_of(self.recipe) for tag in t.provided())
@@ -156,7 +165,7 @@ class Space:
     def single(self, added: Iterable[Technique]) -> Recipe:
         """The same on one device, one row at a time: without what shares out and cuts."""
         made = self.having(added)
-        kept = {name: t for name, t in on_one_device(made.techniques).items() if t.cuts() == 1}
+        kept = {name: t for name, t in on_one_device(made.techniques).items() if t.micro_batch_count() == 1}
         parallel = replace(made.parallel, devices=1)
         return replace(made, techniques=kept, parallel=parallel, batch=replace(made.batch, size=1))
 

@@ -43,7 +43,7 @@ class Seen:
 
     @property
     def names(self) -> frozenset[str]:
-        return frozenset(t.name() for t in self.added if t.cuts() == 1)
+        return frozenset(t.name() for t in self.added if t.micro_batch_count() == 1)
 
 
 @dataclass

@@ -15,7 +15,7 @@ from preheat.planning.estimate import Look, look
 from preheat.planning.layers import of_layers
 from preheat.planning.recall import together
 from preheat.planning.roofline import Roofline
-from preheat.technique import Problem, Slot, Tag, Technique
+from preheat.technique import Problem, Searchable, Slot, Tag, Technique
 
 __all__ = ["Kind", "kinds_of"]
 
@@ -81,10 +81,10 @@ class _Kinds:
     def _choices(self, plain: Look) -> list[list[Choice]]:
         """What is worth choosing from for each technique; each setting is tried beside the best of those before it."""
         base, under = Settings(), plain
-        choices: dict[type[Technique], list[Choice]] = {}
-        refused: dict[type[Technique], list[Technique]] = {}  # settings that serve only beside others
+        choices: dict[type[Searchable], list[Choice]] = {}
+        refused: dict[type[Searchable], list[Technique]] = {}  # settings that serve only beside others
 
-        def take(cls: type[Technique], tried: list[Choice]) -> None:
+        def take(cls: type[Searchable], tried: list[Choice]) -> None:
             """Leaves what is worth choosing; the best becomes part of the base."""
             nonlocal base, under
             without = Choice(None, under, under)
@@ -112,13 +112,13 @@ class _Kinds:
                 take(cls, tried)
         return list(choices.values())
 
-    def _late(self, cls: type[Technique]) -> tuple[bool, bool]:
+    def _late(self, cls: type[Searchable]) -> tuple[bool, bool]:
         """Sorts techniques, which are tried in the order in which they act, but on a GPU precision first: it decides which kernels the others have.
         What only the ends have shows its worth beside layers that are small already."""
         first = self.space.device.kind == "cuda" and Tag.BF16_COMPUTE in cls.provides
         return _of_the_ends((cls(),)), not first
 
-    def _options(self, cls: type[Technique], base: Settings) -> list[Technique]:
+    def _options(self, cls: type[Searchable], base: Settings) -> list[Technique]:
         """Settings whose effect is seen in a layer; of many the first, the middle and the last."""
         context = self.space.context(self.space.single(base), 1)
         found = [t for t in cls().options(context) if self.space.allowed(t) and t.period() == 1]

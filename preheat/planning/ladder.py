@@ -7,7 +7,7 @@ tried on top of it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -18,7 +18,7 @@ from preheat.models import adapter
 from preheat.planning.plan import plan
 from preheat.planning.roofline import Roofline
 from preheat.recipe import Recipe
-from preheat.technique import Device, Phase, Technique, conflicts_of, registry
+from preheat.technique import Device, Phase, Searchable, Technique, conflicts_of, registry
 
 __all__ = ["Ladder", "Planner", "Rung", "climb_down", "settings", "shorter"]
 
@@ -106,8 +106,12 @@ class Planner:
             yield [replace(recipe, evaluate=replace(recipe.evaluate, micro=n)) for n in halves]
         context = context_of(recipe, adapter.configure(recipe, self.vocabulary), self.device, self.world)
         for name, kind in registry().items():
-            held = recipe.techniques.get(name)
-            others = held.rungs(context) if held else kind().options(context) if kind.relieves else ()
+            present = recipe.techniques.get(name)
+            others: Iterable[Technique] = ()
+            if isinstance(present, Searchable):
+                others = present.fallbacks(context)
+            elif present is None and issubclass(kind, Searchable) and kind.memory_saving:
+                others = kind().options(context)
             if found := [replace(recipe, techniques={**recipe.techniques, name: other}) for other in others]:
                 yield found
 

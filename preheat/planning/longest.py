@@ -77,7 +77,7 @@ def longest_as_stated(
     """
     how: dict[str, Any] = {"vocabulary": vocabulary, "device": device, "rates": rates, "in_use": in_use, "world": world}
     sizes = context_of(recipe, adapter.configure(recipe, vocabulary), device, world).sizes
-    rows = math.prod(sizes[axis] for axis in DATA) * math.prod(t.cuts() for t in recipe.techniques.values())
+    rows = math.prod(sizes[axis] for axis in DATA) * math.prod(t.micro_batch_count() for t in recipe.techniques.values())
     made: dict[str, Any] = {"length": 0, "peak_gib": None, "limit": ""}
     length, doubled = recipe.batch.length, 0
     while doubled < DOUBLINGS:

@@ -193,7 +193,7 @@ def _observe(recipe: Recipe, vocabulary: int | None, device: Device, by_layer: b
         streams=recorder.streams,
         groups={key: made.mesh.along(ranks) for key, ranks in recorder.groups.items()},
         compiled=Tag.COMPILED_LAYERS in made.tags,
-        slowed=math.prod(t.slows_host() for t in recipe.techniques.values()),
+        slowed=math.prod(t.host_overhead() for t in recipe.techniques.values()),
         idle=made.parallel.bubble_fraction(len(micros)),
     )
 

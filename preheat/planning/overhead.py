@@ -90,7 +90,7 @@ def exporting(recipe: Recipe, seen: Observation, device: Device) -> dict[str, in
     The trained model is compared with what was written in fp64 (large ones in fp32). On a CPU what was written stands there too: read again, and its
     file's pages. None for a run on several devices, whose whole model no dry run saw.
     """
-    if any(t.spreads() for t in recipe.techniques.values()) or (recipe.parallel.devices or 1) > 1:
+    if any(t.is_parallel() for t in recipe.techniques.values()) or (recipe.parallel.devices or 1) > 1:
         return None
     found = dict.fromkeys(seen.categories[Phase.SAVING], 0) | {
         k: seen.categories[Phase.SAVING][k] for k in ("parameters", "optimizer")

@@ -18,7 +18,7 @@ from preheat.planning.overhead import SOURCES, beside, exporting, gives_back
 from preheat.planning.predict import step_seconds
 from preheat.planning.roofline import Roofline, Seconds
 from preheat.recipe import Recipe
-from preheat.technique import Device, Tag, Technique
+from preheat.technique import Device, Searchable, Tag, Technique
 
 __all__ = ["describe", "plan", "settled"]
 
@@ -111,16 +111,18 @@ def settled(
     in_use: int = 0,
     world: int | None = None,
 ) -> Recipe:
-    """The recipe with values for what its techniques leave to a dry run (`Technique.settle`); arguments as of `plan`."""
+    """The recipe with values for what its techniques leave to a dry run (`Searchable.resolve_auto`); arguments as of `plan`."""
     for name in recipe.techniques:
         context = context_of(recipe, adapter.configure(recipe, vocabulary), device, world)
 
-        def share(other: Technique, name: str = name, recipe: Recipe = recipe) -> float:
+        def peak(other: Technique, name: str = name, recipe: Recipe = recipe) -> float:
             changed = replace(recipe, techniques={**recipe.techniques, name: other})
             made = plan(changed, vocabulary=vocabulary, device=device, rates=rates, in_use=in_use, world=world)
             return float(made["peak_gib"] / made["available_gib"])
 
-        recipe = replace(recipe, techniques={**recipe.techniques, name: recipe.techniques[name].settle(context, share)})
+        technique = recipe.techniques[name]
+        if isinstance(technique, Searchable):
+            recipe = replace(recipe, techniques={**recipe.techniques, name: technique.resolve_auto(context, peak)})
     return recipe
 
 
@@ -155,7 +157,7 @@ def describe(
             f"--gpu: {device.name} has no rate for {dtype}, in which the recipe computes; state {dtype}=TFLOP/s too"
         )
     steps = steps_of(recipe, rows)
-    start = sum(t.starts_in(device) for t in recipe.techniques.values())
+    start = sum(t.startup_seconds(device) for t in recipe.techniques.values())
     total = seconds * steps + start if steps else (recipe.stop.hours or 0) * 3600 or None
     return {
         "fits": peak <= available,

@@ -62,7 +62,7 @@ class Candidate:
     @property
     def micro(self) -> int:
         """Rows of a micro-batch."""
-        return math.ceil(self.rows / (self.cuts.cuts() if self.cuts else 1))
+        return math.ceil(self.rows / (self.cuts.micro_batch_count() if self.cuts else 1))
 
 
 def search(
@@ -212,13 +212,13 @@ class _Search:
 
     def _of(self, layout: Settings, sizes: dict[Axis, int], kinds: Iterable[Kind]) -> list[Candidate]:
         stated, batch = tuple(self.space.recipe.techniques.values()), self.space.recipe.batch
-        fixed, rows = math.prod(t.cuts() for t in stated), batch.size // math.prod(sizes[axis] for axis in DATA)
+        fixed, rows = math.prod(t.micro_batch_count() for t in stated), batch.size // math.prod(sizes[axis] for axis in DATA)
         cuts = self._ways_to_cut(layout)
         made = []
         for kind in kinds:
             tags = frozenset(tag for t in (*stated, *kind.settings, *layout) for tag in t.provided())
             for cut in cuts:
-                micros = cut.cuts() if cut else fixed
+                micros = cut.micro_batch_count() if cut else fixed
                 if sizes[Axis.PIPELINE] <= micros:
                     guessed = guess(kind.look, batch, self.model, sizes, micros, tags, self.rates)
                     made.append(Candidate(kind.settings, layout, cut, rows, guessed))
@@ -229,16 +229,18 @@ class _Search:
         stated = self.space.recipe.techniques.values()
         sizes = self.space.sizes((*stated, *layout))
         rows = self.space.recipe.batch.size // math.prod(sizes[axis] for axis in DATA) if sizes else 1
-        if rows == 1 or any(t.cuts() > 1 for t in stated):
+        if rows == 1 or any(t.micro_batch_count() > 1 for t in stated):
             return [None]
         if rows not in self._cut:
             context = self.space.context(self.space.having(layout))
-            self._cut[rows] = [t for cls in self.space.searched() if cls().cuts() > 1 for t in cls().options(context)]
+            self._cut[rows] = [
+                t for cls in self.space.searched() if cls().micro_batch_count() > 1 for t in cls().options(context)
+            ]
         return [None, *self._cut[rows]]
 
     def _why_none(self) -> str:
         """Raises where what the recipe states contradicts itself already."""
-        if any(t.spreads() for t in self.space.recipe.techniques.values()):
+        if any(t.is_parallel() for t in self.space.recipe.techniques.values()):
             self.space.context(self.space.recipe)
         size, world = self.space.recipe.batch.size, self.space.world
         simplest = sorted(self._clash, key=lambda pair: len(pair[0]) + len(pair[1]))  # before layouts that nobody asked for

@@ -7,7 +7,7 @@ A technique is one idea that changes a build: one file in `preheat/techniques/`,
 
 from __future__ import annotations
 
-from preheat.technique.base import Build, Context, DatasetPass, Device, ModelFacts, Recipe, Technique
+from preheat.technique.base import Build, Context, DatasetPass, Device, ModelFacts, Numerics, Recipe, Searchable, Technique
 from preheat.technique.batch import Batch, LossSum, MaskSpec, RowLoss, Shape, Stateful
 from preheat.technique.examples import Examples
 from preheat.technique.images import Images, Vision
@@ -36,12 +36,14 @@ __all__ = [
     "MaskSpec",
     "Mesh",
     "ModelFacts",
+    "Numerics",
     "Order",
     "Phase",
     "Problem",
     "ProblemCode",
     "Recipe",
     "RowLoss",
+    "Searchable",
     "Shape",
     "Slot",
     "Stage",

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
-__all__ = ["Build", "Context", "DatasetPass", "Device", "Hooks", "ModelFacts", "Recipe", "Technique"]
+__all__ = ["Build", "Context", "DatasetPass", "Device", "Hooks", "ModelFacts", "Numerics", "Recipe", "Searchable", "Technique"]
 
 
 @dataclass(frozen=True)
@@ -76,6 +76,10 @@ class Context:
     """Devices along each axis of the mesh."""
 
 
+Numerics = Literal["exact", "rounding", "different"]
+"""What a technique changes of the numbers. exact: the order of sums alone; rounding: the number format; different: another model or loss."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Technique(ABC):
     """One idea that changes a build. Abstract or final: subclassed once, no method overridden twice.
@@ -94,19 +98,12 @@ class Technique(ABC):
     needs: ClassVar[frozenset[Tag]] = frozenset()
     conflicts: ClassVar[frozenset[Tag]] = frozenset()
     roles: ClassVar[frozenset[str]] = frozenset({"trained"})
-    last_resort: ClassVar[bool] = False
-    """Costs time that a plan does not see yet: a search takes it only where nothing else fits."""
-    searched_on: ClassVar[frozenset[str]] = frozenset({"cpu", "cuda"})
-    """Kinds of devices for which a search adds it: those where its plan was found to say what is faster."""
-    leaves_nothing: ClassVar[bool] = False
+    training_only: ClassVar[bool] = False
     """It changes how a model is trained, and nothing of what it is then: whoever opens a run to read from it leaves it out."""
-    text_only: ClassVar[str] = ""
+    unsupported_for_images: ClassVar[str] = ""
     """Why it does not serve models that read images, and what to do; empty: it does."""
-    encoder_too: ClassVar[bool] = False
+    supports_encoder_decoder: ClassVar[bool] = False
     """Whether it serves models with an encoder as well, and was tried with them."""
-    relieves: ClassVar[bool] = False
-    """Whether a run that is out of memory may add it, with any of its `options`: the same weights, data and loss in less memory. A run may
-    be resumed with it, without it or with other settings of it."""
 
     def owned(self) -> frozenset[Slot]:
         """The slots of `owns` that these settings take."""
@@ -116,11 +113,11 @@ class Technique(ABC):
         """The tags of `provides` that these settings bring."""
         return self.provides
 
-    def slows_host(self) -> float:
+    def host_overhead(self) -> float:
         """How many times as long as without it the host takes for an operator of a step: Python that comes between operators."""
         return 1.0
 
-    def starts_in(self, device: Device) -> float:
+    def startup_seconds(self, device: Device) -> float:
         """Seconds that a run takes once, before its first step, because of it."""
         return 0.0
 
@@ -131,8 +128,10 @@ class Technique(ABC):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        if cls.__module__ == __name__:  # Searchable
+            return
         for base in cls.__mro__[1:]:
-            if base is not Technique and issubclass(base, Technique) and base.name() in _REGISTRY:
+            if base not in (Technique, Searchable) and issubclass(base, Technique) and base.name() in _REGISTRY:
                 raise TypeError(f"{cls.__name__} extends the technique {base.name()}: techniques are not subclassed twice")
         _REGISTRY[cls.name()] = cls
 
@@ -156,7 +155,7 @@ class Technique(ABC):
         return {}
 
     @classmethod
-    def spreads(cls) -> bool:
+    def is_parallel(cls) -> bool:
         """Whether it shares out the work of one device among several; numbers stay what they were."""
         return cls.degrees is not Technique.degrees
 
@@ -168,33 +167,45 @@ class Technique(ABC):
     def apply(self, build: Build, part: nn.Module) -> Change:
         """Acts on one part of the build: a few lines that call the plain functions of the module."""
 
-    def trades(self) -> Literal["exact", "rounding", "different"] | None:
-        """What a run gives up of its numbers where a search adds these settings by itself; None: it never does.
-
-        Over the whole run, where `numerics` may speak of the gradients alone. None is for other models, data, objectives and optimizers than
-        the recipe's, and for what a plan cannot see the good of.
-        """
-        return None
-
-    def options(self, context: Context) -> Iterable[Technique]:
-        """Settings worth searching; where it `relieves`, mildest first."""
-        return [self]
-
-    def cuts(self) -> int:
+    def micro_batch_count(self) -> int:
         """Micro-batches that it cuts a device's rows into."""
         return 1
-
-    def rungs(self, context: Context) -> Iterable[Technique]:
-        """Settings with the same weights and less memory: what recovery may switch to, mildest first."""
-        return []
-
-    def settle(self, context: Context, share: Callable[[Technique], float]) -> Technique:
-        """Itself with values for what only a dry run can choose; `share(other)` is the predicted peak as a share of the memory."""
-        return self
 
     def period(self) -> int:
         """Layers after which the effect repeats."""
         return 1
+
+
+class Searchable(Technique):
+    """A technique that a search may add, or that recovery from an out-of-memory error may switch on."""
+
+    last_resort: ClassVar[bool] = False
+    """It costs time that a plan does not see yet: a search adds it only if nothing else fits."""
+    searched_on: ClassVar[frozenset[str]] = frozenset({"cpu", "cuda"})
+    """Kinds of devices on which a search adds it: those on which plans predict rightly whether it is faster."""
+    memory_saving: ClassVar[bool] = False
+    """Whether a run that is out of memory may add it, with any of its `options`: the same weights, data and loss in less memory. A run may
+    be resumed with it, without it, or with other settings of it."""
+
+    def search_numerics(self) -> Numerics | None:
+        """What a run gives up of its numbers if a search adds these settings; None: a search never does.
+
+        It speaks of the whole run, and `numerics` of the gradients alone. None is for other models, data, objectives and optimizers
+        than the recipe's, and for what a plan cannot see the good of.
+        """
+        return None
+
+    def options(self, context: Context) -> Iterable[Technique]:
+        """Settings worth searching; if it is `memory_saving`, the mildest first."""
+        return [self]
+
+    def fallbacks(self, context: Context) -> Iterable[Technique]:
+        """Settings with the same weights and less memory, for recovery, the mildest first."""
+        return []
+
+    def resolve_auto(self, context: Context, peak: Callable[[Technique], float]) -> Technique:
+        """Itself with values for what only a dry run can choose; `peak(other)` is the predicted peak relative to the memory."""
+        return self
 
 
 _REGISTRY: dict[str, type[Technique]] = {}

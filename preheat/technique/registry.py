@@ -82,21 +82,21 @@ def registry() -> Mapping[str, type[Technique]]:
 
 def problems_of(t: Technique, context: Context) -> list[Problem]:
     """Why a technique cannot be used here, whatever else the recipe has; empty if it can."""
-    if context.model.encoder and not t.encoder_too:
+    if context.model.encoder and not t.supports_encoder_decoder:
         reasons = [f"was made for decoder-only models, and {context.model.family} has an encoder; leave it out"]
     else:
-        reasons = ([t.text_only] if t.text_only and context.model.vision else []) + t.check(context)
+        reasons = ([t.unsupported_for_images] if t.unsupported_for_images and context.model.vision else []) + t.check(context)
     return [Problem(t.name(), ProblemCode.UNSUPPORTED, reason) for reason in reasons]
 
 
 def on_one_device(techniques: Mapping[str, Technique]) -> dict[str, Technique]:
     """Those that are left on one device: not what shares out the work, nor what has its place beside that alone (experts shared out within fsdp)."""
-    return {name: t for name, t in techniques.items() if not t.spreads() and not t.needs & spreading()}
+    return {name: t for name, t in techniques.items() if not t.is_parallel() and not t.needs & spreading()}
 
 
 def spreading() -> frozenset[Tag]:
     """What only techniques that share out the work provide."""
-    return frozenset(tag for cls in registry().values() if cls.spreads() for tag in cls.provides)
+    return frozenset(tag for cls in registry().values() if cls.is_parallel() for tag in cls.provides)
 
 
 def incompatibilities(techniques: Iterable[Technique], tags: frozenset[Tag]) -> list[Problem]:

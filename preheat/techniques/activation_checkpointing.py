@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from preheat.recipe import Bound, Share
-from preheat.technique import Build, Change, Context, Stage, Tag, Technique, Trials
+from preheat.technique import Build, Change, Context, Searchable, Stage, Tag, Technique, Trials
 
 if TYPE_CHECKING:
     from torch import nn
@@ -99,7 +99,7 @@ class Checkpointed:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ActivationCheckpointing(Technique):
+class ActivationCheckpointing(Searchable):
     stage: ClassVar[Stage] = Stage.CHECKPOINT
     numerics: ClassVar[Any] = "exact"
     trials: ClassVar[Trials] = Trials(
@@ -108,8 +108,8 @@ class ActivationCheckpointing(Technique):
             {"mode": "selective", "every": 2},
         )
     )
-    encoder_too: ClassVar[bool] = True
-    relieves: ClassVar[bool] = True
+    supports_encoder_decoder: ClassVar[bool] = True
+    memory_saving: ClassVar[bool] = True
     provides: ClassVar[frozenset[Tag]] = frozenset({Tag.RECOMPUTATION})
 
     mode: Literal["full", "selective", "budget"] = "full"
@@ -121,7 +121,7 @@ class ActivationCheckpointing(Technique):
     every: Annotated[int, Bound(1)] = 1
     """Every n-th layer; the others keep everything."""
 
-    def trades(self) -> Literal["exact"]:
+    def search_numerics(self) -> Literal["exact"]:
         return "exact"
 
     def check(self, context: Context) -> list[str]:
@@ -157,7 +157,7 @@ class ActivationCheckpointing(Technique):
         yield from (ActivationCheckpointing(mode="budget", budget=share) for share in (0.75, 0.5, 0.25))
         yield from (ActivationCheckpointing(every=n) for n in (4, 2, 1) if n <= context.model.layers)
 
-    def rungs(self, context: Context) -> Iterable[Technique]:
+    def fallbacks(self, context: Context) -> Iterable[Technique]:
         if self.mode != "full":
             half = self.mode == "selective" and self.products == 1
             return [*([ActivationCheckpointing(mode="selective", products=2)] if half else []), ActivationCheckpointing()]
@@ -166,7 +166,7 @@ class ActivationCheckpointing(Technique):
     def period(self) -> int:
         return self.every
 
-    def slows_host(self) -> float:
+    def host_overhead(self) -> float:
         # Steps of 8 small layers of Llama and GPT-2 on a CPU, of which the host is all: 9 to 12 and 14 to 16 us a kernel without it, 13 to 16 and
         # 18 to 22 with `full` (hooks, a graph of its own for each layer), 22 to 24 and 28 to 31 where each operator asks Python whether it is kept.
         return 1 + (0.8 if self.mode == "full" else 2.2) / self.every

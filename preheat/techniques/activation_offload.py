@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from preheat.recipe import Bound, Whole
-from preheat.technique import Build, Change, Context, Stage, Technique, Trials
+from preheat.technique import Build, Change, Context, Searchable, Stage, Trials
 
 if TYPE_CHECKING:
     from torch import nn
@@ -50,19 +50,19 @@ def offload_activations(layers: Iterable[nn.Module], *, stay: int = 1, least: in
 
 
 @dataclass(frozen=True, kw_only=True)
-class ActivationOffload(Technique):
+class ActivationOffload(Searchable):
     stage: ClassVar[Stage] = Stage.CHECKPOINT
     numerics: ClassVar[Any] = "exact"
     trials: ClassVar[Trials] = Trials(refused_on_cpu="needs a CUDA device")
     last_resort: ClassVar[bool] = True
-    relieves: ClassVar[bool] = True
+    memory_saving: ClassVar[bool] = True
 
     stay: Annotated[int, Bound(1)] = 1
     """Last layers whose activations stay on the device: the backward pass begins with them."""
     least_kib: Whole = 64
     """Tensors below so many KiB stay: a small copy costs more than it frees."""
 
-    def trades(self) -> Literal["exact"]:
+    def search_numerics(self) -> Literal["exact"]:
         return "exact"
 
     def check(self, context: Context) -> list[str]:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from preheat.recipe import Bound, Positive, Share
-from preheat.technique import Build, Change, Context, Slot, Stage, Tag, Technique, Trials
+from preheat.technique import Build, Change, Slot, Stage, Tag, Technique, Trials
 
 if TYPE_CHECKING:
     import torch
@@ -80,6 +80,3 @@ class Apollo(Technique):
         count = sum(p.requires_grad and p.ndim == 2 and id(p) not in others for p in part.parameters())
         rows = f"{self.rank:g} of the rows" if self.rank else "one row"
         return Change(f"{count} matrices by APOLLO with moments of {rows}, the rest by AdamW", count)
-
-    def options(self, context: Context) -> Iterable[Technique]:
-        return [Apollo(), Apollo(rank=0.0)]

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from preheat.recipe import Bound
-from preheat.technique import Build, Change, Context, Slot, Stage, Technique, Trials
+from preheat.technique import Build, Change, Context, Searchable, Slot, Stage, Technique, Trials
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -64,7 +64,7 @@ def chunked_cross_entropy(hidden: Tensor, head: nn.Module, labels: Tensor, *, ro
 
 
 @dataclass(frozen=True, kw_only=True)
-class ChunkedLoss(Technique):
+class ChunkedLoss(Searchable):
     stage: ClassVar[Stage] = Stage.KERNEL
     numerics: ClassVar[Any] = "exact"
     trials: ClassVar[Trials] = Trials(
@@ -73,8 +73,8 @@ class ChunkedLoss(Technique):
             {"rows": 7, "kernel": "torch"},
         )
     )
-    encoder_too: ClassVar[bool] = True
-    relieves: ClassVar[bool] = True
+    supports_encoder_decoder: ClassVar[bool] = True
+    memory_saving: ClassVar[bool] = True
     owns: ClassVar[frozenset[Slot]] = frozenset({Slot.OVER_LOGITS})
 
     rows: Annotated[int, Bound(1)] | None = None
@@ -86,7 +86,7 @@ class ChunkedLoss(Technique):
     def _rows(self, kind: str) -> int:
         return self.rows or _ROWS[kind]
 
-    def trades(self) -> Literal["exact"]:
+    def search_numerics(self) -> Literal["exact"]:
         return "exact"
 
     def check(self, context: Context) -> list[str]:
@@ -125,6 +125,6 @@ class ChunkedLoss(Technique):
         most = (4096, 2048) if context.device.kind == "cuda" else ()
         return [ChunkedLoss(rows=n, kernel=self.kernel) for n in (*most, 1024, 512, 256, 128)]
 
-    def rungs(self, context: Context) -> Iterable[Technique]:
+    def fallbacks(self, context: Context) -> Iterable[Technique]:
         rows = self._rows(context.device.kind)
         return [ChunkedLoss(rows=n, kernel=self.kernel) for n in (2048, 1024, 512, 256, 128, 64) if n < rows]

@@ -87,7 +87,7 @@ class Classification(Technique):
     stage: ClassVar[Stage] = Stage.STRUCTURE
     numerics: ClassVar[Any] = "different"
     trials: ClassVar[Trials] = Trials(settings=({"classes": 5},), first_loss={None: math.log(2), 5: math.log(5)})
-    text_only: ClassVar[str] = "reads text alone so far; leave it out"
+    unsupported_for_images: ClassVar[str] = "reads text alone so far; leave it out"
     owns: ClassVar[frozenset[Slot]] = frozenset({Slot.OBJECTIVE})
     provides: ClassVar[frozenset[Tag]] = frozenset({Tag.CLASSIFICATION_HEAD, Tag.WHOLE_EXAMPLES})
 

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from preheat.errors import RunError
 from preheat.recipe import Bound
-from preheat.technique import Build, Change, Context, Device, Slot, Stage, Tag, Technique
+from preheat.technique import Build, Change, Context, Device, Searchable, Slot, Stage, Tag, Technique
 
 if TYPE_CHECKING:
     from torch import nn
@@ -169,10 +169,10 @@ def compile_layers(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Compile(Technique):
+class Compile(Searchable):
     stage: ClassVar[Stage] = Stage.COMPILE
     numerics: ClassVar[Any] = "exact"
-    text_only: ClassVar[str] = "compiles layers of models of text alone so far; leave it out"
+    unsupported_for_images: ClassVar[str] = "compiles layers of models of text alone so far; leave it out"
     # Both would fuse the same operators, and the compiler cannot look into kernels of others.
     provides: ClassVar[frozenset[Tag]] = frozenset({Tag.COMPILED_LAYERS})
     conflicts: ClassVar[frozenset[Tag]] = frozenset({Tag.FUSED_LAYERS})
@@ -203,10 +203,10 @@ class Compile(Technique):
             return [f"needs a C++ compiler on a CPU and found no '{compiler}'; install g++, or set CXX"]
         return []
 
-    def trades(self) -> Literal["rounding"]:
+    def search_numerics(self) -> Literal["rounding"]:
         return "rounding"  # between fused operators in half precision values stay in fp32
 
-    def starts_in(self, device: Device) -> float:
+    def startup_seconds(self, device: Device) -> float:
         return _FIRST_STEP[device.kind]
 
     def options(self, context: Context) -> Iterable[Technique]:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from preheat.errors import RecipeError
 from preheat.recipe import Bound
-from preheat.technique import Axis, Build, Change, Context, Order, Slot, Stage, Tag, Technique, Trials
+from preheat.technique import Axis, Build, Change, Context, Order, Searchable, Slot, Stage, Tag, Technique, Trials
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -75,11 +75,11 @@ _LONG = 4096  # places on a device from which on a ring's pieces are large enoug
 
 
 @dataclass(frozen=True, kw_only=True)
-class ContextParallel(Technique):
+class ContextParallel(Searchable):
     stage: ClassVar[Stage] = Stage.PARALLEL
     numerics: ClassVar[Any] = "exact"
     trials: ClassVar[Trials] = Trials(refused_on_cpu="context 2 does not multiply to 1 device")
-    text_only: ClassVar[str] = "cuts rows, and would cut the images in them; use fsdp with smaller micro-batches"
+    unsupported_for_images: ClassVar[str] = "cuts rows, and would cut the images in them; use fsdp with smaller micro-batches"
     owns: ClassVar[frozenset[Slot]] = frozenset({Slot.ATTENTION_EXCHANGE})
 
     degree: Annotated[int, Bound(2)] = 2
@@ -99,7 +99,7 @@ class ContextParallel(Technique):
                 "use rope_scaling with kind: yarn or linear, or leave this out"
             )
 
-    def trades(self) -> Literal["exact"]:
+    def search_numerics(self) -> Literal["exact"]:
         return "exact"
 
     def check(self, context: Context) -> list[str]:

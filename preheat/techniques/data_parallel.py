@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from preheat.technique import Axis, Build, Change, Context, Slot, Stage, Tag, Technique, Trials
+from preheat.technique import Axis, Build, Change, Context, Searchable, Slot, Stage, Tag, Trials
 
 if TYPE_CHECKING:
     from torch import nn
@@ -40,18 +40,18 @@ def replicate_all(module: nn.Module, layers: Iterable[nn.Module], mesh: Any) -> 
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataParallel(Technique):
+class DataParallel(Searchable):
     stage: ClassVar[Stage] = Stage.SHARD
     numerics: ClassVar[Any] = "exact"
     trials: ClassVar[Trials] = Trials(refused_on_cpu="there is one")
-    encoder_too: ClassVar[bool] = True
+    supports_encoder_decoder: ClassVar[bool] = True
     provides: ClassVar[frozenset[Tag]] = frozenset({Tag.REPLICATED_WEIGHTS, Tag.REDUCED_GRADIENTS})
     owns: ClassVar[frozenset[Slot]] = frozenset({Slot.FORWARD})
 
     def degrees(self) -> Mapping[Axis, int]:
         return {Axis.REPLICATE: 0}
 
-    def trades(self) -> Literal["exact"]:
+    def search_numerics(self) -> Literal["exact"]:
         return "exact"
 
     def check(self, context: Context) -> list[str]:

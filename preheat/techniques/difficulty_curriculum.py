@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
@@ -196,7 +196,7 @@ class DifficultyCurriculum(Technique):
     stage: ClassVar[Stage] = Stage.LOADER
     numerics: ClassVar[Any] = "exact"  # of a given batch; which batches come is another matter
     trials: ClassVar[Trials] = Trials(settings=({"by": "length", "curve": "linear"},))
-    text_only: ClassVar[str] = "orders rows by their text alone; leave it out"
+    unsupported_for_images: ClassVar[str] = "orders rows by their text alone; leave it out"
     owns: ClassVar[frozenset[Slot]] = frozenset({Slot.SAMPLE_ORDER})
 
     by: Literal["rarity", "length"] | None = None
@@ -253,6 +253,3 @@ class DifficultyCurriculum(Technique):
         build.own(Slot.SAMPLE_ORDER, order, self.name())
         what = f"scores of {self.scores}" if self.scores else f"the loss of {self.model}" if self.model else self.by or "rarity"
         return Change(f"rows by {what}: the easiest {self.start:.0%} at first, all after {self.until:.0%} of the run", 1)
-
-    def options(self, context: Context) -> Iterable[Technique]:
-        return [self, replace(self, curve="linear")]

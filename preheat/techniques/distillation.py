@@ -94,11 +94,11 @@ class Distillation(Technique):
         ),
         first_loss={None: 0.5 * math.log(96)},
     )
-    text_only: ClassVar[str] = "reads rows without their images so far; leave it out"
+    unsupported_for_images: ClassVar[str] = "reads rows without their images so far; leave it out"
     owns: ClassVar[frozenset[Slot]] = frozenset({Slot.OBJECTIVE, Slot.ROW_LOSS})
     # Metrics that only the last stage of a pipeline knows; logits of which each device of a tensor-parallel head has a part.
     conflicts: ClassVar[frozenset[Tag]] = frozenset({Tag.PIPELINE_STAGES, Tag.TENSOR_PARALLEL})
-    leaves_nothing: ClassVar[bool] = True
+    training_only: ClassVar[bool] = True
 
     teacher: str = ""
     """A Hugging Face folder: the model to learn from. A run is exported first: preheat export RUN."""

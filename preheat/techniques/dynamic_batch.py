@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, ClassVar, Literal
 
 from preheat.recipe import Bound, Count
-from preheat.technique import DATA, Batch, Build, Change, Context, MaskSpec, Slot, Stage, Tag, Technique, Trials
+from preheat.technique import DATA, Batch, Build, Change, Context, MaskSpec, Searchable, Slot, Stage, Tag, Technique, Trials
 
 __all__ = ["DynamicBatch", "MicroBatch", "foreseen", "regrouped", "sizes"]
 
@@ -144,11 +144,11 @@ class MicroBatch:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DynamicBatch(Technique):
+class DynamicBatch(Searchable):
     stage: ClassVar[Stage] = Stage.LOADER
     numerics: ClassVar[Any] = "exact"
     trials: ClassVar[Trials] = Trials(settings=({"start": 1, "every": 2},))
-    text_only: ClassVar[str] = "regroups rows without the images in them; leave it out"
+    unsupported_for_images: ClassVar[str] = "regroups rows without the images in them; leave it out"
     owns: ClassVar[frozenset[Slot]] = frozenset({Slot.FORWARD_BACKWARD})
     provides: ClassVar[frozenset[Tag]] = frozenset({Tag.MICRO_BATCH_SIZE})
     conflicts: ClassVar[frozenset[Tag]] = frozenset({Tag.MICRO_BATCH_SIZE})
@@ -175,7 +175,7 @@ class DynamicBatch(Technique):
             why.append("target: this system does not let the memory of one step be measured; use gradient_accumulation")
         return why
 
-    def settle(self, context: Context, share: Callable[[Technique], float]) -> Technique:
+    def resolve_auto(self, context: Context, share: Callable[[Technique], float]) -> Technique:
         if self.start != "auto":
             return self
         every = sizes(context.recipe.batch.size // math.prod(context.sizes[axis] for axis in DATA))

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
-from preheat.technique import Axis, Build, Change, Context, MaskSpec, Slot, Stage, Tag, Technique, Trials
+from preheat.technique import Axis, Build, Change, Context, MaskSpec, Searchable, Slot, Stage, Tag, Trials
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -140,7 +140,7 @@ def _half(context: Context | Build) -> bool:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EfficientAttentionTechnique(Technique):
+class EfficientAttentionTechnique(Searchable):
     stage: ClassVar[Stage] = Stage.KERNEL
     numerics: ClassVar[Any] = "exact"
     trials: ClassVar[Trials] = Trials(settings=({"kernel": "blocks"},))
@@ -166,7 +166,7 @@ class EfficientAttentionTechnique(Technique):
             return "flex" if context.model.head_dim >= _FLEX_HEAD else "blocks"
         return "efficient"
 
-    def trades(self) -> Literal["exact"]:
+    def search_numerics(self) -> Literal["exact"]:
         return "exact"
 
     def check(self, context: Context) -> list[str]:

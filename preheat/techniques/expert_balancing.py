@@ -13,12 +13,12 @@ Source: Wang et al. 2024 (arXiv:2408.15664), DeepSeek-V3 (arXiv:2412.19437); the
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from preheat.recipe import Positive
-from preheat.technique import DATA, Axis, Build, Change, Context, Stage, Tag, Technique, Trials
+from preheat.technique import DATA, Axis, Build, Change, Stage, Tag, Technique, Trials
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -132,6 +132,3 @@ class ExpertBalancing(Technique):
             f"a bias on the choice of {build.model.experts} experts in {layers} layers, moved by {self.rate:g} a step; {kept}",
             layers,
         )
-
-    def options(self, context: Context) -> Iterable[Technique]:
-        return [replace(self, method="bias"), replace(self, method="loss")]

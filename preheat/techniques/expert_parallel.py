@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from preheat.recipe import Whole
-from preheat.technique import Axis, Build, Change, Context, Stage, Tag, Technique, Trials
+from preheat.technique import Axis, Build, Change, Context, Searchable, Stage, Tag, Technique, Trials
 
 if TYPE_CHECKING:
     from torch import nn
@@ -60,7 +60,7 @@ def share_experts(module: nn.Module, among: Any, alike: Any) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExpertParallel(Technique):
+class ExpertParallel(Searchable):
     stage: ClassVar[Stage] = Stage.PARALLEL
     numerics: ClassVar[Any] = "exact"
     trials: ClassVar[Trials] = Trials(refused_on_cpu="shares out experts, and llama has none")
@@ -73,7 +73,7 @@ class ExpertParallel(Technique):
     degree: Whole = 0
     """Devices that share out the experts of a layer, neighbours of those that share out rows. 0: all of them, or all within a copy of `fsdp`'s hybrid sharding."""
 
-    def trades(self) -> Literal["exact"]:
+    def search_numerics(self) -> Literal["exact"]:
         return "exact"
 
     def check(self, context: Context) -> list[str]:

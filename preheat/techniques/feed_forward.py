@@ -62,7 +62,7 @@ class FeedForward(Technique):
     numerics: ClassVar[Any] = "different"
     trials: ClassVar[Trials] = Trials(settings=({"activation": "relu"},))
     provides: ClassVar[frozenset[Tag]] = frozenset({Tag.UNGATED_MLP})
-    text_only: ClassVar[str] = "is for models of text alone so far; leave it out"
+    unsupported_for_images: ClassVar[str] = "is for models of text alone so far; leave it out"
 
     activation: Literal["swiglu", "geglu", "reglu", "gelu", "relu"] = "geglu"
     """swiglu, geglu, reglu: gated; gelu, relu: not. A llama has swiglu by itself, a GPT-2 gelu."""

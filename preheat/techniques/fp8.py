@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from preheat.errors import RecipeError
-from preheat.technique import Build, Change, Context, Stage, Tag, Technique, Trials
+from preheat.technique import Build, Change, Context, Searchable, Stage, Tag, Technique, Trials
 
 if TYPE_CHECKING:
     from torch import nn
@@ -63,7 +63,7 @@ def convert_to_fp8(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fp8(Technique):
+class Fp8(Searchable):
     stage: ClassVar[Stage] = Stage.FAKE_QUANTIZE
     numerics: ClassVar[Any] = "rounding"
     trials: ClassVar[Trials] = Trials(refused_on_cpu="a CPU has no fp8 products")
@@ -74,7 +74,7 @@ class Fp8(Technique):
     recipe: Literal["tensorwise", "rowwise"] = "tensorwise"
     """tensorwise: one scale a tensor, fastest; rowwise: one scale a row, closer to bf16."""
 
-    def trades(self) -> Literal["different"]:
+    def search_numerics(self) -> Literal["different"]:
         return "different"  # over a run: 3 bits of mantissa in every product
 
     def check(self, context: Context) -> list[str]:

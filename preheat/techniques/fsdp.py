@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from preheat.recipe import Count
-from preheat.technique import Axis, Build, Change, Context, Slot, Stage, Tag, Technique, Trials
+from preheat.technique import Axis, Build, Change, Context, Searchable, Slot, Stage, Tag, Technique, Trials
 
 if TYPE_CHECKING:
     from torch import nn
@@ -41,11 +41,11 @@ def shard_fully(module: nn.Module, layers: Iterable[nn.Module], mesh: Any, **how
 
 
 @dataclass(frozen=True, kw_only=True)
-class FSDP(Technique):
+class FSDP(Searchable):
     stage: ClassVar[Stage] = Stage.SHARD
     numerics: ClassVar[Any] = "exact"
     trials: ClassVar[Trials] = Trials(refused_on_cpu="there is one")
-    encoder_too: ClassVar[bool] = True
+    supports_encoder_decoder: ClassVar[bool] = True
     provides: ClassVar[frozenset[Tag]] = frozenset(
         {
             Tag.SHARDED_WEIGHTS,
@@ -77,7 +77,7 @@ class FSDP(Technique):
     def degrees(self) -> Mapping[Axis, int]:
         return {Axis.SHARD: 0, Axis.REPLICATE: self.replicate}
 
-    def trades(self) -> Literal["exact", "rounding"]:
+    def search_numerics(self) -> Literal["exact", "rounding"]:
         return "exact" if self.gather == "own" else "rounding"
 
     def check(self, context: Context) -> list[str]:
@@ -129,6 +129,6 @@ class FSDP(Technique):
         )
         return [replace(self, reshard=again, reduce=reduce, gather=gather) for gather in travels for again, reduce in kept]
 
-    def rungs(self, context: Context) -> Iterable[Technique]:
+    def fallbacks(self, context: Context) -> Iterable[Technique]:
         milder = [replace(self, reduce="each")] if self.reduce == "last" else []
         return milder + ([replace(self, reduce="each", reshard=True)] if not self.reshard else [])

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from preheat.technique import Axis, Build, Change, Context, Stage, Tag, Technique, Trials
+from preheat.technique import Axis, Build, Change, Context, Searchable, Stage, Tag, Technique, Trials
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -48,11 +48,11 @@ def fuse_operators(model: PreTrainedModel, *, norm: bool = True, gate: bool = Tr
 
 
 @dataclass(frozen=True, kw_only=True)
-class FusedOperators(Technique):
+class FusedOperators(Searchable):
     stage: ClassVar[Stage] = Stage.KERNEL
     numerics: ClassVar[Any] = "rounding"
     trials: ClassVar[Trials] = Trials(settings=({"gate": False},))
-    relieves: ClassVar[bool] = True
+    memory_saving: ClassVar[bool] = True
     searched_on: ClassVar[frozenset[str]] = frozenset({"cuda"})  # a CPU's plan of them was not compared with enough runs
     provides: ClassVar[frozenset[Tag]] = frozenset({Tag.FUSED_OPERATORS})
     conflicts: ClassVar[frozenset[Tag]] = frozenset({Tag.FUSED_LAYERS, Tag.COMPILED_LAYERS})
@@ -63,7 +63,7 @@ class FusedOperators(Technique):
     gate: bool = True
     """silu(a) * b of the feed-forward, keeping a and b alone; other activations stay as they are."""
 
-    def trades(self) -> Literal["rounding"]:
+    def search_numerics(self) -> Literal["rounding"]:
         return "rounding"
 
     def check(self, context: Context) -> list[str]:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from preheat.ops.accumulation import accumulate
 from preheat.recipe import Bound
-from preheat.technique import DATA, Axis, Build, Change, Context, Stage, Tag, Technique, Trials
+from preheat.technique import DATA, Axis, Build, Change, Context, Searchable, Stage, Tag, Technique, Trials
 
 if TYPE_CHECKING:
     import torch
@@ -111,18 +111,18 @@ def _rows(recipe: Recipe, sizes: Mapping[Axis, int]) -> tuple[int, int]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GradientAccumulation(Technique):
+class GradientAccumulation(Searchable):
     stage: ClassVar[Stage] = Stage.LOADER
     numerics: ClassVar[Any] = "exact"
     trials: ClassVar[Trials] = Trials(settings=({"steps": 3},))
-    encoder_too: ClassVar[bool] = True
-    relieves: ClassVar[bool] = True
+    supports_encoder_decoder: ClassVar[bool] = True
+    memory_saving: ClassVar[bool] = True
     provides: ClassVar[frozenset[Tag]] = frozenset({Tag.MICRO_BATCH_SIZE})
 
     steps: Annotated[int, Bound(2)] = 4
     """Micro-batches that make one global batch of `batch.size` rows."""
 
-    def trades(self) -> Literal["exact"]:
+    def search_numerics(self) -> Literal["exact"]:
         return "exact"
 
     def check(self, context: Context) -> list[str]:
@@ -142,12 +142,12 @@ class GradientAccumulation(Technique):
             f"{build.recipe.batch.size} rows a step{among} in {-(-rows // micro)} micro-batches of {micro}", self.steps
         )
 
-    def cuts(self) -> int:
+    def micro_batch_count(self) -> int:
         return self.steps
 
     def options(self, context: Context) -> Iterable[Technique]:
         rows, _ = _rows(context.recipe, context.sizes)
         return [GradientAccumulation(steps=n) for n in range(2, rows + 1) if rows % n == 0]
 
-    def rungs(self, context: Context) -> Iterable[Technique]:
+    def fallbacks(self, context: Context) -> Iterable[Technique]:
         return [t for t in self.options(context) if isinstance(t, GradientAccumulation) and t.steps > self.steps]

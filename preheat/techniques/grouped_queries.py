@@ -10,12 +10,11 @@ Source: Ainslie et al. 2023 (arXiv:2305.13245); one head for all: Shazeer 2019 (
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from preheat.recipe import Bound
-from preheat.technique import Build, Change, Context, Stage, Technique, Trials
+from preheat.technique import Build, Change, Stage, Technique, Trials
 
 if TYPE_CHECKING:
     from torch import nn
@@ -55,7 +54,7 @@ class GroupedQueries(Technique):
     stage: ClassVar[Stage] = Stage.STRUCTURE
     numerics: ClassVar[Any] = "different"
     trials: ClassVar[Trials] = Trials(family="llama")
-    text_only: ClassVar[str] = "is for models of text alone so far; leave it out"
+    unsupported_for_images: ClassVar[str] = "is for models of text alone so far; leave it out"
 
     kv_heads: Annotated[int, Bound(1)] = 1
     """Key-value heads of each layer: a divisor of what the model has."""
@@ -81,7 +80,3 @@ class GroupedQueries(Technique):
         build.weights.map(surgery.KEYS_AND_VALUES, pool)
         how = "new weights" if build.weights.folder is None else "the mean of each group of those read"
         return Change(f"{facts.heads} query heads on {self.kv_heads} key-value heads in {facts.layers} layers, {how}", count)
-
-    def options(self, context: Context) -> Iterable[Technique]:
-        now = context.model.kv_heads
-        return [GroupedQueries(kv_heads=n) for n in range(1, now) if now % n == 0]

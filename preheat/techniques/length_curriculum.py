@@ -13,8 +13,8 @@ Source: Li et al. 2021 (arXiv:2108.06084), linear and root as in DeepSpeed; by d
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from preheat.recipe import Bound, Count, Positive, Share
@@ -97,7 +97,7 @@ class LengthCurriculum(Technique):
             {"schedule": "linear"},
         )
     )
-    text_only: ClassVar[str] = "cuts rows, and would cut the images in them; leave it out"
+    unsupported_for_images: ClassVar[str] = "cuts rows, and would cut the images in them; leave it out"
     owns: ClassVar[frozenset[Slot]] = frozenset({Slot.BATCH_SHAPE})
     provides: ClassVar[frozenset[Tag]] = frozenset({Tag.GROWING_LENGTH})
     conflicts: ClassVar[frozenset[Tag]] = frozenset({Tag.WHOLE_EXAMPLES})  # shorter rows are cut from whole ones
@@ -198,6 +198,3 @@ class LengthCurriculum(Technique):
         if build.device.kind == "cpu" and self.schedule != "steps":
             words += "; the heap may hold up to a half more than planned, which schedule: steps spares"
         return Change(words, len(lengths))
-
-    def options(self, context: Context) -> Iterable[Technique]:
-        return [self, replace(self, schedule="linear")]

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from preheat.technique import Build, Change, Context, Slot, Stage, Tag, Technique, Trials
+from preheat.technique import Build, Change, Context, Searchable, Slot, Stage, Tag, Technique, Trials
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -67,7 +67,7 @@ def use_liger(model: PreTrainedModel, *, norm: bool = True, rotary: bool = True,
 
 
 @dataclass(frozen=True, kw_only=True)
-class Liger(Technique):
+class Liger(Searchable):
     stage: ClassVar[Stage] = Stage.KERNEL
     numerics: ClassVar[Any] = "rounding"
     trials: ClassVar[Trials] = Trials(refused_on_cpu="need a CUDA device")
@@ -90,7 +90,7 @@ class Liger(Technique):
     def provided(self) -> frozenset[Tag]:
         return self.provides if self.norm or self.rotary or self.gate else frozenset()
 
-    def trades(self) -> Literal["rounding"]:
+    def search_numerics(self) -> Literal["rounding"]:
         return "rounding"
 
     def options(self, context: Context) -> Iterable[Technique]:

@@ -37,7 +37,7 @@ def lion_optimizer(parameters: Iterable[Any], **settings: Any) -> torch.optim.Op
 class Lion(Technique):
     stage: ClassVar[Stage] = Stage.OPTIMIZER
     numerics: ClassVar[Any] = "exact"  # of the gradients; the weights go another way
-    encoder_too: ClassVar[bool] = True
+    supports_encoder_decoder: ClassVar[bool] = True
     owns: ClassVar[frozenset[Slot]] = frozenset({Slot.OPTIMIZER})
 
     scale: Positive = 0.2

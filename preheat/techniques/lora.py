@@ -17,10 +17,8 @@ Source: Hu et al. 2021 (arXiv:2106.09685); all linear maps: Dettmers et al. 2023
 from __future__ import annotations
 
 import copy
-import dataclasses
 import math
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
@@ -190,7 +188,7 @@ class Lora(Technique):
             {"embedding_rank": 3},
         )
     )
-    encoder_too: ClassVar[bool] = True
+    supports_encoder_decoder: ClassVar[bool] = True
     provides: ClassVar[frozenset[Tag]] = frozenset({Tag.ADAPTER, Tag.FROZEN_BASE, Tag.MODIFIED_BASE})
     conflicts: ClassVar[frozenset[Tag]] = frozenset({Tag.ADAPTER})
 
@@ -297,6 +295,3 @@ class Lora(Technique):
         found = {id(experts) for experts in adapted_experts(part)}
         build.weights.fresh(OWN, [name for name, module in part.named_modules() if id(module) in found], draw_pairs)
         return len(found)
-
-    def options(self, context: Context) -> Iterable[Technique]:
-        return [dataclasses.replace(self, rank=rank, alpha=2.0 * rank) for rank in (8, 16, 64)]

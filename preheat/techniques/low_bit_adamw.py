@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from preheat.errors import RecipeError
 from preheat.recipe import Whole
-from preheat.technique import Build, Change, Context, Slot, Stage, Technique, Trials
+from preheat.technique import Build, Change, Context, Searchable, Slot, Stage, Technique, Trials
 
 if TYPE_CHECKING:
     import torch
@@ -42,7 +42,7 @@ def low_bit_adamw(parameters: Iterable[Any], **settings: Any) -> torch.optim.Opt
 
 
 @dataclass(frozen=True, kw_only=True)
-class LowBitAdamW(Technique):
+class LowBitAdamW(Searchable):
     stage: ClassVar[Stage] = Stage.OPTIMIZER
     numerics: ClassVar[Any] = "exact"  # of the gradients; the weights go another way
     trials: ClassVar[Trials] = Trials(
@@ -61,7 +61,7 @@ class LowBitAdamW(Technique):
     least: Whole = 4096
     """Elements below which a parameter keeps fp32 moments."""
 
-    def trades(self) -> Literal["rounding", "different"]:
+    def search_numerics(self) -> Literal["rounding", "different"]:
         return "rounding" if self.bits == 8 else "different"
 
     def apply(self, build: Build, part: Any) -> Change:

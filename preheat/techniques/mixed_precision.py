@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from preheat.errors import RecipeError, RunError
 from preheat.recipe import Bound, Positive
-from preheat.technique import Build, Change, Context, Finish, Slot, Stage, Tag, Technique, Trials
+from preheat.technique import Build, Change, Context, Finish, Searchable, Slot, Stage, Tag, Technique, Trials
 
 if TYPE_CHECKING:
     import torch
@@ -188,7 +188,7 @@ def train_with_mixed_precision(
 
 
 @dataclass(frozen=True, kw_only=True)
-class MixedPrecision(Technique):
+class MixedPrecision(Searchable):
     stage: ClassVar[Stage] = Stage.KERNEL
     numerics: ClassVar[Any] = "rounding"
     trials: ClassVar[Trials] = Trials(
@@ -202,7 +202,7 @@ class MixedPrecision(Technique):
             {"mode": "fp32"},
         )
     )
-    encoder_too: ClassVar[bool] = True
+    supports_encoder_decoder: ClassVar[bool] = True
     owns: ClassVar[frozenset[Slot]] = frozenset({Slot.OPTIMIZER})
     provides: ClassVar[frozenset[Tag]] = frozenset(
         {Tag.BF16_COMPUTE, Tag.FP16_COMPUTE, Tag.LOSS_SCALING, Tag.ELEMENTWISE_UPDATE}
@@ -234,7 +234,7 @@ class MixedPrecision(Technique):
     def _patterns(self) -> tuple[str, ...]:
         return (self.keep_fp32,) if isinstance(self.keep_fp32, str) else self.keep_fp32
 
-    def trades(self) -> Literal["exact", "rounding", "different"]:
+    def search_numerics(self) -> Literal["exact", "rounding", "different"]:
         return {"fp32": "exact", "bf16_pure": "different"}.get(self.mode, "rounding")  # type: ignore[return-value]
 
     def check(self, context: Context) -> list[str]:

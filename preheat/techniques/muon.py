@@ -47,7 +47,7 @@ def muon_optimizer(groups: Iterable[Any], *, by_adamw: Iterable[Any] = (), **set
 class Muon(Technique):
     stage: ClassVar[Stage] = Stage.OPTIMIZER
     numerics: ClassVar[Any] = "exact"  # of the gradients; the weights go another way
-    encoder_too: ClassVar[bool] = True
+    supports_encoder_decoder: ClassVar[bool] = True
     owns: ClassVar[frozenset[Slot]] = frozenset({Slot.OPTIMIZER})
 
     momentum: Share = 0.95

@@ -55,8 +55,10 @@ def add_embedding_noise(embedding: nn.Module, alpha: float = 5.0) -> RemovableHa
 class Neftune(Technique):
     stage: ClassVar[Stage] = Stage.KERNEL
     numerics: ClassVar[Any] = "different"
-    leaves_nothing: ClassVar[bool] = True
-    text_only: ClassVar[str] = "adds noise to the embeddings of text, and was not tried beside images; leave it out"
+    training_only: ClassVar[bool] = True
+    unsupported_for_images: ClassVar[str] = (
+        "adds noise to the embeddings of text, and was not tried beside images; leave it out"
+    )
     # Ranks that share tokens would each draw noise of their own for them.
     conflicts: ClassVar[frozenset[Tag]] = frozenset({Tag.TENSOR_PARALLEL, Tag.PIPELINE_STAGES})
     trials: ClassVar[Trials] = Trials(settings=({"alpha": 15.0},))

@@ -16,7 +16,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from preheat.technique import Build, Change, Stage, Tag, Technique, Trials
+from preheat.technique import Build, Change, Searchable, Stage, Tag, Trials
 
 if TYPE_CHECKING:
     from torch import nn
@@ -79,7 +79,7 @@ def from_nf4(model: nn.Module) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Nf4(Technique):
+class Nf4(Searchable):
     stage: ClassVar[Stage] = Stage.COMPRESS
     numerics: ClassVar[Any] = "different"
     trials: ClassVar[Trials] = Trials(settings=({"double_quantization": False, "keep": ".*down_proj"},))
@@ -87,7 +87,7 @@ class Nf4(Technique):
     needs: ClassVar[frozenset[Tag]] = frozenset({Tag.FROZEN_BASE})  # four bits cannot be trained
     conflicts: ClassVar[frozenset[Tag]] = frozenset({Tag.QUANTIZED_BASE})
 
-    def trades(self) -> Literal["different"]:
+    def search_numerics(self) -> Literal["different"]:
         return "different"
 
     double_quantization: bool = True

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from preheat.errors import RecipeError
-from preheat.technique import Batch, Build, Change, Context, LossSum, Slot, Stage, Tag, Technique, Trials
+from preheat.technique import Batch, Build, Change, Context, LossSum, Searchable, Slot, Stage, Tag, Trials
 
 if TYPE_CHECKING:
     import torch
@@ -53,16 +53,16 @@ def update_in_backward(optimizer: torch.optim.Optimizer) -> UpdateInBackward:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OptimizerInBackward(Technique):
+class OptimizerInBackward(Searchable):
     stage: ClassVar[Stage] = Stage.LOADER  # the one stage that comes after the optimizer was made
     numerics: ClassVar[Any] = "exact"
     trials: ClassVar[Trials] = Trials(recipe=("optimizer.clip=0",))
-    encoder_too: ClassVar[bool] = True
+    supports_encoder_decoder: ClassVar[bool] = True
     owns: ClassVar[frozenset[Slot]] = frozenset({Slot.FORWARD_BACKWARD, Slot.CLIP, Slot.UPDATE})
     provides: ClassVar[frozenset[Tag]] = frozenset({Tag.STEP_IN_BACKWARD})
     conflicts: ClassVar[frozenset[Tag]] = frozenset({Tag.MICRO_BATCH_SIZE, Tag.LOSS_SCALING})
 
-    def trades(self) -> Literal["exact"]:
+    def search_numerics(self) -> Literal["exact"]:
         return "exact"
 
     def check(self, context: Context) -> list[str]:

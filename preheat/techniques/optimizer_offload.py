@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from preheat.technique import Build, Change, Context, Slot, Stage, Tag, Technique, Trials
+from preheat.technique import Build, Change, Context, Searchable, Slot, Stage, Tag, Technique, Trials
 
 if TYPE_CHECKING:
     import torch
@@ -39,7 +39,7 @@ def host_adamw(parameters: Iterable[Any], **settings: Any) -> torch.optim.Optimi
 
 
 @dataclass(frozen=True, kw_only=True)
-class OptimizerOffload(Technique):
+class OptimizerOffload(Searchable):
     stage: ClassVar[Stage] = Stage.OPTIMIZER
     numerics: ClassVar[Any] = "rounding"
     trials: ClassVar[Trials] = Trials(refused_on_cpu="needs a CUDA device")
@@ -56,7 +56,7 @@ class OptimizerOffload(Technique):
     def provided(self) -> frozenset[Tag]:
         return self.provides if self.weights == "bf16" else frozenset()
 
-    def trades(self) -> Literal["rounding"]:
+    def search_numerics(self) -> Literal["rounding"]:
         return "rounding"
 
     def check(self, context: Context) -> list[str]:

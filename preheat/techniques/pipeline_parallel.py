@@ -20,7 +20,22 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from preheat.errors import RecipeError
 from preheat.recipe import Bound, Count
-from preheat.technique import DATA, Axis, Batch, Build, Change, Context, Finish, LossSum, Slot, Stage, Tag, Technique, Trials
+from preheat.technique import (
+    DATA,
+    Axis,
+    Batch,
+    Build,
+    Change,
+    Context,
+    Finish,
+    LossSum,
+    Searchable,
+    Slot,
+    Stage,
+    Tag,
+    Technique,
+    Trials,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -113,11 +128,13 @@ class _Runner:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PipelineParallel(Technique):
+class PipelineParallel(Searchable):
     stage: ClassVar[Stage] = Stage.SPLIT
     numerics: ClassVar[Any] = "exact"
     trials: ClassVar[Trials] = Trials(refused_on_cpu="pipeline 2 does not multiply to 1 device")
-    text_only: ClassVar[str] = "cuts a chain of layers into stages, and a vision tower feeds several of them; use fsdp"
+    unsupported_for_images: ClassVar[str] = (
+        "cuts a chain of layers into stages, and a vision tower feeds several of them; use fsdp"
+    )
     owns: ClassVar[frozenset[Slot]] = frozenset({Slot.FORWARD_BACKWARD, Slot.WHOLE_FORWARD})
     provides: ClassVar[frozenset[Tag]] = frozenset({Tag.PIPELINE_STAGES})
     conflicts: ClassVar[frozenset[Tag]] = frozenset({Tag.WHOLE_EXAMPLES})  # whose scores only the last stage would know
@@ -138,7 +155,7 @@ class PipelineParallel(Technique):
     def degrees(self) -> Mapping[Axis, int]:
         return {Axis.PIPELINE: self.degree}
 
-    def trades(self) -> Literal["exact"]:
+    def search_numerics(self) -> Literal["exact"]:
         return "exact"
 
     def check(self, context: Context) -> list[str]:

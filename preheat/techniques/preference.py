@@ -78,7 +78,7 @@ class Preference(Technique):
             "unpaired": 0.5,
         },
     )
-    text_only: ClassVar[str] = "compares answers to text alone so far; leave it out"
+    unsupported_for_images: ClassVar[str] = "compares answers to text alone so far; leave it out"
     owns: ClassVar[frozenset[Slot]] = frozenset({Slot.OBJECTIVE, Slot.ROW_LOSS})
     provides: ClassVar[frozenset[Tag]] = frozenset({Tag.WHOLE_EXAMPLES})
 

@@ -40,7 +40,7 @@ class RegularizedLoss(Technique):
     stage: ClassVar[Stage] = Stage.KERNEL
     numerics: ClassVar[Any] = "different"
     trials: ClassVar[Trials] = Trials(settings=({"label_smoothing": 0.1, "z": 0.0},))
-    encoder_too: ClassVar[bool] = True
+    supports_encoder_decoder: ClassVar[bool] = True
     owns: ClassVar[frozenset[Slot]] = frozenset({Slot.ROW_LOSS})
 
     label_smoothing: Share = 0.0

@@ -53,7 +53,7 @@ class RmsNorm(Technique):
     stage: ClassVar[Stage] = Stage.STRUCTURE
     numerics: ClassVar[Any] = "different"  # the first loss of read weights is the same; a new model and all updates are not
     trials: ClassVar[Trials] = Trials(family="gpt2")
-    text_only: ClassVar[str] = "is for models of text alone so far; leave it out"
+    unsupported_for_images: ClassVar[str] = "is for models of text alone so far; leave it out"
 
     def check(self, context: Context) -> list[str]:
         family = context.model.family

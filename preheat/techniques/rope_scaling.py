@@ -80,7 +80,7 @@ class RopeScaling(Technique):
         ),
         family="llama",
     )
-    text_only: ClassVar[str] = "scales positions of text alone; leave it out"
+    unsupported_for_images: ClassVar[str] = "scales positions of text alone; leave it out"
     provides: ClassVar[frozenset[Tag]] = frozenset({Tag.EXTENDED_CONTEXT})
 
     kind: Literal["auto", "linear", "dynamic", "base", "yarn"] = "yarn"

@@ -88,9 +88,5 @@ class SlidingWindow(Technique):
         count = add_sliding_window(part, window=window, every=self.every)
         return Change(f"{count} of {build.model.layers} layers see {window} tokens back", count)
 
-    def options(self, context: Context) -> list[Technique]:
-        length = context.recipe.batch.length
-        return [SlidingWindow(window=w) for w in (4096, 1024, 256) if w < length] or [self]
-
     def period(self) -> int:
         return self.every or 1

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from preheat.errors import RecipeError
 from preheat.recipe import Bound, Whole
-from preheat.technique import Axis, Build, Change, Context, Finish, Slot, Stage, Tag, Technique, Trials
+from preheat.technique import Axis, Build, Change, Context, Finish, Searchable, Slot, Stage, Tag, Technique, Trials
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -65,11 +65,11 @@ def parallelize(
 
 
 @dataclass(frozen=True, kw_only=True)
-class TensorParallel(Technique):
+class TensorParallel(Searchable):
     stage: ClassVar[Stage] = Stage.PARALLEL
     numerics: ClassVar[Any] = "exact"
     trials: ClassVar[Trials] = Trials(refused_on_cpu="shares out matrices among devices, and there is one")
-    text_only: ClassVar[str] = "has no plan for a vision tower; use fsdp"
+    unsupported_for_images: ClassVar[str] = "has no plan for a vision tower; use fsdp"
     owns: ClassVar[frozenset[Slot]] = frozenset({Slot.OVER_LOGITS})
     provides: ClassVar[frozenset[Tag]] = frozenset({Tag.TENSOR_PARALLEL, Tag.SEQUENCE_PARALLEL})
     conflicts: ClassVar[frozenset[Tag]] = frozenset(
@@ -105,7 +105,7 @@ class TensorParallel(Technique):
     def degrees(self) -> Mapping[Axis, int]:
         return {Axis.TENSOR: self.degree}
 
-    def trades(self) -> Literal["exact"]:
+    def search_numerics(self) -> Literal["exact"]:
         return "exact"
 
     def check(self, context: Context) -> list[str]:
@@ -191,7 +191,7 @@ class TensorParallel(Technique):
         degrees = [n for n in (2, 4, 8) if world % n == 0] or [self.degree]
         return [replace(self, degree=n, sequence_parallel=cut) for n in degrees for cut in (False, True)]
 
-    def rungs(self, context: Context) -> Iterable[Technique]:
+    def fallbacks(self, context: Context) -> Iterable[Technique]:
         milder = [replace(self, sequence_parallel=True), replace(self, sequence_parallel=True, regather=True)]
         return [rung for rung in milder[self.sequence_parallel + self.regather :] if not rung.check(context)]
 

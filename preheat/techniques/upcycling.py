@@ -11,12 +11,11 @@ Source: Komatsuzaki et al. 2022 (arXiv:2212.05055); drawn anew in part: Nakamura
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from preheat.recipe import Bound, Count, Share
-from preheat.technique import Build, Change, Context, Stage, Tag, Technique, Trials
+from preheat.technique import Build, Change, Stage, Tag, Technique, Trials
 
 if TYPE_CHECKING:
     from torch import nn
@@ -86,6 +85,3 @@ class Upcycling(Technique):
             how = f"each the dense block that was read{some}; routers new"
         words = f"{self.experts} experts in each of {layers} layers, {self.chosen} for a token, {how}: now a {part.config.model_type}"
         return Change(words, layers)
-
-    def options(self, context: Context) -> Iterable[Technique]:
-        return [replace(self, experts=n) for n in (4, 8, 16) if n >= self.chosen]

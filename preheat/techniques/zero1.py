@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from preheat.technique import Axis, Build, Change, Stage, Tag, Technique, Trials
+from preheat.technique import Axis, Build, Change, Searchable, Stage, Tag, Trials
 
 if TYPE_CHECKING:
     from preheat.ops.zero1 import SharedOut
@@ -43,7 +43,7 @@ def share_out_optimizer(make: Callable[..., Any], groups: Iterable[dict[str, Any
 
 
 @dataclass(frozen=True, kw_only=True)
-class Zero1(Technique):
+class Zero1(Searchable):
     stage: ClassVar[Stage] = Stage.OPTIMIZER
     numerics: ClassVar[Any] = "exact"
     trials: ClassVar[Trials] = Trials(refused_on_cpu="there is one")
@@ -51,7 +51,7 @@ class Zero1(Technique):
     # Updates in backward know no shares; states that every device needs whole are not shared out.
     conflicts: ClassVar[frozenset[Tag]] = frozenset({Tag.STEP_IN_BACKWARD, Tag.SHARDED_EXPERTS, Tag.PER_MATRIX_STATES})
 
-    def trades(self) -> Literal["exact"]:
+    def search_numerics(self) -> Literal["exact"]:
         return "exact"
 
     def apply(self, build: Build, part: Any) -> Change:

@@ -204,7 +204,7 @@ def _run(path: Path, step: int | None, base: str | None) -> Opened:
     techniques = {
         name: replace(t, start=None) if ("start", None) in {(f.name, f.default) for f in dataclasses.fields(t)} else t  # type: ignore[call-arg]
         for name, t in recipe.techniques.items()
-        if not t.leaves_nothing
+        if not t.training_only
     }
     made = build(replace(recipe, techniques=techniques), vocabulary=len(tokenizer), device=device)
     if made.weights.folder is not None and progress.fingerprints.get("weights") != made.weights.fingerprint():

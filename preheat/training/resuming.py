@@ -18,7 +18,7 @@ from preheat.hardware.deterministic import is_exact, repeats
 from preheat.recipe import Recipe
 from preheat.recipe.places import anchored, published
 from preheat.run import MEMORY_KEYS, Reader, Writer, expected_memory
-from preheat.technique import Build
+from preheat.technique import Build, Searchable
 from preheat.text import quoted
 from preheat.training.watch import Watch
 
@@ -54,9 +54,9 @@ def compare(recipe: Recipe, before: str) -> bool:
     # Files and folders may have moved: their names are compared here, their contents by the checkpoint's fingerprints.
     was_recipe = published(anchored(recipes.parse(before, where="recipe.yaml of the run")))
     recipe = published(anchored(recipe))
-    milder, milder_before = (_of_techniques(r, relieves=True) for r in (recipe, was_recipe))
+    milder, milder_before = (_of_techniques(r, memory_saving=True) for r in (recipe, was_recipe))
     # Another number of devices, and another way to share the work among them, changes no number.
-    old, new = (recipes.as_values(_of_techniques(alone(r), relieves=False)) for r in (was_recipe, recipe))
+    old, new = (recipes.as_values(_of_techniques(alone(r), memory_saving=False)) for r in (was_recipe, recipe))
     changed = [key for key in _leaves(old).keys() | _leaves(new).keys() if _leaves(old).get(key) != _leaves(new).get(key)]
     changed = sorted(key for key in changed if not any(key == free or key.startswith(free + ".") for free in _FREE))
     if changed:
@@ -69,8 +69,11 @@ def compare(recipe: Recipe, before: str) -> bool:
     return milder.techniques != milder_before.techniques
 
 
-def _of_techniques(recipe: Recipe, *, relieves: bool) -> Recipe:
-    return replace(recipe, techniques={name: t for name, t in recipe.techniques.items() if t.relieves == relieves})
+def _of_techniques(recipe: Recipe, *, memory_saving: bool) -> Recipe:
+    chosen = {
+        name: t for name, t in recipe.techniques.items() if (isinstance(t, Searchable) and t.memory_saving) == memory_saving
+    }
+    return replace(recipe, techniques=chosen)
 
 
 def _leaves(values: Any, at: str = "") -> dict[str, Any]:

@@ -199,9 +199,9 @@ def test_its_options_and_rungs_are_settings_of_it(name: str) -> None:
     r = tiny()
     context = context_of(r, configure(r, 96), DEVICE)
     technique = registry()[name]()
-    for other in (*technique.options(context), *technique.rungs(context)):
+    for other in (*technique.options(context), *technique.fallbacks(context)):
         assert type(other) is type(technique)
-    assert all(other != technique for other in technique.rungs(context))
+    assert all(other != technique for other in technique.fallbacks(context))
 
 
 def _compatible(a: Technique, b: Technique) -> bool:

@@ -256,18 +256,18 @@ def test_a_cache_that_is_damaged_or_of_something_else_is_refused(tmp_path: Path)
     ]
     for settings, other, words in cases:
         with pytest.raises(RunError, match=f"made with other settings: {words}"):
-            made(f"cache: {folder}, {settings}").look(other, range(6), lambda *_: None)
+            made(f"cache: {folder}, {settings}").run_dataset_passes(other, range(6), lambda *_: None)
     file = folder / "rows.bin"
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
     damaged = made(f"cache: {folder}, top: 4")
-    damaged.look(rows, range(6), lambda *_: None)
+    damaged.run_dataset_passes(rows, range(6), lambda *_: None)
     with pytest.raises(RunError, match=r"row [23] is damaged; remove the folder"):
         gradients(damaged, [_batch(rows, [2, 3])])
     file.write_bytes(content[:-5])
     with pytest.raises(RunError, match=r"rows\.bin is missing or not whole"):
-        made(f"cache: {folder}, top: 4").look(rows, range(6), lambda *_: None)
+        made(f"cache: {folder}, top: 4").run_dataset_passes(rows, range(6), lambda *_: None)
 
 
 def test_rows_that_were_not_written_whole_are_missing(tmp_path: Path) -> None:

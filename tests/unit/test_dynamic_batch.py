@@ -74,10 +74,10 @@ def test_auto_starts_at_the_most_that_is_predicted_to_fit() -> None:
         return 0.1 * other.start
 
     technique = recipe.techniques["dynamic_batch"]
-    assert technique.settle(context, share) == DynamicBatch(start=4, target=0.5)
+    assert technique.resolve_auto(context, share) == DynamicBatch(start=4, target=0.5)
     assert asked == [16, 8, 4]
-    assert technique.settle(context, lambda other: 9.0) == DynamicBatch(start=1, target=0.5)
-    assert DynamicBatch(start=3).settle(context, share) == DynamicBatch(start=3)
+    assert technique.resolve_auto(context, lambda other: 9.0) == DynamicBatch(start=1, target=0.5)
+    assert DynamicBatch(start=3).resolve_auto(context, share) == DynamicBatch(start=3)
 
 
 def test_a_mark_begun_anew_forgets_no_peak() -> None:

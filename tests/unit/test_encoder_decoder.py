@@ -110,7 +110,7 @@ COMPOSED = (
 
 
 def test_those_that_serve_with_an_encoder_are_those_that_were_tried() -> None:
-    serving = {name for name, t in registry().items() if t.encoder_too}
+    serving = {name for name, t in registry().items() if t.supports_encoder_decoder}
     tried = {part.split(":")[0] for part in COMPOSED} | {"lora", "mixed_precision", "lion", "adafactor", "regularized_loss"}
     assert serving <= tried | {"fsdp", "data_parallel"}  # these on two processes, tests/distributed
 
