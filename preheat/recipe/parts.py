@@ -258,9 +258,9 @@ class Hardware:
     """CPU threads; all cores when not stated."""
     memory: str | None = None
     """Memory that the run may use, e.g. 12GiB; what the device has when not stated."""
-    segments: Literal["fixed", "expandable"] = "fixed"
-    """Of a GPU, how torch's allocator takes memory from the driver: fixed, its default; expandable: one segment that grows, of which less stays unused
-    (`PYTORCH_ALLOC_CONF=expandable_segments:True`)."""
+    segments: Literal["auto", "fixed", "expandable"] = "auto"
+    """Of a GPU, how torch's allocator takes memory from the driver: fixed: many segments, torch's default; expandable: one that grows, of which less stays
+    unused (`PYTORCH_ALLOC_CONF=expandable_segments:True`); auto: expandable where torch and the driver have it (NVIDIA's on Linux, but for WSL)."""
     deterministic: bool = False
     """On a GPU, choose kernels that give the same bits each time, some of them slower: then a run repeats and resumes bit for bit, as it always
     does on CPUs. Without it, up to rounding. An operator that has no such kernel ends the run in one line."""

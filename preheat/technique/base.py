@@ -67,6 +67,7 @@ class Device:
     capability: tuple[int, int] | None = None  # CUDA's
     at_hand: bool = True  # False: it is planned for from elsewhere, where what runs on it need not be installed
     expandable: bool = False  # torch's allocator has one segment a stream that grows, in place of many of fixed sizes
+    notice: str = ""  # what the user should know of how it is used
 
 
 @dataclass(frozen=True)
