@@ -34,8 +34,9 @@ class Sample:
     """Above 1: what stands in the text already becomes less likely (Keskar et al. 2019, arXiv:1909.05858)."""
     stop: tuple[str, ...] = ()
     """Strings that end a text, which stops before them. The model's own end tokens always do."""
-    cache: Literal["dynamic", "static", "int8"] = "dynamic"
-    """How keys and values are kept: dynamic grows with the text; static is taken whole at the beginning; int8 grows, in a quarter of fp32's memory."""
+    cache: Literal["auto", "dynamic", "static", "int8"] = "auto"
+    """How keys and values are kept: dynamic grows with the text; static is taken whole at the beginning; int8 grows, in a quarter of fp32's memory; auto:
+    static if the model is compiled, else dynamic."""
     window: Annotated[int, Bound(2)] | None = None
     """Each token sees at most so many tokens back, itself included, and the cache keeps no more: other text, once it is longer; null: the model's own."""
     draft: str | None = None
@@ -44,8 +45,16 @@ class Sample:
     """Tokens that the draft proposes at a time."""
     lookup: Annotated[int, Bound(1, 1024)] | None = None
     """Propose so many tokens at a time by looking up what followed the last ones where they stood before: the same greedy text, without a draft."""
-    compile: bool = False
-    """Compile the model for single tokens: takes seconds to minutes at the first one, and a static cache."""
+    compile: bool | Literal["auto"] = "auto"
+    """Compile the model for single tokens: takes seconds to minutes at the first one, and a static cache. auto: on a GPU, outside training, if some
+    thousands of tokens are to be written one after the other (no draft, no lookup, no chat)."""
+
+    @property
+    def cache_kind(self) -> Literal["dynamic", "static", "int8"]:
+        """The cache, where `compile` is no longer auto (it counts as false)."""
+        if self.cache != "auto":
+            return self.cache
+        return "static" if self.compile is True else "dynamic"
 
     @property
     def wanted(self) -> bool:
@@ -74,12 +83,14 @@ class Sample:
                 found.append(("lookup", "proposes tokens, and so does the draft; leave one of them out"))
             if self.temperature > 0:
                 found.append((name, "proposes tokens of greedy text, and a temperature draws others; set temperature 0"))
-            if self.cache == "static":
+            if self.compile is True:
+                found.append(("compile", f"decodes one token at a time, and {name} reads several; leave one of them out"))
+            elif self.cache == "static":
                 found.append(
                     ("cache", f"static cannot forget proposals that were wrong; use dynamic or int8, or leave {name} out")
                 )
-        if self.compile and self.cache != "static":
-            found.append(("compile", f"needs a cache that does not grow, and this one is {self.cache}; set cache: static"))
+        if self.compile is True and self.cache not in ("auto", "static"):
+            found.append(("compile", f"needs a cache that does not grow, and this one is {self.cache}; leave cache out"))
         if "" in self.stop:
             found.append(("stop", "an empty string would end every text at once; remove it"))
         for number, prompt in enumerate(self.prompts, 1):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from preheat.errors import RecipeError
@@ -62,6 +63,8 @@ class Samples:
     def write(self, build: Build, writer: Writer, *, step: int) -> None:
         """Writes a text after each prompt into the run's events, and all that the run has so far into samples.json."""
         settings = self.recipe.sample
+        if settings.compile == "auto":  # what compiling keeps of the device's memory is not in the plan of a run
+            settings = replace(settings, compile=False)
         texts = write_texts(build, self.tokenizer, self.prompts, settings, template=self.template, seed=self.recipe.seed)
         for prompt, text, expected in zip(self.prompts, texts, self.expected, strict=True):
             shown = prompt.text if isinstance(prompt, Tokens) else prompt
