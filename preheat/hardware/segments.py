@@ -43,7 +43,7 @@ def set_segments(asked: str) -> tuple[bool, str]:
     said = os.environ.get(variable, "")
     stated = re.search(r"expandable_segments\s*:\s*(\w+)", said)
     if stated or re.search(r"backend\s*:\s*cudaMallocAsync", said):  # the driver's own allocator has no segments
-        grow = bool(stated) and "cudaMallocAsync" not in said and stated[1].lower() == "true"
+        grow = stated is not None and "cudaMallocAsync" not in said and stated[1].lower() == "true"
         before = f"{variable} of the environment goes before hardware.segments ({asked}): {quoted(said)}"
         return grow, "" if grow == (asked != "fixed") else before
     if asked == "auto" and (why := _unsupported()):

@@ -148,7 +148,8 @@ def describe(
         seconds, (of_memory, of_speed) = spent.total, _known(seen, spent, rates)
     else:
         seconds, of_memory, of_speed = step_seconds(seen, rates), "measured", "measured"
-    dtype = "bf16" if any(Tag("bf16-compute") in t.provided() for t in recipe.techniques.values()) else "fp32"
+    tags = frozenset[Tag]().union(*(t.provided() for t in recipe.techniques.values()))
+    dtype = "bf16" if Tag("bf16-compute") in tags else "tf32" if Tag("tf32-products") in tags else "fp32"
     ceiling = rates.peak_matrix_rate.get(dtype)
     if not ceiling:
         raise RecipeError(

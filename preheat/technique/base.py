@@ -120,6 +120,10 @@ class Technique(ABC):
         """The tags of `provides` that these settings bring."""
         return self.provides
 
+    def read_on(self, device: Device) -> Technique:
+        """These settings where the trained model is only read, on a device that may be another than it was trained on."""
+        return self
+
     def slows_host(self) -> float:
         """How many times as long as without it the host takes for an operator of a step: Python that comes between operators."""
         return 1.0
