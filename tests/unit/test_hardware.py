@@ -697,7 +697,7 @@ def test_a_gpu_is_measured_at_the_sizes_that_are_trained_there(monkeypatch: pyte
     path = gpu.store()
     assert load("made up", "2.13.0", 2) == gpu
     stored = json.loads(path.read_text())
-    assert stored["format"] == 9
+    assert stored["format"] == 10
     path.write_text(json.dumps(stored | {"to_host": -1}))
     assert load("made up", "2.13.0", 2) is None
     path.write_text(json.dumps(stored | {"format": 7}))  # measured at a CPU's sizes
@@ -706,3 +706,42 @@ def test_a_gpu_is_measured_at_the_sizes_that_are_trained_there(monkeypatch: pyte
     assert json.loads(path.read_text())["format"] == 7
     assert "to_host" not in path.read_text()  # a CPU's file is what it was
     assert load("made up", "2.13.0", 2) == made_up()
+
+
+def test_tf32_is_measured_of_products_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A CPU stands for the GPU, whose switch is on meanwhile and off behind."""
+    from preheat.hardware import calibrate as calibrating
+    from preheat.planning.predict import kernel_seconds
+    from preheat.planning.recorder import Kernel
+
+    products: Any = torch.backends.cuda.matmul
+    before, seen = products.fp32_precision, []
+    measure = calibrating._matrix
+
+    def matrix(*args: Any) -> Any:
+        seen.append((args[2], products.fp32_precision == "tf32"))
+        return measure(*args)
+
+    monkeypatch.setattr(calibrating, "_matrix", matrix)
+    monkeypatch.setattr(calibrating, "has_tf32", lambda device: True)
+    monkeypatch.setattr(calibrating, "_moved", lambda *args: [])
+    monkeypatch.setattr(calibrating, "_attention", lambda *args: [])
+    found = calibrate(Device("cpu", "here", 2**30), 1, grid=SMALL)
+    assert seen == [("bf16", False), ("fp32", False), ("tf32", True)]
+    assert products.fp32_precision == before
+    rows = {(r.layout, r.n, r.k, r.m) for r in found.matrix if r.dtype == "tf32"}
+    assert rows == {(r.layout, r.n, r.k, r.m) for r in found.matrix if r.dtype == "fp32"}
+    assert found.peak_matrix_rate["tf32"] >= max(r.flops for r in found.matrix if r.dtype == "tf32")
+
+    monkeypatch.setenv("PREHEAT_CACHE", str(tmp_path))
+    plain = made_up(near=None, to_host=2e10, to_device=3e10)
+    ten = tuple(dataclasses.replace(row, dtype="tf32", flops=10 * row.flops) for row in plain.matrix)
+    gpu = dataclasses.replace(plain, matrix=plain.matrix + ten, peak_matrix_rate={"fp32": 2e11, "tf32": 2e12})
+    gpu.store()
+    assert load("made up", "2.13.0", 2) == gpu
+    kernel = Kernel("mm", "fp32", 2 * 100**3, 0, 0, ((100, 100), (100, 100)), (False, True))
+    in_tf32 = dataclasses.replace(kernel, dtype="tf32")
+    assert kernel_seconds(kernel, gpu) == pytest.approx(10 * kernel_seconds(in_tf32, gpu))
+    assert kernel_seconds(in_tf32, plain) == kernel_seconds(kernel, plain)  # never measured: as if it were fp32
+    dataclasses.replace(gpu, matrix=plain.matrix).store()
+    assert load("made up", "2.13.0", 2) is None
