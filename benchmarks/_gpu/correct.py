@@ -589,8 +589,9 @@ def _one_rank(offload: bool, where: Where) -> dict[str, Any]:
 
 
 def _generation() -> list[Case]:
-    caches = ("dynamic", "static", "int8")
-    return [Case(f"generation/{cache} cache", functools.partial(_generated, cache), seconds=150) for cache in caches]
+    caches = {f"{cache} cache": f"cache={cache}" for cache in ("dynamic", "static", "int8")}
+    ways = caches | {"compiled": "compile=true"}
+    return [Case(f"generation/{name}", functools.partial(_generated, setting), seconds=150) for name, setting in ways.items()]
 
 
 def _text(where: Where, model: Path, *more: str) -> str:
@@ -616,13 +617,13 @@ def _written_by(said: str) -> list[str]:
     return texts
 
 
-def _generated(cache: str, where: Where) -> dict[str, Any]:
-    """The greedy text with a kind of cache, against the growing one in the same precision."""
+def _generated(setting: str, where: Where) -> dict[str, Any]:
+    """The greedy text with a kind of cache or a compiled model, against the growing cache in the same precision."""
     run = _trained(where)
     plain = _written_by(_text(where, run))
-    other = _written_by(_text(where, run, "--set", f"sample.cache={cache}"))
+    other = _written_by(_text(where, run, "--set", f"sample.{setting}"))
     figures = {"characters": len(plain[0]), "alike": sum(a == b for a, b in zip(plain[0], other[0], strict=False))}
-    if not plain[0] or (cache != "int8" and plain != other):
+    if not plain[0] or (setting != "cache=int8" and plain != other):
         raise Wrong("the text is another one", figures | {"text": other[0][:80]})
     return figures
 

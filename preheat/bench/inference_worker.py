@@ -93,10 +93,12 @@ class Speaker:
 
     def about(self) -> dict[str, Any]:
         """What is known before anything is measured: sizes, and what the cache of each shape will take."""
+        from preheat.models.generate import patterned, settled
         from preheat.models.kv_cache import room
         from preheat.planning.closed import CACHES, cache_bytes
 
         model = self.model
+        self.settings = settled(self.settings, model, 0 if patterned(model) else self.tokens)
         dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())  # codes of a compressed model are none
         size, scale = CACHES["int8"] if self.settings.cache == "int8" else (dtype.itemsize, 0.0)
 

@@ -182,7 +182,7 @@ def _measured(
             say("texts", len(made["texts"]), len(texts))
         reach = length or max(settings.batch.length, min(positions, 2048))
         held_to: dict[str, Any] = {"length": min(reach, positions or reach), "classes": opened.classes}
-        scorer = Scorer(opened.build, opened.tokenizer, micro=micro, say=say, **held_to)
+        scorer = Scorer(opened.build, opened.tokenizer, micro=micro, compiles=True, say=say, **held_to)
         for task in tasks:
             if isinstance(task, Task):
                 made["tasks"][task.name] = measure_task(task, scorer, limit=limit, samples=samples)

@@ -82,6 +82,7 @@ def generate(
         with watched:
             made = opened.write(prompts, settings, template=layout, seed=seed, batch=batch, on_text=hear)
         watched.tokens += sum(len(text.tokens) for text in made)
+        watched.compiled |= any(text.compiled for text in made)
         texts.append(
             [
                 {"model": model, "step": opened.step, "prompt": p, "text": t.text, "tokens": len(t.tokens), "ended": t.ended}

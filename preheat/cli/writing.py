@@ -113,10 +113,10 @@ def choose_template(opened: Opened, model: str, setting: str | None, asked: bool
 
 
 class Watched:
-    """Counts seconds while it is entered; tokens and the kind of device are set by whoever writes."""
+    """Counts seconds while it is entered; tokens, the kind of device and whether the model was compiled are set by whoever writes."""
 
     def __init__(self) -> None:
-        self.tokens, self.seconds, self.kind = 0, 0.0, "cpu"
+        self.tokens, self.seconds, self.kind, self.compiled = 0, 0.0, "cpu", False
 
     def __enter__(self) -> Watched:
         self._begun = time.perf_counter()
@@ -125,19 +125,20 @@ class Watched:
     def __exit__(self, *error: object) -> None:
         self.seconds += time.perf_counter() - self._begun
 
-    def figures(self) -> dict[str, float | None]:
+    def figures(self) -> dict[str, float | bool | None]:
         from preheat.hardware.gpu_memory import memory_peak
 
         return {
             "tokens_per_second": self.tokens / self.seconds if self.seconds else None,
             "peak_gib": memory_peak(self.kind).total / 2**30,
+            "compiled": self.compiled,
         }
 
     def words(self) -> str:
         from preheat.cli.show import memory, rate
 
         made: Any = self.figures()
-        return f"{self.tokens:,} tokens in {self.seconds:.2f} s, {rate(made['tokens_per_second'])} tokens/s, peak memory {memory(made['peak_gib'])}"
+        return f"{self.tokens:,} tokens in {self.seconds:.2f} s, {rate(made['tokens_per_second'])} tokens/s, peak memory {memory(made['peak_gib'])}{', compiled for single tokens' if self.compiled else ''}"
 
 
 def note(words: str) -> None:

@@ -83,6 +83,8 @@ class Scorer(Reader):
         micro: rows at once, as in training at most, so that a run needs no more memory than was planned.
         length: tokens of a row; a longer context loses its beginning, which is counted in `truncated`.
         classes: names of a head's classes, in the order of its rows, where they are known.
+        compiles: the model may be compiled for single tokens where that pays (`sample.compile: auto`): not within a run, whose plan does not know what
+            that keeps of the device's memory.
         say: told (what, done, total) now and then.
     """
 
@@ -94,9 +96,11 @@ class Scorer(Reader):
         micro: int,
         length: int,
         classes: Sequence[str] = (),
+        compiles: bool = False,
         say: Callable[[str, float, float | None], None] | None = None,
     ):
         super().__init__(tokenizer, length)
+        self.compiles = compiles
         self.build, self.micro, self.classes = build, micro, tuple(classes)
         self.say = say or (lambda what, done, total: None)
         self.truncated = 0
@@ -164,25 +168,29 @@ class Scorer(Reader):
         self.truncated += sum(len(some) < len(context) for some, context in zip(kept, contexts, strict=True))
         order = sorted(range(len(kept)), key=lambda n: len(kept[n]), reverse=True)
         answers = [""] * len(kept)
-        for first in range(0, len(order), self.micro):
-            some = order[first : first + self.micro]
-            written = generate(
-                self.build.trained[0],  # type: ignore[arg-type]
-                self.tokenizer,
-                [kept[n] for n in some],
-                Sample(tokens=tokens),
-                stop=frozenset({self.encoder.end}),
-                positions=limit,
-                batch=self.micro,
-            )
-            for n, found in zip(some, written, strict=True):
-                text = (
-                    found.text.lstrip() if strip else found.text
-                )  # an answer may begin with a line end, which ends nothing yet
-                for words in filter(None, stop):
-                    text = text.split(words, 1)[0]
-                answers[n] = text.rstrip() if strip else text
-            self.say("writing", first + len(some), len(order))
+        ended = 0
+
+        def count(row: int, text: str | None) -> None:
+            nonlocal ended
+            if text is None:
+                ended += 1
+                self.say("writing", ended, len(order))
+
+        written = generate(
+            self.build.trained[0],  # type: ignore[arg-type]
+            self.tokenizer,
+            [kept[n] for n in order],
+            Sample(tokens=tokens, compile="auto" if self.compiles else False),
+            stop=frozenset({self.encoder.end}),
+            positions=limit,
+            batch=self.micro,
+            on_text=count,
+        )
+        for n, found in zip(order, written, strict=True):
+            text = found.text.lstrip() if strip else found.text  # an answer may begin with a line end, which ends nothing yet
+            for words in filter(None, stop):
+                text = text.split(words, 1)[0]
+            answers[n] = text.rstrip() if strip else text
         return answers
 
 

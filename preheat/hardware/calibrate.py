@@ -26,6 +26,7 @@ from preheat.hardware.heap import keep_heap
 from preheat.hardware.processes import ended_by, tethered
 from preheat.hardware.rates import AttentionRate, Layout, MatrixRate, MovedRate, Rates, load
 from preheat.hardware.stopwatch import OtherProcesses, Random, Stopwatch, threads_of
+from preheat.hardware.tf32 import allow_tf32, has_tf32
 from preheat.technique import Device
 
 if TYPE_CHECKING:
@@ -174,6 +175,14 @@ def calibrate(device: Device, threads: int, progress: Progress | None = None, *,
             moved += _moved(seconds, random, name, dtype, grid)
             attention += _attention(seconds, random, name, dtype, grid)
             adamw[name] = _adamw(seconds, random, dtype, grid)
+        if has_tf32(device):
+            tell("matrix products in tf32", 0.98)
+            end = allow_tf32(seconds)
+            peak["tf32"] = _peak(seconds, random, torch.float32, grid)
+            layers = _matrix(seconds, random, "tf32", torch.float32, grid)
+            end()
+            peak["tf32"] = max(peak["tf32"], *(rate.flops for rate in layers))
+            matrix += layers
     tell("done", 1.0)
     return Rates(
         hardware=device.name,

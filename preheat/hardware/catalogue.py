@@ -65,6 +65,8 @@ class Accelerator:
     def peaks(self) -> dict[str, float]:
         """dtype -> FLOP/s of the data sheet."""
         rates = {"bf16": self.bf16 or self.fp16, "fp16": self.fp16 or self.bf16, "fp32": self.fp32, "float8": self.fp8}
+        if self.bf16 and self.generation in _TF32:
+            rates["tf32"] = self.bf16 / 2
         return {dtype: rate for dtype, rate in rates.items() if rate}
 
     def sustained(self) -> dict[str, float]:
@@ -80,6 +82,9 @@ class Accelerator:
 # Fitted to published training speeds of half the sources (benchmarks/results/published.md names them); the other half is what they are judged on.
 # Blackwell's was 0.55 by two of torchao's rows, and is between these and NVIDIA's eight since those were seen (0.62 to 0.74 are alike).
 _ACHIEVED = 0.82  # of the data sheet's rate, that the best product reaches: about the median of those that have a figure
+# NVIDIA's generations with TF32. Their data sheets have it at half of bf16's rate: 156 of 312 (A100), 494.7 of 989 (H100), 183 of 366 (L40S), 82.6 of 165.2
+# (RTX 4090), 1,125 of 2,250 (B200), dense.
+_TF32 = ("ampere", "ada", "hopper", "blackwell")
 _SUSTAINED = {"ampere": 0.92, "ada": 0.85, "hopper": 0.72, "blackwell": 0.65, "cdna": 0.7}
 
 # Memory, bandwidth, bf16, fp8 and link of the data-centre devices: the accelerator and network chapters of stas00/ml-engineering, but for

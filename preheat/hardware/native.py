@@ -6,6 +6,7 @@ import atexit
 import ctypes
 import functools
 import hashlib
+import importlib.util
 import logging
 import os
 import platform
@@ -20,7 +21,7 @@ from preheat.errors import RunError
 from preheat.hardware.links import cache_folder, make_private
 from preheat.hardware.processes import tethered
 
-__all__ = ["NO_COMPILER", "compiler", "is_built", "library", "quick_library"]
+__all__ = ["NO_COMPILER", "compiler", "is_built", "library", "quick_library", "uncompiled"]
 
 NO_COMPILER = "no C++ compiler was found; install g++, or name one in CXX"
 _log = logging.getLogger(__name__)
@@ -154,3 +155,15 @@ def _build(source: Path, out: Path, torch: Path, flags: tuple[str, ...], key: st
             made.replace(out)
     except OSError as error:
         raise RunError(f"{out.parent}: cannot be written ({error.strerror}); set PREHEAT_CACHE to a folder with room") from None
+
+
+def uncompiled(kind: str) -> str:
+    """What torch.compile lacks here for a kind of device, and how to get it; else ""."""
+    if kind == "cuda":
+        return "" if importlib.util.find_spec("triton") is not None else "needs Triton on a CUDA device; pip install triton"
+    name = os.environ.get("CXX", "g++")
+    return (
+        ""
+        if shutil.which(name) is not None
+        else f"needs a C++ compiler on a CPU and found no '{name}'; install g++, or set CXX"
+    )

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from preheat.errors import RecipeError, RunError
+from preheat.hardware.segments import set_segments
 from preheat.technique import Device
 from preheat.text import quoted
 
@@ -65,14 +66,14 @@ def parse_memory(text: str, what: str = "hardware.memory") -> int:
     return int(size)
 
 
-def probe(device: str = "auto", memory: str | None = None, segments: str = "fixed") -> Device:
+def probe(device: str = "auto", memory: str | None = None, segments: str | None = None) -> Device:
     """The device that a recipe means by `hardware.device` and `hardware.memory`.
 
     Args:
         device: `cpu`, `cuda`, or `auto`: cuda when there is one.
         memory: what the run may use, such as `12GiB`; everything that the device has when not stated. On a CPU that is the
             machine's memory or its control group's limit, whichever is less.
-        segments: of torch's CUDA allocator, fixed or expandable, unless `PYTORCH_ALLOC_CONF` says which.
+        segments: of torch's CUDA allocator, as `set_segments` takes them; None: as they are.
 
     Raises:
         RecipeError: there is no such device here, or `memory` cannot be read.
@@ -90,22 +91,11 @@ def probe(device: str = "auto", memory: str | None = None, segments: str = "fixe
         if torch.cuda.is_available():
             facts = torch.cuda.get_device_properties(torch.cuda.current_device())
             held = limit or facts.total_memory
-            return Device("cuda", facts.name, held, (facts.major, facts.minor), expandable=_expandable(segments))
+            grow, why = set_segments(segments) if segments else (False, "")
+            return Device("cuda", facts.name, held, (facts.major, facts.minor), expandable=grow, notice=why)
         if device == "cuda":
             raise RecipeError("hardware.device: cuda is asked for, but torch finds no CUDA device here; set it to auto or cpu")
     return Device("cpu", _processor(), limit or _host_memory())
-
-
-def _expandable(segments: str) -> bool:
-    """Whether torch's CUDA allocator has segments that grow; it is told to where they are asked for and the environment says nothing of them."""
-    import torch
-
-    said = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
-    if stated := re.search(r"expandable_segments\s*:\s*(\w+)", said):
-        return stated[1].lower() == "true"
-    if segments == "expandable":
-        torch._C._accelerator_setAllocatorSettings(",".join(filter(None, (said, "expandable_segments:True"))))
-    return segments == "expandable"
 
 
 def _processor() -> str:

@@ -249,7 +249,7 @@ class Rates:
         return path
 
 
-_FORMAT, _FORMAT_GPU = 7, 9
+_FORMAT, _FORMAT_GPU = 7, 10
 """Raised when what is measured changes, of a CPU or of a GPU, so that an older file is measured again."""
 _OF_GPU = ("to_host", "to_device")
 """Measured on a GPU alone."""
@@ -318,7 +318,9 @@ def _read(values: Mapping[str, Any]) -> Rates:
     if not peak:
         raise Damaged("peak_matrix_rate is empty")
     for dtype in peak:
-        for kind in (*LAYOUTS, "forward", "backward", "moved", "adamw"):
+        for kind in (
+            LAYOUTS if dtype == "tf32" else (*LAYOUTS, "forward", "backward", "moved", "adamw")
+        ):  # fp32 but for products
             if (dtype, kind) not in kinds:
                 raise Damaged(f"no rate of {kind} in {shorten(dtype, 20)}")
     numbers: dict[str, Any] = {key: read_number(values[key], key) for key in ("bandwidth", "launch", "seconds")}

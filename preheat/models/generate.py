@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +22,14 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-__all__ = ["Kept", "Timed", "Written", "cached_loss", "generate", "patterned", "stop_tokens"]
+__all__ = ["Kept", "Timed", "Written", "cached_loss", "generate", "patterned", "settled", "stop_tokens"]
+
+_PASSES = 2000
+"""Passes of one token each that pay for compiling a model on a GPU: a layer takes the compiler about a second, and without it about half a millisecond a
+pass in Python and launches (some 25 of 10 to 20 microseconds), of which a graph of CUDA's leaves next to nothing. Both grow with the layers."""
+
+_GRAPHS = 64
+"""Graphs that generation may compile in one process; torch's own limit, 8, is reached by one model of windows that writes at three batch sizes."""
 
 
 @dataclass
@@ -41,8 +49,8 @@ class Kept:
     def begin(self, prompt: Sequence[int], settings: Sample, empty: Callable[[], Any]) -> Any:
         """The cache, holding a beginning of `prompt`, of which at least one token is left to be read; an `empty` one where it holds another text."""
         same = alike(self.tokens, prompt[:-1])
-        if self.kind != (settings.cache, settings.window):
-            same, self.kind = 0, (settings.cache, settings.window)
+        if self.kind != (settings.cache_kind, settings.window):
+            same, self.kind = 0, (settings.cache_kind, settings.window)
         if not same or not self._forget(len(self.tokens) - same):
             self.cache, self.tokens = empty(), []
         self.reused = len(self.tokens)
@@ -162,6 +170,12 @@ def generate(
     _require(model, settings, alone, cached, kept)
     rooms = [min(settings.tokens, positions - len(p)) if positions else settings.tokens for p in prompts]
     assert min(rooms, default=1) > 0, "a prompt that fills the model's positions"
+    batches = list(_batches(rooms, settings.tokens, 1 if alone or settings.speculates else batch))
+    ordinary = cached and not alone and kept is None
+    settings = settled(settings, model, sum(rooms[rows[0]] for rows in batches) if ordinary else 0)
+    # One length for all batches: a compiled model is compiled again, or recorded, for each.
+    longest = max((max(len(prompts[row]) for row in rows) + rooms[rows[0]] - 1 for rows in batches), default=0)
+    caches: dict[int, Any] = {}  # of a compiled model, by rows
     device = next(model.parameters()).device
     made: list[Written] = []
     devices = [device] if device.type == "cuda" else []
@@ -170,8 +184,9 @@ def generate(
         torch.random.fork_rng(devices=devices),
         _writing(model, attention, alone),
         nullcontext() if draft is None else _writing(draft, _attention(draft, Sample(), False), False),
+        _compiling() if settings.compile is True else nullcontext(),
     ):
-        for rows in _batches(rooms, settings.tokens, 1 if alone or settings.speculates else batch):
+        for rows in batches:
             torch.manual_seed(seed)
             before = {row: () if model.config.is_encoder_decoder else prompts[row] for row in rows}
             listeners = [GrowingText(tokenizer, before[row], settings.stop, _told(on_text, row)) for row in rows]
@@ -186,11 +201,47 @@ def generate(
                 kept=kept,
                 draft=draft,
                 timed=timed,
+                longest=longest,
+                caches=caches if settings.compile is True else None,
             )
             for row, text in zip(rows, listeners, strict=True):
                 cut: Ended = "length" if rooms[row] == settings.tokens else "context"
-                made.append(text.finish(cut))
+                made.append(replace(text.finish(cut), compiled=settings.compile is True))
     return made
+
+
+def settled(settings: Sample, model: PreTrainedModel, passes: int) -> Sample:
+    """The settings with `compile` chosen, where it is auto, and the cache with it.
+
+    Args:
+        passes: of one token each that will be made at most; 0: the model cannot be compiled for what it is to write.
+
+    Raises:
+        RecipeError: the model is to be compiled and cannot be.
+    """
+    if settings.compile == "auto":
+        long = model.device.type == "cuda" and passes >= _PASSES
+        taken = (
+            long and settings.cache in ("auto", "static") and not settings.speculates and not model.config.is_encoder_decoder
+        )
+        whole = getattr(model, "_can_compile_fullgraph", False)  # as transformers knows of this family
+        return replace(settings, compile=bool(taken and whole and not _uncompilable(model, settings)))
+    if settings.compile and (why := _uncompilable(model, settings)):
+        raise RecipeError(f"sample.compile: {why}")
+    return settings
+
+
+def _uncompilable(model: PreTrainedModel, settings: Sample) -> str:
+    """Why a model cannot be compiled for single tokens here; else ""."""
+    from preheat.hardware.native import uncompiled
+    from preheat.models.kv_cache import make_cache
+
+    kind = model.config.get_text_config(decoder=True).model_type
+    if "llama4" in kind:  # whatever is asked of it, transformers does not
+        return f"transformers compiles no model of the family {kind}; leave it out"
+    if not make_cache(model.config, replace(settings, compile=True, cache="static"), 1).is_compileable:
+        return f"the cache of this model ({kind}) changes its shape with each token; leave it out"
+    return uncompiled(model.device.type)
 
 
 def cached_loss(model: PreTrainedModel, rows: Tensor, settings: Sample) -> float:
@@ -237,8 +288,14 @@ def _require(model: PreTrainedModel, settings: Sample, alone: bool, cached: bool
     """Raises RecipeError where this model cannot be written with as `settings` ask for, which say nothing of a model."""
     chosen = [
         f"sample.{name}"
-        for name, plain in (("cache", "dynamic"), ("window", None), ("draft", None), ("lookup", None))
-        if getattr(settings, name) != plain
+        for name, plain in (
+            ("cache", ("auto", "dynamic")),
+            ("compile", ("auto", False)),
+            ("window", (None,)),
+            ("draft", (None,)),
+            ("lookup", (None,)),
+        )
+        if getattr(settings, name) not in plain
     ]
     if chosen and (alone or not cached):
         raise RecipeError(
@@ -250,6 +307,10 @@ def _require(model: PreTrainedModel, settings: Sample, alone: bool, cached: bool
         )
     if kept is not None and settings.cache == "static":
         raise RecipeError("sample.cache: static has room for one text, and a chat goes on and on; use dynamic or int8")
+    if kept is not None and settings.compile is True:
+        raise RecipeError(
+            "sample.compile: needs a static cache, which has room for one text, and a chat goes on and on; leave it out"
+        )
     if settings.window is not None and _plain_attention(model) != "sdpa":
         raise RecipeError(
             f"sample.window: {settings.window}: this model's attention (capped scores, or one of its own) takes no further window; leave it out"
@@ -275,6 +336,7 @@ def _writing(model: PreTrainedModel, attention: str, alone: bool) -> Iterator[No
     from transformers import GenerationConfig
 
     training, before, folder = model.training, model.config._attn_implementation, model.generation_config
+    parallel = os.environ.get("TOKENIZERS_PARALLELISM")  # transformers sets it when it compiles
     model.eval()
     model.set_attn_implementation(attention)
     model.generation_config = GenerationConfig()  # an end token of the folder's would end texts that no token is to end
@@ -283,9 +345,29 @@ def _writing(model: PreTrainedModel, attention: str, alone: bool) -> Iterator[No
         with torch.no_grad(), torch.compiler.set_stance("force_eager") if alone else nullcontext():
             yield
     finally:
+        if parallel is None:
+            os.environ.pop("TOKENIZERS_PARALLELISM", None)
+        else:
+            os.environ["TOKENIZERS_PARALLELISM"] = parallel
         model.generation_config = folder
         model.set_attn_implementation(before)
         model.train(training)
+
+
+@contextmanager
+def _compiling() -> Iterator[None]:
+    """Room for the graphs of several models, windows and batches, and an error in place of running uncompiled in silence when there is none."""
+    import torch
+    from torch._dynamo.exc import FailOnRecompileLimitHit
+
+    try:
+        # torch counts the graphs of all models together, since transformers calls them by one function.
+        with torch._dynamo.config.patch(recompile_limit=_GRAPHS, fail_on_recompile_limit_hit=True):
+            yield
+    except FailOnRecompileLimitHit:
+        raise RunError(
+            f"sample.compile: {_GRAPHS} graphs are compiled, and this model and batch need another; write with fewer different batches, or leave it out"
+        ) from None
 
 
 def _plain_attention(model: PreTrainedModel) -> str:
@@ -306,6 +388,8 @@ def _write(
     kept: Kept | None,
     draft: PreTrainedModel | None,
     timed: Timed | None,
+    longest: int,
+    caches: dict[int, Any] | None,
 ) -> None:
     import torch
     from transformers import CompileConfig, GenerationConfig, StoppingCriteria, StoppingCriteriaList
@@ -313,16 +397,16 @@ def _write(
     from preheat.models.kv_cache import cache_nbytes, make_cache
 
     device = next(model.parameters()).device
-    longest, encoder = max(map(len, prompts)), model.config.is_encoder_decoder
+    width, encoder = max(map(len, prompts)), model.config.is_encoder_decoder
     pad = min(stop, default=0)
-    ids = torch.tensor([[pad] * (longest - len(p)) + list(p) for p in prompts], device=device)
-    mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=device)
+    ids = torch.tensor([[pad] * (width - len(p)) + list(p) for p in prompts], device=device)
+    mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=device)
 
     class Listener(StoppingCriteria):
         """Hears the tokens of each pass as they are drawn. Stop strings stand in text and not in tokens, so the text is made here, not by a
         streamer, which is told only after it was decided whether to go on."""
 
-        heard = 1 if encoder else longest  # a decoder begins with its start token
+        heard = 1 if encoder else width  # a decoder begins with its start token
 
         def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:  # type: ignore[override]
             fresh = input_ids[:, self.heard :].tolist()
@@ -347,8 +431,8 @@ def _write(
         eos_token_id=sorted(stop) or None,
         pad_token_id=pad,
         decoder_start_token_id=start_token(model.config) if encoder else None,
-        disable_compile=not settings.compile,
-        compile_config=compiling if settings.compile else None,
+        disable_compile=settings.compile is not True,
+        compile_config=compiling if settings.compile is True else None,
         **(
             {
                 "temperature": settings.temperature,
@@ -362,8 +446,15 @@ def _write(
     )
     more: dict[str, Any] = {}
     if cached and not encoder:  # of whose two caches transformers takes care
-        empty = functools.partial(make_cache, model.config, settings, longest + room - 1)  # the last token is not read
-        more["past_key_values"] = empty() if kept is None else kept.begin(prompts[0], settings, empty)
+        tokens = width + room - 1 if caches is None else longest  # the last token is not read
+        empty = functools.partial(make_cache, model.config, settings, tokens)
+        if caches is None:
+            more["past_key_values"] = empty() if kept is None else kept.begin(prompts[0], settings, empty)
+        elif len(prompts) in caches:  # the same memory, which a graph of CUDA's has in it
+            more["past_key_values"] = caches[len(prompts)]
+            caches[len(prompts)].reset()
+        else:
+            more["past_key_values"] = caches[len(prompts)] = empty()
     if settings.speculates:
         more["custom_generate"] = _speculation(model, settings, draft)
     if timed is not None:

@@ -147,11 +147,12 @@ def make_cache(config: PretrainedConfig, settings: Sample, length: int) -> Cache
     Raises:
         RecipeError: layers that keep something else than keys and values of tokens.
     """
-    if settings.cache == "dynamic" and settings.window is None:
+    cache = settings.cache_kind
+    if cache == "dynamic" and settings.window is None:
         return DynamicCache(config=config)
     kinds, found = get_layer_types_and_kwargs(config.get_text_config(decoder=True))
-    if settings.cache != "static" and (others := sorted(set(kinds) - set(_PLAIN))):
-        name = "window" if settings.cache == "dynamic" else "cache"
+    if cache != "static" and (others := sorted(set(kinds) - set(_PLAIN))):
+        name = "window" if cache == "dynamic" else "cache"
         raise RecipeError(
             f"sample.{name}: {getattr(settings, name)}: layers of this model are {', '.join(others)}, which keep more than keys and values of tokens; leave it out"
         )
@@ -162,9 +163,9 @@ def make_cache(config: PretrainedConfig, settings: Sample, length: int) -> Cache
                 "sliding_attention",
                 {**more, "sliding_window": min(settings.window, more.get("sliding_window", settings.window))},
             )
-        if settings.cache == "int8":
+        if cache == "int8":
             layers.append(Int8Layer(**more))
-        elif settings.cache == "static":
+        elif cache == "static":
             layers.append(STATIC_LAYER_TYPE_MAPPING[kind](max_cache_len=room(settings, length), **more))
         else:
             layers.append(DYNAMIC_LAYER_TYPE_MAPPING[kind](**more))
@@ -177,7 +178,7 @@ _STEP = 128
 
 def room(settings: Sample, length: int) -> int:
     """Tokens that a cache for `length` of them has room for once these are read."""
-    return -(-length // _STEP) * _STEP if settings.compile else length
+    return -(-length // _STEP) * _STEP if settings.compile is True else length
 
 
 def cache_nbytes(cache: Cache) -> int:

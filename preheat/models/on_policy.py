@@ -153,7 +153,7 @@ class OnPolicy:
         # What ends an answer of the data ends one of the student's, where it is a token that stands for nothing else.
         special = self.tokenizer.added_tokens_decoder.keys()
         ends = {int(batch.labels[a.row, a.last - 2]) for a in answers} & special
-        settings = Sample(tokens=max(a.last - a.first for a in answers), temperature=1.0)
+        settings = Sample(tokens=max(a.last - a.first for a in answers), temperature=1.0, compile=False)
 
         # Another length each time: compiled layers would be compiled for each.
         with torch.compiler.set_stance("force_eager"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
@@ -29,11 +29,13 @@ class Written:
         text: without special tokens, and without the string that ended it.
         tokens: as drawn, with the token that ended it.
         ended: by a stop token, a stop string, at the number of tokens asked for, or where the model's positions end.
+        compiled: the model was compiled for single tokens.
     """
 
     text: str
     tokens: list[int]
     ended: Ended
+    compiled: bool = field(default=False, compare=False)
 
 
 class GrowingText:

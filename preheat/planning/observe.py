@@ -123,6 +123,7 @@ def _observe(recipe: Recipe, vocabulary: int | None, device: Device, by_layer: b
     recorder = Recorder(rounding=64 if cpu else 512, spread=torch.distributed.is_initialized(), casts=cpu)
     # bodies of `with dry:` in build: allocations of parameters and optimizer state are seen too
     made = build(recipe, vocabulary=vocabulary, device=device, dry=_Both(mode, recorder))
+    recorder.tf32 = Tag.TF32_PRODUCTS in made.tags
     with mode, recorder, counting(recorder), gathering(recorder.look_at_gathered), reducing(recorder.sum_gradients):
         known = _known(made, recorder)
         tell_phases(made, recorder)

@@ -150,7 +150,8 @@ def describe(
         seconds, (of_memory, of_speed) = spent.total, _known(seen, spent, rates)
     else:
         seconds, of_memory, of_speed = step_seconds(seen, rates), "measured", "measured"
-    dtype = "bf16" if any(Tag.BF16_COMPUTE in t.provided() for t in recipe.techniques.values()) else "fp32"
+    tags = frozenset[Tag]().union(*(t.provided() for t in recipe.techniques.values()))
+    dtype = "bf16" if Tag.BF16_COMPUTE in tags else "tf32" if Tag.TF32_PRODUCTS in tags else "fp32"
     ceiling = rates.peak_matrix_rate.get(dtype)
     if not ceiling:
         raise RecipeError(

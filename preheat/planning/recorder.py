@@ -117,6 +117,7 @@ class Recorder(TorchDispatchMode):
         self.recomputed = 0
         self.sums: Counter[Kernel] = Counter()  # those of `kernels` that sum gradients over devices
         self.summing = False
+        self.tf32 = False  # a GPU's fp32 products are in TF32 (torch's switch, which fake tensors do not have)
         self._numbers: dict[int, int] = {}  # id of a living storage -> its number in the log
         self._made = 0
         self.groups: dict[tuple[int, int], list[int]] = {}  # ranks of those that collectives were among
@@ -294,9 +295,12 @@ class Recorder(TorchDispatchMode):
         flops = flops_of(known.formula, args, out)
         factors = inputs[1:] if flops and known.name in _ADDING else inputs  # what is added to may be wider than they are
         floats = [t.dtype for t in factors if t.dtype in _DTYPES] or [t.dtype for t in outputs if t.dtype in _DTYPES]
+        dtype = _DTYPES.get(floats[0], "int") if floats else "int"
+        if self.tf32 and flops and dtype == "fp32" and known.name in _BLAS:
+            dtype = "tf32"
         kernel = Kernel(
             operator=known.name.removeprefix("aten::"),
-            dtype=_DTYPES.get(floats[0], "int") if floats else "int",
+            dtype=dtype,
             flops=flops,
             bytes_read=read,
             bytes_written=made,
@@ -348,6 +352,7 @@ def _operator(func: Any) -> _Operator:
 # Operators of FSDP2 that write what it made on a stream of its own.
 _STREAMS = {"all_gather_copy_in": "gather", "_reduce_scatter_base_": "reduce"}
 _FREE = {"aten::_unsafe_view", "aten::detach", "aten::alias", "aten::_local_scalar_dense", "prim::device", "aten::set_data"}
+_BLAS = {"aten::mm", "aten::bmm", "aten::addmm", "aten::addmm_", "aten::baddbmm", "aten::baddbmm_"}
 _ADDING = {"aten::addmm", "aten::addmm_", "aten::baddbmm", "aten::baddbmm_"}
 _CASTS = {"aten::copy_", "aten::_to_copy"}  # what they write is the cast
 # Operators of a forward pass alone, which torch runs without grad mode always.

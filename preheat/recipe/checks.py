@@ -155,8 +155,8 @@ def _sampling(sample: Sample) -> Iterator[tuple[str, str]]:
         if sample.temperature == 0 and (value := getattr(sample, name)) != neutral:
             text = f"{value:g} chooses among drawn tokens, and temperature 0 draws none; set a temperature, e.g. 0.8"
             yield name, text
-    if sample.compile and sample.cache != "static":
-        yield "compile", f"needs a cache that does not grow, and this one is {sample.cache}; set cache: static"
+    if sample.compile is True and sample.cache not in ("auto", "static"):
+        yield "compile", f"needs a cache that does not grow, and this one is {sample.cache}; leave cache out"
     if "" in sample.stop:
         yield "stop", "an empty string would end every text at once; remove it"
 
@@ -172,7 +172,9 @@ def _speculation(sample: Sample) -> Iterator[tuple[str, str]]:
         yield "lookup", "proposes tokens, and so does the draft; leave one of them out"
     if sample.temperature > 0:
         yield name, "proposes tokens of greedy text, and a temperature draws others; set temperature 0"
-    if sample.cache == "static":
+    if sample.compile is True:
+        yield "compile", f"decodes one token at a time, and {name} reads several; leave one of them out"
+    elif sample.cache == "static":
         yield "cache", f"static cannot forget proposals that were wrong; use dynamic or int8, or leave {name} out"
 
 

@@ -62,6 +62,7 @@ class Device:
     capability: tuple[int, int] | None = None  # CUDA's
     at_hand: bool = True  # False: it is planned for from elsewhere, where what runs on it need not be installed
     expandable: bool = False  # torch's allocator has one segment a stream that grows, in place of many of fixed sizes
+    notice: str = ""  # what the user should know of how it is used
 
 
 @dataclass(frozen=True)
@@ -112,6 +113,10 @@ class Technique(ABC):
     def provided(self) -> frozenset[Tag]:
         """The tags of `provides` that these settings bring."""
         return self.provides
+
+    def read_on(self, device: Device) -> Technique:
+        """These settings if the trained model is only read, on a device that may be another than it was trained on."""
+        return self
 
     def host_overhead(self) -> float:
         """How many times as long as without it the host takes for an operator of a step: Python that comes between operators."""

@@ -227,9 +227,9 @@ class Hardware:
     """CPU threads; all cores when not stated."""
     memory: str | None = None
     """Memory that the run may use, e.g. 12GiB; what the device has when not stated."""
-    segments: Literal["fixed", "expandable"] = "fixed"
-    """Of a GPU, how torch's allocator takes memory from the driver: fixed, its default; expandable: one segment that grows, of which less stays unused
-    (`PYTORCH_ALLOC_CONF=expandable_segments:True`)."""
+    segments: Literal["auto", "fixed", "expandable"] = "auto"
+    """Of a GPU, how torch's allocator takes memory from the driver: fixed: many segments, torch's default; expandable: one that grows, of which less stays
+    unused (`PYTORCH_ALLOC_CONF=expandable_segments:True`); auto: expandable where torch and the driver have it (NVIDIA's on Linux, but for WSL)."""
     deterministic: bool = False
     """On a GPU, choose kernels that give the same bits each time, some of them slower: then a run repeats and resumes bit for bit, as it always
     does on CPUs. Without it, up to rounding. An operator that has no such kernel ends the run in one line."""
@@ -271,8 +271,9 @@ class Sample:
     """Above 1: what stands in the text already becomes less likely (Keskar et al. 2019, arXiv:1909.05858)."""
     stop: tuple[str, ...] = ()
     """Strings that end a text, which stops before them. The model's own end tokens always do."""
-    cache: Literal["dynamic", "static", "int8"] = "dynamic"
-    """How keys and values are kept: dynamic grows with the text; static is taken whole at the beginning; int8 grows, in a quarter of fp32's memory."""
+    cache: Literal["auto", "dynamic", "static", "int8"] = "auto"
+    """How keys and values are kept: dynamic grows with the text; static is taken whole at the beginning; int8 grows, in a quarter of fp32's memory; auto:
+    static if the model is compiled, else dynamic."""
     window: Annotated[int, Bound(2)] | None = None
     """Each token sees at most so many tokens back, itself included, and the cache keeps no more: other text, once it is longer; null: the model's own."""
     draft: str | None = None
@@ -281,8 +282,16 @@ class Sample:
     """Tokens that the draft proposes at a time."""
     lookup: Annotated[int, Bound(1, 1024)] | None = None
     """Propose so many tokens at a time by looking up what followed the last ones where they stood before: the same greedy text, without a draft."""
-    compile: bool = False
-    """Compile the model for single tokens: takes seconds to minutes at the first one, and a static cache."""
+    compile: bool | Literal["auto"] = "auto"
+    """Compile the model for single tokens: takes seconds to minutes at the first one, and a static cache. auto: on a GPU, outside training, if some
+    thousands of tokens are to be written one after the other (no draft, no lookup, no chat)."""
+
+    @property
+    def cache_kind(self) -> Literal["dynamic", "static", "int8"]:
+        """The cache, once `compile` is no longer auto (it counts as false)."""
+        if self.cache != "auto":
+            return self.cache
+        return "static" if self.compile is True else "dynamic"
 
     @property
     def wanted(self) -> bool:

@@ -22,6 +22,7 @@ class Tag(StrEnum):
     BF16_COMPUTE = "bf16-compute"
     FP16_COMPUTE = "fp16-compute"
     FP8_COMPUTE = "fp8-compute"
+    TF32_PRODUCTS = "tf32-products"
     BF16_WEIGHTS = "bf16-weights"
     LOSS_SCALING = "loss-scaling"
     FAKE_QUANTIZED_WEIGHTS = "fake-quantized-weights"

@@ -15,8 +15,6 @@ Source: Ansel et al. 2024, PyTorch 2 (doi:10.1145/3620665.3640366).
 from __future__ import annotations
 
 import functools
-import os
-import shutil
 import types
 import warnings
 from collections.abc import Callable, Iterable
@@ -192,16 +190,11 @@ class Compile(Searchable):
     """Graphs to compile at most. Each shape of the batch needs one, evaluation another; shapes beyond run uncompiled, and the run says so."""
 
     def check(self, context: Context) -> list[str]:
-        import importlib.util
+        from preheat.hardware.native import uncompiled
 
-        if context.device.kind == "cuda":
-            if context.device.at_hand and importlib.util.find_spec("triton") is None:
-                return ["needs Triton on a CUDA device; pip install triton"]
-            return []
-        compiler = os.environ.get("CXX", "g++")
-        if shutil.which(compiler) is None:
-            return [f"needs a C++ compiler on a CPU and found no '{compiler}'; install g++, or set CXX"]
-        return []
+        device = context.device
+        lacking = uncompiled(device.kind) if device.at_hand or device.kind == "cpu" else ""
+        return [lacking] if lacking else []
 
     def search_numerics(self) -> Literal["rounding"]:
         return "rounding"  # between fused operators in half precision values stay in fp32

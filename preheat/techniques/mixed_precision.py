@@ -6,10 +6,11 @@ mean is exact: an update smaller than bf16's step (0.4 %) is not lost. `bf16_mas
 to compute with, and fp32 masters of the weights in the optimizer. A frozen base may be kept in half precision under `bf16` and `fp16` too (`frozen`). The fp16 modes scale the loss dynamically, since gradients below
 6e-8 would be lost; a step that overflows is left out and the scale halved. `bf16_pure` has weights, gradients and moments in bf16 and rounds
 to the nearest, as some fine-tuning tools do: the least memory, and updates below 0.4 % of a weight are lost. Adapters on a frozen base stay in fp32. `fp32` says so
-plainly, and `keep_fp32` names modules that compute in fp32 in any mode.
+plainly, and `keep_fp32` names modules that compute in fp32 in any mode. `tf32` computes the fp32 matrix products that remain on a GPU in TF32: fp32's range,
+10 bits of mantissa, half of bf16's rate.
 Helps: half products run several times faster than fp32; half weights save all casts, and `bf16_weights` 4 bytes a parameter too.
 fp16 has 3 bits of mantissa more than bf16 and is what devices before bf16 (V100, T4) have.
-Hurts: results differ by the format's rounding; fp16 overflows at 65,504, and on a CPU its products are slower than fp32's.
+Hurts: torch has one switch for TF32, so it holds for all fp32 products of the process while the model is there. Results differ by the format's rounding; fp16 overflows at 65,504, and on a CPU its products are slower than fp32's.
 Source: Micikevicius et al. 2018 (arXiv:1710.03740); Kalamkar et al. 2019 (arXiv:1905.12322); stochastic rounding of
 weights: Rae et al. 2021 (arXiv:2112.11446), appendix C.
 """
@@ -19,12 +20,13 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from preheat.errors import RecipeError, RunError
+from preheat.hardware.tf32 import allow_tf32, has_tf32
 from preheat.recipe import Bound, Positive
-from preheat.technique import Build, Change, Context, Finish, Searchable, Slot, Stage, Tag, Technique, Trials
+from preheat.technique import Build, Change, Context, Device, Finish, Searchable, Slot, Stage, Tag, Technique, Trials
 
 if TYPE_CHECKING:
     import torch
@@ -205,7 +207,7 @@ class MixedPrecision(Searchable):
     supports_encoder_decoder: ClassVar[bool] = True
     owns: ClassVar[frozenset[Slot]] = frozenset({Slot.OPTIMIZER})
     provides: ClassVar[frozenset[Tag]] = frozenset(
-        {Tag.BF16_COMPUTE, Tag.FP16_COMPUTE, Tag.LOSS_SCALING, Tag.ELEMENTWISE_UPDATE}
+        {Tag.BF16_COMPUTE, Tag.FP16_COMPUTE, Tag.LOSS_SCALING, Tag.ELEMENTWISE_UPDATE, Tag.TF32_PRODUCTS}
     )
 
     mode: Literal["fp32", "bf16", "bf16_weights", "bf16_master", "bf16_pure", "fp16", "fp16_master"] = "bf16"
@@ -220,12 +222,16 @@ class MixedPrecision(Searchable):
     """fp16 modes: the loss scale at the start."""
     growth_interval: Annotated[int, Bound(1)] = 2000
     """fp16 modes: after so many steps in a row without overflow the loss scale doubles."""
+    tf32: bool = False
+    """On a GPU, compute the fp32 products that remain (all of mode fp32, those of keep_fp32 and of an fp32 head) in TF32, which rounds their factors to 10 bits of
+    mantissa. NVIDIA's from Ampere on."""
 
     def owned(self) -> frozenset[Slot]:
         return self.owns if self.mode.endswith(("_weights", "_master")) else frozenset()
 
     def provided(self) -> frozenset[Tag]:
         own = frozenset({Tag.ELEMENTWISE_UPDATE} if self.owned() else ())
+        own |= frozenset({Tag.TF32_PRODUCTS} if self.tf32 else ())
         if self.mode.startswith("fp16"):
             return own | {Tag.FP16_COMPUTE, Tag.LOSS_SCALING}
         return own | ({Tag.BF16_COMPUTE} if self.mode != "fp32" else set())
@@ -235,7 +241,10 @@ class MixedPrecision(Searchable):
         return (self.keep_fp32,) if isinstance(self.keep_fp32, str) else self.keep_fp32
 
     def search_numerics(self) -> Literal["exact", "rounding", "different"]:
-        return {"fp32": "exact", "bf16_pure": "different"}.get(self.mode, "rounding")  # type: ignore[return-value]
+        return {"fp32": "rounding" if self.tf32 else "exact", "bf16_pure": "different"}.get(self.mode, "rounding")  # type: ignore[return-value]
+
+    def read_on(self, device: Device) -> Technique:
+        return self if has_tf32(device) else replace(self, tf32=False)
 
     def check(self, context: Context) -> list[str]:
         why = []
@@ -244,6 +253,8 @@ class MixedPrecision(Searchable):
                 re.compile(pattern)
             except re.error as error:
                 why.append(f"keep_fp32: {pattern!r} is no regular expression ({error})")
+        if self.tf32 and not has_tf32(context.device):
+            why.append(f"tf32: {context.device.name} has no TF32, which NVIDIA's GPUs have from Ampere on; leave it out")
         if self.keep_fp32 and self.mode == "fp32":
             why.append("keep_fp32: with mode: fp32 everything is; leave it out")
         if self.frozen != "fp32" and self.mode not in ("bf16", "fp16"):
@@ -264,8 +275,14 @@ class MixedPrecision(Searchable):
         import torch
 
         whole = sum(p.numel() for p in part.parameters())
+        if self.tf32 and build.torch_device.type == "cuda":  # under fake tensors nothing is computed
+            allow_tf32(build)
+        in_tf32 = ", fp32 products in TF32" if self.tf32 else ""
         if self.mode == "fp32":
-            return Change("weights, products and optimizer in fp32", whole)
+            return Change(
+                "weights and optimizer in fp32, products in TF32" if self.tf32 else "weights, products and optimizer in fp32",
+                whole,
+            )
         half = torch.float16 if self.mode.startswith("fp16") else torch.bfloat16
         full = all(p.requires_grad for p in part.parameters())
         frozen_half = self.frozen == "half" or (self.frozen == "auto" and build.device.kind == "cuda")
@@ -277,7 +294,7 @@ class MixedPrecision(Searchable):
         kept = self._keep(build, part, half if of_weights and full else None)
         if half == torch.float16:
             self._scale(build)
-        beside = f"; {len(kept)} modules in fp32" if kept else ""
+        beside = (f"; {len(kept)} modules in fp32" if kept else "") + in_tf32
         name, cached = self.mode[:4], Tag.SHARDED_WEIGHTS not in build.tags
         if not of_weights:
             build.hooks.around_forward.append(functools.partial(autocast, build.torch_device.type, half, cached))
@@ -341,4 +358,5 @@ class MixedPrecision(Searchable):
         modes = ["bf16", "bf16_weights"]
         if Tag.FROZEN_BASE not in context.tags:
             modes.append("bf16_master")
-        return [MixedPrecision(mode=mode) for mode in modes]  # type: ignore[arg-type]
+        halves = [MixedPrecision(mode=mode) for mode in modes]  # type: ignore[arg-type]
+        return [*halves, MixedPrecision(mode="fp32", tf32=True)] if has_tf32(context.device) else halves

@@ -15,6 +15,7 @@ from preheat.foreign import read_object
 from preheat.hardware.catalogue import accelerator, stated
 from preheat.hardware.probe import parse_memory
 from preheat.hardware.rates import Rates
+from preheat.hardware.segments import grows
 from preheat.models import configs, presets
 from preheat.recipe import Recipe
 from preheat.recipe.text import write
@@ -186,7 +187,7 @@ def hardware(gpu: str | None, recipe: Recipe, per_host: int) -> tuple[Device, Ra
     roofline = Roofline(found, per_host)
     if not roofline.peak_matrix_rate:
         raise RecipeError(f"--gpu: {found.name} has no matrix rate; {_STATE}")
-    device = replace(roofline.as_device, expandable=recipe.hardware.segments == "expandable")
+    device = replace(roofline.as_device, expandable=grows(recipe.hardware.segments, amd=found.generation == "cdna"))
     limit = recipe.hardware.memory
     return replace(device, memory=parse_memory(limit)) if limit else device, roofline, 0
 

@@ -13,6 +13,7 @@ from preheat import recipe as recipes
 from preheat.engine.device import resolve_device
 from preheat.errors import RunError
 from preheat.hardware.rates import Rates
+from preheat.hardware.segments import grows
 from preheat.planning.ladder import Planner, climb_down, shorter
 from preheat.planning.roofline import Roofline
 from preheat.recipe import Recipe
@@ -92,7 +93,7 @@ def diagnose(run: str | Path) -> dict[str, Any]:
         "ways": ways,
         "least": None if ways else {"set": list(ladder.lowest.set), "peak_gib": ladder.lowest.need},
         "shorter": list(fits.set) if fits else None,
-        "allocator": allocator_settings(failure) if failure else None,
+        "allocator": allocator_settings(failure) if failure and not machine.expandable else None,
     }
 
 
@@ -107,7 +108,9 @@ def _machine(recipe: Recipe, environment: Mapping[str, Any]) -> tuple[Device, Ra
             raise RunError("environment.json of the run does not say which GPU it had; run this on a machine with that GPU")
         roofline = Roofline.of(machine["device"])
         memory = round(machine["memory_gib"] * GIB)
-        return replace(roofline.as_device, memory=memory, expandable=recipe.hardware.segments == "expandable"), roofline
+        segments = environment.get("segments") or recipe.hardware.segments
+        expandable = grows(segments, amd=roofline.device.generation == "cdna")
+        return replace(roofline.as_device, memory=memory, expandable=expandable), roofline
     device, threads = resolve_device(recipe)
     if kind not in (None, device.kind):
         raise RunError(

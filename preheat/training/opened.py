@@ -148,6 +148,7 @@ def _at_start(path: Path, base: str | None) -> Opened:
     classes = tuple(run.data.get("classes") or ())
     tokenizer = load_tokenizer(str(path / "tokenizer"))
     device, _ = resolve_device(recipe)
+    recipe = replace(recipe, techniques={name: t.read_on(device) for name, t in recipe.techniques.items()})
     made = build(recipe, vocabulary=len(tokenizer), device=device)
     return Opened(recipe, made, tokenizer, 0, str(path / "tokenizer"), classes=classes)
 
@@ -203,7 +204,7 @@ def _run(path: Path, step: int | None, base: str | None) -> Opened:
     # What an adapter began from is in the checkpoint by now, and its folder may be gone. A curriculum's start is another thing.
     techniques = {
         name: replace(t, start=None) if ("start", None) in {(f.name, f.default) for f in dataclasses.fields(t)} else t  # type: ignore[call-arg]
-        for name, t in recipe.techniques.items()
+        for name, t in ((name, t.read_on(device)) for name, t in recipe.techniques.items())
         if not t.training_only
     }
     made = build(replace(recipe, techniques=techniques), vocabulary=len(tokenizer), device=device)

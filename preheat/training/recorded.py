@@ -36,6 +36,7 @@ def environment(device: Device, threads: int) -> dict[str, Any]:
     return {
         "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
         "device": device.kind,
+        **({"segments": "expandable" if device.expandable else "fixed"} if device.kind == "cuda" else {}),
         "threads": threads,
         "machine": {
             "device": device.name,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from preheat.errors import RecipeError
@@ -63,6 +64,8 @@ class Samples:
     def write(self, build: Build, writer: Writer, *, step: int) -> None:
         """Writes a text after each prompt into the run's events, and all that the run has so far into samples.json."""
         settings = self.recipe.sample
+        if settings.compile == "auto":  # what compiling keeps of the device's memory is not in the plan of a run
+            settings = replace(settings, compile=False)
         # Opened for this call alone: while the model trains, the draft's memory is the run's.
         draft = None if settings.draft is None else open_draft(settings.draft, self.tokenizer)
         texts = write_texts(

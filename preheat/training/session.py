@@ -312,6 +312,8 @@ def open_session(recipe: Recipe, out: Path, *, resume: bool, watch: Watch, force
         )
         if device.kind == "cpu" and (why := keep_heap()):
             watch.notice(f"{why}; torch's own allocator is used, and the run takes more memory than planned, often a third")
+        if device.notice:
+            watch.notice(device.notice)
         for event in ready.events if ready else ():
             writer.event(**event)
         session.assemble(resume=resume)

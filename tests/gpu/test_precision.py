@@ -18,6 +18,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 @pytest.mark.parametrize(
     ("techniques", "bound"),
     [
+        ("{mixed_precision: {mode: fp32, tf32: true}}", 0.01),
         ("{mixed_precision: {mode: fp16}}", 0.01),
         ("{mixed_precision: {mode: fp16_master}}", 0.02),
         ("{mixed_precision: {mode: bf16_master}}", 0.05),
@@ -31,6 +32,8 @@ def test_a_step_agrees_with_fp32_on_the_cpu(techniques: str, bound: float) -> No
 
     if "fp8" in techniques and torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("this device has no fp8 products")
+    if "tf32" in techniques and torch.cuda.get_device_capability() < (8, 0):
+        pytest.skip("this device has no TF32")
     recipe = tiny(techniques)
     cuda = build(recipe, vocabulary=96, device=probe("cuda"))
     cpu = build(recipes.override(recipe, "techniques={}"), vocabulary=96, device=DEVICE)

@@ -12,12 +12,14 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 from preheat.errors import RecipeError, RunError
 from preheat.hardware import probe as probing
+from preheat.hardware import segments
 from preheat.hardware.calibrate import FULL, GPU, _host_link, calibrate, grid_of, rates
 from preheat.hardware.catalogue import accelerator, accelerators
 from preheat.hardware.exhaustion import asked_bytes, is_exhaustion
@@ -121,27 +123,100 @@ def test_probe_of_this_cpu() -> None:
     assert 2**28 < found.memory <= 2**46
 
 
-@pytest.mark.parametrize(
-    ("environment", "asked", "grows", "told"),
-    [
-        ("", "fixed", False, []),
-        ("", "expandable", True, ["expandable_segments:True"]),
-        ("max_split_size_mb:64", "expandable", True, ["max_split_size_mb:64,expandable_segments:True"]),
-        ("expandable_segments:True", "fixed", True, []),  # the environment goes before the recipe
-        ("expandable_segments:False", "expandable", False, []),
-    ],
-)
-def test_segments_of_a_gpu_s_allocator(
-    environment: str, asked: str, grows: bool, told: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def a_gpu(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """A GPU that torch has; returns what its allocator is told."""
     heard: list[str] = []
-    monkeypatch.setenv("PYTORCH_ALLOC_CONF", environment)
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
     monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", heard.append)
+    monkeypatch.setattr(torch._C, "_accelerator_getAllocatorSettings", lambda: heard[-1] if heard else "")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     facts = SimpleNamespace(name="a GPU", total_memory=1 << 30, major=9, minor=0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: facts)
-    assert (probing.probe("cuda", segments=asked).expandable, heard) == (grows, told)
+    monkeypatch.setattr(segments, "_maps_pages", lambda index: True)
+    return heard
+
+
+@pytest.mark.parametrize(
+    ("environment", "asked", "grows", "told", "says"),
+    [
+        ("", "fixed", False, [], False),
+        ("", "auto", True, ["expandable_segments:True"], False),
+        ("", "expandable", True, ["expandable_segments:True"], False),
+        ("max_split_size_mb:64", "auto", True, ["max_split_size_mb:64,expandable_segments:True"], False),
+        ("expandable_segments:True", "auto", True, [], False),
+        ("expandable_segments:True", "fixed", True, [], True),  # the environment goes before the recipe
+        ("expandable_segments:False", "expandable", False, [], True),
+        ("expandable_segments:False", "auto", False, [], True),
+        ("expandable_segments:False", "fixed", False, [], False),
+        ("backend:cudaMallocAsync", "auto", False, [], True),  # it has no segments
+    ],
+)
+@pytest.mark.parametrize("variable", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_segments_of_a_gpu_s_allocator(
+    variable: str,
+    environment: str,
+    asked: str,
+    grows: bool,
+    told: list[str],
+    says: bool,
+    a_gpu: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if environment:
+        monkeypatch.setenv(variable, environment)
+    device = probing.probe("cuda", segments=asked)
+    assert (device.expandable, a_gpu) == (grows, told)
+    assert (f"{variable} of the environment goes before hardware.segments ({asked}): '{environment}'" == device.notice) == says
+    assert says or not device.notice
+
+
+@pytest.mark.parametrize(
+    ("where", "attribute", "value", "why"),
+    [
+        ("preheat.hardware.segments.sys", "platform", "win32", "Linux"),
+        ("torch.version", "hip", "6.4", "ROCm 7"),
+        ("platform", "release", lambda: "5.15.167-Microsoft-standard-WSL2", "subsystem for Linux"),
+        ("preheat.hardware.segments", "_maps_pages", lambda index: False, "page by page"),
+    ],
+)
+def test_auto_keeps_fixed_segments_where_growing_ones_are_not_to_be_had(
+    where: str, attribute: str, value: Any, why: str, a_gpu: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(f"{where}.{attribute}", value)
+    device = probing.probe("cuda", segments="auto")
+    assert (device.expandable, a_gpu) == (False, [])
+    assert why in device.notice
+    assert probing.probe("cuda", segments="expandable").expandable  # who asks for them has them
+
+
+def test_fixed_segments_after_a_run_with_growing_ones(a_gpu: list[str]) -> None:
+    assert probing.probe("cuda", segments="auto").expandable
+    assert not probing.probe("cuda", segments="fixed").expandable
+    assert a_gpu == ["expandable_segments:True", "expandable_segments:False"]
+
+
+def test_a_driver_is_asked_whether_it_maps_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Driver:
+        def __init__(self, name: str):
+            assert name == "libcuda.so.1"
+
+        def cuInit(self, flags: int) -> int:
+            return 0
+
+        def cuDeviceGet(self, device: Any, index: int) -> int:
+            return 0 if index < 2 else 101
+
+        def cuDeviceGetAttribute(self, answer: Any, attribute: int, device: Any) -> int:
+            answer._obj.value = attribute == 102
+            return 0
+
+    monkeypatch.setattr(segments.ctypes, "CDLL", Driver)
+    assert [segments._maps_pages(index) for index in range(3)] == [True, True, False]
+    monkeypatch.setattr(segments.ctypes, "CDLL", Mock(side_effect=OSError("no driver")))
+    assert not segments._maps_pages(0)
 
 
 def test_cuda_without_cuda_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -622,7 +697,7 @@ def test_a_gpu_is_measured_at_the_sizes_that_are_trained_there(monkeypatch: pyte
     path = gpu.store()
     assert load("made up", "2.13.0", 2) == gpu
     stored = json.loads(path.read_text())
-    assert stored["format"] == 9
+    assert stored["format"] == 10
     path.write_text(json.dumps(stored | {"to_host": -1}))
     assert load("made up", "2.13.0", 2) is None
     path.write_text(json.dumps(stored | {"format": 7}))  # measured at a CPU's sizes
@@ -631,3 +706,42 @@ def test_a_gpu_is_measured_at_the_sizes_that_are_trained_there(monkeypatch: pyte
     assert json.loads(path.read_text())["format"] == 7
     assert "to_host" not in path.read_text()  # a CPU's file is what it was
     assert load("made up", "2.13.0", 2) == made_up()
+
+
+def test_tf32_is_measured_of_products_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A CPU stands for the GPU, whose switch is on meanwhile and off behind."""
+    from preheat.hardware import calibrate as calibrating
+    from preheat.planning.predict import kernel_seconds
+    from preheat.planning.recorder import Kernel
+
+    products: Any = torch.backends.cuda.matmul
+    before, seen = products.fp32_precision, []
+    measure = calibrating._matrix
+
+    def matrix(*args: Any) -> Any:
+        seen.append((args[2], products.fp32_precision == "tf32"))
+        return measure(*args)
+
+    monkeypatch.setattr(calibrating, "_matrix", matrix)
+    monkeypatch.setattr(calibrating, "has_tf32", lambda device: True)
+    monkeypatch.setattr(calibrating, "_moved", lambda *args: [])
+    monkeypatch.setattr(calibrating, "_attention", lambda *args: [])
+    found = calibrate(Device("cpu", "here", 2**30), 1, grid=SMALL)
+    assert seen == [("bf16", False), ("fp32", False), ("tf32", True)]
+    assert products.fp32_precision == before
+    rows = {(r.layout, r.n, r.k, r.m) for r in found.matrix if r.dtype == "tf32"}
+    assert rows == {(r.layout, r.n, r.k, r.m) for r in found.matrix if r.dtype == "fp32"}
+    assert found.peak_matrix_rate["tf32"] >= max(r.flops for r in found.matrix if r.dtype == "tf32")
+
+    monkeypatch.setenv("PREHEAT_CACHE", str(tmp_path))
+    plain = made_up(near=None, to_host=2e10, to_device=3e10)
+    ten = tuple(dataclasses.replace(row, dtype="tf32", flops=10 * row.flops) for row in plain.matrix)
+    gpu = dataclasses.replace(plain, matrix=plain.matrix + ten, peak_matrix_rate={"fp32": 2e11, "tf32": 2e12})
+    gpu.store()
+    assert load("made up", "2.13.0", 2) == gpu
+    kernel = Kernel("mm", "fp32", 2 * 100**3, 0, 0, ((100, 100), (100, 100)), (False, True))
+    in_tf32 = dataclasses.replace(kernel, dtype="tf32")
+    assert kernel_seconds(kernel, gpu) == pytest.approx(10 * kernel_seconds(in_tf32, gpu))
+    assert kernel_seconds(in_tf32, plain) == kernel_seconds(kernel, plain)  # never measured: as if it were fp32
+    dataclasses.replace(gpu, matrix=plain.matrix).store()
+    assert load("made up", "2.13.0", 2) is None

@@ -154,11 +154,15 @@ def test_a_draft_with_another_tokenizer_is_refused(folder: Path, data_folder: Pa
     [
         ("{lookup: 0}", "sample.lookup: must be at least 1, got 0"),
         ("{window: 0}", "sample.window: must be at least 2, got 0"),
-        ("{cache: int4}", "sample.cache: must be 'dynamic', 'static' or 'int8', got 'int4'"),
+        ("{cache: int4}", "sample.cache: must be 'auto', 'dynamic', 'static' or 'int8', got 'int4'"),
         ("{lookup: 4, draft: there}", "sample.lookup: proposes tokens, and so does the draft"),
         ("{lookup: 4, temperature: 0.5}", "sample.lookup: proposes tokens of greedy text"),
         ("{draft: there, cache: static}", "sample.cache: static cannot forget"),
-        ("{compile: true}", "sample.compile: needs a cache that does not grow"),
+        ("{compile: true, cache: int8}", "sample.compile: needs a cache that does not grow, and this one is int8"),
+        ("{compile: true, cache: dynamic}", "sample.compile: needs a cache that does not grow, and this one is dynamic"),
+        ("{compile: true, lookup: 3}", "sample.compile: decodes one token at a time, and lookup reads several"),
+        ("{compile: true, draft: there}", "sample.compile: decodes one token at a time, and draft reads several"),
+        ("{compile: maybe}", "sample.compile: must be"),
     ],
 )
 def test_settings_that_cannot_be_are_said(sample: str, words: str) -> None:
@@ -175,9 +179,11 @@ def test_models_that_read_whole_texts_keep_no_cache(stories: Opened) -> None:
     made = build(parse("model: {layers: 1, width: 32, heads: 4, vocabulary: 512}\nbatch: {size: 2, length: 16}\nstop: {steps: 1}\n"
                        "techniques: {sliding_window: {window: 4}}"), vocabulary=512, device=DEVICE)  # fmt: skip
     model: Any = made.trained[0]
-    for settings in (Sample(cache="int8"), Sample(lookup=2), Sample(window=4)):
-        with pytest.raises(RecipeError, match=r"^sample\.(cache|lookup|window): .*attention patterns"):
+    for settings in (Sample(cache="int8"), Sample(lookup=2), Sample(window=4), Sample(compile=True)):
+        with pytest.raises(RecipeError, match=r"^sample\.(cache|lookup|window|compile): .*attention patterns"):
             generate(model, stories.tokenizer, [[1, 2]], settings)
     with pytest.raises(RecipeError, match=r"^sample.cache: static has room for one text"):
         generate(stories.build.trained[0], stories.tokenizer, [[1, 2]], Sample(cache="static"), kept=Kept())  # type: ignore[arg-type]
+    with pytest.raises(RecipeError, match=r"^sample.compile: needs a static cache, which has room for one text"):
+        generate(stories.build.trained[0], stories.tokenizer, [[1, 2]], Sample(compile=True), kept=Kept())  # type: ignore[arg-type]
     assert torch.is_grad_enabled()
