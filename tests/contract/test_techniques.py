@@ -27,7 +27,7 @@ from preheat.models.adapter import configure
 from preheat.planning import observe as observing
 from preheat.planning.moments import fake_batch, tell_phases
 from preheat.recipe import field_docs
-from preheat.technique import STEP, Build, Phase, ProblemCode, Slot, Tag, Technique, conflicts_of, registry
+from preheat.technique import STEP, Build, Phase, ProblemCode, Searchable, Slot, Tag, Technique, conflicts_of, registry
 
 from ..conftest import DEVICE, difference, split, tiny, uneven
 from .settings import BEGINS, BRINGS, CANNOT_RUN_HERE, FAILED_ONCE, FAMILY, FIRST, FURTHER, REFUSED_PAIRS, asked
@@ -194,11 +194,12 @@ def test_what_cannot_run_here_says_so_and_why(name: str) -> None:
         made({name: {}})
 
 
-@pytest.mark.parametrize("name", RUNS_HERE)
-def test_its_options_and_rungs_are_settings_of_it(name: str) -> None:
+@pytest.mark.parametrize("name", [name for name in RUNS_HERE if issubclass(registry()[name], Searchable)])
+def test_its_options_and_fallbacks_are_settings_of_it(name: str) -> None:
     r = tiny()
     context = context_of(r, configure(r, 96), DEVICE)
     technique = registry()[name]()
+    assert isinstance(technique, Searchable)
     for other in (*technique.options(context), *technique.fallbacks(context)):
         assert type(other) is type(technique)
     assert all(other != technique for other in technique.fallbacks(context))

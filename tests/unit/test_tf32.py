@@ -115,8 +115,8 @@ def test_a_search_may_take_it_where_rounding_is_allowed() -> None:
         return list(MixedPrecision().options(context_of(recipe, adapter.configure(recipe, 96), device)))
 
     asked = MixedPrecision(mode="fp32", tf32=True)
-    assert (asked.trades(), MixedPrecision(mode="fp32").trades()) == ("rounding", "exact")
-    assert MixedPrecision(mode="bf16_pure", tf32=True).trades() == "different"
+    assert (asked.search_numerics(), MixedPrecision(mode="fp32").search_numerics()) == ("rounding", "exact")
+    assert MixedPrecision(mode="bf16_pure", tf32=True).search_numerics() == "different"
     assert asked in taken(Roofline.of("A100-80GB").as_device)
     assert asked not in taken(Roofline.of("T4").as_device)
     assert asked not in taken(DEVICE)
