@@ -39,16 +39,23 @@ def take_steps(job: dict[str, Any]) -> dict[str, Any]:
     from preheat.data.kinds import require_examples
     from preheat.engine.build import build, peak_learning_rate
     from preheat.engine.step import gradients, update
+    from preheat.hardware.calibrate import rates
     from preheat.hardware.gpu_memory import memory_peak
     from preheat.planning.observe import observe
+    from preheat.planning.plan import settled
     from preheat.technique import Slot
-    from preheat.training.session import data_of, resolve, settle
+    from preheat.training.session import data_of, in_use, resolve, settle
 
     recipe = recipes.parse(job["recipe"])
-    device, _ = resolve(recipe)
+    device, threads = resolve(recipe)
     data = data_of(recipe)
     require_examples(recipe, data)
     pause = time.perf_counter()
+    if any(t.left_open(device) for t in recipe.techniques.values()):
+        measured, rows = rates(device, threads), len(data.train) if hasattr(data.train, "__len__") else None
+        recipe = settled(
+            recipe, vocabulary=len(data.tokenizer), device=device, rates=measured, rows=rows, in_use=in_use(device)
+        )
     observe(
         recipe, vocabulary=len(data.tokenizer), device=device
     )  # imports what techniques import, so that memory leaves it out

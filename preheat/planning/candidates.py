@@ -63,6 +63,7 @@ class Space:
         world: devices.
         allow: the most that may be given up.
         rows: training rows, where known: how long the run is, where epochs end it.
+        left_open: techniques that the recipe states and leaves to a plan: the search decides on them, whatever may be given up.
     """
 
     recipe: Recipe
@@ -73,8 +74,13 @@ class Space:
     per_host: int = 8
     rows: int | None = None
     config: Any = field(init=False)
+    left_open: frozenset[str] = field(init=False)
 
     def __post_init__(self) -> None:
+        stated = self.recipe.techniques
+        object.__setattr__(self, "left_open", frozenset(name for name, t in stated.items() if t.left_open(self.device)))
+        decided = {name: t for name, t in stated.items() if name not in self.left_open}
+        object.__setattr__(self, "recipe", replace(self.recipe, techniques=decided))
         object.__setattr__(self, "config", adapter.configure(self.recipe, self.vocabulary))
 
     def context(self, recipe: Recipe, world: int | None = None) -> Context:
@@ -82,6 +88,8 @@ class Space:
         return context_of(recipe, self.config, self.device, world or self.world)
 
     def allowed(self, technique: Technique) -> bool:
+        if technique.name() in self.left_open:
+            return True
         gives_up = technique.trades()
         return gives_up is not None and NUMERICS.index(gives_up) <= NUMERICS.index(self.allow)
 

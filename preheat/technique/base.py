@@ -26,6 +26,7 @@ __all__ = [
     "Technique",
     "clashes_of",
     "conflicts_of",
+    "has_room",
     "on_one_device",
     "refusals",
     "registry",
@@ -119,6 +120,14 @@ class Technique(ABC):
         """The tags of `provides` that these settings bring."""
         return self.provides
 
+    def acts(self) -> bool:
+        """Whether these settings do anything: what does nothing has no needs and no conflicts."""
+        return True
+
+    def left_open(self, device: Device) -> bool:
+        """Whether a plan decides by which settings it acts on such a device (`settle`), or a search."""
+        return False
+
     def slows_host(self) -> float:
         """How many times as long as without it the host takes for an operator of a step: Python that comes between operators."""
         return 1.0
@@ -191,8 +200,12 @@ class Technique(ABC):
         """Settings with the same weights and less memory: what recovery may switch to, mildest first."""
         return []
 
-    def settle(self, context: Context, share: Callable[[Technique], float]) -> Technique:
-        """Itself with values for what only a dry run can choose; `share(other)` is the predicted peak as a share of the memory."""
+    def settle(self, context: Context, plan: Callable[[Technique], Mapping[str, Any]]) -> Technique:
+        """Itself with values for what only a dry run can choose.
+
+        Args:
+            plan: of the recipe with another technique in the place of this one; the keys are `preheat.run.PLAN_KEYS`.
+        """
         return self
 
     def period(self) -> int:
@@ -216,8 +229,15 @@ def registry() -> Mapping[str, type[Technique]]:
     return {name: _REGISTRY[name] for name in sorted(_REGISTRY)}
 
 
+def has_room(plan: Mapping[str, Any]) -> bool:
+    """Whether a plan fits in 90 % of the memory, so that it fits where it is too low by as much as nine in ten plans are at most."""
+    return bool(plan["peak_gib"] <= 0.9 * plan["available_gib"])
+
+
 def refusals(t: Technique, context: Context) -> list[str]:
     """Why a technique cannot serve here by itself, in words; empty when it can."""
+    if not t.acts():
+        return []
     if context.model.encoder and not t.encoder_too:
         return [f"was made for decoder-only models, and {context.model.family} has an encoder; leave it out"]
     return ([t.text_only] if t.text_only and context.model.vision else []) + t.check(context)
@@ -241,7 +261,7 @@ def clashes_of(techniques: Iterable[Technique], tags: frozenset[Tag]) -> list[tu
     """
     found: list[tuple[str, str]] = []
     owner: dict[Slot, str] = {}
-    chosen = sorted(techniques, key=lambda t: (t.stage, t.name()))
+    chosen = sorted((t for t in techniques if t.acts()), key=lambda t: (t.stage, t.name()))
     brings = {t.name(): t.provided() for t in chosen}
     for t in chosen:
         for slot in sorted(t.owned()):
