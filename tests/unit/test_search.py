@@ -227,6 +227,17 @@ def test_compiling_is_chosen_for_runs_that_outlast_it(steps: int, compiled: bool
     assert not {"compile", "fused_operators", "mixed_precision"} & exact.best.recipe.techniques.keys()
 
 
+def test_more_rows_at_a_time_are_looked_at_where_guesses_of_one_row_see_no_gain() -> None:
+    recipe = small(", lora: {}, nf4: {}, compile: {}", rows=16)  # whose weights are made from 4 bits for each micro-batch
+    made = found(recipe, 8192, "rounding")
+    rates = gpu(8192)
+    for cuts in (2, 4, 16):
+        other = override(made.best.recipe, f"techniques.gradient_accumulation={{steps: {cuts}}}")
+        told = plan(other, vocabulary=None, device=rates.as_device, rates=rates)
+        assert told["fits"]
+        assert made.best.plan["tokens_per_second"] >= 0.99 * told["tokens_per_second"]
+
+
 def test_a_search_adds_only_what_is_planned_well_on_the_device() -> None:
     recipe = small(", lora: {}")
     names = {
