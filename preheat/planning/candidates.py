@@ -164,7 +164,10 @@ class Space:
         made = self.having(added)
         kept = {name: t for name, t in on_one_device(made.techniques).items() if t.cuts() == 1}
         parallel = replace(made.parallel, devices=1)
-        return replace(made, techniques=kept, parallel=parallel, batch=replace(made.batch, size=1))
+        model = made.model
+        if getattr(self.config.get_text_config(), "first_k_dense_replace", None):  # so that a look at one layer sees experts
+            model = replace(model, config={**model.config, "first_k_dense_replace": 0})
+        return replace(made, model=model, techniques=kept, parallel=parallel, batch=replace(made.batch, size=1))
 
     def even(self, sizes: Mapping[Axis, int]) -> bool:
         """Whether each device has as many rows as the others."""

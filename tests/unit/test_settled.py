@@ -137,3 +137,57 @@ def test_built_in_recipes_compile_on_a_gpu_unless_the_run_is_short() -> None:
         assert isinstance(compiled := found.techniques["compile"], Compile)
         assert compiled.when == when
         assert found.techniques["gradient_accumulation"] == GradientAccumulation(steps=2)  # 8 rows of 1,024
+
+
+def test_a_plan_without_room_for_its_error_says_so() -> None:
+    from io import StringIO
+
+    from rich.console import Console
+
+    from preheat.cli.show import picture
+    from preheat.planning.plan import plan
+
+    rates = Roofline.of("H100")
+    whole = plan(tiny("{}"), vocabulary=96, device=rates.as_device, rates=rates)
+
+    def told(available: float) -> str:
+        page = StringIO()
+        Console(file=page, width=300).print(picture({**whole, "available_gib": available}, "tiny"))
+        return page.getvalue()
+
+    assert "little room" in told(whole["peak_gib"] / 0.98)
+    assert "little room" not in told(whole["peak_gib"] * 2)
+
+
+@pytest.mark.parametrize("name", ["llama-3.1-8b", "meta-llama/Llama-3.1-8B"])
+def test_training_a_model_s_name_says_which_commands_do(name: str) -> None:
+    from preheat.cli.train import _not_a_model
+    from preheat.errors import RecipeError
+
+    with pytest.raises(RecipeError, match=rf"preheat plan {name} --out r.yaml writes one, then: preheat train r.yaml"):
+        _not_a_model(name)
+    _not_a_model("demo")
+    _not_a_model("no-such.yaml")
+
+
+def test_lengths_over_two_orders_of_magnitude_have_bars_of_equal_ratios() -> None:
+    import numpy as np
+
+    from preheat.data.showing import _lengths
+
+    sizes = np.array([3, 5, 9, 20, 40, 80, 160, 320, 640, 1000])
+    bars = _lengths(sizes, 1024)["bars"]
+    assert sum(bar["count"] for bar in bars) == 10
+    assert max(bar["count"] for bar in bars) <= 2  # of equal width the first would hold 5
+    assert bars[0]["from"] <= 3
+    even = _lengths(np.arange(100, 200), 1024)["bars"]
+    assert {bar["to"] - bar["from"] for bar in even} <= {7, 8}
+
+
+def test_the_roof_is_the_rate_of_the_recipe_s_dtype() -> None:
+    from preheat.planning.explain import _roofline
+    from preheat.planning.observe import observe
+
+    rates = Roofline.of("H100")
+    seen = observe(tiny("{}"), vocabulary=96, device=rates.as_device)
+    assert _roofline(seen, rates, 5.0)["peak"] == 5.0
