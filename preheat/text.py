@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-__all__ = ["clean", "quoted", "shorten"]
+__all__ = ["clean", "percent", "quoted", "shorten"]
 
 # Neither a page nor a terminal must receive these: control characters, direction overrides (they reorder what follows),
 # lone surrogates.
@@ -25,6 +25,16 @@ def clean(text: Any) -> str:
         return chr(0x2400 + code) if code < 0x20 else "\u2421" if code == 0x7F else "\ufffd"
 
     return _CONTROLS.sub(visible, str(text).replace("\r\n", "\n"))
+
+
+def percent(share: float) -> str:
+    """Returns a share of one in percent.
+
+    Example:
+        >>> percent(0.344)
+        '34 %'
+    """
+    return f"{share * 100:.0f} %"
 
 
 def shorten(text: str, limit: int = 80) -> str:

@@ -20,6 +20,7 @@ from preheat.planning.found import falls_short
 from preheat.recipe import Recipe
 from preheat.run import MEMORY_KEYS, claim, expected_memory, to_json, write_atomic
 from preheat.technique import registry
+from preheat.text import percent
 
 __all__ = ["Contender", "ablation", "bench", "chosen", "cosine_of", "speed_of", "take_turn", "verdicts"]
 
@@ -281,7 +282,7 @@ def _overlap(a: Sequence[float], b: Sequence[float]) -> bool:
 
 
 def _words(name: str, speed: float, noise: bool | None, freed: float, without: float, available: float) -> str:
-    fast = f"{'gives' if speed > 1 else 'costs'} {abs(speed - 1):.0%} speed"
+    fast = f"{'gives' if speed > 1 else 'costs'} {percent(abs(speed - 1))} speed"
     if noise:
         fast = "no difference in speed seen"
     elif noise is None:

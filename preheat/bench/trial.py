@@ -20,6 +20,7 @@ from preheat.errors import RecipeError, RunError
 from preheat.recipe import Batch, Data, Hardware, Model, Recipe, Stop, dump
 from preheat.run import MEMORY_KEYS, expected_memory
 from preheat.technique import Device, Phase, Technique, registry
+from preheat.text import percent
 
 __all__ = ["PRECISIONS", "SIZES", "TECHNIQUES", "Size", "Wish", "trial"]
 
@@ -302,12 +303,14 @@ def _changed(row: dict[str, Any], rows: list[dict[str, Any]]) -> str:
         return f"{name}: {row['tokens_per_second']:,.0f} tokens/s in {row['peak_gib']:.2f} GiB; without it nothing runs: {base['not_run']}"
     speed, freed = row["ratio"], base["peak_gib"] - row["peak_gib"]
     # One turn of each: a figure, and no verdict.
-    fast = f"{abs(speed - 1):.0%} {'faster' if speed > 1 else 'slower'} in one turn"
+    fast = f"{percent(abs(speed - 1))} {'faster' if speed > 1 else 'slower'} in one turn"
     if abs(speed - 1) < NOISE:
         fast = "no difference in speed seen"
     share = freed / base["peak_gib"] if base["peak_gib"] else 0.0
     space = (
-        "no difference in memory seen" if abs(share) < 0.02 else f"{abs(share):.0%} {'less' if freed > 0 else 'more'} memory"
+        "no difference in memory seen"
+        if abs(share) < 0.02
+        else f"{percent(abs(share))} {'less' if freed > 0 else 'more'} memory"
     )
     return f"{name}: {fast}, {space}, loss {row['loss']:.3f} against {base['loss']:.3f}"
 

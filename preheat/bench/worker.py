@@ -40,16 +40,23 @@ def take_steps(job: dict[str, Any]) -> dict[str, Any]:
     from preheat.engine.build import build, peak_learning_rate
     from preheat.engine.device import resolve_device
     from preheat.engine.step import gradients, update
+    from preheat.hardware.calibrate import rates
     from preheat.hardware.gpu_memory import memory_peak
     from preheat.planning.observe import observe
-    from preheat.technique import Slot
-    from preheat.training.session import data_of, settle
+    from preheat.planning.plan import settled
+    from preheat.technique import Searchable, Slot
+    from preheat.training.session import data_of, in_use, settle
 
     recipe = recipes.parse(job["recipe"])
-    device, _ = resolve_device(recipe)
+    device, threads = resolve_device(recipe)
     data = data_of(recipe)
     require_examples(recipe, data)
     pause = time.perf_counter()
+    if any(isinstance(t, Searchable) and t.left_open(device) for t in recipe.techniques.values()):
+        measured, rows = rates(device, threads), len(data.train) if hasattr(data.train, "__len__") else None
+        recipe = settled(
+            recipe, vocabulary=len(data.tokenizer), device=device, rates=measured, rows=rows, in_use=in_use(device)
+        )
     observe(
         recipe, vocabulary=len(data.tokenizer), device=device
     )  # imports what techniques import, so that memory leaves it out

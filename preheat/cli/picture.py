@@ -25,6 +25,8 @@ def whole_picture(made: Mapping[str, Any], name: str) -> Any:
         numbers = {"exact": "numbers as without", "rounding": "numbers rounded", "different": "other numbers"}[made["numerics"]]
         parts.append(Text(f"{made['chosen']} ({numbers})", style="bold cyan"))
     parts.append(picture(made, name))
+    if settled := made.get("settled"):
+        parts.append(Text(f"  chosen   {', '.join(f'{key}: {value}' for key, value in settled.items())}"))
     if found := made.get("longest_context"):
         reached = f"{found['length']:,} tokens a row fit ({memory(found['peak_gib'])})" if found["length"] else "no row fits"
         parts.append(Text(f"  longest  {reached}; {found['limit']}"))

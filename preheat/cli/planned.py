@@ -35,10 +35,11 @@ def stated(
     device, rates, in_use = hardware(gpu, question.recipe, per_host)
     how: dict[str, Any] = {"vocabulary": vocabulary_of(question.recipe), "device": device, "rates": rates, "in_use": in_use}
     world: dict[str, Any] = {} if gpu is None else {"world": devices}
-    recipe = settled(question.recipe, **how, **world)
-    made = plan(recipe, rows=rows_of(recipe), **how, **world)
+    rows = rows_of(question.recipe)
+    recipe = settled(question.recipe, rows=rows, **how, **world)
+    made = plan(recipe, rows=rows, **how, **world)
     added = tuple(recipe.techniques.values())
-    more = {}
+    more: dict[str, Any] = {}
     if any(Tag.EXTENDED_CONTEXT in t.provided() for t in added):  # whose question is how long
         more["longest_context"] = longest_as_stated(recipe, **how, **world)
     found = Found(Seen(recipe, made, worst(added), recipe.batch.size, ()))
@@ -47,6 +48,12 @@ def stated(
         seen = recall(recipe, vocabulary=how["vocabulary"], device=device, world=devices, how="whole", logged=True)
         return figures(replace(found, seen=[found.best]), seen, rates)
 
+    more["settled"] = {
+        f"{name}.{key}": value
+        for name, t in recipe.techniques.items()
+        for key, value in vars(t).items()
+        if key != "on_gpu" and value != getattr(question.recipe.techniques[name], key)
+    }
     return {**explain(found, devices=devices, price=price), "chosen": "the recipe as it is", **more}, page
 
 

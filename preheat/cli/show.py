@@ -125,6 +125,10 @@ def picture(plan: Mapping[str, Any], name: str) -> Any:
     parts: list[Any] = [head, Text(f"memory at its peak (in {plan['peak_phase']})"), bars]
     parts += [_phases(plan), Text("time"), speed, verdict]
     warnings = [words] if (words := in_pieces(plan)) else []
+    if plan["fits"] and (most := plan["peak_gib_interval"][1]) > has:
+        warnings.append(
+            f"little room: nine in ten runs need {memory(most)} at most, and {memory(has)} is left; fewer rows at a time are safer"
+        )
     if quicker := plan.get("fp32_rate"):
         warnings.append(
             f"{plan['device']['name']} is slow in bf16: {gflops(plan['matrix_rate'])} GFLOP/s, and {gflops(quicker)} in fp32; without mixed_precision a step is sooner done"

@@ -140,6 +140,24 @@ def _summary(made: dict[str, Any]) -> Any:
     )
 
 
+def _not_a_model(what: str) -> None:
+    """Raises RecipeError if a model is named where a recipe is expected, with the commands that lead from the one to the other."""
+    from preheat import recipe as recipes
+    from preheat.errors import RecipeError
+    from preheat.models import presets
+
+    if what in recipes.built_in():
+        return
+    try:
+        presets.on_hub(what)
+    except RecipeError:  # no model's name: whatever it is, loading it tells
+        return
+    if not Path(what).exists():
+        raise RecipeError(
+            f"{what}: is a model, not a recipe; preheat plan {what} --out r.yaml writes one, then: preheat train r.yaml"
+        )
+
+
 def _dry_run(
     recipe: str, overrides: list[str], *, gpu: str | None, out: Path | None, resume: bool, nproc: int, json: bool
 ) -> None:
@@ -237,6 +255,7 @@ def train(
     from preheat import recipe as recipes
     from preheat.errors import RecipeError
 
+    _not_a_model(recipe)
     if dry_run:
         _dry_run(recipe, set or [], gpu=gpu, out=out, resume=resume, nproc=nproc, json=json)
         return

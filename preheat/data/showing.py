@@ -15,6 +15,7 @@ from preheat.errors import DataError
 __all__ = ["look"]
 
 BINS = 12
+_ORDERS = 100  # from so many times as long on bars are of equal ratios
 
 
 def look(prepared: Prepared, *, rows: int, seed: int) -> dict[str, Any]:
@@ -50,7 +51,10 @@ def look(prepared: Prepared, *, rows: int, seed: int) -> dict[str, Any]:
 def _lengths(sizes: np.ndarray, length: int) -> dict[str, Any]:
     """Tokens of an example: in figures, and as bars of which the last holds all that is longer than a row by half."""
     top = min(int(sizes.max()), round(1.5 * length))
-    edges = np.unique(np.linspace(int(sizes.min()) - 1, top, BINS + 1).round().astype(int))
+    least = max(int(sizes.min()), 1)
+    spread = np.geomspace if top >= _ORDERS * least else np.linspace  # bars of equal width would hold nearly all in the first
+    edges = np.unique(spread(least, top, BINS + 1).round().astype(int))
+    edges[0] = int(sizes.min()) - 1
     counts, _ = np.histogram(np.minimum(sizes, top), edges)
     return {
         "examples": len(sizes),

@@ -316,6 +316,8 @@ def read(path: str, asks: bool = False) -> PretrainedConfig:
         raise RecipeError(
             f"model.path: {path}: no such folder, and not to be had from the Hugging Face hub ({fault(error, 160)}); download it where there is a network and name the folder"
         ) from None
+    if getattr(found, "qk_rope_head_dim", None) and getattr(found, "head_dim", 0) is None:
+        found.head_dim = found.qk_rope_head_dim  # transformers derives it, and lets a null of the file overwrite it
     if folder.exists():
         _require_sizes(found, file, stated)
     return found

@@ -67,6 +67,7 @@ class Space:
         world: devices.
         allow: the most that may be given up.
         rows: training rows, where known: how long the run is, where epochs end it.
+        left_open: techniques that the recipe states and leaves to a plan: the search decides on them, whatever may be given up.
     """
 
     recipe: Recipe
@@ -77,8 +78,14 @@ class Space:
     per_host: int = 8
     rows: int | None = None
     config: Any = field(init=False)
+    left_open: frozenset[str] = field(init=False)
 
     def __post_init__(self) -> None:
+        stated = self.recipe.techniques
+        open_here = {name for name, t in stated.items() if isinstance(t, Searchable) and t.left_open(self.device)}
+        object.__setattr__(self, "left_open", frozenset(open_here))
+        decided = {name: t for name, t in stated.items() if name not in self.left_open}
+        object.__setattr__(self, "recipe", replace(self.recipe, techniques=decided))
         object.__setattr__(self, "config", adapter.configure(self.recipe, self.vocabulary))
 
     def context(self, recipe: Recipe, world: int | None = None) -> Context:
@@ -86,6 +93,8 @@ class Space:
         return context_of(recipe, self.config, self.device, world or self.world)
 
     def allowed(self, technique: Technique) -> bool:
+        if technique.name() in self.left_open:
+            return True
         gives_up = technique.search_numerics() if isinstance(technique, Searchable) else None
         return gives_up is not None and NUMERICS.index(gives_up) <= NUMERICS.index(self.allow)
 
@@ -167,7 +176,10 @@ class Space:
         made = self.having(added)
         kept = {name: t for name, t in on_one_device(made.techniques).items() if t.micro_batch_count() == 1}
         parallel = replace(made.parallel, devices=1)
-        return replace(made, techniques=kept, parallel=parallel, batch=replace(made.batch, size=1))
+        model = made.model
+        if getattr(self.config.get_text_config(), "first_k_dense_replace", None):  # so that a look at one layer sees experts
+            model = replace(model, config={**model.config, "first_k_dense_replace": 0})
+        return replace(made, model=model, techniques=kept, parallel=parallel, batch=replace(made.batch, size=1))
 
     def even(self, sizes: Mapping[Axis, int]) -> bool:
         """Whether each device has as many rows as the others."""

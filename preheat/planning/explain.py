@@ -100,7 +100,7 @@ def figures(found: Found, seen: Observation, rates: Rates | Roofline) -> dict[st
     """
     return {
         "timeline": _timeline(seen),
-        "roofline": _roofline(seen, rates),
+        "roofline": _roofline(seen, rates, found.best.plan["matrix_rate"]),
         "guesses": [guess._asdict() for guess in found.guesses],
         "pareto": [
             {
@@ -142,8 +142,8 @@ def _thin(values: Sequence[float]) -> list[tuple[int, float]]:
     return [(n, values[n]) for n in sorted(kept)]
 
 
-def _roofline(seen: Observation, rates: Rates | Roofline) -> dict[str, Any]:
-    """Operators by what they compute for each byte that they move; collectives are left out."""
+def _roofline(seen: Observation, rates: Rates | Roofline, peak: float) -> dict[str, Any]:
+    """Operators by what they compute for each byte that they move, under the matrix rate of the recipe's dtype; collectives are left out."""
     flops: dict[str, float] = defaultdict(float)
     moved: dict[str, float] = defaultdict(float)
     time: dict[str, float] = defaultdict(float)
@@ -166,4 +166,4 @@ def _roofline(seen: Observation, rates: Rates | Roofline) -> dict[str, Any]:
         for name in flops
     ]
     bandwidth = rates.device.bandwidth if isinstance(rates, Roofline) else rates.bandwidth
-    return {"peak": max(rates.peak_matrix_rate.values()), "bandwidth": bandwidth, "points": points}
+    return {"peak": peak, "bandwidth": bandwidth, "points": points}

@@ -18,7 +18,7 @@ from preheat.planning.overhead import SOURCES, beside, exporting, gives_back
 from preheat.planning.predict import step_seconds
 from preheat.planning.roofline import Roofline, Seconds
 from preheat.recipe import Recipe
-from preheat.technique import Device, Searchable, Tag, Technique
+from preheat.technique import Device, Searchable, Stage, Tag, Technique
 
 __all__ = ["describe", "plan", "settled"]
 
@@ -108,21 +108,22 @@ def settled(
     vocabulary: int | None,
     device: Device,
     rates: Rates | Roofline,
+    rows: int | None = None,
     in_use: int = 0,
     world: int | None = None,
 ) -> Recipe:
     """The recipe with values for what its techniques leave to a dry run (`Searchable.resolve_auto`); arguments as of `plan`."""
-    for name in recipe.techniques:
+    # Compiled layers keep less, which decides what is recomputed and how many rows go at once.
+    for name in sorted(recipe.techniques, key=lambda name: (type(recipe.techniques[name]).stage != Stage.COMPILE, name)):
         context = context_of(recipe, adapter.configure(recipe, vocabulary), device, world)
 
-        def peak(other: Technique, name: str = name, recipe: Recipe = recipe) -> float:
+        def planned(other: Technique, name: str = name, recipe: Recipe = recipe) -> Mapping[str, Any]:
             changed = replace(recipe, techniques={**recipe.techniques, name: other})
-            made = plan(changed, vocabulary=vocabulary, device=device, rates=rates, in_use=in_use, world=world)
-            return float(made["peak_gib"] / made["available_gib"])
+            return plan(changed, vocabulary=vocabulary, device=device, rates=rates, rows=rows, in_use=in_use, world=world)
 
         technique = recipe.techniques[name]
         if isinstance(technique, Searchable):
-            recipe = replace(recipe, techniques={**recipe.techniques, name: technique.resolve_auto(context, peak)})
+            recipe = replace(recipe, techniques={**recipe.techniques, name: technique.resolve_auto(context, planned)})
     return recipe
 
 

@@ -37,6 +37,7 @@ _LOOKS = 3  # however long they take
 _CONFIRM = 1.5  # of the seconds for looking, for the best with all its layers
 _OTHERS = 3  # alternatives
 _WORTH = 1.01  # how much faster another must promise to be
+_BESIDE = 1.1  # how far guesses of the same layout may be off
 _DRAWN = 300  # candidates that a page draws
 
 
@@ -128,6 +129,7 @@ class _Search:
             self.until = time.process_time() + self.seconds
             self._look_from_the_best(candidates)
             if any(s.plan["fits"] for s in self.seen):
+                self._look_beside_the_best(candidates)
                 self._look_at_others(candidates)
                 break
             self._look_at_the_least(candidates)
@@ -315,9 +317,30 @@ class _Search:
             left = [other for other in left if other is not c]
             self._look_at(c)
 
-    def _no_better(self, c: Candidate, best: Seen) -> bool:
+    def _look_beside_the_best(self, candidates: list[Candidate]) -> None:
+        """Looks at as many rows and more at a time in the best's layout, where they may be as good. Guesses are of one row at a time: what does not grow
+        with rows (weights that are gathered, or made from 4 bits) is less of a step where more go at once, and memory may be guessed too high."""
+        looked: set[tuple[Any, ...]] = {s.added for s in self.seen}
+        while time.process_time() < self.until:
+            best = min((s for s in self.seen if s.plan["fits"]), key=self._rank)
+            beside = [
+                c
+                for c in candidates
+                if c.added not in looked
+                and best.micro <= c.micro < self._failed.get((c.kind, c.layout), math.inf)
+                and set(c.layout) <= set(best.added)
+                and self._corrected(c)[0] <= self.room * _BESIDE
+                and not self._no_better(c, best, 1 / _BESIDE)
+            ]
+            if not beside:
+                return
+            c = min(beside, key=self._promise)
+            looked.add(c.added)
+            self._look_at(c)
+
+    def _no_better(self, c: Candidate, best: Seen, worth: float = _WORTH) -> bool:
         speed = self._corrected(c)[1]
-        slower = bool(speed < self._speed(best) * _WORTH)
+        slower = bool(speed < self._speed(best) * worth)
         if self.aim == "largest-batch":
             return c.micro < best.micro or (c.micro == best.micro and slower)
         if self.aim == "closest":

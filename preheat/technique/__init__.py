@@ -15,7 +15,15 @@ from preheat.technique.mesh import DATA, Axis, Mesh, sizes_of
 from preheat.technique.phases import STEP, Phase
 from preheat.technique.places import Change, Finish, Order, Slot, Stage
 from preheat.technique.problems import Problem, ProblemCode, TechniqueError
-from preheat.technique.registry import conflicts_of, incompatibilities, on_one_device, problems_of, registry, spreading
+from preheat.technique.registry import (
+    conflicts_of,
+    has_room,
+    incompatibilities,
+    on_one_device,
+    problems_of,
+    registry,
+    spreading,
+)
 from preheat.technique.tags import Tag
 from preheat.technique.trials import Trials
 
@@ -54,6 +62,7 @@ __all__ = [
     "Trials",
     "Vision",
     "conflicts_of",
+    "has_room",
     "incompatibilities",
     "on_one_device",
     "problems_of",

@@ -114,6 +114,10 @@ class Technique(ABC):
         """The tags of `provides` that these settings bring."""
         return self.provides
 
+    def acts(self) -> bool:
+        """Whether these settings do anything: what does nothing has no needs and no conflicts."""
+        return True
+
     def read_on(self, device: Device) -> Technique:
         """These settings if the trained model is only read, on a device that may be another than it was trained on."""
         return self
@@ -208,8 +212,16 @@ class Searchable(Technique):
         """Settings with the same weights and less memory, for recovery, the mildest first."""
         return []
 
-    def resolve_auto(self, context: Context, peak: Callable[[Technique], float]) -> Technique:
-        """Itself with values for what only a dry run can choose; `peak(other)` is the predicted peak relative to the memory."""
+    def left_open(self, device: Device) -> bool:
+        """Whether a plan (`resolve_auto`) or a search decides by which settings it acts on such a device."""
+        return False
+
+    def resolve_auto(self, context: Context, plan: Callable[[Technique], Mapping[str, Any]]) -> Technique:
+        """Itself with values for what only a dry run can choose.
+
+        Args:
+            plan: of the recipe with another technique in the place of this one; its keys are `preheat.run.PLAN_KEYS`.
+        """
         return self
 
 

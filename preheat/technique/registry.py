@@ -16,6 +16,7 @@ import pkgutil
 import sys
 from collections.abc import Iterable, Mapping
 from importlib.metadata import entry_points
+from typing import Any
 
 from preheat.errors import RunError, nearest
 from preheat.technique.base import _REGISTRY, Context, Technique
@@ -24,7 +25,7 @@ from preheat.technique.problems import Problem, ProblemCode
 from preheat.technique.tags import Tag
 from preheat.text import shorten
 
-__all__ = ["GROUP", "conflicts_of", "incompatibilities", "on_one_device", "problems_of", "registry", "spreading"]
+__all__ = ["GROUP", "conflicts_of", "has_room", "incompatibilities", "on_one_device", "problems_of", "registry", "spreading"]
 
 GROUP = "preheat.techniques"
 """Our package of techniques, and the entry-point group of those in other packages."""
@@ -80,8 +81,15 @@ def registry() -> Mapping[str, type[Technique]]:
     return {name: _REGISTRY[name] for name in sorted(_REGISTRY)}
 
 
+def has_room(plan: Mapping[str, Any]) -> bool:
+    """Whether a plan fits in 90 % of the memory, so that it fits even if it is too low by as much as nine in ten plans are at most."""
+    return bool(plan["peak_gib"] <= 0.9 * plan["available_gib"])
+
+
 def problems_of(t: Technique, context: Context) -> list[Problem]:
     """Why a technique cannot be used here, whatever else the recipe has; empty if it can."""
+    if not t.acts():
+        return []
     if context.model.encoder and not t.supports_encoder_decoder:
         reasons = [f"was made for decoder-only models, and {context.model.family} has an encoder; leave it out"]
     else:
@@ -107,7 +115,7 @@ def incompatibilities(techniques: Iterable[Technique], tags: frozenset[Tag]) -> 
     """
     problems: list[Problem] = []
     owner: dict[Slot, str] = {}
-    chosen = sorted(techniques, key=lambda t: (t.stage, t.name()))
+    chosen = sorted((t for t in techniques if t.acts()), key=lambda t: (t.stage, t.name()))
     provided = {t.name(): t.provided() for t in chosen}
     for t in chosen:
         name = t.name()

@@ -13,11 +13,11 @@ knapsack: Jain et al. 2020 (Checkmate, arXiv:1910.02653) pose the problem.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from preheat.recipe import Bound, Share
-from preheat.technique import Build, Change, Context, Searchable, Stage, Tag, Technique, Trials
+from preheat.technique import Build, Change, Context, Device, Searchable, Stage, Tag, Technique, Trials, conflicts_of, has_room
 
 if TYPE_CHECKING:
     from torch import nn
@@ -112,14 +112,42 @@ class ActivationCheckpointing(Searchable):
     memory_saving: ClassVar[bool] = True
     provides: ClassVar[frozenset[Tag]] = frozenset({Tag.RECOMPUTATION})
 
-    mode: Literal["full", "selective", "budget"] = "full"
-    """full: keep a layer's input only; selective: also the results of matrix products and attention; budget: what `budget` allows."""
+    mode: Literal["full", "selective", "budget", "none"] = "full"
+    """full: keep a layer's input only; selective: also the results of matrix products and attention; budget: what `budget` allows; none: keep everything."""
+    on_gpu: Literal["mode", "auto"] = "mode"
+    """auto: on a GPU the fastest of none, selective and full that fits in 90 % of the memory by the dry run; `mode` on a CPU. The run records which."""
     budget: Share | None = None
     """With mode budget: the share of a layer's activations, beyond its input, that may be kept; 0 is full, 1 would keep all."""
     products: Annotated[int, Bound(1)] = 1
     """With mode selective: keep the results of every n-th matrix product; 2 halves what is kept for half the products again, as torchtitan does."""
     every: Annotated[int, Bound(1)] = 1
     """Every n-th layer; the others keep everything."""
+
+    def acts(self) -> bool:
+        return self.mode != "none"
+
+    def left_open(self, device: Device) -> bool:
+        return self.on_gpu == "auto" and device.kind == "cuda"
+
+    def provided(self) -> frozenset[Tag]:
+        return self.provides if self.acts() else frozenset()
+
+    def resolve_auto(self, context: Context, plan: Callable[[Technique], Mapping[str, Any]]) -> Technique:
+        stated = replace(self, on_gpu="mode")
+        if not self.left_open(context.device):
+            return stated
+        fitting: list[tuple[float, ActivationCheckpointing]] = []
+        for mode in ("none", "selective", "full"):
+            other = replace(stated, mode=mode, budget=None, products=1, every=1)
+            tags = (context.tags - self.provides) | other.provided()
+            if conflicts_of({**context.recipe.techniques, self.name(): other}.values(), replace(context, tags=tags)):
+                continue
+            foreseen = plan(other)
+            if has_room(foreseen):
+                fitting.append((foreseen["seconds_per_step"], other))
+            if mode == "none" and fitting:
+                break  # nothing is computed twice
+        return min(fitting, key=lambda pair: pair[0])[1] if fitting else stated
 
     def search_numerics(self) -> Literal["exact"]:
         return "exact"
@@ -141,6 +169,8 @@ class ActivationCheckpointing(Searchable):
         from preheat.models.adapter import anatomy
 
         layers = anatomy(part).blocks
+        if self.mode == "none":
+            return Change(f"{len(layers)} layers keep everything, and nothing is computed again", len(layers))
         keep: Any = {"full": "inputs", "selective": "products", "budget": self.budget}[self.mode]
         count = checkpoint_layers(layers, every=self.every, keep=keep, products=self.products)
         kept = {
@@ -158,6 +188,8 @@ class ActivationCheckpointing(Searchable):
         yield from (ActivationCheckpointing(every=n) for n in (4, 2, 1) if n <= context.model.layers)
 
     def fallbacks(self, context: Context) -> Iterable[Technique]:
+        if self.mode == "none":
+            return [ActivationCheckpointing(mode="selective"), *replace(self, mode="selective").fallbacks(context)]
         if self.mode != "full":
             half = self.mode == "selective" and self.products == 1
             return [*([ActivationCheckpointing(mode="selective", products=2)] if half else []), ActivationCheckpointing()]
@@ -169,4 +201,6 @@ class ActivationCheckpointing(Searchable):
     def host_overhead(self) -> float:
         # Steps of 8 small layers of Llama and GPT-2 on a CPU, of which the host is all: 9 to 12 and 14 to 16 us a kernel without it, 13 to 16 and
         # 18 to 22 with `full` (hooks, a graph of its own for each layer), 22 to 24 and 28 to 31 where each operator asks Python whether it is kept.
+        if self.mode == "none":
+            return 1.0
         return 1 + (0.8 if self.mode == "full" else 2.2) / self.every

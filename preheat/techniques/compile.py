@@ -15,15 +15,16 @@ Source: Ansel et al. 2024, PyTorch 2 (doi:10.1145/3620665.3640366).
 from __future__ import annotations
 
 import functools
+import math
 import types
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from preheat.errors import RunError
 from preheat.recipe import Bound
-from preheat.technique import Build, Change, Context, Device, Searchable, Slot, Stage, Tag, Technique
+from preheat.technique import Build, Change, Context, Device, Searchable, Slot, Stage, Tag, Technique, conflicts_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -180,6 +181,9 @@ class Compile(Searchable):
         {"cuda"}
     )  # on a CPU its gains are uneven, and its plan does not know them
 
+    when: Literal["always", "auto", "never"] = "always"
+    """auto: on a GPU, where the dry run says that the run ends sooner so, compiling included (taken as a minute), and where nothing in the recipe
+    stands against it; never on a CPU. The run records which."""
     mode: Literal["default", "max-autotune-no-cudagraphs"] = "default"
     """How long to look for fast code; max-autotune-no-cudagraphs tries several kernels for each product."""
     dynamic: bool = False
@@ -196,16 +200,44 @@ class Compile(Searchable):
         lacking = uncompiled(device.kind) if device.at_hand or device.kind == "cpu" else ""
         return [lacking] if lacking else []
 
+    def acts(self) -> bool:
+        return self.when == "always"
+
+    def left_open(self, device: Device) -> bool:
+        return self.when == "auto" and device.kind in self.searched_on
+
+    def provided(self) -> frozenset[Tag]:
+        return self.provides if self.acts() else frozenset()
+
     def search_numerics(self) -> Literal["rounding"]:
         return "rounding"  # between fused operators in half precision values stay in fp32
 
     def startup_seconds(self, device: Device) -> float:
-        return _FIRST_STEP[device.kind]
+        return _FIRST_STEP[device.kind] if self.acts() else 0.0
+
+    def resolve_auto(self, context: Context, plan: Callable[[Technique], Mapping[str, Any]]) -> Technique:
+        if self.when != "auto":
+            return self
+        never = replace(self, when="never")
+        always = next(iter(self.options(context)), None) if self.left_open(context.device) else None
+        if always is None:
+            return never
+        techniques = {**context.recipe.techniques, self.name(): always}
+        if conflicts_of(techniques.values(), replace(context, tags=context.tags | always.provided())):
+            return never
+        without, compiled = plan(never), plan(always)
+        if compiled["fits"] != without["fits"]:
+            return always if compiled["fits"] else never
+        return always if _ends_sooner(compiled, without) else never
 
     def options(self, context: Context) -> Iterable[Technique]:
         # Routers decide which rows an expert reads, which no graph can hold; and each shape of a batch wants a graph of its own.
         shapes = any(Slot.BATCH_SHAPE in t.owned() for t in context.recipe.techniques.values())
-        return [] if context.model.experts or shapes else [replace(self, fullgraph=context.model.family in _ONE_GRAPH)]
+        return (
+            []
+            if context.model.experts or shapes
+            else [replace(self, when="always", fullgraph=self.fullgraph and context.model.family in _ONE_GRAPH)]
+        )
 
     def apply(self, build: Build, part: Any) -> Change:
         from preheat.models.adapter import anatomy
@@ -213,6 +245,9 @@ class Compile(Searchable):
         from preheat.ops.fused import gated_silu, rms_norm
 
         layers = anatomy(part).layers
+        if not self.acts():
+            why = {"auto": "no GPU" if build.device.kind == "cpu" else "no plan chose it"}.get(self.when, f"when: {self.when}")
+            return Change(f"{len(layers)} layers run uncompiled ({why})", len(layers))
         compiled = compile_layers(layers, mode=self.mode, dynamic=self.dynamic, fullgraph=self.fullgraph, limit=self.limit)
         if part.config.model_type in KERNEL_FAMILIES:
             found = forwards(part, norm=rms_norm, gate=gated_silu if gates(part) else None)
@@ -229,3 +264,16 @@ class Compile(Searchable):
 
         build.hooks.after_update.append(tell)
         return Change(f"{len(layers)} layers compiled when they first run", len(layers))
+
+
+def _ends_sooner(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether a run by the one plan has done sooner what it does by the other, its start included; by their steps alone, where no one knows how long it is."""
+
+    def per_token(plan: Mapping[str, Any]) -> float:
+        whole = plan["seconds_total"]
+        if whole is None:
+            return 1 / float(plan["tokens_per_second"])
+        left = whole - plan["seconds_to_start"]  # of hours that end a run, and of the seconds that steps take
+        return float(whole / (plan["tokens_per_second"] * left)) if left > 0 else math.inf
+
+    return per_token(one) < per_token(other)

@@ -14,7 +14,7 @@ Source: normalised sums, Ott et al. 2018 (arXiv:1806.00187), section 3; batch si
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -175,9 +175,14 @@ class DynamicBatch(Searchable):
             why.append("target: this system does not let the memory of one step be measured; use gradient_accumulation")
         return why
 
-    def resolve_auto(self, context: Context, share: Callable[[Technique], float]) -> Technique:
+    def resolve_auto(self, context: Context, plan: Callable[[Technique], Mapping[str, Any]]) -> Technique:
         if self.start != "auto":
             return self
+
+        def share(other: Technique) -> float:
+            foreseen = plan(other)
+            return float(foreseen["peak_gib"] / foreseen["available_gib"])
+
         every = sizes(context.recipe.batch.size // math.prod(context.sizes[axis] for axis in DATA))
         fits = (size for size in every if share(replace(self, start=size)) <= self.target)
         return replace(self, start=next(fits, every[-1]))

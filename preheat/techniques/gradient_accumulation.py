@@ -13,12 +13,26 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from preheat.ops.accumulation import accumulate
 from preheat.recipe import Bound
-from preheat.technique import DATA, Axis, Build, Change, Context, Searchable, Stage, Tag, Technique, Trials
+from preheat.technique import (
+    DATA,
+    Axis,
+    Build,
+    Change,
+    Context,
+    Device,
+    Searchable,
+    Stage,
+    Tag,
+    Technique,
+    Trials,
+    conflicts_of,
+    has_room,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -27,6 +41,9 @@ if TYPE_CHECKING:
     from preheat.recipe import Recipe
 
 __all__ = ["GradientAccumulation", "train_with_gradient_accumulation"]
+
+# Of a micro-batch, as is usual for models of 8B. By the plan of `fine-tune`, a 0.5B on an H100, 4,096 tokens run at 69,506 a second, 8,192 at 78,164.
+_FILLS_A_GPU = 8192
 
 
 def _share(criterion: Any, targets: Tensor) -> float:
@@ -121,6 +138,9 @@ class GradientAccumulation(Searchable):
 
     steps: Annotated[int, Bound(2)] = 4
     """Micro-batches that make one global batch of `batch.size` rows."""
+    on_gpu: Literal["steps", "auto"] = "steps"
+    """auto: on a GPU as few micro-batches, two or more, as have 8,192 tokens or less and fit in 90 % of the memory by the dry run; `steps` on a CPU,
+    whose kernels gain nothing by more rows. The run records how many."""
 
     def search_numerics(self) -> Literal["exact"]:
         return "exact"
@@ -141,6 +161,27 @@ class GradientAccumulation(Searchable):
         return Change(
             f"{build.recipe.batch.size} rows a step{among} in {-(-rows // micro)} micro-batches of {micro}", self.steps
         )
+
+    def resolve_auto(self, context: Context, plan: Callable[[Technique], Mapping[str, Any]]) -> Technique:
+        if self.on_gpu != "auto":
+            return self
+        stated = replace(self, on_gpu="steps")
+        if not self.left_open(context.device):
+            return stated
+        rows, _ = _rows(context.recipe, context.sizes)
+        chosen = stated
+        for steps in (n for n in range(2, rows + 1) if rows % n == 0):
+            other = replace(stated, steps=steps)
+            large = rows // steps > 1 and rows // steps * context.recipe.batch.length > _FILLS_A_GPU
+            if large or conflicts_of({**context.recipe.techniques, self.name(): other}.values(), context):
+                continue
+            foreseen = plan(chosen := other)
+            if has_room(foreseen):
+                break
+        return chosen
+
+    def left_open(self, device: Device) -> bool:
+        return self.on_gpu == "auto" and device.kind == "cuda"
 
     def micro_batch_count(self) -> int:
         return self.steps

@@ -249,8 +249,9 @@ def _plan_here(recipe: Recipe) -> dict[str, Any]:
         "rates": rates(device, threads),
         "in_use": in_use(device),
     }
-    recipe = settled(recipe, **how)
-    return plan(recipe, rows=rows_of(recipe), **how) | {"recipe": recipes.as_values(recipe)}
+    rows = rows_of(recipe)
+    recipe = settled(recipe, rows=rows, **how)
+    return plan(recipe, rows=rows, **how) | {"recipe": recipes.as_values(recipe)}
 
 
 def open_session(recipe: Recipe, out: Path, *, resume: bool, watch: Watch, force: bool = False) -> Session | Finished:
@@ -413,7 +414,7 @@ def _prepare(
     watch.stage("planning")
     how: dict[str, Any] = {"vocabulary": len(data.tokenizer), "device": device, "rates": measured, "in_use": in_use(device)}
     # The run keeps the recipe as it was written: what a dry run chooses may differ where the run is resumed.
-    chosen = built = settled(with_images(recipe, data), world=ranks.world, **how)
+    chosen = built = settled(with_images(recipe, data), rows=_length(data), world=ranks.world, **how)
     planner = Planner(rows=_length(data), world=ranks.world, **how)
     if run is not None and looked is not None:
         built, events = stepped_down(chosen, out, looked[0], planner, afresh=other)

@@ -69,15 +69,17 @@ def test_auto_starts_at_the_most_that_is_predicted_to_fit() -> None:
     context = context_of(recipe, adapter.configure(recipe, 96), DEVICE)
     asked = []
 
-    def share(other: Any) -> float:
+    def plan(other: Any) -> dict[str, float]:
         asked.append(other.start)
-        return 0.1 * other.start
+        return {"peak_gib": other.start, "available_gib": 10.0}
 
     technique = recipe.techniques["dynamic_batch"]
-    assert technique.resolve_auto(context, share) == DynamicBatch(start=4, target=0.5)
+    assert technique.resolve_auto(context, plan) == DynamicBatch(start=4, target=0.5)
     assert asked == [16, 8, 4]
-    assert technique.resolve_auto(context, lambda other: 9.0) == DynamicBatch(start=1, target=0.5)
-    assert DynamicBatch(start=3).resolve_auto(context, share) == DynamicBatch(start=3)
+    assert technique.resolve_auto(context, lambda other: {"peak_gib": 9.0, "available_gib": 1.0}) == DynamicBatch(
+        start=1, target=0.5
+    )
+    assert DynamicBatch(start=3).resolve_auto(context, plan) == DynamicBatch(start=3)
 
 
 def test_a_mark_begun_anew_forgets_no_peak() -> None:

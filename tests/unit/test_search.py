@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -227,6 +228,17 @@ def test_compiling_is_chosen_for_runs_that_outlast_it(steps: int, compiled: bool
     assert not {"compile", "fused_operators", "mixed_precision"} & exact.best.recipe.techniques.keys()
 
 
+def test_more_rows_at_a_time_are_looked_at_where_guesses_of_one_row_see_no_gain() -> None:
+    recipe = small(", lora: {}, nf4: {}, compile: {}", rows=16)  # whose weights are made from 4 bits for each micro-batch
+    made = found(recipe, 8192, "rounding")
+    rates = gpu(8192)
+    for cuts in (2, 4, 16):
+        other = override(made.best.recipe, f"techniques.gradient_accumulation={{steps: {cuts}}}")
+        told = plan(other, vocabulary=None, device=rates.as_device, rates=rates)
+        assert told["fits"]
+        assert made.best.plan["tokens_per_second"] >= 0.99 * told["tokens_per_second"]
+
+
 def test_a_search_adds_only_what_is_planned_well_on_the_device() -> None:
     recipe = small(", lora: {}")
     names = {
@@ -255,3 +267,35 @@ def test_what_one_precision_refuses_is_tried_beside_every_other(monkeypatch: pyt
     modes = {kind["mixed_precision"].mode for kind in together}  # type: ignore[attr-defined]
     assert modes, "efficient attention was dropped"
     assert not any(what == "efficient_attention" for what, _ in refusals)
+
+
+@pytest.mark.parametrize("more", [{}, {"head_dim": None}])
+def test_a_model_whose_first_layers_have_no_experts_is_searched(tmp_path: Path, more: dict[str, None]) -> None:
+    values = {
+        "model_type": "deepseek_v3",
+        "hidden_size": 64,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "q_lora_rank": 32,
+        "kv_lora_rank": 16,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 16,
+        "v_head_dim": 16,
+        "intermediate_size": 128,
+        "moe_intermediate_size": 32,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_group": 2,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "vocab_size": 512,
+        "max_position_embeddings": 512,
+        **more,  # a null in the file
+    }
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    recipe = parse(
+        f"model: {{path: {tmp_path}, weights: random}}\nbatch: {{size: 2, length: 64}}\nstop: {{steps: 1}}\n"
+        "techniques: {efficient_attention: {}, chunked_loss: {}}"
+    )
+    assert found(recipe, 8192).best.plan["fits"]

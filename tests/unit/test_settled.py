@@ -1,0 +1,193 @@
+"""What recipes leave to a plan: compiling, what is computed again and micro-batches on a GPU; nothing of it on a CPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from preheat import recipe as recipes
+from preheat.engine.build import build, context_of
+from preheat.hardware.probe import probe
+from preheat.models import adapter
+from preheat.planning.candidates import Space
+from preheat.planning.plan import settled
+from preheat.planning.roofline import Roofline
+from preheat.techniques.activation_checkpointing import ActivationCheckpointing
+from preheat.techniques.compile import Compile
+from preheat.techniques.gradient_accumulation import GradientAccumulation
+from tests.conftest import tiny
+
+GPU = Roofline.of("H100").as_device
+
+
+def context(techniques: str, device: Any = GPU, **batch: int) -> Any:
+    recipe = tiny(techniques)
+    recipe = replace(recipe, batch=replace(recipe.batch, **batch))
+    return context_of(recipe, adapter.configure(recipe, 96), device)
+
+
+def plans(**of: tuple[float, float, float | None]) -> Any:
+    """Plans by `when` or `mode`: (share of the memory, seconds a step, seconds of the whole run)."""
+
+    def plan(other: Any) -> dict[str, Any]:
+        share, seconds, total = of[getattr(other, "when", None) or other.mode]
+        start = 60.0 if getattr(other, "when", "") == "always" else 0.0
+        return {
+            "peak_gib": share,
+            "available_gib": 1.0,
+            "fits": share <= 1,
+            "seconds_per_step": seconds,
+            "tokens_per_second": 1 / seconds,
+            "seconds_to_start": start,
+            "seconds_total": total,
+        }
+
+    return plan
+
+
+@pytest.mark.parametrize(
+    ("never", "always", "chosen"),
+    [
+        ((0.5, 1.0, 100.0), (0.5, 0.7, 130.0), "never"),  # 100 steps
+        ((0.5, 1.0, 1000.0), (0.5, 0.7, 760.0), "always"),
+        ((0.5, 1.0, None), (0.5, 0.7, None), "always"),  # nobody knows how long the run is
+        ((0.5, 1.0, 150.0), (0.5, 0.7, 150.0), "never"),  # 150 s end it: 150 tokens, or 90 / 0.7
+        ((0.5, 1.0, 3600.0), (0.5, 0.7, 3600.0), "always"),
+        ((1.1, 1.0, 100.0), (0.9, 0.7, 130.0), "always"),  # only compiled layers fit
+    ],
+)
+def test_layers_are_compiled_where_the_run_ends_sooner_so(never: Any, always: Any, chosen: str) -> None:
+    found = Compile(when="auto").resolve_auto(context("{compile: {when: auto}}"), plans(never=never, always=always))
+    assert isinstance(found, Compile)
+    assert found.when == chosen
+
+
+@pytest.mark.parametrize(
+    ("techniques", "device"),
+    [
+        ("{compile: {when: auto}}", probe("cpu")),
+        ("{compile: {when: auto}, fused_operators: {}}", GPU),  # gives way to what excludes it
+        ("{compile: {when: auto}, length_curriculum: {lengths: [8]}}", GPU),  # a graph for each shape
+    ],
+)
+def test_nothing_is_compiled_or_planned_where_it_cannot_serve(techniques: str, device: Any) -> None:
+    def plan(other: Any) -> Any:
+        raise AssertionError("nothing is to be planned")
+
+    found = Compile(when="auto").resolve_auto(context(techniques, device), plan)
+    assert found == Compile(when="never")
+
+
+def test_what_is_left_to_a_plan_changes_no_number_on_a_cpu() -> None:
+    auto = "{gradient_accumulation: {steps: 2, on_gpu: auto}, compile: {when: auto}}"
+    cpu = probe("cpu")
+    recipe = settled(tiny(auto), vocabulary=96, device=cpu, rates=None)  # type: ignore[arg-type]  # nothing is planned
+    assert recipe.techniques["gradient_accumulation"] == GradientAccumulation(steps=2)
+    made = build(recipe, vocabulary=96, device=cpu)
+    assert made.accumulation == 2
+    assert "uncompiled" in made.changes["compile"][0].what
+    assert "recompilations" not in made.counters
+
+
+@pytest.mark.parametrize(
+    ("none", "selective", "full", "mode"),
+    [
+        ((0.9, 1.0, None), (0.5, 1.1, None), (0.3, 1.3, None), "none"),
+        ((0.95, 1.0, None), (0.5, 1.1, None), (0.3, 1.3, None), "selective"),
+        ((1.5, 1.0, None), (0.8, 1.4, None), (0.3, 1.3, None), "full"),  # small layers, where Python decides what is kept
+        ((1.5, 1.0, None), (1.4, 1.4, None), (1.3, 1.3, None), "full"),  # as stated
+    ],
+)
+def test_no_more_is_computed_again_than_memory_asks_for(none: Any, selective: Any, full: Any, mode: str) -> None:
+    stated = ActivationCheckpointing(on_gpu="auto")
+    found = stated.resolve_auto(
+        context("{activation_checkpointing: {on_gpu: auto}}"), plans(none=none, selective=selective, full=full)
+    )
+    assert found == ActivationCheckpointing(mode=mode)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("length", "fitting", "steps"),
+    [(1024, 8, 2), (4096, 8, 8), (1024, 2, 8), (16384, 1, 16), (1024, 0, 16)],  # of 16 rows
+)
+def test_a_gpu_s_micro_batch_has_8192_tokens_if_they_fit(length: int, fitting: int, steps: int) -> None:
+    def plan(other: GradientAccumulation) -> dict[str, float]:
+        return {"peak_gib": 16 / other.steps, "available_gib": fitting / 0.9}
+
+    where = context("{gradient_accumulation: {steps: 4, on_gpu: auto}}", size=16, length=length)
+    assert GradientAccumulation(steps=4, on_gpu="auto").resolve_auto(where, plan) == GradientAccumulation(steps=steps)
+
+
+def test_a_search_decides_what_the_recipe_leaves_open() -> None:
+    recipe = tiny("{gradient_accumulation: {steps: 2, on_gpu: auto}, compile: {when: auto}, lora: {}}")
+    space = Space(recipe, 96, GPU, 1, "exact")
+    assert set(space.recipe.techniques) == {"lora"}
+    assert {"compile", "gradient_accumulation"} <= {cls.name() for cls in space.searched()}
+    assert space.allowed(Compile())  # as the recipe does, although it rounds
+    assert set(Space(recipe, 96, probe("cpu"), 1, "exact").recipe.techniques) == {"gradient_accumulation", "compile", "lora"}
+
+
+def test_built_in_recipes_compile_on_a_gpu_unless_the_run_is_short() -> None:
+    rates = Roofline.of("H100")
+    recipe = recipes.load("fine-tune")
+    for rows, when in ((20_000, "always"), (200, "never")):
+        found = settled(recipe, vocabulary=151_936, device=rates.as_device, rates=rates, rows=rows)
+        assert isinstance(compiled := found.techniques["compile"], Compile)
+        assert compiled.when == when
+        assert found.techniques["gradient_accumulation"] == GradientAccumulation(steps=2)  # 8 rows of 1,024
+
+
+def test_a_plan_without_room_for_its_error_says_so() -> None:
+    from io import StringIO
+
+    from rich.console import Console
+
+    from preheat.cli.show import picture
+    from preheat.planning.plan import plan
+
+    rates = Roofline.of("H100")
+    whole = plan(tiny("{}"), vocabulary=96, device=rates.as_device, rates=rates)
+
+    def told(available: float) -> str:
+        page = StringIO()
+        Console(file=page, width=300).print(picture({**whole, "available_gib": available}, "tiny"))
+        return page.getvalue()
+
+    assert "little room" in told(whole["peak_gib"] / 0.98)
+    assert "little room" not in told(whole["peak_gib"] * 2)
+
+
+@pytest.mark.parametrize("name", ["llama-3.1-8b", "meta-llama/Llama-3.1-8B"])
+def test_training_a_model_s_name_says_which_commands_do(name: str) -> None:
+    from preheat.cli.train import _not_a_model
+    from preheat.errors import RecipeError
+
+    with pytest.raises(RecipeError, match=rf"preheat plan {name} --out r.yaml writes one, then: preheat train r.yaml"):
+        _not_a_model(name)
+    _not_a_model("demo")
+    _not_a_model("no-such.yaml")
+
+
+def test_lengths_over_two_orders_of_magnitude_have_bars_of_equal_ratios() -> None:
+    import numpy as np
+
+    from preheat.data.showing import _lengths
+
+    sizes = np.array([3, 5, 9, 20, 40, 80, 160, 320, 640, 1000])
+    bars = _lengths(sizes, 1024)["bars"]
+    assert sum(bar["count"] for bar in bars) == 10
+    assert max(bar["count"] for bar in bars) <= 2  # of equal width the first would hold 5
+    assert bars[0]["from"] <= 3
+    even = _lengths(np.arange(100, 200), 1024)["bars"]
+    assert {bar["to"] - bar["from"] for bar in even} <= {7, 8}
+
+
+def test_the_roof_is_the_rate_of_the_recipe_s_dtype() -> None:
+    from preheat.planning.explain import _roofline
+    from preheat.planning.observe import observe
+
+    rates = Roofline.of("H100")
+    seen = observe(tiny("{}"), vocabulary=96, device=rates.as_device)
+    assert _roofline(seen, rates, 5.0)["peak"] == 5.0
