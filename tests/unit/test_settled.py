@@ -86,9 +86,9 @@ def test_what_is_left_to_a_plan_changes_no_number_on_a_cpu() -> None:
     recipe = settled(tiny(auto), vocabulary=96, device=cpu, rates=None)  # type: ignore[arg-type]  # nothing is planned
     assert recipe.techniques["gradient_accumulation"] == GradientAccumulation(steps=2)
     made = build(recipe, vocabulary=96, device=cpu)
-    assert made.accumulation == 2
+    assert made.state.accumulation == 2
     assert "uncompiled" in made.changes["compile"][0].what
-    assert "recompilations" not in made.counters
+    assert "recompilations" not in made.state.counters
 
 
 @pytest.mark.parametrize(
