@@ -84,7 +84,7 @@ def gradients(build: Build, batches: Sequence[Batch], lr: float | None = None) -
         _set_rate(build, lr)
     weight: Any = sum(batch.weight for batch in batches)
     if build.mesh.size(*DATA) > 1:  # of all devices that share out the rows; it stays on the device
-        weight = build.mesh.add(torch.tensor(float(weight), device=build.torch_device), *DATA).clamp(min=1)
+        weight = build.mesh.add(torch.full((), float(weight), device=build.torch_device), *DATA).clamp(min=1)
     loss: LossSum = build.slot(Slot.FORWARD_BACKWARD)(build, batches, weight)
     build.metrics = loss.metrics
     for _, finish in sorted(build.finish_gradients, key=lambda pair: pair[0]):

@@ -32,9 +32,9 @@ class Passes(NamedTuple):
     """Whether `forward` returns the log of the sums of exponentials too, [n, heads, length], for `backward`."""
 
 
-def to_device(array: numpy.ndarray, device: torch.device) -> Tensor:
-    """The array on the device. The host does not wait: torch keeps the pinned memory that it is copied from."""
-    host = torch.from_numpy(array)
+def to_device(values: numpy.ndarray | Sequence[int] | Tensor, device: torch.device) -> Tensor:
+    """Values of the host, numbers as int64, on the device. The host does not wait: torch keeps the pinned memory that it is copied from."""
+    host = values if isinstance(values, Tensor) else torch.from_numpy(numpy.asarray(values))
     if device.type == "cpu":
         return host
     faked = any(isinstance(mode, FakeTensorMode) for mode in _get_current_dispatch_mode_stack())
