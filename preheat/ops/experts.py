@@ -97,7 +97,9 @@ def _outer_blocks(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
     for n in range(len(blocks.at)):
         at = blocks.at[n].clamp(max=left.shape[0] - 1)
         rows = left[at].masked_fill(~blocks.real[n][:, None], 0)
-        out.index_add_(0, blocks.expert[n : n + 1], (rows.t() @ right[at].masked_fill(~blocks.real[n][:, None], 0)).to(wide)[None])
+        out.index_add_(
+            0, blocks.expert[n : n + 1], (rows.t() @ right[at].masked_fill(~blocks.real[n][:, None], 0)).to(wide)[None]
+        )
     return out.to(left.dtype)
 
 

@@ -9,8 +9,8 @@ those that would lie on the device.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 from unittest.mock import patch
@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 
 from preheat.ops import experts
 
-__all__ = ["Waits"]
+__all__ = ["Waits", "watched"]
 
 # Operators of which the host reads a value or a size.
 READING = {
@@ -49,6 +49,8 @@ INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_ind
 # Methods by which Python reads a tensor; on a CPU some call no operator.
 METHODS = {"tolist", "item", "cpu", "numpy", "__array__", "__bool__", "__int__", "__float__", "__index__", "__contains__"}
 MAKING = {"tensor", "as_tensor", "asarray", "scalar_tensor"}
+COPIES = {"preheat::to_host", "preheat::copy_to_host_", "preheat::copy_to_device_", "preheat::host_zeros"}
+"""Begun on the current stream, from pinned memory: see ops/host.py."""
 HOST = "_lies_on_host"
 
 
@@ -117,72 +119,67 @@ class _Calls(TorchFunctionMode):
 
 
 class Waits(TorchDispatchMode):
-    """Writes down where a step that runs under it would wait for a GPU.
+    """The operators of a step; see `watched`.
 
     Attributes:
         found: (what, file:line), in order.
-
-    Example:
-        >>> with Waits() as waits:
-        ...     _ = torch.ones(3, device="cpu").sum().item()
-        >>> waits.found[0][0]
-        'Tensor.item'
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.found: list[tuple[str, str]] = []
-        self._stack = ExitStack()
-        self._calls = _Calls(self)
 
     def note(self, what: str) -> None:
         place = _place()
         if not self.found or self.found[-1][1] != place:  # a method and the operator that it calls are one read
             self.found.append((what, place))
 
-    def __enter__(self) -> Any:
-        plain: Callable[..., Any] = torch.from_numpy
-
-        def from_numpy(array: Any) -> Tensor:
-            made = plain(array)
-            # `to_device` has a pinned copy of it made, which nobody waits for.
-            return made if sys._getframe(1).f_code.co_name == "to_device" else _mark(made)
-
-        self._stack.enter_context(patch.object(torch, "from_numpy", from_numpy))
-        # As on CUDA: torch's grouped product takes bf16 alone, and the host does not know where an expert's rows end.
-        native = experts._native
-        self._stack.enter_context(
-            patch.object(experts, "_native", lambda *ts: ts[0].dtype == torch.bfloat16 and native(*ts))
-        )
-        self._stack.enter_context(patch.object(experts, "_reads_at_once", lambda ends: False))
-        self._stack.enter_context(self._calls)
-        super().__enter__()  # type: ignore[no-untyped-call]
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)  # type: ignore[no-untyped-call]
-        self._stack.close()
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = func._schema.name
-        if name in OPDEFS and not name.startswith("preheat::to_host"):
-            with self, self._again():
-                return OPDEFS[name]._init_fn(*args, **kwargs)  # torch would run it with no mode at all
+        if name in OPDEFS and name not in COPIES:
+            with self, _Calls(self):
+                return OPDEFS[name]._init_fn(*args, **kwargs)  # torch would run it without any mode
         bare = name.rpartition("::")[2]
-        if self._reads(bare, func, args, kwargs) and not _on_host((args, kwargs)):
+        if _reads(bare, func, args, kwargs) and not _on_host((args, kwargs)):
             self.note(name)
         return func(*args, **kwargs)
 
-    def _reads(self, bare: str, func: Any, args: Any, kwargs: Any) -> bool:
-        if bare == "repeat_interleave" and func._overloadname in ("Tensor", "self_Tensor"):
-            return kwargs.get("output_size") is None
-        if bare in INDEXING:
-            indices: Iterable[Any] = args[1]
-            return any(isinstance(i, Tensor) and i.dtype in (torch.bool, torch.uint8) for i in indices)
-        if bare == "_grouped_mm":
-            return args[0].dtype != torch.bfloat16
-        return bare in READING
 
-    def _again(self) -> Any:
-        return self._calls
+def _reads(bare: str, func: Any, args: Any, kwargs: Any) -> bool:
+    if bare == "repeat_interleave" and func._overloadname in ("Tensor", "self_Tensor"):
+        return kwargs.get("output_size") is None
+    if bare in INDEXING:
+        return any(isinstance(i, Tensor) and i.dtype in (torch.bool, torch.uint8) for i in args[1])
+    if bare == "_grouped_mm":
+        return bool(args[0].dtype != torch.bfloat16)
+    return bare in READING
+
+
+@contextmanager
+def watched() -> Iterator[Waits]:
+    """Writes down where what runs within would wait for a GPU.
+
+    Example:
+        >>> with watched() as waits:
+        ...     _ = torch.ones(3, device="cpu").sum().item()
+        >>> waits.found[0][0]
+        'Tensor.item'
+    """
+    plain: Callable[..., Any] = torch.from_numpy
+    native = experts._native
+
+    def from_numpy(array: Any) -> Tensor:
+        made: Tensor = plain(array)
+        # `to_device` makes a pinned copy, for which nobody waits.
+        return made if sys._getframe(1).f_code.co_name == "to_device" else _mark(made)
+
+    with (
+        patch.object(torch, "from_numpy", from_numpy),
+        # As on CUDA: torch's grouped product takes bf16 alone, and the host does not know where an expert's rows end.
+        patch.object(experts, "_native", lambda *ts: ts[0].dtype == torch.bfloat16 and native(*ts)),
+        patch.object(experts, "_reads_at_once", lambda ends: False),
+        Waits() as waits,
+        _Calls(waits),
+    ):
+        yield waits
