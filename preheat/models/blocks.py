@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from preheat.ops.documents import to_device
+from preheat.hardware.transfers import to_device
 
 __all__ = ["CentredEmbedding", "DynamicRotary", "FeedForward", "LongRotary", "RMSNorm"]
 

@@ -172,7 +172,7 @@ def hidden_states(model: Any, tokens: Tensor, mask: MaskSpec, attention: Callabl
         mask: with `documents` and `read`.
         attention: (q, k, v, mask, scale, *, bias) -> out, the bias bool or float, as of `preheat.ops.attention_module.attention_in_chunks`.
     """
-    from preheat.ops.documents import to_device
+    from preheat.hardware.transfers import to_device
 
     assert mask.documents is not None
     assert mask.read is not None

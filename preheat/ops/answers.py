@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from preheat.ops.documents import to_device
+from preheat.hardware.transfers import to_device
 from preheat.ops.losses import IGNORED
 from preheat.technique import Batch
 

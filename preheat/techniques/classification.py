@@ -142,7 +142,7 @@ class Classification(Technique):
 
 def _last_places(batch: Batch) -> torch.Tensor:
     """Where documents end in the flattened batch; from the lengths on the host."""
-    from preheat.ops.documents import to_device
+    from preheat.hardware.transfers import to_device
 
     rows, length = batch.tokens.shape
     sizes = [size for row in batch.mask.documents or ((length,),) * rows for size in row]

@@ -200,8 +200,8 @@ class Preference(Technique):
 
     def _judge(self, now: Tensor, before: Tensor, places: Any, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         """Losses of the examples, differentiable by `now`, and what is written down of them, summed."""
+        from preheat.hardware.transfers import to_device
         from preheat.ops.answers import liked_losses, pair_losses
-        from preheat.ops.documents import to_device
 
         reward = self._beta * (now - before).detach()
         if self.loss == "unpaired":
