@@ -58,6 +58,8 @@ class Build:
     state: dict[str, Stateful] = field(default_factory=dict)
     """Whatever must be in a checkpoint besides weights and optimizer."""
     transforms: list[tuple[Order, Callable[[Batch], Batch]]] = field(default_factory=list)
+    transfer: Any = None
+    """engine.transfer.Transfer, one of the transforms: how batches get to the device; None if they lie there."""
     around_forward: list[Callable[[], AbstractContextManager[Any]]] = field(default_factory=list)
     """Contexts entered around each forward pass, autocast for one."""
     on_loss: list[Callable[[Tensor], Tensor]] = field(default_factory=list)
@@ -98,8 +100,19 @@ class Build:
 
     def transformed(self, batch: Batch) -> Batch:
         """The batch as the model takes it: the transforms in their order."""
-        for _, change in sorted(self.transforms, key=lambda pair: pair[0]):
-            batch = change(batch)
+        moved = self.transfer.begun(batch) if self.transfer is not None else None
+        batch = moved if moved is not None else self._changed(batch, Order.SHIFT, Order.SPLIT)
+        return self._changed(batch, Order.MOVE, Order.MOVE, but=self.transfer if moved is not None else None)
+
+    def begin(self, batch: Batch) -> None:
+        """Begins to copy the micro-batch that is `transformed` next to the device, beside what is queued there from now on."""
+        if self.transfer is not None:
+            self.transfer.begin(batch, self._changed(batch, Order.SHIFT, Order.SPLIT))
+
+    def _changed(self, batch: Batch, first: Order, last: Order, but: Any = None) -> Batch:
+        for order, change in sorted(self.transforms, key=lambda pair: pair[0]):
+            if first <= order <= last and (but is None or change is not but):
+                batch = change(batch)
         return batch
 
     def look(self, rows: Any, numbers: Iterable[int], progress: Callable[[str, float, float], None]) -> None:

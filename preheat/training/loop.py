@@ -262,9 +262,9 @@ class _Loop:
         lr = self.session.peak_lr * share_of_peak(self.recipe.schedule, self.progress.step, self.session.total)
         self.standing.at(step, "making gradients")
         loss = gradients(self.build, batch, lr)
+        self._read_ahead(stream)
         self.standing.at(step, "updating weights")
         stats = update(self.build, lr)
-        self._read_ahead(stream)
         endures = self.build.endures_overflow() if self.build.endures_overflow else torch.zeros_like(stats[0])
         # The one read of the step. Where the gradients were not finite the update left the weights as they were.
         self.standing.at(step, "sharing its numbers")
@@ -320,7 +320,7 @@ class _Loop:
         return self.build.device.kind == "cuda"
 
     def _read_ahead(self, stream: Any) -> None:
-        """Reads the next step's rows while the device still computes this one. What goes wrong is raised when they are due.
+        """Reads the next step's rows while the device still makes this one's gradients. What goes wrong is raised when they are due.
 
         The order stays: it depends on the samples that were trained on alone, and so does what a checkpoint keeps.
         """
@@ -331,6 +331,8 @@ class _Loop:
             self.ahead = next(stream)
         except (PreheatError, MemoryError, OSError, RuntimeError) as error:
             self.ahead = error.with_traceback(None)  # which would keep alive what the reading held
+            return
+        self.build.begin(self.ahead[0])  # beside the update, which is queued from here on
 
     def _saved_before_the_end(self) -> str:
         """Saves what stands, if this process can do so alone, and says from where `--resume` goes on."""
