@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from preheat.engine.balance import balance, scores
 from preheat.engine.step import plain_slots
+from preheat.engine.transfer import Transfer
 from preheat.errors import RecipeError
 from preheat.models import adapter, configs, encoder_decoder, presets, sizes
 from preheat.models.weights import WeightSource, materialize, mean_rows
@@ -18,7 +19,6 @@ from preheat.ops.attention_module import attention_in_chunks
 from preheat.recipe import Parallel, Recipe, check
 from preheat.technique import (
     DATA,
-    Batch,
     Build,
     Change,
     Context,
@@ -159,7 +159,8 @@ def build(
         made.own(Slot.ATTENTION_KERNEL, attention_in_chunks, "plain")
         made.hooks.transforms.append((Order.PACK, encoder_decoder.divided if dry is None else encoder_decoder.divided_evenly))
     if where.type != "cpu":
-        made.hooks.transforms.append((Order.MOVE, lambda batch: _move(batch, made.torch_device)))
+        made.hooks.transfer = transfer = Transfer(made.torch_device)
+        made.hooks.transforms.append((Order.MOVE, transfer))
 
     def apply(first: Stage, last: Stage) -> None:
         for t in techniques:
@@ -301,11 +302,3 @@ def _weights_folder(recipe: Recipe) -> Path | None:
         raise RecipeError(
             f"model.path: {path}: its weights cannot be had from the hub ({str(error).splitlines()[0][:160]}); download them and name the folder"
         ) from None
-
-
-def _move(batch: Batch, device: Any) -> Batch:
-    tokens, labels, positions, *beside = (
-        t.to(device, non_blocking=True) for t in (batch.tokens, batch.labels, batch.positions, *batch.beside)
-    )
-    images = batch.images.to(device) if batch.images is not None else None
-    return replace(batch, tokens=tokens, labels=labels, positions=positions, beside=tuple(beside), images=images)

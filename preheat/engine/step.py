@@ -7,7 +7,7 @@ stats = update(build, lr)            # norm of the gradients, and whether all wa
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
@@ -84,7 +84,7 @@ def gradients(build: Build, batches: Sequence[Batch], lr: float | None = None) -
         _set_rate(build, lr)
     weight: Any = sum(batch.weight for batch in batches)
     if build.mesh.size(*DATA) > 1:  # of all devices that share out the rows; it stays on the device
-        weight = build.mesh.add(torch.tensor(float(weight), device=build.torch_device), *DATA).clamp(min=1)
+        weight = build.mesh.add(torch.full((), float(weight), device=build.torch_device), *DATA).clamp(min=1)
     loss: LossSum = build.slot(Slot.FORWARD_BACKWARD)(build, batches, weight)
     build.loss.metrics = loss.metrics
     for _, finish in sorted(build.hooks.finish_gradients, key=lambda pair: pair[0]):
@@ -187,8 +187,23 @@ def _forward_backward(build: Build, batches: Sequence[Batch], global_weight: flo
         add_up(metrics, loss.metrics)
         return loss.total
 
-    total = accumulate((transform(build, batch) for batch in batches), loss_sum, global_weight)
+    total = accumulate(_transformed(build, batches), loss_sum, global_weight)
     return LossSum(total, global_weight, metrics)
+
+
+def _transformed(build: Build, batches: Iterable[Batch]) -> Iterator[Batch]:
+    """Each micro-batch as the model takes it; the next is on its way to the device while one computes."""
+    if build.hooks.transfer is None:
+        yield from (transform(build, batch) for batch in batches)
+        return
+    left = iter(batches)
+    following = next(left, None)
+    while following is not None:
+        ready = [transform(build, following)]
+        following = next(left, None)
+        if following is not None:
+            build.begin(following)
+        yield ready.pop()  # nothing of it is kept here while the one behind it computes
 
 
 def _clip(build: Build) -> Tensor:

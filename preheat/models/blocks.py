@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from preheat.hardware.transfers import to_device
+
 __all__ = ["CentredEmbedding", "DynamicRotary", "Elsewhere", "FeedForward", "LongRotary", "RMSNorm", "own_rotary"]
 
 
@@ -82,11 +84,16 @@ class DynamicRotary(nn.Module):
 
     @torch.no_grad()
     def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-        longest = position_ids.max() + 1  # stays on the device
-        frequencies, scale = ROPE_INIT_FUNCTIONS["dynamic"](self.config, x.device, seq_len=longest)
-        return _tables(x, position_ids, frequencies, scale)
+        config = self.config
+        rope, most = config.rope_parameters, config.max_position_embeddings
+        width = getattr(config, "head_dim", config.hidden_size // config.num_attention_heads)
+        dim = int(width * rope.get("partial_rotary_factor", 1.0))
+        # transformers' formula, whose function makes two of its tensors on the host.
+        longest = (position_ids.max() + 1).clamp(min=most)  # stays on the device
+        stretched = (rope["factor"] * longest / most) - (rope["factor"] - 1)
+        base = rope["rope_theta"] * stretched ** (dim / (dim - 2))
+        steps = torch.arange(0, dim, 2, dtype=torch.int64, device=x.device).float() / dim
+        return _tables(x, position_ids, 1.0 / (base**steps), 1.0)
 
 
 class LongRotary(nn.Module):
@@ -107,8 +114,10 @@ class LongRotary(nn.Module):
         from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
         original = self.config.rope_parameters["original_max_position_embeddings"]
-        near, scale = ROPE_INIT_FUNCTIONS["longrope"](self.config, x.device, seq_len=original)
-        far, _ = ROPE_INIT_FUNCTIONS["longrope"](self.config, x.device, seq_len=original + 1)
+        # Made on the host, since they are of its numbers alone, and copied without waiting for the device.
+        near, scale = ROPE_INIT_FUNCTIONS["longrope"](self.config, None, seq_len=original)
+        far, _ = ROPE_INIT_FUNCTIONS["longrope"](self.config, None, seq_len=original + 1)
+        near, far = to_device(near, x.device), to_device(far, x.device)
         return _tables(x, position_ids, torch.where(position_ids.max() + 1 > original, far, near), scale)
 
 

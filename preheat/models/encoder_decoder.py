@@ -172,13 +172,13 @@ def hidden_states(model: Any, tokens: Tensor, mask: MaskSpec, attention: Callabl
         mask: with `documents` and `read`.
         attention: (q, k, v, mask, scale, *, bias) -> out, the bias bool or float, as of `preheat.ops.attention_module.attention_in_chunks`.
     """
-    import torch
+    from preheat.hardware.transfers import to_device
 
     assert mask.documents is not None
     assert mask.read is not None
     encoder, decoder = stacks(model)
     places = _places(mask.documents, mask.read)
-    source, target, begins, source_of, target_of = (torch.from_numpy(t).to(tokens.device) for t in places[:5])
+    source, target, begins, source_of, target_of = (to_device(t, tokens.device) for t in places[:5])
     masks = _Masks(
         MaskSpec(causal=False, documents=places.sources),
         MaskSpec(documents=places.targets),

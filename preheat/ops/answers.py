@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from preheat.hardware.transfers import to_device
 from preheat.ops.losses import IGNORED
 from preheat.technique import Batch
 
@@ -44,15 +45,15 @@ class Places:
         for row, real in zip(documents, held, strict=True):
             numbers += [n + i if i < real else count for i in range(len(row))]
             n += real
-        ends = torch.tensor(sizes, device=device).cumsum(0)
+        ends = to_device(sizes, device).cumsum(0)
         total = batch.tokens.numel()
-        owner = torch.tensor(numbers, device=device)[torch.bucketize(torch.arange(total, device=device), ends, right=True)]
+        owner = to_device(numbers, device)[torch.bucketize(torch.arange(total, device=device), ends, right=True)]
         real_sizes = [size for size, number in zip(sizes, numbers, strict=True) if number < count]
         begins = itertools.accumulate(sizes, initial=0)
         starts = [start for start, number in zip(begins, numbers, strict=False) if number < count]
         within = torch.arange(max(real_sizes), device=device)
-        index = torch.tensor(starts, device=device)[:, None] + within
-        index = torch.where(within < torch.tensor(real_sizes, device=device)[:, None], index, total)
+        index = to_device(starts, device)[:, None] + within
+        index = torch.where(within < to_device(real_sizes, device)[:, None], index, total)
         made = cls(index, owner, ends)
         made.lengths = made.sums((batch.labels != IGNORED).float()).clamp(min=1)
         return made

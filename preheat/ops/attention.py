@@ -11,8 +11,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+from preheat.hardware.transfers import to_device
 from preheat.ops.attention_varlen import attend_varlen, varlen_passes, varlen_serves
-from preheat.ops.documents import Documents, Passes, attend, by_document, to_device
+from preheat.ops.documents import Documents, Passes, attend, by_document
 from preheat.technique import MaskSpec
 
 __all__ = [

@@ -19,7 +19,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.flop_counter import register_flop_formula
 
-from preheat.ops.documents import Documents, Passes, to_device
+from preheat.hardware.transfers import to_device
+from preheat.ops.documents import Documents, Passes
 from preheat.technique import MaskSpec
 
 __all__ = ["Bounds", "attend_varlen", "bounds_of", "varlen_attention", "varlen_passes", "varlen_serves"]

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import _functional_collectives as collectives
 
+from preheat.hardware.transfers import to_device
 from preheat.ops.attention import in_compute_dtype
-from preheat.ops.documents import to_device
 from preheat.ops.losses import IGNORED
 from preheat.technique import Batch, MaskSpec
 

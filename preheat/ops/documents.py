@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 import numpy
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.function import once_differentiable
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-__all__ = ["Documents", "Passes", "attend", "by_document", "forward", "gradients", "to_device"]
+from preheat.hardware.transfers import to_device
+
+__all__ = ["Documents", "Passes", "attend", "by_document", "forward", "gradients"]
 
 Documents = tuple[tuple[int, ...], ...]
 """Lengths of the documents of each row."""
@@ -30,15 +30,6 @@ class Passes(NamedTuple):
     """(gradient, q, k, v, and with statistics the result and these) -> gradients by q, k and v."""
     statistics: bool = False
     """Whether `forward` returns the log of the sums of exponentials too, [n, heads, length], for `backward`."""
-
-
-def to_device(array: numpy.ndarray, device: torch.device) -> Tensor:
-    """The array on the device. The host does not wait: torch keeps the pinned memory that it is copied from."""
-    host = torch.from_numpy(array)
-    if device.type == "cpu":
-        return host
-    faked = any(isinstance(mode, FakeTensorMode) for mode in _get_current_dispatch_mode_stack())
-    return (host if faked else host.pin_memory()).to(device, non_blocking=True)  # fakes know no pinned memory
 
 
 def attend(kernel: Passes, q: Tensor, k: Tensor, v: Tensor, documents: Documents | None) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -25,10 +25,13 @@ EXCHANGE = "preheat_exchange"
 
 
 def _native(*tensors: Tensor) -> bool:
-    """Whether torch's grouped product takes these: 16-byte rows, no fp64, and on CUDA bf16 (for others it reads the bounds back as we do)."""
+    """Whether torch's grouped product takes these: 16-byte rows, no fp64, and on CUDA bf16 on Hopper and Blackwell. For others it reads the bounds back."""
+    device = tensors[0].device
+    if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] not in (9, 10):
+        return False
     aligned = all(size * t.element_size() % 16 == 0 for t in tensors for size in t.shape[-2:] if t.ndim == 3)
     aligned = aligned and all(t.shape[-1] * t.element_size() % 16 == 0 for t in tensors)
-    kinds = (torch.float32, torch.bfloat16, torch.float16) if tensors[0].device.type == "cpu" else (torch.bfloat16,)
+    kinds = (torch.float32, torch.bfloat16, torch.float16) if device.type == "cpu" else (torch.bfloat16,)
     return aligned and tensors[0].dtype in kinds
 
 
@@ -37,11 +40,76 @@ def _bounds(ends: Tensor) -> list[tuple[int, int]]:
     return list(zip([0, *last[:-1]], last, strict=True))
 
 
+def _reads_at_once(ends: Tensor) -> bool:
+    """Whether the host knows the bounds without waiting."""
+    return ends.device.type == "cpu"
+
+
+_BLOCK = 256
+"""Rows of a block at most: an expert's matrix is copied for each, which is little beside the product with so many rows."""
+
+
+class _Blocks(NamedTuple):
+    """Rows of each expert in blocks of one size, as many as there may be at most, so that no size depends on the routing.
+
+    Attributes:
+        expert: [blocks], whose rows they are.
+        at: [blocks, size], the rows; behind an expert's last row the number of all rows.
+        real: [blocks, size], whether there is such a row.
+    """
+
+    expert: Tensor
+    at: Tensor
+    real: Tensor
+
+    @classmethod
+    def of(cls, ends: Tensor, rows: int) -> _Blocks:
+        experts, device = ends.shape[0], ends.device
+        size = min(_BLOCK, -(-rows // experts))
+        ends = ends.long()
+        begins = torch.cat([ends.new_zeros(1), ends[:-1]])
+        blocks = (ends - begins + size - 1) // size
+        last = blocks.cumsum(0)
+        number = torch.arange(rows // size + experts, device=device)
+        expert = torch.bucketize(number, last, right=True).clamp(max=experts - 1)
+        first = begins[expert] + (number - (last - blocks)[expert]) * size
+        at = first[:, None] + torch.arange(size, device=device)
+        real = at < ends[expert][:, None]
+        return cls(expert, torch.where(real, at, rows), real)
+
+
+def _multiply_blocks(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
+    """`_multiply` by blocks of rows: nothing is read from the device."""
+    count = rows.shape[0]
+    blocks = _Blocks.of(ends, count)
+    out = rows.new_empty(count + 1, matrices.shape[2])  # the last row takes what is no row
+    for n in range(len(blocks.at)):
+        matrix = matrices.index_select(0, blocks.expert[n : n + 1])[0]
+        out.index_copy_(0, blocks.at[n], rows[blocks.at[n].clamp(max=count - 1)] @ matrix)
+    return out[:count]
+
+
+def _outer_blocks(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
+    """`_outer` by blocks of rows: nothing is read from the device. Blocks are added up in fp32 at least."""
+    blocks = _Blocks.of(ends, left.shape[0])
+    wide = torch.promote_types(left.dtype, torch.float32)
+    out = left.new_zeros(ends.shape[0], left.shape[1], right.shape[1], dtype=wide)
+    for n in range(len(blocks.at)):
+        at = blocks.at[n].clamp(max=left.shape[0] - 1)
+        rows = left[at].masked_fill(~blocks.real[n][:, None], 0)
+        out.index_add_(
+            0, blocks.expert[n : n + 1], (rows.t() @ right[at].masked_fill(~blocks.real[n][:, None], 0)).to(wide)[None]
+        )
+    return out.to(left.dtype)
+
+
 def _multiply(rows: Tensor, weight: Tensor, ends: Tensor, flip: bool) -> Tensor:
     """Rows [n, in], those of an expert together up to `ends`, times its matrix: of weight [experts, in, out], or [experts, out, in] with `flip`."""
     matrices = weight.transpose(1, 2) if flip else weight
     if _native(rows, weight):
         return cast(Tensor, torch.nn.functional.grouped_mm(rows.contiguous(), matrices, offs=ends))
+    if not _reads_at_once(ends):
+        return _multiply_blocks(rows, matrices, ends)
     out = rows.new_empty(rows.shape[0], matrices.shape[2])
     for matrix, (first, last) in zip(matrices, _bounds(ends), strict=True):
         torch.mm(rows[first:last], matrix, out=out[first:last])
@@ -73,6 +141,8 @@ def _outer(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
     """For each expert the sum over its rows of left [n, a] by right [n, b]: [experts, a, b]."""
     if _native(left, right):
         return cast(Tensor, torch.nn.functional.grouped_mm(left.contiguous().t(), right.contiguous(), offs=ends))
+    if not _reads_at_once(ends):
+        return _outer_blocks(left, right, ends)
     out = left.new_empty(ends.shape[0], left.shape[1], right.shape[1])
     for matrix, (first, last) in zip(out, _bounds(ends), strict=True):
         torch.mm(left[first:last].t(), right[first:last], out=matrix)

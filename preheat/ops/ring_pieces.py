@@ -17,10 +17,10 @@ import numpy
 import torch
 from torch import Tensor
 
+from preheat.hardware.transfers import to_device
 from preheat.ops.attention import flash_backward, flash_forward, packed, reference_attention, sdpa_attention, sees
 from preheat.ops.attention_blocks import blocked_attention
 from preheat.ops.context import places_of, row_length
-from preheat.ops.documents import to_device
 from preheat.technique import MaskSpec
 
 __all__ = ["FlashPieces", "ProductPieces", "Rectangle", "pieces_like", "rectangles"]

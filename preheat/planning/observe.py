@@ -135,8 +135,11 @@ def _observe(recipe: Recipe, vocabulary: int | None, device: Device, by_layer: b
         # The first micro-batch makes the gradients, the second adds to them, and every later one is like it; but a CPU's heap takes a third to settle.
         recorder.kernels.clear()
         recorder.phase = Phase.FORWARD
-        held = [fake_batch(recipe, rows, made.model.vision) for rows in micros]  # the host holds the whole global batch
-        batches = held[: _enough(made, len(micros))]
+        enough = _enough(made, len(micros))
+        # A CPU's memory holds the whole global batch, and a pipeline moves all of it; a GPU has one micro-batch and the next.
+        everything = cpu or made.mesh.size(Axis.PIPELINE) > 1
+        held = [fake_batch(recipe, rows, made.model.vision) for rows in (micros if everything else micros[:enough])]
+        batches = held[:enough]
         marks: list[Mark] = []
         looks: list[Counter[Kernel]] = []  # a first pass over all micro-batches takes them by number
 

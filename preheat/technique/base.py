@@ -262,6 +262,19 @@ class DatasetPass(Protocol):
         """What it does to one micro-batch, for a dry run."""
 
 
+class BatchTransfer(Protocol):
+    """Moves micro-batches to the device, the next one while the step runs (`engine.transfer.Transfer`)."""
+
+    def __call__(self, host: Batch) -> Batch:
+        """Moves a batch now."""
+
+    def begin(self, read: Batch, host: Batch) -> None:
+        """Begins to copy `host`, which is what the transforms make of `read`."""
+
+    def begun(self, read: Batch) -> Batch | None:
+        """The copy that was begun of this batch; None if none was."""
+
+
 @dataclass
 class Hooks:
     """What techniques add around the parts of a step. Each list is called in the order of its entries.
@@ -274,6 +287,7 @@ class Hooks:
         after_update: called after each optimizer step.
         around_optimizer: each wraps the function that makes the optimizer: over shards of the parameters, for one.
         dataset_passes: passes over the training rows before the first of them is trained on.
+        transfer: one of the transforms: how batches get to the device; None if they are there already.
     """
 
     transforms: list[tuple[Order, Callable[[Batch], Batch]]] = field(default_factory=list)
@@ -283,6 +297,7 @@ class Hooks:
     after_update: list[Callable[[Build], None]] = field(default_factory=list)
     around_optimizer: list[Callable[[Callable[..., Any]], Callable[..., Any]]] = field(default_factory=list)
     dataset_passes: list[DatasetPass] = field(default_factory=list)
+    transfer: BatchTransfer | None = None
 
 
 @dataclass
@@ -380,8 +395,20 @@ class Build:
 
     def transformed(self, batch: Batch) -> Batch:
         """The batch as the model takes it: the transforms in their order."""
-        for _, change in sorted(self.hooks.transforms, key=lambda pair: pair[0]):
-            batch = change(batch)
+        transfer = self.hooks.transfer
+        moved = transfer.begun(batch) if transfer is not None else None
+        batch = moved if moved is not None else self._changed(batch, Order.SHIFT, Order.SPLIT)
+        return self._changed(batch, Order.MOVE, Order.MOVE, but=transfer if moved is not None else None)
+
+    def begin(self, batch: Batch) -> None:
+        """Begins to copy the micro-batch that is `transformed` next to the device, beside what is queued there from now on."""
+        if self.hooks.transfer is not None:
+            self.hooks.transfer.begin(batch, self._changed(batch, Order.SHIFT, Order.SPLIT))
+
+    def _changed(self, batch: Batch, first: Order, last: Order, but: object = None) -> Batch:
+        for order, change in sorted(self.hooks.transforms, key=lambda pair: pair[0]):
+            if first <= order <= last and (but is None or change is not but):
+                batch = change(batch)
         return batch
 
     def run_dataset_passes(self, rows: Any, numbers: Iterable[int], progress: Callable[[str, float, float], None]) -> None:

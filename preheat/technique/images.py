@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
 __all__ = ["Images", "Vision"]
@@ -77,12 +76,9 @@ class Images:
     places: Tensor
     sizes: tuple[int, ...]
 
-    def to(self, device: torch.device) -> Images:
-        return self._each(lambda t: t.to(device, non_blocking=True))
-
     def pin_memory(self) -> Images:
-        return self._each(lambda t: t.pin_memory())
+        return self.each(lambda t: t.pin_memory())
 
-    def _each(self, change: Callable[[Tensor], Tensor]) -> Images:
+    def each(self, change: Callable[[Tensor], Tensor]) -> Images:
         patches, taps, shares, grid, places = map(change, (self.patches, self.taps, self.shares, self.grid, self.places))
         return Images(patches, taps, shares, grid, places, self.sizes)

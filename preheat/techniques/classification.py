@@ -143,11 +143,11 @@ class Classification(Technique):
 
 def _last_places(batch: Batch) -> torch.Tensor:
     """Where documents end in the flattened batch; from the lengths on the host."""
-    import torch
+    from preheat.hardware.transfers import to_device
 
     rows, length = batch.tokens.shape
     sizes = [size for row in batch.mask.documents or ((length,),) * rows for size in row]
-    return torch.tensor(sizes, device=batch.tokens.device).cumsum(0) - 1
+    return to_device(sizes, batch.tokens.device).cumsum(0) - 1
 
 
 def _scores(metrics: Mapping[str, Any], weight: float) -> dict[str, float]:

@@ -213,13 +213,12 @@ class Preference(Technique):
 
     def _judge(self, now: Tensor, before: Tensor, places: Any, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         """Losses of the examples, differentiable by `now`, and what is written down of them, summed."""
-        import torch
-
+        from preheat.hardware.transfers import to_device
         from preheat.ops.answers import liked_losses, pair_losses
 
         reward = self._beta * (now - before).detach()
         if self.loss == "unpaired":
-            liked = torch.tensor([n for row in batch.liked for n in row], device=now.device)
+            liked = to_device([n for row in batch.liked for n in row], now.device)
             right = (reward > 0) == (liked > 0)
             metrics = {"reward_accuracy": right.float().sum(), "liked": liked.sum(), "reward_liked": (reward * liked).sum()}
             metrics["reward_disliked"] = (reward * (1 - liked)).sum()

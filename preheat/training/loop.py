@@ -261,9 +261,9 @@ class _Loop:
         lr = self.session.peak_lr * share_of_peak(self.recipe.schedule, self.progress.step, self.session.total)
         self.standing.at(step, Phase.GRADIENTS)
         loss = gradients(self.build, batch, lr)
+        self._read_ahead(stream)
         self.standing.at(step, Phase.UPDATE)
         stats = update(self.build, lr)
-        self._read_ahead(stream)
         endures = self.build.loss.skippable_overflow() if self.build.loss.skippable_overflow else torch.zeros_like(stats[0])
         # The one read of the step. Where the gradients were not finite the update left the weights as they were.
         self.standing.at(step, Phase.STEP_STATS)
@@ -319,7 +319,7 @@ class _Loop:
         return self.build.device.kind == "cuda"
 
     def _read_ahead(self, stream: Any) -> None:
-        """Reads the next step's rows while the device still computes this one. What goes wrong is raised when they are due.
+        """Reads the next step's rows while the device still makes this one's gradients. What goes wrong is raised when they are due.
 
         The order stays: it depends on the samples that were trained on alone, and so does what a checkpoint keeps.
         """
@@ -327,9 +327,11 @@ class _Loop:
         if not self._reads_ahead or (total is not None and self.progress.step + 1 >= total):
             return
         try:
-            self.ahead = next(stream)
+            self.ahead = batches = next(stream)
         except (PreheatError, MemoryError, OSError, RuntimeError) as error:
             self.ahead = error.with_traceback(None)  # which would keep alive what the reading held
+            return
+        self.build.begin(batches[0])  # beside the update, which is queued from here on
 
     def _saved_before_the_end(self) -> str:
         """Saves what stands, if this process can do so alone, and says from where `--resume` goes on."""

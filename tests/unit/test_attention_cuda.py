@@ -334,7 +334,7 @@ def test_hopper_takes_cudnns_attention_where_torch_does(version: int | None, mon
 
 def test_bounds_reach_a_device_under_fakes_too() -> None:
     """The budget of selective checkpointing looks at a layer in fakes, which know no pinned memory."""
-    from preheat.ops.documents import to_device
+    from preheat.hardware.transfers import to_device
 
     bounds = torch.arange(4).numpy()
     with FakeTensorMode():

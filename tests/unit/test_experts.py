@@ -22,7 +22,7 @@ from preheat.engine.build import build
 from preheat.engine.step import gradients, update
 from preheat.errors import RecipeError
 from preheat.models.experts import biases, routers
-from preheat.ops.experts import _multiply, compute_experts, grouped_linear
+from preheat.ops.experts import _multiply, _multiply_blocks, _outer, _outer_blocks, compute_experts, grouped_linear
 from preheat.ops.optimizers import Adafactor
 from preheat.planning.observe import observe
 from preheat.technique import Batch, Build, MaskSpec
@@ -195,6 +195,15 @@ def test_grouped_products_against_one_product_an_expert(
     for a, c in zip((out, *ours), (wanted, *theirs), strict=True):
         torch.testing.assert_close(a, c)
     torch.library.opcheck(torch.ops.preheat.grouped_linear.default, (rows, weight, ends))
+
+
+@pytest.mark.parametrize("counts", [[3, 0, 300, 5], [0, 0, 1, 0], [600, 0, 0, 0], [257, 256, 255, 1], [0, 7, 0, 0]], ids=str)
+def test_blocks_of_rows_give_the_products_without_reading_where_an_expert_ends(counts: list[int]) -> None:
+    ends = torch.tensor(counts).cumsum(0).to(torch.int32)
+    rows, weight, grad = (torch.randn(shape, dtype=torch.float64) for shape in ((sum(counts), 7), (4, 7, 5), (sum(counts), 5)))
+    expected, outer = _multiply(rows, weight, ends, False), _outer(rows, grad, ends)
+    torch.testing.assert_close(_multiply_blocks(rows, weight, ends), expected)
+    torch.testing.assert_close(_outer_blocks(rows, grad, ends), outer)
 
 
 def test_rows_that_are_filled_up_change_nothing() -> None:
