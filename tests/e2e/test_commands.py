@@ -67,7 +67,7 @@ def test_a_dry_run_looks_at_all_and_writes_nothing(preheat: Command) -> None:
         (["--gpu", "H100"], "add --dry-run", 2),
     ):
         assert words in preheat.here("train", "r.yaml", *more, code=code)[1]
-    assert "preheat plan takes a model" in preheat.here("train", "gpt2", "--dry-run", code=2)[1]
+    assert "preheat plan gpt2 --out r.yaml writes one" in preheat.here("train", "gpt2", "--dry-run", code=2)[1]
     assert sorted(preheat.folder.rglob("*")) == before
 
 
