@@ -18,7 +18,7 @@ from preheat.data.loader import sample_order
 from preheat.models import adapter
 from preheat.ops.attention import reference_attention
 from preheat.ops.losses import CrossEntropy, Softcapped, whole_logits
-from preheat.ops.sharded import local, total_norm
+from preheat.ops.sharded import by_dtype, local, total_norm
 from preheat.technique import DATA, Axis, Batch, Build, LossSum, RowLoss, Shape, Slot
 from preheat.techniques.gradient_accumulation import accumulate
 
@@ -210,14 +210,19 @@ def _clip(build: Build) -> Tensor:
     """Norm over all gradients in fp32; gradients scaled down in place where it exceeds `optimizer.clip`."""
     named = [(name, p.grad) for name, p in build.parameters() if p.grad is not None]
     grads = [grad for _, grad in named]
-    norm = total_norm(grad for name, grad in named if name not in build.copies)
+    together = build.device.kind == "cuda" and build.home is None  # a CPU has nothing to launch
+    norm = total_norm((grad for name, grad in named if name not in build.copies), together=together)
     if build.mesh.size(Axis.PIPELINE) > 1:  # each stage has parameters of its own
         norm = build.mesh.add(norm.square(), Axis.PIPELINE).sqrt()
     limit = build.recipe.optimizer.clip
     if limit > 0:
         factor = (limit / (norm + 1e-6)).clamp(max=1.0)
-        for g in grads:
-            local(g).mul_(factor)
+        if together:
+            for members in by_dtype(map(local, grads)):
+                torch._foreach_mul_(members, factor)
+        else:
+            for g in grads:
+                local(g).mul_(factor)
     return norm
 
 

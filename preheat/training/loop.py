@@ -328,11 +328,11 @@ class _Loop:
         if not self._reads_ahead or (total is not None and self.progress.step + 1 >= total):
             return
         try:
-            self.ahead = next(stream)
+            self.ahead = rows = next(stream)
         except (PreheatError, MemoryError, OSError, RuntimeError) as error:
             self.ahead = error.with_traceback(None)  # which would keep alive what the reading held
             return
-        self.build.begin(self.ahead[0])  # beside the update, which is queued from here on
+        self.build.begin(rows[0])  # beside the update, which is queued from here on
 
     def _saved_before_the_end(self) -> str:
         """Saves what stands, if this process can do so alone, and says from where `--resume` goes on."""
