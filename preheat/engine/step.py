@@ -19,7 +19,7 @@ from preheat.models import adapter
 from preheat.ops.accumulation import accumulate
 from preheat.ops.attention import reference_attention
 from preheat.ops.losses import CrossEntropy, Softcapped, whole_logits
-from preheat.ops.sharded import local, total_norm
+from preheat.ops.sharded import by_dtype, local, total_norm
 from preheat.technique import DATA, Axis, Batch, Build, LossSum, RowLoss, Shape, Slot
 
 __all__ = ["add_up", "forward", "flattened", "gradients", "numbers", "plain_slots", "transform", "unflattened", "update"]
@@ -210,14 +210,20 @@ def _clip(build: Build) -> Tensor:
     """Norm over all gradients in fp32; gradients scaled down in place where it exceeds `optimizer.clip`."""
     named = [(name, p.grad) for name, p in build.parameters() if p.grad is not None]
     grads = [grad for _, grad in named]
-    norm = total_norm(grad for name, grad in named if name not in build.parallel.duplicated_params)
+    together = build.device.kind == "cuda" and build.storage_device is None  # a CPU has nothing to launch
+    counted = (grad for name, grad in named if name not in build.parallel.duplicated_params)
+    norm = total_norm(counted, together=together)
     if build.mesh.size(Axis.PIPELINE) > 1:  # each stage has parameters of its own
         norm = build.mesh.add(norm.square(), Axis.PIPELINE).sqrt()
     limit = build.recipe.optimizer.clip
     if limit > 0:
         factor = (limit / (norm + 1e-6)).clamp(max=1.0)
-        for g in grads:
-            local(g).mul_(factor)
+        if together:
+            for members in by_dtype(map(local, grads)):
+                torch._foreach_mul_(members, factor)
+        else:
+            for g in grads:
+                local(g).mul_(factor)
     return norm
 
 

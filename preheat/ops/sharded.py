@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from preheat.ops.again import alike
 
-__all__ = ["first_element", "local", "share_of", "spread_as", "square_sum", "total_norm", "whole"]
+__all__ = ["by_dtype", "first_element", "local", "share_of", "spread_as", "square_sum", "total_norm", "whole"]
 
 
 def local(t: Tensor) -> Tensor:
@@ -72,10 +72,19 @@ def square_sum(tensors: Iterable[Tensor], squares: Any) -> Tensor:
     return total
 
 
-def total_norm(tensors: Iterable[Tensor], chunk: int = 1 << 20) -> Tensor:
+def by_dtype(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
+    """Tensors of a dtype together: torch runs a call over a list as one kernel if all are alike."""
+    groups: dict[torch.dtype, list[Tensor]] = defaultdict(list)
+    for t in tensors:
+        groups[t.dtype].append(t)
+    return list(groups.values())
+
+
+def total_norm(tensors: Iterable[Tensor], chunk: int = 1 << 20, *, together: bool = False) -> Tensor:
     """Euclidean norm over all tensors, in fp32; of those that are spread over devices, over all their shares.
 
     Args:
+        together: all tensors of a dtype in one call, which CUDA runs as a few kernels; sums are rounded in another order.
         chunk: elements taken at a time where torch makes an fp32 copy first (a CPU's half precision).
 
     Example:
@@ -84,7 +93,11 @@ def total_norm(tensors: Iterable[Tensor], chunk: int = 1 << 20) -> Tensor:
     """
 
     def norms(some: Iterable[Tensor]) -> Tensor:
-        found = []
+        found: list[Tensor] = []
+        if together:
+            for members in by_dtype(some):
+                found += torch._foreach_norm(members, 2, dtype=torch.float32)
+            return torch.stack(found)
         for t in some:
             parts: Iterable[Tensor] = [t]
             if t.device.type == "cpu" and t.dtype != torch.float32 and t.is_contiguous():

@@ -286,6 +286,8 @@ class Recorder(TorchDispatchMode):
             self.look_at_gathered(written)
         if known.stream is not None:
             self.streams.update({n: known.stream for t in (outputs or written) if (n := self.number(t)) is not None})
+        if known.name == "aten::_foreach_norm" and not self.casts:  # sums of chunks, as many for each tensor as the largest has
+            self._pass(4 * len(inputs) * max(-(-t.numel() // _CHUNK) for t in inputs))
         read, made = (sum(_moved(t) for t in some) for some in (inputs, written))
         if self.casts and known.pointwise and where == "device" and (cast := _cast(inputs, written)):
             self._pass(cast)
@@ -349,6 +351,8 @@ def _operator(func: Any) -> _Operator:
     )
 
 
+_CHUNK = 1 << 16
+"""Elements that a block of torch's kernels over lists of tensors works at (kChunkSize of MultiTensorApply.cuh)."""
 # Operators of FSDP2 that write what it made on a stream of its own.
 _STREAMS = {"all_gather_copy_in": "gather", "_reduce_scatter_base_": "reduce"}
 _FREE = {"aten::_unsafe_view", "aten::detach", "aten::alias", "aten::_local_scalar_dense", "prim::device", "aten::set_data"}

@@ -11,34 +11,19 @@ import torch
 from preheat import recipe as recipes
 from preheat.data.kinds import examples_of
 from preheat.engine.build import build
-from preheat.engine.step import gradients, update
 from preheat.errors import RecipeError
-from preheat.technique import Build, Order
+from preheat.technique import Build
 
 from ..conftest import DEVICE, split, tiny, uneven
 from .settings import CANNOT_RUN_HERE, FAMILY
 from .test_techniques import SETTINGS, fitting, made
-from .waits import watched
-
-ALLOWED: dict[str, str] = {}
-"""file:line's file -> why its host must wait."""
+from .waits import waits_of, watched
 
 
 def waits(b: Build, batch: Any) -> list[tuple[str, str]]:
-    """What a second step waits for: in the first one optimizers make their state."""
     rows = b.recipe.batch.size
     micro = -(-rows // b.state.accumulation)
-    batches = split(batch, [micro] * (rows // micro) + ([rows % micro] if rows % micro else []))
-    on_host = sorted((pair for pair in b.hooks.transforms if pair[0] < Order.MOVE), key=lambda pair: pair[0])
-    b.hooks.transforms = [pair for pair in b.hooks.transforms if pair not in on_host]
-    for _, change in on_host:  # what is done before the batch is on the device
-        batches = [change(batch) for batch in batches]
-    gradients(b, batches, 0.01)
-    update(b, 0.01)
-    with watched() as seen:
-        gradients(b, batches, 0.01)
-        update(b, 0.01)
-    return [(what, place) for what, place in seen.found if place.rpartition(":")[0] not in ALLOWED]
+    return waits_of(b, split(batch, [micro] * (rows // micro) + ([rows % micro] if rows % micro else [])))
 
 
 @pytest.mark.parametrize(("name", "settings"), [(name, settings) for name, settings in SETTINGS if name != "compile"], ids=str)

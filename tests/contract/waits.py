@@ -22,9 +22,11 @@ from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from preheat.engine.step import gradients, update
 from preheat.ops import experts
+from preheat.technique import Batch, Build, Order
 
-__all__ = ["Waits", "watched"]
+__all__ = ["ALLOWED", "Waits", "waits_of", "watched"]
 
 # Operators of which the host reads a value or a size.
 READING = {
@@ -183,3 +185,24 @@ def watched() -> Iterator[Waits]:
         _Calls(waits),
     ):
         yield waits
+
+
+ALLOWED: dict[str, str] = {
+    "models/on_policy.py": "the student writes texts, and each of its tokens is read to be the next input",
+    "models/common_pieces.py": "the teacher's tokenizer reads the text of the rows, on the host",
+}
+"""File of the package -> why the host must wait there."""
+
+
+def waits_of(b: Build, batches: list[Batch]) -> list[tuple[str, str]]:
+    """Where a step waits, from when its batches are on the device until its numbers are read. The second one: in the first optimizers make their state."""
+    on_host = sorted((pair for pair in b.hooks.transforms if pair[0] < Order.MOVE), key=lambda pair: pair[0])
+    b.hooks.transforms = [pair for pair in b.hooks.transforms if pair not in on_host]
+    for _, change in on_host:
+        batches = [change(batch) for batch in batches]
+    gradients(b, batches, 0.01)
+    update(b, 0.01)
+    with watched() as seen:
+        gradients(b, batches, 0.01)
+        update(b, 0.01)
+    return [(what, place) for what, place in seen.found if place.rpartition(":")[0] not in ALLOWED]

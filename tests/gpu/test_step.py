@@ -9,7 +9,7 @@ from preheat.data.kinds import examples_of
 from preheat.engine.build import build
 from preheat.engine.step import gradients, update
 
-from ..conftest import DEVICE, difference, tiny, uneven
+from ..conftest import DEVICE, difference, split, tiny, uneven
 from .conftest import copy_weights
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -35,3 +35,24 @@ def test_a_step_agrees_with_the_cpu(techniques: str) -> None:
     bound = 0.05 if "mixed" in techniques else 1e-3  # TF32 is off by default; bf16 kernels round differently
     assert difference({n: p.grad.cpu() for n, p in cuda.parameters()}, {n: p.grad for n, p in cpu.parameters()}) < bound
     assert update(cuda, 0.01).tolist()[1] == 1
+
+
+def test_micro_batches_copied_ahead_give_the_same() -> None:
+    from preheat.hardware.probe import probe
+
+    found = []
+    for ahead in (True, False):
+        torch.manual_seed(0)
+        b = build(tiny("{gradient_accumulation: {steps: 4}}"), vocabulary=96, device=probe("cuda"))
+        if not found:
+            first = b
+        copy_weights(first, b)
+        if not ahead:
+            b.transfer = None  # the transform copies each when it is due
+        losses = []
+        for n in range(3):
+            batches = split(uneven(seed=n), [1] * 4)
+            b.begin(batches[0])
+            losses.append(float(gradients(b, batches).total))
+        found.append(losses)
+    assert found[0] == pytest.approx(found[1], rel=1e-5)

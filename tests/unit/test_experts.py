@@ -28,6 +28,7 @@ from preheat.planning.observe import observe
 from preheat.technique import Batch, Build, MaskSpec
 
 from ..conftest import DEVICE, difference, split, tiny, uneven
+from ..contract.waits import waits_of
 
 FAMILIES = ["qwen3_moe", "mixtral", "qwen2_moe", "glm4_moe", "deepseek_v3"]
 BY_SIGMOID = ["glm4_moe", "deepseek_v3"]  # with a bias, and without a balance loss
@@ -204,6 +205,12 @@ def test_blocks_of_rows_give_the_products_without_reading_where_an_expert_ends(c
     expected, outer = _multiply(rows, weight, ends, False), _outer(rows, grad, ends)
     torch.testing.assert_close(_multiply_blocks(rows, weight, ends), expected)
     torch.testing.assert_close(_outer_blocks(rows, grad, ends), outer)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_step_waits_for_the_device(family: str) -> None:
+    assert waits_of(made(family), [uneven()]) == []
+    assert waits_of(made(family, "{mixed_precision: {}}"), split(uneven(), [2, 2])) == []
 
 
 def test_rows_that_are_filled_up_change_nothing() -> None:

@@ -21,6 +21,7 @@ from preheat.recipe import Recipe, parse
 from preheat.technique import MaskSpec
 
 from ..conftest import DEVICE, difference, uneven
+from ..contract.waits import waits_of
 
 TINY: dict[str, Any] = {
     "hidden_size": 32,
@@ -138,6 +139,13 @@ def test_a_build_with_our_techniques_is_plain_transformers(family: str, tmp_path
         for name in adapted
     }
     assert difference(found, wanted) < 1e-5  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_step_waits_for_the_device(family: str, tmp_path: Path) -> None:
+    folder, _ = _folder(tmp_path, FAMILIES[family]())
+    b = build(_recipe(folder, "{lora: {}, mixed_precision: {}}"), vocabulary=96, device=DEVICE)
+    assert waits_of(b, [uneven()]) == []
 
 
 def test_long_positions_take_the_long_factors_as_in_transformers(tmp_path: Path) -> None:

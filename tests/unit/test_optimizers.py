@@ -8,15 +8,19 @@ from typing import Any
 import pytest
 import torch
 
+from preheat import recipe as recipes
+from preheat.engine.build import build
+from preheat.engine.step import gradients
 from preheat.ops.host_optimizer import HostAdamW
 from preheat.ops.low_bit import LowBitAdamW
 from preheat.ops.optimizers import Adafactor, Lion, Muon, StochasticAdamW, orthogonalize
 from preheat.ops.sharded import total_norm
-from preheat.technique import Device
+from preheat.planning.observe import observe
+from preheat.technique import Device, Slot
 from preheat.techniques.apollo import apollo_optimizer
 from preheat.techniques.muon import muon_optimizer
 
-from ..conftest import DEVICE, tiny
+from ..conftest import DEVICE, difference, tiny, uneven
 
 
 def run(make: Any, steps: int = 4, shape: tuple[int, ...] = (24, 16)) -> tuple[torch.Tensor, list[torch.Tensor], torch.Tensor]:
@@ -152,3 +156,29 @@ def test_the_norm_of_bf16_gradients_is_summed_in_fp32() -> None:
     grads = [torch.randn(1000, 3).bfloat16(), torch.randn(70).bfloat16(), torch.randn(4, 6).bfloat16().t(), torch.randn(5)]
     wanted = torch.cat([g.double().flatten() for g in grads]).norm()
     assert float(total_norm(grads, chunk=64)) == pytest.approx(float(wanted), rel=1e-6)
+
+
+def test_the_norm_of_all_gradients_at_once_is_that_of_each_by_itself() -> None:
+    torch.manual_seed(0)
+    grads = [torch.randn(300, 70), torch.randn(70).bfloat16(), torch.randn(4, 6).bfloat16().t(), torch.randn(5)]
+    wanted = torch.cat([g.double().flatten() for g in grads]).norm()
+    assert float(total_norm(grads, together=True)) == pytest.approx(float(wanted), rel=1e-6)
+
+
+@pytest.mark.parametrize("mode", ["fp32", "bf16_weights"])
+def test_a_gpu_clips_by_a_few_kernels_and_gives_the_same(mode: str) -> None:
+    recipe = recipes.override(tiny(f"{{mixed_precision: {{mode: {mode}}}}}"), "optimizer.clip=0.1")
+    kernels = observe(recipe, vocabulary=96, device=Device("cuda", "test", 8 << 30)).kernels
+    count = {name: sum(n for k, n in kernels.items() if k.operator == name) for name in ("_foreach_norm", "linalg_vector_norm")}
+    assert count == {"_foreach_norm": 1, "linalg_vector_norm": 1}
+    assert sum(n for k, n in kernels.items() if k.operator == "_foreach_mul_") == 1
+    found = []
+    for device in (DEVICE, Device("cuda", "test", 8 << 30)):
+        b = build(recipe, vocabulary=96, device=DEVICE)
+        gradients(b, [uneven()])
+        b.device = device  # clipping alone asks for it
+        norm = b.slot(Slot.CLIP)(b)
+        found.append((float(norm), {name: p.grad for name, p in b.parameters()}))
+    assert found[1][0] == pytest.approx(found[0][0], rel=1e-6)
+    assert found[0][0] > recipe.optimizer.clip
+    assert difference(found[1][1], found[0][1]) < (1e-6 if mode == "fp32" else 1e-2)

@@ -25,6 +25,7 @@ from preheat.training.counted import with_images
 from preheat.training.session import data_of
 
 from ..conftest import DEVICE, difference
+from ..contract.waits import waits_of
 from .seeing import draw, questions, tiny_folder, written
 
 FAMILIES = ["qwen3_vl", "qwen3_vl_moe"]
@@ -126,6 +127,12 @@ def test_packed_rows_give_the_loss_and_gradients_of_transformers(family: str, fo
     found, grads = taken(b, [collate([(n, whole.row(n)) for n in range(len(whole))])])  # type: ignore[union-attr, arg-type]
     assert found == pytest.approx(loss, abs=2e-6)
     assert difference(grads, wanted) < 2e-5
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_step_waits_for_the_device(family: str, folders: dict[str, Path], tmp_path: Path) -> None:
+    recipe = recipe_of(folders[family], written(tmp_path, questions(tmp_path)))
+    assert waits_of(made(recipe), batches_of(recipe)[:2]) == []
 
 
 def test_positions_are_those_of_transformers(folders: dict[str, Path], tmp_path: Path) -> None:
