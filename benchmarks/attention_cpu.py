@@ -15,9 +15,9 @@ from pathlib import Path
 
 import torch
 
-from preheat.ops.attention import reference_attention, sdpa_attention
-from preheat.ops.attention_blocks import blocked_attention
-from preheat.technique import MaskSpec
+from preheat.core import MaskSpec
+from preheat.ops.attention.blockwise import blocked_attention
+from preheat.ops.attention.sdpa import reference_attention, sdpa_attention
 
 SHAPES = (  # rows, heads, heads of keys and values, length, head_dim
     (16, 6, 6, 256, 48),

@@ -2,7 +2,7 @@
 
     python benchmarks/attention_memory.py [--most 16384] [--out benchmarks/results/attention_memory.md]
 
-Counted: the recorder of the dry run (preheat/planning/observe.py) laid over the real run; every byte that torch allocates, inputs and
+Counted: the recorder of the dry run (preheat/planning/dry_run.py) laid over the real run; every byte that torch allocates, inputs and
 gradients included. High water: what the kernel says that a process of its own held at most, less what it held before.
 """
 
@@ -17,12 +17,12 @@ from typing import Any
 
 import torch
 
-from preheat.ops.attention import reference_attention, sdpa_attention
-from preheat.ops.attention_blocks import blocked_attention
-from preheat.ops.attention_module import EfficientAttention, attention_in_chunks
-from preheat.ops.attention_patterns import in_shifted_groups
-from preheat.planning.observe import Recorder, highest
-from preheat.technique import MaskSpec, Phase
+from preheat.core import MaskSpec, Phase
+from preheat.ops.attention.blockwise import blocked_attention
+from preheat.ops.attention.multihead import EfficientAttention, attention_in_chunks
+from preheat.ops.attention.patterns import in_shifted_groups
+from preheat.ops.attention.sdpa import reference_attention, sdpa_attention
+from preheat.planning.dry_run import Recorder, highest
 
 HEADS, DIM = 2, 64
 WINDOW = MaskSpec(window=512)

@@ -26,11 +26,11 @@ from typing import Any
 
 from preheat import recipe as recipes
 from preheat.bench.compare import Contender, bench
+from preheat.core import Device
 from preheat.hardware.catalogue import accelerator
 from preheat.hardware.rates import LAYOUTS, MOVERS, AttentionRate, MatrixRate, MovedRate, Rates
-from preheat.planning.observe import observe
-from preheat.planning.predict import step_seconds
-from preheat.technique import Device
+from preheat.planning.dry_run import observe
+from preheat.planning.speed.step_time import step_seconds
 
 GIB = 2**30
 LLAMA = "{layers: 6, width: 288, heads: 6, feed_forward: 768, vocabulary: 32000, tie_embeddings: true}"
@@ -197,7 +197,7 @@ def _train(settings: list[str], out: Path | None = None) -> dict[str, Any]:
 def rope(steps: int = 430) -> dict[str, Any]:
     from preheat.compress.export.huggingface import write
     from preheat.data import evaluation_batches, prepare
-    from preheat.engine.build import build
+    from preheat.engine.builder import build
     from preheat.engine.evaluate import evaluate
 
     rows = []

@@ -26,19 +26,19 @@ from typing import Any
 import torch
 
 from preheat import recipe as recipes
-from preheat.compress.compressing import read_variant
-from preheat.compress.folder import finish, write_model
-from preheat.compress.measuring import quality
-from preheat.compress.texts import Texts, find_texts
+from preheat.compress.before_after import quality
+from preheat.compress.calibration_text import Texts, find_texts
+from preheat.compress.compress import read_variant
+from preheat.compress.save_load import finish, write_model
 from preheat.data import Rows, prepare
 from preheat.data.loader import collate
-from preheat.engine.build import build
+from preheat.engine.builder import build
 from preheat.engine.step import gradients, update
 from preheat.evaluation.results import Result, compared
 from preheat.hardware.probe import probe
-from preheat.ops.adapters import merge, names_of
-from preheat.ops.quantized_training import unfake_
-from preheat.training.opened import Opened, open_model
+from preheat.inference.load import Opened, open_model
+from preheat.ops.adapters.peft_layers import merge, names_of
+from preheat.ops.quantization.fake_quant import unfake_
 
 # Each with what it is held against in the lines below the table.
 VARIANTS = (

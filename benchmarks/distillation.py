@@ -20,9 +20,9 @@ from typing import Any
 
 import torch
 
+from preheat.inference.load import open_model
 from preheat.recipe import Recipe, parse
 from preheat.training.loop import train
-from preheat.training.opened import open_model
 
 LENGTH, ROWS, BATCH = 128, 256, 16
 T95 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}

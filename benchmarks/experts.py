@@ -22,18 +22,18 @@ from typing import Any
 
 import torch
 
+from preheat.core import Build
 from preheat.data import Rows, evaluation_batches, prepare
-from preheat.engine.build import build
+from preheat.engine.builder import build
 from preheat.engine.evaluate import evaluate
 from preheat.engine.step import gradients, update
-from preheat.hardware.heap import keep_heap
+from preheat.hardware.cpu_allocator import keep_heap
 from preheat.hardware.probe import probe
-from preheat.models.experts import routers
-from preheat.planning.moments import fake_batch
+from preheat.inference.load import open_model
+from preheat.models.moe import routers
+from preheat.planning.phases import fake_batch
 from preheat.recipe import Recipe, parse
-from preheat.technique import Build
 from preheat.training.loop import train
-from preheat.training.opened import open_model
 
 WAYS = {"ours, grouped": "preheat", "transformers, eager": "eager", "transformers, grouped_mm": "grouped_mm"}
 SIZES = {8: (2, 2.0), 64: (8, 0.5)}  # experts -> for a token, inner width of one, by the model's

@@ -23,13 +23,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from preheat.planning.candidates import Numerics, Space, candidate_problems, words
-from preheat.planning.crew import crew
+from preheat.core import Technique, registry
+from preheat.planning.observation_cache import observe_for_others, recall
 from preheat.planning.plan import describe
-from preheat.planning.recall import observe_for_others, recall
-from preheat.planning.search import search
-from preheat.technique import Technique, registry
-from preheat.training.asked import Question, asked, hardware
+from preheat.planning.search.candidates import Numerics, Space, candidate_problems, words
+from preheat.planning.search.search import search
+from preheat.planning.worker_pool import crew
+from preheat.training.plan_request import Question, asked, hardware
 from preheat.training.session import vocabulary_of
 
 LEAST = 0.7

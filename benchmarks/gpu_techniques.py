@@ -27,7 +27,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
 
 from preheat import recipe as recipes  # noqa: E402
 from preheat.bench.compare import Contender, bench  # noqa: E402
-from preheat.technique import Technique, registry  # noqa: E402
+from preheat.core import Technique, registry  # noqa: E402
 
 # name: model, rows, length. 8B: as many of its layers as fit with everything in fp32.
 SHAPES: dict[str, tuple[str, int, int]] = {

@@ -306,7 +306,7 @@ def words_of(length: int, options: argparse.Namespace) -> int:
 
 def lists_for(length: int, steps: int, options: argparse.Namespace, folder: Path) -> Path:
     """Words, template and lists of a run in rows of `length`, as many lists as all steps read, so that none is read twice: the rule is learnt, not the lists."""
-    from preheat.evaluation.retrieval import word_pieces
+    from preheat.evaluation.needle import word_pieces
 
     into = folder / f"lists-{length}"
     if (into / "words.jinja").is_file():  # which is written last
@@ -563,7 +563,7 @@ def one_row(form: str, length: int, text: Path, *, steps: int = 3, precision: st
 def memory(options: argparse.Namespace) -> None:
     """Counted bytes by a dry run on this CPU, high-water marks of real steps for the shorter rows, and what a plan says of H100s."""
     from preheat.hardware.probe import probe
-    from preheat.planning.observe import observe
+    from preheat.planning.dry_run import observe
     from preheat.recipe import parse
 
     rows: list[dict[str, Any]] = []
@@ -626,7 +626,7 @@ def planned(devices: int, length: int) -> dict[str, Any]:
         from preheat.errors import PreheatError
         from preheat.hardware.catalogue import accelerator
         from preheat.planning.plan import plan
-        from preheat.planning.roofline import Roofline
+        from preheat.planning.speed.roofline import Roofline
         from preheat.recipe import load
 
         roofline = Roofline(accelerator("H100"), 8)

@@ -26,8 +26,8 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from preheat.hardware import probe
-from preheat.hardware.heap import keep_heap
-from preheat.ops.losses import CrossEntropy, chunked_logits, liger_logits, torch_logits, whole_logits
+from preheat.hardware.cpu_allocator import keep_heap
+from preheat.ops.losses.cross_entropy import CrossEntropy, chunked_logits, liger_logits, torch_logits, whole_logits
 
 ROWS, PIECES, WIDTHS = 2048, 32_000, (288, 768)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

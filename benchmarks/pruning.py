@@ -28,14 +28,14 @@ from transformers import AutoModelForCausalLM
 
 from preheat import recipe as recipes
 from preheat.compress.export import huggingface
-from preheat.compress.method import Method, methods
+from preheat.compress.registry import Method, methods
 from preheat.data import Rows, evaluation_batches, prepare
 from preheat.engine import checkpoint
-from preheat.engine.build import build
+from preheat.engine.builder import build
 from preheat.engine.evaluate import evaluate
 from preheat.hardware.probe import probe
-from preheat.models.adapter import plain_logits
-from preheat.models.slicing import counter, sizes_of
+from preheat.models.conversions.slicing import counter, sizes_of
+from preheat.models.hf import plain_logits
 from preheat.recipe import Model, Recipe, Stop
 from preheat.training.loop import train
 
@@ -182,7 +182,7 @@ def main() -> None:
         def recovered(model: Model, what: str) -> Path:
             techniques = dict(recipe.techniques)
             if options.distil and model.weights != "random" and str(model.path) != str(whole):
-                from preheat.technique import registry
+                from preheat.core import registry
 
                 techniques["distillation"] = registry()["distillation"](teacher=str(whole))  # type: ignore[call-arg]
             run = folder / f"run-{what}"

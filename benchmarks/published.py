@@ -68,13 +68,13 @@ def planned(row: Row, recipe: Any, roofline: Any) -> tuple[dict[str, Any], Any]:
     """A plan of the recipe, or of the nearest that is not refused."""
     from dataclasses import replace
 
-    from preheat.engine.build import context_of
-    from preheat.models import adapter
-    from preheat.planning.layers import observe_few
+    from preheat.core import conflicts_of
+    from preheat.engine.builder import context_of
+    from preheat.models import hf
+    from preheat.planning.layer_extrapolation import observe_few
     from preheat.planning.plan import describe
-    from preheat.technique import conflicts_of
 
-    config, by_hand = adapter.configure(recipe, None), kernels_of_their_own(row)
+    config, by_hand = hf.configure(recipe, None), kernels_of_their_own(row)
     eights, bits = by_hand, 4 if row["precision"].startswith("nvfp4") else 8
     device = replace(roofline.as_device, expandable=segments_grow(row, recipe, roofline))
     for name in ("", *LESS):
@@ -149,7 +149,7 @@ def loss_of_others(row: Row, made: Mapping[str, Any], recipe: Any) -> float:
     them ours has 2 bytes a logit. Torch's `loss_parallel` has four numbers of fp32 in backward, the logits themselves gone (16 bytes; counted by its
     operators); other losses over shares are taken to have 12. Compiled, torch's loss has the logits and their gradient in half precision (4; by what it saves).
     """
-    from preheat.models import adapter
+    from preheat.models import hf
 
     made_at_once, tensor = whole(row, "micro_batch") * whole(row, "seq_len", LENGTH), recipe.techniques.get("tensor_parallel")
     chunked = recipe.techniques.get("chunked_loss")
@@ -164,7 +164,7 @@ def loss_of_others(row: Row, made: Mapping[str, Any], recipe: Any) -> float:
         more = 0
     else:  # in chunks as torchtune has it: all logits, or their gradients, in half precision, and an eighth of both in fp32
         more = 1 if "chunk" in row["fused_or_chunked_ce"] else 2
-    vocabulary = adapter.configure(recipe, None).get_text_config().vocab_size
+    vocabulary = hf.configure(recipe, None).get_text_config().vocab_size
     logits = made_at_once * vocabulary / whole(row, "tp") / whole(row, "cp")
     return max(made["phases"].get("head and loss", 0.0) + more * logits / 2**30 - made["peak_gib"], 0.0)
 
@@ -192,9 +192,9 @@ def root_of_others(row: Row, made: Mapping[str, Any], recipe: Any) -> float:
     """
     if "fsdp" not in recipe.techniques or row["method"] == "pretrain" or compiled(row):
         return 0.0
-    from preheat.models import adapter
+    from preheat.models import hf
 
-    config = adapter.configure(recipe, None).get_text_config()
+    config = hf.configure(recipe, None).get_text_config()
     if config.tie_word_embeddings:
         return 0.0
     shares = 1 + (1 / whole(row, "dp_shard") if recipe.techniques["fsdp"].offload else 0)
@@ -214,9 +214,9 @@ def inputs_kept(row: Row, made: Mapping[str, Any], recipe: Any) -> float:
     """GiB of the inputs of 4-bit maps, which bitsandbytes kept for nothing before 0.44 (its pull request 1270); where layers are recomputed they are let go of."""
     if row["method"] != "qlora" or not keeps_as_transformers(row):
         return 0.0
-    from preheat.models import adapter
+    from preheat.models import hf
 
-    config = adapter.configure(recipe, None).get_text_config()
+    config = hf.configure(recipe, None).get_text_config()
     tokens = whole(row, "micro_batch") * whole(row, "seq_len", LENGTH) * config.num_hidden_layers
     return (
         tokens * 2 * (2 * config.hidden_size + config.intermediate_size) / 2**30
@@ -256,9 +256,9 @@ def gathered_keys(row: Row, made: Mapping[str, Any], recipe: Any) -> float:
 
 def _hidden(row: Row, recipe: Any) -> tuple[float, int]:
     """Numbers of a device's hidden states between two layers, in 2**30, and layers."""
-    from preheat.models import adapter
+    from preheat.models import hf
 
-    config = adapter.configure(recipe, None).get_text_config()
+    config = hf.configure(recipe, None).get_text_config()
     tokens = whole(row, "micro_batch") * whole(row, "seq_len", LENGTH) // whole(row, "cp")
     return tokens * config.hidden_size / 2**30, config.num_hidden_layers
 
@@ -314,7 +314,7 @@ def roofline_of(name: str, gpus: Mapping[str, Row]) -> tuple[Any, bool]:
 
     from preheat.errors import RecipeError
     from preheat.hardware.catalogue import Accelerator, accelerator, accelerators
-    from preheat.planning.roofline import Roofline
+    from preheat.planning.speed.roofline import Roofline
 
     try:
         return Roofline.of(name), True

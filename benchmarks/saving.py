@@ -14,12 +14,12 @@ from statistics import median
 import torch
 
 from preheat import recipe as recipes
+from preheat.core import Batch, Build, MaskSpec
 from preheat.engine import checkpoint
-from preheat.engine.build import build
+from preheat.engine.async_checkpoint import Saving
+from preheat.engine.builder import build
 from preheat.engine.device import resolve_device
-from preheat.engine.saving import Saving
 from preheat.engine.step import gradients, update
-from preheat.technique import Batch, Build, MaskSpec
 
 RECIPE = """
 model: {layers: 6, width: 288, heads: 6, vocabulary: 32000, tie_embeddings: true}

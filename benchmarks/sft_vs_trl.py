@@ -66,9 +66,9 @@ def ours(name: str, folder: Path, examples: list[tuple[list[int], int]], steps: 
     from preheat import recipe as recipes
     from preheat.data.loader import collate
     from preheat.data.packing import Rows, Tokens
-    from preheat.engine.build import build
+    from preheat.engine.builder import build
     from preheat.engine.step import gradients, update
-    from preheat.hardware.heap import keep_heap
+    from preheat.hardware.cpu_allocator import keep_heap
     from preheat.hardware.probe import probe
 
     keep_heap()  # as before every run of `preheat train`
@@ -164,7 +164,7 @@ def work(name: str, folder: Path, steps: int) -> None:
     if name in TRL:
         from trl import SFTTrainer  # noqa: F401  # what counts as imports
     else:
-        for needed in ("transformers.models.llama.modeling_llama", "preheat.engine.build", "preheat.engine.step"):
+        for needed in ("transformers.models.llama.modeling_llama", "preheat.engine.builder", "preheat.engine.step"):
             importlib.import_module(needed)
     clock = Clock()
     found = (theirs if name in TRL else ours)(name, folder, examples, steps, clock)

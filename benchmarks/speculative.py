@@ -21,11 +21,11 @@ from typing import Any
 import torch
 
 from preheat.hardware.probe import probe
-from preheat.models.adapter import plain_logits
-from preheat.models.generate import Timed, generate
-from preheat.models.text import alike
+from preheat.inference.load import open_draft, open_model
+from preheat.models.generation.detokenizer import alike
+from preheat.models.generation.generate import Timed, generate
+from preheat.models.hf import plain_logits
 from preheat.recipe import Sample
-from preheat.training.opened import open_draft, open_model
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 

@@ -19,7 +19,7 @@ import torch
 
 from preheat.compress.export import huggingface
 from preheat.data import Rows, evaluation_batches, prepare
-from preheat.engine.build import build
+from preheat.engine.builder import build
 from preheat.engine.evaluate import evaluate
 from preheat.errors import RunError
 from preheat.hardware.probe import probe

@@ -22,7 +22,7 @@ import torch
 from preheat import recipe as recipes
 from preheat.data.loader import collate
 from preheat.data.packing import Rows, Tokens
-from preheat.engine.build import build
+from preheat.engine.builder import build
 from preheat.engine.step import gradients, update
 from preheat.hardware.probe import probe
 

@@ -93,12 +93,12 @@ def work(folder: Path, turns: int) -> None:
     from transformers import LlamaForCausalLM
 
     from preheat import recipe as recipes
-    from preheat.engine.build import build
+    from preheat.core import Batch, MaskSpec
+    from preheat.engine.builder import build
     from preheat.engine.step import gradients, update
-    from preheat.hardware.heap import keep_heap
+    from preheat.hardware.cpu_allocator import keep_heap
     from preheat.hardware.probe import probe
-    from preheat.models.adapter import configure
-    from preheat.technique import Batch, MaskSpec
+    from preheat.models.hf import configure
 
     torch.set_num_threads(1)
     keep_heap()

@@ -26,7 +26,7 @@ SLOW = 120  # seconds; a run takes 10 to 20 with memory enough
 BEFORE = """
 import json, sys
 from preheat import load_recipe, train
-from preheat.training.watch import Watch
+from preheat.training.observer import Watch
 
 def sizes(*names):
     lines = dict(line.split(":", 1) for line in open("/proc/self/status"))
@@ -47,7 +47,7 @@ import contextlib, importlib, json, sys
 sys.path.insert(0, sys.argv[1])
 from capped import Cap
 from preheat import load_recipe, train
-from preheat.training.recover import Recovery
+from preheat.training.recovery.oom import Recovery
 before = json.load(open(sys.argv[4]))
 for name in before["modules"]:
     with contextlib.suppress(Exception):

@@ -14,9 +14,9 @@ from typing import Any
 
 import yaml
 
+from preheat.core import Technique, registry
 from preheat.models.presets import PRESETS, needs
 from preheat.recipe import Recipe, field_docs, json_schema
-from preheat.technique import Technique, registry
 
 DOCS = Path(__file__).parent
 ROOT = DOCS.parent

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from preheat import recipe as recipes
-from preheat.hardware.calibrate import Grid
-from preheat.technique import Batch, Device, Examples, MaskSpec
+from preheat.core import Batch, Device, Examples, MaskSpec
+from preheat.hardware.benchmark_rates import Grid
 
 # Before anything imports Triton: its kernels then run in its interpreter, on CPUs. Tests on a GPU compile them.
 if "TRITON_INTERPRET" not in os.environ and not Path("/dev/nvidiactl").exists():

@@ -17,11 +17,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from preheat.ops.attention import allowed, sdpa_attention
-from preheat.ops.attention_blocks import blocked_attention
-from preheat.ops.attention_flex import compiled_flex_attention
-from preheat.ops.attention_varlen import attend_varlen
-from preheat.technique import MaskSpec
+from preheat.core import MaskSpec
+from preheat.ops.attention.blockwise import blocked_attention
+from preheat.ops.attention.flex import compiled_flex_attention
+from preheat.ops.attention.sdpa import allowed, sdpa_attention
+from preheat.ops.attention.varlen import attend_varlen
 
 __all__ = ["Case", "cases", "run"]
 

@@ -102,7 +102,7 @@ def _drawn(where: Where, *shape: int, dtype: Any = None) -> Any:
 def _rms_norm(where: Where) -> dict[str, Any]:
     import torch
 
-    from preheat.ops.fused import rms_norm
+    from preheat.ops.fused_norm_gate import rms_norm
 
     rows, width = (64, 96) if where.tiny else (4096, 4096)
     figures: dict[str, Any] = {}
@@ -120,7 +120,7 @@ def _rms_norm(where: Where) -> dict[str, Any]:
 def _gated(where: Where) -> dict[str, Any]:
     from torch.nn import functional
 
-    from preheat.ops.fused import gated_silu
+    from preheat.ops.fused_norm_gate import gated_silu
 
     shape = (32, 48) if where.tiny else (4096, 8192)
     a, b = _drawn(where, *shape), _drawn(where, *reversed(shape)).view(shape)
@@ -131,7 +131,7 @@ def _loss(kernel: str, where: Where) -> dict[str, Any]:
     import torch
     from torch.nn import functional
 
-    from preheat.ops import losses
+    from preheat.ops.losses import cross_entropy
 
     if kernel == "liger" and (where.kind == "cpu" or importlib.util.find_spec("liger_kernel") is None):
         raise Skip("liger-kernel is not installed" if where.kind == "cuda" else "liger's kernels need a CUDA device")
@@ -144,9 +144,13 @@ def _loss(kernel: str, where: Where) -> dict[str, Any]:
     expected.backward()
     head = torch.nn.Linear(width, vocabulary, bias=False, device=_device(where))
     head.weight = torch.nn.Parameter(weight)
-    over: Any = {"loop": losses.chunked_logits, "torch": losses.torch_logits, "liger": losses.liger_logits}[kernel]
+    over: Any = {
+        "loop": cross_entropy.chunked_logits,
+        "torch": cross_entropy.torch_logits,
+        "liger": cross_entropy.liger_logits,
+    }[kernel]
     more = {} if kernel == "liger" else {"rows": 17 if where.tiny else 512}
-    loss = over(hidden.requires_grad_(), head, losses.CrossEntropy(), labels, **more)
+    loss = over(hidden.requires_grad_(), head, cross_entropy.CrossEntropy(), labels, **more)
     loss.backward()
     figures = {
         "loss": _error(loss.detach(), expected.detach()),
@@ -160,7 +164,7 @@ def _nf4(where: Where) -> dict[str, Any]:
     """The device's weights and products of four-bit weights against those of the CPU."""
     import torch
 
-    from preheat.ops.nf4 import dequantize, quantize, tables
+    from preheat.ops.quantization.nf4 import dequantize, quantize, tables
 
     shape = (96, 128) if where.tiny else (4096, 4096)
     weight = _drawn(where, *shape)
@@ -181,7 +185,7 @@ def _nf4(where: Where) -> dict[str, Any]:
 def _rounding(where: Where) -> dict[str, Any]:
     import torch
 
-    from preheat.ops.rounding import stochastic_round_
+    from preheat.ops.optim.stochastic_rounding import stochastic_round_
 
     count = 1 << (12 if where.tiny else 24)
     value = torch.full((count,), 1 + 2**-10, device=_device(where))
@@ -198,7 +202,7 @@ def _adamw(where: Where) -> dict[str, Any]:
     """The moments of the optimizer for bf16 weights against torch's in fp32, and that small updates are not lost."""
     import torch
 
-    from preheat.ops.optimizers import StochasticAdamW
+    from preheat.ops.optim.optimizers import StochasticAdamW
 
     shape = (64, 33) if where.tiny else (2048, 2049)
     start = _drawn(where, *shape, dtype=torch.bfloat16)
@@ -237,7 +241,7 @@ def _attend(case: Any, where: Where) -> dict[str, Any]:
 
 
 def _techniques(where: Where) -> list[Case]:
-    from preheat.technique import registry
+    from preheat.core import registry
     from tests.contract.settings import FURTHER
 
     settings_of: list[tuple[str, dict[str, Any]]] = [(name, {}) for name in sorted(registry()) if name not in SPREAD] + FURTHER
@@ -268,7 +272,7 @@ def _recipes() -> list[Case]:
 
 def _complete(techniques: dict[str, dict[str, Any]], kind: str) -> dict[str, dict[str, Any]]:
     """With what brings the tags that these techniques need."""
-    from preheat.technique import registry
+    from preheat.core import registry
     from tests.contract.settings import BRINGS
 
     chosen = [registry()[name](**settings) for name, settings in techniques.items()]
@@ -305,12 +309,12 @@ def _technique(techniques: dict[str, dict[str, Any]], where: Where) -> dict[str,
     import torch
 
     from preheat import recipe as recipes
-    from preheat.data.kinds import examples_of
-    from preheat.engine.build import build
+    from preheat.core import registry
+    from preheat.data.rows.example_kinds import examples_of
+    from preheat.engine.builder import build
     from preheat.engine.step import update
     from preheat.errors import RecipeError
     from preheat.hardware.probe import probe
-    from preheat.technique import registry
     from tests.conftest import DEVICE, uneven
     from tests.contract.settings import CANNOT_RUN_HERE
     from tests.contract.test_techniques import step

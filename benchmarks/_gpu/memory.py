@@ -113,7 +113,7 @@ def _constants(where: Where) -> dict[str, Any]:
 
 def _rates(where: Where) -> dict[str, Any]:
     """Measures the device as a run's first plan does; the recipes below are planned by it."""
-    from preheat.hardware.calibrate import rates
+    from preheat.hardware.benchmark_rates import rates
     from preheat.hardware.probe import probe
 
     if where.tiny:

@@ -23,7 +23,7 @@ def limit() -> None:
         whole = torch.cuda.get_device_properties(0).total_memory
         torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + ROOM) / whole)
         return
-    from preheat.hardware.heap import give_back
+    from preheat.hardware.cpu_allocator import give_back
 
     give_back("cpu")
     size = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmSize"))
@@ -50,7 +50,7 @@ def main() -> int:
     import preheat
     from preheat.engine import checkpoint, step
     from preheat.errors import PreheatError
-    from preheat.evaluation.probes import Probes
+    from preheat.evaluation.run_evaluator import Probes
     from preheat.training import loop
 
     recipe, out, phase = sys.argv[1:]

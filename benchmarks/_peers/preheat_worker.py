@@ -15,13 +15,13 @@ import numpy as np
 import torch
 from contract import Clock, Job, read_job, report
 
-from preheat.engine.build import build, peak_learning_rate
+from preheat.core import Batch, MaskSpec, Slot
+from preheat.engine.builder import build, peak_learning_rate
 from preheat.engine.step import gradients, update
-from preheat.hardware.heap import keep_heap
+from preheat.hardware.cpu_allocator import keep_heap
 from preheat.hardware.probe import probe
 from preheat.recipe import Recipe, parse
-from preheat.technique import Batch, MaskSpec, Slot
-from preheat.training.schedule import share_of_peak
+from preheat.training.lr_schedule import share_of_peak
 
 
 def recipe_of(job: Job) -> Recipe:

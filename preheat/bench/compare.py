@@ -14,13 +14,13 @@ from statistics import median
 from typing import Any
 
 from preheat import recipe as recipes
+from preheat.core import registry
 from preheat.errors import RecipeError, RunError
-from preheat.hardware.processes import ended_by, tethered
-from preheat.planning.found import falls_short
+from preheat.hardware.child_processes import ended_by, tethered
+from preheat.planning.search.result import falls_short
 from preheat.recipe import Recipe
-from preheat.run import MEMORY_KEYS, claim, expected_memory, to_json, write_atomic
-from preheat.technique import registry
-from preheat.text import percent
+from preheat.run_dir import MEMORY_KEYS, claim, expected_memory, to_json, write_atomic
+from preheat.sanitize import percent
 
 __all__ = ["Contender", "ablation", "bench", "chosen", "cosine_of", "speed_of", "take_turn", "verdicts"]
 

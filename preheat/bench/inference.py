@@ -21,9 +21,9 @@ from statistics import median
 from typing import IO, Any, Literal
 
 from preheat.errors import DoesNotFit, RecipeError, RunError
-from preheat.hardware.processes import ended_by, tethered
+from preheat.hardware.child_processes import ended_by, tethered
 from preheat.recipe import Sample
-from preheat.run import claim, to_json, write_atomic
+from preheat.run_dir import claim, to_json, write_atomic
 
 __all__ = ["Speech", "bench_inference"]
 

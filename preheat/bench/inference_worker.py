@@ -19,7 +19,7 @@ from pathlib import Path  # noqa: E402
 from typing import TYPE_CHECKING, Any  # noqa: E402
 
 if TYPE_CHECKING:
-    from preheat.models.generate import Timed
+    from preheat.models.generation.generate import Timed
 
 __all__ = ["Speaker", "main"]
 
@@ -38,9 +38,9 @@ class Speaker:
     """
 
     def __init__(self, job: dict[str, Any]):
-        from preheat.models.adapter import facts, require_decoder_only
+        from preheat.inference.load import open_draft, open_model
+        from preheat.models.hf import facts, require_decoder_only
         from preheat.recipe import Sample
-        from preheat.training.opened import open_draft, open_model
 
         self.job, self.tokens = job, int(job["tokens"])
         self.settings = Sample(**job["settings"], tokens=self.tokens)
@@ -93,9 +93,9 @@ class Speaker:
 
     def about(self) -> dict[str, Any]:
         """What is known before anything is measured: sizes, and what the cache of each shape will take."""
-        from preheat.models.generate import patterned, settled
-        from preheat.models.kv_cache import room
-        from preheat.planning.closed import CACHES, cache_bytes
+        from preheat.models.generation.generate import patterned, settled
+        from preheat.models.generation.kv_cache import room
+        from preheat.planning.analytic import CACHES, cache_bytes
 
         model = self.model
         self.settings = settled(self.settings, model, 0 if patterned(model) else self.tokens)
@@ -127,7 +127,7 @@ class Speaker:
             {first: seconds until the first tokens, rest: seconds until the last ones after that, passes: after the first, drawn: tokens in these,
             cache_bytes, texts: the tokens of each row}.
         """
-        from preheat.models.generate import Timed, generate
+        from preheat.models.generation.generate import Timed, generate
 
         prompts = [self._prompt(row, length) for row in range(rows)]
         timed = Timed()
@@ -158,7 +158,7 @@ class Speaker:
         import torch
         from transformers import DynamicCache, GenerationConfig, StoppingCriteria, StoppingCriteriaList
 
-        from preheat.models.kv_cache import cache_nbytes
+        from preheat.models.generation.kv_cache import cache_nbytes
 
         class Clock(StoppingCriteria):
             def __call__(self, input_ids: Any, scores: Any, **_: Any) -> Any:
@@ -191,7 +191,7 @@ class Speaker:
         import torch
 
         from preheat.hardware.probe import peak_bytes
-        from preheat.models.generate import cached_loss
+        from preheat.models.generation.generate import cached_loss
 
         beyond = None if self._held is None else (peak_bytes(self.device.kind, since_begun=True) - self._held) / 2**30
         length = max(length for _, length in self.job["cells"])

@@ -35,16 +35,16 @@ def take_steps(job: dict[str, Any]) -> dict[str, Any]:
     import torch
 
     from preheat import recipe as recipes
+    from preheat.core import Searchable, Slot
     from preheat.data import batches
-    from preheat.data.kinds import require_examples
-    from preheat.engine.build import build, peak_learning_rate
+    from preheat.data.rows.example_kinds import require_examples
+    from preheat.engine.builder import build, peak_learning_rate
     from preheat.engine.device import resolve_device
     from preheat.engine.step import gradients, update
-    from preheat.hardware.calibrate import rates
+    from preheat.hardware.benchmark_rates import rates
     from preheat.hardware.gpu_memory import memory_peak
-    from preheat.planning.observe import observe
+    from preheat.planning.dry_run import observe
     from preheat.planning.plan import settled
-    from preheat.technique import Searchable, Slot
     from preheat.training.session import data_of, in_use, settle
 
     recipe = recipes.parse(job["recipe"])

@@ -11,7 +11,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from preheat import trust
+from preheat import remote_code
 from preheat.cli import (
     bench,
     calibrate,
@@ -25,7 +25,6 @@ from preheat.cli import (
     generate,
     launch,
     models,
-    modes,
     nettest,
     plan,
     recipes,
@@ -34,14 +33,15 @@ from preheat.cli import (
     train,
     try_,
 )
-from preheat.cli.consent import opens_models
-from preheat.cli.screen import say
-from preheat.cli.warned import warnings_shown
+from preheat.cli.options import unused
+from preheat.cli.options.remote_code import opens_models
+from preheat.cli.views.log_warnings import warnings_shown
+from preheat.cli.views.output import say
 from preheat.errors import PreheatError
 from preheat.hardware.interrupts import Interrupted, raising
-from preheat.run import to_json
-from preheat.text import quoted, shorten
-from preheat.training.launch import LAUNCHED
+from preheat.run_dir import to_json
+from preheat.sanitize import quoted, shorten
+from preheat.training.launch.local import LAUNCHED
 from preheat.training.signals import under_agent
 
 __all__ = ["app", "main"]
@@ -70,26 +70,26 @@ def _global(
         raise typer.Exit
 
 
-app.command("plan", cls=modes.Command)(opens_models(plan.plan))
-app.command("data", cls=modes.Command)(opens_models(data.data))
-app.command("train", cls=modes.Command)(opens_models(train.train))
-app.command("bench", cls=modes.Command)(opens_models(bench.bench))
+app.command("plan", cls=unused.Command)(opens_models(plan.plan))
+app.command("data", cls=unused.Command)(opens_models(data.data))
+app.command("train", cls=unused.Command)(opens_models(train.train))
+app.command("bench", cls=unused.Command)(opens_models(bench.bench))
 app.command("report")(report.report)
-app.command("eval", cls=modes.Command)(opens_models(evaluate.evaluate))
-app.command("generate", cls=modes.Command)(opens_models(generate.generate))
-app.command("chat", cls=modes.Command)(opens_models(chat.chat))
-app.command("compress", cls=modes.Command)(opens_models(compress.compress))
+app.command("eval", cls=unused.Command)(opens_models(evaluate.evaluate))
+app.command("generate", cls=unused.Command)(opens_models(generate.generate))
+app.command("chat", cls=unused.Command)(opens_models(chat.chat))
+app.command("compress", cls=unused.Command)(opens_models(compress.compress))
 app.command("export")(opens_models(export.export))
 app.command("demo")(demo.demo)
 app.add_typer(models.app, name="models")
 app.add_typer(recipes.app, name="recipes")
 app.command("init")(recipes.init)
 app.add_typer(techniques.app, name="techniques")
-app.command("try", cls=modes.Command)(try_.try_)
+app.command("try", cls=unused.Command)(try_.try_)
 app.command("launch")(opens_models(launch.launch))
 app.add_typer(doctor.app, name="doctor")
 app.command("calibrate")(calibrate.calibrate)
-app.command("nettest", cls=modes.Command)(nettest.nettest)
+app.command("nettest", cls=unused.Command)(nettest.nettest)
 
 
 _UsageError: Any = next(
@@ -147,7 +147,7 @@ def main(arguments: list[str] | None = None) -> None:
         logging.getLogger(noisy).setLevel(logging.ERROR)
     command = typer.main.get_command(app)
     try:
-        with raising(), trust.consent(), warnings_shown():
+        with raising(), remote_code.consent(), warnings_shown():
             sys.exit(command.main(arguments, prog_name="preheat", standalone_mode=False, obj=tuple(arguments)) or 0)
     except Interrupted as signal:
         _tell(signal, json_wanted="--json" in arguments)

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from preheat.cli.show import Json, Set
+from preheat.cli.views.console import Json, Set
 
 __all__ = ["bench"]
 
@@ -85,7 +85,7 @@ def bench(
     made = recipes.load(recipe, [*(set or []), *([f"hardware.device={device}"] if device else [])])
     from preheat.bench.compare import ablation, chosen  # they import torch, and a recipe that is wrong is told before
     from preheat.bench.compare import bench as run
-    from preheat.cli.show import console, emit
+    from preheat.cli.views.console import console, emit
     from preheat.report import write_bench
 
     contenders = ablation(made) if ablate else chosen(made, [n.strip() for n in (techniques or "").split(",") if n.strip()])
@@ -96,7 +96,7 @@ def bench(
     else:
         from rich.progress import BarColumn, MofNCompleteColumn, TimeRemainingColumn
 
-        from preheat.cli.screen import bar
+        from preheat.cli.views.output import bar
 
         columns = ("{task.description}", BarColumn(bar_width=24), MofNCompleteColumn(), TimeRemainingColumn())
         with bar(screen, *columns) as progress:
@@ -131,7 +131,7 @@ def _table(rows: list[dict[str, Any]], wide: bool) -> Any:
     """The report has every column; a narrow terminal gets those that the verdicts speak of."""
     from rich.table import Table
 
-    from preheat.cli.show import memory, rate
+    from preheat.cli.views.console import memory, rate
 
     table = Table(box=None, pad_edge=False)
     table.add_column("contender", no_wrap=True)

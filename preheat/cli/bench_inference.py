@@ -28,9 +28,9 @@ def inference(
 ) -> None:
     """Measures models as they write, side by side."""
     from preheat.bench.inference import bench_inference
-    from preheat.cli.show import console, emit
+    from preheat.cli.views.console import console, emit
+    from preheat.inference.load import require_model
     from preheat.report import write_inference
-    from preheat.training.opened import require_model
 
     for model in models:
         require_model(model)
@@ -50,7 +50,7 @@ def inference(
     else:
         from rich.progress import BarColumn, MofNCompleteColumn, TimeRemainingColumn
 
-        from preheat.cli.screen import bar
+        from preheat.cli.views.output import bar
 
         columns = ("{task.description}", BarColumn(bar_width=24), MofNCompleteColumn(), TimeRemainingColumn())
         with bar(screen, *columns) as progress:
@@ -82,7 +82,7 @@ def _numbers(name: str, text: str, least: int) -> list[int]:
 def _speeches(models: Sequence[str], variants: Sequence[str], set: Sequence[str]) -> list[Speech]:
     """Every model as `--set` says, and then under each of the variants."""
     from preheat.bench.inference import Speech
-    from preheat.cli.writing import sampling
+    from preheat.cli.options.generation import sampling
     from preheat.errors import RecipeError
 
     short = [Path(model).name for model in models]
@@ -110,7 +110,7 @@ def _table(made: dict[str, Any], wide: bool) -> Any:
     """The report has every column; a narrow terminal gets speed and the cache."""
     from rich.table import Table
 
-    from preheat.cli.show import rate
+    from preheat.cli.views.console import rate
 
     def size(count: float) -> str:
         return f"{count / 2**20:,.1f} MiB" if count >= 2**20 else f"{count / 2**10:,.0f} KiB"

@@ -9,7 +9,7 @@ import typer
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from preheat.hardware.links import LinkRate
+    from preheat.hardware.link_rates import LinkRate
     from preheat.hardware.rates import Rates
 
 __all__ = ["calibrate"]
@@ -32,12 +32,12 @@ def calibrate(
 
     import torch
 
-    from preheat.cli.screen import console, say
-    from preheat.hardware.calibrate import calibrate as measure
-    from preheat.hardware.heap import keep_heap
-    from preheat.hardware.links import load_links
+    from preheat.cli.views.output import console, say
+    from preheat.hardware.benchmark_rates import calibrate as measure
+    from preheat.hardware.cpu_allocator import keep_heap
+    from preheat.hardware.link_rates import load_links
     from preheat.hardware.probe import probe
-    from preheat.run import to_json
+    from preheat.run_dir import to_json
 
     here = probe(device)
     if here.kind == "cpu":
@@ -63,7 +63,7 @@ def calibrate(
 def _table(rates: Rates) -> Table:
     from rich.table import Table
 
-    from preheat.cli.show import gflops
+    from preheat.cli.views.console import gflops
 
     table = Table(title=f"{rates.hardware}, {rates.threads} threads, torch {rates.torch}, measured in {rates.seconds:.0f} s")
     table.add_column("what")

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from preheat.cli import writing
-from preheat.cli.screen import say, write_text
-from preheat.cli.show import Base
-from preheat.run import to_json
-from preheat.text import shorten
+from preheat.cli.options import generation
+from preheat.cli.views.console import Base
+from preheat.cli.views.output import say, write_text
+from preheat.run_dir import to_json
+from preheat.sanitize import shorten
 
 if TYPE_CHECKING:
-    from preheat.training.chats import Conversation
+    from preheat.inference.conversation import Conversation
 
 __all__ = ["chat"]
 
@@ -36,16 +36,16 @@ def chat(
     ],
     system: Annotated[str | None, typer.Option("--system", help="The system message.")] = None,
     tokens: Annotated[int, typer.Option("--tokens", min=1, help="At most so many tokens for each answer.")] = 256,
-    temperature: writing.Temperature = 0.0,
-    top_p: writing.TopP = 1.0,
-    top_k: writing.TopK = 0,
-    min_p: writing.MinP = 0.0,
-    repetition_penalty: writing.Penalty = 1.0,
-    stop: writing.Stop = None,
-    set: writing.Set = None,
-    seed: writing.Seed = 0,
-    step: writing.Step = None,
-    template: writing.ChatTemplate = None,
+    temperature: generation.Temperature = 0.0,
+    top_p: generation.TopP = 1.0,
+    top_k: generation.TopK = 0,
+    min_p: generation.MinP = 0.0,
+    repetition_penalty: generation.Penalty = 1.0,
+    stop: generation.Stop = None,
+    set: generation.Set = None,
+    seed: generation.Seed = 0,
+    step: generation.Step = None,
+    template: generation.ChatTemplate = None,
     base: Base = None,
 ) -> None:
     """Talks with a run or a model: turn by turn on a terminal, or a message a line from a pipe. /help lists what else can be said.
@@ -53,10 +53,10 @@ def chat(
     Example: `preheat chat runs/mine`; from a script: `echo "Who are you?" | preheat chat runs/mine`
     """
     from preheat.errors import PreheatError
-    from preheat.training.chats import Conversation
-    from preheat.training.opened import open_model
+    from preheat.inference.conversation import Conversation
+    from preheat.inference.load import open_model
 
-    settings = writing.sampling(
+    settings = generation.sampling(
         set or (),
         tokens=tokens,
         temperature=temperature,
@@ -67,15 +67,15 @@ def chat(
         stop=tuple(stop or ()),
     )
     opened = open_model(model, step=step, base=base)
-    layout, words = writing.choose_template(opened, model, template, True)
+    layout, words = generation.choose_template(opened, model, template, True)
     assert layout is not None
-    writing.note(f"{model}{f', step {opened.step:,}' if opened.step is not None else ''}: {words}")
+    generation.note(f"{model}{f', step {opened.step:,}' if opened.step is not None else ''}: {words}")
     talk = Conversation(opened, layout, settings, system=system, seed=seed)
     live = sys.stdin.isatty()
     if live:
         import readline  # noqa: F401  # arrow keys and history at the prompt
 
-        writing.note("/help lists commands; /quit ends")
+        generation.note("/help lists commands; /quit ends")
     while (line := _next_line(live)) is not None:
         line = line.strip()
         try:
@@ -114,16 +114,16 @@ def _command(talk: Conversation, line: str) -> None:
     if name == "/system":
         if rest:
             talk.system = rest
-        writing.note(f"system: {talk.system or '(none)'}")
+        generation.note(f"system: {talk.system or '(none)'}")
     elif name == "/reset":
         talk.reset()
-        writing.note("the conversation begins anew")
+        generation.note("the conversation begins anew")
     elif name == "/save":
         if not rest:
             raise RecipeError("/save: needs a file, e.g. /save talk.jsonl")
         _save(talk, Path(rest).expanduser())
     elif name == "/help":
-        writing.note(HELP)
+        generation.note(HELP)
     else:
         raise RecipeError(f"{name}: no such command; {nearest(name, ['/help', '/quit', '/reset', '/save', '/system'])}")
 
@@ -138,27 +138,27 @@ def _save(talk: Conversation, file: Path) -> None:
             out.write(to_json({"messages": talk.messages}) + "\n")
     except OSError as error:
         raise RecipeError(f"/save {file}: cannot be written ({error.strerror})") from None
-    writing.note(f"{len(talk.messages)} messages appended to {file}")
+    generation.note(f"{len(talk.messages)} messages appended to {file}")
 
 
 def _answer(talk: Conversation, line: str) -> None:
-    watched = writing.Watched()
+    watched = generation.Watched()
     watched.kind = talk.opened.build.device.kind
     try:
         with watched:
             answer = talk.say(line, write_text)
     except KeyboardInterrupt:
         say()
-        writing.note("broken off; what was said stands in the conversation")
+        generation.note("broken off; what was said stands in the conversation")
         return
     say()
     watched.tokens = len(answer.written.tokens)
     if answer.dropped:
-        writing.note(f"the oldest {answer.dropped} messages were dropped: with them the model's positions would not suffice")
+        generation.note(f"the oldest {answer.dropped} messages were dropped: with them the model's positions would not suffice")
     positions = talk.opened.build.model.positions
     if answer.written.ended == "context":
-        writing.note(f"cut off: the model's {positions:,} positions end here; /reset begins anew")
+        generation.note(f"cut off: the model's {positions:,} positions end here; /reset begins anew")
     elif answer.written.ended == "length":
-        writing.note(f"cut off after {watched.tokens:,} tokens; --tokens allows more")
+        generation.note(f"cut off after {watched.tokens:,} tokens; --tokens allows more")
     of = f" of {positions:,}" if positions else ""
-    writing.note(f"{watched.words()}; {answer.prompt + watched.tokens:,}{of} positions in use, {answer.read:,} tokens read")
+    generation.note(f"{watched.words()}; {answer.prompt + watched.tokens:,}{of} positions in use, {answer.read:,} tokens read")

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from preheat.cli.show import Json
+from preheat.cli.views.console import Json
 
 __all__ = ["compress"]
 
@@ -84,11 +84,11 @@ def compress(
 
     from transformers.utils.logging import disable_progress_bar
 
-    from preheat.cli.show import console
-    from preheat.compress.chain import load_chain, run_chain
-    from preheat.compress.compressing import compress as run
-    from preheat.compress.compressing import read_variants, trained_for
-    from preheat.compress.new_folder import home_of
+    from preheat.cli.views.console import console
+    from preheat.compress.atomic_folder import home_of
+    from preheat.compress.compress import compress as run
+    from preheat.compress.compress import read_variants, trained_for
+    from preheat.compress.pipeline import load_chain, run_chain
     from preheat.errors import RecipeError
     from preheat.models.image_classifiers import is_classifier
     from preheat.report.compress_page import write_compress
@@ -152,7 +152,7 @@ def compress(
 
 def _show(made: dict[str, Any], target: Path, *, json: bool) -> None:
     """Tells what was found."""
-    from preheat.cli.show import console, emit
+    from preheat.cli.views.console import console, emit
 
     if json:
         emit(made)
@@ -176,7 +176,7 @@ def _show(made: dict[str, Any], target: Path, *, json: bool) -> None:
 def _list_methods() -> None:
     import sys
 
-    from preheat.compress.method import methods
+    from preheat.compress.registry import methods
     from preheat.errors import RecipeError
 
     told = [f"  {name}: {(sys.modules[cls.__module__].__doc__ or '').splitlines()[0]}" for name, cls in methods().items()]

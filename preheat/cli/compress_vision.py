@@ -14,9 +14,9 @@ def compress_vision(model: str, recipe: str, data: str, out: Path | None, *, jso
 
     from transformers.utils.logging import disable_progress_bar
 
-    from preheat.cli.show import console, emit
-    from preheat.compress.chain import load_chain
-    from preheat.compress.vision.chain import run_chain
+    from preheat.cli.views.console import console, emit
+    from preheat.compress.pipeline import load_chain
+    from preheat.compress.vision.pipeline import run_chain
 
     chain = load_chain(recipe)
     disable_progress_bar()

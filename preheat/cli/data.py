@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from preheat.cli.show import Json, RecipeArgument, Set
+from preheat.cli.views.console import Json, RecipeArgument, Set
 
 __all__ = ["data"]
 
@@ -27,9 +27,9 @@ def data(
 
     chosen = recipes.load(recipe, set or [])  # before torch is imported, which takes seconds
     from preheat import report
-    from preheat.cli.show import console, emit
-    from preheat.data.kinds import require_examples
-    from preheat.data.showing import look
+    from preheat.cli.views.console import console, emit
+    from preheat.data.preview import look
+    from preheat.data.rows.example_kinds import require_examples
     from preheat.errors import DataError
     from preheat.training.session import data_of
 
@@ -52,7 +52,7 @@ def _print(screen: Any, shown: dict[str, Any]) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from preheat.text import clean
+    from preheat.sanitize import clean
 
     colours = screen.is_terminal and not screen.no_color
     for example in shown["examples"]:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from preheat.cli.show import Json, Set
+from preheat.cli.views.console import Json, Set
 
 __all__ = ["demo"]
 
@@ -24,9 +24,9 @@ def demo(
     from preheat import recipe as recipes
 
     recipes.load("demo", set or [])  # a wrong key is told before torch is imported
-    from preheat.cli.show import console
     from preheat.cli.train import run
-    from preheat.run import Reader
+    from preheat.cli.views.console import console
+    from preheat.run_dir import Reader
 
     first = _at_hand()
     if first and not json:

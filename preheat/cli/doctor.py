@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from preheat.cli.show import Json
+from preheat.cli.views.console import Json
 
 __all__ = ["app"]
 
@@ -27,8 +27,8 @@ def oom(
 
     Example: `preheat doctor oom runs/demo`
     """
-    from preheat.cli.show import console, emit
-    from preheat.training.diagnosis import diagnose
+    from preheat.cli.views.console import console, emit
+    from preheat.training.recovery.oom_report import diagnose
 
     found = diagnose(run)
     if json:
@@ -42,7 +42,7 @@ def _drawn(found: dict[str, Any], run: Path) -> Any:
     from rich.table import Table
     from rich.text import Text
 
-    from preheat.cli.show import memory, rate
+    from preheat.cli.views.console import memory, rate
 
     failure, parts = found["failure"], list[Any]()
     if failure:

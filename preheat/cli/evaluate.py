@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from preheat.cli.grids import grids
-from preheat.cli.show import Base, Json
+from preheat.cli.views.console import Base, Json
+from preheat.cli.views.long_context_table import grids
 
 if TYPE_CHECKING:
     from preheat.evaluation.results import Result
@@ -73,12 +73,12 @@ def evaluate(
     Example: `preheat eval runs/demo`, `preheat eval my-model --data notes.txt --tasks multiple_choice=rows.jsonl`, `preheat eval runs/demo --before`,
     `preheat eval my-model --length 4096 --tasks 'recall,lengths=[1024, 4096]' --tasks positions=book.txt`
     """
-    from preheat.cli.show import console, emit
+    from preheat.cli.views.console import console, emit
     from preheat.errors import RecipeError
-    from preheat.evaluation.harness import require_harness
-    from preheat.evaluation.probes import differences
+    from preheat.evaluation.lm_eval import require_harness
+    from preheat.evaluation.run_evaluator import differences
     from preheat.evaluation.tasks import find_tasks
-    from preheat.training.opened import require_model
+    from preheat.inference.load import require_model
 
     if len(model) > 2 or (before and len(model) > 1):
         words = "--before is for one run" if len(model) == 2 else f"{len(model)} models were named"
@@ -127,7 +127,7 @@ def evaluate(
 
 def _begin(samples: Path) -> None:
     from preheat.errors import RecipeError
-    from preheat.run import require_own
+    from preheat.run_dir import require_own
 
     require_own(samples, ['{"task": '])
     try:
@@ -142,7 +142,7 @@ def _begin(samples: Path) -> None:
 def _recipe_of(models: list[str]) -> Recipe | None:
     """Of the last run that is named: it says what is read, and how."""
     from preheat import recipe as recipes
-    from preheat.run import Reader
+    from preheat.run_dir import Reader
 
     runs = [Path(path) / "recipe.yaml" for path in models if (Path(path) / "recipe.yaml").is_file()]
     return recipes.parse(Reader(runs[-1].parent).recipe_text, where=str(runs[-1])) if runs else None
@@ -152,14 +152,14 @@ def _measured(
     path: str, at_start: bool, *, texts: list[str], tasks: list[Any], recipe: Recipe | None, rows: int, limit: int | None, length: int | None, samples: Path | None, base: str | None
 ) -> Found:  # fmt: skip
     """Everything of one model, which is then let go of."""
-    from preheat.cli.show import console
-    from preheat.evaluation.harness import measure_by_harness
-    from preheat.evaluation.length import measure_length, questions_of, reach_of
-    from preheat.evaluation.measure import measure_task
+    from preheat.cli.views.console import console
+    from preheat.evaluation.lm_eval import measure_by_harness
+    from preheat.evaluation.long_context import measure_length, questions_of, reach_of
+    from preheat.evaluation.perplexity import bytes_of_tokens, measure_text, tokens_of_text
+    from preheat.evaluation.run_task import measure_task
     from preheat.evaluation.scoring import Scorer
     from preheat.evaluation.tasks import LengthTask, Task
-    from preheat.evaluation.texts import bytes_of_tokens, measure_text, tokens_of_text
-    from preheat.training.opened import open_model
+    from preheat.inference.load import open_model
 
     takes_base = any((Path(path) / name).is_file() for name in ("adapter_config.json", "recipe.yaml"))
     opened = open_model(path, base=base if takes_base else None, at_start=at_start)
@@ -199,9 +199,9 @@ def _rows(settings: Recipe, name: str, *, is_run: bool, length: int, tokenizer: 
     from dataclasses import replace
 
     from preheat.data import Rows, prepare
-    from preheat.data.kinds import require_examples
+    from preheat.data.rows.example_kinds import require_examples
     from preheat.errors import RecipeError
-    from preheat.evaluation.texts import rows_of_text
+    from preheat.evaluation.perplexity import rows_of_text
 
     if name in SPLITS and is_run and not Path(name).exists():
         data = replace(settings.data, tokenizer=tokenizer)

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from preheat.cli.show import Base, Json
+from preheat.cli.views.console import Base, Json
 
 __all__ = ["export"]
 
@@ -59,12 +59,12 @@ def export(
     """
     from transformers.utils.logging import disable_progress_bar
 
-    from preheat.cli.show import console, emit
-    from preheat.compress.export import formats
+    from preheat.cli.views.console import console, emit
+    from preheat.compress.export import registry
 
     disable_progress_bar()
-    target = out or formats.place_of(run, to, dtype)
-    made = formats.write(to, run, target, dtype=dtype, tolerance=tolerance, base=base, length=length)
+    target = out or registry.place_of(run, to, dtype)
+    made = registry.write(to, run, target, dtype=dtype, tolerance=tolerance, base=base, length=length)
     if json:
         emit(made)
         return

@@ -7,9 +7,9 @@ from typing import Annotated, Any
 
 import typer
 
-from preheat.cli import writing
-from preheat.cli.screen import write_text
-from preheat.cli.show import Base, Json
+from preheat.cli.options import generation
+from preheat.cli.views.console import Base, Json
+from preheat.cli.views.output import write_text
 
 __all__ = ["generate"]
 
@@ -29,23 +29,23 @@ def generate(
         Path | None,
         typer.Option("--file", help='Prompts, one a line; a .jsonl file holds {"prompt": ...} or {"messages": [...]} a line.'),
     ] = None,
-    tokens: Annotated[int, typer.Option("--tokens", min=1, help=writing.HELP["tokens"])] = 64,
-    temperature: writing.Temperature = 0.0,
-    top_p: writing.TopP = 1.0,
-    top_k: writing.TopK = 0,
-    min_p: writing.MinP = 0.0,
-    repetition_penalty: writing.Penalty = 1.0,
-    stop: writing.Stop = None,
-    set: writing.Set = None,
-    seed: writing.Seed = 0,
-    step: writing.Step = None,
+    tokens: Annotated[int, typer.Option("--tokens", min=1, help=generation.HELP["tokens"])] = 64,
+    temperature: generation.Temperature = 0.0,
+    top_p: generation.TopP = 1.0,
+    top_k: generation.TopK = 0,
+    min_p: generation.MinP = 0.0,
+    repetition_penalty: generation.Penalty = 1.0,
+    stop: generation.Stop = None,
+    set: generation.Set = None,
+    seed: generation.Seed = 0,
+    step: generation.Step = None,
     chat: Annotated[
         bool | None,
         typer.Option(
             "--chat/--no-chat", help="Lay prompts out by the chat template, or not; as the run was trained when not given."
         ),
     ] = None,
-    template: writing.ChatTemplate = None,
+    template: generation.ChatTemplate = None,
     base: Base = None,
     batch: Annotated[int, typer.Option("--batch", min=1, help="Prompts written at a time.")] = 8,
     json: Json = False,
@@ -54,12 +54,12 @@ def generate(
 
     Example: `preheat generate runs/demo --prompt "def main("`; two models: `preheat generate base runs/mine --file prompts.txt`
     """
-    from preheat.cli.show import emit
-    from preheat.data.prompts import read_prompts
-    from preheat.training.opened import open_model
+    from preheat.cli.views.console import emit
+    from preheat.data.rows.prompt_files import read_prompts
+    from preheat.inference.load import open_model
 
     prompts: list[Any] = list(prompt or []) + (read_prompts(file) if file is not None else [])
-    settings = writing.sampling(
+    settings = generation.sampling(
         set or (),
         tokens=tokens,
         temperature=temperature,
@@ -71,12 +71,12 @@ def generate(
     )
     prompts = prompts or [""]
     asked = True if chat is None and any(not isinstance(p, str) for p in prompts) else chat
-    watched, texts = writing.Watched(), []
+    watched, texts = generation.Watched(), []
     for model in models:
         opened = open_model(model, step=step, base=base)
-        layout, words = writing.choose_template(opened, model, template, asked)
+        layout, words = generation.choose_template(opened, model, template, asked)
         if not json:
-            writing.note(f"{model}{f', step {opened.step:,}' if opened.step is not None else ''}: {words}")
+            generation.note(f"{model}{f', step {opened.step:,}' if opened.step is not None else ''}: {words}")
         hear = None if json or len(models) > 1 else _Screen(prompts, layout is not None).hear
         watched.kind = opened.build.device.kind
         with watched:
@@ -96,7 +96,7 @@ def generate(
         return
     if len(models) > 1:
         _beside(models, texts)
-    writing.note(watched.words())
+    generation.note(watched.words())
 
 
 class _Screen:
@@ -142,7 +142,7 @@ def _beside(models: list[str], texts: list[list[dict[str, Any]]]) -> None:
     from rich.table import Column, Table
     from rich.text import Text
 
-    from preheat.cli.show import console
+    from preheat.cli.views.console import console
 
     screen = console()
     for number, row in enumerate(zip(*texts, strict=True)):

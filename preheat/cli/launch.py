@@ -7,12 +7,12 @@ from typing import Annotated, Literal
 
 import typer
 
-from preheat.cli.screen import say
-from preheat.cli.show import Json, RecipeArgument, Set
+from preheat.cli.views.console import Json, RecipeArgument, Set
+from preheat.cli.views.output import say
 from preheat.recipe import field_docs
-from preheat.run import write_generated
-from preheat.training.jobs import Job
-from preheat.training.jobs.job import Kind
+from preheat.run_dir import write_generated
+from preheat.training.launch import Job
+from preheat.training.launch.job import Kind
 
 __all__ = ["launch"]
 
@@ -62,8 +62,8 @@ def launch(
     Example: `preheat launch demo --scheduler slurm --nodes 2 --gpus-per-node 4 --time 4:00:00 --set techniques.fsdp={} -o demo.sbatch`
     """
     from preheat import recipe as recipes
-    from preheat.cli.show import console, emit
-    from preheat.training.jobs import submit, written
+    from preheat.cli.views.console import console, emit
+    from preheat.training.launch import submit, written
 
     job = Job(
         recipe=recipes.load(recipe, set or []),

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import typer
 
-from preheat.cli.screen import say
-from preheat.cli.show import Json
+from preheat.cli.views.console import Json
+from preheat.cli.views.output import say
 
 __all__ = ["app"]
 
@@ -20,7 +20,7 @@ def models(context: typer.Context, json: Json = False) -> None:
     """
     if context.invoked_subcommand is not None:
         return
-    from preheat.cli.show import console, emit
+    from preheat.cli.views.console import console, emit
     from preheat.models.presets import PRESETS
 
     if json:
@@ -38,7 +38,7 @@ def models(context: typer.Context, json: Json = False) -> None:
 @app.command("show")
 def show(name: str, json: Json = False) -> None:
     """What a public model is and needs, and how to plan and to train it. Example: `preheat models show gemma-2-2b`"""
-    from preheat.cli.show import console, emit
+    from preheat.cli.views.console import console, emit
     from preheat.models.presets import find, needs
 
     preset = find(name)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from preheat.cli.show import Json
+from preheat.cli.views.console import Json
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -52,7 +52,7 @@ def nettest(
     """
     import os
 
-    from preheat.cli.show import console, emit
+    from preheat.cli.views.console import console, emit
     from preheat.errors import RecipeError, nearest
     from preheat.hardware import nettest as net
 
@@ -90,7 +90,7 @@ def nettest(
     if not made:
         return  # another rank tells
     if html is not None:
-        from preheat.report.net_page import write_net
+        from preheat.report.nettest_page import write_net
 
         made["html"] = str(write_net(made, html))
     if json:
@@ -116,7 +116,7 @@ def _backend(nproc: int | None) -> str:
 def _shown(made: dict[str, Any]) -> list[RenderableType]:
     from rich.table import Table
 
-    from preheat.report.net_page import against_words, seconds, size
+    from preheat.report.nettest_page import against_words, seconds, size
 
     hosts = f"{made['hosts']} hosts" if made["hosts"] > 1 else "one host"
     table = Table(title=f"{made['devices']} processes on {hosts}, {made['backend']}, {made['hardware']}", title_justify="left")

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from preheat.cli.show import Json, Set
+from preheat.cli.views.console import Json, Set
 
 if TYPE_CHECKING:
-    from preheat.training.asked import Question
+    from preheat.training.plan_request import Question
 
 __all__ = ["plan"]
 
@@ -76,8 +76,8 @@ def plan(
     Example: `preheat plan Qwen/Qwen3-8B --gpu RTX-4090 --method lora`, `preheat plan llama-3.1-70b --gpu H100 --count 8 --nodes 8`. A recipe is
     planned as it is: `preheat plan demo --set batch.size=64`. Exit code 3: it does not fit.
     """
-    from preheat.cli.modes import name_unread
-    from preheat.cli.planned import budget, searched, served, stated
+    from preheat.cli.options.unused import name_unread
+    from preheat.cli.plan_modes import budget, searched, served, stated
 
     if compute_budget is not None:
         budget(compute_budget, json)
@@ -93,7 +93,7 @@ def plan(
         return asked(what, set or [], method=method, length=length, batch_tokens=batch_tokens, devices=devices)
 
     gc.set_threshold(50_000)  # while torch is imported the collector finds nothing, and takes a tenth of the time
-    from preheat.training.asked import asked
+    from preheat.training.plan_request import asked
 
     first = question(method or "full")
     if first.given and method is not None:
@@ -117,9 +117,9 @@ def plan(
 
 def finish(made: dict[str, Any], page: Any, asked: Question, *, out: Path | None, html: Path | None, json: bool) -> None:
     """Writes what was asked for, prints the rest."""
-    from preheat.cli.picture import whole_picture
-    from preheat.cli.planned import recipe_text, write_recipe
-    from preheat.cli.show import console, emit
+    from preheat.cli.plan_modes import recipe_text, write_recipe
+    from preheat.cli.views.console import console, emit
+    from preheat.cli.views.plan_view import whole_picture
 
     if out is not None:
         write_recipe(made, asked, out)

@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from preheat.cli.screen import say
-from preheat.cli.show import Json
+from preheat.cli.views.console import Json
+from preheat.cli.views.output import say
 
 __all__ = ["app", "init"]
 
@@ -37,7 +37,7 @@ def recipes(context: typer.Context, json: Json = False) -> None:
     """
     if context.invoked_subcommand is not None:
         return
-    from preheat.cli.show import console, emit
+    from preheat.cli.views.console import console, emit
     from preheat.recipe import built_in
 
     found = {name: _words(path) for name, path in built_in().items()}

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from preheat.cli.screen import say
+from preheat.cli.views.output import say
 
 __all__ = ["report"]
 

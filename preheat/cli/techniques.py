@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import typer
 
-from preheat.cli.screen import say
-from preheat.cli.show import Json
+from preheat.cli.views.console import Json
+from preheat.cli.views.output import say
 
 __all__ = ["app"]
 
@@ -26,8 +26,8 @@ def techniques(context: typer.Context, json: Json = False) -> None:
     """
     if context.invoked_subcommand is not None:
         return
-    from preheat.cli.show import console, emit
-    from preheat.technique import registry
+    from preheat.cli.views.console import console, emit
+    from preheat.core import registry
 
     found = registry()
     if json:
@@ -56,9 +56,9 @@ def show(name: str) -> None:
     """What a technique does, when it helps and hurts, its source and its settings. Example: `preheat techniques show lora`"""
     import dataclasses
 
+    from preheat.core import registry
     from preheat.errors import RecipeError, nearest
     from preheat.recipe import field_docs
-    from preheat.technique import registry
 
     found = registry()
     if name not in found:

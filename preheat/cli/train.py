@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from preheat.cli.screen import say
-from preheat.cli.show import Json, RecipeArgument, Set
+from preheat.cli.views.console import Json, RecipeArgument, Set
+from preheat.cli.views.output import say
 from preheat.hardware.interrupts import Interrupted
-from preheat.training.launch import LAUNCHED
+from preheat.training.launch.local import LAUNCHED
 from preheat.training.signals import under_agent
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def run(recipe: Recipe, *, out: Path | None, resume: bool, force: bool, json: bo
     from contextlib import nullcontext
 
     from preheat import report as reports
-    from preheat.cli.show import Alarms, Live, console, emit
+    from preheat.cli.views.console import Alarms, Live, console, emit
     from preheat.training.loop import train as start
 
     screen = console()
@@ -115,7 +115,7 @@ def _summary(made: dict[str, Any]) -> Any:
     from rich.table import Table
     from rich.text import Text
 
-    from preheat.cli.show import memory, rate
+    from preheat.cli.views.console import memory, rate
 
     table = Table("", "predicted", "measured", "difference", box=None, pad_edge=False)
     shown = (
@@ -162,16 +162,16 @@ def _dry_run(
     recipe: str, overrides: list[str], *, gpu: str | None, out: Path | None, resume: bool, nproc: int, json: bool
 ) -> None:
     """Data, the run's folder and a plan of the recipe as it is; exit code 3 where it does not fit."""
-    from preheat.training.asked import asked, hardware
+    from preheat.training.plan_request import asked, hardware
 
     # Before torch is imported, which takes seconds.
     question = asked(recipe, [*overrides, *([f"parallel.devices={nproc}"] if nproc > 1 else [])])
     from preheat.cli.plan import finish
-    from preheat.cli.planned import stated
-    from preheat.cli.show import Alarms, console
+    from preheat.cli.plan_modes import stated
+    from preheat.cli.views.console import Alarms, console
     from preheat.errors import RecipeError
     from preheat.models.presets import require_weights
-    from preheat.run import check_folder
+    from preheat.run_dir import check_folder
     from preheat.training.session import read_data
 
     if not question.given:
@@ -192,9 +192,9 @@ def _dry_run(
 
 def _launch(command: list[str], folder: Path, *, nproc: int, restarts: int, json: bool, typed: Sequence[str]) -> None:
     """Trains in several processes, and exits as they did."""
-    from preheat.cli.show import Alarms, emit
-    from preheat.training.launch import start
-    from preheat.training.rungs import pending
+    from preheat.cli.views.console import Alarms, emit
+    from preheat.training.launch.local import start
+    from preheat.training.recovery.fallback_log import pending
 
     with _going_on(folder, typed):
         ended = start(command, processes=nproc, restarts=restarts, again=lambda: bool(pending(folder)), say=Alarms().alarm)

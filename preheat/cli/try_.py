@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from preheat.cli.show import Json
+from preheat.cli.views.console import Json
 
 __all__ = ["try_"]
 
@@ -60,8 +60,8 @@ def try_(
     """
     from contextlib import nullcontext
 
-    from preheat.bench.trial import Wish, trial
-    from preheat.cli.show import console, emit, memory, rate
+    from preheat.bench.try_technique import Wish, trial
+    from preheat.cli.views.console import console, emit, memory, rate
 
     names = technique.replace("-", "_")
     wish = Wish(
@@ -108,7 +108,7 @@ def try_(
 def _table(made: dict[str, Any]) -> Any:
     from rich.table import Table
 
-    from preheat.cli.show import memory, rate
+    from preheat.cli.views.console import memory, rate
 
     zero = any("optimizer_gib" in row for row in made["rows"])
     titles = ["contender", "tokens/s", "times", "peak", "loss", "cosine", *(["states"] if zero else []), "on a GPU"]

@@ -1,1 +1,1 @@
-"""After training: quantize and prune (one file a method in `methods/`, measured by `compressing`), and export."""
+"""After training: quantize and prune (one file a method in `methods/`, measured by `compress`), and export."""

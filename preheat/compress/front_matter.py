@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from preheat import recipe as recipes
-from preheat.compress.new_folder import home_of
+from preheat.compress.atomic_folder import home_of
 from preheat.recipe import Recipe
 
 __all__ = ["Front", "front_matter", "pipeline_of"]

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from preheat.errors import RunError
-from preheat.hardware.processes import ended_by, tethered
-from preheat.ops.quantized import Groups
-from preheat.run import to_json
+from preheat.hardware.child_processes import ended_by, tethered
+from preheat.ops.quantization.grids import Groups
+from preheat.run_dir import to_json
 
 __all__ = ["Found", "python_of", "run", "unpacked"]
 

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from preheat.errors import DataError
-from preheat.hardware.links import make_private
-from preheat.run import to_json
+from preheat.hardware.link_rates import make_private
+from preheat.run_dir import to_json
 
 __all__ = ["entry", "read_entry"]
 

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import numpy as np
 
-from preheat.data.files import expanded, parse_json, read_lines, shown
 from preheat.data.packing import IGNORED, Rows
+from preheat.data.rows.file_readers import expanded, parse_json, read_lines, shown
 from preheat.errors import DataError
-from preheat.text import quoted
+from preheat.sanitize import quoted
 
 __all__ = ["by_length", "by_rarity", "from_file", "growing_order"]
 

@@ -28,12 +28,12 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from preheat.data.images import gathered
+from preheat.core import Batch, MaskSpec, Shape
 from preheat.data.packing import IGNORED, RowData, Rows, cut, permutation
 from preheat.data.streaming import StreamRows
+from preheat.data.vision_inputs import gathered
 from preheat.errors import DataError, RunError
-from preheat.hardware.processes import ended_by
-from preheat.technique import Batch, MaskSpec, Shape
+from preheat.hardware.child_processes import ended_by
 
 PATIENCE = 300.0
 """Seconds without a micro-batch after which readers are ended: none takes that long to read, a network's file system that hangs does."""

@@ -16,8 +16,8 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from preheat.data.images import Eye, Picture, PictureTable, mrope_positions
-from preheat.technique import Examples
+from preheat.core import Examples
+from preheat.data.vision_inputs import Eye, Picture, PictureTable, mrope_positions
 
 __all__ = ["IGNORED", "RowData", "Rows", "Tokens", "best_fit", "cut", "permutation"]
 
@@ -33,7 +33,7 @@ class RowData(NamedTuple):
         labels: [length] int64; the label of place t is the token at t + 1, or -100: the end of a document, prompt, padding.
         positions: [length] int64, from 0 in each document of the row; [length, 3] where documents may hold images.
         documents: lengths of the documents in the row; their sum is `length`.
-        group, liked: as in `preheat.technique.Batch`, of this row.
+        group, liked: as in `preheat.core.Batch`, of this row.
         images: that stand in it, in order; eye: how they are read, None where documents hold text alone.
     """
 
@@ -77,7 +77,7 @@ class Tokens:
 
     @classmethod
     def open(cls, folder: Path, side: str, group: int = 1) -> Tokens:
-        """Tokens as `preparing` stored them, mapped into memory."""
+        """Tokens as `preparation` stored them, mapped into memory."""
         file = next(folder.glob(f"{side}.uint*"))
         marks, labels = folder / f"{side}.trained", folder / f"{side}-labels.npy"
         return cls(

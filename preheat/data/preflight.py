@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from preheat.errors import DataError, RecipeError, nearest
-from preheat.text import shorten
+from preheat.sanitize import shorten
 
 __all__ = ["CHECKS", "Check", "Findings", "Verdict", "judge", "merged", "refuse_unknown"]
 

@@ -15,15 +15,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from preheat.data.examples import Document
-from preheat.data.files import closest, columns_of, expanded, find_files, missing, read_file, shown
-from preheat.data.images import Eye
-from preheat.data.layouts import Layout, class_names, layout_of
-from preheat.data.templates import special_tokens, template_for
+from preheat.data.chat.template import special_tokens, template_for
+from preheat.data.document import Document
+from preheat.data.rows.file_readers import closest, columns_of, expanded, find_files, missing, read_file, shown
+from preheat.data.rows.formats import Layout, class_names, layout_of
+from preheat.data.vision_inputs import Eye
 from preheat.errors import DataError, nearest
-from preheat.hardware.network import hub_reachable
+from preheat.hardware.connectivity import hub_reachable
 from preheat.recipe import Data
-from preheat.text import shorten
+from preheat.sanitize import shorten
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

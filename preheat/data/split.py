@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from preheat.data.examples import Document
+from preheat.data.document import Document
 from preheat.data.preflight import Findings
 
 __all__ = ["Side", "Split", "chunks", "content_hash", "near_hash"]

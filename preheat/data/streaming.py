@@ -15,10 +15,10 @@ from typing import Literal
 
 import numpy as np
 
-from preheat.data.examples import Document
-from preheat.data.layouts import Layout
+from preheat.data.document import Document
 from preheat.data.packing import RowData, Rows, Tokens, permutation
 from preheat.data.preflight import CHECKS
+from preheat.data.rows.formats import Layout
 from preheat.data.sources import open_source
 from preheat.data.split import Side, Split, chunks
 from preheat.data.tokenizer import Encoded, Encoder

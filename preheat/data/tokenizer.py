@@ -11,16 +11,16 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
-from preheat import trust
-from preheat.data.examples import END, PAD, Document, Piece
-from preheat.data.files import expanded, kind_of, missing
+from preheat import remote_code
+from preheat.core.schema import TOKENIZER_FILES
+from preheat.data.document import END, PAD, Document, Piece
+from preheat.data.rows.file_readers import expanded, kind_of, missing
 from preheat.data.sources import digest
 from preheat.errors import DataError, RecipeError, RunError
-from preheat.foreign import FAULTS, beginning, fault, read_object
-from preheat.hardware.network import hub_reachable
-from preheat.run import to_json
-from preheat.technique.schema import TOKENIZER_FILES
-from preheat.text import quoted
+from preheat.hardware.connectivity import hub_reachable
+from preheat.model_folder import FAULTS, beginning, fault, read_object
+from preheat.run_dir import to_json
+from preheat.sanitize import quoted
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -79,7 +79,7 @@ def load_tokenizer(name: str, *, knob: str = "data.tokenizer", add_tokens: Seque
         raise DataError(
             f"{knob} {name}: no such folder, and no network to look for a model of that name; name a folder that has tokenizer.json"
         )
-    runs = path.exists() and trust.may_run(knob, name, _code(path))
+    runs = path.exists() and remote_code.may_run(knob, name, _code(path))
     found = _read(knob, str(path) if path.exists() else name, runs)
     if not found.is_fast:
         raise DataError(
@@ -241,7 +241,11 @@ def _code(path: Path) -> list[str]:
     if (path / "tokenizer.json").is_file() or (isinstance(name, str) and tokenizer_class_from_name(name) is not None):
         return []
     places = settings.get("auto_map")
-    return trust.names_of_code({"auto_map": {"AutoTokenizer": places.get("AutoTokenizer")}}) if isinstance(places, dict) else []
+    return (
+        remote_code.names_of_code({"auto_map": {"AutoTokenizer": places.get("AutoTokenizer")}})
+        if isinstance(places, dict)
+        else []
+    )
 
 
 def _look_at(knob: str, path: Path) -> None:

@@ -26,13 +26,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from preheat.core import Build, Device
 from preheat.errors import RunError
-from preheat.hardware.exhaustion import is_exhaustion, require_room
-from preheat.models.experts import biases
+from preheat.hardware.oom import is_exhaustion, require_room
+from preheat.models.moe import biases
 from preheat.recipe import Recipe
-from preheat.run import parse_json, to_json
-from preheat.technique import Build, Device
-from preheat.text import quoted, shorten
+from preheat.run_dir import parse_json, to_json
+from preheat.sanitize import quoted, shorten
 
 FORMAT = 3
 """Of state.json: raised when what stands in a checkpoint changes."""
@@ -70,7 +70,7 @@ class Progress:
     fingerprints: dict[str, str] = field(default_factory=dict)
     """Of data, model and its weights: a resumed run must find the same."""
     run: str = ""
-    """Identity of the run (preheat.run): checkpoints of another one are not read."""
+    """Identity of the run (preheat.run_dir): checkpoints of another one are not read."""
 
 
 def _tensors(build: Build, rank: int | None = None) -> dict[str, Any]:

@@ -17,9 +17,9 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
+from preheat.core import Axis, Batch, Build, Change, Context, LossSum, Slot, Stage, Tag, Technique
 from preheat.engine.step import add_up, forward, transform
 from preheat.errors import RunError
-from preheat.technique import Axis, Batch, Build, Change, Context, LossSum, Slot, Stage, Tag, Technique
 
 __all__ = ["DeepSpeed"]
 

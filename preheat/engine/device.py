@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 
+from preheat.core import Device, Recipe
 from preheat.errors import RecipeError
 from preheat.hardware.deterministic import be_deterministic
-from preheat.technique import Device, Recipe
 
 __all__ = ["resolve_device"]
 

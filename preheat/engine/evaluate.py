@@ -11,9 +11,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from preheat.core import DATA, Axis, Batch, Build, LossSum, Slot
 from preheat.engine.step import add_up, flattened, forward, transform, unflattened
-from preheat.models import adapter
-from preheat.technique import DATA, Axis, Batch, Build, LossSum, Slot
+from preheat.models import hf
 
 __all__ = ["Measured", "evaluate", "likeliest", "measure", "parts", "reading", "summed", "token_scores"]
 
@@ -151,7 +151,7 @@ def _of_logits(
             size = max(1, LOGITS // build.model.vocabulary)
             for some, states in zip(numbers.split(size), hidden.split(size), strict=True):
                 if len(some):
-                    table[some.to(table.device)] = judge(some, adapter.logits(part, states)).double()
+                    table[some.to(table.device)] = judge(some, hf.logits(part, states)).double()
             return table
 
     with reading(build):

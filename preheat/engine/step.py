@@ -14,13 +14,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from preheat.core import DATA, Axis, Batch, Build, LossSum, RowLoss, Shape, Slot
 from preheat.data.loader import sample_order
-from preheat.models import adapter
-from preheat.ops.accumulation import accumulate
-from preheat.ops.attention import reference_attention
-from preheat.ops.losses import CrossEntropy, Softcapped, whole_logits
-from preheat.ops.sharded import by_dtype, local, total_norm
-from preheat.technique import DATA, Axis, Batch, Build, LossSum, RowLoss, Shape, Slot
+from preheat.models import hf
+from preheat.ops.attention.sdpa import reference_attention
+from preheat.ops.distributed.dtensor_utils import by_dtype, local, total_norm
+from preheat.ops.gradient_accumulation import accumulate
+from preheat.ops.losses.cross_entropy import CrossEntropy, Softcapped, whole_logits
 
 __all__ = ["add_up", "forward", "flattened", "gradients", "numbers", "plain_slots", "transform", "unflattened", "update"]
 
@@ -48,7 +48,7 @@ def _forward(build: Build, part: Any, batch: Batch) -> tuple[Tensor, dict[str, T
     with ExitStack() as stack:
         for context in build.hooks.around_forward:
             stack.enter_context(context())
-        if adapter.head(part) is None:  # a stage of a pipeline that is not the last
+        if hf.head(part) is None:  # a stage of a pipeline that is not the last
             hidden = build.slot(Slot.HIDDEN)(part, batch)
             return hidden.clone() if hidden._is_view() else hidden, {}  # torch's pipelines and sharding work on it in place
 
@@ -57,12 +57,12 @@ def _forward(build: Build, part: Any, batch: Batch) -> tuple[Tensor, dict[str, T
             if row_loss is None:
                 owned: RowLoss = build.slot(Slot.ROW_LOSS)  # type: ignore[assignment]
                 row_loss = owned if part.training else owned.measured
-            if (cap := adapter.softcap(of)) is not None:  # whatever the loss: the model goes on behind its head
+            if (cap := hf.softcap(of)) is not None:  # whatever the loss: the model goes on behind its head
                 row_loss = Softcapped(row_loss, cap)
             if build.loss.head_dtype is None:
-                return build.slot(Slot.OVER_LOGITS)(hidden, adapter.head(of), row_loss, *aligned)
+                return build.slot(Slot.OVER_LOGITS)(hidden, hf.head(of), row_loss, *aligned)
             with torch.autocast(build.torch_device.type, enabled=False):
-                return build.slot(Slot.OVER_LOGITS)(hidden.to(build.loss.head_dtype), adapter.head(of), row_loss, *aligned)
+                return build.slot(Slot.OVER_LOGITS)(hidden.to(build.loss.head_dtype), hf.head(of), row_loss, *aligned)
 
         loss: LossSum = build.slot(Slot.OBJECTIVE)(batch, lambda b: build.slot(Slot.HIDDEN)(part, b), over_logits)
         return loss.total, loss.metrics
@@ -163,7 +163,7 @@ def _set_rate(build: Build, lr: float) -> None:
 def _hidden(build: Build) -> Callable[[Any, Batch], Tensor]:
     def hidden(part: Any, batch: Batch) -> Tensor:
         attention = build.slot(Slot.ATTENTION_EXCHANGE)(build.slot(Slot.ATTENTION_KERNEL))
-        return adapter.hidden_states(part, batch.tokens, batch.positions, batch.mask, attention, batch.hidden, batch.images)
+        return hf.hidden_states(part, batch.tokens, batch.positions, batch.mask, attention, batch.hidden, batch.images)
 
     return hidden
 
@@ -242,7 +242,7 @@ def _shape(build: Build) -> Callable[[float], Shape]:
 
 def _optimizer(build: Build) -> Callable[..., Any]:
     def make(groups: Any, *, lr: float, betas: tuple[float, float], eps: float) -> Any:
-        from preheat.ops.optimizers import fused_adamw
+        from preheat.ops.optim.optimizers import fused_adamw
 
         return fused_adamw(groups, lr=lr, betas=betas, eps=eps)
 

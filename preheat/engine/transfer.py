@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from preheat.core import Batch
 from preheat.hardware.transfers import to_device
-from preheat.ops.host import Copy, Link, link_for
-from preheat.technique import Batch
+from preheat.ops.memory.host_transfer import Copy, Link, link_for
 
 __all__ = ["Transfer"]
 

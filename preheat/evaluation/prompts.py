@@ -8,13 +8,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from preheat.data.files import closest, expanded, read_json
-from preheat.data.rendering import limited, require_template
-from preheat.data.templates import load_template
+from preheat.data.chat.render_limits import limited, require_template
+from preheat.data.chat.template import load_template
+from preheat.data.rows.file_readers import closest, expanded, read_json
 from preheat.errors import DataError, RecipeError
-from preheat.evaluation.rows import Row, read_rows
+from preheat.evaluation.task_rows import Row, read_rows
 from preheat.evaluation.tasks import BY_LIKELIHOOD, Task
-from preheat.text import quoted, shorten
+from preheat.sanitize import quoted, shorten
 
 __all__ = ["Item", "items_of"]
 

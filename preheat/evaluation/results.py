@@ -37,7 +37,7 @@ class Result:
         truncated: contexts that lost their beginning; of a text, examples that lost their end.
         left: rows of a text that were not read.
         alone: metrics without an interval.
-        parts: the first metric, or what `preheat.evaluation.length` says, part by part.
+        parts: the first metric, or what `preheat.evaluation.long_context` says, part by part.
     """
 
     metrics: Mapping[str, Metric]

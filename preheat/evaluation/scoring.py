@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 
 import torch
 
+from preheat.core import Batch, Build, MaskSpec, Tag
 from preheat.data.tokenizer import Encoder
 from preheat.engine.evaluate import likeliest, token_scores
 from preheat.errors import DataError
-from preheat.models.generate import generate
+from preheat.models.generation.generate import generate
 from preheat.recipe import Sample
-from preheat.technique import Batch, Build, MaskSpec, Tag
 
 __all__ = ["CLASSES", "Reader", "Score", "Scorer", "batch_of"]
 

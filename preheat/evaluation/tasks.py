@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from preheat.data.files import expanded
+from preheat.core.field_types import Count, Whole
+from preheat.data.rows.file_readers import expanded
 from preheat.errors import RecipeError, nearest
-from preheat.recipe.boundary import RecipeReader
-from preheat.recipe.text import compose, read
-from preheat.technique.field_types import Count, Whole
+from preheat.recipe.validate import RecipeReader
+from preheat.recipe.yaml_io import compose, read
 
 __all__ = ["BUILT_IN", "OF_LENGTH", "LengthTask", "Task", "built_in", "find_tasks", "load_task"]
 

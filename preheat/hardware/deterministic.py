@@ -11,7 +11,7 @@ import sys
 from typing import Any
 
 from preheat.errors import RecipeError
-from preheat.text import quoted
+from preheat.sanitize import quoted
 
 __all__ = ["be_deterministic", "explain_lacking", "is_exact", "repeats"]
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
+from preheat.core import Device
 from preheat.hardware.probe import peak_bytes, peak_reserved_bytes
-from preheat.technique import Device
 
 __all__ = ["CONTEXT", "MemoryPeak", "limit_memory", "memory_peak", "taken_bytes"]
 

@@ -16,11 +16,11 @@ from typing import Any
 
 from preheat.errors import RecipeError, RunError
 from preheat.hardware.catalogue import accelerator
-from preheat.hardware.collectives import LISTENING, Task, Told, measure
-from preheat.hardware.links import COLLECTIVES, LinkRate, store_links
+from preheat.hardware.child_processes import LOOPBACK, ended_by, listen, local_group, tethered
+from preheat.hardware.collective_bench import LISTENING, Task, Told, measure
+from preheat.hardware.link_rates import COLLECTIVES, LinkRate, store_links
 from preheat.hardware.probe import parse_memory
-from preheat.hardware.processes import LOOPBACK, ended_by, listen, local_group, tethered
-from preheat.run import to_json
+from preheat.run_dir import to_json
 
 __all__ = ["COLLECTIVES", "Task", "expected", "nettest", "sizes_of", "started_by_torchrun"]
 
@@ -64,7 +64,7 @@ def nettest(
         store: keep the figures beside the calibration, for planning.
 
     Returns:
-        As `collectives.measure`, with `expected` and `stored`; {} on other ranks than 0.
+        As `collective_bench.measure`, with `expected` and `stored`; {} on other ranks than 0.
 
     Raises:
         RecipeError, RunError: one process only, sizes beyond memory, a port in use, a rendezvous that is not reached.

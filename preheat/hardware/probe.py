@@ -12,10 +12,10 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from preheat.core import Device
 from preheat.errors import RecipeError, RunError
 from preheat.hardware.segments import set_segments
-from preheat.technique import Device
-from preheat.text import quoted
+from preheat.sanitize import quoted
 
 if TYPE_CHECKING:
     import torch

@@ -1,7 +1,7 @@
 """The measured rates of a machine: what planning turns FLOPs and bytes into seconds with. No torch.
 
 A measurement holds for one processor, one version of torch and one number of threads; it is stored under a name made of the
-three and is never used for another. `preheat.hardware.calibrate` measures it.
+three and is never used for another. `preheat.hardware.benchmark_rates` measures it.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from statistics import median
 from typing import Any, Literal, TypeVar
 
 from preheat.errors import RecipeError, RunError
-from preheat.hardware.links import LinkRate, cache_folder, load_links, seconds_of, store_json
-from preheat.hardware.stored import Damaged, read_json, read_number, read_numbers, read_row
-from preheat.text import shorten
+from preheat.hardware.link_rates import LinkRate, cache_folder, load_links, seconds_of, store_json
+from preheat.hardware.stored_values import Damaged, read_json, read_number, read_numbers, read_row
+from preheat.sanitize import shorten
 
 __all__ = [
     "LAYOUTS",

@@ -12,7 +12,7 @@ import platform
 import re
 import sys
 
-from preheat.text import quoted
+from preheat.sanitize import quoted
 
 __all__ = ["grows", "set_segments"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from typing import TYPE_CHECKING, Any
 
-from preheat.technique import Device
+from preheat.core import Device
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -9,15 +9,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from preheat import trust
+from preheat import remote_code
+from preheat.core.schema import TOKENIZER_FILES
 from preheat.errors import RecipeError, nearest
-from preheat.foreign import FAULTS, fault, read_object
-from preheat.hardware.network import hub_reachable
-from preheat.models import experts, presets, sizes, vision
-from preheat.models.untied import untie
-from preheat.recipe.checks import MOST_PARAMETERS
-from preheat.technique.schema import TOKENIZER_FILES
-from preheat.text import quoted
+from preheat.hardware.connectivity import hub_reachable
+from preheat.model_folder import FAULTS, fault, read_object
+from preheat.models import moe, presets, size_dial, vision
+from preheat.models.untie import untie
+from preheat.recipe.consistency import MOST_PARAMETERS
+from preheat.sanitize import quoted
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -151,7 +151,7 @@ def _require_numbers(config: PretrainedConfig, text: PretrainedConfig, experts_t
     limited = window is not None and (not layers or "sliding_attention" in layers)
     if limited and not (type(window) is int and 1 <= window <= _HIGHEST["max_position_embeddings"]):
         refuse("sliding_window", window, f"a whole number from 1 to {_HIGHEST['max_position_embeddings']}")
-    if text.model_type in experts.FAMILIES:
+    if text.model_type in moe.FAMILIES:
         for key in _OF_EXPERTS:
             value: Any = getattr(text, key, 1)
             if value is None or (key == "num_experts_per_tok" and not 1 <= value <= max(experts_there, 1)):
@@ -204,7 +204,7 @@ def _not_a_number(values: Any, name: str = "") -> str | None:
 
 
 def of(recipe: Recipe, vocabulary: int | None) -> PretrainedConfig:
-    """The configuration before `model.config` and techniques change it; arguments and errors as of `adapter.configure`."""
+    """The configuration before `model.config` and techniques change it; arguments and errors as of `hf.configure`."""
     found = _of(recipe, vocabulary)
     require_in_reach(found)
     if recipe.model.path is not None and recipe.model.weights == "pretrained":
@@ -302,9 +302,9 @@ def read(path: str, asks: bool = False) -> PretrainedConfig:
         )
         if folder.exists():
             _require_sound(stated, file)
-        code = trust.names_of_code(stated) if asks or stated.get("model_type") not in CONFIG_MAPPING else []
+        code = remote_code.names_of_code(stated) if asks or stated.get("model_type") not in CONFIG_MAPPING else []
         found = AutoConfig.from_pretrained(
-            path, trust_remote_code=trust.may_run("model.path", path, code), local_files_only=local
+            path, trust_remote_code=remote_code.may_run("model.path", path, code), local_files_only=local
         )
     except RecipeError:
         raise
@@ -327,7 +327,7 @@ def runs_code(config: PretrainedConfig, asks: bool) -> bool:
     """Whether a model of this configuration, which was read, is to be made by the code of its folder."""
     if not getattr(config, "auto_map", None):
         return False
-    return trust.allowed() and (asks or type(config).__module__.startswith("transformers_modules"))
+    return remote_code.allowed() and (asks or type(config).__module__.startswith("transformers_modules"))
 
 
 _SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
@@ -411,7 +411,7 @@ def new(recipe: Recipe, vocabulary: int | None) -> PretrainedConfig:
     gated = model.family != "gpt2"
     if model.size is None and not (model.layers and model.width and model.heads):
         raise RecipeError("model: state a path, a size (e.g. 15M), or layers, width and heads")
-    d = sizes.dial(model.size, gated=gated, shape=model.shape) if model.size else None
+    d = size_dial.dial(model.size, gated=gated, shape=model.shape) if model.size else None
     layers, width, heads = (
         (model.layers or (d and d.layers)),
         (model.width or (d and d.width)),
@@ -453,7 +453,7 @@ def new(recipe: Recipe, vocabulary: int | None) -> PretrainedConfig:
         common.pop("max_position_embeddings")
         return T5Config(**common | special | sizes_of, feed_forward_proj="gated-gelu")
     common |= {"num_key_value_heads": model.kv_heads or heads, "intermediate_size": feed_forward, "head_dim": width // heads}
-    if model.family in experts.FAMILIES:
+    if model.family in moe.FAMILIES:
         chosen = model.experts_per_token or 2
         if not model.feed_forward:  # so that a token uses as many parameters as without experts
             common["intermediate_size"] = round(feed_forward / chosen / 64) * 64 or 64

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from preheat.core import Batch, MaskSpec
 from preheat.errors import DataError, RecipeError
-from preheat.technique import Batch, MaskSpec
 
 if TYPE_CHECKING:
     import numpy
@@ -170,7 +170,7 @@ def hidden_states(model: Any, tokens: Tensor, mask: MaskSpec, attention: Callabl
     Args:
         tokens: [rows, length].
         mask: with `documents` and `read`.
-        attention: (q, k, v, mask, scale, *, bias) -> out, the bias bool or float, as of `preheat.ops.attention_module.attention_in_chunks`.
+        attention: (q, k, v, mask, scale, *, bias) -> out, the bias bool or float, as of `preheat.ops.attention.multihead.attention_in_chunks`.
     """
     from preheat.hardware.transfers import to_device
 

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from preheat import trust
+from preheat import remote_code
 from preheat.errors import RecipeError
-from preheat.foreign import FAULTS, fault, finite, listed, open_tensors, quiet, read_object, weight_files
+from preheat.model_folder import FAULTS, fault, finite, listed, open_tensors, quiet, read_object, weight_files
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -73,9 +73,9 @@ def open_classifier(folder: Path, *, knob: str = "MODEL") -> PreTrainedModel:
             "save one there with transformers' save_pretrained"
         )
     settings = read_object(folder / "config.json", knob)
-    code = trust.names_of_code(settings) if settings.get("model_type") not in CONFIG_MAPPING else []
+    code = remote_code.names_of_code(settings) if settings.get("model_type") not in CONFIG_MAPPING else []
     files = weight_files(folder, knob, stated=settings.get("transformers_weights"))
-    runs = trust.may_run(knob, str(folder), code)
+    runs = remote_code.may_run(knob, str(folder), code)
     try:
         with quiet():  # its report is a table; what it says is in the error or the warning
             model, report = AutoModelForImageClassification.from_pretrained(

@@ -13,8 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from preheat.core import Images, MaskSpec, Vision
 from preheat.errors import RecipeError
-from preheat.technique import Images, MaskSpec, Vision
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from preheat.errors import RecipeError
-from preheat.foreign import fault, finite, listed, open_tensors, read_object, weight_files
-from preheat.models import experts
-from preheat.models.adapter import whole
-from preheat.models.stored_names import Names, Stored
+from preheat.model_folder import fault, finite, listed, open_tensors, read_object, weight_files
+from preheat.models import moe
+from preheat.models.checkpoint_names import Names, Stored
+from preheat.models.hf import whole
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -338,7 +338,7 @@ class WeightSource:
         for module in model.modules():  # what no checkpoint holds: rotary tables and other buffers
             if id(module) not in self._packed and any(True for _ in module.buffers(recurse=False)):
                 model._init_weights(module)
-        needed, held = experts.biases(model), model.state_dict(keep_vars=True)
+        needed, held = moe.biases(model), model.state_dict(keep_vars=True)
         for name, buffer in model.named_buffers():  # the buffers that one does
             if name in needed or (name in held and names.find(_plain(name)) is not None and not self._is_fresh(name)):
                 read(name, buffer)
@@ -373,7 +373,7 @@ class WeightSource:
             ) from None
 
     def _compare_tied(self, names: Names) -> None:
-        """Refuses a folder that holds other values of two matrices that the model ties: where `models.untied` does not untie them."""
+        """Refuses a folder that holds other values of two matrices that the model ties: where `models.untie` does not untie them."""
         import torch
 
         for name, other in names.tied():

@@ -14,8 +14,8 @@ from contextlib import contextmanager
 from typing import Literal
 
 from preheat.errors import RunError
-from preheat.hardware.exhaustion import is_exhaustion
-from preheat.text import quoted, shorten
+from preheat.hardware.oom import is_exhaustion
+from preheat.sanitize import quoted, shorten
 
 __all__ = ["OPERATORS", "Operator", "is_plain", "named_failures"]
 

@@ -7,14 +7,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from preheat import recipe as recipes
+from preheat.core import STEP
 from preheat.hardware.rates import Rates
-from preheat.planning.candidates import words
-from preheat.planning.estimate import seconds
-from preheat.planning.found import Found, Seen
-from preheat.planning.observe import Observation
+from preheat.planning.dry_run import Observation
 from preheat.planning.plan import GIB
-from preheat.planning.roofline import Roofline
-from preheat.technique import STEP
+from preheat.planning.search.candidates import words
+from preheat.planning.search.ranking import seconds
+from preheat.planning.search.result import Found, Seen
+from preheat.planning.speed.roofline import Roofline
 
 __all__ = ["cost_of", "energy_of", "explain", "figures"]
 

@@ -7,18 +7,18 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from preheat.engine.build import context_of
+from preheat.core import Device, Searchable, Stage, Tag, Technique
+from preheat.engine.builder import context_of
 from preheat.errors import RecipeError
-from preheat.hardware.heap import out_of_reach
+from preheat.hardware.cpu_allocator import out_of_reach
 from preheat.hardware.rates import Rates
-from preheat.models import adapter
-from preheat.planning.layers import observe_few
-from preheat.planning.observe import BESIDE, CATEGORIES, Observation, observe
-from preheat.planning.overhead import SOURCES, beside, exporting, gives_back
-from preheat.planning.predict import step_seconds
-from preheat.planning.roofline import Roofline, Seconds
+from preheat.models import hf
+from preheat.planning.dry_run import BESIDE, CATEGORIES, Observation, observe
+from preheat.planning.layer_extrapolation import observe_few
+from preheat.planning.memory.overhead import SOURCES, beside, exporting, gives_back
+from preheat.planning.speed.roofline import Roofline, Seconds
+from preheat.planning.speed.step_time import step_seconds
 from preheat.recipe import Recipe
-from preheat.technique import Device, Searchable, Stage, Tag, Technique
 
 __all__ = ["describe", "plan", "settled"]
 
@@ -82,13 +82,13 @@ def plan(
 
     Args:
         vocabulary: pieces of the tokenizer.
-        rates: measured on `device` (`preheat.hardware.calibrate.rates`), or what the catalogue says of one that is not here.
+        rates: measured on `device` (`preheat.hardware.benchmark_rates.rates`), or what the catalogue says of one that is not here.
         rows: training rows, where known; `stop.epochs` needs it.
         in_use: bytes of the device that are taken before the run (on a CPU by the imports).
         world: devices; as many as the recipe names when not given.
 
     Returns:
-        The keys of `preheat.run.PLAN_KEYS`.
+        The keys of `preheat.run_dir.PLAN_KEYS`.
 
     Raises:
         RecipeError: the recipe cannot be built.
@@ -115,7 +115,7 @@ def settled(
     """The recipe with values for what its techniques leave to a dry run (`Searchable.resolve_auto`); arguments as of `plan`."""
     # Compiled layers keep less, which decides what is recomputed and how many rows go at once.
     for name in sorted(recipe.techniques, key=lambda name: (type(recipe.techniques[name]).stage != Stage.COMPILE, name)):
-        context = context_of(recipe, adapter.configure(recipe, vocabulary), device, world)
+        context = context_of(recipe, hf.configure(recipe, vocabulary), device, world)
 
         def planned(other: Technique, name: str = name, recipe: Recipe = recipe) -> Mapping[str, Any]:
             changed = replace(recipe, techniques={**recipe.techniques, name: other})

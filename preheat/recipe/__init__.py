@@ -18,14 +18,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from preheat.errors import RecipeError, nearest
-from preheat.recipe.boundary import RecipeReader, json_schema
-from preheat.recipe.checks import check
-from preheat.recipe.text import compose, read_text, write
-from preheat.recipe.unread import warned
-from preheat.technique import Recipe
-from preheat.technique.field_types import Bound, Count, Long, NonNegative, Positive, Seed, Share, Whole
-from preheat.technique.schema import (
+from preheat.core import Recipe
+from preheat.core.field_types import Bound, Count, Long, NonNegative, Positive, Seed, Share, Whole
+from preheat.core.schema import (
     Batch,
     Checkpoint,
     Data,
@@ -39,7 +34,12 @@ from preheat.technique.schema import (
     Stop,
     field_docs,
 )
-from preheat.text import quoted, shorten
+from preheat.errors import RecipeError, nearest
+from preheat.recipe.consistency import check
+from preheat.recipe.unused_keys import warned
+from preheat.recipe.validate import RecipeReader, json_schema
+from preheat.recipe.yaml_io import compose, read_text, write
+from preheat.sanitize import quoted, shorten
 
 __all__ = [
     "Batch",
@@ -84,7 +84,7 @@ def parse(text: str, *, where: str = "recipe", overrides: Sequence[str] = (), wa
         text: the YAML.
         where: the name that errors give the text, usually the file's.
         overrides: `a.b=c` each, as after `--set`; the value is read as YAML.
-        warn: log the keys that are stated and that nothing reads (`preheat.recipe.unread`).
+        warn: log the keys that are stated and that nothing reads (`preheat.recipe.unused_keys`).
 
     Raises:
         RecipeError: every problem found, a line each: file, line, key, value and the nearest right name.

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from preheat.core import Recipe
 from preheat.recipe import override
-from preheat.technique import Recipe
 
 __all__ = ["native"]
 

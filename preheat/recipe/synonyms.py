@@ -7,9 +7,9 @@ import difflib
 import functools
 from collections.abc import Mapping, Sequence
 
+from preheat.core import Recipe, registry
 from preheat.errors import nearest
-from preheat.technique import Recipe, registry
-from preheat.text import quoted
+from preheat.sanitize import quoted
 
 __all__ = ["NAMES", "option_hint", "unknown_key"]
 

@@ -9,6 +9,6 @@ Works at any time: for a run that goes on, one that failed, and one that has not
 from preheat.report.bench_page import write_bench
 from preheat.report.data_page import write_data
 from preheat.report.inference_page import write_inference
-from preheat.report.page import write
+from preheat.report.run_page import write
 
 __all__ = ["write", "write_bench", "write_data", "write_inference"]

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from preheat.report import plots
-from preheat.report.page import document, scrolling, write_figures
-from preheat.report.words import change, escape, gib, grouped, headline, loss, number, percent, sizes, tied, unit_of
+from preheat.report import svg
+from preheat.report.formatting import change, escape, gib, grouped, headline, loss, number, percent, sizes, tied, unit_of
+from preheat.report.run_page import document, scrolling, write_figures
 
 __all__ = ["write_bench"]
 
@@ -82,19 +82,19 @@ def _waterfalls(found: dict[str, Any]) -> str:
         overlap = whole - plain - sum(size for _, size in parts)
         parts.append(("overlap", overlap if abs(overlap) >= seen else 0.0))
         better = -1 if key == "peak_gib" else 1
-        bars = [plots.Span("plain", 0.0, plain, "series-6")]
+        bars = [svg.Span("plain", 0.0, plain, "series-6")]
         at = plain
         for name, size in parts:
             unchanged = change(size, max(plain, whole)) == "0"
             colour = "series-6" if name == "overlap" or unchanged else "series-3" if size * better >= 0 else "series-2"
-            bars.append(plots.Span(name, at, at + size, colour))
+            bars.append(svg.Span(name, at, at + size, colour))
             at += size
-        bars.append(plots.Span("all", 0.0, whole, "series-1"))
+        bars.append(svg.Span("all", 0.0, whole, "series-1"))
         words = f"{title} in {unit}: from {plain:.3g} plain to {whole:.3g} with all; " + ", ".join(
             f"{name} {change(size, max(plain, whole))}" if size else f"{name} no difference seen" for name, size in parts
         )
         caption = "Each bar is what changes when that technique alone is left out; overlap is what they share."
-        drawing = plots.spans(f"fall-{key.replace('_', '-')}", bars, words, unit=unit)
+        drawing = svg.spans(f"fall-{key.replace('_', '-')}", bars, words, unit=unit)
         drawn.append(f"<figure><figcaption><h3>{title}, {unit}</h3><p>{caption}</p></figcaption>{drawing}</figure>")
     return f'<div class="two">{"".join(drawn)}</div>'
 

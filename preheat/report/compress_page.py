@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from preheat.report.page import document, write_figures
-from preheat.report.plots import NARROW, SENTINEL, drawn
-from preheat.report.words import escape
+from preheat.report.formatting import escape
+from preheat.report.run_page import document, write_figures
+from preheat.report.svg import NARROW, SENTINEL, drawn
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -5,15 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from preheat.report.page import GENERATOR, document, scrolling
-from preheat.report.words import LONG, escape, grouped, headline, percent, tied
-from preheat.run import write_asked
+from preheat.report.formatting import LONG, escape, grouped, headline, percent, tied
+from preheat.report.run_page import GENERATOR, document, scrolling
+from preheat.run_dir import write_asked
 
 __all__ = ["write_data"]
 
 
 def write_data(shown: dict[str, Any], path: str | Path) -> Path:
-    """Writes what `preheat.data.showing.look` gives, and its `name`, as a page, and returns its path.
+    """Writes what `preheat.data.preview.look` gives, and its `name`, as a page, and returns its path.
 
     Raises:
         RunError: the page cannot be written.

@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from preheat.report import plots
-from preheat.report.page import document, scrolling, write_figures
-from preheat.report.words import escape, grouped, headline, loss, number, percent, sizes, tied
+from preheat.report import svg
+from preheat.report.formatting import escape, grouped, headline, loss, number, percent, sizes, tied
+from preheat.report.run_page import document, scrolling, write_figures
 
 __all__ = ["write_inference"]
 
@@ -71,12 +71,12 @@ def _drawings(found: dict[str, Any]) -> list[str]:
         for n, name in enumerate(names):
             points = sorted((row[at], row[key]["value"] * scale) for row in held if row["name"] == name)
             x, y = zip(*points, strict=True)
-            lines.append(plots.Curve(name, x, y, f"series-{n % 6 + 1}", "points"))
+            lines.append(svg.Curve(name, x, y, f"series-{n % 6 + 1}", "points"))
         said = "; ".join(
             f"{line.name} " + ", ".join(f"{v:.3g} at {n}" for n, v in zip(line.x, line.y, strict=True)) for line in lines
         )
         caption = f"By {at}, both axes by factors; {fixed} {most}."
-        drawing = plots.by_size(
+        drawing = svg.by_size(
             f"inference-{at}", lines, f"{title} in {unit} by {at}: {said}", format=lambda v: f"{v:g}", label=at
         )
         legend = "".join(

@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from preheat.report import drawings, plots
-from preheat.report.page import GENERATOR, document, scrolling
-from preheat.report.words import LONG, count, duration, escape, gib, grouped, headline, percent, sizes, tied
-from preheat.run import write_asked
+from preheat.report import plan_charts, svg
+from preheat.report.formatting import LONG, count, duration, escape, gib, grouped, headline, percent, sizes, tied
+from preheat.report.run_page import GENERATOR, document, scrolling
+from preheat.run_dir import write_asked
 
 __all__ = ["write_plan"]
 
@@ -47,7 +47,7 @@ def _page(made: Mapping[str, Any]) -> str:
         (
             "step",
             "A step",
-            f'<div class="two">{drawings.timeline(drawn["timeline"], made["available_gib"])}{drawings.roofline(drawn["roofline"])}</div>',
+            f'<div class="two">{plan_charts.timeline(drawn["timeline"], made["available_gib"])}{plan_charts.roofline(drawn["roofline"])}</div>',
         ),
         ("choice", "Candidates", _candidates(made)),
         ("reasons", "Why not the others", _reasons(made)),
@@ -109,7 +109,7 @@ def _tiles(made: Mapping[str, Any]) -> str:
 
 def _memory(made: Mapping[str, Any]) -> str:
     parts = list(made["memory"].items())
-    drawing = plots.stacked(
+    drawing = svg.stacked(
         "plan-memory",
         [("peak", [(_COLOURS[category], size) for category, size in parts])],
         "Memory at the peak by category: " + ", ".join(f"{category} {gib(size)}" for category, size in parts),
@@ -132,7 +132,7 @@ def _memory(made: Mapping[str, Any]) -> str:
 def _phases(made: Mapping[str, Any]) -> tuple[str, str]:
     """A bar a phase, and the same in figures."""
     split = made["phase_memory"] | ({"export, later": made["export"]} if made["export"] else {})
-    drawing = plots.stacked(
+    drawing = svg.stacked(
         "plan-phases",
         [(phase, [(_COLOURS[c], size) for c, size in found.items()]) for phase, found in split.items()],
         "Peak by phase: " + ", ".join(f"{phase} {gib(size)}" for phase, size in made["phases"].items()),
@@ -191,7 +191,7 @@ def _candidates(made: Mapping[str, Any]) -> str:
     rest = len(too_large) - _MOST_LISTED
     more = f'<p class="small">{rest:,} slower sets of techniques are estimated not to fit either.</p>' if rest > 0 else ""
     table = scrolling(f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>") if len(listed) > 1 else ""
-    return drawings.pareto(tried, guesses, available) + table + more + _alternatives(made)
+    return plan_charts.pareto(tried, guesses, available) + table + more + _alternatives(made)
 
 
 def _looked_at(candidate: Mapping[str, Any], available: float) -> str:

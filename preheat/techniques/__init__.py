@@ -1,4 +1,4 @@
-"""One file for each technique. `preheat.technique.registry` imports them all; importing one imports that one. No torch."""
+"""One file for each technique. `preheat.core.registry` imports them all; importing one imports that one. No torch."""
 
 from typing import Any
 

@@ -16,13 +16,13 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
+from preheat.core import Build, Change, Context, Device, Searchable, Stage, Tag, Technique, Trials, conflicts_of, has_room
 from preheat.recipe import Bound, Share
-from preheat.technique import Build, Change, Context, Device, Searchable, Stage, Tag, Technique, Trials, conflicts_of, has_room
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from preheat.ops.recompute import Planner
+    from preheat.ops.memory.selective_checkpoint import Planner
 
 __all__ = ["ActivationCheckpointing", "Checkpointed", "checkpoint_layers"]
 
@@ -51,7 +51,7 @@ def checkpoint_layers(
         >>> checkpoint_layers(stack, every=2)
         2
     """
-    from preheat.ops.recompute import Planner, choose, dear
+    from preheat.ops.memory.selective_checkpoint import Planner, choose, dear
 
     planner = None
     if keep != "inputs":
@@ -166,7 +166,7 @@ class ActivationCheckpointing(Searchable):
         return []
 
     def apply(self, build: Build, part: Any) -> Change:
-        from preheat.models.adapter import anatomy
+        from preheat.models.hf import anatomy
 
         layers = anatomy(part).blocks
         if self.mode == "none":

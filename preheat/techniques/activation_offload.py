@@ -15,13 +15,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
+from preheat.core import Build, Change, Context, Searchable, Stage, Trials
 from preheat.recipe import Bound, Whole
-from preheat.technique import Build, Change, Context, Searchable, Stage, Trials
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from preheat.ops.host import Link
+    from preheat.ops.memory.host_transfer import Link
 
 __all__ = ["ActivationOffload", "offload_activations"]
 
@@ -33,7 +33,7 @@ def offload_activations(layers: Iterable[nn.Module], *, stay: int = 1, least: in
         layers: in the order in which they run, e.g. `model.model.layers`.
         stay: last layers whose tensors stay on the device.
         least: bytes below which a tensor stays.
-        link: makes the copies (preheat.ops.host); by the layers' device where not given.
+        link: makes the copies (preheat.ops.memory.host_transfer); by the layers' device where not given.
 
     Returns:
         How many layers send theirs.
@@ -44,7 +44,7 @@ def offload_activations(layers: Iterable[nn.Module], *, stay: int = 1, least: in
         >>> offload_activations(stack, least=0)
         2
     """
-    from preheat.ops.offload import ActivationOffload
+    from preheat.ops.memory.activation_offload import ActivationOffload
 
     return ActivationOffload(list(layers), stay=stay, least=least, link=link).count
 
@@ -76,7 +76,7 @@ class ActivationOffload(Searchable):
         return why
 
     def apply(self, build: Build, part: Any) -> Change:
-        from preheat.models.adapter import anatomy
+        from preheat.models.hf import anatomy
 
         layers = anatomy(part).blocks
         count = offload_activations(layers, stay=self.stay, least=self.least_kib << 10)

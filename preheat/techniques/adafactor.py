@@ -13,8 +13,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from preheat.core import Build, Change, Slot, Stage, Tag, Technique
 from preheat.recipe import Positive
-from preheat.technique import Build, Change, Slot, Stage, Tag, Technique
 
 if TYPE_CHECKING:
     import torch
@@ -23,13 +23,13 @@ __all__ = ["Adafactor", "adafactor_optimizer"]
 
 
 def adafactor_optimizer(parameters: Iterable[Any], **settings: Any) -> torch.optim.Optimizer:
-    """The optimizer (`preheat.ops.optimizers.Adafactor`): lr, weight_decay, decay, clip.
+    """The optimizer (`preheat.ops.optim.optimizers.Adafactor`): lr, weight_decay, decay, clip.
 
     Example:
         >>> import torch
         >>> optimizer = adafactor_optimizer(torch.nn.Linear(4, 4).parameters(), lr=1e-3)
     """
-    from preheat.ops.optimizers import Adafactor
+    from preheat.ops.optim.optimizers import Adafactor
 
     return Adafactor(parameters, **settings)
 

@@ -15,8 +15,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
+from preheat.core import Build, Change, Slot, Stage, Tag, Technique, Trials
 from preheat.recipe import Bound, Positive, Share
-from preheat.technique import Build, Change, Slot, Stage, Tag, Technique, Trials
 
 if TYPE_CHECKING:
     import torch
@@ -25,7 +25,7 @@ __all__ = ["Apollo", "apollo_optimizer"]
 
 
 def apollo_optimizer(groups: Iterable[Any], *, by_adamw: Iterable[Any] = (), **settings: Any) -> torch.optim.Optimizer:
-    """The optimizer (`preheat.ops.apollo.Apollo`): APOLLO for matrices, AdamW for the rest.
+    """The optimizer (`preheat.ops.optim.apollo.Apollo`): APOLLO for matrices, AdamW for the rest.
 
     Args:
         groups: parameters, or groups of them.
@@ -39,8 +39,8 @@ def apollo_optimizer(groups: Iterable[Any], *, by_adamw: Iterable[Any] = (), **s
         >>> optimizer.state[layer.weight]["exp_avg"].shape
         torch.Size([8, 64])
     """
-    from preheat.ops.apollo import Apollo
-    from preheat.ops.optimizers import split_matrices
+    from preheat.ops.optim.apollo import Apollo
+    from preheat.ops.optim.optimizers import split_matrices
 
     return Apollo(split_matrices(groups, by_adamw, "apollo"), **settings)
 
@@ -61,7 +61,7 @@ class Apollo(Technique):
     """What updates are multiplied by; auto: the authors' 1, and the square root of 128 for a rank of 0."""
 
     def apply(self, build: Build, part: Any) -> Change:
-        from preheat.models.adapter import ends
+        from preheat.models.hf import ends
 
         chosen: dict[str, Any] = {
             "rank": self.rank,

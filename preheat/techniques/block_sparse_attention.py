@@ -14,8 +14,8 @@ import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from preheat.core import Build, Change, Context, Stage, Tag, Technique, Trials
 from preheat.recipe import Count
-from preheat.technique import Build, Change, Context, Stage, Tag, Technique, Trials
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -45,9 +45,9 @@ def add_block_sparse_attention(model: PreTrainedModel, *, local: int, global_tok
         >>> add_block_sparse_attention(LlamaForCausalLM(LlamaConfig(num_hidden_layers=2, **sizes)), local=4, global_tokens=1)
         2
     """
-    from preheat.models.attention import limit_layers
-    from preheat.ops.attention_module import attend_any
-    from preheat.ops.attention_patterns import within_window
+    from preheat.models.attention_patch import limit_layers
+    from preheat.ops.attention.multihead import attend_any
+    from preheat.ops.attention.patterns import within_window
 
     for name, number in (("local", local), ("global_tokens", global_tokens)):
         if number < 1:

@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
+from preheat.core import Build, Change, Context, Searchable, Slot, Stage, Technique, Trials
 from preheat.recipe import Bound
-from preheat.technique import Build, Change, Context, Searchable, Slot, Stage, Technique, Trials
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -29,7 +29,7 @@ _ROWS = {"cpu": 512, "cuda": 4096}
 
 
 def _kernel(name: str, rows: int, cuda: bool) -> Callable[..., Tensor]:
-    from preheat.ops.losses import chunked_logits, liger_logits, torch_logits
+    from preheat.ops.losses.cross_entropy import chunked_logits, liger_logits, torch_logits
 
     if name == "liger":
         return liger_logits
@@ -56,7 +56,7 @@ def chunked_cross_entropy(hidden: Tensor, head: nn.Module, labels: Tensor, *, ro
         >>> loss = chunked_cross_entropy(torch.randn(2, 5, 8), head, torch.randint(50, (2, 5))) / 10
         >>> loss.backward()
     """
-    from preheat.ops.losses import CrossEntropy
+    from preheat.ops.losses.cross_entropy import CrossEntropy
 
     if kernel not in _KERNELS:
         raise ValueError(f"kernel: {kernel} is none of {', '.join(_KERNELS)}")
@@ -112,7 +112,7 @@ class ChunkedLoss(Searchable):
         return why
 
     def apply(self, build: Build, part: Any) -> Change:
-        from preheat.models.adapter import require_plain_head
+        from preheat.models.hf import require_plain_head
 
         chosen = "ours" if self.kernel == "auto" else self.kernel
         require_plain_head(part, self.name(), tied=chosen == "ours")

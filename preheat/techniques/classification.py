@@ -16,8 +16,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
+from preheat.core import Batch, Build, Change, Context, Examples, LossSum, Slot, Stage, Tag, Technique, Trials
 from preheat.recipe import Bound, Recipe
-from preheat.technique import Batch, Build, Change, Context, Examples, LossSum, Slot, Stage, Tag, Technique, Trials
 
 if TYPE_CHECKING:
     import torch
@@ -41,7 +41,7 @@ def classify(model: Any, classes: int, *, seed: int = 0) -> str:
     """
     import torch
 
-    from preheat.ops.class_head import draw_head, give_classes
+    from preheat.ops.classification_head import draw_head, give_classes
 
     if model.config.tie_word_embeddings:
         raise ValueError("the head is tied to the embedding; set tie_word_embeddings to False")
@@ -112,7 +112,7 @@ class Classification(Technique):
         return why
 
     def apply(self, build: Build, part: Any) -> Change:
-        from preheat.ops.class_head import draw_head, give_classes
+        from preheat.ops.classification_head import draw_head, give_classes
 
         name = give_classes(part, self.classes)
         draw = functools.partial(draw_head, std=part.config.get_text_config().initializer_range)
@@ -127,7 +127,7 @@ class Classification(Technique):
     def _objective(self, part: Any) -> Callable[..., LossSum]:
         import torch
 
-        from preheat.models.adapter import head
+        from preheat.models.hf import head
 
         def objective(batch: Batch, hidden: Callable[[Batch], Tensor], over_logits: Callable[..., Tensor]) -> LossSum:
             states = hidden(batch)

@@ -22,9 +22,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
+from preheat.core import Build, Change, Context, Device, Searchable, Slot, Stage, Tag, Technique, conflicts_of
 from preheat.errors import RunError
 from preheat.recipe import Bound
-from preheat.technique import Build, Change, Context, Device, Searchable, Slot, Stage, Tag, Technique, conflicts_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -46,7 +46,7 @@ class CompiledLayers:
     Attributes:
         graphs: compiled so far: one for each shape of the batch, and with and without gradients.
         limit: after so many graphs, whatever would need another one runs uncompiled.
-        planned: what modules of the layers compute by in a dry run, as of `models.kernels.forwards`.
+        planned: what modules of the layers compute by in a dry run, as of `models.kernel_swap.forwards`.
     """
 
     def __init__(self, *, backend: str, mode: str, dynamic: bool, fullgraph: bool, limit: int):
@@ -73,7 +73,7 @@ class CompiledLayers:
         if is_in_torch_dispatch_mode():
             from torch._guards import detect_fake_mode
 
-            from preheat.models.kernels import computed_by
+            from preheat.models.kernel_swap import computed_by
 
             within = computed_by(self.planned)
             if detect_fake_mode(args) is not None:  # for good: what is computed again in the backward pass is so, too
@@ -113,8 +113,8 @@ class CompiledLayers:
 
     def _opaque(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """The same arguments with attention as one operator, where its kernel or its mask could not be traced."""
-        from preheat.ops.attention import reference_attention, sdpa_attention
-        from preheat.ops.opaque import OpaqueAttention, OpaqueMask
+        from preheat.ops.attention.custom_op import OpaqueAttention, OpaqueMask
+        from preheat.ops.attention.sdpa import reference_attention, sdpa_attention
 
         kernel, mask = kwargs.get("preheat_attention"), kwargs.get("preheat_mask")
         if kernel is None or mask is None:
@@ -194,7 +194,7 @@ class Compile(Searchable):
     """Graphs to compile at most. Each shape of the batch needs one, evaluation another; shapes beyond run uncompiled, and the run says so."""
 
     def check(self, context: Context) -> list[str]:
-        from preheat.hardware.native import uncompiled
+        from preheat.hardware.cpp_build import uncompiled
 
         device = context.device
         lacking = uncompiled(device.kind) if device.at_hand or device.kind == "cpu" else ""
@@ -240,9 +240,9 @@ class Compile(Searchable):
         )
 
     def apply(self, build: Build, part: Any) -> Change:
-        from preheat.models.adapter import anatomy
-        from preheat.models.kernels import KERNEL_FAMILIES, forwards, gates
-        from preheat.ops.fused import gated_silu, rms_norm
+        from preheat.models.hf import anatomy
+        from preheat.models.kernel_swap import KERNEL_FAMILIES, forwards, gates
+        from preheat.ops.fused_norm_gate import gated_silu, rms_norm
 
         layers = anatomy(part).layers
         if not self.acts():

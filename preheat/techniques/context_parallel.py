@@ -20,15 +20,15 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
+from preheat.core import Axis, Build, Change, Context, Order, Searchable, Slot, Stage, Tag, Technique, Trials
 from preheat.errors import RecipeError
 from preheat.recipe import Bound
-from preheat.technique import Axis, Build, Change, Context, Order, Searchable, Slot, Stage, Tag, Technique, Trials
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from preheat.core import Batch
     from preheat.recipe import Recipe
-    from preheat.technique import Batch
 
 __all__ = ["ContextParallel", "cut_rows", "exchanged"]
 
@@ -41,14 +41,14 @@ def cut_rows(batch: Batch, degree: int, rank: int, *, zigzag: bool) -> Batch:
 
     Example:
         >>> import torch
-        >>> from preheat.technique import Batch, MaskSpec
+        >>> from preheat.core import Batch, MaskSpec
         >>> places = torch.arange(8)[None]
         >>> cut_rows(Batch(places, places, places, MaskSpec(), 8), 2, 0, zigzag=True).tokens
         tensor([[0, 1, 6, 7]])
     """
-    from preheat.ops import context
+    from preheat.ops.distributed import context_parallel
 
-    return context.cut_rows(batch, degree, rank, zigzag=zigzag)
+    return context_parallel.cut_rows(batch, degree, rank, zigzag=zigzag)
 
 
 def exchanged(kernel: Callable[..., Tensor], group: Any, *, kind: Literal["ulysses", "ring"]) -> Callable[..., Tensor]:
@@ -64,8 +64,8 @@ def exchanged(kernel: Callable[..., Tensor], group: Any, *, kind: Literal["ulyss
     Example:
         >>> attend = exchanged(sdpa_attention, mesh.get_group("context"), kind="ulysses")  # doctest: +SKIP
     """
-    from preheat.ops.context import ulysses_attention
-    from preheat.ops.ring import ring_attention
+    from preheat.ops.distributed.context_parallel import ulysses_attention
+    from preheat.ops.distributed.ring_attention import ring_attention
 
     return (ulysses_attention if kind == "ulysses" else ring_attention)(kernel, group)
 
@@ -91,7 +91,7 @@ class ContextParallel(Searchable):
         return {Axis.CONTEXT: self.degree}
 
     def configure(self, config: Any, recipe: Recipe) -> None:
-        from preheat.models.surgery import rope_of_longest
+        from preheat.models.conversions.architecture import rope_of_longest
 
         if kind := rope_of_longest(config):
             raise ValueError(
@@ -131,9 +131,9 @@ class ContextParallel(Searchable):
         """The kind, and why."""
         if self.kind != "auto":
             return self.kind, ""
-        from preheat.ops.context import ulysses_bytes
-        from preheat.ops.ring import ring_bytes
-        from preheat.ops.ring_pieces import FlashPieces, pieces_like
+        from preheat.ops.distributed.context_parallel import ulysses_bytes
+        from preheat.ops.distributed.ring_attention import ring_bytes
+        from preheat.ops.distributed.ring_attention_blocks import FlashPieces, pieces_like
 
         heads, shared = self._heads(build)
         if heads % self.degree:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from preheat.technique import Axis, Build, Change, Context, Searchable, Slot, Stage, Tag, Trials
+from preheat.core import Axis, Build, Change, Context, Searchable, Slot, Stage, Tag, Trials
 
 if TYPE_CHECKING:
     from torch import nn
@@ -34,9 +34,9 @@ def replicate_all(module: nn.Module, layers: Iterable[nn.Module], mesh: Any) -> 
     Example:
         >>> replicate_all(model, model.model.layers, init_device_mesh("cuda", (8,)))  # doctest: +SKIP
     """
-    from preheat.ops import sharding
+    from preheat.ops.distributed import fully_shard
 
-    return sharding.replicate_all(module, layers, mesh)
+    return fully_shard.replicate_all(module, layers, mesh)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,8 +60,8 @@ class DataParallel(Searchable):
         return []
 
     def apply(self, build: Build, part: Any) -> Change:
-        from preheat.models.adapter import anatomy
-        from preheat.ops.sharding import forward_through
+        from preheat.models.hf import anatomy
+        from preheat.ops.distributed.fully_shard import forward_through
 
         across = [axis for axis in (Axis.REPLICATE, Axis.CONTEXT) if build.mesh.size(axis) > 1]
         buckets = replicate_all(part, anatomy(part).blocks, build.mesh.sub(*across))

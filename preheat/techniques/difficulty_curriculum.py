@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
+from preheat.core import Build, Change, Context, Slot, Stage, Technique, Trials
 from preheat.errors import DataError, RecipeError, RunError
 from preheat.recipe import Bound, Share
-from preheat.technique import Build, Change, Context, Slot, Stage, Technique, Trials
 
 if TYPE_CHECKING:
     import numpy as np
@@ -104,7 +104,7 @@ def losses_of(folder: Path, rows: Rows, *, device: str = "cpu", micro: int = 8, 
 
     from preheat.data.cache import entry
     from preheat.data.sources import digest
-    from preheat.hardware.links import cache_folder
+    from preheat.hardware.link_rates import cache_folder
     from preheat.models.weights import WeightSource
 
     if rows.tokens.examples.kind == "classes":
@@ -131,15 +131,15 @@ def _losses(folder: Path, source: Any, rows: Rows, device: str, micro: int) -> n
     import torch
 
     from preheat.data.loader import evaluation_batches
-    from preheat.models import adapter
+    from preheat.models import hf
     from preheat.models.weights import materialize
-    from preheat.ops.attention_blocks import blocked_attention
-    from preheat.ops.attention_module import best_attention
-    from preheat.ops.losses import CrossEntropy
+    from preheat.ops.attention.blockwise import blocked_attention
+    from preheat.ops.attention.multihead import best_attention
+    from preheat.ops.losses.cross_entropy import CrossEntropy
     from preheat.recipe import Batch, Model, Recipe, Stop
 
-    config = adapter.configure(Recipe(model=Model(path=str(folder)), batch=Batch(length=2), stop=Stop(steps=1)))
-    facts, largest = adapter.facts(config), int(np.max(rows.tokens.ids, initial=0))
+    config = hf.configure(Recipe(model=Model(path=str(folder)), batch=Batch(length=2), stop=Stop(steps=1)))
+    facts, largest = hf.facts(config), int(np.max(rows.tokens.ids, initial=0))
     if largest >= facts.vocabulary:
         raise DataError(
             f"{_MODEL}: {folder} has {facts.vocabulary:,} pieces but the data has piece number {largest:,}; "
@@ -149,14 +149,14 @@ def _losses(folder: Path, source: Any, rows: Rows, device: str, micro: int) -> n
         raise DataError(
             f"{_MODEL}: {folder} has {facts.positions} positions but rows have {rows.length} tokens; name a model with more"
         )
-    model = adapter.build_on_meta(config)
+    model = hf.build_on_meta(config)
     materialize(model, torch.device(device))
     source.fill(model, seed=0)
     model.eval()
     found = []
     with torch.no_grad():
         for batch in evaluation_batches(rows, micro=micro, limit=len(rows)):
-            hidden = adapter.hidden_states(
+            hidden = hf.hidden_states(
                 model,
                 batch.tokens.to(device),
                 batch.positions.to(device),
@@ -164,7 +164,7 @@ def _losses(folder: Path, source: Any, rows: Rows, device: str, micro: int) -> n
                 best_attention if facts.score_softcap is None else blocked_attention,
             )
             for states, labels in zip(hidden, batch.labels.to(device), strict=True):  # logits of one row at a time
-                total = CrossEntropy()(adapter.logits(model, states), labels).sum()
+                total = CrossEntropy()(hf.logits(model, states), labels).sum()
                 found.append(float(total) / max(int((labels >= 0).sum()), 1))
     return np.array(found, np.float64)
 

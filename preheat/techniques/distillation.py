@@ -13,7 +13,7 @@ it writes alone; that takes the time of writing them. A teacher with another tok
 in its own pieces, and where both have read as much, what it says of the pieces that both have is compared; elsewhere the labels count alone.
 Source: Hinton et al. 2015 (arXiv:1503.02531); reverse divergence: Gu et al. 2023, MiniLLM (arXiv:2306.08543); hidden states: Romero et al.
 2014, FitNets (arXiv:1412.6550); the student's own texts: Agarwal et al. 2023, GKD (arXiv:2306.13649); layers of the teacher to begin from: Sanh et al. 2019, DistilBERT
-(arXiv:1910.01108); other tokenizers: as `preheat.models.common_pieces` says.
+(arXiv:1910.01108); other tokenizers: as `preheat.models.distillation.tokenizer_alignment` says.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
+from preheat.core import Batch, Build, Change, Context, LossSum, Order, Slot, Stage, Tag, Technique, Trials
 from preheat.errors import PreheatError, RunError
 from preheat.recipe import Bound, NonNegative, Positive, Share
-from preheat.technique import Batch, Build, Change, Context, LossSum, Order, Slot, Stage, Tag, Technique, Trials
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from preheat.models.common_pieces import Matcher
-    from preheat.models.teachers import Teacher
+    from preheat.models.distillation.teacher import Teacher
+    from preheat.models.distillation.tokenizer_alignment import Matcher
 
 __all__ = ["Distillation", "distillation_loss", "hidden_distance"]
 
@@ -52,14 +52,14 @@ def distillation_loss(
 
     Args:
         divergence: forward: KL(teacher || student); reverse: KL(student || teacher).
-        mixture: the teacher's share, as of `preheat.ops.distill.Distilled`; so the temperature.
+        mixture: the teacher's share, as of `preheat.ops.losses.distillation.Distilled`; so the temperature.
 
     Example:
         >>> import torch
         >>> distillation_loss(torch.zeros(1, 2), torch.tensor([[0.0, 2.0]]), torch.tensor([1]), mixture=1.0)
         tensor([0.3278])
     """
-    from preheat.ops.distill import Distilled
+    from preheat.ops.losses.distillation import Distilled
 
     row_loss = Distilled(lambda given: given, direction=divergence, mixture=mixture, temperature=temperature)
     return row_loss(student, labels, teacher.detach())
@@ -73,7 +73,7 @@ def hidden_distance(states: Tensor, teacher: Tensor) -> Tensor:
         >>> hidden_distance(torch.tensor([[1.0, 0.0]]), torch.tensor([[2.0, 0.0]]))
         tensor([0.2500])
     """
-    from preheat.ops.distill import distance
+    from preheat.ops.losses.distillation import distance
 
     return distance(states, teacher)
 
@@ -131,13 +131,14 @@ class Distillation(Technique):
 
     def check(self, context: Context) -> list[str]:
         from preheat.data.tokenizer import other_pieces
-        from preheat.models import adapter, configs, teachers
+        from preheat.models import configs, hf
+        from preheat.models.distillation import teacher
 
         recipe, model = context.recipe, context.model
         if not self.teacher:
             return ["teacher: is not stated; name the Hugging Face folder of the model to learn from"]
         try:
-            found = adapter.facts(teachers.config_of(Path(self.teacher), recipe.batch.length))
+            found = hf.facts(teacher.config_of(Path(self.teacher), recipe.batch.length))
             own = recipe.data.tokenizer or configs.tokenizer_folder(recipe)
             other = other_pieces(own, self.teacher, recipe.model.add_tokens)
             why = [other] if other and self.pieces == "same" else self._cutting(own, other)
@@ -155,7 +156,7 @@ class Distillation(Technique):
         changed = recipe.model.config or any(
             t.stage < Stage.KERNEL and t.stage != Stage.ADAPT for t in recipe.techniques.values()
         )
-        if self.mixture == 1 and not self.hidden and not changed and teachers.reads_teacher(recipe, Path(self.teacher)):
+        if self.mixture == 1 and not self.hidden and not changed and teacher.reads_teacher(recipe, Path(self.teacher)):
             why.append(
                 "teacher: is the very model that the student begins as, and the labels count for nothing (mixture: 1), so there is nothing to "
                 "learn; name a larger teacher, change the student, or lower mixture"
@@ -166,9 +167,9 @@ class Distillation(Technique):
         if self.matched > 1 and not self.hidden:
             why.append("matched: says which hidden states are compared, and hidden is 0; set hidden: 0.1, or leave matched out")
         if self.layers == "spread":
-            why += teachers.spreading_problems(recipe, Path(self.teacher), model.layers, found.layers)
+            why += teacher.spreading_problems(recipe, Path(self.teacher), model.layers, found.layers)
         cached, writes, common = self.cache is not None, self.on_policy > 0, self.pieces == "common"
-        return why + teachers.rows_problems(context, cached=cached, hidden=self.hidden > 0, writes=writes, common=common)
+        return why + teacher.rows_problems(context, cached=cached, hidden=self.hidden > 0, writes=writes, common=common)
 
     def _cutting(self, own: str | None, other: str | None) -> list[str]:
         if self.pieces == "same":
@@ -188,16 +189,17 @@ class Distillation(Technique):
         ]
 
     def apply(self, build: Build, part: Any) -> Change:
-        from preheat.models import adapter, teachers
+        from preheat.models import hf
+        from preheat.models.distillation import teacher as teachers
         from preheat.models.weights import WeightSource
-        from preheat.ops.attention_blocks import blocked_attention
-        from preheat.ops.distill import means
-        from preheat.ops.losses import CrossEntropy
+        from preheat.ops.attention.blockwise import blocked_attention
+        from preheat.ops.losses.cross_entropy import CrossEntropy
+        from preheat.ops.losses.distillation import means
 
         folder = Path(self.teacher)
         config = teachers.config_of(folder, build.recipe.batch.length)
         bf16 = self.precision == "bf16" or (self.precision == "auto" and Tag.BF16_COMPUTE in build.tags)
-        teacher = teachers.Teacher(build, teachers.on_meta(config, bf16=bf16), adapter.facts(config), blocked_attention)
+        teacher = teachers.Teacher(build, teachers.on_meta(config, bf16=bf16), hf.facts(config), blocked_attention)
         build.sources["teacher"] = WeightSource(folder, knob=f"techniques.{self.name()}.teacher")
         count = sum(p.numel() for p in teacher.model.parameters())
         words = (
@@ -238,14 +240,16 @@ class Distillation(Technique):
         return Change(words, count)
 
     def _row_loss(self, head: Any, *, partly: bool = False) -> Any:
-        from preheat.ops.distill import Distilled
+        from preheat.ops.losses.distillation import Distilled
 
         settings: Any = {"direction": self.divergence, "temperature": self.temperature, "mixture": self.mixture}
         return Distilled(head, **settings, written=self.on_policy > 0, partly=partly)
 
     def _writer(self, build: Build, part: Any) -> Any:
         from preheat.data.tokenizer import load_tokenizer
-        from preheat.models import configs, generate, on_policy
+        from preheat.models import configs
+        from preheat.models.distillation import on_policy
+        from preheat.models.generation import generate
 
         recipe = build.recipe
         tokenizer = load_tokenizer(
@@ -256,19 +260,20 @@ class Distillation(Technique):
 
     def _matcher(self, build: Build, teacher: Teacher) -> Matcher:
         from preheat.data.tokenizer import load_tokenizer, pieces_of
-        from preheat.models import common_pieces, configs
+        from preheat.models import configs
+        from preheat.models.distillation import tokenizer_alignment
 
         recipe = build.recipe
         own = recipe.data.tokenizer or configs.tokenizer_folder(recipe)  # there is one: `check` asks for it
         both = (load_tokenizer(str(own), add_tokens=recipe.model.add_tokens), load_tokenizer(self.teacher))
-        mine, theirs = (common_pieces.Cut(t, pieces_of(t), t.eos_token_id) for t in both)
-        return common_pieces.Matcher(mine, theirs, teacher.facts.positions)
+        mine, theirs = (tokenizer_alignment.Cut(t, pieces_of(t), t.eos_token_id) for t in both)
+        return tokenizer_alignment.Matcher(mine, theirs, teacher.facts.positions)
 
     def _across(self, teacher: Teacher, matcher: Matcher) -> Callable[..., LossSum]:
         """The loss where the teacher reads the same text in pieces of its own."""
         import torch
 
-        from preheat.ops.distill import CommonHead
+        from preheat.ops.losses.distillation import CommonHead
 
         own, theirs = (torch.tensor(n, device=teacher.build.torch_device) for n in matcher.common)
 
@@ -291,8 +296,8 @@ class Distillation(Technique):
 
     def _live(self, part: Any, teacher: Teacher) -> Callable[..., LossSum]:
         """The loss where the teacher reads each micro-batch too: before the student, so that only its hidden states stand beside the student's."""
-        from preheat.models import teachers
-        from preheat.ops.distill import mapped_distance
+        from preheat.models.distillation import teacher as teachers
+        from preheat.ops.losses.distillation import mapped_distance
 
         places = self.matched if self.hidden else 0
 
@@ -312,13 +317,13 @@ class Distillation(Technique):
 
 def _head(teacher: Teacher, dtype: Any, *, same: bool = True) -> Any:
     """A teacher's head, whole where devices share it out; of a student with the same pieces those that it has."""
-    from preheat.models import adapter
-    from preheat.ops.distill import TeacherHead
-    from preheat.ops.sharded import whole
+    from preheat.models import hf
+    from preheat.ops.distributed.dtensor_utils import whole
+    from preheat.ops.losses.distillation import TeacherHead
 
-    weight: Any = adapter.head(teacher.model).weight
+    weight: Any = hf.head(teacher.model).weight
     rows = teacher.build.model.vocabulary if same else len(weight)
-    return TeacherHead(whole(weight.detach()).to(dtype), rows, adapter.softcap(teacher.model))
+    return TeacherHead(whole(weight.detach()).to(dtype), rows, hf.softcap(teacher.model))
 
 
 class _Kept:
@@ -336,7 +341,7 @@ class _Kept:
         self.rows: Any = None
 
     def __call__(self, rows: Any, numbers: Iterable[int], progress: Callable[[str, float, float], None]) -> None:
-        from preheat.data.kept import KeptRows, content_of
+        from preheat.data.row_cache import KeptRows, content_of
         from preheat.data.sources import digest
         from preheat.models.weights import materialize
 
@@ -381,7 +386,7 @@ class _Kept:
         """Values [rows, length, top + 1] and indices [rows, length, top] of a batch, as they are kept."""
         import torch
 
-        from preheat.ops.distill import likeliest
+        from preheat.ops.losses.distillation import likeliest
 
         device = teacher.build.torch_device
         with ExitStack() as stack:

@@ -18,8 +18,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, ClassVar, Literal
 
+from preheat.core import DATA, Batch, Build, Change, Context, MaskSpec, Searchable, Slot, Stage, Tag, Technique, Trials
 from preheat.recipe import Bound, Count
-from preheat.technique import DATA, Batch, Build, Change, Context, MaskSpec, Searchable, Slot, Stage, Tag, Technique, Trials
 
 __all__ = ["DynamicBatch", "MicroBatch", "foreseen", "regrouped", "sizes"]
 
@@ -188,8 +188,8 @@ class DynamicBatch(Searchable):
         return replace(self, start=next(fits, every[-1]))
 
     def apply(self, build: Build, part: Any) -> Change:
+        from preheat.hardware.cpu_allocator import give_back
         from preheat.hardware.gpu_memory import CONTEXT
-        from preheat.hardware.heap import give_back
         from preheat.hardware.probe import begin_peak, peak_bytes, resident_bytes
 
         rows, kind = build.recipe.batch.size // build.mesh.size(*DATA), build.device.kind

@@ -18,12 +18,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
-from preheat.technique import Axis, Build, Change, Context, MaskSpec, Searchable, Slot, Stage, Tag, Trials
+from preheat.core import Axis, Build, Change, Context, MaskSpec, Searchable, Slot, Stage, Tag, Trials
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from preheat.ops.attention_module import EfficientAttention
+    from preheat.ops.attention.multihead import EfficientAttention
 
     Model = TypeVar("Model", bound=nn.Module)
 
@@ -75,8 +75,8 @@ def convert_model_to_efficient_attention(model: Model) -> Model:
         >>> convert_model_to_efficient_attention(layer)(torch.randn(2, 10, 16)).shape
         torch.Size([2, 10, 16])
     """
-    from preheat.models.attention import is_transformers_model, switch_attention
-    from preheat.ops.attention_module import attend_any, convert_multihead
+    from preheat.models.attention_patch import is_transformers_model, switch_attention
+    from preheat.ops.attention.multihead import attend_any, convert_multihead
 
     if is_transformers_model(model):
         switch_attention(model, attend_any)  # type: ignore[arg-type]
@@ -92,25 +92,25 @@ def __getattr__(name: str) -> Any:
     """The module of its own is a torch class, imported when first asked for."""
     if name != "EfficientAttention":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from preheat.ops.attention_module import EfficientAttention
+    from preheat.ops.attention.multihead import EfficientAttention
 
     return EfficientAttention
 
 
 def _kernel(name: str, *, varlen: bool | None = None) -> Callable[..., Tensor]:
     if name == "blocks":
-        from preheat.ops.attention_blocks import blocked_attention
+        from preheat.ops.attention.blockwise import blocked_attention
 
         return blocked_attention
     if name == "flex":
-        from preheat.ops.attention_flex import compiled_flex_attention
+        from preheat.ops.attention.flex import compiled_flex_attention
 
         return compiled_flex_attention
     if name in _PACKAGES:
-        from preheat.ops.attention_flash import flash_package_attention
+        from preheat.ops.attention.flash_package import flash_package_attention
 
         return functools.partial(flash_package_attention, version=int(name[-1]))
-    from preheat.ops.attention import sdpa_attention
+    from preheat.ops.attention.sdpa import sdpa_attention
 
     return functools.partial(sdpa_attention, kernel=name, varlen=varlen)
 
@@ -155,7 +155,7 @@ class EfficientAttentionTechnique(Searchable):
     def _chosen(self, context: Context | Build) -> str:
         if self.kernel != "auto":
             return self.kernel
-        from preheat.ops.attention_module import BLOCKS_UP_TO
+        from preheat.ops.attention.multihead import BLOCKS_UP_TO
 
         if context.device.kind == "cpu":
             fast = Tag.BF16_COMPUTE in context.tags and context.recipe.batch.length <= BLOCKS_UP_TO

@@ -2,7 +2,7 @@
 
 What: `bias`: each expert has a number that is added to its score where experts are chosen, and not where the chosen are weighed. After each step it moves
 by `rate`: up where the expert had fewer tokens than the mean of its layer, down where it had more, counted over the global batch of all devices. No
-gradient goes through it. `loss`: the load-balancing loss of transformers, over the global batch (engine/balance.py), times `coefficient`; models of
+gradient goes through it. `loss`: the load-balancing loss of transformers, over the global batch (engine/moe_aux_loss.py), times `coefficient`; models of
 Mixtral's and Qwen's kind have it by themselves, with the coefficient of their configuration.
 Helps: an idle expert is memory that learns nothing, and across devices all wait for the busiest. The bias evens out the load without a second aim for the
 weights, costs no pass over the batch, and needs no coefficient to be found. Hurts: the loss pulls the router away from what would predict best, the more the
@@ -17,8 +17,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from preheat.core import DATA, Axis, Build, Change, Stage, Tag, Technique, Trials
 from preheat.recipe import Positive
-from preheat.technique import DATA, Axis, Build, Change, Stage, Tag, Technique, Trials
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -31,7 +31,7 @@ __all__ = ["ExpertBalancing", "add_bias", "move_bias"]
 def add_bias(model: nn.Module) -> list[Tensor]:
     """Gives each router of a model a bias on its choice of experts, zero at first, in place; one that is part of the model stays as it is.
 
-    The routers must be ours (`preheat.models.experts.own_routers`): transformers' own of Mixtral and Qwen look at no bias.
+    The routers must be ours (`preheat.models.moe.own_routers`): transformers' own of Mixtral and Qwen look at no bias.
 
     Returns:
         The biases, [experts] fp32 each, in the order of the layers that have experts.
@@ -45,7 +45,7 @@ def add_bias(model: nn.Module) -> list[Tensor]:
     """
     import torch
 
-    from preheat.models.experts import BIAS, routers
+    from preheat.models.moe import BIAS, routers
 
     found = routers(model)
     for router in found:
@@ -92,9 +92,9 @@ class ExpertBalancing(Technique):
     """How much the loss counts; auto: 0.01 with `loss`, none with `bias` (which may have a small one besides)."""
 
     def configure(self, config: Any, recipe: Recipe) -> None:
-        from preheat.models import experts
+        from preheat.models import moe
 
-        if not experts.sizes_of(config)[0]:
+        if not moe.sizes_of(config)[0]:
             raise ValueError(f"balances experts, and {config.model_type} has none; leave it out")
         if "router_aux_loss_coef" in recipe.model.config:
             raise ValueError("coefficient: model.config.router_aux_loss_coef says the same; state it here alone")
@@ -102,7 +102,7 @@ class ExpertBalancing(Technique):
             wanted = 0.0
         else:
             wanted = 0.01 if self.coefficient == "auto" else float(self.coefficient)
-        if experts.has_bias(config):
+        if moe.has_bias(config):
             if wanted:
                 raise ValueError(
                     f"coefficient: {config.model_type} is balanced by its bias, and has no loss for it; use method: bias without one"
@@ -111,7 +111,7 @@ class ExpertBalancing(Technique):
         config.router_aux_loss_coef = wanted
 
     def apply(self, build: Build, part: Any) -> Change:
-        from preheat.models.experts import TOKENS, coefficient, has_bias, routers
+        from preheat.models.moe import TOKENS, coefficient, has_bias, routers
 
         layers = len(routers(part))
         if self.method == "loss":

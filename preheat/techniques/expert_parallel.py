@@ -15,8 +15,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from preheat.core import Axis, Build, Change, Context, Searchable, Stage, Tag, Technique, Trials
 from preheat.recipe import Whole
-from preheat.technique import Axis, Build, Change, Context, Searchable, Stage, Tag, Technique, Trials
 
 if TYPE_CHECKING:
     from torch import nn
@@ -28,10 +28,10 @@ def share_experts(module: nn.Module, among: Any, alike: Any) -> int:
     """Shares out the experts of each layer over devices, in place: each keeps its part, and rows are sent to where their experts are.
 
     Args:
-        module: a model of `preheat.models.experts.FAMILIES`, its experts on meta or with the same values on every device.
+        module: a model of `preheat.models.moe.FAMILIES`, its experts on meta or with the same values on every device.
         among: torch's mesh of one dimension: the devices that share out the experts; their number divides that of the experts.
         alike: torch's mesh of the devices that hold the same experts as this one, over which their gradients are to be summed; `shard_fully` and
-            `replicate_all` of `preheat.ops.sharding` read it off the module.
+            `replicate_all` of `preheat.ops.distributed.fully_shard` read it off the module.
 
     Returns:
         The number of layers.
@@ -43,9 +43,9 @@ def share_experts(module: nn.Module, among: Any, alike: Any) -> int:
     from torch import nn
     from torch.distributed.tensor import DTensor, Shard
 
-    from preheat.models.experts import experts_of
-    from preheat.ops.experts import EXCHANGE, Exchange
-    from preheat.ops.sharding import OWN_MESH
+    from preheat.models.moe import experts_of
+    from preheat.ops.distributed.fully_shard import OWN_MESH
+    from preheat.ops.grouped_mm import EXCHANGE, Exchange
 
     found = experts_of(module)
     for experts in found:

@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from preheat.technique import Build, Change, Stage, Tag, Technique, Trials
+from preheat.core import Build, Change, Stage, Tag, Technique, Trials
 
 if TYPE_CHECKING:
     from torch import nn
@@ -40,9 +40,9 @@ def set_feed_forward(config: Any, activation: str) -> None:
         >>> config.hidden_act, config.intermediate_size
         ('relu', 1536)
     """
-    from preheat.models import surgery
+    from preheat.models.conversions import architecture
 
-    surgery.set_feed_forward(config, activation)
+    architecture.set_feed_forward(config, activation)
 
 
 def replace_feed_forward(model: nn.Module, activation: str) -> int:
@@ -51,9 +51,9 @@ def replace_feed_forward(model: nn.Module, activation: str) -> int:
     Returns:
         How many blocks were replaced; 0 where the configuration said it all.
     """
-    from preheat.models import surgery
+    from preheat.models.conversions import architecture
 
-    return surgery.replace_feed_forward(model, activation)
+    return architecture.replace_feed_forward(model, activation)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,11 +78,11 @@ class FeedForward(Technique):
         set_feed_forward(config, self.activation)
 
     def apply(self, build: Build, part: Any) -> Change:
-        from preheat.models import surgery
-        from preheat.models.adapter import anatomy
+        from preheat.models.conversions import architecture
+        from preheat.models.hf import anatomy
 
         replaced = replace_feed_forward(part, self.activation)
-        draw = surgery.feed_forward_draw(part.config)
+        draw = architecture.feed_forward_draw(part.config)
         if replaced and draw:
             names = [name for name, _ in part.named_modules() if name.endswith(".mlp")]
             build.weights.fresh(r"\.mlp\.down_proj\.weight$", names, draw)

@@ -16,8 +16,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from preheat.core import Build, Change, Context, Searchable, Stage, Tag, Technique, Trials
 from preheat.errors import RecipeError
-from preheat.technique import Build, Change, Context, Searchable, Stage, Tag, Technique, Trials
 
 if TYPE_CHECKING:
     from torch import nn
@@ -94,7 +94,7 @@ class Fp8(Searchable):
         return why
 
     def apply(self, build: Build, part: Any) -> Change:
-        from preheat.models.adapter import head
+        from preheat.models.hf import head
 
         done, left = convert_to_fp8(part, recipe=self.recipe, keep=[head(part)])
         if not done:

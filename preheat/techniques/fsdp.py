@@ -13,8 +13,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from preheat.core import Axis, Build, Change, Context, Searchable, Slot, Stage, Tag, Technique, Trials
 from preheat.recipe import Count
-from preheat.technique import Axis, Build, Change, Context, Searchable, Slot, Stage, Tag, Technique, Trials
 
 if TYPE_CHECKING:
     from torch import nn
@@ -23,7 +23,7 @@ __all__ = ["FSDP", "shard_fully"]
 
 
 def shard_fully(module: nn.Module, layers: Iterable[nn.Module], mesh: Any, **how: Any) -> int:
-    """Shards a module with FSDP2, each of its layers as a group of its own, in place; gradients are summed. `preheat.ops.sharding` has the settings.
+    """Shards a module with FSDP2, each of its layers as a group of its own, in place; gradients are summed. `preheat.ops.distributed.fully_shard` has the settings.
 
     Args:
         layers: modules inside it, in the order in which they run.
@@ -35,9 +35,9 @@ def shard_fully(module: nn.Module, layers: Iterable[nn.Module], mesh: Any, **how
     Example:
         >>> shard_fully(model, model.model.layers, init_device_mesh("cuda", (8,)))  # doctest: +SKIP
     """
-    from preheat.ops import sharding
+    from preheat.ops.distributed import fully_shard
 
-    return sharding.shard_fully(module, layers, mesh, **how)
+    return fully_shard.shard_fully(module, layers, mesh, **how)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,8 +93,8 @@ class FSDP(Searchable):
     def apply(self, build: Build, part: Any) -> Change:
         import torch
 
-        from preheat.models.adapter import anatomy, embedding, head
-        from preheat.ops import sharding
+        from preheat.models.hf import anatomy, embedding, head
+        from preheat.ops.distributed import fully_shard
 
         across = (Axis.SHARD,) if build.mesh.size(Axis.CONTEXT) == 1 else (Axis.SHARD, Axis.CONTEXT)
         mesh = build.mesh.sub(*across) if self.replicate == 1 else build.mesh.plane(Axis.REPLICATE, across)
@@ -112,7 +112,7 @@ class FSDP(Searchable):
         )
         if self.offload:
             build.storage_device = torch.device("cpu")
-        build.own(Slot.FORWARD, sharding.forward_through(part), self.name())
+        build.own(Slot.FORWARD, fully_shard.forward_through(part), self.name())
         if self.reduce == "last":
             build.hooks.before_backward.append(part.set_requires_gradient_sync)
         many = build.mesh.size(*across)

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from preheat.technique import Axis, Build, Change, Context, Searchable, Stage, Tag, Technique, Trials
+from preheat.core import Axis, Build, Change, Context, Searchable, Stage, Tag, Technique, Trials
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -41,8 +41,8 @@ def fuse_operators(model: PreTrainedModel, *, norm: bool = True, gate: bool = Tr
         >>> fuse_operators(LlamaForCausalLM(config))
         {'norms': 5, 'gated activations': 2}
     """
-    from preheat.models.kernels import gates, use_kernels
-    from preheat.ops.fused import gated_silu, rms_norm
+    from preheat.models.kernel_swap import gates, use_kernels
+    from preheat.ops.fused_norm_gate import gated_silu, rms_norm
 
     return use_kernels(model, norm=rms_norm if norm else None, gate=gated_silu if gate and gates(model) else None)
 
@@ -67,7 +67,7 @@ class FusedOperators(Searchable):
         return "rounding"
 
     def check(self, context: Context) -> list[str]:
-        from preheat.models.kernels import KERNEL_FAMILIES
+        from preheat.models.kernel_swap import KERNEL_FAMILIES
 
         why = []
         if context.model.family not in KERNEL_FAMILIES:
@@ -78,7 +78,7 @@ class FusedOperators(Searchable):
 
     def apply(self, build: Build, part: Any) -> Change:
         if build.mesh.size(Axis.TENSOR) > 1:
-            from preheat.ops.fused import shared_by_rows
+            from preheat.ops.fused_norm_gate import shared_by_rows
 
             shared_by_rows()
         counts = fuse_operators(part, norm=self.norm, gate=self.gate)

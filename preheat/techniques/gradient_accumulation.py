@@ -16,9 +16,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from preheat.ops.accumulation import accumulate
-from preheat.recipe import Bound
-from preheat.technique import (
+from preheat.core import (
     DATA,
     Axis,
     Build,
@@ -33,6 +31,8 @@ from preheat.technique import (
     conflicts_of,
     has_room,
 )
+from preheat.ops.gradient_accumulation import accumulate
+from preheat.recipe import Bound
 
 if TYPE_CHECKING:
     import torch

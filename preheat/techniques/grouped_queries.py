@@ -13,8 +13,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
+from preheat.core import Build, Change, Stage, Technique, Trials
 from preheat.recipe import Bound
-from preheat.technique import Build, Change, Stage, Technique, Trials
 
 if TYPE_CHECKING:
     from torch import nn
@@ -44,9 +44,9 @@ def group_queries(model: nn.Module, kv_heads: int) -> int:
         >>> group_queries(model, 2), model.model.layers[0].self_attn.k_proj.weight.shape
         (4, torch.Size([16, 32]))
     """
-    from preheat.models import surgery
+    from preheat.models.conversions import architecture
 
-    return surgery.pool_key_value_heads(model, kv_heads)
+    return architecture.pool_key_value_heads(model, kv_heads)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,23 +60,23 @@ class GroupedQueries(Technique):
     """Key-value heads of each layer: a divisor of what the model has."""
 
     def configure(self, config: Any, recipe: Recipe) -> None:
-        from preheat.models import surgery
+        from preheat.models.conversions import architecture
 
-        surgery.set_kv_heads(config, self.kv_heads)
+        architecture.set_kv_heads(config, self.kv_heads)
 
     def apply(self, build: Build, part: Any) -> Change:
         from preheat.errors import RecipeError
-        from preheat.models import surgery
+        from preheat.models.conversions import architecture
 
         facts = build.model
         try:
-            count = len(surgery.key_value_projections(part))
+            count = len(architecture.key_value_projections(part))
         except ValueError as error:
             raise RecipeError(f"techniques.grouped_queries: {error}") from None
 
         def pool(name: str, value: Any) -> Any:
-            return surgery.pool_heads(value, self.kv_heads, facts.head_dim)
+            return architecture.pool_heads(value, self.kv_heads, facts.head_dim)
 
-        build.weights.map(surgery.KEYS_AND_VALUES, pool)
+        build.weights.map(architecture.KEYS_AND_VALUES, pool)
         how = "new weights" if build.weights.folder is None else "the mean of each group of those read"
         return Change(f"{facts.heads} query heads on {self.kv_heads} key-value heads in {facts.layers} layers, {how}", count)

@@ -61,8 +61,8 @@ def integration_example(
     import torch
 
     from preheat.hardware.probe import peak_resident_bytes, reset_peak, resident_bytes
-    from preheat.ops.accumulation import accumulate
-    from preheat.ops.decoder import Decoder, PlainAttention
+    from preheat.ops.gradient_accumulation import accumulate
+    from preheat.ops.toy_decoder import Decoder, PlainAttention
     from preheat.techniques.mixed_precision import autocast
 
     dtypes = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -17,8 +17,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
+from preheat.core import Build, Change, Context, Shape, Slot, Stage, Tag, Technique, Trials
 from preheat.recipe import Bound, Count, Positive, Share
-from preheat.technique import Build, Change, Context, Shape, Slot, Stage, Tag, Technique, Trials
 
 if TYPE_CHECKING:
     from preheat.recipe import Recipe

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from preheat.technique import Build, Change, Context, Searchable, Slot, Stage, Tag, Technique, Trials
+from preheat.core import Build, Change, Context, Searchable, Slot, Stage, Tag, Technique, Trials
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -42,8 +42,8 @@ def use_liger(model: PreTrainedModel, *, norm: bool = True, rotary: bool = True,
     from liger_kernel.transformers.functional import liger_rms_norm, liger_rope, liger_swiglu
     from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-    from preheat.models.kernels import use_kernels
-    from preheat.ops.fused import gated_silu, rms_norm
+    from preheat.models.kernel_swap import use_kernels
+    from preheat.ops.fused_norm_gate import gated_silu, rms_norm
 
     def or_plain(kernel: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
         # Fake tensors of a dry run have no data that a Triton kernel could be given.
@@ -98,7 +98,7 @@ class Liger(Searchable):
         return [self] if context.device.at_hand else []
 
     def check(self, context: Context) -> list[str]:
-        from preheat.models.kernels import KERNEL_FAMILIES
+        from preheat.models.kernel_swap import KERNEL_FAMILIES
 
         if context.device.kind != "cuda":
             return [
@@ -124,8 +124,8 @@ class Liger(Searchable):
     def apply(self, build: Build, part: Any) -> Change:
         counts = use_liger(part, norm=self.norm, rotary=self.rotary, gate=self.gate) if self.provided() else {}
         if self.loss:
-            from preheat.models.adapter import require_plain_head
-            from preheat.ops.losses import liger_logits
+            from preheat.models.hf import require_plain_head
+            from preheat.ops.losses.cross_entropy import liger_logits
 
             require_plain_head(part, self.name())
             build.own(Slot.OVER_LOGITS, liger_logits, self.name())

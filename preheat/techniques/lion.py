@@ -12,8 +12,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from preheat.core import Build, Change, Slot, Stage, Technique
 from preheat.recipe import Positive, Share
-from preheat.technique import Build, Change, Slot, Stage, Technique
 
 if TYPE_CHECKING:
     import torch
@@ -22,13 +22,13 @@ __all__ = ["Lion", "lion_optimizer"]
 
 
 def lion_optimizer(parameters: Iterable[Any], **settings: Any) -> torch.optim.Optimizer:
-    """The optimizer (`preheat.ops.optimizers.Lion`): lr, betas, weight_decay, scale.
+    """The optimizer (`preheat.ops.optim.optimizers.Lion`): lr, betas, weight_decay, scale.
 
     Example:
         >>> import torch
         >>> optimizer = lion_optimizer(torch.nn.Linear(4, 4).parameters(), lr=1e-4)
     """
-    from preheat.ops.optimizers import Lion
+    from preheat.ops.optim.optimizers import Lion
 
     return Lion(parameters, **settings)
 

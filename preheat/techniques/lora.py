@@ -22,9 +22,9 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
+from preheat.core import Build, Change, Context, Stage, Tag, Technique, Trials
 from preheat.errors import SettingError
 from preheat.recipe import Bound, Positive, Share, Whole
-from preheat.technique import Build, Change, Context, Stage, Tag, Technique, Trials
 
 if TYPE_CHECKING:
     from torch import nn
@@ -52,7 +52,7 @@ def add_lora(
         variant: lora, rslora, dora or pissa.
         pissa_iterations: of a randomized singular value decomposition; 0: the exact one.
         expert_rank: of a pair for each expert, in models that have experts; 0: none. They are computed where the experts are, by
-            `preheat.ops.experts.compute_experts`; `preheat.ops.expert_adapters.draw_pairs` gives them values where the model is on meta.
+            `preheat.ops.grouped_mm.compute_experts`; `preheat.ops.adapters.moe_lora.draw_pairs` gives them values where the model is on meta.
         embedding_rank: of a pair on the embedding, which a head that is tied to it has too; 0: none.
         exclude: a regular expression for names of modules that are left as they are.
 
@@ -73,7 +73,7 @@ def add_lora(
 
 
 def _add(model: nn.Module, config: Any, expert_rank: int) -> list[str]:
-    from preheat.ops.adapters import base_of, inject
+    from preheat.ops.adapters.peft_layers import base_of, inject
 
     rank, on_meta = config.r, next(model.parameters()).device.type == "meta"
     plain = copy.copy(config)
@@ -90,8 +90,8 @@ def _add(model: nn.Module, config: Any, expert_rank: int) -> list[str]:
 
 
 def _add_to_experts(model: nn.Module, rank: int, scale: float, *, drawn: bool) -> None:
-    from preheat.models.experts import experts_of
-    from preheat.ops.expert_adapters import add_pairs, draw_pairs
+    from preheat.models.moe import experts_of
+    from preheat.ops.adapters.moe_lora import add_pairs, draw_pairs
 
     found = experts_of(model)
     if not found:
@@ -120,7 +120,7 @@ def _config(
     from peft import LoraConfig
     from transformers.pytorch_utils import Conv1D
 
-    from preheat.models.experts import adapted
+    from preheat.models.moe import adapted
 
     targets, ranks, tied = adapted(model, targets), {}, False
     if embedding_rank:
@@ -171,7 +171,7 @@ def merge_lora(model: nn.Module) -> int:
 
     A base in 4 bits becomes a full one. What is merged is what was trained: DoRA's lengths, PiSSA's changed base.
     """
-    from preheat.ops.adapters import merge
+    from preheat.ops.adapters.peft_layers import merge
 
     return merge(model)
 
@@ -243,8 +243,8 @@ class Lora(Technique):
     def apply(self, build: Build, part: Any) -> Change:
         from preheat.errors import RecipeError
         from preheat.models.vision import tower_modules
-        from preheat.ops.adapters import shares, under_autocast
-        from preheat.ops.peft_folder import begin
+        from preheat.ops.adapters.peft_io import begin
+        from preheat.ops.adapters.peft_layers import shares, under_autocast
 
         exclude = tower_modules(part) if Tag.NO_TOWER_ADAPTERS in build.tags else None
         try:
@@ -290,7 +290,7 @@ class Lora(Technique):
         )
 
     def _begin_experts(self, build: Build, part: Any) -> int:
-        from preheat.ops.expert_adapters import OWN, adapted_experts, draw_pairs
+        from preheat.ops.adapters.moe_lora import OWN, adapted_experts, draw_pairs
 
         found = {id(experts) for experts in adapted_experts(part)}
         build.weights.fresh(OWN, [name for name, module in part.named_modules() if id(module) in found], draw_pairs)

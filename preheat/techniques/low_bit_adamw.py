@@ -16,9 +16,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from preheat.core import Build, Change, Context, Searchable, Slot, Stage, Technique, Trials
 from preheat.errors import RecipeError
 from preheat.recipe import Whole
-from preheat.technique import Build, Change, Context, Searchable, Slot, Stage, Technique, Trials
 
 if TYPE_CHECKING:
     import torch
@@ -27,7 +27,7 @@ __all__ = ["LowBitAdamW", "low_bit_adamw"]
 
 
 def low_bit_adamw(parameters: Iterable[Any], **settings: Any) -> torch.optim.Optimizer:
-    """The optimizer (`preheat.ops.low_bit.LowBitAdamW`): bits, block, least, lr, betas, eps, weight_decay.
+    """The optimizer (`preheat.ops.optim.low_bit_adamw.LowBitAdamW`): bits, block, least, lr, betas, eps, weight_decay.
 
     Example:
         >>> import torch
@@ -36,7 +36,7 @@ def low_bit_adamw(parameters: Iterable[Any], **settings: Any) -> torch.optim.Opt
         >>> sum(t.nbytes for t in optimizer.state[layer.weight].values()) / layer.weight.numel()
         2.03173828125
     """
-    from preheat.ops.low_bit import LowBitAdamW
+    from preheat.ops.optim.low_bit_adamw import LowBitAdamW
 
     return LowBitAdamW(parameters, **settings)
 

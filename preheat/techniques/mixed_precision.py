@@ -23,10 +23,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
+from preheat.core import Build, Change, Context, Device, Finish, Searchable, Slot, Stage, Tag, Technique, Trials
 from preheat.errors import RecipeError, RunError
 from preheat.hardware.tf32 import allow_tf32, has_tf32
 from preheat.recipe import Bound, Positive
-from preheat.technique import Build, Change, Context, Device, Finish, Searchable, Slot, Stage, Tag, Technique, Trials
 
 if TYPE_CHECKING:
     import torch
@@ -106,7 +106,7 @@ def keep_in_fp32(
         ...     model[0](torch.ones(1, 4)).dtype, model(torch.ones(1, 4)).dtype
         (torch.bfloat16, torch.float32)
     """
-    from preheat.ops.precision import compute_in_fp32
+    from preheat.ops.optim.half_precision import compute_in_fp32
 
     named = {name: module for name, module in model.named_modules() if name}
     match = {name for name in named if any(re.search(pattern, name) for pattern in patterns)}
@@ -121,7 +121,7 @@ def keep_in_fp32(
 
 
 def stochastic_adamw(parameters: Iterable[Any], **settings: Any) -> torch.optim.Optimizer:
-    """AdamW for bf16 weights with stochastic rounding (`preheat.ops.optimizers.StochasticAdamW`).
+    """AdamW for bf16 weights with stochastic rounding (`preheat.ops.optim.optimizers.StochasticAdamW`).
 
     Example:
         >>> import torch
@@ -129,7 +129,7 @@ def stochastic_adamw(parameters: Iterable[Any], **settings: Any) -> torch.optim.
         >>> _ = to_bf16(layer)
         >>> optimizer = stochastic_adamw(layer.parameters(), lr=1e-3)
     """
-    from preheat.ops.optimizers import StochasticAdamW
+    from preheat.ops.optim.optimizers import StochasticAdamW
 
     return StochasticAdamW(parameters, **settings)
 
@@ -315,7 +315,7 @@ class MixedPrecision(Searchable):
     def _keep(self, build: Build, part: Any, back_to: Any) -> list[Any]:
         import torch
 
-        from preheat.models.adapter import head
+        from preheat.models.hf import head
 
         for pattern in self._patterns:
             if not any(name and re.search(pattern, name) for name, _ in part.named_modules()):
@@ -331,7 +331,7 @@ class MixedPrecision(Searchable):
 
     def _scale(self, build: Build) -> None:
         """Once a build: its parts share one scale."""
-        from preheat.ops.precision import LossScale
+        from preheat.ops.optim.half_precision import LossScale
 
         if self.name() in build.state.saved:
             return
@@ -350,7 +350,7 @@ class MixedPrecision(Searchable):
             settings["chunk"] = 1 << 26  # what the plain form takes: a GPU wants few large kernels
         if self.mode == "bf16_weights":
             return stochastic_adamw(groups, seed=build.recipe.seed, number=lambda: build.state.step, **settings)
-        from preheat.ops.precision import MasterAdamW
+        from preheat.ops.optim.half_precision import MasterAdamW
 
         return MasterAdamW(groups, **settings)
 

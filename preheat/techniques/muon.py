@@ -14,8 +14,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
+from preheat.core import Build, Change, Slot, Stage, Technique
 from preheat.recipe import Bound, Share
-from preheat.technique import Build, Change, Slot, Stage, Technique
 
 if TYPE_CHECKING:
     import torch
@@ -24,7 +24,7 @@ __all__ = ["Muon", "muon_optimizer"]
 
 
 def muon_optimizer(groups: Iterable[Any], *, by_adamw: Iterable[Any] = (), **settings: Any) -> torch.optim.Optimizer:
-    """The optimizer (`preheat.ops.optimizers.Muon`): Muon for matrices, AdamW for the rest.
+    """The optimizer (`preheat.ops.optim.optimizers.Muon`): Muon for matrices, AdamW for the rest.
 
     Args:
         groups: parameters, or groups of them.
@@ -38,7 +38,7 @@ def muon_optimizer(groups: Iterable[Any], *, by_adamw: Iterable[Any] = (), **set
         >>> [(len(g["params"]), g["muon"]) for g in optimizer.param_groups]
         [(1, True), (2, False)]
     """
-    from preheat.ops.optimizers import Muon, split_matrices
+    from preheat.ops.optim.optimizers import Muon, split_matrices
 
     return Muon(split_matrices(groups, by_adamw, "muon"), **settings)
 
@@ -59,7 +59,7 @@ class Muon(Technique):
         import torch
 
         from preheat.hardware.probe import quick_half
-        from preheat.models.adapter import ends
+        from preheat.models.hf import ends
 
         dtype = quick_half() if build.device.kind == "cpu" else torch.bfloat16
 

@@ -12,8 +12,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from preheat.core import Build, Change, Stage, Tag, Technique, Trials
 from preheat.recipe import Positive
-from preheat.technique import Build, Change, Stage, Tag, Technique, Trials
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -67,7 +67,7 @@ class Neftune(Technique):
     """Scale of the noise (`neftune_noise_alpha` elsewhere): 5 to 15 in the paper."""
 
     def apply(self, build: Build, part: Any) -> Change:
-        from preheat.models import adapter
+        from preheat.models import hf
 
-        add_embedding_noise(adapter.embedding(part), self.alpha)
+        add_embedding_noise(hf.embedding(part), self.alpha)
         return Change(f"noise of alpha {self.alpha:g} on the token embeddings while training", 1)

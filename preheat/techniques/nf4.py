@@ -16,7 +16,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from preheat.technique import Build, Change, Searchable, Stage, Tag, Trials
+from preheat.core import Build, Change, Searchable, Stage, Tag, Trials
 
 if TYPE_CHECKING:
     from torch import nn
@@ -47,8 +47,8 @@ def to_nf4(model: nn.Module, *, double_quantization: bool = True, keep: str | tu
     from torch import nn
     from transformers.pytorch_utils import Conv1D
 
-    from preheat.models.adapter import head
-    from preheat.ops.nf4 import pack_
+    from preheat.models.hf import head
+    from preheat.ops.quantization.nf4 import pack_
 
     last = head(model)  # type: ignore[arg-type]
     found = {name: m for name, m in model.named_modules() if type(m) in (nn.Linear, Conv1D) and m is not last}
@@ -70,7 +70,7 @@ def _matches(name: str, keep: str | tuple[str, ...]) -> bool:
 
 def from_nf4(model: nn.Module) -> int:
     """Makes every linear map in NF4 a plain one in fp32 again, in place. Returns how many."""
-    from preheat.ops.nf4 import PackedMap, unpack_
+    from preheat.ops.quantization.nf4 import PackedMap, unpack_
 
     packed = [m for m in model.modules() if isinstance(m, PackedMap)]
     for module in packed:
@@ -97,7 +97,7 @@ class Nf4(Searchable):
 
     def apply(self, build: Build, part: Any) -> Change:
         from preheat.errors import RecipeError
-        from preheat.ops.adapters import shares
+        from preheat.ops.adapters.peft_layers import shares
 
         try:
             names = to_nf4(part, double_quantization=self.double_quantization, keep=self.keep)

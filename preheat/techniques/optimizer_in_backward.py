@@ -15,14 +15,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from preheat.core import Batch, Build, Change, Context, LossSum, Searchable, Slot, Stage, Tag, Trials
 from preheat.errors import RecipeError
-from preheat.technique import Batch, Build, Change, Context, LossSum, Searchable, Slot, Stage, Tag, Trials
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from preheat.ops.in_backward import UpdateInBackward
+    from preheat.ops.optim.step_in_backward import UpdateInBackward
 
 __all__ = ["OptimizerInBackward", "update_in_backward"]
 
@@ -47,7 +47,7 @@ def update_in_backward(optimizer: torch.optim.Optimizer) -> UpdateInBackward:
         >>> (before - layer.weight.detach()).round(decimals=3), layer.weight.grad
         (tensor([[0.1000, 0.1000]]), None)
     """
-    from preheat.ops.in_backward import UpdateInBackward
+    from preheat.ops.optim.step_in_backward import UpdateInBackward
 
     return UpdateInBackward(optimizer)
 

@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from preheat.technique import Build, Change, Context, Searchable, Slot, Stage, Tag, Technique, Trials
+from preheat.core import Build, Change, Context, Searchable, Slot, Stage, Tag, Technique, Trials
 
 if TYPE_CHECKING:
     import torch
@@ -25,7 +25,7 @@ __all__ = ["OptimizerOffload", "host_adamw"]
 
 
 def host_adamw(parameters: Iterable[Any], **settings: Any) -> torch.optim.Optimizer:
-    """The optimizer (`preheat.ops.host_optimizer.HostAdamW`): lr, betas, eps, weight_decay.
+    """The optimizer (`preheat.ops.optim.cpu_adamw.HostAdamW`): lr, betas, eps, weight_decay.
 
     Example:
         >>> import torch
@@ -33,7 +33,7 @@ def host_adamw(parameters: Iterable[Any], **settings: Any) -> torch.optim.Optimi
         >>> sorted(next(iter(optimizer.state.values())))
         ['exp_avg', 'exp_avg_sq', 'master', 'step']
     """
-    from preheat.ops.host_optimizer import HostAdamW
+    from preheat.ops.optim.cpu_adamw import HostAdamW
 
     return HostAdamW(parameters, **settings)
 

@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from preheat.technique import Build, Change, Context, Stage, Tag, Technique, Trials
+from preheat.core import Build, Change, Context, Stage, Tag, Technique, Trials
 
 if TYPE_CHECKING:
     from torch import nn
@@ -113,15 +113,15 @@ def add_peft_adapter(
         >>> len(add_peft_adapter(LlamaForCausalLM(config), "loha", r=2))
         7
     """
-    from preheat.models.experts import adapted
-    from preheat.ops.adapters import inject
+    from preheat.models.moe import adapted
+    from preheat.ops.adapters.peft_layers import inject
 
     return inject(model, configure(method, settings, adapted(model, targets), exclude))
 
 
 def merge_peft_adapter(model: nn.Module) -> int:
     """Puts each adapter into its base weight in fp32 and takes the adapters out, in place. Returns how many."""
-    from preheat.ops.adapters import merge
+    from preheat.ops.adapters.peft_layers import merge
 
     return merge(model)
 
@@ -152,10 +152,10 @@ class PeftAdapter(Technique):
 
     def apply(self, build: Build, part: Any) -> Change:
         from preheat.errors import RecipeError
-        from preheat.models.experts import adapted
+        from preheat.models.moe import adapted
         from preheat.models.vision import tower_modules
-        from preheat.ops.adapters import shares
-        from preheat.ops.peft_folder import begin
+        from preheat.ops.adapters.peft_io import begin
+        from preheat.ops.adapters.peft_layers import shares
 
         exclude = tower_modules(part) if Tag.NO_TOWER_ADAPTERS in build.tags else None
         try:

@@ -18,9 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from preheat.errors import RecipeError
-from preheat.recipe import Bound, Count
-from preheat.technique import (
+from preheat.core import (
     DATA,
     Axis,
     Batch,
@@ -36,12 +34,14 @@ from preheat.technique import (
     Technique,
     Trials,
 )
+from preheat.errors import RecipeError
+from preheat.recipe import Bound, Count
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
     from transformers import PreTrainedModel
 
-    from preheat.ops.pipelining import Span
+    from preheat.ops.distributed.pipelining import Span
 
 __all__ = ["PipelineParallel", "record_timeline", "split_into_stages"]
 
@@ -71,11 +71,11 @@ def split_into_stages(model: PreTrainedModel, count: int, *, length: int, recomp
         >>> stages = split_into_stages(model, 4, length=4096)  # doctest: +SKIP
         >>> hidden = stages[1].model(inputs_embeds=stages[0].model(input_ids=tokens).last_hidden_state)  # doctest: +SKIP
     """
-    from preheat.models import stages
+    from preheat.models import pipeline_split
 
-    course = stages.observe(model.config, length)
-    cuts = stages.balance(course.each, count, before=course.before, after=course.after * (0.75 if recompute else 1))
-    return [stages.cut(model, course, cuts, number) for number in range(count)]
+    course = pipeline_split.observe(model.config, length)
+    cuts = pipeline_split.balance(course.each, count, before=course.before, after=course.after * (0.75 if recompute else 1))
+    return [pipeline_split.cut(model, course, cuts, number) for number in range(count)]
 
 
 @contextmanager
@@ -99,7 +99,7 @@ class _Runner:
     """A build's stages, its slots and torch's schedule together."""
 
     def __init__(self, build: Build, schedule: str, stages: Mapping[int, nn.Module], count: int, dtype: Any):
-        from preheat.ops.pipelining import Pipeline
+        from preheat.ops.distributed.pipelining import Pipeline
 
         def forward(part: Any, batch: Batch) -> Tensor:
             made, metrics = build.slot(Slot.FORWARD)(part, lambda: build.slot(Slot.PART_FORWARD)(part, batch))
@@ -116,7 +116,7 @@ class _Runner:
         )
 
     def forward_backward(self, build: Build, batches: Sequence[Batch], global_weight: Any) -> LossSum:
-        from preheat.ops.pipelining import alike
+        from preheat.ops.distributed.pipelining import alike
 
         moved = [build.transformed(batch) for batch in batches]
         weight = max(global_weight, 1) if isinstance(global_weight, int | float) else global_weight
@@ -171,7 +171,7 @@ class PipelineParallel(Searchable):
             found.append(
                 f"degree: {self.degree} devices with {self._each} stages each are {count} stages, and the model has {context.model.layers} layers; use fewer"
             )
-        if context.model.experts:  # as `preheat.models.stages` refuses; here a search sees it before it builds anything
+        if context.model.experts:  # as `preheat.models.pipeline_split` refuses; here a search sees it before it builds anything
             found.append(
                 f"{context.model.family} has experts, whose cost a dry run cannot see and whose balancing loss stages do not hand on; use fsdp, with expert_parallel"
             )
@@ -244,27 +244,27 @@ class PipelineParallel(Searchable):
     def apply(self, build: Build, part: Any) -> Change:
         import torch
 
-        from preheat.models import adapter, stages
-        from preheat.ops.pipelining import ranks_of
+        from preheat.models import hf, pipeline_split
+        from preheat.ops.distributed.pipelining import ranks_of
 
         count, me = self.degree * self._each, build.mesh.index(Axis.PIPELINE)
         try:
-            course = stages.observe(part.config, build.recipe.batch.length, trust=build.recipe.model.trust_remote_code)
+            course = pipeline_split.observe(part.config, build.recipe.batch.length, trust=build.recipe.model.trust_remote_code)
             # A backward pass costs two forward passes, and one more of the layers where they are computed again.
             after = course.after * (0.75 if Tag.RECOMPUTATION in build.tags else 1)
-            cuts = stages.balance(course.each, count, before=course.before, after=after)
+            cuts = pipeline_split.balance(course.each, count, before=course.before, after=after)
         except ValueError as error:
             raise RecipeError(f"techniques.{self.name()}: {error}") from None
         numbers = [number for number, device in enumerate(ranks_of(count, self.degree, self.schedule)) if device == me]
-        build.parts["trained"] = [stages.cut(part, course, cuts, number) for number in numbers]
+        build.parts["trained"] = [pipeline_split.cut(part, course, cuts, number) for number in numbers]
         if self.micro_batches is not None:
             build.state.accumulation = self.micro_batches
-        if adapter.embedding(part).weight is adapter.head(part).weight:
+        if hf.embedding(part).weight is hf.head(part).weight:
             self._tie(build, me)
         # Hidden states have the embedding's precision, which residual connections keep: or that in which it is gathered, or cast to later where it is trained.
         cast = Tag.BF16_WEIGHTS in build.tags and Tag.FROZEN_BASE not in build.tags
         half = cast or Tag.BF16_ALL_GATHER in build.tags
-        dtype = torch.bfloat16 if half else adapter.embedding(part).weight.dtype
+        dtype = torch.bfloat16 if half else hf.embedding(part).weight.dtype
         runner = _Runner(build, self.schedule, dict(zip(numbers, build.trained, strict=True)), count, dtype)
         build.own(Slot.FORWARD_BACKWARD, runner.forward_backward, self.name())
         build.own(Slot.WHOLE_FORWARD, runner.forward, self.name())
@@ -288,19 +288,19 @@ class PipelineParallel(Searchable):
 
     def _tie(self, build: Build, me: int) -> None:
         """First and last stage have the one matrix each, and add their gradients; the first counts it in the norm."""
-        from preheat.models import adapter
-        from preheat.ops.pipelining import add_copies
-        from preheat.ops.sharded import local
+        from preheat.models import hf
+        from preheat.ops.distributed.dtensor_utils import local
+        from preheat.ops.distributed.pipelining import add_copies
 
         if me not in (0, self.degree - 1):
             return
         part: Any = build.trained[0 if me == 0 else -1]
         if me != 0:
-            weight = adapter.embedding(part).weight
+            weight = hf.embedding(part).weight
             build.parallel.duplicated_params |= {name for name, p in part.named_parameters() if p is weight}
 
         def add(build: Build) -> None:
-            embedding: Any = adapter.embedding(part)
+            embedding: Any = hf.embedding(part)
             grad = embedding.weight.grad
             if grad is not None:
                 add_copies([local(grad)], self.degree - 1 - me, build.mesh.group(Axis.PIPELINE))

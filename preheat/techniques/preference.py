@@ -20,9 +20,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
+from preheat.core import Batch, Build, Change, Context, Examples, LossSum, Slot, Stage, Tag, Technique, Trials
 from preheat.errors import DataError
 from preheat.recipe import Bound, NonNegative, Positive
-from preheat.technique import Batch, Build, Change, Context, Examples, LossSum, Slot, Stage, Tag, Technique, Trials
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -45,7 +45,7 @@ def preference_loss(
     Args:
         chosen, rejected: [pairs], summed over each answer's tokens (for `simpo` and `orpo` the mean).
         reference_chosen, reference_rejected: those of the reference model.
-        settings: loss (dpo, ipo, hinge, simpo, cpo, orpo), beta, gamma, label_smoothing: see `preheat.ops.answers.pair_losses`.
+        settings: loss (dpo, ipo, hinge, simpo, cpo, orpo), beta, gamma, label_smoothing: see `preheat.ops.losses.preference.pair_losses`.
 
     Raises:
         ValueError: no such loss.
@@ -55,7 +55,7 @@ def preference_loss(
         >>> preference_loss(torch.tensor([-3.0]), torch.tensor([-9.0]), torch.tensor([-4.0]), torch.tensor([-8.0]), beta=0.5)
         tensor([0.3133])
     """
-    from preheat.ops.answers import pair_losses
+    from preheat.ops.losses.preference import pair_losses
 
     return pair_losses(chosen, rejected, reference_chosen, reference_rejected, **settings)
 
@@ -141,7 +141,7 @@ class Preference(Technique):
     def apply(self, build: Build, part: Any) -> Change:
         import copy
 
-        from preheat.ops.losses import CrossEntropy
+        from preheat.ops.losses.cross_entropy import CrossEntropy
 
         words = {"dpo": "DPO", "ipo": "IPO", "simpo": "SimPO", "cpo": "CPO", "orpo": "ORPO"}.get(self.loss, self.loss)
         what, count = f"{words} loss, beta {self._beta:g}", 1
@@ -164,9 +164,9 @@ class Preference(Technique):
     def _objective(self, build: Build, part: Any) -> Callable[..., LossSum]:
         import torch
 
-        from preheat.ops.adapters import without
-        from preheat.ops.answers import Places
-        from preheat.ops.losses import Recorded, WeightedCrossEntropy
+        from preheat.ops.adapters.peft_layers import without
+        from preheat.ops.losses.cross_entropy import Recorded, WeightedCrossEntropy
+        from preheat.ops.losses.preference import Places
 
         def logp(states: Tensor, batch: Batch, places: Places, over_logits: Callable[..., Tensor], of: Any) -> Tensor:
             recorded = Recorded()
@@ -214,7 +214,7 @@ class Preference(Technique):
     def _judge(self, now: Tensor, before: Tensor, places: Any, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         """Losses of the examples, differentiable by `now`, and what is written down of them, summed."""
         from preheat.hardware.transfers import to_device
-        from preheat.ops.answers import liked_losses, pair_losses
+        from preheat.ops.losses.preference import liked_losses, pair_losses
 
         reward = self._beta * (now - before).detach()
         if self.loss == "unpaired":

@@ -18,13 +18,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from preheat.core import Build, Change, Context, Stage, Tag, Technique
 from preheat.errors import RecipeError
-from preheat.technique import Build, Change, Context, Stage, Tag, Technique
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from preheat.ops.quantized_training import Grid
+    from preheat.ops.quantization.fake_quant import Grid
 
 __all__ = ["QuantizationAware", "grids_of", "round_weights"]
 
@@ -38,10 +38,10 @@ def grids_of(model: PreTrainedModel, settings: QuantizationAware) -> dict[str, G
     from torch import nn
     from transformers.pytorch_utils import Conv1D
 
-    from preheat.models.roles import layer_names, roles
-    from preheat.ops.quantized_choice import group_of, kept_names
-    from preheat.ops.quantized_linear import map_weight
-    from preheat.ops.quantized_training import Grid
+    from preheat.models.sensitive_modules import layer_names, roles
+    from preheat.ops.quantization.fake_quant import Grid
+    from preheat.ops.quantization.linear import map_weight
+    from preheat.ops.quantization.module_filter import group_of, kept_names
 
     layers = tuple(f"{name}." for name in layer_names(model))
     # Under an adapter the map itself is its `base_layer`, and the adapter's own matrices stand beside it.
@@ -78,7 +78,7 @@ def round_weights(model: PreTrainedModel, settings: QuantizationAware | None = N
         >>> round_weights(LlamaForCausalLM(config))
         (7, 14)
     """
-    from preheat.ops.quantized_training import fake_
+    from preheat.ops.quantization.fake_quant import fake_
 
     grids = grids_of(model, settings or QuantizationAware())
     fake_(model, grids)

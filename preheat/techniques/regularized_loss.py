@@ -13,8 +13,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
+from preheat.core import Build, Change, Context, Slot, Stage, Technique, Trials
 from preheat.recipe import Bound, Share
-from preheat.technique import Build, Change, Context, Slot, Stage, Technique, Trials
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,7 +30,7 @@ def regularized_cross_entropy(logits: Tensor, labels: Tensor, *, label_smoothing
         >>> regularized_cross_entropy(torch.zeros(1, 4), torch.tensor([2]), label_smoothing=0.1)
         tensor([1.3863])
     """
-    from preheat.ops.losses import RegularizedCrossEntropy
+    from preheat.ops.losses.cross_entropy import RegularizedCrossEntropy
 
     return RegularizedCrossEntropy(label_smoothing, z)(logits, labels)
 
@@ -54,7 +54,7 @@ class RegularizedLoss(Technique):
         return []
 
     def apply(self, build: Build, part: Any) -> Change:
-        from preheat.ops.losses import RegularizedCrossEntropy
+        from preheat.ops.losses.cross_entropy import RegularizedCrossEntropy
 
         build.own(Slot.ROW_LOSS, RegularizedCrossEntropy(self.label_smoothing, self.z), self.name())
         words = [f"label smoothing {self.label_smoothing:g}"] * bool(self.label_smoothing) + [f"z-loss {self.z:g}"] * bool(

@@ -16,7 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from preheat.technique import Build, Change, Context, Stage, Technique, Trials
+from preheat.core import Build, Change, Context, Stage, Technique, Trials
 
 if TYPE_CHECKING:
     from torch import nn
@@ -37,14 +37,14 @@ def layer_norm_to_rms_norm(model: nn.Module) -> list[str]:
     """
     import torch
 
-    from preheat.models import surgery
+    from preheat.models.conversions import architecture
 
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    names = surgery.to_rms_norm(model, fold=True)
+    names = architecture.to_rms_norm(model, fold=True)
     tied = "lm_head.weight" not in before  # a shared parameter has one name, its first
     with torch.no_grad():
         for name, p in model.named_parameters():
-            p.copy_(surgery.fold_layer_norms(name, before[name], before.__getitem__, tied=tied))
+            p.copy_(architecture.fold_layer_norms(name, before[name], before.__getitem__, tied=tied))
     return names
 
 
@@ -60,15 +60,15 @@ class RmsNorm(Technique):
         return [] if family == "gpt2" else [f"knows the LayerNorms of gpt2 only, and this is a {family}; leave it out"]
 
     def apply(self, build: Build, part: Any) -> Change:
-        from preheat.models import surgery
+        from preheat.models.conversions import architecture
 
         read = build.weights.folder is not None
-        names = surgery.to_rms_norm(part, fold=read)
+        names = architecture.to_rms_norm(part, fold=read)
         if not read:
             return Change(f"{len(names)} LayerNorms are RMSNorms", len(names))
 
         def fold(name: str, value: Any) -> Any:
-            return surgery.fold_layer_norms(name, value, build.weights.read, tied=build.model.tied)
+            return architecture.fold_layer_norms(name, value, build.weights.read, tied=build.model.tied)
 
         build.weights.map("", fold)
         kept = ", the embedding centred as it is looked up" if build.model.tied else ""

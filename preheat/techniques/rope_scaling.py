@@ -16,8 +16,8 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
+from preheat.core import Build, Change, Stage, Tag, Technique, Trials
 from preheat.recipe import Bound, Count, Positive
-from preheat.technique import Build, Change, Stage, Tag, Technique, Trials
 
 if TYPE_CHECKING:
     from preheat.recipe import Recipe
@@ -60,11 +60,11 @@ def scale_rope(config: Any, kind: str, factor: float, *, original_length: int | 
         >>> config.rope_parameters["rope_type"], config.max_position_embeddings
         ('yarn', 8192)
     """
-    from preheat.models import surgery
+    from preheat.models.conversions import architecture
 
     if factor <= 1:
         raise ValueError(f"factor: {factor:g} reaches no further than the model does; it must be above 1")
-    return surgery.scale_rope(config, kind, factor, original_length, **yarn)
+    return architecture.scale_rope(config, kind, factor, original_length, **yarn)
 
 
 @dataclass(frozen=True, kw_only=True)

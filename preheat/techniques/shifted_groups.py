@@ -15,8 +15,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
+from preheat.core import Build, Change, Context, Stage, Tag, Technique, Trials
 from preheat.recipe import Bound
-from preheat.technique import Build, Change, Context, Stage, Tag, Technique, Trials
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -44,8 +44,8 @@ def add_shifted_groups(model: PreTrainedModel, *, group: int) -> int:
         >>> add_shifted_groups(LlamaForCausalLM(LlamaConfig(num_hidden_layers=2, **sizes)), group=4)
         2
     """
-    from preheat.models.attention import limit_layers
-    from preheat.ops.attention_module import attend_any
+    from preheat.models.attention_patch import limit_layers
+    from preheat.ops.attention.multihead import attend_any
 
     if group < 2:
         raise ValueError(f"group: {group} must be at least 2")
@@ -55,7 +55,7 @@ def add_shifted_groups(model: PreTrainedModel, *, group: int) -> int:
 
 
 def _while_training(model: Any, group: int, kernel: Callable[..., Any]) -> Callable[..., Any]:
-    from preheat.ops.attention_patterns import in_shifted_groups
+    from preheat.ops.attention.patterns import in_shifted_groups
 
     return in_shifted_groups(kernel, group) if model.training else kernel
 

@@ -14,8 +14,8 @@ import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
+from preheat.core import Build, Change, Context, Stage, Tag, Technique, Trials
 from preheat.recipe import Bound, Count
-from preheat.technique import Build, Change, Context, Stage, Tag, Technique, Trials
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -44,9 +44,9 @@ def add_sliding_window(model: PreTrainedModel, *, window: int, every: int | None
         >>> add_sliding_window(LlamaForCausalLM(LlamaConfig(num_hidden_layers=6, **sizes)), window=4, every=6)
         5
     """
-    from preheat.models.attention import limit_layers
-    from preheat.ops.attention_module import attend_any
-    from preheat.ops.attention_patterns import within_window
+    from preheat.models.attention_patch import limit_layers
+    from preheat.ops.attention.multihead import attend_any
+    from preheat.ops.attention.patterns import within_window
 
     if window < 1:
         raise ValueError(f"window: {window} must be at least 1")

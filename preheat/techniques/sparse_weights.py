@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from preheat.core import Build, Change, Context, Finish, Stage, Tag, Technique, Trials
 from preheat.errors import RecipeError
-from preheat.technique import Build, Change, Context, Finish, Stage, Tag, Technique, Trials
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -42,7 +42,7 @@ class KeptZeros:
 
     def before_update(self) -> None:
         """Notes which elements are zero, and drops their gradients, so that neither norm nor moments know of them."""
-        from preheat.ops.sharded import local
+        from preheat.ops.distributed.dtensor_utils import local
 
         self._zeros = [local(p.detach()) == 0 for p in self.weights]
         for p, zeros in zip(self.weights, self._zeros, strict=True):
@@ -51,7 +51,7 @@ class KeptZeros:
 
     def after_update(self) -> None:
         """Sets the same elements to zero."""
-        from preheat.ops.sharded import local
+        from preheat.ops.distributed.dtensor_utils import local
 
         for p, zeros in zip(self.weights, self._zeros, strict=True):
             local(p.detach()).masked_fill_(zeros, 0.0)
@@ -66,8 +66,8 @@ def zero_two_of_four(maps: Sequence[nn.Module]) -> None:
     """
     from transformers.pytorch_utils import Conv1D
 
-    from preheat.ops.importance import two_of_four
-    from preheat.ops.sharded import local
+    from preheat.ops.distributed.dtensor_utils import local
+    from preheat.ops.pruning_scores import two_of_four
 
     for module in maps:
         weight: Any = local(module.weight.detach())  # type: ignore[union-attr,operator,arg-type]
@@ -98,8 +98,8 @@ class SparseWeights(Technique):
     def apply(self, build: Build, part: Any) -> Change:
         from torch._subclasses.fake_tensor import FakeTensor
 
-        from preheat.models.calibration import linear_maps
-        from preheat.ops.sharded import local
+        from preheat.models.layerwise import linear_maps
+        from preheat.ops.distributed.dtensor_utils import local
 
         maps = list(linear_maps(part).values())
         if self.prune == "2:4":

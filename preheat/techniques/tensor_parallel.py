@@ -19,9 +19,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
+from preheat.core import Axis, Build, Change, Context, Finish, Searchable, Slot, Stage, Tag, Technique, Trials
 from preheat.errors import RecipeError
 from preheat.recipe import Bound, Whole
-from preheat.technique import Axis, Build, Change, Context, Finish, Searchable, Slot, Stage, Tag, Technique, Trials
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -34,7 +34,7 @@ def parallelize(
 ) -> int:
     """Shares out a transformers model's matrices among the devices of a mesh, in place; on meta too. Its parameters become DTensors.
 
-    Before each update, `preheat.ops.tensor.sum_partial(model.parameters())` sums what gradients are partial.
+    Before each update, `preheat.ops.distributed.tensor_parallel.sum_partial(model.parameters())` sums what gradients are partial.
 
     Args:
         mesh: torch's mesh of one dimension.
@@ -52,15 +52,15 @@ def parallelize(
     Example:
         >>> parallelize(model, init_device_mesh("cuda", (8,)))  # doctest: +SKIP
     """
-    from preheat.models import adapter, tensor_plan
-    from preheat.ops import tensor
+    from preheat.models import hf, tp_plan
+    from preheat.ops.distributed import tensor_parallel
 
-    facts = adapter.facts(model.config)
-    why = tensor_plan.problems(facts.family, heads=facts.heads, kv_heads=facts.kv_heads, degree=mesh.size())
+    facts = hf.facts(model.config)
+    why = tp_plan.problems(facts.family, heads=facts.heads, kv_heads=facts.kv_heads, degree=mesh.size())
     if why:
         raise ValueError(why[0])
-    return tensor.parallelize(
-        model, tensor_plan.shares(model), mesh, sequence=sequence, vocabulary=vocabulary, regather=regather
+    return tensor_parallel.parallelize(
+        model, tp_plan.shares(model), mesh, sequence=sequence, vocabulary=vocabulary, regather=regather
     )
 
 
@@ -109,13 +109,13 @@ class TensorParallel(Searchable):
         return "exact"
 
     def check(self, context: Context) -> list[str]:
-        from preheat.models import tensor_plan
+        from preheat.models import tp_plan
 
         model, recipe = context.model, context.recipe
         degree = context.sizes[Axis.TENSOR]
         if degree < 2:
             return ["shares out matrices among devices, and there is one; start several with --nproc (or plan with --count)"]
-        found = tensor_plan.problems(model.family, heads=model.heads, kv_heads=model.kv_heads, degree=degree)
+        found = tp_plan.problems(model.family, heads=model.heads, kv_heads=model.kv_heads, degree=degree)
         if self.regather and not self.sequence_parallel:
             found.append("regather: nothing is gathered without sequence_parallel; set that to true, or leave regather out")
         if self.regather and Tag.FROZEN_BASE in context.tags:
@@ -156,11 +156,11 @@ class TensorParallel(Searchable):
         return found
 
     def apply(self, build: Build, part: Any) -> Change:
-        from preheat.models import adapter
-        from preheat.ops import tensor
+        from preheat.models import hf
+        from preheat.ops.distributed import tensor_parallel
 
         degree = build.mesh.size(Axis.TENSOR)
-        divides = all(weight.shape[0] % degree == 0 for weight in adapter.ends(part))
+        divides = all(weight.shape[0] % degree == 0 for weight in hf.ends(part))
         vocabulary = divides and Tag.CLASSIFICATION_HEAD not in build.tags
         _without_dropout(part)
         try:
@@ -174,8 +174,8 @@ class TensorParallel(Searchable):
         except ValueError as error:
             raise RecipeError(f"techniques.{self.name()}: {error}") from None
         if self.loss_parallel:
-            adapter.require_plain_head(part, self.name())
-            build.own(Slot.OVER_LOGITS, functools.partial(tensor.shared_logits, rows=self.rows), self.name())
+            hf.require_plain_head(part, self.name())
+            build.own(Slot.OVER_LOGITS, functools.partial(tensor_parallel.shared_logits, rows=self.rows), self.name())
         finish = (Finish.REDUCE, _sum_partial)
         if finish not in build.hooks.finish_gradients:
             build.hooks.finish_gradients.append(finish)
@@ -197,7 +197,7 @@ class TensorParallel(Searchable):
 
 
 def _sum_partial(build: Build) -> None:
-    from preheat.ops.tensor import sum_partial
+    from preheat.ops.distributed.tensor_parallel import sum_partial
 
     sum_partial(p for _, p in build.parameters())
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from preheat.technique import Build, Change, Stage, Tag, Technique, Trials
+from preheat.core import Build, Change, Stage, Tag, Technique, Trials
 
 if TYPE_CHECKING:
     from torch import nn
@@ -41,9 +41,9 @@ def tie_embeddings(model: nn.Module, keep: str = "embedding") -> int:
         >>> tie_embeddings(LlamaForCausalLM(config))
         3072
     """
-    from preheat.models import surgery
+    from preheat.models.conversions import architecture
 
-    return surgery.tie_embeddings(model, keep)
+    return architecture.tie_embeddings(model, keep)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +64,7 @@ class TiedEmbeddings(Technique):
         config.tie_word_embeddings = True
 
     def apply(self, build: Build, part: Any) -> Change:
-        from preheat.models import surgery
+        from preheat.models.conversions import architecture
 
         weight = part.get_input_embeddings().weight
         assert part.get_output_embeddings().weight is weight
@@ -75,7 +75,7 @@ class TiedEmbeddings(Technique):
         embedding, head = (names[id(m)] for m in (part.get_input_embeddings(), part.get_output_embeddings()))
 
         def tie(name: str, value: Any) -> Any:
-            return surgery.tied_value(value, build.weights.read(f"{head}.weight"), self.keep)
+            return architecture.tied_value(value, build.weights.read(f"{head}.weight"), self.keep)
 
         build.weights.map(rf"^{embedding}\.weight$", tie)
         kept = "the mean of both" if self.keep == "mean" else f"the {self.keep} that was read"

@@ -14,8 +14,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
+from preheat.core import Build, Change, Stage, Tag, Technique, Trials
 from preheat.recipe import Bound, Count, Share
-from preheat.technique import Build, Change, Stage, Tag, Technique, Trials
 
 if TYPE_CHECKING:
     from torch import nn
@@ -43,7 +43,7 @@ def upcycle(model: nn.Module, experts: int = 8, *, chosen: int = 2, redrawn: flo
         >>> type(made).__name__, tuple(made.model.layers[0].mlp.experts.down_proj.shape)
         ('MixtralForCausalLM', (4, 16, 24))
     """
-    from preheat.models import upcycling
+    from preheat.models.conversions import upcycling
 
     made: nn.Module = upcycling.upcycle(model, experts, chosen, redrawn, seed)
     return made
@@ -66,13 +66,13 @@ class Upcycling(Technique):
     """Share of each expert's inner channels that are drawn anew; 0: the first loss is the dense model's."""
 
     def configure(self, config: Any, recipe: Recipe) -> Any:
-        from preheat.models.upcycling import expert_config
+        from preheat.models.conversions.upcycling import expert_config
 
         return expert_config(config, self.experts, self.chosen)
 
     def apply(self, build: Build, part: Any) -> Change:
-        from preheat.models.experts import routers
-        from preheat.models.upcycling import EXPERTS, expert_matrices
+        from preheat.models.conversions.upcycling import EXPERTS, expert_matrices
+        from preheat.models.moe import routers
 
         layers, weights, seed = len(routers(part)), build.weights, build.recipe.seed
         how = "new weights"

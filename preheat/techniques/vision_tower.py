@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from preheat.technique import Build, Change, Context, Stage, Tag, Technique, Trials
+from preheat.core import Build, Change, Context, Stage, Tag, Technique, Trials
 
 if TYPE_CHECKING:
     from torch import nn

@@ -15,16 +15,16 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from preheat.technique import Axis, Build, Change, Searchable, Stage, Tag, Trials
+from preheat.core import Axis, Build, Change, Searchable, Stage, Tag, Trials
 
 if TYPE_CHECKING:
-    from preheat.ops.zero1 import SharedOut
+    from preheat.ops.optim.zero1 import SharedOut
 
 __all__ = ["Zero1", "share_out_optimizer"]
 
 
 def share_out_optimizer(make: Callable[..., Any], groups: Iterable[dict[str, Any]], mesh: Any, **settings: Any) -> SharedOut:
-    """An optimizer over this device's shares of parameters that all devices have whole (`preheat.ops.zero1`).
+    """An optimizer over this device's shares of parameters that all devices have whole (`preheat.ops.optim.zero1`).
 
     Gradients must be whole and the same on every device when `step` is called, as DistributedDataParallel and `data_parallel` leave them.
 
@@ -37,7 +37,7 @@ def share_out_optimizer(make: Callable[..., Any], groups: Iterable[dict[str, Any
         >>> mesh = init_device_mesh("cuda", (8,))  # doctest: +SKIP
         >>> optimizer = share_out_optimizer(torch.optim.AdamW, [{"params": model.parameters()}], mesh, fused=True)  # doctest: +SKIP
     """
-    from preheat.ops.zero1 import share_out
+    from preheat.ops.optim.zero1 import share_out
 
     return share_out(make, groups, mesh, **settings)
 

@@ -14,15 +14,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from preheat.ops.zero import ZeROAdamW
+    from preheat.ops.optim.zero import ZeROAdamW
 
 __all__ = ["ZeROAdamW"]
 
 
 def __getattr__(name: str) -> Any:
-    """The class subclasses torch's Optimizer, so it lives in `preheat.ops.zero` and is fetched when asked for."""
+    """The class subclasses torch's Optimizer, so it lives in `preheat.ops.optim.zero` and is fetched when asked for."""
     if name != "ZeROAdamW":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from preheat.ops.zero import ZeROAdamW
+    from preheat.ops.optim.zero import ZeROAdamW
 
     return ZeROAdamW

@@ -15,28 +15,28 @@ from typing import Any
 
 import torch
 
-from preheat import trust
+from preheat import remote_code
+from preheat.core import Batch, Build, Phase, Shape, Tag
 from preheat.data import baselines
 from preheat.data.loader import evaluation_rows, samples_of
+from preheat.engine.async_checkpoint import Saved
 from preheat.engine.checkpoint import Progress
 from preheat.engine.evaluate import Measured
-from preheat.engine.saving import Saved
 from preheat.engine.step import gradients, numbers, update
 from preheat.errors import PreheatError, RunError
+from preheat.hardware.cpu_allocator import give_back
 from preheat.hardware.deterministic import explain_lacking
-from preheat.hardware.heap import give_back
 from preheat.hardware.interrupts import Interrupted, check
 from preheat.hardware.probe import reset_peak
 from preheat.recipe import Recipe
-from preheat.run import MEMORY_KEYS, Reader, expected_memory
-from preheat.technique import Batch, Build, Phase, Shape, Tag
-from preheat.training.meter import Meter
-from preheat.training.recover import Recovery
-from preheat.training.schedule import share_of_peak
+from preheat.run_dir import MEMORY_KEYS, Reader, expected_memory
+from preheat.training.hang_watchdog import Standing
+from preheat.training.lr_schedule import share_of_peak
+from preheat.training.observer import Logged, Watch
+from preheat.training.recovery.oom import Recovery
 from preheat.training.session import Finished, Session, open_session
 from preheat.training.signals import Signals
-from preheat.training.standing import Standing
-from preheat.training.watch import Logged, Watch
+from preheat.training.throughput import Meter
 
 __all__ = ["train"]
 
@@ -63,7 +63,7 @@ def train(
 
     Returns:
         {run, steps, loss, validation_loss, tokens_per_second, peak_gib, predicted: {peak_gib, tokens_per_second}, stopped},
-        on a GPU also the parts of its memory (`preheat.run.MEMORY_KEYS`), and where
+        on a GPU also the parts of its memory (`preheat.run_dir.MEMORY_KEYS`), and where
         the objective has them (accuracy for one) scores: {name: value} of the last evaluation. `already_finished` is True if the run
         had ended before: then nothing was written.
 
@@ -74,7 +74,7 @@ def train(
         >>> from preheat import load_recipe, train
         >>> train(load_recipe("demo", ["stop.steps=20"]), out="runs/first")      # doctest: +SKIP
     """
-    with trust.trusting(trust_remote_code):
+    with remote_code.trusting(trust_remote_code):
         return _train(recipe, out, resume=resume, force=force, watch=watch or (Logged() if progress else Watch()))
 
 

@@ -10,36 +10,36 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from preheat import recipe as recipes
-from preheat import trust
+from preheat import remote_code
+from preheat.core import DATA, Batch, Build, Device, Shape, Slot
 from preheat.engine import checkpoint
-from preheat.engine.build import build, peak_learning_rate
+from preheat.engine.async_checkpoint import Saving
+from preheat.engine.builder import build, peak_learning_rate
 from preheat.engine.device import resolve_device
-from preheat.engine.saving import Saving
 from preheat.errors import DoesNotFit, RecipeError
-from preheat.evaluation.probes import Probes
+from preheat.evaluation.run_evaluator import Probes
+from preheat.hardware.cpu_allocator import give_back, keep_heap
 from preheat.hardware.deterministic import repeats
-from preheat.hardware.exhaustion import held_bytes
 from preheat.hardware.gpu_memory import limit_memory, taken_bytes
-from preheat.hardware.heap import give_back, keep_heap
 from preheat.hardware.interrupts import check
+from preheat.hardware.oom import held_bytes
 from preheat.hardware.probe import reset_peak, resident_bytes
-from preheat.models import adapter, configs, presets
+from preheat.inference.text_generation import chat_template
+from preheat.models import configs, hf, presets
 from preheat.models.vision import reading
-from preheat.planning.found import falls_short, in_pieces
-from preheat.planning.ladder import Planner
+from preheat.planning.fallback_ladder import Planner
 from preheat.planning.plan import plan, settled, steps_of
+from preheat.planning.search.result import falls_short, in_pieces
 from preheat.recipe import Recipe
-from preheat.recipe.places import anchored
-from preheat.run import Reader, Silent, Writer, check_folder
-from preheat.technique import DATA, Batch, Build, Device, Shape, Slot
-from preheat.training.counted import with_images
-from preheat.training.ranks import Ranks, meet
-from preheat.training.recorded import digest, environment, versions
-from preheat.training.resuming import Looked, compare, fingerprints, resumed, summary_of_finished
-from preheat.training.rungs import stepped_down
-from preheat.training.samples import Samples
-from preheat.training.texts import chat_template
-from preheat.training.watch import Watch
+from preheat.recipe.paths import anchored
+from preheat.run_dir import Reader, Silent, Writer, check_folder
+from preheat.training.image_counts import with_images
+from preheat.training.observer import Watch
+from preheat.training.process_group import Ranks, meet
+from preheat.training.provenance import digest, environment, versions
+from preheat.training.recovery.fallback_log import stepped_down
+from preheat.training.resume import Looked, compare, fingerprints, resumed, summary_of_finished
+from preheat.training.sample_generation import Samples
 
 if TYPE_CHECKING:
     from preheat.data import Prepared
@@ -193,14 +193,14 @@ def data_of(recipe: Recipe, **how: Any) -> Prepared:
     """The data of a recipe, read with its model's tokenizer and checked against its model's embedding; `how` is `prepare`'s progress and refuse."""
     from preheat.data import prepare
 
-    config = adapter.configure(recipe, vocabulary_of(recipe))  # a model that cannot be had is told before the data is read
+    config = hf.configure(recipe, vocabulary_of(recipe))  # a model that cannot be had is told before the data is read
     return prepare(
         recipe.data,
         length=recipe.batch.length,
         seed=recipe.seed,
         tokenizer=configs.tokenizer_folder(recipe),
         add_tokens=recipe.model.add_tokens,
-        embedding=adapter.facts(config).vocabulary,
+        embedding=hf.facts(config).vocabulary,
         **reading(config, recipe.model.path),
         **how,
     )
@@ -217,10 +217,10 @@ def vocabulary_of(recipe: Recipe) -> int:
     from preheat.data.tokenizer import load_tokenizer
 
     if recipe.data.tokenizer is None:
-        adapter.configure(recipe)  # a model that is not there is told as that, not as a tokenizer that is missing
+        hf.configure(recipe)  # a model that is not there is told as that, not as a tokenizer that is missing
     if recipe.model.add_tokens:
         # A token that the tokenizer had may be named only where the embedding ends before it: a trained row is not to be lost.
-        rows = adapter.configure(replace(recipe, model=replace(recipe.model, add_tokens=()))).get_text_config().vocab_size
+        rows = hf.configure(replace(recipe, model=replace(recipe.model, add_tokens=()))).get_text_config().vocab_size
         known = load_tokenizer(folder).get_vocab()
         if there := [token for token in recipe.model.add_tokens if known.get(token, rows) < rows]:
             raise RecipeError(
@@ -230,17 +230,17 @@ def vocabulary_of(recipe: Recipe) -> int:
 
 
 def plan_here(recipe: Recipe, *, trust_remote_code: bool = False) -> dict[str, Any]:
-    """The plan of a recipe on this machine (measured first, where it was not yet); keys as in `preheat.run.PLAN_KEYS`, and `recipe`.
+    """The plan of a recipe on this machine (measured first, where it was not yet); keys as in `preheat.run_dir.PLAN_KEYS`, and `recipe`.
 
     Args:
         trust_remote_code: as of `train`.
     """
-    with trust.trusting(trust_remote_code):
+    with remote_code.trusting(trust_remote_code):
         return _plan_here(recipe)
 
 
 def _plan_here(recipe: Recipe) -> dict[str, Any]:
-    from preheat.hardware.calibrate import rates
+    from preheat.hardware.benchmark_rates import rates
 
     device, threads = resolve_device(recipe)
     how: dict[str, Any] = {
@@ -360,14 +360,14 @@ class _Ready:
 
 def read_data(recipe: Recipe, watch: Watch) -> tuple[Any, Probes, Samples]:
     """The data, and what is measured and written beside the steps."""
-    from preheat.data.kinds import require_examples
+    from preheat.data.rows.example_kinds import require_examples
 
     data = data_of(recipe, progress=watch.progress)
     if data.layout.kind != "text":
         watch.notice(f"layout: {data.layout.words}")
     for line in data.told:
         watch.notice(line)
-    model = adapter.facts(adapter.configure(recipe, len(data.tokenizer)))
+    model = hf.facts(hf.configure(recipe, len(data.tokenizer)))
     require_examples(recipe, data, encoder=model.encoder)
     if recipe.sample.rows and model.encoder:
         raise RecipeError("sample.rows: is for decoders; name what an encoder-decoder is asked with sample.prompts")
@@ -389,7 +389,7 @@ def _length(data: Any) -> int | None:
 def _prepare(
     recipe: Recipe, out: Path, ranks: Ranks, device: Device, threads: int, *, resume: bool, watch: Watch, force: bool
 ) -> _Ready | Finished:
-    from preheat.hardware.calibrate import rates
+    from preheat.hardware.benchmark_rates import rates
 
     check_folder(out, resume=resume)
     looked: Looked | None = None

@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from preheat.technique import Tag, registry
+from preheat.core import Tag, registry
 
 TRIALS = {name: cls.trials for name, cls in registry().items()}
 

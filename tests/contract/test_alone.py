@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from preheat.technique import registry
+from preheat.core import registry
 
 from ..conftest import difference
 from .by_hand import by_hand, falls, falls_by, plain_backward
@@ -86,8 +86,8 @@ def test_alone_lora() -> None:
 
 
 def test_alone_efficient_attention() -> None:
-    from preheat.ops.attention import reference_attention
-    from preheat.technique import MaskSpec
+    from preheat.core import MaskSpec
+    from preheat.ops.attention.sdpa import reference_attention
     from preheat.techniques.efficient_attention import attend
 
     q, k, v = torch.randn(2, 8, 40, 16), torch.randn(2, 2, 40, 16), torch.randn(2, 2, 40, 16)

@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import torch
 
-from preheat.technique import Batch, MaskSpec
+from preheat.core import Batch, MaskSpec
 
 from ..conftest import difference
 from .by_hand import by_hand, plain_backward

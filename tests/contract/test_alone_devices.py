@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from preheat.technique import MaskSpec
+from preheat.core import MaskSpec
 
 from ..conftest import difference, uneven
 
@@ -92,7 +92,7 @@ def test_alone_pipeline_parallel() -> None:
 
 @pytest.mark.parametrize("kind", ["ulysses", "ring"])
 def test_alone_context_parallel(mesh: Any, kind: Any) -> None:
-    from preheat.ops.attention import reference_attention
+    from preheat.ops.attention.sdpa import reference_attention
     from preheat.techniques.context_parallel import cut_rows, exchanged
 
     batch = uneven(2, 12)
@@ -105,7 +105,7 @@ def test_alone_context_parallel(mesh: Any, kind: Any) -> None:
 
 
 def test_alone_expert_parallel(mesh: Any) -> None:
-    from preheat.ops.experts import compute_experts
+    from preheat.ops.grouped_mm import compute_experts
     from preheat.techniques.expert_parallel import share_experts
 
     plain = llama("Qwen3Moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, head_dim=4, decoder_sparse_step=1)

@@ -24,7 +24,7 @@ def mixtral(**more: Any) -> Any:
 
 
 def test_alone_expert_balancing() -> None:
-    from preheat.models.experts import own_routers, routed, routers
+    from preheat.models.moe import own_routers, routed, routers
     from preheat.techniques.expert_balancing import add_bias, move_bias
 
     model, tokens = mixtral(), torch.randint(96, (16, 32))

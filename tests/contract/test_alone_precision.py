@@ -177,7 +177,7 @@ def test_train_with_gradient_accumulation_refuses() -> None:
 
 
 def test_alone_quantization_aware() -> None:
-    from preheat.ops.quantized_training import Grid, rounded
+    from preheat.ops.quantization.fake_quant import Grid, rounded
     from preheat.techniques.quantization_aware import QuantizationAware, round_weights
 
     model, tokens = by_hand()

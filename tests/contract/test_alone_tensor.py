@@ -16,7 +16,7 @@ def test_alone_tensor_parallel(tmp_path: Path) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from transformers import GPT2Config, GPT2LMHeadModel, Qwen3Config, Qwen3ForCausalLM
 
-    from preheat.ops.tensor import sum_partial
+    from preheat.ops.distributed.tensor_parallel import sum_partial
     from preheat.techniques.tensor_parallel import parallelize
 
     sizes = {"hidden_size": 16, "num_hidden_layers": 2, "intermediate_size": 24, "vocab_size": 32, "head_dim": 8}

@@ -18,16 +18,16 @@ import pytest
 import torch
 
 from preheat import recipe as recipes
-from preheat.data.kinds import examples_of
+from preheat.core import STEP, Build, Phase, ProblemCode, Searchable, Slot, Tag, Technique, conflicts_of, registry
+from preheat.data.rows.example_kinds import examples_of
 from preheat.engine import checkpoint
-from preheat.engine.build import build, context_of
+from preheat.engine.builder import build, context_of
 from preheat.engine.step import gradients, update
 from preheat.errors import RecipeError
-from preheat.models.adapter import configure
-from preheat.planning import observe as observing
-from preheat.planning.moments import fake_batch, tell_phases
+from preheat.models.hf import configure
+from preheat.planning import dry_run as observing
+from preheat.planning.phases import fake_batch, tell_phases
 from preheat.recipe import field_docs
-from preheat.technique import STEP, Build, Phase, ProblemCode, Searchable, Slot, Tag, Technique, conflicts_of, registry
 
 from ..conftest import DEVICE, difference, split, tiny, uneven
 from .settings import BEGINS, BRINGS, CANNOT_RUN_HERE, FAILED_ONCE, FAMILY, FIRST, FURTHER, REFUSED_PAIRS, asked
@@ -330,9 +330,9 @@ def test_two_owners_of_a_slot_are_both_named() -> None:
     try:
         found = conflicts_of([chunked, other(), attention], context)
     finally:
-        from preheat.technique import base
+        from preheat.core import technique
 
-        base._REGISTRY.pop("other_loss")
+        technique._REGISTRY.pop("other_loss")
     (problem,) = found
     assert problem.code is ProblemCode.SLOT_TAKEN
     assert "over_logits" in problem.text

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from preheat import recipe as recipes
-from preheat.data.kinds import examples_of
-from preheat.engine.build import build
+from preheat.core import Build
+from preheat.data.rows.example_kinds import examples_of
+from preheat.engine.builder import build
 from preheat.errors import RecipeError
-from preheat.technique import Build
 
 from ..conftest import DEVICE, split, tiny, uneven
 from .settings import CANNOT_RUN_HERE, FAMILY

@@ -22,9 +22,9 @@ from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from preheat.core import Batch, Build, Order
 from preheat.engine.step import gradients, update
-from preheat.ops import experts
-from preheat.technique import Batch, Build, Order
+from preheat.ops import grouped_mm
 
 __all__ = ["ALLOWED", "Waits", "waits_of", "watched"]
 
@@ -52,7 +52,7 @@ INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_ind
 METHODS = {"tolist", "item", "cpu", "numpy", "__array__", "__bool__", "__int__", "__float__", "__index__", "__contains__"}
 MAKING = {"tensor", "as_tensor", "asarray", "scalar_tensor"}
 COPIES = {"preheat::to_host", "preheat::copy_to_host_", "preheat::copy_to_device_", "preheat::host_zeros"}
-"""Begun on the current stream, from pinned memory: see ops/host.py."""
+"""Begun on the current stream, from pinned memory: see ops/memory/host_transfer.py."""
 HOST = "_lies_on_host"
 
 
@@ -169,7 +169,7 @@ def watched() -> Iterator[Waits]:
         'Tensor.item'
     """
     plain: Callable[..., Any] = torch.from_numpy
-    native = experts._native
+    native = grouped_mm._native
 
     def from_numpy(array: Any) -> Tensor:
         made: Tensor = plain(array)
@@ -179,8 +179,8 @@ def watched() -> Iterator[Waits]:
     with (
         patch.object(torch, "from_numpy", from_numpy),
         # As on CUDA: torch's grouped product takes bf16 alone, and the host does not know where an expert's rows end.
-        patch.object(experts, "_native", lambda *ts: ts[0].dtype == torch.bfloat16 and native(*ts)),
-        patch.object(experts, "_reads_at_once", lambda ends: False),
+        patch.object(grouped_mm, "_native", lambda *ts: ts[0].dtype == torch.bfloat16 and native(*ts)),
+        patch.object(grouped_mm, "_reads_at_once", lambda ends: False),
         Waits() as waits,
         _Calls(waits),
     ):
@@ -188,8 +188,8 @@ def watched() -> Iterator[Waits]:
 
 
 ALLOWED: dict[str, str] = {
-    "models/on_policy.py": "the student writes texts, and each of its tokens is read to be the next input",
-    "models/common_pieces.py": "the teacher's tokenizer reads the text of the rows, on the host",
+    "models/distillation/on_policy.py": "the student writes texts, and each of its tokens is read to be the next input",
+    "models/distillation/tokenizer_alignment.py": "the teacher's tokenizer reads the text of the rows, on the host",
 }
 """File of the package -> why the host must wait there."""
 

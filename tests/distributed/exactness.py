@@ -11,12 +11,12 @@ from typing import Any
 import torch
 
 from preheat import recipe as recipes
-from preheat.data.kinds import examples_of
-from preheat.engine.build import build
+from preheat.core import DATA, Batch
+from preheat.data.rows.example_kinds import examples_of
+from preheat.engine.builder import build
 from preheat.engine.step import gradients, update
 from preheat.errors import PreheatError
-from preheat.ops.sharded import local, whole
-from preheat.technique import DATA, Batch
+from preheat.ops.distributed.dtensor_utils import local, whole
 
 from ..conftest import DEVICE, difference, split, tiny, uneven
 from .processes import processes

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 
 from preheat import recipe as recipes
-from preheat.engine.build import build
+from preheat.core import DATA, Build
+from preheat.engine.builder import build
 from preheat.engine.step import gradients, update
 from preheat.errors import PreheatError
-from preheat.ops.sharded import local
-from preheat.technique import DATA, Build
+from preheat.ops.distributed.dtensor_utils import local
 
 from ..conftest import DEVICE, difference, split, tiny, uneven
 from .processes import processes

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import IO
 
 from preheat.recipe import Recipe, Stop
-from preheat.training.jobs import Job
+from preheat.training.launch import Job
 
 __all__ = ["Host", "lacks", "two_hosts", "until"]
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from preheat.hardware.processes import local_group
+from preheat.hardware.child_processes import local_group
 
 Work = Callable[[int, Path], None]
 """(rank, folder) -> None, a function of a module: what one process does."""
@@ -29,7 +29,7 @@ EVERYWHERE = (
     "transformers.models.gpt2.modeling_gpt2",
     "transformers.models.llama.modeling_llama",
     "transformers.models.qwen3.modeling_qwen3",
-    "preheat.engine.build",
+    "preheat.engine.builder",
 )
 """Imported before the processes part: most are imported late otherwise, by each of them."""
 

@@ -13,17 +13,17 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from preheat import recipe as recipes
-from preheat.engine.build import build
+from preheat.core import DATA, Axis, Build, MaskSpec, Mesh, ModelFacts, Slot
+from preheat.engine.builder import build
 from preheat.engine.evaluate import likeliest, reading, token_scores
 from preheat.engine.step import forward, gradients, transform, update
 from preheat.errors import RecipeError
-from preheat.ops import ring_pieces
-from preheat.ops.attention import allowed, packed, reference_attention, sdpa_attention
-from preheat.ops.attention_blocks import blocked_attention
-from preheat.ops.context import cut_rows, places_of, ulysses_bytes
-from preheat.ops.ring import ring_bytes
-from preheat.planning.observe import observe
-from preheat.technique import DATA, Axis, Build, MaskSpec, Mesh, ModelFacts, Slot
+from preheat.ops.attention.blockwise import blocked_attention
+from preheat.ops.attention.sdpa import allowed, packed, reference_attention, sdpa_attention
+from preheat.ops.distributed import ring_attention_blocks
+from preheat.ops.distributed.context_parallel import cut_rows, places_of, ulysses_bytes
+from preheat.ops.distributed.ring_attention import ring_bytes
+from preheat.planning.dry_run import observe
 from preheat.techniques.context_parallel import exchanged
 
 from ..conftest import DEVICE, difference, split, tiny, uneven
@@ -244,7 +244,7 @@ def test_the_pieces_of_a_ring_are_the_mask_and_all_devices_have_as_much_to_do(do
     for rank, source in itertools.product(range(degree), repeat=2):
         mine, theirs = (torch.from_numpy(places_of(48, degree, n, zigzag=True)) for n in (rank, source))
         pairs = 0
-        for rows, queries, keys, causal in ring_pieces.rectangles(documents, degree, rank, source):
+        for rows, queries, keys, causal in ring_attention_blocks.rectangles(documents, degree, rank, source):
             q, k = mine[queries, None], theirs[None, keys]
             inside = (q >= k) if causal else torch.ones(q.shape[0], k.shape[1], dtype=torch.bool)
             seen[rows, q, k] += inside.long()
@@ -295,7 +295,7 @@ def test_auto_takes_what_heads_and_lengths_suit(length: int, heads: int, kernel:
 
 def test_a_ring_refuses_a_kernel_without_statistics() -> None:
     with pytest.raises(ValueError, match="kernel efficient does not give; flash and blocks do"):
-        ring_pieces.pieces_like(functools.partial(sdpa_attention, kernel="efficient"))
+        ring_attention_blocks.pieces_like(functools.partial(sdpa_attention, kernel="efficient"))
 
 
 def test_rows_of_no_such_length_are_made_longer_where_nothing_sees_it() -> None:

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from preheat import recipe as recipes
-from preheat.models.adapter import configure
-from preheat.planning.allocator import hold
-from preheat.planning.layers import _few, observe_few
-from preheat.planning.observe import Observation, observe
-from preheat.technique import STEP, Device
+from preheat.core import STEP, Device
+from preheat.models.hf import configure
+from preheat.planning.dry_run import Observation, observe
+from preheat.planning.layer_extrapolation import _few, observe_few
+from preheat.planning.memory.cpu_heap import hold
 
 from ..conftest import DEVICE, tiny
 
@@ -194,7 +194,7 @@ def test_what_building_takes_is_carried_on_where_optimizer_and_drawing_change_pl
 
 def test_many_micro_batches_of_a_pipeline_take_no_more_than_those_on_their_way(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch's own stages keep what every micro-batch of a step receives, of activations and gradients, which a plan by few micro-batches did not see."""
-    monkeypatch.setattr("preheat.planning.observe._enough", lambda made, micros: micros)  # all are run
+    monkeypatch.setattr("preheat.planning.dry_run._enough", lambda made, micros: micros)  # all are run
     wide = "model={family: llama, layers: 4, width: 128, heads: 4, kv_heads: 2, vocabulary: 96}"
 
     def peaks(micro: int) -> dict[str, int]:
@@ -222,7 +222,7 @@ def test_few_micro_batches_of_a_pipeline_take_what_all_take(schedule: str, monke
         return {phase: found[phase] for phase in ("forward", "backward")}
 
     few = peaks()
-    monkeypatch.setattr("preheat.planning.observe._enough", lambda made, micros: micros)
+    monkeypatch.setattr("preheat.planning.dry_run._enough", lambda made, micros: micros)
     assert peaks() == pytest.approx(few, rel=0.01)
 
 
@@ -250,5 +250,5 @@ def test_gradients_are_summed_as_often_as_in_a_step_of_all_micro_batches(spread:
         return dict(found)
 
     few = sent()
-    monkeypatch.setattr("preheat.planning.observe._enough", lambda made, micros: micros)
+    monkeypatch.setattr("preheat.planning.dry_run._enough", lambda made, micros: micros)
     assert few == sent() != {}

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from preheat.core import registry
 from preheat.errors import RecipeError
-from preheat.technique import registry
 
 from ..conftest import DEVICE
 from ..contract.settings import BRINGS, CANNOT_RUN_HERE, FAMILY, FURTHER, asked
@@ -172,9 +172,9 @@ def test_the_whole_matrix(tmp_path: Path) -> None:
 
 
 def test_what_does_not_go_together_is_refused() -> None:
-    from preheat.engine.build import context_of, techniques_of
-    from preheat.models.adapter import configure
-    from preheat.technique import conflicts_of
+    from preheat.core import conflicts_of
+    from preheat.engine.builder import context_of, techniques_of
+    from preheat.models.hf import configure
 
     from ..conftest import tiny
 

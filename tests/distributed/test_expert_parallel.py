@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from preheat import recipe as recipes
-from preheat.engine.build import build, context_of
+from preheat.core import DATA, conflicts_of
+from preheat.engine.builder import build, context_of
 from preheat.engine.step import gradients, update
-from preheat.models import adapter
-from preheat.models.experts import biases
-from preheat.planning.observe import observe
-from preheat.technique import DATA, conflicts_of
+from preheat.models import hf
+from preheat.models.moe import biases
+from preheat.planning.dry_run import observe
 
 from ..conftest import DEVICE, difference, split, tiny, uneven
 from .processes import ALL, processes
@@ -102,7 +102,7 @@ def problems(techniques: str, devices: int, family: str = "qwen3_moe", rows: int
     recipe = recipes.override(
         tiny(family=family), f"techniques={techniques}", f"parallel.devices={devices}", f"batch.size={rows}"
     )
-    context = context_of(recipe, adapter.configure(recipe, 96), DEVICE)
+    context = context_of(recipe, hf.configure(recipe, 96), DEVICE)
     return "; ".join(map(str, conflicts_of(recipe.techniques.values(), context)))
 
 
@@ -122,7 +122,7 @@ def test_it_is_dry_run_with_all_experts_loaded_alike() -> None:
     from torch.testing._internal.distributed.fake_pg import FakeStore
     from torch.utils.flop_counter import FlopCounterMode
 
-    from preheat.planning.moments import fake_batch
+    from preheat.planning.phases import fake_batch
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
     try:
@@ -144,7 +144,7 @@ def test_it_is_dry_run_with_all_experts_loaded_alike() -> None:
 
 
 def test_what_is_read_from_such_a_run_is_built_on_one_device() -> None:
-    from preheat.engine.build import alone
+    from preheat.engine.builder import alone
 
     for techniques in ("{fsdp: {}, expert_parallel: {}, chunked_loss: {}}", "{data_parallel: {}, zero1: {}, chunked_loss: {}}"):
         recipe = recipes.override(tiny(techniques, family="qwen3_moe", rows=ROWS), "parallel.devices=2")

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from preheat.training.jobs import Job, written
+from preheat.training.launch import Job, written
 
 from ..conftest import tiny
 

@@ -15,12 +15,12 @@ import pytest
 import torch
 
 from preheat import recipe as recipes
+from preheat.core import DATA, Build
 from preheat.engine import checkpoint
-from preheat.engine.build import build
-from preheat.engine.saving import Saving
+from preheat.engine.async_checkpoint import Saving
+from preheat.engine.builder import build
 from preheat.engine.step import gradients, numbers, update
-from preheat.hardware.processes import local_group
-from preheat.technique import DATA, Build
+from preheat.hardware.child_processes import local_group
 
 from ..conftest import DEVICE, split, tiny, uneven
 

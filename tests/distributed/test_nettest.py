@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from preheat.errors import RunError
-from preheat.hardware.links import LinkRate, bus_factor, load_links, seconds_of, store_links
+from preheat.hardware.link_rates import LinkRate, bus_factor, load_links, seconds_of, store_links
 from preheat.hardware.nettest import expected, sizes_of
 from preheat.hardware.rates import load
 

@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from preheat import recipe as recipes
-from preheat.engine.build import build
+from preheat.core import DATA, Axis, Build
+from preheat.engine.builder import build
 from preheat.engine.evaluate import measure
 from preheat.engine.step import gradients, update
-from preheat.ops.sharded import local
-from preheat.technique import DATA, Axis, Build
+from preheat.ops.distributed.dtensor_utils import local
 from preheat.techniques.pipeline_parallel import record_timeline
 
 from ..conftest import DEVICE, difference, split, tiny, uneven

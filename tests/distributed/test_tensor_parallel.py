@@ -14,12 +14,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from preheat import recipe as recipes
-from preheat.engine.build import build
+from preheat.core import Batch, Build
+from preheat.engine.builder import build
 from preheat.engine.evaluate import likeliest, measure, token_scores
 from preheat.engine.step import gradients, update
 from preheat.errors import RecipeError
-from preheat.ops.sharded import local
-from preheat.technique import Batch, Build
+from preheat.ops.distributed.dtensor_utils import local
 
 from ..conftest import DEVICE, tiny, uneven
 from .forked import Case, compare, kept_bytes, run
@@ -229,7 +229,7 @@ def test_two_gathers_a_layer_more_are_sent_when_gathered_again(fake: Any, mode: 
 
 
 def test_what_is_gathered_again_is_kept_in_pieces() -> None:
-    from preheat.planning.observe import observe
+    from preheat.planning.dry_run import observe
 
     kept, all_ = (
         observe(tiny(gathered_again(on, "fp32"), family="qwen3", rows=4), vocabulary=96, device=DEVICE, world=2)

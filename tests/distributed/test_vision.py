@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
+from preheat.core import DATA, Shape
 from preheat.data.loader import batches
-from preheat.engine.build import build
+from preheat.engine.builder import build
 from preheat.engine.step import gradients, update
 from preheat.recipe import Recipe, parse
-from preheat.technique import DATA, Shape
 from preheat.training.session import data_of
 
 from ..conftest import DEVICE, difference

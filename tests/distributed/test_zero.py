@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from preheat.ops.decoder import Decoder, PlainAttention
-from preheat.ops.zero import ZeROAdamW
+from preheat.ops.optim.zero import ZeROAdamW
+from preheat.ops.toy_decoder import Decoder, PlainAttention
 
 from ..conftest import difference
 from .processes import processes
@@ -90,7 +90,7 @@ def test_two_processes_give_the_losses_and_weights_of_one(several: Path, stage: 
 
 
 def test_on_one_process_it_is_adamw_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    from preheat.ops import zero
+    from preheat.ops.optim import zero
 
     monkeypatch.setattr(zero, "_said", set())
     m = model()
@@ -106,7 +106,7 @@ def test_on_one_process_it_is_adamw_and_says_so(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_states_are_saved_and_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    from preheat.ops import zero
+    from preheat.ops.optim import zero
 
     monkeypatch.setattr(zero, "_say", lambda words: None)
     m = model()
@@ -120,7 +120,7 @@ def test_states_are_saved_and_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_offloaded_states_make_the_same_update(monkeypatch: pytest.MonkeyPatch) -> None:
     """The host's copy of the weights is updated and sent back; forced here, where host and device are one."""
-    from preheat.ops import zero
+    from preheat.ops.optim import zero
 
     monkeypatch.setattr(zero, "_say", lambda words: None)
     m = model()
@@ -149,7 +149,7 @@ def test_the_names_that_users_import() -> None:
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_the_example_of_all_together(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from preheat.ops import zero
+    from preheat.ops.optim import zero
     from preheat.techniques import integration_example
 
     monkeypatch.setattr(zero, "_say", lambda words: None)

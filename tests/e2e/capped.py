@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from preheat import load_recipe, train
-from preheat.training.watch import Watch
+from preheat.training.observer import Watch
 
 
 class Cap(Watch):

@@ -94,7 +94,7 @@ class InThisProcess:
 @pytest.fixture(scope="session")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """With rates of this machine by a few small sizes: `preheat calibrate` takes a minute or more, and again where others kept the cores busy."""
-    from preheat.hardware.calibrate import calibrate
+    from preheat.hardware.benchmark_rates import calibrate
     from preheat.hardware.probe import probe
 
     folder = tmp_path_factory.mktemp("cache")

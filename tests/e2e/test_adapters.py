@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from preheat.models.adapter import plain_logits
-from preheat.ops import nf4
-from preheat.training.opened import open_model
+from preheat.inference.load import open_model
+from preheat.models.hf import plain_logits
+from preheat.ops.quantization import nf4
 
 from .conftest import Command
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from preheat.run import Reader
+from preheat.run_dir import Reader
 
 from .conftest import Command, losses
 
@@ -287,7 +287,7 @@ def test_a_signal_saves_and_the_last_line_is_the_command_that_goes_on(
 def test_an_evaluation_is_broken_off_and_taken_when_the_run_is_resumed(
     preheat: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from preheat.evaluation.probes import Probes
+    from preheat.evaluation.run_evaluator import Probes
 
     def evaluations(name: str) -> list[tuple[int, float]]:
         return [(e["step"], e["validation_loss"]) for e in Reader(preheat.folder / name).evaluations()]
@@ -316,7 +316,7 @@ def test_an_evaluation_is_broken_off_and_taken_when_the_run_is_resumed(
 
 
 def test_an_evaluation_that_ends_the_process_is_taken_again_once(preheat: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    from preheat.evaluation.probes import Probes
+    from preheat.evaluation.run_evaluator import Probes
 
     def evaluations(name: str) -> list[tuple[int, float]]:
         return [(e["step"], e["validation_loss"]) for e in Reader(preheat.folder / name).evaluations()]

@@ -14,7 +14,7 @@ import yaml
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers.integrations.gguf import read_gguf_metadata
 
-from preheat.compress.export import gguf_reading, llama_cpp
+from preheat.compress.export import gguf_reader, llama_cpp
 
 from .conftest import Command
 
@@ -136,7 +136,7 @@ def test_whoever_opens_an_export_of_a_chat_stops_where_generate_stops(preheat: C
     told, _ = read_gguf_metadata(str(file))
     named = [told[f"tokenizer.ggml.{name}_token_id"] for name in ("eos", "eot", "eom")]
     assert named == [turn, turn, 0]
-    by_gguf, its_own = gguf_reading.load(file)
+    by_gguf, its_own = gguf_reader.load(file)
     assert its_own.eos_token_id == turn
     assert written(by_gguf) == "Yes.<|im_end|>"
 

@@ -14,7 +14,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from preheat.run import Reader
+from preheat.run_dir import Reader
 
 from ..conftest import difference
 from .conftest import Command
@@ -78,10 +78,10 @@ def test_the_report_on_falcon_ends_in_one_line(preheat: Command, report: Callabl
 
 
 def test_the_report_on_neox_trains_the_model_that_transformers_reads(preheat: Command, report: Callable[[str], None]) -> None:
-    from preheat.models import adapter
-    from preheat.ops.attention import reference_attention
-    from preheat.technique import MaskSpec
-    from preheat.training.opened import open_model
+    from preheat.core import MaskSpec
+    from preheat.inference.load import open_model
+    from preheat.models import hf
+    from preheat.ops.attention.sdpa import reference_attention
 
     report("neox-head-name")
     assert "embed_out.weight" in load_file(preheat.folder / "model" / "model.safetensors")
@@ -93,8 +93,8 @@ def test_the_report_on_neox_trains_the_model_that_transformers_reads(preheat: Co
         plain = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         model: Any = open_model(Path(ours)).build.trained[0].eval()
         with torch.no_grad():
-            hidden = adapter.hidden_states(model, tokens, torch.arange(32)[None], MaskSpec(), reference_attention)
-            found = {"logits": adapter.logits(model, hidden)}
+            hidden = hf.hidden_states(model, tokens, torch.arange(32)[None], MaskSpec(), reference_attention)
+            found = {"logits": hf.logits(model, hidden)}
             assert difference(found, {"logits": plain(input_ids=tokens, use_cache=False).logits}) < 1e-5
 
 

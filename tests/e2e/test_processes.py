@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from preheat.run import Reader
+from preheat.run_dir import Reader
 
 from .conftest import Command
 

@@ -11,7 +11,7 @@ import pytest
 
 from preheat import load_recipe, train
 from preheat.errors import RunError
-from preheat.run import Reader
+from preheat.run_dir import Reader
 from preheat.training.loop import _Loop
 from preheat.training.session import Session
 

@@ -22,11 +22,11 @@ import preheat as package
 from preheat import recipe as recipes
 from preheat.engine import checkpoint
 from preheat.errors import PreheatError, RecipeError, RunError
+from preheat.inference.load import open_model
 from preheat.report import write as write_report
-from preheat.run import MARK, Reader, Writer, claim, parse_json, to_json, write_generated
-from preheat.training.diagnosis import diagnose
-from preheat.training.opened import open_model
-from preheat.training.rungs import effective, pending
+from preheat.run_dir import MARK, Reader, Writer, claim, parse_json, to_json, write_generated
+from preheat.training.recovery.fallback_log import effective, pending
+from preheat.training.recovery.oom_report import diagnose
 
 from ..conftest import within
 from .conftest import Command, losses
@@ -138,9 +138,7 @@ def test_checkpoints_without_their_recipe_are_no_place_to_begin(command: Command
 
 def test_two_processes_and_a_folder(tmp_path: Path) -> None:
     path = tmp_path / "run"
-    code = (
-        "import sys, time; from preheat.run import Writer; w = Writer(sys.argv[1]); print('locked', flush=True); time.sleep(60)"
-    )
+    code = "import sys, time; from preheat.run_dir import Writer; w = Writer(sys.argv[1]); print('locked', flush=True); time.sleep(60)"
     other = subprocess.Popen([sys.executable, "-c", code, str(path)], stdout=subprocess.PIPE, text=True)
     try:
         assert other.stdout is not None
@@ -332,12 +330,12 @@ def test_every_writer_of_json_is_strict() -> None:
     messages = (
         "bench/inference.py",
         "bench/inference_worker.py",
-        "bench/shared.py",
+        "bench/zero_trial.py",
         "bench/compare.py",
         "bench/worker.py",
         "cli/__init__.py",
         "compress/llm_compressor_worker.py",
-        "hardware/calibrate.py",
+        "hardware/benchmark_rates.py",
         "hardware/nettest.py",
     )
     assert [place for place in loose if not place.startswith(messages)] == []

@@ -11,10 +11,10 @@ import torch
 
 from preheat.data import Rows, evaluation_batches, prepare
 from preheat.engine.evaluate import evaluate
-from preheat.models.adapter import plain_logits
+from preheat.inference.load import open_model
+from preheat.models.hf import plain_logits
 from preheat.recipe import Data, parse
 from preheat.training.loop import train
-from preheat.training.opened import open_model
 
 from .conftest import Command
 

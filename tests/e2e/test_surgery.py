@@ -11,15 +11,15 @@ import torch
 import transformers
 
 from preheat.compress.export import huggingface
+from preheat.core import Device
 from preheat.data import Rows, evaluation_batches, prepare
-from preheat.engine.build import build
+from preheat.engine.builder import build
 from preheat.engine.evaluate import evaluate
 from preheat.errors import RunError
-from preheat.models.adapter import plain_logits
+from preheat.inference.load import open_model
+from preheat.models.hf import plain_logits
 from preheat.recipe import Recipe, parse
-from preheat.technique import Device
 from preheat.training.loop import train
-from preheat.training.opened import open_model
 
 from .conftest import Command
 

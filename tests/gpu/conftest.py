@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from preheat.technique import Build
+from preheat.core import Build
 
 
 def copy_weights(source: Build, target: Build) -> None:

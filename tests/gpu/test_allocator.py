@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 SCRIPT = """
 import torch
 from preheat.hardware.probe import probe
-from preheat.planning.caching import Caching
+from preheat.planning.memory.cuda_caching_allocator import Caching
 
 device = probe("cuda", segments="{segments}")
 assert device.expandable == {expandable}

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from benchmarks._gpu.attention import Case, cases, run
-from preheat.ops.attention import reference_attention
-from preheat.technique import MaskSpec
+from preheat.core import MaskSpec
+from preheat.ops.attention.sdpa import reference_attention
 from preheat.techniques.efficient_attention import attend
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]

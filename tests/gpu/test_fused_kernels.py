@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from preheat.ops import nf4
-from preheat.ops.losses import CrossEntropy, chunked_logits
-from preheat.ops.optimizers import StochasticAdamW
-from preheat.ops.precision import MasterAdamW
-from preheat.ops.quantized_linear import Int4Linear, Int8Linear
+from preheat.ops.losses.cross_entropy import CrossEntropy, chunked_logits
+from preheat.ops.optim.half_precision import MasterAdamW
+from preheat.ops.optim.optimizers import StochasticAdamW
+from preheat.ops.quantization import nf4
+from preheat.ops.quantization.linear import Int4Linear, Int8Linear
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
@@ -128,7 +128,7 @@ def test_the_heads_gradient_is_summed_in_fp32() -> None:
 
 @pytest.mark.parametrize("bias", [False, True])
 def test_loras_small_side_is_added_as_in_fp64(bias: bool) -> None:
-    from preheat.ops.adapters import add_product
+    from preheat.ops.adapters.peft_layers import add_product
 
     base, x = torch.nn.Linear(256, 384, bias=bias).cuda(), draw(4, 100, 256).cuda()
     down, up = draw(16, 256, seed=1).cuda() / 16, draw(384, 16, seed=2).cuda().requires_grad_()
@@ -145,7 +145,7 @@ def test_loras_small_side_is_added_as_in_fp64(bias: bool) -> None:
 
 
 def test_the_norm_and_its_gradients_are_those_of_fp64() -> None:
-    from preheat.ops.fused import rms_norm
+    from preheat.ops.fused_norm_gate import rms_norm
 
     x, weight, grad = draw(64, 300, seed=1), draw(300, seed=2), draw(64, 300, seed=3)
     exact = [t.double().requires_grad_() for t in (x, weight)]

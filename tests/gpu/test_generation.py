@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from preheat.models.generate import generate
+from preheat.models.generation.generate import generate
 from preheat.recipe import Sample
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]

@@ -7,7 +7,7 @@ import importlib.util
 import pytest
 import torch
 
-from preheat.engine.build import build
+from preheat.engine.builder import build
 from preheat.engine.step import gradients
 
 from ..conftest import difference, tiny, uneven

@@ -71,7 +71,7 @@ def test_the_hosts_adamw_is_the_devices() -> None:
 
 @pytest.mark.parametrize("techniques", ["{activation_offload: {least_kib: 0}}", "{optimizer_offload: {weights: bf16}}"])
 def test_a_recipe_trains_with_it(techniques: str) -> None:
-    from preheat.engine.build import build
+    from preheat.engine.builder import build
     from preheat.engine.step import gradients, update
     from preheat.hardware.probe import probe
 

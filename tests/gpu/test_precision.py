@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from preheat import recipe as recipes
-from preheat.engine.build import build
+from preheat.engine.builder import build
 from preheat.engine.step import gradients, update
 
 from ..conftest import DEVICE, difference, tiny, uneven

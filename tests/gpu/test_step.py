@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from preheat.data.kinds import examples_of
-from preheat.engine.build import build
+from preheat.data.rows.example_kinds import examples_of
+from preheat.engine.builder import build
 from preheat.engine.step import gradients, update
 
 from ..conftest import DEVICE, difference, split, tiny, uneven

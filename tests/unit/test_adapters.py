@@ -14,14 +14,15 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from preheat import recipe as recipes
+from preheat.core import Build
 from preheat.engine import checkpoint
-from preheat.engine.build import build
+from preheat.engine.builder import build
 from preheat.engine.step import gradients, update
 from preheat.errors import RecipeError
-from preheat.models.adapter import plain_logits
-from preheat.ops import adapters, nf4
-from preheat.planning.observe import observe
-from preheat.technique import Build
+from preheat.models.hf import plain_logits
+from preheat.ops.adapters import peft_layers
+from preheat.ops.quantization import nf4
+from preheat.planning.dry_run import observe
 from preheat.techniques.peft_adapter import METHODS
 
 from ..conftest import DEVICE, tiny, uneven
@@ -82,7 +83,7 @@ def test_a_variant_starts_as_the_base_learns_and_is_merged_exactly(folders: dict
     assert losses[-1] < losses[0] - 0.05, losses
     tuned = logits(b)
     assert relative(tuned, base) > 0.02, "something was learnt"
-    assert adapters.merge(b.trained[0]) == {"llama": 14, "gpt2": 8}[family]
+    assert peft_layers.merge(b.trained[0]) == {"llama": 14, "gpt2": 8}[family]
     assert relative(logits(b), tuned) < 1e-5
     assert not any("lora" in name or "base_layer" in name for name, _ in b.trained[0].named_parameters())
 
@@ -99,9 +100,9 @@ def test_a_pair_on_the_embedding_is_one_with_a_tied_head_and_merged_exactly(fold
     assert losses[-1] < losses[0] - 0.05, losses
     assert losses == pytest.approx(train(whole, 6), rel=1e-5)
     tuned, model = logits(b), b.trained[0]
-    with adapters.without(model):
+    with peft_layers.without(model):
         assert torch.equal(logits(b), base)
-    assert adapters.merge(model) == 3
+    assert peft_layers.merge(model) == 3
     assert relative(logits(b), tuned) < 1e-5
     ends: Any = model.get_input_embeddings(), model.get_output_embeddings()  # type: ignore[operator]
     assert (ends[0].weight is ends[1].weight) == (family != "llama")
@@ -156,8 +157,8 @@ def test_the_small_side_is_scaled_and_added_as_peft_adds_it(bias: bool, dtype: t
     torch.manual_seed(0)
     holder: Any = torch.nn.Module()
     holder.config, holder.map = {"model_type": "custom"}, torch.nn.Linear(24, 40, bias=bias)
-    adapters.inject(holder, LoraConfig(r=3, lora_alpha=5, target_modules=["map"]))
-    adapters.under_autocast(holder)
+    peft_layers.inject(holder, LoraConfig(r=3, lora_alpha=5, target_modules=["map"]))
+    peft_layers.under_autocast(holder)
     layer, x, grad = holder.map, torch.randn(2, 7, 24), torch.randn(2, 7, 40)
     torch.nn.init.normal_(layer.lora_B["default"].weight)
     results = []
@@ -255,7 +256,7 @@ def test_on_a_base_from_a_folder_it_goes_on_exactly_without_the_base_in_the_chec
     assert torch.equal(logits(b), logits(a))
     assert train(a, 2) == train(b, 2)
     merged = logits(a)
-    adapters.merge(a.trained[0])
+    peft_layers.merge(a.trained[0])
     if "bf16" not in techniques:
         assert relative(logits(a), merged) < 1e-5
 
@@ -269,7 +270,7 @@ def test_each_method_of_peft_starts_as_the_base_learns_and_is_merged_exactly(fol
     assert losses[-1] < losses[0] - 0.05, losses
     tuned = logits(b)
     assert relative(tuned, base) > 0.02
-    assert adapters.merge(b.trained[0]) == 14
+    assert peft_layers.merge(b.trained[0]) == 14
     assert relative(logits(b), tuned) < 3e-5  # 1.1e-5 of RandLoRA, on a CPU without AVX512
 
 
@@ -412,7 +413,7 @@ def test_nf4_rounds_the_folders_weights_and_merges_into_full_ones(folders: dict[
     losses = train(b, 6)
     assert losses[-1] < losses[0] - 0.05, losses
     tuned = logits(b)
-    adapters.merge(b.trained[0])
+    peft_layers.merge(b.trained[0])
     assert {n: p.shape for n, p in b.trained[0].named_parameters()} == {n: p.shape for n, p in plain.named_parameters()}
     assert relative(logits(b), tuned) < 1e-5
 
@@ -455,7 +456,7 @@ def test_under_autocast_adapters_keep_no_copies_of_their_inputs(monkeypatch: pyt
         return float(loss.total), [p.grad.clone() for _, p in made.parameters() if p.grad is not None], kept
 
     loss, grads, kept = numbers()
-    monkeypatch.setattr(adapters, "under_autocast", lambda model: None)
+    monkeypatch.setattr(peft_layers, "under_autocast", lambda model: None)
     loss_by_peft, grads_by_peft, kept_by_peft = numbers()
     assert loss == loss_by_peft
     assert all(torch.equal(a, b) for a, b in zip(grads, grads_by_peft, strict=True))

@@ -14,16 +14,16 @@ import torch
 from torch import Tensor, nn
 
 from preheat import recipe as recipes
-from preheat.engine.build import build, context_of
+from preheat.core import Batch, Device, MaskSpec, Phase, conflicts_of
+from preheat.engine.builder import build, context_of
 from preheat.engine.step import gradients
 from preheat.errors import RecipeError
-from preheat.models.adapter import configure
-from preheat.ops.attention import allowed, reference_attention, sdpa_attention
-from preheat.ops.attention_blocks import blocked_attention
-from preheat.ops.attention_module import attention_in_chunks
-from preheat.ops.attention_patterns import in_shifted_groups, within_window
-from preheat.planning.observe import Recorder, highest
-from preheat.technique import Batch, Device, MaskSpec, Phase, conflicts_of
+from preheat.models.hf import configure
+from preheat.ops.attention.blockwise import blocked_attention
+from preheat.ops.attention.multihead import attention_in_chunks
+from preheat.ops.attention.patterns import in_shifted_groups, within_window
+from preheat.ops.attention.sdpa import allowed, reference_attention, sdpa_attention
+from preheat.planning.dry_run import Recorder, highest
 from preheat.techniques.efficient_attention import EfficientAttention
 
 from ..conftest import DEVICE, difference, split, tiny, uneven
@@ -82,7 +82,7 @@ def test_blocks_of_a_window_agree_forward_and_backward(window: int, more: dict[s
 
 @pytest.mark.parametrize(("window", "shared"), [(5, 20), (40, 128), (40, 200), (130, 150)])
 def test_blocks_with_global_tokens_in_documents_agree(window: int, shared: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    import preheat.ops.attention_blocks as module
+    import preheat.ops.attention.blockwise as module
 
     mask = MaskSpec(window=window, global_tokens=shared, documents=DOCUMENTS)
     agrees(blocked_attention, reference_attention, qkv(), mask)
@@ -152,7 +152,7 @@ def test_patterns_refuse_what_they_cannot_do() -> None:
 )
 def test_flex_sees_what_the_mask_says(mask: MaskSpec) -> None:
     """Its blocks: none is left out in which something may be seen, none is taken for full that is not, and none is there twice."""
-    from preheat.ops.attention_flex import block_mask
+    from preheat.ops.attention.flex import block_mask
 
     blocks = block_mask(mask, 300, torch.device("cpu"))
     may = allowed(mask, 3, 300, torch.device("cpu"))
@@ -176,7 +176,7 @@ def test_flex_agrees_forward(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without its compiler, which takes long, and without gradients, which it does not have on a CPU."""
     from torch.nn.attention import flex_attention as theirs
 
-    import preheat.ops.attention_flex as module
+    import preheat.ops.attention.flex as module
 
     monkeypatch.setattr(theirs, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
     monkeypatch.setattr(module, "_compiled", lambda: theirs.flex_attention)
@@ -192,7 +192,7 @@ def test_all_kernels_agree_on_random_documents(seed: int, monkeypatch: pytest.Mo
     """Forward and backward in fp32; flex has no backward on a CPU. Ring and Ulysses do so over processes: test_context_parallel."""
     from torch.nn.attention import flex_attention as theirs
 
-    import preheat.ops.attention_flex as module
+    import preheat.ops.attention.flex as module
 
     monkeypatch.setattr(theirs, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
     monkeypatch.setattr(module, "_compiled", lambda: theirs.flex_attention)
@@ -256,7 +256,7 @@ def batch_of(tokens: Tensor, labels: Tensor, documents: tuple[tuple[int, ...], .
 @pytest.mark.parametrize("version", [2, 3])
 def test_flash_packages_are_told_the_mask(mask: MaskSpec, version: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A slow stand-in with their documented arguments: what reaches the package means what the mask says."""
-    from preheat.ops.attention_flash import flash_package_attention
+    from preheat.ops.attention.flash_package import flash_package_attention
 
     def flash_attn_varlen_func(
         q: Tensor,
@@ -437,8 +437,8 @@ def test_a_dry_run_sees_flex_and_flash_by_their_tiles() -> None:
     """Neither runs under fake tensors: `blocks`, which computes the same tiles, stands in for them."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    from preheat.ops.attention_flash import flash_package_attention
-    from preheat.ops.attention_flex import compiled_flex_attention
+    from preheat.ops.attention.flash_package import flash_package_attention
+    from preheat.ops.attention.flex import compiled_flex_attention
 
     found = []
     for kernel in (blocked_attention, compiled_flex_attention, functools.partial(flash_package_attention, version=2)):

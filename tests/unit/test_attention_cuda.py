@@ -17,18 +17,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks._gpu.attention import cases, run
 from preheat import recipe as recipes
-from preheat.engine.build import build
+from preheat.core import Build, Device, MaskSpec, Phase, Slot
+from preheat.engine.builder import build
 from preheat.engine.step import gradients
-from preheat.models.adapter import anatomy
-from preheat.ops import attention, attention_module, attention_varlen
-from preheat.ops.attention import reference_attention, sdpa_attention
-from preheat.ops.attention_module import best_attention
-from preheat.ops.attention_varlen import bounds_of, varlen_attention, varlen_attention_backward
-from preheat.ops.documents import Passes, attend
-from preheat.ops.opaque import OpaqueAttention, OpaqueMask
-from preheat.planning.observe import Recorder, highest, observe
-from preheat.planning.roofline import Roofline
-from preheat.technique import Build, Device, MaskSpec, Phase, Slot
+from preheat.models.hf import anatomy
+from preheat.ops.attention import multihead, sdpa
+from preheat.ops.attention import varlen as attention_varlen
+from preheat.ops.attention.custom_op import OpaqueAttention, OpaqueMask
+from preheat.ops.attention.multihead import best_attention
+from preheat.ops.attention.per_document import Passes, attend
+from preheat.ops.attention.sdpa import reference_attention, sdpa_attention
+from preheat.ops.attention.varlen import bounds_of, varlen_attention, varlen_attention_backward
+from preheat.planning.dry_run import Recorder, highest, observe
+from preheat.planning.speed.roofline import Roofline
 from preheat.techniques.compile import compile_layers
 
 from ..conftest import DEVICE, difference, tiny, uneven
@@ -157,7 +158,7 @@ def test_flops_are_counted_by_documents(causal: bool, window: int | None) -> Non
 def test_repeated_keys_have_the_sum_of_their_heads_gradients(documents: Any) -> None:
     """The passes of the efficient kernel, with the CPU's flash attention in its place."""
     mask, tensors = MaskSpec(documents=documents), qkv()
-    passes = attention._efficient(True, 0.3)
+    passes = sdpa._efficient(True, 0.3)
     ours = both(lambda q, k, v, mask, scale: attend(passes, q, k, v, mask.documents), tensors, mask)
     assert difference(ours, both(reference_attention, tensors, mask)) < 1e-5
 
@@ -167,8 +168,8 @@ def test_torchs_operators_for_a_gpu_take_what_they_are_handed() -> None:
     q, k, v = (t.detach().to("meta", torch.bfloat16) for t in qkv())
     settings = (torch.empty(8, dtype=torch.int32, device="meta"), 90, 1, True, 20, 0.3)
     for passes in (
-        attention._efficient(True, 0.3),
-        attention._flash(True, 0.3),
+        sdpa._efficient(True, 0.3),
+        sdpa._flash(True, 0.3),
         Passes(
             lambda *t: varlen_attention._init_fn(*t, *settings),
             lambda *t: varlen_attention_backward._init_fn(*t, *settings),
@@ -272,7 +273,7 @@ def test_compiled_layers_attend_once(varlen: bool, monkeypatch: pytest.MonkeyPat
     compile_layers(anatomy(made.trained[0]).layers, backend="aot_eager")  # type: ignore[arg-type]
     wanted = _grads(build(tiny(), vocabulary=96, device=DEVICE))
     assert difference(_grads(made), wanted) < 1e-5
-    for module, name in ((attention, "flash_forward"), (attention_varlen, "_by_document")):
+    for module, name in ((sdpa, "flash_forward"), (attention_varlen, "_by_document")):
         counted(module, name)
     assert difference(_grads(made), wanted) < 1e-5
     if varlen:
@@ -299,7 +300,7 @@ def test_half_precision_takes_the_variable_length_form(mask: MaskSpec) -> None:
 
 def test_fp32_never_meets_flash_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     taken = []
-    monkeypatch.setattr(attention_module, "sdpa_attention", lambda *_, kernel="flash": taken.append(kernel))
+    monkeypatch.setattr(multihead, "sdpa_attention", lambda *_, kernel="flash": taken.append(kernel))
     with FakeTensorMode():
         best_attention(*qkv(device="cuda"), MaskSpec(documents=DOCUMENTS), 0.3)
     assert taken == ["efficient"]
@@ -321,8 +322,8 @@ CUDA = Device("cuda", "test", 80 << 30, (8, 0))
 
 @pytest.mark.parametrize("version", [91501, 90800, None])
 def test_hopper_takes_cudnns_attention_where_torch_does(version: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    from preheat.engine.build import context_of
-    from preheat.models.adapter import configure
+    from preheat.engine.builder import context_of
+    from preheat.models.hf import configure
 
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: version)
     recipe = tiny("{efficient_attention: {}, mixed_precision: {mode: bf16}}")
@@ -342,7 +343,7 @@ def test_bounds_reach_a_device_under_fakes_too() -> None:
 
 
 def test_the_cost_of_attention_with_shared_keys_is_known() -> None:
-    from preheat.ops.recompute import _cost
+    from preheat.ops.memory.selective_checkpoint import _cost
 
     q, k = torch.empty(2, 8, 64, 32, device="meta"), torch.empty(2, 2, 64, 32, device="meta")
     flash = torch.ops.aten._scaled_dot_product_flash_attention.default

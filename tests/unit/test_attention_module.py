@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from preheat.ops.attention_module import attend_any, attention_in_chunks
-from preheat.technique import MaskSpec
+from preheat.core import MaskSpec
+from preheat.ops.attention.multihead import attend_any, attention_in_chunks
 from preheat.techniques.efficient_attention import EfficientAttention, convert_model_to_efficient_attention, efficient_attention
 
 

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
+from preheat.core import Build
 from preheat.engine import checkpoint
 from preheat.engine.step import gradients, update
-from preheat.models.experts import biases, routers
-from preheat.technique import Build
-from preheat.training.recover import Guard
+from preheat.models.moe import biases, routers
+from preheat.training.recovery.oom import Guard
 
 from ..conftest import difference, split, uneven
 from .test_experts import made
@@ -83,9 +83,9 @@ def test_a_folder_holds_it_where_the_family_has_a_place(family: str, tmp_path: P
         assert "evaluations and exports route without it" in told
         assert not kept
     # What an evaluation here computes is what the folder computes there.
-    from preheat.models import adapter
+    from preheat.models import hf
 
-    a, c = adapter.plain_logits(model, tokens), theirs(tokens).logits.detach()
+    a, c = hf.plain_logits(model, tokens), theirs(tokens).logits.detach()
     assert float((a - c).norm() / c.norm()) < 1e-5
 
 

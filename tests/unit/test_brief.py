@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from preheat import recipe as recipes
-from preheat.recipe.brief import brief
+from preheat.recipe.commented_yaml import brief
 
 
 @pytest.mark.parametrize("name", [name for name, path in recipes.built_in().items() if path.parent.name != "chains"])

@@ -10,11 +10,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from preheat.errors import RunError
-from preheat.models import cached_attention as ops
-from preheat.models.cached_attention import cached_attention, of_use
-from preheat.models.generate import generate
+from preheat.inference.load import open_model
+from preheat.models.generation import decode_attention as ops
+from preheat.models.generation.decode_attention import cached_attention, of_use
+from preheat.models.generation.generate import generate
 from preheat.recipe import Sample
-from preheat.training.opened import open_model
 
 SCALE = 0.2
 
@@ -54,7 +54,7 @@ def test_it_is_attention_in_fp64_but_for_the_last_rounding(sizes: tuple[int, ...
 
 @pytest.mark.parametrize("masked", [False, True])
 def test_a_compiler_gets_operators_alone(masked: bool) -> None:
-    from preheat.models.kv_cache import _over_cache
+    from preheat.models.generation.kv_cache import _over_cache
 
     q, k, v = given(2, 6, 2, 1, 33, 64, 48)
     mask = torch.arange(33)[None, None, None] < torch.tensor([20, 33])[:, None, None, None] if masked else None
@@ -104,7 +104,7 @@ def test_without_a_compiler_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     def none(*_: object, **__: object) -> None:
         raise RunError("no C++ compiler was found")
 
-    monkeypatch.setattr("preheat.hardware.native.library", none)
+    monkeypatch.setattr("preheat.hardware.cpp_build.library", none)
     ops._made.cache_clear()
     with pytest.warns(UserWarning, match="several times the time: no C"):
         assert not of_use(*given(1, 4, 2, 1, 9, 64, 64), None)

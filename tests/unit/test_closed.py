@@ -10,8 +10,8 @@ import pytest
 
 from preheat.errors import RecipeError
 from preheat.models import configs
-from preheat.planning.closed import cache_bytes, compute_optimal, parameters_of, serving, state_bytes
-from preheat.planning.observe import observe
+from preheat.planning.analytic import cache_bytes, compute_optimal, parameters_of, serving, state_bytes
+from preheat.planning.dry_run import observe
 from preheat.recipe import override, parse
 
 from ..conftest import DEVICE, tiny

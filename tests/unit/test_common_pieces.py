@@ -8,12 +8,12 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from preheat import recipe as recipes
+from preheat.core import Batch, MaskSpec
 from preheat.data.tokenizer import _SEVERAL_KINDS, load_tokenizer, pieces_of
-from preheat.engine.build import build
+from preheat.engine.builder import build
 from preheat.engine.step import forward, gradients, transform
 from preheat.errors import RecipeError
-from preheat.models.common_pieces import Cut, Matcher, common
-from preheat.technique import Batch, MaskSpec
+from preheat.models.distillation.tokenizer_alignment import Cut, Matcher, common
 
 from ..conftest import DEVICE
 

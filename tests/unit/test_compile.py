@@ -16,17 +16,17 @@ import transformers
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from preheat.engine.build import build, context_of
+from preheat.core import Build, Device, MaskSpec
+from preheat.engine.builder import build, context_of
 from preheat.engine.step import forward, gradients, update
 from preheat.errors import RecipeError, RunError
-from preheat.models import adapter
-from preheat.models.adapter import anatomy
-from preheat.ops.attention import reference_attention, sdpa_attention
-from preheat.ops.attention_blocks import blocked_attention
-from preheat.ops.opaque import OpaqueAttention, OpaqueMask
-from preheat.planning.observe import observe
+from preheat.models import hf
+from preheat.models.hf import anatomy
+from preheat.ops.attention.blockwise import blocked_attention
+from preheat.ops.attention.custom_op import OpaqueAttention, OpaqueMask
+from preheat.ops.attention.sdpa import reference_attention, sdpa_attention
+from preheat.planning.dry_run import observe
 from preheat.recipe import override
-from preheat.technique import Build, Device, MaskSpec
 from preheat.techniques.compile import _ONE_GRAPH, Compile, compile_layers
 
 from ..conftest import DEVICE, difference, tiny, uneven
@@ -165,7 +165,7 @@ def test_other_shapes_are_counted_and_beyond_the_limit_they_run_uncompiled() -> 
 
 def test_the_run_is_told_of_recompilations_and_of_the_limit() -> None:
     from preheat.training.loop import _Loop
-    from preheat.training.watch import Watch
+    from preheat.training.observer import Watch
 
     told: list[str] = []
 
@@ -249,7 +249,7 @@ def test_a_search_compiles_whole_layers_of_the_families_that_can_be(tmp_path: Pa
         config.save_pretrained(folder)
         recipe = override(tiny("{efficient_attention: {}}"), f"model={{path: {folder}, weights: random}}")
         other = build(recipe, vocabulary=96, device=DEVICE)
-        [option] = Compile().options(context_of(recipe, adapter.configure(recipe, 96), Device("cuda", "a GPU", 1 << 30)))
+        [option] = Compile().options(context_of(recipe, hf.configure(recipe, 96), Device("cuda", "a GPU", 1 << 30)))
         assert option.fullgraph  # type: ignore[attr-defined]
         compiled = compile_layers(anatomy(other.trained[0]).layers, backend="eager")  # type: ignore[arg-type]
         gradients(other, [uneven()])
@@ -263,4 +263,4 @@ def test_a_search_leaves_experts_and_changing_shapes_uncompiled() -> None:
         ("techniques={length_curriculum: {}}",),
     ):
         recipe = override(tiny("{}"), *settings)
-        assert not list(Compile().options(context_of(recipe, adapter.configure(recipe, 96), gpu)))
+        assert not list(Compile().options(context_of(recipe, hf.configure(recipe, 96), gpu)))

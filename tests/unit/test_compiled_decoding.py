@@ -14,11 +14,11 @@ import pytest
 import torch
 
 from preheat.errors import RecipeError, RunError
-from preheat.hardware import native
-from preheat.models import generate as generating
-from preheat.models.generate import Timed, generate, settled
+from preheat.hardware import cpp_build
+from preheat.inference.load import Opened, open_model
+from preheat.models.generation import generate as generating
+from preheat.models.generation.generate import Timed, generate, settled
 from preheat.recipe import Sample
-from preheat.training.opened import Opened, open_model
 
 PROMPTS = ("Once upon a time", "The dog", "Lily wanted to go to the park because she", "One day a big", "Tom")
 
@@ -106,7 +106,7 @@ def test_layers_with_windows_of_their_own(stories: Opened, traced: list[dict[str
 def test_batches_of_one_size_share_a_cache(
     stories: Opened, traced: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from preheat.models import kv_cache
+    from preheat.models.generation import kv_cache
 
     made: list[Any] = []
     make = kv_cache.make_cache
@@ -153,7 +153,7 @@ def test_running_out_of_graphs_is_an_error(
 def test_who_is_compiled_unasked(
     kind: str, passes: int, settings: dict[str, Any], compiled: bool, stories: Opened, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(native, "uncompiled", lambda kind: "")
+    monkeypatch.setattr(cpp_build, "uncompiled", lambda kind: "")
     model: Any = SimpleNamespace(device=torch.device(kind), config=stories.build.trained[0].config, _can_compile_fullgraph=True)
     made = settled(Sample(**settings), model, passes)
     assert made.compile is compiled
@@ -171,7 +171,7 @@ def test_without_a_compiler_it_is_refused_if_asked_for(stories: Opened, monkeypa
     model: Any = SimpleNamespace(
         device=torch.device("cuda"), config=stories.build.trained[0].config, _can_compile_fullgraph=True
     )
-    monkeypatch.setattr(native.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(cpp_build.importlib.util, "find_spec", lambda name: None)
     assert settled(Sample(), model, 10**6).compile is False
     with pytest.raises(RecipeError, match=r"^sample\.compile: needs Triton on a CUDA device; pip install triton$"):
         settled(Sample(compile=True), model, 1)
@@ -181,7 +181,7 @@ def test_a_run_does_not_compile_unasked(stories: Opened, monkeypatch: pytest.Mon
     """What compiling keeps of a device's memory is not in its plan."""
     from preheat.evaluation import scoring
     from preheat.recipe import parse
-    from preheat.training import samples
+    from preheat.training import sample_generation
 
     heard: list[Any] = []
 
@@ -189,13 +189,13 @@ def test_a_run_does_not_compile_unasked(stories: Opened, monkeypatch: pytest.Mon
         heard.append(args[3].compile)
         return [SimpleNamespace(text="", ended="length") for _ in args[2]]
 
-    monkeypatch.setattr(samples, "write_texts", stop)
+    monkeypatch.setattr(sample_generation, "write_texts", stop)
     monkeypatch.setattr(scoring, "generate", stop)
     writer: Any = SimpleNamespace(json=lambda *a: None, event=lambda *a, **k: None, path=Path("."))
     for asked in ("auto", "true", "false"):
         recipe = parse(f"stop: {{steps: 1}}\nsample: {{prompts: [a], compile: {asked}}}")
-        monkeypatch.setattr(samples, "Reader", lambda path: SimpleNamespace(samples=list))
-        samples.Samples(recipe, stories.tokenizer).write(stories.build, writer, step=0)
+        monkeypatch.setattr(sample_generation, "Reader", lambda path: SimpleNamespace(samples=list))
+        sample_generation.Samples(recipe, stories.tokenizer).write(stories.build, writer, step=0)
     for compiles in (False, True):
         scoring.Scorer(stories.build, stories.tokenizer, micro=2, length=64, compiles=compiles).write([], tokens=4, stop=())
     assert heard == [False, True, False, False, "auto"]

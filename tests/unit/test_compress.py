@@ -13,17 +13,17 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from preheat import recipe as recipes
-from preheat.compress import folder, quantizing
-from preheat.compress.calibrate import require_rows, walk
-from preheat.compress.compressing import compress, read_variant, read_variants
+from preheat.compress import quantize, save_load
+from preheat.compress.calibration import require_rows, walk
+from preheat.compress.compress import compress, read_variant, read_variants
 from preheat.compress.llm_compressor import unpacked
-from preheat.compress.method import methods
-from preheat.engine.build import build
+from preheat.compress.registry import methods
+from preheat.engine.builder import build
 from preheat.errors import DataError, RecipeError, RunError
-from preheat.models.adapter import head, plain_logits, softcap
-from preheat.models.calibration import plainly
-from preheat.ops.quantized_linear import Int4Linear, Int8Linear
-from preheat.training.opened import Opened, open_model
+from preheat.inference.load import Opened, open_model
+from preheat.models.hf import head, plain_logits, softcap
+from preheat.models.layerwise import plainly
+from preheat.ops.quantization.linear import Int4Linear, Int8Linear
 
 from ..conftest import DEVICE
 
@@ -37,7 +37,7 @@ QUANTIZE = [
         ),
     )
     for name, method in methods().items()
-    if issubclass(method, quantizing.High) and name != "fp8"  # which needs a GPU
+    if issubclass(method, quantize.High) and name != "fp8"  # which needs a GPU
 ]
 
 
@@ -94,7 +94,7 @@ def test_what_methods_lose(losses: dict[str, float]) -> None:
 def test_what_is_written_is_opened_again_exactly(name: str, stories: Path, rows: list[Tensor], tmp_path: Path) -> None:
     opened, words = compressed(stories, name, rows[:8])
     model: Any = opened.build.trained[0]
-    folder.write_model(model, opened, tmp_path, method=name, dtype=torch.float32)
+    save_load.write_model(model, opened, tmp_path, method=name, dtype=torch.float32)
     again = open_model(tmp_path)
     assert torch.equal(plain_logits(again.build.trained[0], rows[0]), plain_logits(model, rows[0]))  # type: ignore[arg-type]
     bits = float(words.partition(" bits a weight")[0].rpartition(" ")[2])
@@ -131,7 +131,7 @@ def test_other_families_are_written_and_opened(family: str, stories: Path, tmp_p
     model: Any = opened.build.trained[0]
     assert sum(isinstance(m, Int4Linear) for m in model.modules()) == {"gpt2": 12}.get(family, 21)
     (tmp_path / "made").mkdir()
-    folder.write_model(model, opened, tmp_path / "made", method="gptq", dtype=torch.float32)
+    save_load.write_model(model, opened, tmp_path / "made", method="gptq", dtype=torch.float32)
     again: Any = open_model(tmp_path / "made").build.trained[0]
     assert torch.equal(plain_logits(again, rows[0]), plain_logits(model, rows[0]))
     assert softcap(again) == (30.0 if family == "gemma2" else None)
@@ -264,7 +264,7 @@ def test_rows_that_teach_nothing_are_refused_with_numbers() -> None:
 def test_first_and_last_layer_are_kept_where_others_lie_between() -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from preheat.models.roles import roles
+    from preheat.models.sensitive_modules import roles
 
     sizes = {"hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 16, "vocab_size": 16}
     two, three = (set(roles(LlamaForCausalLM(LlamaConfig(num_hidden_layers=n, **sizes)))["auto"]) for n in (2, 3))
@@ -283,7 +283,7 @@ def test_eight_bit_floats_need_a_gpu(stories: Path) -> None:
 
 def test_what_is_compressed_is_not_trained_and_carries_no_adapter(stories: Path, tmp_path: Path) -> None:
     opened, _ = compressed(stories, "int8", [])
-    folder.write_model(opened.build.trained[0], opened, tmp_path, method="int8", dtype=torch.float32)
+    save_load.write_model(opened.build.trained[0], opened, tmp_path, method="int8", dtype=torch.float32)
     recipe = recipes.parse(f"model: {{path: {tmp_path}}}\nstop: {{steps: 1}}\nbatch: {{length: 32}}")
     with pytest.raises(RecipeError, match="is compressed \\(int8\\): what is rounded is not trained"):
         build(recipe, vocabulary=512, device=DEVICE)
@@ -309,7 +309,7 @@ def test_a_model_without_quantized_weights_is_written_plainly(stories: Path, tmp
     opened = open_model(stories)
     model: Any = opened.build.trained[0]
     model.model.layers[0].mlp.up_proj.weight.data[::2] = 0
-    folder.write_model(model, opened, tmp_path, method="magnitude", dtype=torch.float32)
+    save_load.write_model(model, opened, tmp_path, method="magnitude", dtype=torch.float32)
     row = torch.arange(20)[None]
     wanted = plain_logits(model, row)
     assert torch.equal(plain_logits(open_model(tmp_path).build.trained[0], row), wanted)  # type: ignore[arg-type]

@@ -8,20 +8,20 @@ from pathlib import Path
 import pytest
 
 import preheat
-from preheat.technique import ProblemCode, Tag, TechniqueError, incompatibilities, registry
+from preheat.core import ProblemCode, Tag, TechniqueError, incompatibilities, registry
 
 HOUSE = Path(preheat.__file__).parent
 
 # Other libraries' messages: they raise one type for several causes, and nothing else tells these apart. (file, function) -> why.
 FOREIGN = {
-    ("compress/new_folder.py", "why_unwritable"): "torch and numpy raise bare errors for a full disk",
+    ("compress/atomic_folder.py", "why_unwritable"): "torch and numpy raise bare errors for a full disk",
     ("engine/checkpoint.py", "write"): "torch wraps the operating system's error in a CheckpointException without its number",
-    ("hardware/collectives.py", "_join"): "torch's store raises one RuntimeError for a taken port and everything else",
+    ("hardware/collective_bench.py", "_join"): "torch's store raises one RuntimeError for a taken port and everything else",
     (
-        "ops/adapters.py",
+        "ops/adapters/peft_layers.py",
         "inject",
     ): "peft raises ValueError both for targets that match nothing and for targets that it cannot adapt",
-    ("recipe/text.py", "_in_words"): "PyYAML's sentences begin with a conjunction",
+    ("recipe/yaml_io.py", "_in_words"): "PyYAML's sentences begin with a conjunction",
 }
 _PARSING = {
     "startswith",
@@ -119,7 +119,7 @@ def test_a_conflict_names_both() -> None:
 TECHNIQUE = """{doc}
 from dataclasses import dataclass
 from typing import ClassVar
-from preheat.technique import Change, Stage, Tag, Technique
+from preheat.core import Change, Stage, Tag, Technique
 
 @dataclass(frozen=True, kw_only=True)
 class Mine(Technique):

@@ -12,19 +12,19 @@ import pytest
 import torch
 
 from preheat import recipe as recipes
+from preheat.core import Shape, Slot
 from preheat.data.difficulty import by_length, by_rarity, from_file, growing_order
 from preheat.data.loader import batches, sample_order, samples_of
 from preheat.data.packing import IGNORED, Rows, Tokens, cut
-from preheat.engine.build import build
+from preheat.engine.builder import build
 from preheat.errors import DataError, RecipeError, RunError
-from preheat.planning.observe import observe
-from preheat.technique import Shape, Slot
+from preheat.inference.load import open_model
+from preheat.planning.dry_run import observe
 from preheat.techniques.difficulty_curriculum import competence, losses_of, order_by_difficulty
 from preheat.techniques.length_curriculum import LengthCurriculum, length_at, shape_at
 from preheat.training import loop as training
 from preheat.training import session
-from preheat.training.opened import open_model
-from preheat.training.watch import Watch
+from preheat.training.observer import Watch
 
 from ..conftest import DEVICE, tiny
 
@@ -298,8 +298,8 @@ class Killer(Watch):
 def text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """A folder with text; the plan is left out, since what is tried here is the data and the state."""
     monkeypatch.setenv("PREHEAT_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("preheat.planning.ladder.plan", lambda *_, **__: dict(FIGURES))
-    monkeypatch.setattr("preheat.hardware.calibrate.rates", lambda *_, **__: None)
+    monkeypatch.setattr("preheat.planning.fallback_ladder.plan", lambda *_, **__: dict(FIGURES))
+    monkeypatch.setattr("preheat.hardware.benchmark_rates.rates", lambda *_, **__: None)
     monkeypatch.setattr(session, "settle", lambda device: 0)  # the heap's settings last as long as the process
     (tmp_path / "text").mkdir()
     for n in range(30):

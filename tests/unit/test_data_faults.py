@@ -21,22 +21,22 @@ import transformers
 from tokenizers import Tokenizer
 
 from preheat.data import Prepared, prepare
-from preheat.data import rendering as limits
 from preheat.data.cache import entry, read_entry
-from preheat.data.files import expanded, find_files
+from preheat.data.chat import render_limits as limits
+from preheat.data.chat.render_limits import TemplateLimit
+from preheat.data.chat.template import Template
 from preheat.data.packing import IGNORED, Rows, Tokens
-from preheat.data.prompts import read_prompts
-from preheat.data.rendering import TemplateLimit
-from preheat.data.showing import look
-from preheat.data.templates import Template
+from preheat.data.preview import look
+from preheat.data.rows.file_readers import expanded, find_files
+from preheat.data.rows.prompt_files import read_prompts
 from preheat.data.tokenizer import Encoder, load_tokenizer, rebuilt_by_transformers, save_tokenizer, train_tokenizer
 from preheat.errors import DataError, PreheatError, RecipeError, RunError
-from preheat.evaluation.rows import read_rows
-from preheat.foreign import beginning
-from preheat.hardware.links import store_json
+from preheat.evaluation.task_rows import read_rows
+from preheat.hardware.link_rates import store_json
+from preheat.model_folder import beginning
 from preheat.models.configs import tokenizer_folder
 from preheat.recipe import Data, parse
-from preheat.run import read_value
+from preheat.run_dir import read_value
 
 from ..conftest import TooLong, within
 from .chats import CHATML, SPECIAL
@@ -553,7 +553,7 @@ def test_a_last_partial_row_has_each_token_once() -> None:
 def test_encoding_one_document_is_encoding_it_among_others(folder: Path) -> None:
     own = load_tokenizer(str(folder))
     encoder, template = Encoder(own), Template(CHATML, "own", {}, tuple(SPECIAL))
-    from preheat.data.examples import Document
+    from preheat.data.document import Document
 
     documents = [Document((template.pieces(row["messages"]),), complete=True) for row in TALK]
     assert [encoder.first_of(document) for document in documents] == [e[0].tokens for e in encoder(documents)]

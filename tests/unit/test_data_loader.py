@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 import torch
 
+from preheat.core import Shape
 from preheat.data import loader
 from preheat.data.loader import batches, evaluation_batches, sample_rows
 from preheat.data.packing import Rows, Tokens
 from preheat.errors import RunError
-from preheat.technique import Shape
 
 
 @pytest.fixture
@@ -99,7 +99,7 @@ KILLED = """
 import multiprocessing, os, numpy, sys
 from preheat.data.loader import batches
 from preheat.data.packing import Rows, Tokens
-from preheat.technique import Shape
+from preheat.core import Shape
 if __name__ == "__main__":
     source = batches(Rows(Tokens(numpy.arange(64), numpy.array([64])), 8), seed=0, committed=0, shape=lambda n: Shape(2, 8, 1), workers=2)
     next(source)

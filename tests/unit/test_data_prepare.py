@@ -8,15 +8,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from preheat.core import Shape
 from preheat.data import Rows, baselines, batches, prepare, sources
 from preheat.data.cache import read_entry
-from preheat.data.examples import Document
-from preheat.data.files import CUT_AT_ANY_LINE, read_file
+from preheat.data.document import Document
+from preheat.data.rows.file_readers import CUT_AT_ANY_LINE, read_file
 from preheat.data.sources import open_source
 from preheat.data.tokenizer import Encoder, load_tokenizer, train_tokenizer
 from preheat.errors import DataError, RecipeError
 from preheat.recipe import Data, parse
-from preheat.technique import Shape
 
 LINES = [f"line {n}: the {'quick brown fox ' * (n % 5)}jumps over {n * n}" for n in range(120)]
 

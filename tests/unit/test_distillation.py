@@ -11,19 +11,19 @@ import torch
 from torch.nn import functional
 
 from preheat import recipe as recipes
-from preheat.data.kept import KeptRows
+from preheat.core import Batch
 from preheat.data.packing import Rows, Tokens
+from preheat.data.row_cache import KeptRows
 from preheat.data.tokenizer import load_tokenizer, unlike, unlike_folders
 from preheat.engine import checkpoint
-from preheat.engine.build import build
+from preheat.engine.builder import build
 from preheat.engine.evaluate import measure
 from preheat.engine.step import gradients, update
 from preheat.errors import RecipeError, RunError
-from preheat.models.teachers import spread
-from preheat.ops.distill import Distilled, TeacherHead, divergence, likeliest
-from preheat.ops.losses import chunked_logits, whole_logits
-from preheat.planning.observe import observe
-from preheat.technique import Batch
+from preheat.models.distillation.teacher import spread
+from preheat.ops.losses.cross_entropy import chunked_logits, whole_logits
+from preheat.ops.losses.distillation import Distilled, TeacherHead, divergence, likeliest
+from preheat.planning.dry_run import observe
 
 from ..conftest import DEVICE, difference, split, tiny, uneven
 from ..contract.settings import teacher
@@ -65,7 +65,7 @@ def slow_divergence(student: torch.Tensor, teacher: torch.Tensor, direction: str
 def test_the_loss_and_its_gradient_in_chunks_are_those_of_the_formula(
     direction: Any, temperature: float, mixture: float, top: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("preheat.ops.distill._BLOCK", 40 * 3)  # a chunk of 7 rows in blocks of 3
+    monkeypatch.setattr("preheat.ops.losses.distillation._BLOCK", 40 * 3)  # a chunk of 7 rows in blocks of 3
     torch.manual_seed(0)
     hidden, head = torch.randn(2, 9, 8, requires_grad=True), torch.nn.Linear(8, 40, bias=False)
     theirs, over = torch.randn(2, 9, 6), torch.randn(43, 6)
@@ -125,7 +125,7 @@ def documents(batch: Batch) -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 def slow(b: Any, batch: Batch, *, direction: str, temperature: float, mixture: float) -> float:
     """The loss of a batch by transformers' own eager attention, each document alone; the mean."""
-    from preheat.models.adapter import plain_logits
+    from preheat.models.hf import plain_logits
 
     (student,), (other,), total = b.parts["trained"], b.parts["teacher"], 0.0
     for tokens, labels in documents(batch):

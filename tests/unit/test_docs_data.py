@@ -8,10 +8,10 @@ from pathlib import Path
 
 import yaml
 
-from preheat.data.layout_fields import LAYOUTS
-from preheat.data.layouts import layout_of
+from preheat.data.chat.template import Template
 from preheat.data.preflight import CHECKS
-from preheat.data.templates import Template
+from preheat.data.rows.formats import layout_of
+from preheat.data.rows.schemas import LAYOUTS
 from preheat.evaluation.tasks import built_in, load_task
 from preheat.recipe import Data, parse
 

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from preheat.engine.build import build, context_of
+from preheat.engine.builder import build, context_of
 from preheat.engine.step import gradients
 from preheat.hardware import probe
-from preheat.models import adapter
+from preheat.models import hf
 from preheat.techniques.dynamic_batch import DynamicBatch, MicroBatch, foreseen, regrouped, sizes
 
 from ..conftest import DEVICE, difference, split, tiny, uneven
@@ -66,7 +66,7 @@ def test_sizes_grow_while_they_fit_halve_when_short_and_then_stay() -> None:
 
 def test_auto_starts_at_the_most_that_is_predicted_to_fit() -> None:
     recipe = tiny("{dynamic_batch: {target: 0.5}}", rows=16)
-    context = context_of(recipe, adapter.configure(recipe, 96), DEVICE)
+    context = context_of(recipe, hf.configure(recipe, 96), DEVICE)
     asked = []
 
     def plan(other: Any) -> dict[str, float]:

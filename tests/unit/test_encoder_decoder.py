@@ -11,12 +11,12 @@ import pytest
 import torch
 import transformers
 
-from preheat.engine.build import build
+from preheat.core import Batch, MaskSpec, registry
+from preheat.engine.builder import build
 from preheat.engine.step import gradients, update
 from preheat.errors import DataError, RecipeError
 from preheat.models.encoder_decoder import divided
 from preheat.recipe import Recipe, parse
-from preheat.technique import Batch, MaskSpec, registry
 
 from ..conftest import DEVICE, difference
 

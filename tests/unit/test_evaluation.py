@@ -18,18 +18,18 @@ import torch
 
 from preheat.data import Rows, evaluation_batches, prepare
 from preheat.data.tokenizer import load_tokenizer, train_tokenizer
-from preheat.engine.build import build
+from preheat.engine.builder import build
 from preheat.engine.evaluate import evaluate
 from preheat.errors import DataError, PreheatError, RecipeError
 from preheat.evaluation import bootstrap, metrics
-from preheat.evaluation.measure import measure_task
+from preheat.evaluation.perplexity import bytes_of_tokens, measure_text
 from preheat.evaluation.prompts import items_of
 from preheat.evaluation.results import compared, described, kept, read_kept
-from preheat.evaluation.rows import read_rows
+from preheat.evaluation.run_task import measure_task
 from preheat.evaluation.scoring import CLASSES, Scorer
+from preheat.evaluation.task_rows import read_rows
 from preheat.evaluation.tasks import Task, built_in, find_tasks, load_task
-from preheat.evaluation.texts import bytes_of_tokens, measure_text
-from preheat.models.adapter import plain_logits
+from preheat.models.hf import plain_logits
 from preheat.recipe import Data, parse
 
 from ..conftest import DEVICE
@@ -499,8 +499,8 @@ def test_accuracy_is_that_of_lm_eval_on_the_same_rows(
     from lm_eval.tasks import TaskManager
     from transformers import AutoModelForCausalLM
 
-    from preheat.evaluation.harness import measure_by_harness
-    from preheat.training.opened import open_model
+    from preheat.evaluation.lm_eval import measure_by_harness
+    from preheat.inference.load import open_model
 
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     folder, file = data_folder / "stories260K-hf", data_folder / "eval/arc_easy.jsonl"
@@ -540,7 +540,7 @@ def test_accuracy_is_that_of_lm_eval_on_the_same_rows(
     ids=["aliases", "itself", "deep", "cut", "no name"],
 )  # fmt: skip
 def test_a_task_of_lm_eval_that_is_no_task_is_one_line(text: str, words: str, tmp_path: Path) -> None:
-    from preheat.evaluation.harness import _task_of
+    from preheat.evaluation.lm_eval import _task_of
 
     (tmp_path / "t.yaml").write_text(text)
     with pytest.raises(RecipeError, match=words) as told:
@@ -554,7 +554,7 @@ def test_a_task_of_lm_eval_that_is_no_task_is_one_line(text: str, words: str, tm
 def test_lm_eval_that_is_not_installed_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     import sys
 
-    from preheat.evaluation.harness import require_harness
+    from preheat.evaluation.lm_eval import require_harness
 
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     with pytest.raises(RecipeError, match=r"pip install 'preheat\[lm-eval\]'"):

@@ -17,15 +17,15 @@ import pytest
 import torch
 
 from preheat import recipe as recipes
-from preheat.engine.balance import balance_part
-from preheat.engine.build import build
+from preheat.core import Batch, Build, MaskSpec
+from preheat.engine.builder import build
+from preheat.engine.moe_aux_loss import balance_part
 from preheat.engine.step import gradients, update
 from preheat.errors import RecipeError
-from preheat.models.experts import biases, routers
-from preheat.ops.experts import _multiply, _multiply_blocks, _outer, _outer_blocks, compute_experts, grouped_linear
-from preheat.ops.optimizers import Adafactor
-from preheat.planning.observe import observe
-from preheat.technique import Batch, Build, MaskSpec
+from preheat.models.moe import biases, routers
+from preheat.ops.grouped_mm import _multiply, _multiply_blocks, _outer, _outer_blocks, compute_experts, grouped_linear
+from preheat.ops.optim.optimizers import Adafactor
+from preheat.planning.dry_run import observe
 
 from ..conftest import DEVICE, difference, split, tiny, uneven
 from ..contract.waits import waits_of
@@ -152,7 +152,7 @@ def test_the_pass_that_counts_routes_as_the_one_that_trains() -> None:
     torch.manual_seed(0)
     with pytest.MonkeyPatch.context() as patch:  # the same step with the probabilities written down, by what was trained on
         held = []
-        patch.setattr("preheat.engine.balance.balance_part", lambda c, s, k: held.append((c, s)) or balance_part(c, s, k))
+        patch.setattr("preheat.engine.moe_aux_loss.balance_part", lambda c, s, k: held.append((c, s)) or balance_part(c, s, k))
         gradients(b, split(uneven(), [2, 2]), 0.01)
         sums = sum(s.detach() for _, s in held)
         assert all(torch.equal(c, counts) for c, _ in held)
@@ -228,7 +228,7 @@ def test_rows_that_are_filled_up_change_nothing() -> None:
     found = []
     for stepped in (False, True):
         sizes: list[tuple[int, ...]] = []
-        with torch.autocast("cpu", torch.bfloat16), patch("preheat.ops.experts._multiply", _noting(sizes)):
+        with torch.autocast("cpu", torch.bfloat16), patch("preheat.ops.grouped_mm._multiply", _noting(sizes)):
             out = compute_experts(experts, hidden, chosen, weights, stepped=stepped)
         found.append([out, *torch.autograd.grad(out.square().sum(), inputs)])
         assert all(n % 16 == 0 for counts in sizes for n in counts) == stepped
@@ -337,9 +337,9 @@ def test_a_copy_of_a_model_routes_by_its_own_weights() -> None:
 def test_adapters_on_experts_begin_as_the_base_and_are_those_of_peft(tmp_path: Path) -> None:
     """The loss and gradients of the pairs are those of the matrices that they stand for; merged, the logits stay."""
     from preheat.engine.evaluate import evaluate
-    from preheat.models import adapter
-    from preheat.ops.adapters import merge, without
-    from preheat.ops.expert_adapters import adapted_experts
+    from preheat.models import hf
+    from preheat.ops.adapters.moe_lora import adapted_experts
+    from preheat.ops.adapters.peft_layers import merge, without
 
     settings = "{targets: [q_proj, v_proj], rank: 4, expert_rank: 4, alpha: 8}"
     plain, b = made("qwen3_moe", strong=False), made("qwen3_moe", f"{{lora: {settings}}}", strong=False)
@@ -356,14 +356,14 @@ def test_adapters_on_experts_begin_as_the_base_and_are_those_of_peft(tmp_path: P
     loss, ours, _ = grads(b, [batch])
     with without(model):
         assert evaluate(b, [batch])[0] == pytest.approx(evaluate(plain, [batch])[0], abs=1e-6)
-    before = adapter.plain_logits(model, batch.tokens)
+    before = hf.plain_logits(model, batch.tokens)
     # The same with the sum of each expert's matrix and its addition written out, for the gradients.
     kept = {n: p for n, p in model.named_parameters() if ".experts." in n}
     assert len(adapted_experts(model)) == 3
     whole = copy.deepcopy(model)
     assert merge(whole) == 3 * 2 + 3
     assert not adapted_experts(whole)
-    after = adapter.plain_logits(whole, batch.tokens)
+    after = hf.plain_logits(whole, batch.tokens)
     assert float((after - before).norm() / before.norm()) < 1e-5
     plain.trained[0].load_state_dict(whole.state_dict())
     again, full, _ = grads(plain, [batch])

@@ -13,19 +13,19 @@ import torch
 import transformers
 
 from preheat import recipe as recipes
-from preheat.compress.ends import end_texts, require_same_tokens
 from preheat.compress.export import huggingface
 from preheat.compress.export import peft as peft_export
+from preheat.compress.special_tokens import end_texts, require_same_tokens
+from preheat.core import Build
 from preheat.data.tokenizer import load_tokenizer, train_tokenizer
 from preheat.engine import checkpoint
-from preheat.engine.build import build
+from preheat.engine.builder import build
 from preheat.engine.step import gradients, update
 from preheat.errors import DataError, PreheatError, RecipeError, RunError
-from preheat.models.adapter import plain_logits
-from preheat.ops import nf4
-from preheat.run import Writer
-from preheat.technique import Build
-from preheat.training.opened import open_model
+from preheat.inference.load import open_model
+from preheat.models.hf import plain_logits
+from preheat.ops.quantization import nf4
+from preheat.run_dir import Writer
 from preheat.training.session import vocabulary_of
 
 from ..conftest import DEVICE, uneven

@@ -17,13 +17,13 @@ import pytest
 import torch
 import transformers
 
-from preheat.compress.export import aoti, gguf, gguf_reading, gguf_vocabulary, onnx, shared, torchchat, traced
-from preheat.compress.export.bare_jinja import bare
-from preheat.data.formats import FORMATS
-from preheat.data.templates import Template
+from preheat.compress.export import aoti, gguf, gguf_reader, gguf_tokenizer, onnx, torchchat, trace, verify
+from preheat.compress.export.plain_jinja import bare
+from preheat.data.chat.builtin_templates import FORMATS
+from preheat.data.chat.template import Template
 from preheat.data.tokenizer import train_tokenizer
 from preheat.errors import RunError
-from preheat.models.adapter import plain_logits
+from preheat.models.hf import plain_logits
 
 from .chats import KINDS, TALKS
 
@@ -89,7 +89,7 @@ def test_figures_of_a_comparison() -> None:
     first[0][..., 1] = 2.0  # the most likely token is 1 everywhere in the first row, 0 (the first of equals) in the second
     second = [row.clone() for row in first]
     second[0][0, 3, 4] = 4.0  # so at one position of six it becomes 4
-    found = shared.compare(first, second, tokens)
+    found = verify.compare(first, second, tokens)
     assert (found.largest, found.scale, found.tokens) == (4.0, 2.0, 6)
     assert found.mean == pytest.approx(4 / 30)
     assert found.agreement == pytest.approx(5 / 6)
@@ -97,31 +97,31 @@ def test_figures_of_a_comparison() -> None:
     assert found.perplexity is not None
     assert found.perplexity[0] == pytest.approx(math.exp((3 * total - 2 + math.log(5)) / 4))
     assert found.perplexity[1] == pytest.approx(found.perplexity[0]), "the last position has no next token"
-    assert shared.compare(first, [row[..., :3] for row in first]).largest == 0, "a vocabulary's padding is left out"
+    assert verify.compare(first, [row[..., :3] for row in first]).largest == 0, "a vocabulary's padding is left out"
 
 
 @pytest.mark.parametrize(
     ("bound", "words"),
     [
-        (shared.Bound(1.9), "by up to 4 .* more than the 1.9 of it"),
-        (shared.Bound(2.1, mean=0.06), "by 0.13 in the mean"),
-        (shared.Bound(2.1, agreement=0.9), r"83.3% of positions .* less than the 90%"),
-        (shared.Bound(2.1, perplexity=0.05), "perplexity goes from 10 to 11"),
-        (shared.Bound(2.1, 0.07, 0.8, 0.2), ""),
+        (verify.Bound(1.9), "by up to 4 .* more than the 1.9 of it"),
+        (verify.Bound(2.1, mean=0.06), "by 0.13 in the mean"),
+        (verify.Bound(2.1, agreement=0.9), r"83.3% of positions .* less than the 90%"),
+        (verify.Bound(2.1, perplexity=0.05), "perplexity goes from 10 to 11"),
+        (verify.Bound(2.1, 0.07, 0.8, 0.2), ""),
     ],
 )
-def test_each_part_of_a_bound_is_held(bound: shared.Bound, words: str) -> None:
-    found = shared.Difference(largest=4.0, scale=2.0, tokens=6, mean=4 / 30, agreement=5 / 6, perplexity=(10.0, 11.0))
+def test_each_part_of_a_bound_is_held(bound: verify.Bound, words: str) -> None:
+    found = verify.Difference(largest=4.0, scale=2.0, tokens=6, mean=4 / 30, agreement=5 / 6, perplexity=(10.0, 11.0))
     if not words:
-        shared.refuse_beyond(found, bound, "out", "hint")
+        verify.refuse_beyond(found, bound, "out", "hint")
         return
     with pytest.raises(RunError, match=f"out: its logits differ .*{words}.*nothing was written; hint"):
-        shared.refuse_beyond(found, bound, "out", "hint")
+        verify.refuse_beyond(found, bound, "out", "hint")
 
 
 def test_no_number_is_beyond_every_bound() -> None:
-    nan = shared.Difference(float("nan"), 2.0, 6, float("nan"), 0.0, (10.0, float("nan")))
-    assert nan.beyond(shared.Bound(math.inf))
+    nan = verify.Difference(float("nan"), 2.0, 6, float("nan"), 0.0, (10.0, float("nan")))
+    assert nan.beyond(verify.Bound(math.inf))
 
 
 # --- GGUF -------------------------------------------------------------------------------------------------------------
@@ -137,7 +137,7 @@ def test_a_gguf_file_read_back_gives_the_same_logits(tokenizer: Any, tmp_path: P
     made = gguf.write(source, tmp_path / "out", dtype="f32")
     assert made["max_logit_difference"] < 1e-5 * made["largest_logit"]
     assert made["top1_agreement"] > 0.99
-    model, again = gguf_reading.load(tmp_path / "out" / made["file"])
+    model, again = gguf_reader.load(tmp_path / "out" / made["file"])
     plain: Any = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
     tokens = torch.arange(40)[None] * 7 % VOCABULARY
     assert float((plain_logits(model, tokens) - plain_logits(plain, tokens)).abs().max()) < 1e-4
@@ -182,7 +182,7 @@ def test_a_really_pretrained_model_in_each_type(
     weights = transformers.AutoModelForCausalLM.from_pretrained(
         data_folder / "stories260K-hf", dtype=torch.float32
     ).state_dict()
-    again, _ = gguf_reading.load(file)
+    again, _ = gguf_reader.load(file)
     steps = {
         "f16": 2**-11,
         "bf16": 2**-8,
@@ -201,12 +201,12 @@ def test_real_tokenizers_cut_real_text_the_same_from_the_file(data_folder: Path,
 
     wanted = transformers.AutoTokenizer.from_pretrained(data_folder / "tokenizers" / name)
     writer = GGUFWriter(tmp_path / "model.gguf", "llama")
-    gguf_vocabulary.add_vocabulary(writer, wanted, len(wanted) + 3, [wanted.eos_token_id])
+    gguf_tokenizer.add_vocabulary(writer, wanted, len(wanted) + 3, [wanted.eos_token_id])
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
     writer.close()
-    found = gguf_reading.tokenizer_of(tmp_path / "model.gguf")
+    found = gguf_reader.tokenizer_of(tmp_path / "model.gguf")
     text = (data_folder / "text/war_and_peace.txt").read_text(encoding="utf-8")[200_000:215_000]
     assert found.encode(text) == wanted.encode(text)
     assert found.decode(found.encode(text), skip_special_tokens=True).strip() == text.strip()
@@ -216,7 +216,7 @@ def test_real_tokenizers_cut_real_text_the_same_from_the_file(data_folder: Path,
 def test_scores_are_in_the_order_of_sentencepieces_own(data_folder: Path) -> None:
     told = json.loads((data_folder / "tokenizers/llama2/tokenizer.json").read_text(encoding="utf-8"))["model"]
     pieces = sorted(told["vocab"], key=told["vocab"].__getitem__)
-    own = np.array(gguf_vocabulary.scores_of(pieces, told["merges"], [True] * len(pieces)))
+    own = np.array(gguf_tokenizer.scores_of(pieces, told["merges"], [True] * len(pieces)))
     data = (data_folder / "tokenizers/llama2/tokenizer.bin").read_bytes()  # longest piece, then of each: score, bytes, text
     real, at = [], 4
     for _ in pieces:
@@ -289,8 +289,8 @@ def test_onnx_runtime_gives_the_same_logits_alone_and_in_a_padded_batch_and_near
     assert float((wanted - torch.from_numpy(both[:1])).abs().max()) < 1e-3
 
     onnx.quantize(tmp_path / "out/model.onnx")
-    assert shared.size(tmp_path / "out", "model.onnx") < 0.6 * made["bytes"], "the data beside it is gone, too"
-    found = shared.compare([wanted], onnx.replay(tmp_path / "out/model.onnx", [torch.from_numpy(ids[:1])]))
+    assert verify.size(tmp_path / "out", "model.onnx") < 0.6 * made["bytes"], "the data beside it is gone, too"
+    found = verify.compare([wanted], onnx.replay(tmp_path / "out/model.onnx", [torch.from_numpy(ids[:1])]))
     assert 0 < found.largest < 0.4 * found.scale
     assert 32 < largest_code(tmp_path / "out/model.onnx") <= 64
 
@@ -312,7 +312,7 @@ class Unsupported(torch.nn.Module):
 
 def test_an_operator_without_a_form_in_onnx_is_named(tmp_path: Path) -> None:
     with pytest.raises(RunError, match=r"--to onnx: the operator aten._?linalg_eig\w+ has no form there; use --to aoti"):
-        traced.to_onnx(traced.trace(Unsupported(), 16), tmp_path / "model.onnx", ("input_ids", "attention_mask"))
+        trace.to_onnx(trace.trace(Unsupported(), 16), tmp_path / "model.onnx", ("input_ids", "attention_mask"))
 
 
 # --- AOTInductor, ExecuTorch ------------------------------------------------------------------------------------------
@@ -338,7 +338,7 @@ def test_without_a_compiler_nothing_is_compiled(tmp_path: Path, monkeypatch: pyt
 def test_a_traced_model_takes_any_batch_and_length(tokenizer: Any, tmp_path: Path) -> None:
     source = folder_of("qwen2", tokenizer, tmp_path / "model")
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
-    module: Any = traced.trace(traced.Logits(model), 128).module()
+    module: Any = trace.trace(trace.Logits(model), 128).module()
     for shape in ((1, 1), (1, 77), (3, 128)):
         ids = torch.arange(shape[0] * shape[1]).reshape(shape) % VOCABULARY
         with torch.no_grad():

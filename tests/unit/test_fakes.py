@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from preheat.planning import crew, fakes, recall, recorder
-from preheat.planning.observe import observe
+from preheat.core import Device
+from preheat.planning import dispatch_recorder, fake_tensor_cache, observation_cache, worker_pool
+from preheat.planning.dry_run import observe
 from preheat.recipe import override
-from preheat.technique import Device
 
 from ..conftest import DEVICE, tiny
 
@@ -52,14 +52,14 @@ class _Through(torch.utils._python_dispatch.TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if self.remembered and "prim" not in str(func):
-            return fakes.call(func, args, kwargs, list(fakes.tensors((args, kwargs))))
+            return fake_tensor_cache.call(func, args, kwargs, list(fake_tensor_cache.tensors((args, kwargs))))
         return func(*args, **kwargs)
 
 
 def _described(name: str, remembered: bool) -> Any:
     with FakeTensorMode(), _Through(remembered):
         made = torch.empty(4, 6)
-        out = list(fakes.tensors(OPERATIONS[name](made)))
+        out = list(fake_tensor_cache.tensors(OPERATIONS[name](made)))
         mine = made.untyped_storage()
         return [
             (t.shape, t.stride(), t.storage_offset(), t.dtype, t.device, t.requires_grad) if t is not made else "itself"
@@ -82,10 +82,10 @@ def test_what_is_remembered_is_what_torch_makes(name: str) -> None:
     ],
 )
 def test_a_dry_run_from_memory_sees_the_same(techniques: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    fakes._made.clear()
+    fake_tensor_cache._made.clear()
     seen = [observe(tiny(techniques), vocabulary=96, device=DEVICE) for _ in range(2)]
-    assert len(fakes._made) > 50
-    monkeypatch.setattr(recorder, "call", lambda func, args, kwargs, inputs: func(*args, **kwargs))
+    assert len(fake_tensor_cache._made) > 50
+    monkeypatch.setattr(dispatch_recorder, "call", lambda func, args, kwargs, inputs: func(*args, **kwargs))
     slow = observe(tiny(techniques), vocabulary=96, device=DEVICE)
     gc.collect()  # of the models that were observed, now or at any time before
     for quick in seen:
@@ -95,11 +95,11 @@ def test_a_dry_run_from_memory_sees_the_same(techniques: str, monkeypatch: pytes
 def test_no_process_is_copied_once_cuda_is_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(os, "fork", lambda: pytest.fail("copied"))
-    assert crew.processes() == 1
-    with crew.crew(recall.observe_for_others, 2):
-        assert crew.alone()
+    assert worker_pool.processes() == 1
+    with worker_pool.crew(observation_cache.observe_for_others, 2):
+        assert worker_pool.alone()
         done: list[Any] = []
-        crew.share([{"n": 1}, {"n": 2}], done.append)
+        worker_pool.share([{"n": 1}, {"n": 2}], done.append)
         assert len(done) == 2
 
 
@@ -112,11 +112,11 @@ def test_what_fails_in_a_helper_is_told_and_done_again(
     def broken(**_: Any) -> None:
         assert os.getpid() == here, "not in a copy"
 
-    monkeypatch.setattr(recall, "recall", broken)
+    monkeypatch.setattr(observation_cache, "recall", broken)
     done: list[int] = []
-    with caplog.at_level("DEBUG", logger="preheat"), crew.crew(recall.observe_for_others, 2):
-        crew.share([{"n": n} for n in range(3)], lambda task: done.append(task["n"]))
-        assert crew.alone(), "one that failed is asked no more"
+    with caplog.at_level("DEBUG", logger="preheat"), worker_pool.crew(observation_cache.observe_for_others, 2):
+        worker_pool.share([{"n": n} for n in range(3)], lambda task: done.append(task["n"]))
+        assert worker_pool.alone(), "one that failed is asked no more"
     assert sorted(done) == [0, 1, 2]
     assert "AssertionError('not in a copy" in caplog.text
 
@@ -143,21 +143,21 @@ def test_a_crew_observes_what_one_process_does(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setenv("PREHEAT_CACHE", str(tmp_path))
     recipes = [override(tiny(), f"batch.size={rows}") for rows in (1, 2, 3, 4)]
     how: dict[str, Any] = {"vocabulary": 96, "device": DEVICE, "world": 1, "how": "step"}
-    with crew.crew(recall.observe_for_others, 2):
-        [helper] = crew._helpers
+    with worker_pool.crew(observation_cache.observe_for_others, 2):
+        [helper] = worker_pool._helpers
         here: list[int] = []
         tasks = [{"recipe": recipe, **how} for recipe in recipes]
-        crew.share(tasks, lambda task: here.append(task["recipe"].batch.size))
+        worker_pool.share(tasks, lambda task: here.append(task["recipe"].batch.size))
         assert len(here) < 4, "one process did all of it"
         there = {1, 2, 3, 4} - set(here)
-        recall.forget()
+        observation_cache.forget()
         for rows in there:
-            assert recall.known(recipes[rows - 1], **how)
-            found = recall.recall(recipes[rows - 1], **how)
+            assert observation_cache.known(recipes[rows - 1], **how)
+            found = observation_cache.recall(recipes[rows - 1], **how)
             seen = observe(recipes[rows - 1], vocabulary=96, device=DEVICE, world=1, evaluated=False)
             assert (found.kernels, found.peak, found.passing) == (seen.kernels, seen.peak, seen.passing)
         os.kill(helper.process, signal.SIGSTOP)  # it hears nothing, and ends with what it was given
         threading.Timer(1.0, os.kill, (helper.process, signal.SIGKILL)).start()
-        recall.together({"recipe": override(tiny(), f"batch.size={rows}"), **how} for rows in (5, 6))
-        assert recall.known(override(tiny(), "batch.size=6"), **how), "left undone when a process ended"
-    assert not crew._helpers
+        observation_cache.together({"recipe": override(tiny(), f"batch.size={rows}"), **how} for rows in (5, 6))
+        assert observation_cache.known(override(tiny(), "batch.size=6"), **how), "left undone when a process ended"
+    assert not worker_pool._helpers

@@ -10,15 +10,15 @@ import torch
 import transformers
 from torch.nn import functional
 
-from preheat.engine.build import build
+from preheat.core import MaskSpec
+from preheat.engine.builder import build
 from preheat.engine.step import gradients, update
 from preheat.errors import RecipeError
-from preheat.models import adapter
-from preheat.ops.adapters import merge
-from preheat.ops.attention import reference_attention
-from preheat.ops.losses import CrossEntropy, RegularizedCrossEntropy, Softcapped
+from preheat.models import hf
+from preheat.ops.adapters.peft_layers import merge
+from preheat.ops.attention.sdpa import reference_attention
+from preheat.ops.losses.cross_entropy import CrossEntropy, RegularizedCrossEntropy, Softcapped
 from preheat.recipe import Recipe, parse
-from preheat.technique import MaskSpec
 
 from ..conftest import DEVICE, difference, uneven
 from ..contract.waits import waits_of
@@ -156,14 +156,14 @@ def test_long_positions_take_the_long_factors_as_in_transformers(tmp_path: Path)
     for length in (16, 17):  # the last that is near, the first that is far
         tokens, places = torch.arange(length)[None] + 3, torch.arange(length)[None]
         with torch.no_grad():
-            states = adapter.hidden_states(made, tokens, places, MaskSpec(), reference_attention)
-            ours, theirs = adapter.logits(made, states), plain(input_ids=tokens, use_cache=False).logits
+            states = hf.hidden_states(made, tokens, places, MaskSpec(), reference_attention)
+            ours, theirs = hf.logits(made, states), plain(input_ids=tokens, use_cache=False).logits
         assert float((ours - theirs).norm() / theirs.norm()) < 1e-6
 
 
 def test_a_head_with_a_bias_is_refused() -> None:
     with pytest.raises(RecipeError, match="the head of PhiForCausalLM has a bias"):
-        adapter.build_on_meta(transformers.PhiConfig(**TINY, num_hidden_layers=2))
+        hf.build_on_meta(transformers.PhiConfig(**TINY, num_hidden_layers=2))
 
 
 def test_kernels_that_would_leave_out_a_softcap_are_refused(tmp_path: Path) -> None:
@@ -201,11 +201,11 @@ def test_adapters_train_and_the_exported_folder_is_the_trained_model(family: str
         update(made, 0.01)
     assert last < first
     tokens = torch.arange(3, 35)[None]
-    before = adapter.plain_logits(model, tokens)
+    before = hf.plain_logits(model, tokens)
     assert merge(model) > 0
     model.set_attn_implementation("eager")
     model.save_pretrained(tmp_path / "out")
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
-    assert float((adapter.plain_logits(again, tokens) - before).norm() / before.norm()) < 1e-5
+    assert float((hf.plain_logits(again, tokens) - before).norm() / before.norm()) < 1e-5
     ours: Any = build(_recipe(tmp_path / "out", "{}"), vocabulary=96, device=DEVICE).trained[0]
-    assert torch.equal(adapter.plain_logits(ours, tokens), adapter.plain_logits(again, tokens))
+    assert torch.equal(hf.plain_logits(ours, tokens), hf.plain_logits(again, tokens))

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from preheat.errors import RunError
-from preheat.ops import few_rows
-from preheat.ops.quantized_linear import Int4Linear, Int8Linear
+from preheat.ops.quantization import cpu_gemv
+from preheat.ops.quantization.linear import Int4Linear, Int8Linear
 
 pytestmark = pytest.mark.skipif(
     torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"), reason="the kernels are of AVX2, which this CPU has not"
@@ -29,8 +29,8 @@ def maps(inputs: int, outputs: int) -> dict[str, Any]:
 
 def product(made: Any, x: Tensor) -> Tensor:
     if isinstance(made, Int8Linear):
-        return few_rows.eight_bits(x, made.codes, made.scales)
-    return few_rows.four_bits(x, made.codes, made.scales, made.zeros)
+        return cpu_gemv.eight_bits(x, made.codes, made.scales)
+    return cpu_gemv.four_bits(x, made.codes, made.scales, made.zeros)
 
 
 @pytest.mark.parametrize("kind", ["int8", "int4", "int4, zeros"])
@@ -62,11 +62,11 @@ def test_rows_alone_and_together_are_the_same_and_those_that_are_not_finite_stay
 
 
 def test_tracers_are_sent_to_operators(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(few_rows, "_avx2_alone", lambda: True)
+    monkeypatch.setattr(cpu_gemv, "_avx2_alone", lambda: True)
     made, x = maps(96, 48)["int8"], torch.randn(2, 96).bfloat16()
     program = torch.export.export(made, (x,))
     assert any("_weight_int8pack_mm" in str(node.target) for node in program.graph.nodes)
-    assert torch.equal(made(x), few_rows.eight_bits(x, made.codes, made.scales))  # and who runs it is not
+    assert torch.equal(made(x), cpu_gemv.eight_bits(x, made.codes, made.scales))  # and who runs it is not
     assert torch.allclose(program.module()(x).float(), made(x).float(), rtol=2e-2, atol=2e-3)
 
 
@@ -74,16 +74,16 @@ def test_without_a_compiler_it_is_told_and_aten_computes(monkeypatch: pytest.Mon
     def none(*_: object, **__: object) -> None:
         raise RunError("no C++ compiler was found")
 
-    monkeypatch.setattr("preheat.hardware.native.library", none)
-    monkeypatch.setattr(few_rows, "_avx2_alone", lambda: True)
-    few_rows._made.cache_clear()
+    monkeypatch.setattr("preheat.hardware.cpp_build.library", none)
+    monkeypatch.setattr(cpu_gemv, "_avx2_alone", lambda: True)
+    cpu_gemv._made.cache_clear()
     with pytest.warns(UserWarning, match="two to three times the time: no C"):
-        assert few_rows._made() is None
-    assert not few_rows.of_use()
+        assert cpu_gemv._made() is None
+    assert not cpu_gemv.of_use()
     made, x = maps(96, 48)["int4"], torch.randn(1, 96).bfloat16()
     wanted = x.double() @ made.weight.double().T
     assert float((made(x).double() - wanted).norm() / wanted.norm()) < 5e-3
-    few_rows._made.cache_clear()
+    cpu_gemv._made.cache_clear()
 
 
 @pytest.mark.parametrize("kind", ["int8", "int4", "int4, zeros"])

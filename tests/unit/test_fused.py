@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from preheat.engine.build import build
-from preheat.ops import fused
-from preheat.ops.fused import gated_silu, rms_norm
+from preheat.engine.builder import build
+from preheat.ops import fused_norm_gate
+from preheat.ops.fused_norm_gate import gated_silu, rms_norm
 
 from ..conftest import DEVICE, difference, tiny, uneven
 
@@ -21,7 +21,7 @@ def plain_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tenso
 def test_the_norm_and_its_gradients_are_the_formula_s(
     dtype: torch.dtype, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fused, "_CHUNK", 24 * 4)  # several pieces, the last one shorter
+    monkeypatch.setattr(fused_norm_gate, "_CHUNK", 24 * 4)  # several pieces, the last one shorter
     x, grad = torch.randn(shape).to(dtype), torch.randn(shape).to(dtype)
     weight = torch.rand(24).add(0.5).to(dtype)
     found = []

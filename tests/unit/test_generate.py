@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from preheat.engine.build import build
-from preheat.models.generate import Kept, generate, patterned
+from preheat.engine.builder import build
+from preheat.inference.load import Opened, open_model
+from preheat.models.generation.generate import Kept, generate, patterned
 from preheat.recipe import Recipe, Sample, parse
-from preheat.training.opened import Opened, open_model
 from tests.conftest import DEVICE
 
 BEGIN = "Once upon a time, there was a little girl named Lily"
@@ -86,7 +86,7 @@ def test_told_text_is_the_whole_text_and_never_taken_back(stories: Opened) -> No
 
 def test_characters_of_several_tokens_are_told_whole(stories: Opened) -> None:
     """The model's 512 pieces spell most characters byte by byte: told text holds no half of one."""
-    from preheat.models.text import GrowingText
+    from preheat.models.generation.detokenizer import GrowingText
 
     said: list[str] = []
 
@@ -196,9 +196,9 @@ def _model(techniques: str, more: str = "") -> Recipe:
 )
 def test_every_build_writes_what_its_own_logits_say(stories: Opened, techniques: str) -> None:
     """Each token is the likeliest by the build's own pass over the whole text."""
-    from preheat.models import adapter
-    from preheat.ops.attention import reference_attention
-    from preheat.technique import MaskSpec
+    from preheat.core import MaskSpec
+    from preheat.models import hf
+    from preheat.ops.attention.sdpa import reference_attention
 
     made = build(_model(techniques), vocabulary=512, device=DEVICE)
     model: Any = made.trained[0]
@@ -208,8 +208,8 @@ def test_every_build_writes_what_its_own_logits_say(stories: Opened, techniques:
     for prompt, text in zip(prompts, generate(model, stories.tokenizer, prompts, Sample(tokens=6)), strict=True):
         whole = torch.tensor([[*prompt, *text.tokens]])
         with torch.no_grad():
-            hidden = adapter.hidden_states(model, whole, torch.arange(whole.shape[1])[None], MaskSpec(), reference_attention)
-            logits = adapter.head(model)(hidden)[0, len(prompt) - 1 : -1].float()
+            hidden = hf.hidden_states(model, whole, torch.arange(whole.shape[1])[None], MaskSpec(), reference_attention)
+            logits = hf.head(model)(hidden)[0, len(prompt) - 1 : -1].float()
         chosen = logits.gather(1, torch.tensor(text.tokens)[:, None])[:, 0]
         assert (logits.max(-1).values - chosen < 1e-4 + 0.02 * ("bf16" in techniques) * logits.abs().max()).all()
     assert patterned(model) == ("window" in techniques)
@@ -221,7 +221,7 @@ def test_told_pieces_join_to_what_the_tokenizer_decodes(data_folder: Path, name:
     """Leading spaces, line ends, characters of several tokens: whatever the decoder, after whatever prompt."""
     from transformers import AutoTokenizer
 
-    from preheat.models.text import GrowingText
+    from preheat.models.generation.detokenizer import GrowingText
 
     tokenizer = AutoTokenizer.from_pretrained(data_folder / name, local_files_only=True)
     text = "Once upon  a time,\n\n\tHéllo 日本語 🙂 — it's done. def f(x):\n    return x\n"

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
+from preheat.core import Device
 from preheat.hardware import gpu_memory, probe
 from preheat.hardware.gpu_memory import CONTEXT, limit_memory, memory_peak, taken_bytes
 from preheat.hardware.probe import begin_peak
-from preheat.report.page import _memory_of_gpu
-from preheat.run import expected_memory
-from preheat.technique import Device
+from preheat.report.run_page import _memory_of_gpu
+from preheat.run_dir import expected_memory
 from preheat.training.session import in_use, settle
 
 GIB = 2**30

@@ -17,13 +17,14 @@ from unittest.mock import Mock
 import pytest
 import torch
 
+from preheat.core import Device
 from preheat.errors import RecipeError, RunError
 from preheat.hardware import probe as probing
 from preheat.hardware import segments
-from preheat.hardware.calibrate import FULL, GPU, _host_link, calibrate, grid_of, rates
+from preheat.hardware.benchmark_rates import FULL, GPU, _host_link, calibrate, grid_of, rates
 from preheat.hardware.catalogue import accelerator, accelerators
-from preheat.hardware.exhaustion import asked_bytes, is_exhaustion
-from preheat.hardware.links import links_at, load_links
+from preheat.hardware.link_rates import links_at, load_links
+from preheat.hardware.oom import asked_bytes, is_exhaustion
 from preheat.hardware.rates import (
     LAYOUTS,
     MOVERS,
@@ -36,8 +37,7 @@ from preheat.hardware.rates import (
     note_run,
     stored_at,
 )
-from preheat.hardware.stopwatch import Stopwatch
-from preheat.technique import Device
+from preheat.hardware.timing import Stopwatch
 
 from ..conftest import SMALL, tiny
 
@@ -304,7 +304,7 @@ def test_finished_runs_tell_plans_their_pace(monkeypatch: pytest.MonkeyPatch, tm
 def test_a_run_of_enough_steps_of_one_shape_is_noted(
     speeds: list[float], owner: str, world: int, told: list[float], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    from preheat.training.meter import Meter
+    from preheat.training.throughput import Meter
 
     monkeypatch.setenv("PREHEAT_CACHE", str(tmp_path))
     plan = {"tokens_per_step": 100, "tokens_per_second": 50.0, "pace": 2.0, "device": {"name": "made up"}}
@@ -318,8 +318,8 @@ def test_a_run_of_enough_steps_of_one_shape_is_noted(
 
 
 def test_what_checkpointing_costs_the_host_and_the_pace_are_in_a_step() -> None:
-    from preheat.planning.observe import observe
-    from preheat.planning.predict import step_seconds
+    from preheat.planning.dry_run import observe
+    from preheat.planning.speed.step_time import step_seconds
 
     def seconds(mode: str, **changes: object) -> tuple[float, int]:
         measured = made_up(
@@ -342,8 +342,8 @@ def test_what_checkpointing_costs_the_host_and_the_pace_are_in_a_step() -> None:
 
 def test_our_norm_and_what_low_bits_look_up_have_rates_of_their_own() -> None:
     """A plan took them for copies: recipes with `fused_operators` and `low_bit_adamw` were a fifth and more too quick."""
-    from preheat.planning.observe import Kernel, observe
-    from preheat.planning.predict import kernel_seconds
+    from preheat.planning.dry_run import Kernel, observe
+    from preheat.planning.speed.step_time import kernel_seconds
 
     rates = {"copy": 1e12, "look_up": 1e10, "where": 2e10, "embedding": 1e12, "mul": 1e12}
     moved = tuple(MovedRate(mover, "fp32", 1000, rate) for mover, rate in rates.items())
@@ -432,7 +432,7 @@ def test_a_damaged_calibration_is_measured_anew(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setenv("PREHEAT_CACHE", str(tmp_path))
     whole = dataclasses.replace(made_up(), torch=torch.__version__, threads=1)
     whole.store().write_text("null")
-    monkeypatch.setattr("preheat.hardware.calibrate._measure_apart", lambda *_: whole.store())
+    monkeypatch.setattr("preheat.hardware.benchmark_rates._measure_apart", lambda *_: whole.store())
     assert rates(Device("cpu", "made up", 2**30), 1) == whole
 
 
@@ -460,14 +460,14 @@ def test_rates_are_measured_once_and_apart(monkeypatch: pytest.MonkeyPatch, tmp_
 def test_rates_of_a_busy_machine_are_measured_again_once_it_is_quiet(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PREHEAT_CACHE", str(tmp_path))
     device, others = Device("cpu", "made up", 2**30), 9.0
-    monkeypatch.setattr("preheat.hardware.stopwatch.OtherProcesses.cores", lambda self: others)
+    monkeypatch.setattr("preheat.hardware.timing.OtherProcesses.cores", lambda self: others)
     busy = dataclasses.replace(made_up(), torch=torch.__version__, threads=1, contended=True)
     busy.store()
     assert rates(device, 1, grid=SMALL) == busy  # it still is
     others = 0.0
     assert rates(device, 1, measure=False) == busy
     quiet = dataclasses.replace(busy, contended=False, bandwidth=9e10)
-    monkeypatch.setattr("preheat.hardware.calibrate._measure_apart", lambda *_: quiet.store())
+    monkeypatch.setattr("preheat.hardware.benchmark_rates._measure_apart", lambda *_: quiet.store())
     assert rates(device, 1) == rates(device, 1, measure=False) == quiet
 
 
@@ -511,7 +511,7 @@ def test_a_kept_heap_hands_freed_pages_out_again() -> None:
     """In a process of its own: 64 MiB in blocks below glibc's limit, made and freed again and again, cost no page fault anew."""
     code = """
 import resource, sys, torch
-from preheat.hardware.heap import keep_heap
+from preheat.hardware.cpu_allocator import keep_heap
 if sys.argv[1] == "keep":
     assert keep_heap() is None
 def step():
@@ -532,7 +532,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
 @pytest.mark.skipif(sys.platform != "linux" or platform.libc_ver()[0] != "glibc", reason="the heap is for Linux with glibc")
 def test_without_a_compiler_the_reason_is_told_and_tensors_live_on(tmp_path: Path) -> None:
-    code = "import torch; from preheat.hardware.heap import *; print(out_of_reach(), keep_heap(), give_back('cpu'), torch.ones(1 << 20).sum().item())"
+    code = "import torch; from preheat.hardware.cpu_allocator import *; print(out_of_reach(), keep_heap(), give_back('cpu'), torch.ones(1 << 20).sum().item())"
     where = {**os.environ, "PATH": str(tmp_path), "PREHEAT_CACHE": str(tmp_path), "CXX": ""}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=where)
     assert done.stdout.split("\n")[0] == " ".join(
@@ -547,7 +547,7 @@ def test_without_a_compiler_the_reason_is_told_and_tensors_live_on(tmp_path: Pat
 def test_a_plan_tells_of_a_cpu_that_is_slower_in_bf16(bf16: float, techniques: str, warned: bool) -> None:
     from rich.console import Console
 
-    from preheat.cli.show import picture
+    from preheat.cli.views.console import picture
     from preheat.planning.plan import plan
 
     dtypes = ("fp32", "bf16")
@@ -578,7 +578,7 @@ def test_the_demo_computes_in_fp32_where_bf16_would_take_an_hour(
 
 @pytest.mark.parametrize(("rate", "sizes"), [(3e8, [256]), (3e10, [256, 2048]), (1e12, [256, 2048, 4096])])
 def test_a_large_product_that_would_take_too_long_is_left_out(rate: float, sizes: list[int]) -> None:
-    from preheat.hardware.calibrate import FULL, _peak
+    from preheat.hardware.benchmark_rates import FULL, _peak
 
     made: list[int] = []
 
@@ -675,7 +675,7 @@ def test_a_gpu_s_times_are_its_own_and_not_those_of_waiting_for_it(monkeypatch: 
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "synchronize", wait)
-    monkeypatch.setattr("preheat.hardware.stopwatch.time.perf_counter", lambda: wall)
+    monkeypatch.setattr("preheat.hardware.timing.time.perf_counter", lambda: wall)
     assert Stopwatch(cuda=True)(call) == pytest.approx(9e-6)
     assert Stopwatch(cuda=False)(call) == pytest.approx(9e-6)
 
@@ -710,9 +710,9 @@ def test_a_gpu_is_measured_at_the_sizes_that_are_trained_there(monkeypatch: pyte
 
 def test_tf32_is_measured_of_products_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A CPU stands for the GPU, whose switch is on meanwhile and off behind."""
-    from preheat.hardware import calibrate as calibrating
-    from preheat.planning.predict import kernel_seconds
-    from preheat.planning.recorder import Kernel
+    from preheat.hardware import benchmark_rates as calibrating
+    from preheat.planning.dispatch_recorder import Kernel
+    from preheat.planning.speed.step_time import kernel_seconds
 
     products: Any = torch.backends.cuda.matmul
     before, seen = products.fp32_precision, []

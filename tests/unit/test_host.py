@@ -11,14 +11,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from preheat.engine.build import build
+from preheat.core import Build, Phase, Slot, registry
+from preheat.engine.builder import build
 from preheat.engine.step import gradients, update
-from preheat.ops.host import Copy, Link, StreamLink
-from preheat.ops.host_optimizer import HostAdamW
-from preheat.ops.offload import ActivationOffload
-from preheat.ops.optimizers import decay_groups
-from preheat.planning.observe import Recorder, highest
-from preheat.technique import Build, Phase, Slot, registry
+from preheat.ops.memory.activation_offload import ActivationOffload
+from preheat.ops.memory.host_transfer import Copy, Link, StreamLink
+from preheat.ops.optim.cpu_adamw import HostAdamW
+from preheat.ops.optim.optimizers import decay_groups
+from preheat.planning.dry_run import Recorder, highest
 from preheat.techniques.activation_checkpointing import checkpoint_layers
 
 from ..conftest import DEVICE, difference, tiny, uneven

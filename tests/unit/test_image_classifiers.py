@@ -12,10 +12,10 @@ import torch
 import transformers
 from PIL import Image
 
-from preheat.compress.chain import Chain, Step, load_chain
-from preheat.compress.vision import chain as chains
+from preheat.compress.pipeline import Chain, Step, load_chain
+from preheat.compress.vision import pipeline as chains
 from preheat.compress.vision import training
-from preheat.compress.vision.images import calibration, read_folder
+from preheat.compress.vision.image_folder import calibration, read_folder
 from preheat.compress.vision.pruning import narrower
 from preheat.errors import DataError, PreheatError, RecipeError
 from preheat.models.image_classifiers import open_classifier, scores

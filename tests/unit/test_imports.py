@@ -10,21 +10,27 @@ from pathlib import Path
 import pytest
 
 import preheat
-from preheat.technique import registry
+from preheat.core import registry
 
 HOUSE = Path(preheat.__file__).parent
 FILES = sorted(HOUSE.rglob("*.py"))
 LEVELS = [  # each may import what stands below it
     {"__main__"},
     {"cli"},
-    {"bench", "compress", "report"},
-    {"training"},
-    {"evaluation", "planning"},  # a run evaluates, so training is above; a plan and an evaluation know nothing of each other
+    {"web", "studies", "bench", "compress", "report"},
+    {"training"},  # above its equals of DESIGN: a run evaluates and generates as well
+    {"inference", "evaluation", "tracking", "interop"},
+    {"planning"},
     {"engine"},
     {"techniques"},
     {"ops", "models", "data"},
-    {"recipe", "technique", "hardware", "run", "errors", "text", "trust", "foreign", "_version"},
+    {"recipe", "hardware"},
+    {"core", "run_dir", "errors", "sanitize", "remote_code", "model_folder", "_version"},
 ]
+# What breaks this order today, module and package that it imports, and why. Nothing may be added.
+EXCEPTIONS: dict[tuple[str, str], str] = {
+    ("preheat.run_dir", "preheat.recipe"): "reads recipe.yaml of a run that an older version wrote",
+}
 # What puts techniques together by hand: the package's front, and the example of a loop with several.
 TOGETHER = ("preheat.techniques", "preheat.techniques.integration")
 RANK = {room: len(LEVELS) - index for index, level in enumerate(LEVELS) for room in level}
@@ -32,8 +38,8 @@ HEAVY = {"torch", "transformers", "numpy", "datasets", "peft", "tokenizers", "py
 LIGHT = [
     "preheat",
     "preheat.recipe",
-    "preheat.technique",
-    "preheat.run",
+    "preheat.core",
+    "preheat.run_dir",
     "preheat.errors",
     "preheat.hardware.catalogue",
     "preheat.hardware.rates",
@@ -72,8 +78,8 @@ def breach(module: str, imported: str) -> str | None:
         return "a technique imports a sibling" if module != imported.rsplit(".", 1)[0] and module not in TOGETHER else None
     if here == there:
         return None
-    if here == "report" and there not in ("run", "errors", "text"):
-        return "report imports only run, errors and text"
+    if here == "report" and there not in ("run_dir", "errors", "sanitize"):
+        return "report imports only run_dir, errors and sanitize"
     if RANK[there] > RANK[here]:
         return f"{here} stands below {there}"
     if RANK[there] == RANK[here] > 1:  # those at the bottom may use one another
@@ -87,7 +93,7 @@ def breach(module: str, imported: str) -> str | None:
         ("import preheat.cli", {"preheat.cli"}),
         ("def f():\n    from preheat.cli import main", {"preheat.cli.main"}),
         ("from preheat import engine", {"preheat.engine"}),
-        ("from ..engine import build", {"preheat.engine.build"}),
+        ("from ..engine import step", {"preheat.engine.step"}),
         ("from . import lora", {"preheat.techniques.lora"}),
         ("if TYPE_CHECKING:\n    import torch\nelse:\n    import numpy", {"torch", "numpy"}),
     ],
@@ -101,14 +107,14 @@ def test_imports_are_found(source: str, found: set[str]) -> None:
     [
         ("preheat.cli.train", "preheat.training.loop", True),
         ("preheat.bench.rows", "preheat.cli.train", False),
-        ("preheat.ops.losses", "preheat.techniques.lora", False),
-        ("preheat.techniques.lora", "preheat.ops.losses", True),
+        ("preheat.ops.losses.cross_entropy", "preheat.techniques.lora", False),
+        ("preheat.techniques.lora", "preheat.ops.losses.cross_entropy", True),
         ("preheat.techniques.lora", "preheat.techniques.chunked_loss", False),
-        ("preheat.report.page", "preheat.run.Reader", True),
-        ("preheat.report.page", "preheat.recipe.load", False),
-        ("preheat.data.loader", "preheat.models.adapter", False),
-        ("preheat.recipe", "preheat.technique.registry", True),
-        ("preheat.run", "preheat.engine.step", False),
+        ("preheat.report.run_page", "preheat.run_dir.Reader", True),
+        ("preheat.report.run_page", "preheat.recipe.load", False),
+        ("preheat.data.loader", "preheat.models.hf", False),
+        ("preheat.recipe", "preheat.core.registry", True),
+        ("preheat.run_dir", "preheat.engine.step", False),
         ("preheat.engine.step", "preheat.__version__", True),
         ("preheat.engine.step", "torch.nn", True),
     ],
@@ -123,6 +129,8 @@ def test_imports_run_one_way() -> None:
         module = module_of(path)
         package = module if path.name == "__init__.py" else module.rpartition(".")[0]
         for imported in sorted(imports(path.read_text(encoding="utf-8"), package)):
+            if (module, ".".join(imported.split(".")[:2])) in EXCEPTIONS:
+                continue
             if why := breach(module, imported):
                 breaches.append(f"{module} imports {imported}: {why}")
     assert not breaches, "\n".join(breaches)
@@ -159,6 +167,17 @@ def test_no_module_imports_itself_by_others() -> None:
     assert not circles({module: found - {"preheat"} for module, found in graph.items()})
 
 
+def test_every_exception_is_needed() -> None:
+    needed = set()
+    for path in FILES:
+        module = module_of(path)
+        package = module if path.name == "__init__.py" else module.rpartition(".")[0]
+        for imported in imports(path.read_text(encoding="utf-8"), package):
+            if breach(module, imported):
+                needed.add((module, ".".join(imported.split(".")[:2])))
+    assert set(EXCEPTIONS) <= needed
+
+
 def test_every_room_has_its_level() -> None:
     rooms = {path.parent.name for path in HOUSE.glob("*/*.py")} | {path.stem for path in HOUSE.glob("*.py")}
     assert rooms - {"__init__"} <= set(RANK)
@@ -172,7 +191,7 @@ def test_the_front_door_is_light(modules: list[str]) -> None:
 
 
 def test_the_registry_is_light() -> None:
-    code = f"import sys; from preheat.technique import registry; registry(); print(*sorted(set(sys.modules) & {HEAVY!r}))"
+    code = f"import sys; from preheat.core import registry; registry(); print(*sorted(set(sys.modules) & {HEAVY!r}))"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.split() == []
 
@@ -197,6 +216,6 @@ def test_words_of_a_source_are_found() -> None:
 def test_planning_and_the_loop_name_no_technique() -> None:
     techniques = set(registry())
     assert {"lora", "chunked_loss"} <= techniques
-    places = [*(HOUSE / "planning").glob("*.py"), HOUSE / "training" / "loop.py"]
+    places = [*(HOUSE / "planning").rglob("*.py"), HOUSE / "training" / "loop.py"]
     found = {module_of(path): hits for path in places if (hits := named(path.read_text(encoding="utf-8")) & techniques)}
     assert not found

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from preheat import recipe as recipes
-from preheat.engine.build import build
+from preheat.core import Build
+from preheat.engine.builder import build
 from preheat.engine.checkpoint import Progress
 from preheat.engine.step import gradients, update
 from preheat.errors import RecipeError, RunError
-from preheat.planning.observe import observe
-from preheat.technique import Build
+from preheat.planning.dry_run import observe
 from preheat.training.loop import _Loop
 
 from ..conftest import DEVICE, split, tiny, uneven

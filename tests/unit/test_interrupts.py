@@ -15,8 +15,8 @@ import pytest
 
 from preheat.cli import main
 from preheat.cli.train import resuming
+from preheat.hardware.child_processes import ended_by, listen, tethered
 from preheat.hardware.interrupts import Interrupted, check, heeded, raising
-from preheat.hardware.processes import ended_by, listen, tethered
 from preheat.training.signals import Signals
 
 
@@ -105,7 +105,7 @@ def test_the_command_that_goes_on_is_what_was_typed_quoted() -> None:
 
 PARENT = """
 import subprocess, sys
-from preheat.hardware.processes import tethered
+from preheat.hardware.child_processes import tethered
 child = subprocess.Popen(tethered(["sleep", "60"]))
 print(child.pid, flush=True)
 child.wait()

@@ -9,11 +9,11 @@ import pytest
 import torch
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from preheat.models.generate import Kept, Timed, generate
-from preheat.models.kv_cache import Int8Layer, dequantize, make_cache, quantize
-from preheat.planning.closed import CACHES, cache_bytes
+from preheat.inference.load import Opened, open_model
+from preheat.models.generation.generate import Kept, Timed, generate
+from preheat.models.generation.kv_cache import Int8Layer, dequantize, make_cache, quantize
+from preheat.planning.analytic import CACHES, cache_bytes
 from preheat.recipe import Sample
-from preheat.training.opened import Opened, open_model
 
 
 @pytest.fixture(scope="module")
@@ -136,9 +136,9 @@ def test_eight_bits_change_the_loss_by_little_and_the_text_not_by_pieces(stories
 
 def test_a_window_is_that_of_a_pass_over_the_whole_text(stories: Opened) -> None:
     """Every token is the likeliest by preheat's own attention with that window, though the prompt is longer than it."""
-    from preheat.models import adapter
-    from preheat.ops.attention import reference_attention
-    from preheat.technique import MaskSpec
+    from preheat.core import MaskSpec
+    from preheat.models import hf
+    from preheat.ops.attention.sdpa import reference_attention
 
     model: Any = stories.build.trained[0]
     prompts = _ids(stories, "Once upon a time there was a cat who had a ball.", "Tom")
@@ -147,8 +147,8 @@ def test_a_window_is_that_of_a_pass_over_the_whole_text(stories: Opened) -> None
         whole = torch.tensor([[*prompt, *text]])
         with torch.no_grad():
             positions = torch.arange(whole.shape[1])[None]
-            hidden = adapter.hidden_states(model, whole, positions, MaskSpec(window=6), reference_attention)
-            logits = adapter.head(model)(hidden)[0, len(prompt) - 1 : -1]
+            hidden = hf.hidden_states(model, whole, positions, MaskSpec(window=6), reference_attention)
+            logits = hf.head(model)(hidden)[0, len(prompt) - 1 : -1]
         chosen = logits.gather(1, torch.tensor(text)[:, None])[:, 0]
         assert (logits.max(-1).values - chosen < 1e-4).all()
     assert texts != _write(stories, prompts, tokens=24)
@@ -174,7 +174,7 @@ def test_a_compiled_model_writes_the_same_and_is_compiled_once(stories: Opened) 
     """For prompts and texts of other lengths, too."""
     from torch._dynamo.utils import counters
 
-    from preheat.engine.build import build
+    from preheat.engine.builder import build
     from preheat.recipe import parse
 
     from ..conftest import DEVICE

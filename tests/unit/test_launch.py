@@ -17,7 +17,7 @@ import yaml
 
 from preheat import recipe as recipes
 from preheat.errors import RecipeError
-from preheat.training.jobs import Job, written
+from preheat.training.launch import Job, written
 from preheat.training.signals import Signals
 
 from ..conftest import tiny

@@ -13,20 +13,20 @@ import numpy as np
 import pytest
 import torch
 
-from preheat.cli.grids import grids
+from preheat.cli.views.long_context_table import grids
+from preheat.core import Phase, Slot
 from preheat.data.packing import Tokens
 from preheat.data.tokenizer import train_tokenizer
-from preheat.engine.build import build
+from preheat.engine.builder import build
 from preheat.errors import DataError, PreheatError, RecipeError
-from preheat.evaluation.length import measure_length, questions_of, reach_of
+from preheat.evaluation.long_context import measure_length, questions_of, reach_of
+from preheat.evaluation.needle import CUE, HIDDEN, pairs_asked, phrase_asked, word_pieces
 from preheat.evaluation.results import compared, described, kept, read_kept
-from preheat.evaluation.retrieval import CUE, HIDDEN, pairs_asked, phrase_asked, word_pieces
 from preheat.evaluation.scoring import Scorer
 from preheat.evaluation.tasks import LengthTask, find_tasks
-from preheat.models.adapter import plain_logits
+from preheat.models.hf import plain_logits
 from preheat.recipe import parse
-from preheat.report.lengths import lengths
-from preheat.technique import Phase, Slot
+from preheat.report.long_context_charts import lengths
 
 from ..conftest import DEVICE
 
@@ -212,7 +212,7 @@ def test_a_task_that_can_be_solved_is_solved_and_one_that_cannot_is_not(
 
 
 def test_reading_takes_no_scores_of_all_places(tokenizer: Any, text: Tokens) -> None:
-    from preheat.planning.observe import Recorder, highest
+    from preheat.planning.dry_run import Recorder, highest
 
     made = opened()
     plain = made.slot(Slot.ATTENTION_KERNEL)

@@ -11,10 +11,10 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
-from preheat.engine.build import build
+from preheat.engine.builder import build
 from preheat.errors import RecipeError
-from preheat.ops.losses import CrossEntropy, chunked_logits, torch_logits, whole_logits
-from preheat.planning.observe import Recorder
+from preheat.ops.losses.cross_entropy import CrossEntropy, chunked_logits, torch_logits, whole_logits
+from preheat.planning.dry_run import Recorder
 
 from ..conftest import DEVICE, difference, tiny
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from preheat.ops.apollo import Apollo
-from preheat.ops.low_bit import LowBitAdamW, _Tables, code_book, dequantize, quantize
+from preheat.ops.optim.apollo import Apollo
+from preheat.ops.optim.low_bit_adamw import LowBitAdamW, _Tables, code_book, dequantize, quantize
 
 from .test_optimizers import near, run
 

@@ -12,14 +12,14 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from preheat import trust
-from preheat.engine.build import build
+from preheat import remote_code
+from preheat.core import Build, MaskSpec
+from preheat.engine.builder import build
 from preheat.errors import PreheatError, RecipeError
-from preheat.foreign import finite
-from preheat.models import adapter
-from preheat.ops.attention import reference_attention
+from preheat.model_folder import finite
+from preheat.models import hf
+from preheat.ops.attention.sdpa import reference_attention
 from preheat.recipe import parse
-from preheat.technique import Build, MaskSpec
 
 from ..conftest import DEVICE, difference
 
@@ -51,7 +51,7 @@ def logits_of(made: Build, tokens: torch.Tensor) -> torch.Tensor:
     model: Any = made.trained[0].eval()
     places = torch.arange(tokens.shape[1])[None].expand(len(tokens), -1)
     with torch.no_grad():
-        return adapter.logits(model, adapter.hidden_states(model, tokens, places, MaskSpec(), reference_attention))
+        return hf.logits(model, hf.hidden_states(model, tokens, places, MaskSpec(), reference_attention))
 
 
 def saved(model: Any, path: Path, **how: Any) -> Path:
@@ -161,10 +161,10 @@ def test_a_head_that_differs_from_the_embedding_is_read_though_the_configuration
         wanted = plain(input_ids=tokens, use_cache=False).logits
     made = opened(path)
     assert difference({"logits": logits_of(made, tokens)}, {"logits": wanted}) < 1e-6
-    assert not adapter.facts(made.trained[0].config).tied  # type: ignore[arg-type]  # so plans count both
+    assert not hf.facts(made.trained[0].config).tied  # type: ignore[arg-type]  # so plans count both
     assert caplog.text.count("which its config.json ties; both are read") == 1
     same = changed(path, lambda w: w | {"lm_head.weight": w[next(k for k in w if k.endswith(("embed_tokens.weight", "wte.weight")))].clone()})  # fmt: skip
-    assert adapter.facts(opened(same).trained[0].config).tied  # type: ignore[arg-type]
+    assert hf.facts(opened(same).trained[0].config).tied  # type: ignore[arg-type]
     with pytest.raises(RecipeError, match=r"other values of lm_head.weight than of"):
         opened(changed(same, lambda w: w | {"lm_head.weight": 2 * w["lm_head.weight"]}), config={"tie_word_embeddings": True})
 
@@ -249,7 +249,7 @@ def test_dropout_of_published_configurations_is_off_and_said(tmp_path: Path) -> 
 )  # fmt: skip
 def test_models_that_attend_by_themselves_are_refused(kind: str, config: Callable[[], Any]) -> None:
     with pytest.raises(RecipeError, match=rf"{kind} of transformers attends inside its own layers"):
-        adapter.build_on_meta(config())
+        hf.build_on_meta(config())
 
 
 @pytest.mark.parametrize(
@@ -264,7 +264,7 @@ def test_models_that_attend_by_themselves_are_refused(kind: str, config: Callabl
 def test_an_adapters_folder_is_read_as_carefully(settings: dict[str, Any], words: str, tmp_path: Path) -> None:
     import peft
 
-    from preheat.ops.peft_folder import put_in, read_folder
+    from preheat.ops.adapters.peft_io import put_in, read_folder
 
     path = small(tmp_path / "m")
     plain: Any = transformers.AutoModelForCausalLM.from_pretrained(path)
@@ -290,10 +290,10 @@ def test_code_runs_by_consent_alone(tmp_path: Path) -> None:
         with pytest.raises(RecipeError, match=r"model.path: .* wants to run its own code.*--trust-remote-code"):
             opened(path, trust_remote_code=asks)
     assert not mark.exists()
-    with trust.trusting(True):
+    with remote_code.trusting(True):
         opened(path)
     assert mark.exists()
-    assert not trust.allowed()
+    assert not remote_code.allowed()
     # Where transformers has a class, a folder's code is wanted by a recipe alone.
     mark.unlink()
     configured(path, model_type="llama")

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch.nn.functional import rms_norm, silu
 
-from preheat.engine.build import build
+from preheat.core import Device, registry
+from preheat.engine.builder import build
 from preheat.errors import RecipeError
-from preheat.models.kernels import use_kernels
-from preheat.technique import Device, registry
+from preheat.models.kernel_swap import use_kernels
 
 from ..conftest import DEVICE, difference, tiny, uneven
 
@@ -72,9 +72,9 @@ def test_liger_says_what_it_needs_on_a_gpu(
     """The checks alone: they need no device."""
     import importlib.util
 
-    from preheat.engine.build import context_of
-    from preheat.models.adapter import configure
-    from preheat.technique import conflicts_of
+    from preheat.core import conflicts_of
+    from preheat.engine.builder import context_of
+    from preheat.models.hf import configure
 
     found = importlib.util.find_spec
     monkeypatch.setattr(
@@ -88,8 +88,8 @@ def test_liger_says_what_it_needs_on_a_gpu(
 
 
 def test_a_family_without_such_operators_is_refused() -> None:
-    from preheat.engine.build import context_of
-    from preheat.models.adapter import configure
+    from preheat.engine.builder import context_of
+    from preheat.models.hf import configure
 
     r = tiny("{liger: {}}", family="gpt2")
     context = context_of(r, configure(r, 96), Device("cuda", "a card", 8 << 30, (9, 0)))

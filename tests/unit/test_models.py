@@ -10,13 +10,13 @@ import pytest
 import torch
 import transformers
 
-from preheat.engine.build import build
+from preheat.core import MaskSpec
+from preheat.engine.builder import build
 from preheat.errors import RecipeError
-from preheat.models import adapter, sizes
+from preheat.models import hf, size_dial
 from preheat.models.weights import WeightSource, materialize
-from preheat.ops.attention import reference_attention
+from preheat.ops.attention.sdpa import reference_attention
 from preheat.recipe import override, parse
-from preheat.technique import MaskSpec
 
 from ..conftest import DEVICE, tiny
 
@@ -45,24 +45,24 @@ FAMILIES = {
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_hidden_states_and_head_give_the_logits_of_transformers(family: str) -> None:
-    model = adapter.build_on_meta(FAMILIES[family]())
+    model = hf.build_on_meta(FAMILIES[family]())
     materialize(model, "cpu")
     WeightSource(None).fill(model, seed=3)
     model.eval()
     tokens = torch.randint(96, (2, 20), generator=torch.Generator().manual_seed(0))
     places = torch.arange(20).repeat(2, 1)
-    found = adapter.anatomy(model)
+    found = hf.anatomy(model)
     assert (len(found.layers), len(found.attentions)) == (2, 2)
     with torch.no_grad():
-        ours = adapter.head(model)(adapter.hidden_states(model, tokens, places, MaskSpec(), reference_attention))
-    theirs = adapter.plain_logits(model, tokens)
+        ours = hf.head(model)(hf.hidden_states(model, tokens, places, MaskSpec(), reference_attention))
+    theirs = hf.plain_logits(model, tokens)
     assert float((ours - theirs).norm() / theirs.norm()) < 1e-6
     # Two documents in a row are what two rows of their own are.
     documents = MaskSpec(documents=((7, 13), (7, 13)))
     places = torch.cat([torch.arange(7), torch.arange(13)]).repeat(2, 1)
     with torch.no_grad():
-        packed = adapter.head(model)(adapter.hidden_states(model, tokens, places, documents, reference_attention))
-    alone = torch.cat([adapter.plain_logits(model, tokens[:, :7]), adapter.plain_logits(model, tokens[:, 7:])], dim=1)
+        packed = hf.head(model)(hf.hidden_states(model, tokens, places, documents, reference_attention))
+    alone = torch.cat([hf.plain_logits(model, tokens[:, :7]), hf.plain_logits(model, tokens[:, 7:])], dim=1)
     assert float((packed - alone).norm() / alone.norm()) < 1e-6
 
 
@@ -90,7 +90,7 @@ def test_a_folder_is_read_and_a_tied_head_stays_tied(tmp_path: Path) -> None:
     r = parse(f"model: {{path: {tmp_path / 'm'}}}\nbatch: {{length: 16}}\nstop: {{steps: 1}}")
     made = build(r, vocabulary=96, device=DEVICE).trained[0]
     tokens = torch.arange(16)[None]
-    assert torch.equal(adapter.plain_logits(made, tokens), adapter.plain_logits(model, tokens))  # type: ignore[arg-type]
+    assert torch.equal(hf.plain_logits(made, tokens), hf.plain_logits(model, tokens))  # type: ignore[arg-type]
     assert made.get_input_embeddings().weight is made.get_output_embeddings().weight  # type: ignore[operator]
 
 
@@ -149,22 +149,22 @@ def test_a_model_that_cannot_be_is_refused(model: str, more: str, vocabulary: in
 
 def test_a_model_that_changes_its_logits_after_the_head_is_refused() -> None:
     with pytest.raises(RecipeError, match="logit_scale"):
-        adapter.build_on_meta(transformers.CohereConfig(**{k: v for k, v in GROUPED.items() if k != "head_dim"}))
+        hf.build_on_meta(transformers.CohereConfig(**{k: v for k, v in GROUPED.items() if k != "head_dim"}))
 
 
 @pytest.mark.parametrize("size", ["300K", "1M", "5M", "15M", "60M", "125M", "350M", "1.1B", "7B", "70B"])
 @pytest.mark.parametrize("gated", [True, False])
 def test_the_dial_meets_its_size(size: str, gated: bool) -> None:
-    d = sizes.dial(size, gated=gated)
+    d = size_dial.dial(size, gated=gated)
     parameters = d.layers * (4 * d.width**2 + (3 if gated else 2) * d.width * d.feed_forward)
-    assert parameters == pytest.approx(sizes.parse_size(size), rel=0.12 if sizes.parse_size(size) > 2e6 else 0.6)
+    assert parameters == pytest.approx(size_dial.parse_size(size), rel=0.12 if size_dial.parse_size(size) > 2e6 else 0.6)
     assert d.width % d.heads == 0
     assert 20 <= d.width / d.layers <= 200
 
 
 def test_the_learning_rate_of_the_dial_is_the_published_fit() -> None:
     # Kaplan et al. 2020 give 0.003239 - 0.0001395 ln N; at a billion parameters that is 3.5e-4.
-    assert sizes.learning_rate(10**9) == pytest.approx(3.48e-4, rel=0.01)
+    assert size_dial.learning_rate(10**9) == pytest.approx(3.48e-4, rel=0.01)
 
 
 def test_training_begins_in_fp32_whatever_the_folder_stands_in_and_reading_keeps_it(tmp_path: Path) -> None:
@@ -206,11 +206,11 @@ def test_sizes_that_no_machine_holds_are_refused_before_anything_is_built(tmp_pa
         words = "parameters, more than"
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(RecipeError, match=words) as caught:
-        adapter.configure(parse(f"model: {{path: {tmp_path}}}\nbatch: {{length: 8}}\nstop: {{steps: 1}}"), 96)
+        hf.configure(parse(f"model: {{path: {tmp_path}}}\nbatch: {{length: 8}}\nstop: {{steps: 1}}"), 96)
     assert len(str(caught.value)) < 300
 
 
 def test_sizes_of_model_config_are_refused_too() -> None:
     small = parse("model: {layers: 1, width: 32, heads: 4, vocabulary: 96}\nbatch: {length: 8}\nstop: {steps: 1}")
     with pytest.raises(RecipeError, match="num_hidden_layers 1000000000"):
-        adapter.configure(override(small, "model.config.num_hidden_layers=1000000000"), 96)
+        hf.configure(override(small, "model.config.num_hidden_layers=1000000000"), 96)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from preheat.cli import app, main
-from preheat.cli.modes import MODES
+from preheat.cli.options.unused import MODES
 
 PLAN = ["plan", "llama-3.1-8b", "--gpu", "RTX-4090"]
 

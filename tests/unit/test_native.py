@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from preheat.hardware import native
+from preheat.hardware import cpp_build
 
-pytestmark = pytest.mark.skipif(native.compiler() is None, reason="no C++ compiler")
+pytestmark = pytest.mark.skipif(cpp_build.compiler() is None, reason="no C++ compiler")
 
 
 @pytest.fixture
@@ -22,8 +22,8 @@ def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def load(source: Path) -> int:
     """In a new process each time, as far as the cache is concerned."""
-    native.library.cache_clear()
-    return int(native.library(source).answer())
+    cpp_build.library.cache_clear()
+    return int(cpp_build.library(source).answer())
 
 
 def built(source: Path) -> Path:

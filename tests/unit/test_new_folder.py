@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from preheat.compress.new_folder import MARK, NewFolder, home_of, require_new, why_unwritable
+from preheat.compress.atomic_folder import MARK, NewFolder, home_of, require_new, why_unwritable
 from preheat.errors import RunError
 
 

@@ -11,19 +11,19 @@ import torch
 from torch.nn.functional import cross_entropy, logsigmoid
 
 from preheat import recipe as recipes
-from preheat.data.kinds import require_examples
-from preheat.data.layouts import Layout
+from preheat.core import Batch, Examples
 from preheat.data.loader import collate, evaluation_batches
 from preheat.data.packing import Rows, Tokens, cut
-from preheat.data.preparing import Prepared
-from preheat.engine.build import build
+from preheat.data.preparation import Prepared
+from preheat.data.rows.example_kinds import require_examples
+from preheat.data.rows.formats import Layout
+from preheat.engine.builder import build
 from preheat.engine.evaluate import evaluate, measure
 from preheat.engine.step import gradients, update
 from preheat.errors import DataError, RecipeError, RunError
-from preheat.models.generate import generate
+from preheat.models.generation.generate import generate
 from preheat.recipe import Sample
-from preheat.run import Reader
-from preheat.technique import Batch, Examples
+from preheat.run_dir import Reader
 from preheat.techniques.classification import accuracy_and_f1, classify, confusion
 from preheat.techniques.dynamic_batch import regrouped
 from preheat.techniques.preference import preference_loss
@@ -377,7 +377,7 @@ def test_scores_stand_in_the_run_and_a_resumed_run_goes_on(tmp_path: Path, monke
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_a_classifier_becomes_that_of_transformers(family: str) -> None:
-    from preheat.ops.class_head import as_sequence_classifier
+    from preheat.ops.classification_head import as_sequence_classifier
 
     made = moved("{classification: {classes: 3}}", family=family)
     with pytest.raises(RunError, match="over 3 classes: it writes no text"):

@@ -8,16 +8,16 @@ import torch
 from torch.nn import functional
 
 from preheat import recipe as recipes
-from preheat.engine.build import build
+from preheat.core import Batch
+from preheat.engine.builder import build
 from preheat.engine.evaluate import measure
 from preheat.engine.step import gradients, transform
 from preheat.errors import RecipeError
-from preheat.models.adapter import plain_logits
-from preheat.models.on_policy import answers_of
-from preheat.ops.distill import Distilled, TeacherHead
-from preheat.ops.losses import chunked_logits, whole_logits
-from preheat.planning.observe import observe
-from preheat.technique import Batch
+from preheat.models.distillation.on_policy import answers_of
+from preheat.models.hf import plain_logits
+from preheat.ops.losses.cross_entropy import chunked_logits, whole_logits
+from preheat.ops.losses.distillation import Distilled, TeacherHead
+from preheat.planning.dry_run import observe
 
 from ..conftest import DEVICE, difference, split, tiny, uneven
 from ..contract.settings import teacher
@@ -69,7 +69,7 @@ def test_texts_are_drawn_from_the_students_probabilities_and_stand_where_the_dat
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     b, seen = made(), {}
-    from preheat.models import generate as module
+    from preheat.models.generation import generate as module
 
     plain = module.generate
     monkeypatch.setattr(module, "generate", lambda *given, **how: seen.update(how) or plain(*given, **how))

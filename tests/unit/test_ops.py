@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from preheat.ops.attention import allowed, reference_attention, sdpa_attention
-from preheat.ops.attention_blocks import blocked_attention
-from preheat.ops.losses import CrossEntropy, chunked_logits, whole_logits
-from preheat.ops.optimizers import StochasticAdamW
-from preheat.ops.rounding import stochastic_round_
-from preheat.technique import MaskSpec
+from preheat.core import MaskSpec
+from preheat.ops.attention.blockwise import blocked_attention
+from preheat.ops.attention.sdpa import allowed, reference_attention, sdpa_attention
+from preheat.ops.losses.cross_entropy import CrossEntropy, chunked_logits, whole_logits
+from preheat.ops.optim.optimizers import StochasticAdamW
+from preheat.ops.optim.stochastic_rounding import stochastic_round_
 
 
 def norm_difference(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -111,7 +111,7 @@ def _agrees(attention: Any, tensors: list[torch.Tensor], mask: MaskSpec, toleran
 @pytest.mark.parametrize("causal", [True, False])
 def test_blocked_attention_agrees_over_several_tiles(monkeypatch: pytest.MonkeyPatch, length: int, causal: bool) -> None:
     """Some heads at a time (3 rows x 5 heads: 8, 4, 2, 1), and blocks of queries that end unevenly."""
-    import preheat.ops.attention_blocks as module
+    import preheat.ops.attention.blockwise as module
 
     monkeypatch.setattr(module, "_SCRATCH", 8 * 2 * 128 * length)
     torch.manual_seed(0)

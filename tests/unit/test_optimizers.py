@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from preheat import recipe as recipes
-from preheat.engine.build import build
+from preheat.core import Device, Slot
+from preheat.engine.builder import build
 from preheat.engine.step import gradients
-from preheat.ops.host_optimizer import HostAdamW
-from preheat.ops.low_bit import LowBitAdamW
-from preheat.ops.optimizers import Adafactor, Lion, Muon, StochasticAdamW, orthogonalize
-from preheat.ops.sharded import total_norm
-from preheat.planning.observe import observe
-from preheat.technique import Device, Slot
+from preheat.ops.distributed.dtensor_utils import total_norm
+from preheat.ops.optim.cpu_adamw import HostAdamW
+from preheat.ops.optim.low_bit_adamw import LowBitAdamW
+from preheat.ops.optim.optimizers import Adafactor, Lion, Muon, StochasticAdamW, orthogonalize
+from preheat.planning.dry_run import observe
 from preheat.techniques.apollo import apollo_optimizer
 from preheat.techniques.muon import muon_optimizer
 
@@ -83,7 +83,7 @@ def test_orthogonalized_singular_values_are_near_one(dtype: torch.dtype) -> None
 def test_a_cpu_without_products_in_bf16_iterates_in_fp32(
     capability: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from preheat.engine.build import build
+    from preheat.engine.builder import build
 
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
     gpu = Device("cuda", "H100", 80 << 30, (9, 0), at_hand=False)

@@ -13,8 +13,18 @@ from typing import Any
 import pytest
 
 from preheat.errors import RunError
-from preheat.report import bench_page, compress_page, data_page, figures, inference_page, net_page, page, plan_page, plots
-from preheat.run import Writer
+from preheat.report import (
+    bench_page,
+    compress_page,
+    data_page,
+    inference_page,
+    nettest_page,
+    plan_page,
+    report_data,
+    run_page,
+    svg,
+)
+from preheat.run_dir import Writer
 
 HOSTILE = (
     '"</title></pre></td><script>alert(1)</script><img src=x onerror="alert(2)">\x1b[31m\x00\u202e\ud800'
@@ -59,7 +69,7 @@ PAGES: dict[str, tuple[Any, dict[str, Any]]] = {
                    "first_token_ratio": SPREAD, "tokens_per_pass": 1.0, "cache_bytes": 9, "cache_predicted_bytes": 9.0, "same_text": 1.0}]},
     ),
     "net": (
-        net_page._page,
+        nettest_page._page,
         {"devices": 2, "hosts": 1, "backend": "gloo", "hardware": "h", "torch": "2", "expected": {"in_host": 1e9, "between_hosts": None, "share": {"all_reduce": 0.5}},
          "rows": [{"collective": "all_reduce", "bytes": 1024, "seconds": 0.1, "low": 0.1, "high": 0.2, "algorithm_bandwidth": 1e6, "bus_bandwidth": 1e6}],
          "pairs": [{"kind": "k", "ranks": [0, 1], "hosts": ["h", "h"], "latency": 0.1, "bandwidth": 1e6}]},
@@ -184,15 +194,15 @@ def damaged(path: Path, seed: int, chance: float = 0.12) -> None:
 @pytest.mark.parametrize("seed", range(12))
 def test_a_report_is_drawn_of_whatever_a_run_holds(tmp_path: Path, seed: int) -> None:
     damaged(tmp_path / "run", seed)
-    collected = figures.collect(tmp_path / "run")
-    harmless(page.render(collected))
+    collected = report_data.collect(tmp_path / "run")
+    harmless(run_page.render(collected))
 
 
 def test_a_report_begins_with_what_was_asked_for(tmp_path: Path) -> None:
     documents = run_files(tmp_path / "run")
     for name in ("plan.json", "environment.json"):
         (tmp_path / "run" / name).write_text(json.dumps(documents[name]))
-    source = page.render(figures.collect(tmp_path / "run"))
+    source = run_page.render(report_data.collect(tmp_path / "run"))
     head = source[: source.index("<section")]
     shown = dict(re.findall(r"<dt>([^<]*)</dt><dd>([^<]*)</dd>", head[head.index('class="setup"') :]))
     assert {key: text.replace("\u00a0", " ") for key, text in shown.items()} == {
@@ -214,7 +224,7 @@ def test_a_table_has_one_unit_and_no_names_of_json_keys(tmp_path: Path) -> None:
         (tmp_path / "run" / name).write_text(json.dumps(documents[name]))
     (tmp_path / "run/events.jsonl").write_text("".join(json.dumps({"time": 5.0, **e}) + "\n" for e in documents["events"]))
     (tmp_path / "run/metrics.jsonl").write_text("".join(json.dumps(m) + "\n" for m in documents["metrics"]))
-    source = page.render(figures.collect(tmp_path / "run"))
+    source = run_page.render(report_data.collect(tmp_path / "run"))
     cells = re.findall('<td class="n">(.*?)</td>', source)
     assert len(cells) > 20
     assert not [cell for cell in cells if re.search("[KMG]iB", cell)], "the unit is in the head of the column"
@@ -247,7 +257,7 @@ def test_ticks_differ_and_say_where_they_are(low: float, high: float, logarithmi
     if logarithmic:
         axes.set_yscale("log")
     axes.plot([0, 1], [low, high])
-    plots.ticks(axes.yaxis)
+    svg.ticks(axes.yaxis)
     bottom, top = axes.get_ylim()
     places = [v for v in axes.yaxis.get_major_locator()() if bottom <= v <= top]
     labels = axes.yaxis.get_major_formatter().format_ticks(places)
@@ -260,31 +270,29 @@ def test_ticks_differ_and_say_where_they_are(low: float, high: float, logarithmi
 
 
 def test_labels_of_a_few_ranges() -> None:
-    assert plots.tick_labels([0.0, 0.0025, 0.005]) == ["0", "0.0025", "0.005"]
-    assert plots.tick_labels([0.0, 20000.0]) == ["0", "20,000"]
-    assert plots.tick_labels([-0.0, -2e-5]) == ["0", "\u22122e-5"]
-    assert plots.tick_labels([75.80, 75.82]) == ["75.8", "75.82"]
+    assert svg.tick_labels([0.0, 0.0025, 0.005]) == ["0", "0.0025", "0.005"]
+    assert svg.tick_labels([0.0, 20000.0]) == ["0", "20,000"]
+    assert svg.tick_labels([-0.0, -2e-5]) == ["0", "\u22122e-5"]
+    assert svg.tick_labels([75.80, 75.82]) == ["75.8", "75.82"]
 
 
 def test_no_mark_is_clipped_by_the_frame_and_any_name_can_be_drawn() -> None:
-    lines = [plots.Curve(HOSTILE, [1, 8], [0.0, 5.0], style="points"), plots.Curve("汉字 $x_$", [0], [3.0], style="named")]
-    drawing = plots.curves("x", lines, "what it shows", from_zero=True)
+    lines = [svg.Curve(HOSTILE, [1, 8], [0.0, 5.0], style="points"), svg.Curve("汉字 $x_$", [0], [3.0], style="named")]
+    drawing = svg.curves("x", lines, "what it shows", from_zero=True)
     marks = re.findall(r"<g[^>]*clip-path[^>]*>\s*<use", drawing)
     assert drawing.count("<use") >= 2
     assert not marks
     assert "汉字 $x_$" in drawing
-    plots.by_size("y", lines[:1], "sizes", format=str)
-    plots.spans("z", [plots.Span(HOSTILE, 0, 1, "series-1"), plots.Span("none", 1, 1 - 1.5e-05, "series-2")], "w", unit="GiB")
-    assert "1.5e-05" not in plots.spans(
-        "z", [plots.Span("a", 0, 1, "ink"), plots.Span("b", 1, 1 - 1.5e-05, "ink")], "w", unit="GiB"
-    )
+    svg.by_size("y", lines[:1], "sizes", format=str)
+    svg.spans("z", [svg.Span(HOSTILE, 0, 1, "series-1"), svg.Span("none", 1, 1 - 1.5e-05, "series-2")], "w", unit="GiB")
+    assert "1.5e-05" not in svg.spans("z", [svg.Span("a", 0, 1, "ink"), svg.Span("b", 1, 1 - 1.5e-05, "ink")], "w", unit="GiB")
 
 
 def test_a_planned_recipe_says_what_differs_from_the_defaults() -> None:
     from types import SimpleNamespace
 
     from preheat import recipe as recipes
-    from preheat.cli.planned import recipe_text
+    from preheat.cli.plan_modes import recipe_text
 
     text = "name: n\nmodel:\n  size: 15M\nbatch:\n  length: 64\nstop:\n  steps: 3\ntechniques:\n  lora:\n    rank: 4\n  chunked_loss: {}\n"
     recipe = recipes.parse(text)

@@ -11,22 +11,22 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from preheat.cli.show import picture
-from preheat.engine.build import build
-from preheat.engine.saving import room
+from preheat.cli.views.console import picture
+from preheat.core import Device
+from preheat.engine.async_checkpoint import room
+from preheat.engine.builder import build
 from preheat.errors import RecipeError, RunError
 from preheat.hardware.catalogue import accelerator, accelerators, stated
 from preheat.hardware.probe import probe
-from preheat.planning import overhead
+from preheat.planning.dispatch_recorder import Kernel
+from preheat.planning.dry_run import BESIDE, CATEGORIES, Observation, observe
 from preheat.planning.explain import energy_of
-from preheat.planning.observe import BESIDE, CATEGORIES, Observation, observe
-from preheat.planning.overhead import SOURCES
+from preheat.planning.memory import overhead
+from preheat.planning.memory.overhead import SOURCES
 from preheat.planning.plan import GIB, plan
-from preheat.planning.recorder import Kernel
-from preheat.planning.roofline import Roofline, Seconds
+from preheat.planning.speed.roofline import Roofline, Seconds
 from preheat.recipe import override
-from preheat.run import check_folder
-from preheat.technique import Device
+from preheat.run_dir import check_folder
 
 from ..conftest import DEVICE, tiny
 
@@ -150,9 +150,9 @@ def test_a_copy_beside_the_steps_is_a_line_where_the_device_is_the_hosts() -> No
 
 
 def test_an_export_compares_in_fp64_up_to_a_size() -> None:
-    from preheat.compress.export import shared
+    from preheat.compress.export import verify
 
-    assert overhead.EXACT == shared.EXACT
+    assert overhead.EXACT == verify.EXACT
     rates = Roofline.of("H100")
     on_gpu, on_cpu = (plan(tiny(), vocabulary=96, device=d, rates=rates)["export"] for d in (rates.as_device, DEVICE))
     weights = on_cpu["parameters"]

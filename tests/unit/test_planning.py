@@ -9,8 +9,8 @@ import sys
 
 import pytest
 
-from preheat.planning.allocator import Heap, replay
-from preheat.planning.observe import observe
+from preheat.planning.dry_run import observe
+from preheat.planning.memory.cpu_heap import Heap, replay
 from preheat.planning.plan import steps_of
 from preheat.recipe import override
 
@@ -105,15 +105,15 @@ def test_the_heap_is_where_its_model_says_it_is() -> None:
     """A process that makes and frees tensors by chance spans exactly as many bytes as the model does."""
     code = """
 import random, torch
-from preheat.hardware import heap
-assert heap.keep_heap() is None
+from preheat.hardware import cpu_allocator
+assert cpu_allocator.keep_heap() is None
 draw, living = random.Random(0), {}
 for block in range(4000):
     if living and draw.random() < 0.5:
         del living[draw.choice(list(living))]
     else:
         living[block] = torch.empty(64 * int(1024 * 2 ** draw.uniform(-1, 8)), dtype=torch.uint8)
-print(heap._library().preheat_furthest())
+print(cpu_allocator._library().preheat_furthest())
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     draw, heap, living = random.Random(0), Heap(), dict[int, None]()
@@ -138,7 +138,7 @@ def test_casts_of_mixed_operands_are_seen_as_torch_makes_them(operator: str) -> 
     import torch
     from torch.profiler import ProfilerActivity, profile
 
-    from preheat.planning.recorder import Recorder
+    from preheat.planning.dispatch_recorder import Recorder
 
     full, half = torch.ones(1 << 16), torch.ones(1 << 16, dtype=torch.bfloat16)
 
@@ -168,14 +168,14 @@ def test_casts_of_mixed_operands_are_seen_as_torch_makes_them(operator: str) -> 
 def test_deep_models_on_one_cpu_are_planned_by_few_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     """A plan of thousands of layers takes no longer than one of ten, and says the same as all layers do."""
     from preheat.hardware.probe import probe
-    from preheat.planning import layers
+    from preheat.planning import layer_extrapolation
     from preheat.recipe import parse
 
     deep = parse("model: {layers: 24, width: 16, heads: 2, vocabulary: 64}\nbatch: {size: 2, length: 16}\nstop: {steps: 1}")
     how = {"vocabulary": 64, "device": probe("cpu", "2GiB")}
-    whole = layers.observe_few(deep, **how)
-    monkeypatch.setattr(layers, "_ALL", 8)
-    few = layers.observe_few(deep, **how)
+    whole = layer_extrapolation.observe_few(deep, **how)
+    monkeypatch.setattr(layer_extrapolation, "_ALL", 8)
+    few = layer_extrapolation.observe_few(deep, **how)
     assert not few.log
     assert few.peak == pytest.approx(whole.peak, rel=1e-3)
     assert few.flops == whole.flops

@@ -9,11 +9,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from preheat import recipe as recipes
-from preheat.engine.build import build
+from preheat.core import Build, Device, Slot, Tag, registry
+from preheat.engine.builder import build
 from preheat.engine.step import forward, gradients, update
 from preheat.errors import RecipeError
-from preheat.ops.precision import LossScale, MasterAdamW
-from preheat.technique import Build, Device, Slot, Tag, registry
+from preheat.ops.optim.half_precision import LossScale, MasterAdamW
 
 from ..conftest import DEVICE, difference, tiny, uneven
 
@@ -200,8 +200,8 @@ def test_check_says_no(techniques: str, words: str) -> None:
 
 
 def test_fp8_says_what_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
-    from preheat.engine.build import context_of
-    from preheat.models.adapter import configure
+    from preheat.engine.builder import context_of
+    from preheat.models.hf import configure
 
     recipe = tiny("{mixed_precision: {}, fp8: {}}")
     fp8 = registry()["fp8"]()

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from preheat.data import Prepared, prepare
-from preheat.data.examples import END
+from preheat.data.document import END
 from preheat.data.preflight import CHECKS
 from preheat.data.tokenizer import load_tokenizer, train_tokenizer
 from preheat.errors import DataError, RecipeError
@@ -319,10 +319,11 @@ def test_weights_repeat_documents_and_are_counted(tmp_path: Path, folder: Path) 
 
 
 def test_an_interrupted_start_goes_on_where_it_stopped(tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from preheat.data import layouts, tokenizing
+    from preheat.data import tokenize_corpus
+    from preheat.data.rows import formats
     from preheat.data.tokenizer import Encoder
 
-    monkeypatch.setattr(tokenizing, "JOURNAL_EVERY", 0.0)
+    monkeypatch.setattr(tokenize_corpus, "JOURNAL_EVERY", 0.0)
     monkeypatch.setattr("preheat.data.split.CHUNK_DOCUMENTS", 16)
     rows = [talk(n) for n in range(200)]
     rows[3]["messages"][1]["weight"] = 0
@@ -342,9 +343,9 @@ def test_an_interrupted_start_goes_on_where_it_stopped(tmp_path: Path, folder: P
     with pytest.raises(KeyboardInterrupt):
         run(again, folder, rows, **settings)
     assert list((again / "cache").glob(".partial-tokens-*/journal.json"))
-    calls, rendered, document = [0] * 7, [], layouts.Layout.document
+    calls, rendered, document = [0] * 7, [], formats.Layout.document
     monkeypatch.setattr(
-        layouts.Layout, "document", lambda self, row, where: rendered.append(where) or document(self, row, where)
+        formats.Layout, "document", lambda self, row, where: rendered.append(where) or document(self, row, where)
     )
     made = run(again, folder, rows, **settings)
     assert 0 < len(rendered) <= 200 - 3 * 16

@@ -13,13 +13,13 @@ import torch
 import transformers
 
 from preheat import recipe as recipes
-from preheat.engine.build import build
+from preheat.core import Device
+from preheat.engine.builder import build
 from preheat.errors import RecipeError
-from preheat.models import adapter, configs
+from preheat.models import configs, hf
 from preheat.models.presets import PRESETS, needs, on_hub, require_weights
-from preheat.planning.observe import Observation, observe
+from preheat.planning.dry_run import Observation, observe
 from preheat.recipe import Recipe, parse
-from preheat.technique import Device
 
 from ..conftest import DEVICE
 
@@ -43,9 +43,7 @@ def _recipe(name: str, techniques: str = QLORA, model: str = "", length: int = 2
     )
 
 
-TRAINED = [
-    name for name in PRESETS if PRESETS[name].config["model_type"] not in (*adapter.REFUSED, "phi")
-]  # phi's head has a bias
+TRAINED = [name for name in PRESETS if PRESETS[name].config["model_type"] not in (*hf.REFUSED, "phi")]  # phi's head has a bias
 FEW = [
     name for name in ("gemma-2-2b", "gemma-3-1b", "gpt2", "llama-3.2-1b", "phi-4-mini", "pythia-70m", "qwen2.5-0.5b") if not ALL
 ]
@@ -73,9 +71,9 @@ def test_a_preset_has_the_published_number_of_parameters(name: str) -> None:
     assert (said["images"] != "not read") == reads
     assert (said["experts"] != "none") == any("experts" in n for n in found)
     if name in TRAINED:
-        built: Any = adapter.build_on_meta(configs.preset_config(name))
-        assert (said["soft caps"] != "none") == (adapter.softcap(built) is not None)
-        window = adapter.facts(built.config).window
+        built: Any = hf.build_on_meta(configs.preset_config(name))
+        assert (said["soft caps"] != "none") == (hf.softcap(built) is not None)
+        window = hf.facts(built.config).window
         assert (said["sliding window"] != "none") == bool(window and window < built.config.max_position_embeddings)
 
 
@@ -89,7 +87,7 @@ def test_a_model_is_found_by_its_name_on_the_hub_in_any_case() -> None:
 @pytest.mark.parametrize("name", ["bloom-560m", "deepseek-v2-lite"])
 def test_what_the_adapter_cannot_train_says_why(name: str) -> None:
     with pytest.raises(RecipeError, match=r"cannot be trained here; preheat plan --inference"):
-        adapter.configure(_recipe(name))
+        hf.configure(_recipe(name))
 
 
 def _peak(seen: Observation) -> float:
@@ -154,7 +152,7 @@ def test_a_preset_is_planned_but_not_trained_without_weights(tmp_path: Path) -> 
 )
 def test_a_preset_that_cannot_be_is_refused(model: str, words: str) -> None:
     with pytest.raises(RecipeError, match=words):
-        adapter.configure(parse(f"model: {model}\nbatch: {{length: 64}}\nstop: {{steps: 1}}"))
+        hf.configure(parse(f"model: {model}\nbatch: {{length: 64}}\nstop: {{steps: 1}}"))
 
 
 def test_a_folder_beside_a_preset_must_be_that_model(tmp_path: Path) -> None:
@@ -166,19 +164,19 @@ def test_a_folder_beside_a_preset_must_be_that_model(tmp_path: Path) -> None:
     }
     (tmp_path / "config.json").write_text(json.dumps(values))
     recipe = _recipe("phi-3.5-mini", model=f", path: {tmp_path}")
-    assert adapter.configure(recipe).eos_token_id == 32007
+    assert hf.configure(recipe).eos_token_id == 32007
     (tmp_path / "config.json").write_text(json.dumps(values | {"intermediate_size": 8193}))
     with pytest.raises(RecipeError, match=r"phi-3.5-mini has intermediate_size 8192, but .* has 8193; remove the preset"):
-        adapter.configure(recipe)
+        hf.configure(recipe)
     transformers.LlamaConfig().save_pretrained(tmp_path)
     with pytest.raises(RecipeError, match=r"is a phi3, but .* holds a llama"):
-        adapter.configure(recipe)
+        hf.configure(recipe)
 
 
 def test_a_model_of_images_and_text_is_refused_in_one_line(tmp_path: Path) -> None:
     transformers.Gemma3Config().save_pretrained(tmp_path)
     with pytest.raises(RecipeError, match=r"gemma3 is several models in one \(gemma3_text is its text part\)") as caught:
-        adapter.configure(parse(f"model: {{path: {tmp_path}}}\nbatch: {{length: 64}}\nstop: {{steps: 1}}"))
+        hf.configure(parse(f"model: {{path: {tmp_path}}}\nbatch: {{length: 64}}\nstop: {{steps: 1}}"))
     assert "\n" not in str(caught.value)
 
 

@@ -12,21 +12,21 @@ import pytest
 import torch
 import transformers
 
-from preheat.compress import shapes, structured
-from preheat.compress.method import methods
+from preheat.compress import shape_sampling, structured_pruning
 from preheat.compress.methods.depth import prune_depth
 from preheat.compress.methods.lottery import prune_by_lottery
 from preheat.compress.methods.magnitude import prune_by_magnitude
 from preheat.compress.methods.wanda import prune_by_wanda
 from preheat.compress.methods.width import prune_width
-from preheat.engine.build import build
+from preheat.compress.registry import methods
+from preheat.engine.builder import build
 from preheat.engine.step import gradients, update
 from preheat.errors import RecipeError
-from preheat.models import slicing
-from preheat.models.adapter import PATTERN, anatomy, facts, plain_logits
-from preheat.models.calibration import linear_maps, loss, matrix, plainly
-from preheat.models.slicing import Kept, Sizes
-from preheat.ops import importance as ops
+from preheat.models.conversions import slicing
+from preheat.models.conversions.slicing import Kept, Sizes
+from preheat.models.hf import PATTERN, anatomy, facts, plain_logits
+from preheat.models.layerwise import linear_maps, loss, matrix, plainly
+from preheat.ops import pruning_scores as ops
 from preheat.recipe import parse
 from preheat.techniques.sliding_window import add_sliding_window
 
@@ -270,11 +270,11 @@ def test_a_cut_model_is_the_whole_one_with_the_rest_at_zero(family: str, tmp_pat
 def test_parts_that_write_nothing_count_nothing_and_go_first(family: str) -> None:
     model = made(family)
     now, wanted = slicing.sizes_of(model.config), replace(wanted_of(model, family), hidden=32)
-    kept = structured.chosen(structured.measure(made(family), ROWS), now, wanted)
+    kept = structured_pruning.chosen(structured_pruning.measure(made(family), ROWS), now, wanted)
     mute(model, kept, now)
-    before, importance = plain_logits(model, TOKENS), structured.measure(model, ROWS)
+    before, importance = plain_logits(model, TOKENS), structured_pruning.measure(model, ROWS)
     assert [int((scores == 0).sum()) for scores in importance.channels] == [now.channels - wanted.channels] * 3
-    again = structured.chosen(importance, now, wanted)
+    again = structured_pruning.chosen(importance, now, wanted)
     for mine, other in zip((*kept.heads, *kept.channels), (*again.heads, *again.channels), strict=True):  # type: ignore[misc]
         assert torch.equal(mine, other)
     if family == "gpt2":  # which cannot have fewer heads at the same width
@@ -295,7 +295,7 @@ def test_dimensions_that_are_zero_everywhere_go_without_a_change(family: str) ->
             if module.bias is not None:
                 module.bias[gone] = 0
     before = plain_logits(model, TOKENS)
-    importance = structured.measure(model, ROWS)
+    importance = structured_pruning.measure(model, ROWS)
     assert (importance.hidden == 0).nonzero().flatten().tolist() == gone.tolist()
     prune_width(model, ROWS, hidden=0.75)
     assert model.config.hidden_size == 24
@@ -304,7 +304,7 @@ def test_dimensions_that_are_zero_everywhere_go_without_a_change(family: str) ->
 
 def test_a_head_counts_by_what_attention_lacks_without_it() -> None:
     model = made("qwen2")
-    importance = structured.measure(model, ROWS)
+    importance = structured_pruning.measure(model, ROWS)
     for number, (layer, _, module) in enumerate(slicing.readers(model, "heads")):
         seen: list[torch.Tensor] = []
         handle = module.register_forward_pre_hook(lambda m, args, seen=seen: seen.append(args[0]))
@@ -395,13 +395,13 @@ def test_rows_are_read_with_capped_scores_and_with_preheats_patterns() -> None:
 def test_drawn_shapes_meet_the_budget_and_can_be_built(family: str) -> None:
     model = made(family)
     whole = model.num_parameters()
-    drawn = shapes.draw(model, parameters=0.7, draws=3, smallest=0.3, multiple=4, seed=3)
+    drawn = shape_sampling.draw(model, parameters=0.7, draws=3, smallest=0.3, multiple=4, seed=3)
     assert len(set(drawn)) == 3
-    assert drawn == shapes.draw(model, parameters=0.7, draws=3, smallest=0.3, multiple=4, seed=3)
-    assert family == "gpt2" or drawn != shapes.draw(model, parameters=0.7, draws=3, smallest=0.3, multiple=4, seed=4)
-    importance = structured.measure(model, ROWS)
+    assert drawn == shape_sampling.draw(model, parameters=0.7, draws=3, smallest=0.3, multiple=4, seed=3)
+    assert family == "gpt2" or drawn != shape_sampling.draw(model, parameters=0.7, draws=3, smallest=0.3, multiple=4, seed=4)
+    importance = structured_pruning.measure(model, ROWS)
     for sizes in drawn:
-        cut = structured.pruned(model, importance, sizes)
+        cut = structured_pruning.pruned(model, importance, sizes)
         assert slicing.sizes_of(cut.config) == sizes
         assert cut.num_parameters() == slicing.counter(model)(sizes)
         assert 0.9 * 0.7 * whole <= cut.num_parameters() <= 0.7 * whole
@@ -412,10 +412,10 @@ def test_the_lottery_keeps_the_shape_of_the_lowest_loss() -> None:
     settings: dict[str, Any] = {"draws": 5, "smallest": 0.3, "multiple": 4, "seed": 1}
     model, whole = made("qwen3"), made("qwen3")
     words, gone = prune_by_lottery(model, ROWS, parameters=0.7, **settings)
-    importance = structured.measure(whole, ROWS, products=True)
+    importance = structured_pruning.measure(whole, ROWS, products=True)
     losses = []
-    for sizes in shapes.draw(whole, parameters=0.7, **settings):
-        cut = structured.pruned(whole, importance, sizes, refit=True)
+    for sizes in shape_sampling.draw(whole, parameters=0.7, **settings):
+        cut = structured_pruning.pruned(whole, importance, sizes, refit=True)
         with plainly(cut):
             losses.append(loss(cut, ROWS))
     with plainly(model):
@@ -440,8 +440,8 @@ def test_importance_knows_what_a_trained_model_needs(data_folder: Path) -> None:
     tokens = torch.tensor(tokenizer.encode(text))
     rows, held_out = [tokens[:1024].view(-1, 256), tokens[1024:2048].view(-1, 256)]
     calibration = list(rows.split(1))
-    now, importance = slicing.sizes_of(model.config), structured.measure(model, calibration, products=True)
-    turned = structured.Importance(
+    now, importance = slicing.sizes_of(model.config), structured_pruning.measure(model, calibration, products=True)
+    turned = structured_pruning.Importance(
         heads=[-scores for scores in importance.heads],
         channels=[-scores for scores in importance.channels],
         hidden=-importance.hidden,
@@ -451,7 +451,7 @@ def test_importance_knows_what_a_trained_model_needs(data_folder: Path) -> None:
     )
 
     def after(importance: Any, refit: bool = False, **changed: int) -> float:
-        cut = structured.pruned(model, importance, replace(now, **changed), refit=refit)
+        cut = structured_pruning.pruned(model, importance, replace(now, **changed), refit=refit)
         with plainly(cut):
             return loss(cut, [held_out])
 

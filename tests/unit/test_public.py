@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import preheat
-from preheat.training.watch import Logged
+from preheat.training.observer import Logged
 
 
 def test_dir_lists_the_public_names():

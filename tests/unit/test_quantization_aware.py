@@ -11,20 +11,20 @@ import torch
 from torch import Tensor
 
 from preheat import recipe as recipes
-from preheat.compress import folder
-from preheat.compress.compressing import trained_for
+from preheat.compress import save_load
+from preheat.compress.compress import trained_for
 from preheat.compress.methods.int4 import Int4
-from preheat.engine.build import build
+from preheat.core import Batch, MaskSpec
+from preheat.engine.builder import build
 from preheat.engine.step import gradients, update
 from preheat.errors import RecipeError
-from preheat.models.adapter import plain_logits
-from preheat.ops.adapters import merge
-from preheat.ops.quantized_linear import Int4Linear, Int8Linear
-from preheat.ops.quantized_training import Grid, _product, rounded, unfake_
-from preheat.technique import Batch, MaskSpec
+from preheat.inference.load import open_model
+from preheat.models.hf import plain_logits
+from preheat.ops.adapters.peft_layers import merge
+from preheat.ops.quantization.fake_quant import Grid, _product, rounded, unfake_
+from preheat.ops.quantization.linear import Int4Linear, Int8Linear
 from preheat.techniques.lora import add_lora
 from preheat.techniques.quantization_aware import QuantizationAware, round_weights
-from preheat.training.opened import open_model
 
 from ..conftest import DEVICE, tiny
 
@@ -159,7 +159,7 @@ def test_what_was_trained_with_is_what_a_folder_gives(data_folder: Path, tmp_pat
     wanted = plain_logits(taught, row)
     unfake_(taught)
     Int4().apply(taught, [])
-    folder.write_model(taught, opened, tmp_path, method="int4", dtype=torch.float32)
+    save_load.write_model(taught, opened, tmp_path, method="int4", dtype=torch.float32)
     again: Any = open_model(tmp_path).build.trained[0]
     assert sum(isinstance(m, Int8Linear) for m in again.modules()) == 15
     found = plain_logits(again, row)

@@ -11,8 +11,10 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from preheat.errors import RunError
-from preheat.ops import unpack4
-from preheat.ops.quantized import (
+from preheat.ops.quantization import int4_unpack
+from preheat.ops.quantization.awq_gptq import awq, gptq, output_error, smooth
+from preheat.ops.quantization.bit_allocation import share_out
+from preheat.ops.quantization.grids import (
     Groups,
     divisor,
     group_values,
@@ -22,9 +24,7 @@ from preheat.ops.quantized import (
     round_groups,
     unpack,
 )
-from preheat.ops.quantized_budget import share_out
-from preheat.ops.quantized_choice import group_of, kept_names
-from preheat.ops.quantized_linear import (
+from preheat.ops.quantization.linear import (
     FEW,
     Fp8Linear,
     Int4Linear,
@@ -34,7 +34,7 @@ from preheat.ops.quantized_linear import (
     takes_four_bits,
     tiles,
 )
-from preheat.ops.quantized_search import awq, gptq, output_error, smooth
+from preheat.ops.quantization.module_filter import group_of, kept_names
 
 
 def weight(rows: int = 32, columns: int = 64, seed: int = 0) -> Tensor:
@@ -207,7 +207,7 @@ def test_four_bits_are_unpacked_in_bf16_as_in_fp32(
     symmetric: bool, group: int, without_compiler: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if without_compiler:
-        monkeypatch.setattr("preheat.ops.unpack4._made", lambda: None)
+        monkeypatch.setattr("preheat.ops.quantization.int4_unpack._made", lambda: None)
     made = Int4Linear.of(nn.Linear(96, 300, bias=False), group=group, symmetric=symmetric)
     assert torch.equal(made.values(torch.bfloat16), made.values(torch.float32).bfloat16())
 
@@ -216,11 +216,11 @@ def test_unpacking_without_a_compiler_is_told(monkeypatch: pytest.MonkeyPatch) -
     def none(*_: object, **__: object) -> None:
         raise RunError("no C++ compiler was found")
 
-    monkeypatch.setattr("preheat.hardware.native.library", none)
-    unpack4._made.cache_clear()
+    monkeypatch.setattr("preheat.hardware.cpp_build.library", none)
+    int4_unpack._made.cache_clear()
     with pytest.warns(UserWarning, match="in several times the time: no C"):
-        assert unpack4._made() is None
-    unpack4._made.cache_clear()
+        assert int4_unpack._made() is None
+    int4_unpack._made.cache_clear()
 
 
 def test_precision_and_place_may_change() -> None:

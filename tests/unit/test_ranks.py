@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 
 from preheat import recipe as recipes
+from preheat.core import Device
 from preheat.errors import RecipeError, RunError
-from preheat.hardware.processes import all_here, store_address
-from preheat.technique import Device
-from preheat.training.launch import start
-from preheat.training.ranks import Ranks, _roll_call, meet
+from preheat.hardware.child_processes import all_here, store_address
+from preheat.training.launch.local import start
+from preheat.training.process_group import Ranks, _roll_call, meet
 
 from ..conftest import tiny
 
@@ -66,7 +66,7 @@ _MEMBER = """
 import os, sys
 from pathlib import Path
 import torch, torch.distributed as dist
-from preheat.training.ranks import meet
+from preheat.training.process_group import meet
 from tests.conftest import tiny
 
 recipe = tiny(more="parallel: {timeout: 60}")
@@ -136,7 +136,7 @@ def test_a_process_that_differs_says_in_what() -> None:
 
 
 def test_more_devices_than_rows_are_refused() -> None:
-    from preheat.planning.observe import observe
+    from preheat.planning.dry_run import observe
 
     with pytest.raises(RecipeError, match=r"batch.size: 4 rows cannot be shared out among 8 devices; use 8 or more"):
         observe(tiny("{fsdp: {}}"), vocabulary=96, device=Device("cpu", "test", 8 << 30), world=8)
@@ -186,7 +186,7 @@ def test_a_process_that_the_watchdog_aborts_is_explained(
 def test_each_process_has_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     joined: dict[str, Any] = {}
     told: list[str] = []
-    monkeypatch.setattr("preheat.training.ranks.all_here", lambda: False)
+    monkeypatch.setattr("preheat.training.process_group.all_here", lambda: False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: told.append(str(device)))
     monkeypatch.setattr(torch.distributed, "init_process_group", lambda backend, **how: joined.update(how, backend=backend))

@@ -119,7 +119,7 @@ def test_a_folder_does_not_hide_a_built_in_recipe_of_its_name(tmp_path: Path, mo
 
 def test_another_recipe_is_refused_with_few_of_its_differences() -> None:
     from preheat.errors import RunError
-    from preheat.training.resuming import compare
+    from preheat.training.resume import compare
 
     before = recipes.dump(recipes.load("demo"))
     assert not compare(recipes.load("demo", ["stop.steps=5"]), before)

@@ -12,10 +12,10 @@ import pytest
 import yaml
 
 from preheat import recipe as recipes
+from preheat.core import registry
 from preheat.errors import RecipeError
 from preheat.recipe import built_in, dump, load, parse
 from preheat.recipe.synonyms import NAMES, unknown_key
-from preheat.technique import registry
 
 from ..conftest import within
 

@@ -8,8 +8,8 @@ import random
 import pytest
 import torch
 
-from preheat.ops.recompute import ATTENTION, Call, Seen, choose, dear, watch
-from preheat.planning.observe import observe
+from preheat.ops.memory.selective_checkpoint import ATTENTION, Call, Seen, choose, dear, watch
+from preheat.planning.dry_run import observe
 from preheat.recipe import override
 
 from ..conftest import DEVICE, tiny

@@ -10,8 +10,8 @@ from xml.etree import ElementTree
 import pytest
 
 from preheat.errors import RunError
-from preheat.report import plots, words, write
-from preheat.run import Reader, Writer
+from preheat.report import formatting, svg, write
+from preheat.run_dir import Reader, Writer
 
 SECTIONS = [
     "verdict",
@@ -336,22 +336,22 @@ def test_thinning_keeps_spikes_and_gaps_and_smoothing_is_the_mean():
     y = [0.0] * 50_000
     y[31_234], y[40_000] = 9.0, -9.0
     y[10_000:20_000] = [math.nan] * 10_000
-    kept_x, kept_y = plots.thin(x, y, 400)
+    kept_x, kept_y = svg.thin(x, y, 400)
     assert len(kept_x) <= 402
     assert (31_234.0, 9.0) in zip(kept_x, kept_y, strict=True)
     assert min(v for v in kept_y if math.isfinite(v)) == -9.0
     assert any(math.isnan(v) for v in kept_y)
     line = [2.0 * i for i in range(30)]
-    assert plots.smooth(line, 4)[:26] == pytest.approx(line[:26])  # an even window leaves a straight line where it is
-    assert plots.smooth([1.0, math.nan, 3.0, 5.0], 1)[2:] == [4.0, 4.0]
+    assert svg.smooth(line, 4)[:26] == pytest.approx(line[:26])  # an even window leaves a straight line where it is
+    assert svg.smooth([1.0, math.nan, 3.0, 5.0], 1)[2:] == [4.0, 4.0]
 
 
 @pytest.mark.parametrize("mode", [0, 1])
 def test_text_has_contrast_in_light_and_dark(mode):
     """WCAG 2: 4.5 to 1 for text, 3 to 1 for lines of a plot."""
-    css = Path(plots.__file__).with_name("page.css").read_text()
+    css = Path(svg.__file__).with_name("page.css").read_text()
     colours = dict(re.findall(r"--([\w-]+): (#[0-9a-f]{6})", re.findall(r":root \{(.*?)\}", css, re.DOTALL)[mode]))
-    assert set(plots.COLOURS) <= set(colours)
+    assert set(svg.COLOURS) <= set(colours)
 
     def luminance(name: str) -> float:
         parts = [int(colours[name][i : i + 2], 16) / 255 for i in (1, 3, 5)]
@@ -377,25 +377,25 @@ def test_text_has_contrast_in_light_and_dark(mode):
 
 
 def test_numbers_in_words():
-    assert [words.duration(s) for s in (0.04, 59.6, 3725, 90061)] == ["0.0 s", "1 min", "1 h 2 min", "1 d 1 h"]
-    assert [words.gib(g) for g in (1.0512, 0.0334, 139.2, None)] == ["1.05 GiB", "34.2 MiB", "139 GiB", "not recorded"]
-    assert [words.gib(g) for g in (-1.5e-05, 0.9, 0.99999, 2e15)] == ["\u22120.02 MiB", "922 MiB", "1.00 GiB", "2e+15 GiB"]
-    assert words.sizes([0.3, 0.0005, -1.5e-07, None]) == ("MiB", ["307.2", "0.5", "0", "not recorded"])
-    assert words.sizes([0.3, 12.0]) == ("GiB", ["0.30", "12.00"])
-    assert [words.change(v, 0.055) for v in (-1.5e-05, 0.0, -0.02)] == ["0", "0", "\u22120.0200"]
-    assert words.between({"value": -0.0002, "low": -0.1, "high": 0.0004}, signed=True) == "0.000 [\u22120.100, 0.000]"
-    assert [words.clock(s) for s in (0.4, 3725.4, 360000, -1, math.nan)] == [
+    assert [formatting.duration(s) for s in (0.04, 59.6, 3725, 90061)] == ["0.0 s", "1 min", "1 h 2 min", "1 d 1 h"]
+    assert [formatting.gib(g) for g in (1.0512, 0.0334, 139.2, None)] == ["1.05 GiB", "34.2 MiB", "139 GiB", "not recorded"]
+    assert [formatting.gib(g) for g in (-1.5e-05, 0.9, 0.99999, 2e15)] == ["\u22120.02 MiB", "922 MiB", "1.00 GiB", "2e+15 GiB"]
+    assert formatting.sizes([0.3, 0.0005, -1.5e-07, None]) == ("MiB", ["307.2", "0.5", "0", "not recorded"])
+    assert formatting.sizes([0.3, 12.0]) == ("GiB", ["0.30", "12.00"])
+    assert [formatting.change(v, 0.055) for v in (-1.5e-05, 0.0, -0.02)] == ["0", "0", "\u22120.0200"]
+    assert formatting.between({"value": -0.0002, "low": -0.1, "high": 0.0004}, signed=True) == "0.000 [\u22120.100, 0.000]"
+    assert [formatting.clock(s) for s in (0.4, 3725.4, 360000, -1, math.nan)] == [
         "0:00:00",
         "1:02:05",
         "100:00:00",
         *["not recorded"] * 2,
     ]
-    assert [words.number(n) for n in (10**400, -math.inf, True, "3")] == [None] * 4
-    assert [words.count(n) for n in (1, 9999, 15_120_000, 999_999_999)] == ["1", "9,999", "15.1 M", "1 B"]
-    assert words.loss(math.nan) == "not finite"
-    assert words.signed_percent(-0.029) == "−3 %"
-    assert words.signed_percent(-0.001) == "0 %"
-    assert words.off_by(1.0, 0.0) is None
+    assert [formatting.number(n) for n in (10**400, -math.inf, True, "3")] == [None] * 4
+    assert [formatting.count(n) for n in (1, 9999, 15_120_000, 999_999_999)] == ["1", "9,999", "15.1 M", "1 B"]
+    assert formatting.loss(math.nan) == "not finite"
+    assert formatting.signed_percent(-0.029) == "−3 %"
+    assert formatting.signed_percent(-0.001) == "0 %"
+    assert formatting.off_by(1.0, 0.0) is None
 
 
 def test_the_command_prints_the_path_or_one_json_object(tmp_path):

@@ -11,20 +11,20 @@ import pytest
 import torch
 
 from preheat import recipe as recipes
+from preheat.core import Axis
 from preheat.hardware.gpu_memory import CONTEXT
 from preheat.hardware.rates import LAYOUTS, MOVERS, AttentionRate, MatrixRate, MovedRate, Rates
-from preheat.ops.again import alike, counting
-from preheat.planning.allocator import hold
-from preheat.planning.caching import Caching, replay_caching
-from preheat.planning.holes import Holes
-from preheat.planning.layers import observe_few
-from preheat.planning.observe import Observation, observe
-from preheat.planning.overhead import beside, gives_back
+from preheat.ops.dry_run_loops import alike, counting
+from preheat.planning.dispatch_recorder import Kernel, Recorder
+from preheat.planning.dry_run import Observation, observe
+from preheat.planning.layer_extrapolation import observe_few
+from preheat.planning.memory.cpu_heap import hold
+from preheat.planning.memory.cuda_caching_allocator import Caching, replay_caching
+from preheat.planning.memory.free_list import Holes
+from preheat.planning.memory.overhead import beside, gives_back
 from preheat.planning.plan import plan
-from preheat.planning.predict import step_seconds
-from preheat.planning.recorder import Kernel, Recorder
-from preheat.planning.roofline import Roofline
-from preheat.technique import Axis
+from preheat.planning.speed.roofline import Roofline
+from preheat.planning.speed.step_time import step_seconds
 
 from ..conftest import tiny
 

@@ -11,12 +11,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from preheat.core import Build
 from preheat.engine import checkpoint
-from preheat.engine.build import build
-from preheat.engine.saving import Saving
+from preheat.engine.async_checkpoint import Saving
+from preheat.engine.builder import build
 from preheat.engine.step import gradients, update
 from preheat.errors import RunError
-from preheat.technique import Build
 
 from ..conftest import DEVICE, tiny, uneven
 
@@ -109,8 +109,8 @@ def test_an_error_of_writing_is_raised_in_the_loop_and_harms_no_earlier_one(
     ("stated", "kind", "beside"), [(None, "cpu", False), (None, "cuda", True), (True, "cpu", True), (False, "cuda", False)]
 )
 def test_where_it_is_done(stated: bool | None, kind: str, beside: bool) -> None:
+    from preheat.core import Device
     from preheat.recipe import override
-    from preheat.technique import Device
 
     recipe = override(
         tiny(), "checkpoint.every=5", *([] if stated is None else [f"checkpoint.asynchronous={str(stated).lower()}"])

@@ -10,7 +10,7 @@ import pytest
 
 import preheat
 from preheat.cli import main
-from preheat.cli.screen import bar, console, passing, say, write_text
+from preheat.cli.views.output import bar, console, passing, say, write_text
 
 FOREIGN = "d[/x] [bold]b[/bold] :smile: \x1b[31mred\x07\x9b2J\u202e"
 CLEAN = "d[/x] [bold]b[/bold] :smile: ␛[31mred␇�2J�"
@@ -18,12 +18,12 @@ HOUSE = Path(preheat.__file__).parent / "cli"
 
 
 def test_only_the_screen_prints():
-    """Safe by default: no command can print but through `preheat.cli.screen`."""
-    for path in HOUSE.glob("*.py"):
+    """Safe by default: no command can print but through `preheat.cli.views.output`."""
+    for path in HOUSE.rglob("*.py"):
         tree = ast.parse(path.read_text(encoding="utf-8"))
         names = {node.func.id for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
         imported = {a.name for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for a in node.names}
-        if path.name != "screen.py":
+        if path.name != "output.py":
             assert not names & {"print"}, path
             assert not imported & {"Console", "TextColumn", "Progress", "Status"}, path
 

@@ -9,19 +9,19 @@ from typing import Any
 
 import pytest
 
+from preheat.core import Tag, registry
 from preheat.errors import RecipeError
 from preheat.hardware.catalogue import Accelerator, accelerator, stated
-from preheat.planning import recall as recalling
-from preheat.planning.candidates import Space, candidate_problems, worst
-from preheat.planning.estimate import look
+from preheat.planning import observation_cache as recalling
 from preheat.planning.explain import explain, figures
-from preheat.planning.kinds import kinds_of
 from preheat.planning.plan import plan
-from preheat.planning.roofline import Roofline
-from preheat.planning.search import search
+from preheat.planning.search.candidates import Space, candidate_problems, worst
+from preheat.planning.search.ranking import look
+from preheat.planning.search.search import search
+from preheat.planning.search.technique_combinations import kinds_of
+from preheat.planning.speed.roofline import Roofline
 from preheat.recipe import Recipe, override, parse
-from preheat.technique import Tag, registry
-from preheat.training.asked import asked
+from preheat.training.plan_request import asked
 
 from ..conftest import DEVICE
 
@@ -160,13 +160,13 @@ def test_a_question_is_a_recipe_or_a_model(tmp_path: Path) -> None:
 
 
 def test_a_configuration_that_lacks_a_size_is_refused(tmp_path: Path) -> None:
-    from preheat.models import adapter
+    from preheat.models import hf
 
     (tmp_path / "config.json").write_text(
         '{"model_type": "llama", "hidden_size": 64, "num_attention_heads": 2, "vocab_size": 128}'
     )
     with pytest.raises(RecipeError, match="does not say num_hidden_layers"):
-        adapter.configure(asked(str(tmp_path)).recipe)
+        hf.configure(asked(str(tmp_path)).recipe)
 
 
 @pytest.mark.parametrize(

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from preheat import recipe as recipes
-from preheat.engine.build import build, context_of
+from preheat.engine.builder import build, context_of
 from preheat.hardware.probe import probe
-from preheat.models import adapter
-from preheat.planning.candidates import Space
+from preheat.models import hf
 from preheat.planning.plan import settled
-from preheat.planning.roofline import Roofline
+from preheat.planning.search.candidates import Space
+from preheat.planning.speed.roofline import Roofline
 from preheat.techniques.activation_checkpointing import ActivationCheckpointing
 from preheat.techniques.compile import Compile
 from preheat.techniques.gradient_accumulation import GradientAccumulation
@@ -25,7 +25,7 @@ GPU = Roofline.of("H100").as_device
 def context(techniques: str, device: Any = GPU, **batch: int) -> Any:
     recipe = tiny(techniques)
     recipe = replace(recipe, batch=replace(recipe.batch, **batch))
-    return context_of(recipe, adapter.configure(recipe, 96), device)
+    return context_of(recipe, hf.configure(recipe, 96), device)
 
 
 def plans(**of: tuple[float, float, float | None]) -> Any:
@@ -144,7 +144,7 @@ def test_a_plan_without_room_for_its_error_says_so() -> None:
 
     from rich.console import Console
 
-    from preheat.cli.show import picture
+    from preheat.cli.views.console import picture
     from preheat.planning.plan import plan
 
     rates = Roofline.of("H100")
@@ -173,7 +173,7 @@ def test_training_a_model_s_name_says_which_commands_do(name: str) -> None:
 def test_lengths_over_two_orders_of_magnitude_have_bars_of_equal_ratios() -> None:
     import numpy as np
 
-    from preheat.data.showing import _lengths
+    from preheat.data.preview import _lengths
 
     sizes = np.array([3, 5, 9, 20, 40, 80, 160, 320, 640, 1000])
     bars = _lengths(sizes, 1024)["bars"]
@@ -185,8 +185,8 @@ def test_lengths_over_two_orders_of_magnitude_have_bars_of_equal_ratios() -> Non
 
 
 def test_the_roof_is_the_rate_of_the_recipe_s_dtype() -> None:
+    from preheat.planning.dry_run import observe
     from preheat.planning.explain import _roofline
-    from preheat.planning.observe import observe
 
     rates = Roofline.of("H100")
     seen = observe(tiny("{}"), vocabulary=96, device=rates.as_device)

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from preheat.errors import RecipeError, RunError
-from preheat.models.generate import Kept, Timed, generate
-from preheat.models.speculative import Lookup
+from preheat.inference.load import Opened, open_draft, open_model
+from preheat.models.generation.generate import Kept, Timed, generate
+from preheat.models.generation.speculative import Lookup
 from preheat.recipe import Sample, parse
-from preheat.training.opened import Opened, open_draft, open_model
 
 BEGINNINGS = (
     "",
@@ -172,7 +172,7 @@ def test_settings_that_cannot_be_are_said(sample: str, words: str) -> None:
 
 
 def test_models_that_read_whole_texts_keep_no_cache(stories: Opened) -> None:
-    from preheat.engine.build import build
+    from preheat.engine.builder import build
 
     from ..conftest import DEVICE
 

@@ -12,13 +12,13 @@ import torch
 import transformers
 
 from preheat import recipe as recipes
-from preheat.engine.build import build
+from preheat.core import Axis, Context, Tag, conflicts_of
+from preheat.engine.builder import build
 from preheat.errors import RecipeError
-from preheat.models import adapter, stages
+from preheat.models import hf, pipeline_split
 from preheat.models.weights import WeightSource, materialize
-from preheat.ops.attention import reference_attention
-from preheat.ops.pipelining import alike, ranks_of
-from preheat.technique import Axis, Context, Tag, conflicts_of
+from preheat.ops.attention.sdpa import reference_attention
+from preheat.ops.distributed.pipelining import alike, ranks_of
 
 from ..conftest import DEVICE, split, tiny, uneven
 
@@ -36,16 +36,16 @@ def test_no_other_cut_has_a_cheaper_dearest_stage() -> None:
             found[-1] += after
             return max(found)
 
-        made = stages.balance(costs, count, before=before, after=after)
+        made = pipeline_split.balance(costs, count, before=before, after=after)
         assert [n for cut in made for n in cut] == list(range(len(costs)))
         cheapest = min(dearest((0, *inner)) for inner in itertools.combinations(range(1, len(costs)), count - 1))
         assert dearest(tuple(cut.start for cut in made)) == cheapest
     with pytest.raises(ValueError, match="use at most 2"):
-        stages.balance([1, 1], 3)
+        pipeline_split.balance([1, 1], 3)
 
 
 def config(family: str, **more: Any) -> Any:
-    return adapter.configure(
+    return hf.configure(
         recipes.override(tiny(family=family), "model.layers=4", *(f"model.config={{{k}: {v}}}" for k, v in more.items())), 96
     )
 
@@ -53,7 +53,7 @@ def config(family: str, **more: Any) -> Any:
 def test_the_dry_run_counts_what_a_layer_and_the_head_cost() -> None:
     length, width = 64, 32
     made = config("llama")
-    seen = stages.observe(made, length)
+    seen = pipeline_split.observe(made, length)
     matrices = 2 * width * width + 2 * width * (width // 2) + 3 * width * made.intermediate_size
     keys = round(length - length * (length - 1) / (2 * length))  # a causal kernel reads half of them
     assert seen.each == [2 * length * matrices + 4 * length * keys * width] * 4
@@ -68,19 +68,19 @@ def test_the_dry_run_counts_what_a_layer_and_the_head_cost() -> None:
 @pytest.mark.parametrize("tied", ["true", "false"])
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2"])
 def test_stages_one_behind_the_other_are_the_model(family: str, tied: str, tmp_path: Path) -> None:
-    model = adapter.build_on_meta(config(family, tie_word_embeddings=tied)).eval()
-    course = stages.observe(model.config, 32)
-    cuts = stages.balance(course.each, 3)
+    model = hf.build_on_meta(config(family, tie_word_embeddings=tied)).eval()
+    course = pipeline_split.observe(model.config, 32)
+    cuts = pipeline_split.balance(course.each, 3)
     parts = [
-        stages.cut(adapter.build_on_meta(model.config).eval(), course, cuts, n) for n in range(3)
+        pipeline_split.cut(hf.build_on_meta(model.config).eval(), course, cuts, n) for n in range(3)
     ]  # a model for each device
     names = [set(dict(part.named_parameters())) for part in parts]
     assert set.union(*names) == set(dict(model.named_parameters()))
     shared = set.union(*(a & b for a, b in itertools.combinations(names, 2)))
-    ends = {name for name, p in model.named_parameters() if p is adapter.embedding(model).weight}
+    ends = {name for name, p in model.named_parameters() if p is hf.embedding(model).weight}
     assert shared == (ends if tied == "true" else set())
 
-    twin = adapter.build_on_meta(model.config).eval()
+    twin = hf.build_on_meta(model.config).eval()
     materialize(twin, torch.device("cpu"))
     WeightSource().fill(twin, seed=3)
     values = dict(twin.named_parameters())
@@ -95,11 +95,11 @@ def test_stages_one_behind_the_other_are_the_model(family: str, tied: str, tmp_p
         WeightSource(tmp_path).fill(part, seed=4)  # and reads it
         assert all(torch.equal(p, values[name]) for name, p in part.named_parameters())
         with torch.no_grad():
-            hidden = adapter.hidden_states(part, batch.tokens, batch.positions, batch.mask, reference_attention, hidden)
+            hidden = hf.hidden_states(part, batch.tokens, batch.positions, batch.mask, reference_attention, hidden)
     with torch.no_grad():
-        whole = adapter.hidden_states(twin, batch.tokens, batch.positions, batch.mask, reference_attention)
+        whole = hf.hidden_states(twin, batch.tokens, batch.positions, batch.mask, reference_attention)
         assert torch.equal(hidden, whole)
-        assert torch.equal(adapter.logits(parts[-1], hidden), adapter.logits(twin, whole))
+        assert torch.equal(hf.logits(parts[-1], hidden), hf.logits(twin, whole))
 
 
 def test_a_model_that_works_between_its_modules_is_not_cut() -> None:
@@ -112,7 +112,7 @@ def test_a_model_that_works_between_its_modules_is_not_cut() -> None:
         "num_hidden_layers": 4,
     }
     with pytest.raises(ValueError, match="outside its modules"):  # its forward multiplies the embeddings
-        stages.observe(transformers.GraniteConfig(**sizes, embedding_multiplier=12.0), 32)
+        pipeline_split.observe(transformers.GraniteConfig(**sizes, embedding_multiplier=12.0), 32)
 
 
 def test_micro_batches_are_made_alike_with_rows_that_train_nothing() -> None:
@@ -169,9 +169,7 @@ def test_what_does_not_serve_is_refused_with_the_reason(techniques: str, sets: l
     recipe = recipes.override(tiny(), f"techniques={techniques}", *sets)
     tags = frozenset(tag for t in recipe.techniques.values() for tag in t.provided()) | {Tag.CPU}
     sizes = dict.fromkeys(Axis, 1) | {Axis.PIPELINE: 2, Axis.SHARD: 2 if "fsdp" in techniques else 1}
-    found = conflicts_of(
-        recipe.techniques.values(), Context(recipe, adapter.facts(adapter.configure(recipe, 96)), DEVICE, tags, sizes)
-    )
+    found = conflicts_of(recipe.techniques.values(), Context(recipe, hf.facts(hf.configure(recipe, 96)), DEVICE, tags, sizes))
     if words is None:
         assert not found
     else:

@@ -10,13 +10,14 @@ import pytest
 import torch
 import transformers
 
-from preheat.engine.build import build
+from preheat.core import Build
+from preheat.engine.builder import build
 from preheat.errors import RecipeError
-from preheat.models import sizes, surgery
-from preheat.models.adapter import build_on_meta, configure, facts, plain_logits
-from preheat.models.blocks import FeedForward, RMSNorm
+from preheat.models import size_dial
+from preheat.models.conversions import architecture
+from preheat.models.conversions.modules import FeedForward, RMSNorm
+from preheat.models.hf import build_on_meta, configure, facts, plain_logits
 from preheat.recipe import parse
-from preheat.technique import Build
 from preheat.techniques.rms_norm import layer_norm_to_rms_norm
 from preheat.techniques.tied_embeddings import tie_embeddings
 
@@ -60,9 +61,9 @@ def off(a: torch.Tensor, b: torch.Tensor) -> float:
 def test_pooled_heads_are_the_means_of_their_groups() -> None:
     value = torch.randn(12, 5)  # 4 heads of 3
     slow = torch.stack([(value[6 * g + d] + value[6 * g + 3 + d]) / 2 for g in range(2) for d in range(3)])
-    assert torch.allclose(surgery.pool_heads(value, 2, 3), slow)
-    assert torch.allclose(surgery.pool_heads(slow, 1, 3), surgery.pool_heads(value, 1, 3), atol=1e-6)
-    assert surgery.pool_heads(value[:, 0].bfloat16(), 2, 3).dtype == torch.bfloat16
+    assert torch.allclose(architecture.pool_heads(value, 2, 3), slow)
+    assert torch.allclose(architecture.pool_heads(slow, 1, 3), architecture.pool_heads(value, 1, 3), atol=1e-6)
+    assert architecture.pool_heads(value[:, 0].bfloat16(), 2, 3).dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("family", ["Llama", "Qwen2", "Qwen3"])
@@ -80,7 +81,7 @@ def test_heads_that_are_alike_are_pooled_without_a_change(family: str, tmp_path:
     made = from_folder(model, tmp_path / "m", "{grouped_queries: {kv_heads: 2}}")
     assert made.model.kv_heads == 2
     assert off(plain_logits(made.trained[0], TOKENS), before) < 1e-5  # type: ignore[arg-type]
-    surgery.pool_key_value_heads(model, 2)
+    architecture.pool_key_value_heads(model, 2)
     assert off(plain_logits(model, TOKENS), before) < 1e-5
     model.save_pretrained(tmp_path / "again")
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "again")
@@ -117,7 +118,7 @@ def test_a_folded_gpt2_gives_the_same_logits_without_layer_norm(tied: bool, tmp_
     assert off(plain_logits(made, TOKENS), before) < 1e-5  # type: ignore[arg-type]
     layer_norm_to_rms_norm(model)
     assert off(plain_logits(model, TOKENS), before) < 1e-5
-    assert surgery.beyond_transformers(model)
+    assert architecture.beyond_transformers(model)
 
 
 # --- feed-forward -------------------------------------------------------------------------------------------------
@@ -133,12 +134,14 @@ def test_blocks_have_equal_parameters(family: str, activation: str) -> None:
     config = configure(r, 96)
     if (family, activation) in (("llama", "swiglu"), ("gpt2", "gelu")):
         with pytest.raises(ValueError, match="has already"):
-            surgery.set_feed_forward(config, activation)
+            architecture.set_feed_forward(config, activation)
         return
-    surgery.set_feed_forward(config, activation)
+    architecture.set_feed_forward(config, activation)
     changed = build_on_meta(config)
-    replaced = surgery.replace_feed_forward(changed, activation)
-    assert (replaced == 2) == (activation.endswith("glu") == (family == "gpt2")) == bool(surgery.beyond_transformers(changed))
+    replaced = architecture.replace_feed_forward(changed, activation)
+    assert (
+        (replaced == 2) == (activation.endswith("glu") == (family == "gpt2")) == bool(architecture.beyond_transformers(changed))
+    )
     matrices = [sum(p.numel() for n, p in m.named_parameters() if "mlp" in n and p.ndim == 2) for m in (plain, changed)]
     assert matrices[1] == pytest.approx(matrices[0], rel=0.01)
 
@@ -331,16 +334,16 @@ def test_what_cannot_be_with_read_weights_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("size", ["5M", "15M", "125M", "350M", "1.1B"])
 def test_the_deep_dial_meets_its_size_with_more_layers(size: str) -> None:
-    deep, balanced = sizes.dial(size, shape="deep"), sizes.dial(size)
+    deep, balanced = size_dial.dial(size, shape="deep"), size_dial.dial(size)
     parameters = deep.layers * (4 * deep.width**2 + 3 * deep.width * deep.feed_forward)
-    assert parameters == pytest.approx(sizes.parse_size(size), rel=0.15)
+    assert parameters == pytest.approx(size_dial.parse_size(size), rel=0.15)
     assert deep.layers > 1.7 * balanced.layers
     assert deep.width < balanced.width
 
 
 def test_the_deep_dial_is_near_mobilellm() -> None:
     # MobileLLM-125M: 30 layers of width 576 (106M outside the embedding).
-    d = sizes.dial("106M", shape="deep")
+    d = size_dial.dial("106M", shape="deep")
     assert (d.layers, d.width) == (pytest.approx(30, abs=4), pytest.approx(576, abs=64))
 
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from preheat.data.examples import Document
-from preheat.data.formats import FORMATS
-from preheat.data.templates import Template, load_template
+from preheat.data.chat.builtin_templates import FORMATS
+from preheat.data.chat.template import Template, load_template
+from preheat.data.document import Document
 from preheat.data.tokenizer import Encoder, load_tokenizer, train_tokenizer
 from preheat.errors import DataError
 

@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 import torch
 
-from preheat.engine.build import build, context_of
+from preheat.core import Device, Tag
+from preheat.engine.builder import build, context_of
 from preheat.errors import RecipeError
 from preheat.hardware.catalogue import accelerator
 from preheat.hardware.tf32 import allow_tf32, has_tf32
-from preheat.models import adapter
-from preheat.planning.observe import observe
+from preheat.models import hf
+from preheat.planning.dry_run import observe
 from preheat.planning.plan import describe
-from preheat.planning.roofline import Roofline
-from preheat.technique import Device, Tag
+from preheat.planning.speed.roofline import Roofline
 from preheat.techniques.mixed_precision import MixedPrecision
 
 from ..conftest import DEVICE, tiny
@@ -75,7 +75,7 @@ def test_a_build_on_a_gpu_has_it_as_long_as_it_lives() -> None:
 def test_devices_without_it_are_refused_in_one_line(device: Device) -> None:
     assert not has_tf32(device)
     recipe = tiny(TF32)
-    (why,) = recipe.techniques["mixed_precision"].check(context_of(recipe, adapter.configure(recipe, 96), device))
+    (why,) = recipe.techniques["mixed_precision"].check(context_of(recipe, hf.configure(recipe, 96), device))
     assert why == f"tf32: {device.name} has no TF32, which NVIDIA's GPUs have from Ampere on; leave it out"
     assert MixedPrecision(tf32=True).read_on(device) == MixedPrecision(), "a run from a GPU can be read anywhere"
 
@@ -112,7 +112,7 @@ def test_a_plan_takes_its_rate_for_products_alone() -> None:
 def test_a_search_may_take_it_where_rounding_is_allowed() -> None:
     def taken(device: Device) -> list[Any]:
         recipe = tiny("{}")
-        return list(MixedPrecision().options(context_of(recipe, adapter.configure(recipe, 96), device)))
+        return list(MixedPrecision().options(context_of(recipe, hf.configure(recipe, 96), device)))
 
     asked = MixedPrecision(mode="fp32", tf32=True)
     assert (asked.search_numerics(), MixedPrecision(mode="fp32").search_numerics()) == ("rounding", "exact")

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from preheat.core import Slot
 from preheat.engine import checkpoint
-from preheat.engine.build import build
+from preheat.engine.builder import build
 from preheat.engine.step import gradients, update
 from preheat.errors import RunError
 from preheat.recipe import Schedule, override
-from preheat.technique import Slot
-from preheat.training.schedule import share_of_peak
+from preheat.training.lr_schedule import share_of_peak
 
 from ..conftest import DEVICE, difference, split, tiny, uneven
 

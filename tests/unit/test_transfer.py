@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from preheat.engine.build import build
+from preheat.core import Batch, Build, Order, Slot
+from preheat.engine.builder import build
 from preheat.engine.step import gradients, update
 from preheat.engine.transfer import Transfer
 from preheat.hardware.transfers import to_device
-from preheat.ops.host import Copy, Link
-from preheat.technique import Batch, Build, Order, Slot
+from preheat.ops.memory.host_transfer import Copy, Link
 
 from ..conftest import DEVICE, difference, split, tiny, uneven
 

@@ -16,11 +16,13 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from preheat.errors import RunError
-from preheat.ops import cuda_kernels, half_adamw, nf4
-from preheat.ops.optimizers import StochasticAdamW
-from preheat.ops.precision import MasterAdamW
-from preheat.ops.quantized_linear import Int8Linear, eight_bits_product
-from preheat.planning.recorder import Recorder
+from preheat.ops import cuda_kernels
+from preheat.ops.optim import half_adamw
+from preheat.ops.optim.half_precision import MasterAdamW
+from preheat.ops.optim.optimizers import StochasticAdamW
+from preheat.ops.quantization import nf4
+from preheat.ops.quantization.linear import Int8Linear, eight_bits_product
+from preheat.planning.dispatch_recorder import Recorder
 
 TRITON = find_spec("triton") is not None
 interpreted = pytest.mark.skipif(

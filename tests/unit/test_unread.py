@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import yaml
 
-from preheat.data.layout_fields import LAYOUTS
+from preheat.core import registry
+from preheat.data.rows.schemas import LAYOUTS
 from preheat.errors import RecipeError
 from preheat.recipe import Recipe, built_in, load, parse
-from preheat.recipe.unread import RULES, stated, warned
-from preheat.technique import registry
+from preheat.recipe.unused_keys import RULES, stated, warned
 
 PATH = {"model": {"path": "somewhere"}}
 FILE = {"data": {"source": "rows.jsonl"}}

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from preheat import recipe as recipes
-from preheat.engine.build import build
+from preheat.engine.builder import build
 from preheat.engine.evaluate import evaluate
 from preheat.engine.step import gradients
 from preheat.errors import RecipeError
-from preheat.planning.observe import observe
+from preheat.planning.dry_run import observe
 
 from ..conftest import DEVICE, tiny, uneven
 

@@ -12,16 +12,16 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from preheat.data.images import mrope_positions
+from preheat.core import Batch, Build, Device, MaskSpec
 from preheat.data.loader import collate
-from preheat.engine.build import build
+from preheat.data.vision_inputs import mrope_positions
+from preheat.engine.builder import build
 from preheat.engine.step import gradients, update
 from preheat.errors import DataError, RecipeError
-from preheat.planning.layers import observe_few
-from preheat.planning.observe import observe
+from preheat.planning.dry_run import observe
+from preheat.planning.layer_extrapolation import observe_few
 from preheat.recipe import Recipe, parse
-from preheat.technique import Batch, Build, Device, MaskSpec
-from preheat.training.counted import with_images
+from preheat.training.image_counts import with_images
 from preheat.training.session import data_of
 
 from ..conftest import DEVICE, difference

@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from preheat import trust
-from preheat.compress.export import card, shared
-from preheat.compress.export.plain import plain
-from preheat.compress.export.traced import Logits, trace
-from preheat.compress.new_folder import NewFolder, require_new
+from preheat import remote_code
+from preheat.compress.atomic_folder import NewFolder, require_new
+from preheat.compress.export import model_card, verify
+from preheat.compress.export.merged_model import plain
+from preheat.compress.export.trace import Logits, trace
 from preheat.errors import RunError
-from preheat.models.adapter import facts
+from preheat.models.hf import facts
 
 __all__ = ["compile_package", "replay", "write"]
 
@@ -42,11 +42,11 @@ def write(
     Args:
         run: a run, a model's folder, or an adapter's.
         dtype: float32 or bfloat16, of weights and activations.
-        tolerance: largest difference of a logit, as a share of the largest logit; `shared.BOUNDS` when None.
+        tolerance: largest difference of a logit, as a share of the largest logit; `verify.BOUNDS` when None.
         base: as in `open_model`.
 
     Returns:
-        {path, bytes, dtype, merged, read_by, note} and `shared.figures`
+        {path, bytes, dtype, merged, read_by, note} and `verify.figures`
 
     Raises:
         RunError: no C++ compiler; beyond the bound.
@@ -57,24 +57,24 @@ def write(
     require_new(out, run)
     if not any(map(shutil.which, ("g++", "clang++", "c++"))):
         raise RunError("--to aoti: needs a C++ compiler and found none on the PATH: apt install g++, or use --to onnx")
-    bound = shared.bound_of("aoti", dtype, tolerance)
+    bound = verify.bound_of("aoti", dtype, tolerance)
     with NewFolder(out) as folder:
         with plain(run, folder, base=base) as model:
             file = folder / "model.pt2"
             positions = facts(model.model.config).positions
             # Read anew: casting a model casts the frequencies of its rotary positions, too.
             cast = AutoModelForCausalLM.from_pretrained(
-                model.folder, dtype=getattr(torch, dtype), local_files_only=True, trust_remote_code=trust.allowed()
+                model.folder, dtype=getattr(torch, dtype), local_files_only=True, trust_remote_code=remote_code.allowed()
             )
             compile_package(Logits(cast), file, positions)
-            found = shared.compare(model.wanted, replay(file, model.rows), model.rows)
-            shared.refuse_beyond(found, bound, str(out), "use --dtype float32, or raise --tolerance")
+            found = verify.compare(model.wanted, replay(file, model.rows), model.rows)
+            verify.refuse_beyond(found, bound, str(out), "use --dtype float32, or raise --tolerance")
             model.copy_settings(folder)
-            made = {"path": str(out), "bytes": shared.size(folder, file.name), "dtype": dtype, "merged": model.merged}
-            made |= {"read_by": card.version_of("torch"), **shared.figures(found, bound)}
+            made = {"path": str(out), "bytes": verify.size(folder, file.name), "dtype": dtype, "merged": model.merged}
+            made |= {"read_by": model_card.version_of("torch"), **verify.figures(found, bound)}
             made |= {**model.held.told(found, partial(replay, file)), "note": "; ".join(model.notes)}
             use = model.use(_LOAD, _STEP)
-        card.write(folder, run, made, title=f"AOTInductor package, {dtype}", use=use, library="pytorch")
+        model_card.write(folder, run, made, title=f"AOTInductor package, {dtype}", use=use, library="pytorch")
     return made
 
 

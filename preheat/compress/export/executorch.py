@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from preheat.compress.export import card, shared
-from preheat.compress.export.plain import plain, require
-from preheat.compress.export.traced import refused
-from preheat.compress.new_folder import NewFolder, require_new
+from preheat.compress.atomic_folder import NewFolder, require_new
+from preheat.compress.export import model_card, verify
+from preheat.compress.export.merged_model import plain, require
+from preheat.compress.export.trace import refused
 from preheat.errors import RecipeError
-from preheat.models.adapter import facts, head
+from preheat.models.hf import facts, head
 
 __all__ = ["lower", "quantize", "replay", "write"]
 
@@ -51,12 +51,12 @@ def write(
     Args:
         run: a run, a model's folder, or an adapter's.
         dtype: float32 or 8da4w. A matrix whose rows are no whole groups of 32 stays in fp32.
-        tolerance: largest difference of a logit, as a share of the largest logit; `shared.BOUNDS` when None.
+        tolerance: largest difference of a logit, as a share of the largest logit; `verify.BOUNDS` when None.
         base: as in `open_model`.
         length: positions of the cache; the model's, up to 2,048, when None.
 
     Returns:
-        {path, bytes, dtype, length, merged, read_by, note} and `shared.figures`
+        {path, bytes, dtype, length, merged, read_by, note} and `verify.figures`
 
     Raises:
         RunError: executorch is not installed; an operator has no form there; beyond the bound.
@@ -65,7 +65,7 @@ def write(
     out = Path(out)
     require_new(out, run)
     require("executorch", "executorch", "torchao")
-    bound = shared.bound_of("executorch", dtype, tolerance)
+    bound = verify.bound_of("executorch", dtype, tolerance)
     with NewFolder(out) as folder:
         with plain(run, folder, base=base) as model:
             positions = facts(model.model.config).positions
@@ -79,14 +79,14 @@ def write(
             lower(model.model, file, length, quantized=dtype == "8da4w")
             rows = [row[:, : length - 1] for row in model.rows]
             wanted = [row[:, : length - 1] for row in model.wanted]
-            found = shared.compare(wanted, replay(file, rows), rows)
-            shared.refuse_beyond(found, bound, str(out), "use --dtype float32, or raise --tolerance")
+            found = verify.compare(wanted, replay(file, rows), rows)
+            verify.refuse_beyond(found, bound, str(out), "use --dtype float32, or raise --tolerance")
             model.copy_settings(folder)
-            made = {"path": str(out), "bytes": shared.size(folder, file.name), "dtype": dtype, "length": length}
-            made |= {"merged": model.merged, "read_by": card.version_of("executorch"), **shared.figures(found, bound)}
+            made = {"path": str(out), "bytes": verify.size(folder, file.name), "dtype": dtype, "length": length}
+            made |= {"merged": model.merged, "read_by": model_card.version_of("executorch"), **verify.figures(found, bound)}
             made |= {**model.held.told(found, partial(replay, file), longest=length - 1), "note": "; ".join(notes)}
             use = model.use(_LOAD, _STEP, positions=length)
-        card.write(folder, run, made, title=f"ExecuTorch program, {dtype}", use=use, library="executorch")
+        model_card.write(folder, run, made, title=f"ExecuTorch program, {dtype}", use=use, library="executorch")
     return made
 
 

@@ -15,12 +15,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from preheat.compress.export import card, gguf_reading, llama_cpp, shared
-from preheat.compress.export.gguf_vocabulary import add_vocabulary, ends_left
-from preheat.compress.export.plain import Plain, plain, require
-from preheat.compress.new_folder import NewFolder, require_new
+from preheat.compress.atomic_folder import NewFolder, require_new
+from preheat.compress.export import gguf_reader, llama_cpp, model_card, verify
+from preheat.compress.export.gguf_tokenizer import add_vocabulary, ends_left
+from preheat.compress.export.merged_model import Plain, plain, require
 from preheat.errors import RunError
-from preheat.hardware.processes import tethered
+from preheat.hardware.child_processes import tethered
 
 if TYPE_CHECKING:
     import numpy as np
@@ -43,11 +43,11 @@ def write(
         run: a run, a model's folder, or an adapter's.
         dtype: f32, f16, bf16, q8_0, q4_0; q4_k_m, q5_k_m, q6_k with llama.cpp's `llama-quantize` on the PATH. A matrix whose rows are no
             whole blocks of 32 stays in f16; with q4_0, embedding and head are q8_0.
-        tolerance: largest difference of a logit, as a share of the largest logit; `shared.BOUNDS` when None.
+        tolerance: largest difference of a logit, as a share of the largest logit; `verify.BOUNDS` when None.
         base: as in `open_model`.
 
     Returns:
-        {path, file, bytes, dtype, types: {type: tensors}, merged, read_by, note}, `shared.figures`, and llama_cpp: {version,
+        {path, file, bytes, dtype, types: {type: tensors}, merged, read_by, note}, `verify.figures`, and llama_cpp: {version,
         max_logprob_difference, mean_logprob_difference, top1_agreement, places} where it ran the file
 
     Raises:
@@ -60,7 +60,7 @@ def write(
     out = Path(out)
     require_new(out, run)
     require("gguf", "gguf")
-    bound = shared.bound_of("gguf", dtype, tolerance)
+    bound = verify.bound_of("gguf", dtype, tolerance)
     tool = _tool(dtype) if "_k" in dtype else None
     with NewFolder(out) as folder:
         with plain(run, folder, base=base) as model:
@@ -73,21 +73,21 @@ def write(
                 _write(model, whole, "f32", name)
                 _quantize(tool, whole, file, dtype)
                 whole.unlink()
-                types = gguf_reading.types_of(file)
-            found, again = gguf_reading.compare(model, file)
-            shared.refuse_beyond(found, bound, str(out), _HINT)
+                types = gguf_reader.types_of(file)
+            found, again = gguf_reader.compare(model, file)
+            verify.refuse_beyond(found, bound, str(out), _HINT)
             others = _by_llama_cpp(model, file, dtype, tolerance)
             notes = [*model.notes, *_notes(model, types, dtype)]
             if not others:
                 notes.append(
-                    f"compared by {card.version_of('transformers')} alone: llama.cpp did not run the file, since its wheel is not installed "
+                    f"compared by {model_card.version_of('transformers')} alone: llama.cpp did not run the file, since its wheel is not installed "
                     "here (pip install 'preheat[llama-cpp]')"
                 )
             made = {"path": str(out), "file": file.name, "bytes": file.stat().st_size, "dtype": dtype, "types": types}
-            made |= {"merged": model.merged, "read_by": card.version_of("transformers"), **others}
-            made |= {**shared.figures(found, bound), **model.held.by(again, found), "note": "; ".join(notes)}
+            made |= {"merged": model.merged, "read_by": model_card.version_of("transformers"), **others}
+            made |= {**verify.figures(found, bound), **model.held.by(again, found), "note": "; ".join(notes)}
         use = f"llama-cli -m {made['file']} -p 'Once upon a time'"
-        card.write(folder, run, made, title=f"GGUF, {dtype}", use=use, library="gguf")
+        model_card.write(folder, run, made, title=f"GGUF, {dtype}", use=use, library="gguf")
     return made
 
 
@@ -96,13 +96,13 @@ def _by_llama_cpp(model: Plain, file: Path, dtype: str, tolerance: float | None)
     if not llama_cpp.installed():
         return {}
     found = llama_cpp.compare(file, model.tokenizer, model.rows, model.wanted)
-    bound = shared.BOUNDS["llama.cpp"][dtype]
+    bound = verify.BOUNDS["llama.cpp"][dtype]
     if tolerance is not None:
-        bound = shared.Bound(max(tolerance, bound.largest))
-    shared.refuse_beyond(found, bound, f"{file.name}, run by llama.cpp", _HINT)
+        bound = verify.Bound(max(tolerance, bound.largest))
+    verify.refuse_beyond(found, bound, f"{file.name}, run by llama.cpp", _HINT)
     return {
         "llama_cpp": {
-            "version": card.version_of("xllamacpp"),
+            "version": model_card.version_of("xllamacpp"),
             "max_logprob_difference": found.largest,
             "mean_logprob_difference": found.mean,
             "top1_agreement": found.agreement,

@@ -7,25 +7,25 @@ from typing import Any
 
 import torch
 
-from preheat.compress.ends import end_texts, name_ends, require_same_tokens
-from preheat.compress.export import card, shared
-from preheat.compress.export.held import Held, held_of
+from preheat.compress.atomic_folder import NewFolder, require_new
+from preheat.compress.export import model_card, verify
+from preheat.compress.export.held_out_text import Held, held_of
 from preheat.compress.front_matter import pipeline_of
-from preheat.compress.new_folder import NewFolder, require_new
+from preheat.compress.special_tokens import end_texts, name_ends, require_same_tokens
+from preheat.core import Tag
 from preheat.data.tokenizer import rebuilt_by_transformers
 from preheat.errors import RunError
-from preheat.models.adapter import auto_class, head
+from preheat.inference.load import open_model
 from preheat.models.configs import runs_code
-from preheat.models.experts import biases, has_bias
-from preheat.models.surgery import beyond_transformers
+from preheat.models.conversions.architecture import beyond_transformers
+from preheat.models.hf import auto_class, head
+from preheat.models.moe import biases, has_bias
 from preheat.models.vision import copy_processor, drawn_image
-from preheat.ops.adapters import merge, names_of
-from preheat.ops.class_head import ClassHead, as_sequence_classifier, pad_for
-from preheat.ops.quantized_folder import is_compressed
-from preheat.ops.quantized_training import unfake_
-from preheat.run import Reader
-from preheat.technique import Tag
-from preheat.training.opened import open_model
+from preheat.ops.adapters.peft_layers import merge, names_of
+from preheat.ops.classification_head import ClassHead, as_sequence_classifier, pad_for
+from preheat.ops.quantization.fake_quant import unfake_
+from preheat.ops.quantization.serialization import is_compressed
+from preheat.run_dir import Reader
 
 __all__ = ["write", "write_held"]
 
@@ -62,12 +62,12 @@ def write_held(
 
     Args:
         dtype: of the weights that are written; that of the run's when None.
-        tolerance: largest difference of a logit, as a share of the largest logit (at least of 1); `shared.TOLERANCE` when None.
+        tolerance: largest difference of a logit, as a share of the largest logit (at least of 1); `verify.TOLERANCE` when None.
         base: as in `open_model`.
         final: the folder is what was asked for. One on the way to another format is not measured, and nothing is said of its code.
 
     Returns:
-        {path, bytes, dtype, merged, tokens_that_end, turn_ends, chats, string_ends, read_by, note} and `shared.figures`; turn_ends: the token that ends an answer, or None;
+        {path, bytes, dtype, merged, tokens_that_end, turn_ends, chats, string_ends, read_by, note} and `verify.figures`; turn_ends: the token that ends an answer, or None;
         chats: whether it was trained on them; string_ends: what ends an answer where no token does; note: what the folder cannot say, or "". And what perplexity was measured on.
 
     Raises:
@@ -91,9 +91,9 @@ def write_held(
     held = held_of(opened, run)
     rounded = unfake_(model)
     kept = dtype or next(p.dtype for p in model.parameters() if p.is_floating_point())
-    accepted = shared.Bound(shared.TOLERANCE[kept] if tolerance is None else tolerance)
+    accepted = verify.Bound(verify.TOLERANCE[kept] if tolerance is None else tolerance)
     first = len(opened.tokenizer) - len(opened.recipe.model.add_tokens)
-    rows = shared.rows(opened.tokenizer, opened.build.model.positions, list(range(first, len(opened.tokenizer))))
+    rows = verify.rows(opened.tokenizer, opened.build.model.positions, list(range(first, len(opened.tokenizer))))
     vision = opened.build.model.vision
     reader: Any = getattr(transformers, auto_class(model.config))
     classifies = isinstance(head(model), ClassHead)
@@ -102,7 +102,7 @@ def write_held(
         opened.tokenizer.pad_token_id = pad
         rows = [row[row != pad][None] for row in rows]
     drawn = [] if vision is None else [drawn_image(vision)]
-    wanted = shared.logits(model, rows, drawn)
+    wanted = verify.logits(model, rows, drawn)
     merged = merge(model) if names_of(model) else 0
     if pad is not None:
         reader, wanted = transformers.AutoModelForSequenceClassification, [row[:, -1] for row in wanted]
@@ -130,34 +130,36 @@ def write_held(
         pipeline = pipeline_of(model.config)  # its architectures are set by now
         opened.build.parts.clear()
         del model
-        notes += shared.code_in(folder) if final else []
+        notes += verify.code_in(folder) if final else []
         again = reader.from_pretrained(folder, dtype=torch.float32, local_files_only=True, trust_remote_code=runs)
         texts = None if classifies else [*rows, *(seen["input_ids"] for seen in drawn)]
-        found = shared.compare(wanted, shared.logits(again, rows, drawn), texts)
+        found = verify.compare(wanted, verify.logits(again, rows, drawn), texts)
         hint = (
             "raise --tolerance only if you know why" if kept == torch.float32 else "use --dtype float32, or raise --tolerance"
         )
-        shared.refuse_beyond(found, accepted, str(out), hint)
+        verify.refuse_beyond(found, accepted, str(out), hint)
         if not classifies and tied != (again.get_input_embeddings().weight is again.get_output_embeddings().weight):
             raise RunError(
                 f"{out}: embedding and head are {'one matrix' if tied else 'two matrices'} in the run, but not in the folder"
             )
         made = {
             "path": str(out),
-            "bytes": shared.size(folder),
+            "bytes": verify.size(folder),
             "dtype": name,
             "merged": merged,
             "tokens_that_end": ends.tokens,
             "turn_ends": ends.turn,
             "chats": ends.chats,
             "string_ends": ends.string,
-            "read_by": card.version_of("transformers"),
-            **shared.figures(found, accepted),
+            "read_by": model_card.version_of("transformers"),
+            **verify.figures(found, accepted),
             **(held.by(again, found) if final else held.told(found, None)),
             "note": "; ".join(notes),
         }
         use = f'import transformers\nmodel = transformers.{reader.__name__}.from_pretrained(".")'
-        card.write(folder, run, made, title=f"Hugging Face folder, {name}", use=use, library="transformers", pipeline=pipeline)
+        model_card.write(
+            folder, run, made, title=f"Hugging Face folder, {name}", use=use, library="transformers", pipeline=pipeline
+        )
     return made, held
 
 

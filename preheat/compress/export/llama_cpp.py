@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from preheat.compress.export import shared
+from preheat.compress.export import verify
 from preheat.errors import RunError
 
 __all__ = ["compare", "installed"]
@@ -30,7 +30,7 @@ def installed() -> bool:
     return importlib.util.find_spec("xllamacpp") is not None
 
 
-def compare(file: Path, tokenizer: Any, rows: list[Tensor], wanted: list[Tensor]) -> shared.Difference:
+def compare(file: Path, tokenizer: Any, rows: list[Tensor], wanted: list[Tensor]) -> verify.Difference:
     """Runs the file on the CPU and compares.
 
     Args:
@@ -46,7 +46,7 @@ def compare(file: Path, tokenizer: Any, rows: list[Tensor], wanted: list[Tensor]
     """
     with _silent():
         pairs = _run(file, tokenizer, rows, wanted)  # and its server is gone, which says so, too
-    return shared.compare([own for own, _ in pairs], [found for _, found in pairs])
+    return verify.compare([own for own, _ in pairs], [found for _, found in pairs])
 
 
 def _run(file: Path, tokenizer: Any, rows: list[Tensor], wanted: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
@@ -107,7 +107,7 @@ def _next(server: Any, ids: list[int], letter: int) -> dict[int, float]:
 
 
 def _same_tokens(server: Any, tokenizer: Any, file: Path) -> None:
-    for text in shared.TEXTS:
+    for text in verify.TEXTS:
         body = json.dumps({"content": text, "add_special": True}).encode()
         asked = urllib.request.Request(f"{server.listening_address}/tokenize", body, {"Content-Type": "application/json"})
         with urllib.request.urlopen(asked) as answer:

@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from preheat.compress.export import card, shared
-from preheat.compress.export.plain import plain, require
-from preheat.compress.export.traced import REDUCE_RANGE, Logits, to_onnx, trace
-from preheat.compress.new_folder import NewFolder, require_new
-from preheat.models.adapter import facts
+from preheat.compress.atomic_folder import NewFolder, require_new
+from preheat.compress.export import model_card, verify
+from preheat.compress.export.merged_model import plain, require
+from preheat.compress.export.trace import REDUCE_RANGE, Logits, to_onnx, trace
+from preheat.models.hf import facts
 
 __all__ = ["quantize", "replay", "write"]
 
@@ -40,11 +40,11 @@ def write(
     Args:
         run: a run, a model's folder, or an adapter's.
         dtype: float32 or int8.
-        tolerance: largest difference of a logit, as a share of the largest logit; `shared.BOUNDS` when None.
+        tolerance: largest difference of a logit, as a share of the largest logit; `verify.BOUNDS` when None.
         base: as in `open_model`.
 
     Returns:
-        {path, bytes, dtype, merged, read_by, note} and `shared.figures`
+        {path, bytes, dtype, merged, read_by, note} and `verify.figures`
 
     Raises:
         RunError: onnx, onnxscript or onnxruntime is not installed; an operator has no form in ONNX; beyond the bound.
@@ -52,7 +52,7 @@ def write(
     out = Path(out)
     require_new(out, run)
     require("onnx", "onnx", "onnxscript", "onnxruntime")
-    bound = shared.bound_of("onnx", dtype, tolerance)
+    bound = verify.bound_of("onnx", dtype, tolerance)
     with NewFolder(out) as folder:
         with plain(run, folder, base=base) as model:
             file = folder / "model.onnx"
@@ -60,14 +60,14 @@ def write(
             to_onnx(program, file, ("input_ids", "attention_mask"))
             if dtype == "int8":
                 quantize(file)
-            found = shared.compare(model.wanted, replay(file, model.rows), model.rows)
-            shared.refuse_beyond(found, bound, str(out), "use --dtype float32, or raise --tolerance")
+            found = verify.compare(model.wanted, replay(file, model.rows), model.rows)
+            verify.refuse_beyond(found, bound, str(out), "use --dtype float32, or raise --tolerance")
             model.copy_settings(folder)
-            made = {"path": str(out), "bytes": shared.size(folder, file.name), "dtype": dtype, "merged": model.merged}
-            made |= {"read_by": card.version_of("onnxruntime"), **shared.figures(found, bound)}
+            made = {"path": str(out), "bytes": verify.size(folder, file.name), "dtype": dtype, "merged": model.merged}
+            made |= {"read_by": model_card.version_of("onnxruntime"), **verify.figures(found, bound)}
             made |= {**model.held.told(found, partial(replay, file)), "note": "; ".join(model.notes)}
             use = model.use(_LOAD, _STEP)
-        card.write(folder, run, made, title=f"ONNX, {dtype}", use=use, library="onnx")
+        model_card.write(folder, run, made, title=f"ONNX, {dtype}", use=use, library="onnx")
     return made
 
 

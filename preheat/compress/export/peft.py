@@ -11,24 +11,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from preheat.compress.ends import Ends, name_ends, require_same_tokens
-from preheat.compress.export import card, shared
-from preheat.compress.export.held import held_of
-from preheat.compress.new_folder import NewFolder, require_new
+from preheat.compress.atomic_folder import NewFolder, require_new
+from preheat.compress.export import model_card, verify
+from preheat.compress.export.held_out_text import held_of
+from preheat.compress.special_tokens import Ends, name_ends, require_same_tokens
+from preheat.core import Stage
 from preheat.errors import RunError
+from preheat.inference.load import Opened, open_model
 from preheat.models import configs
-from preheat.models.adapter import require_decoder_only
-from preheat.models.generation_settings import ends_of, read_generation
-from preheat.ops.adapters import base_of, names_of, own_of
-from preheat.ops.expert_adapters import adapted_experts
-from preheat.ops.experts import STACKS
-from preheat.ops.nf4 import PackedMap, dequantize, quantize, tables
-from preheat.ops.peft_folder import BASE
-from preheat.ops.quantized_training import unfake_
-from preheat.run import to_json
-from preheat.technique import Stage
-from preheat.text import shorten
-from preheat.training.opened import Opened, open_model
+from preheat.models.generation.config import ends_of, read_generation
+from preheat.models.hf import require_decoder_only
+from preheat.ops.adapters.moe_lora import adapted_experts
+from preheat.ops.adapters.peft_io import BASE
+from preheat.ops.adapters.peft_layers import base_of, names_of, own_of
+from preheat.ops.grouped_mm import STACKS
+from preheat.ops.quantization.fake_quant import unfake_
+from preheat.ops.quantization.nf4 import PackedMap, dequantize, quantize, tables
+from preheat.run_dir import to_json
+from preheat.sanitize import shorten
 
 __all__ = ["write"]
 
@@ -52,7 +52,7 @@ def write(run: str | Path, out: str | Path, *, tolerance: float | None = None) -
         tolerance: largest difference of a logit, as a share of the largest logit (at least of 1).
 
     Returns:
-        {path, bytes, base, adapted, read_by, note} and `shared.figures`
+        {path, bytes, base, adapted, read_by, note} and `verify.figures`
 
     Raises:
         RunError: the run has no adapter, or none that fits a base which others have; `out` stands already; the difference exceeds
@@ -70,11 +70,11 @@ def write(run: str | Path, out: str | Path, *, tolerance: float | None = None) -
     base = _base(opened, names, run)
     held = held_of(opened, run)
     unfake_(model)  # the adapter is that of the weights before rounding
-    accepted = shared.Bound(shared.TOLERANCE[torch.float32] if tolerance is None else tolerance)
-    rows = shared.rows(opened.tokenizer, opened.build.model.positions, [])
+    accepted = verify.Bound(verify.TOLERANCE[torch.float32] if tolerance is None else tolerance)
+    rows = verify.rows(opened.tokenizer, opened.build.model.positions, [])
     pissa = getattr(opened.recipe.techniques.get("lora"), "variant", "") == "pissa"
     half = {} if pissa else _half(model)  # what pissa rounded is no weight of the base
-    wanted = shared.logits(model, rows)
+    wanted = verify.logits(model, rows)
     config = copy.deepcopy(model.peft_config["default"])
     values = {name: {key: t.detach().cpu().clone() for key, t in own_of(model.get_submodule(name))} for name in names}
     if pissa:
@@ -127,17 +127,17 @@ def write(run: str | Path, out: str | Path, *, tolerance: float | None = None) -
         (folder / BASE).write_text(to_json(written, indent=1), encoding="utf-8")
         again: Any = peft.PeftModel.from_pretrained(_loaded(source, base, read), folder)
         if half:
-            whole = shared.compare(wanted, shared.logits(again.get_base_model(), rows))
+            whole = verify.compare(wanted, verify.logits(again.get_base_model(), rows))
             if _as_held(again.get_base_model(), half):
                 notes.append(_HALF.format(_name(half), whole.largest))
             else:  # the base stands in that precision already
                 half = {}
         if written["nf4"]:
-            unrounded = shared.compare(wanted, shared.logits(again.get_base_model(), rows))
+            unrounded = verify.compare(wanted, verify.logits(again.get_base_model(), rows))
             notes.append(_NF4.format(", double quantization" if double else "", unrounded.largest))
             _round(again.get_base_model(), written["nf4"]["modules"], double=double)
-        found = shared.compare(wanted, shared.logits(again.get_base_model(), rows), rows)
-        shared.refuse_beyond(
+        found = verify.compare(wanted, verify.logits(again.get_base_model(), rows), rows)
+        verify.refuse_beyond(
             found,
             accepted,
             str(out),
@@ -145,11 +145,11 @@ def write(run: str | Path, out: str | Path, *, tolerance: float | None = None) -
         )
         made = {
             "path": str(out),
-            "bytes": shared.size(folder),
+            "bytes": verify.size(folder),
             "base": base,
             "adapted": len(names) + len(pairs),
-            "read_by": card.version_of("peft"),
-            **shared.figures(found, accepted),
+            "read_by": model_card.version_of("peft"),
+            **verify.figures(found, accepted),
             **held.by(again.get_base_model(), found),
         }
         notes += _merged_otherwise(again, wanted, rows)
@@ -167,7 +167,7 @@ def write(run: str | Path, out: str | Path, *, tolerance: float | None = None) -
             f'answer = model.generate(**ids, max_new_tokens=64, do_sample=False{stop})[0, ids["input_ids"].shape[1]:]\n'
             f"print(tokenizer.decode(answer, skip_special_tokens=True){cut})"
         )
-        card.write(folder, run, made, title="adapter for peft", use=use, library="peft")
+        model_card.write(folder, run, made, title="adapter for peft", use=use, library="peft")
     return made
 
 
@@ -212,7 +212,7 @@ def _merged_otherwise(model: Any, wanted: list[Tensor], rows: list[Tensor]) -> l
         merged = model.merge_and_unload()
     except (NotImplementedError, ValueError) as error:
         return [f"peft does not merge this adapter ({shorten(str(error), 120)}): preheat export --to hf does"]
-    apart = shared.compare(wanted, shared.logits(merged, rows))
+    apart = verify.compare(wanted, verify.logits(merged, rows))
     if apart.share() <= _MERGED:
         return []
     embedding, head = merged.get_input_embeddings(), merged.get_output_embeddings()

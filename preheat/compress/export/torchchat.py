@@ -20,14 +20,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from preheat.compress.export import card, shared
-from preheat.compress.export.bare_jinja import bare
-from preheat.compress.export.plain import Plain, plain
-from preheat.compress.new_folder import NewFolder, require_new
-from preheat.data.templates import load_template
+from preheat.compress.atomic_folder import NewFolder, require_new
+from preheat.compress.export import model_card, verify
+from preheat.compress.export.merged_model import Plain, plain
+from preheat.compress.export.plain_jinja import bare
+from preheat.data.chat.template import load_template
 from preheat.errors import RunError
-from preheat.foreign import beginning, listed
-from preheat.run import to_json
+from preheat.model_folder import beginning, listed
+from preheat.run_dir import to_json
 
 __all__ = ["read", "write"]
 
@@ -63,18 +63,18 @@ def write(
     Args:
         run: a run, a model's folder, or an adapter's.
         dtype: float32, bfloat16 or float16, of the weights.
-        tolerance: largest difference of a logit, as a share of the largest logit; `shared.BOUNDS` when None.
+        tolerance: largest difference of a logit, as a share of the largest logit; `verify.BOUNDS` when None.
         base: as in `open_model`.
 
     Returns:
-        {path, bytes, dtype, merged, read_by, note} and `shared.figures`
+        {path, bytes, dtype, merged, read_by, note} and `verify.figures`
 
     Raises:
         RunError: a model whose blocks torchchat has not; beyond the bound.
     """
     out = Path(out)
     require_new(out, run)
-    bound = shared.bound_of("torchchat", dtype, tolerance)
+    bound = verify.bound_of("torchchat", dtype, tolerance)
     with NewFolder(out) as folder:
         with plain(run, folder, base=base) as model:
             params = _params(model.model.config, model.source) | {"tokenizer_prepend_bos": bool(beginning(model.tokenizer))}
@@ -83,17 +83,17 @@ def write(
             (folder / "params.json").write_text(to_json(params, indent=2) + "\n", encoding="utf-8")
             model.copy_settings(folder)
             notes = [*model.notes, *_settle(folder, model)]
-            found = shared.compare(model.wanted, read(folder, model.rows), model.rows)
-            shared.refuse_beyond(found, bound, str(out), "use --dtype float32, or raise --tolerance")
+            found = verify.compare(model.wanted, read(folder, model.rows), model.rows)
+            verify.refuse_beyond(found, bound, str(out), "use --dtype float32, or raise --tolerance")
             told = model.held.told(found, partial(read, folder))
-        made = {"path": str(out), "bytes": shared.size(folder, "model.pth"), "dtype": dtype, "merged": model.merged}
-        made |= {"read_by": "its layout's arithmetic", **shared.figures(found, bound), **told, "note": "; ".join(notes)}
+        made = {"path": str(out), "bytes": verify.size(folder, "model.pth"), "dtype": dtype, "merged": model.merged}
+        made |= {"read_by": "its layout's arithmetic", **verify.figures(found, bound), **told, "note": "; ".join(notes)}
         use = _USE.format(
             dtype=dtype,
             verb="chat" if model.chats else "generate",
             prompt="" if model.chats else ' --prompt "Once upon a time"',
         )
-        card.write(folder, run, made, title=f"torchchat checkpoint, {dtype}", use=use, library="torchchat")
+        model_card.write(folder, run, made, title=f"torchchat checkpoint, {dtype}", use=use, library="torchchat")
     return made
 
 

@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from preheat.compress.export import card, shared
-from preheat.compress.export.plain import plain, require
-from preheat.compress.new_folder import NewFolder, require_new
+from preheat.compress.atomic_folder import NewFolder, require_new
+from preheat.compress.export import model_card, verify
+from preheat.compress.export.merged_model import plain, require
 from preheat.errors import RunError
-from preheat.models.adapter import head
+from preheat.models.hf import head
 
 __all__ = ["pack", "write"]
 
@@ -36,11 +36,11 @@ def write(
     Args:
         run: a run, a model's folder, or an adapter's.
         dtype: int8 or int4, of the layers' matrices. A matrix whose rows are no whole groups of 32 stays in bfloat16 with int4.
-        tolerance: largest difference of a logit, as a share of the largest logit; `shared.BOUNDS` when None.
+        tolerance: largest difference of a logit, as a share of the largest logit; `verify.BOUNDS` when None.
         base: as in `open_model`.
 
     Returns:
-        {path, bytes, dtype, merged, read_by, note} and `shared.figures`
+        {path, bytes, dtype, merged, read_by, note} and `verify.figures`
 
     Raises:
         RunError: compressed-tensors is not installed; beyond the bound.
@@ -48,7 +48,7 @@ def write(
     out = Path(out)
     require_new(out, run)
     require("vllm", "compressed_tensors", extra="compressed-tensors")
-    bound = shared.bound_of("vllm", dtype, tolerance)
+    bound = verify.bound_of("vllm", dtype, tolerance)
     with NewFolder(out) as folder:
         with plain(run, folder, base=base) as model:
             left = pack(model.model.to(torch.bfloat16), 4 if dtype == "int4" else 8, folder)
@@ -56,20 +56,20 @@ def write(
                 if file.name != "config.json" and file.suffix in (".json", ".jinja") and not (folder / file.name).exists():
                     (folder / file.name).write_bytes(file.read_bytes())
             again = _load(folder)
-            found = shared.compare(model.wanted, shared.logits(again, model.rows), model.rows)
-            shared.refuse_beyond(found, bound, str(out), "use --dtype int8, --to hf, or raise --tolerance")
+            found = verify.compare(model.wanted, verify.logits(again, model.rows), model.rows)
+            verify.refuse_beyond(found, bound, str(out), "use --dtype int8, --to hf, or raise --tolerance")
             told = model.held.by(again, found)
             notes = list(model.notes)
             if left:
                 notes.append(f"{len(left)} matrices stay in bfloat16: their rows are no whole groups of {GROUP} ({left[0]})")
-        made = {"path": str(out), "bytes": shared.size(folder), "dtype": dtype, "merged": model.merged}
+        made = {"path": str(out), "bytes": verify.size(folder), "dtype": dtype, "merged": model.merged}
         made |= {
-            "read_by": card.version_of("compressed-tensors"),
-            **shared.figures(found, bound),
+            "read_by": model_card.version_of("compressed-tensors"),
+            **verify.figures(found, bound),
             **told,
             "note": "; ".join(notes),
         }
-        card.write(folder, run, made, title=f"compressed-tensors, {dtype}", use="vllm serve .", library="transformers")
+        model_card.write(folder, run, made, title=f"compressed-tensors, {dtype}", use="vllm serve .", library="transformers")
     return made
 
 

@@ -13,15 +13,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from preheat.compress.method import Method
-from preheat.compress.quantizing import High, group_for, quantize_by_inputs
-from preheat.technique import Change
+from preheat.compress.quantize import High, group_for, quantize_by_inputs
+from preheat.compress.registry import Method
+from preheat.core import Change
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
     from transformers import PreTrainedModel
 
-    from preheat.compress.calibrate import Inputs
+    from preheat.compress.calibration import Inputs
 
 __all__ = ["Awq", "to_awq"]
 
@@ -39,8 +39,8 @@ def to_awq(model: PreTrainedModel, rows: Sequence[Tensor], settings: Awq | None 
     Example:
         >>> to_awq(model, rows, Awq(group=64))                                                      # doctest: +SKIP
     """
-    from preheat.ops.quantized_linear import Int4Linear, map_weight
-    from preheat.ops.quantized_search import awq
+    from preheat.ops.quantization.awq_gptq import awq
+    from preheat.ops.quantization.linear import Int4Linear, map_weight
 
     chosen = settings or Awq()
 

@@ -2,7 +2,7 @@
 
 What: each map of the layers stands in four bits (groups of 128, of 32, of 32 with zeros), eight or sixteen, such that all of them together
 take `bits` a weight, scales included, on average. How much each choice of each map raises the loss is measured on calibration rows: one
-backward pass a row gives every token's gradient, and with it the rise to second order (`preheat.ops.quantized_budget`); what was
+backward pass a row gives every token's gradient, and with it the rise to second order (`preheat.ops.quantization.bit_allocation`); what was
 predicted for the whole is told beside what was measured. Embedding and head stay in eight bits, outside the budget. The codes of four bits
 are then chosen by GPTQ or to the nearest. Helps: for a size between those of two uniform ones, and at the same size as a uniform one,
 where some maps can bear less than others. Hurts: takes a backward pass over calibration rows (`rows`), in fp32.
@@ -16,11 +16,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from preheat.compress.method import Method
-from preheat.compress.quantizing import High, group_for, keep_high, weights_and_bits
+from preheat.compress.quantize import High, group_for, keep_high, weights_and_bits
+from preheat.compress.registry import Method
+from preheat.core import Change
 from preheat.errors import RecipeError
 from preheat.recipe import Count, Positive
-from preheat.technique import Change
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -35,8 +35,8 @@ _TOKENS = 2048  # in a batch of the backward passes
 
 def _grid(name: str, module: nn.Module, choice: str) -> tuple[int, bool]:
     """Group and whether it is symmetric, of one of the choices in four bits."""
-    from preheat.ops.quantized import divisor
-    from preheat.ops.quantized_linear import map_weight
+    from preheat.ops.quantization.grids import divisor
+    from preheat.ops.quantization.linear import map_weight
 
     if choice == CHOICES[0]:
         return divisor(map_weight(module).shape[1], 128), True
@@ -45,7 +45,7 @@ def _grid(name: str, module: nn.Module, choice: str) -> tuple[int, bool]:
 
 def _made(name: str, module: nn.Module, choice: str) -> Any:
     """The map as one of the choices has it; itself in bf16."""
-    from preheat.ops.quantized_linear import Int4Linear, Int8Linear
+    from preheat.ops.quantization.linear import Int4Linear, Int8Linear
 
     if choice == "bf16":
         return module
@@ -72,9 +72,9 @@ def sensitivity(
     """
     import torch
 
-    from preheat.models.calibration import plainly
-    from preheat.ops.quantized_budget import loss_rise
-    from preheat.ops.quantized_linear import map_weight
+    from preheat.models.layerwise import plainly
+    from preheat.ops.quantization.bit_allocation import loss_rise
+    from preheat.ops.quantization.linear import map_weight
 
     found = {name: [0.0] * len(choices) for name in maps}
 
@@ -125,12 +125,12 @@ def spend_bits(model: PreTrainedModel, rows: Sequence[Tensor], settings: BitBudg
     Example:
         >>> spend_bits(model, rows, BitBudget(bits=5))                                              # doctest: +SKIP
     """
-    from preheat.compress.calibrate import require_rows, walk
-    from preheat.compress.quantizing import chosen_maps
-    from preheat.ops.quantized_budget import share_out
-    from preheat.ops.quantized_folder import put_in
-    from preheat.ops.quantized_linear import Int4Linear, map_weight
-    from preheat.ops.quantized_search import gptq
+    from preheat.compress.calibration import require_rows, walk
+    from preheat.compress.quantize import chosen_maps
+    from preheat.ops.quantization.awq_gptq import gptq
+    from preheat.ops.quantization.bit_allocation import share_out
+    from preheat.ops.quantization.linear import Int4Linear, map_weight
+    from preheat.ops.quantization.serialization import put_in
 
     chosen = settings or BitBudget()
     require_rows(rows)
@@ -170,7 +170,7 @@ def spend_bits(model: PreTrainedModel, rows: Sequence[Tensor], settings: BitBudg
 
 
 def _bits(name: str, module: nn.Module, choice: str) -> float:
-    from preheat.ops.quantized_linear import map_weight
+    from preheat.ops.quantization.linear import map_weight
 
     if choice == "bf16":
         return 16.0 * map_weight(module).numel()
@@ -182,7 +182,7 @@ def _loss(model: PreTrainedModel, rows: Sequence[Tensor]) -> float:
     """The mean loss of a token."""
     import torch
 
-    from preheat.models.calibration import plainly
+    from preheat.models.layerwise import plainly
 
     total = count = 0.0
     with plainly(model), torch.no_grad():

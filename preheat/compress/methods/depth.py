@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
-from preheat.compress.method import Method
+from preheat.compress.registry import Method
+from preheat.core import Change, ModelFacts
 from preheat.recipe import Bound
-from preheat.technique import Change, ModelFacts
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -48,23 +48,23 @@ def prune_depth(
         >>> prune_depth(LlamaForCausalLM(config), [torch.arange(20)[None]], layers=0.5)[1]
         2
     """
-    from preheat.compress import structured
+    from preheat.compress import structured_pruning
     from preheat.errors import RecipeError
-    from preheat.models import slicing
-    from preheat.models.adapter import anatomy
-    from preheat.models.calibration import require_rows
-    from preheat.ops.importance import highest
+    from preheat.models.conversions import slicing
+    from preheat.models.hf import anatomy
+    from preheat.models.layerwise import require_rows
+    from preheat.ops.pruning_scores import highest
 
     require_rows(rows, "depth")
     count = len(anatomy(model).layers)
-    wanted = structured.count_of("layers", layers, count, "layers")
+    wanted = structured_pruning.count_of("layers", layers, count, "layers")
     if wanted == count:
         raise RecipeError(f"layers: {layers:g} keeps all {count} layers; {(count - 1) / count:.3g} takes one out")
-    scores = structured.influences(model, rows) if by == "influence" else structured.losses_without(model, rows)
+    scores = structured_pruning.influences(model, rows) if by == "influence" else structured_pruning.losses_without(model, rows)
     kept = highest(scores, wanted)
     before = model.num_parameters()
     made = slicing.smaller(model, slicing.Kept(layers=kept))
-    structured.require_skipped(model, made, kept, rows)
+    structured_pruning.require_skipped(model, made, kept, rows)
     slicing.become(model, made)
     gone = sorted(set(range(count)) - set(kept.tolist()))
     after = model.num_parameters()

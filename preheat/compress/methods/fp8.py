@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from preheat.compress.method import Method
-from preheat.compress.quantizing import High, quantize
-from preheat.technique import Change, ModelFacts
+from preheat.compress.quantize import High, quantize
+from preheat.compress.registry import Method
+from preheat.core import Change, ModelFacts
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,7 +31,7 @@ def to_fp8(model: PreTrainedModel, settings: High | None = None) -> Change:
     Example:
         >>> to_fp8(model.cuda())                                                                    # doctest: +SKIP
     """
-    from preheat.ops.quantized_linear import Fp8Linear
+    from preheat.ops.quantization.linear import Fp8Linear
 
     words = "fp8, inputs too, with a scale for each token"
     return quantize(model, settings or Fp8(), "fp8", lambda name, module: Fp8Linear.of(module), words)

@@ -13,16 +13,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from preheat.compress.method import Method
-from preheat.compress.quantizing import High, group_for, quantize_by_inputs
+from preheat.compress.quantize import High, group_for, quantize_by_inputs
+from preheat.compress.registry import Method
+from preheat.core import Change
 from preheat.recipe import Positive
-from preheat.technique import Change
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
     from transformers import PreTrainedModel
 
-    from preheat.compress.calibrate import Inputs
+    from preheat.compress.calibration import Inputs
 
 __all__ = ["Gptq", "to_gptq"]
 
@@ -40,8 +40,8 @@ def to_gptq(model: PreTrainedModel, rows: Sequence[Tensor], settings: Gptq | Non
     Example:
         >>> to_gptq(model, rows, Gptq(group=64))                                                    # doctest: +SKIP
     """
-    from preheat.ops.quantized_linear import Int4Linear, map_weight
-    from preheat.ops.quantized_search import gptq
+    from preheat.ops.quantization.awq_gptq import gptq
+    from preheat.ops.quantization.linear import Int4Linear, map_weight
 
     chosen = settings or Gptq()
 

@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from preheat.compress.method import Method
-from preheat.compress.quantizing import High, group_for, quantize
-from preheat.technique import Change
+from preheat.compress.quantize import High, group_for, quantize
+from preheat.compress.registry import Method
+from preheat.core import Change
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -34,7 +34,7 @@ def to_int4(model: PreTrainedModel, settings: Int4 | None = None) -> Change:
     Example:
         >>> to_int4(model, Int4(group=64, symmetric=False))                                         # doctest: +SKIP
     """
-    from preheat.ops.quantized_linear import Int4Linear
+    from preheat.ops.quantization.linear import Int4Linear
 
     chosen = settings or Int4()
 

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from preheat.compress.method import Method
-from preheat.compress.quantizing import High, quantize
-from preheat.technique import Change
+from preheat.compress.quantize import High, quantize
+from preheat.compress.registry import Method
+from preheat.core import Change
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,7 +33,7 @@ def to_int8(model: PreTrainedModel, settings: High | None = None) -> Change:
         >>> to_int8(LlamaForCausalLM(config)).count
         8
     """
-    from preheat.ops.quantized_linear import Int8Linear
+    from preheat.ops.quantization.linear import Int8Linear
 
     return quantize(
         model, settings or Int8(), "int8", lambda name, module: Int8Linear.of(module), "int8, a scale for each output"

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from preheat.compress.method import Method
-from preheat.compress.quantizing import High, quantize
-from preheat.technique import Change
+from preheat.compress.quantize import High, quantize
+from preheat.compress.registry import Method
+from preheat.core import Change
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,7 +30,7 @@ def to_int8_dynamic(model: PreTrainedModel, settings: High | None = None) -> Cha
     Example:
         >>> to_int8_dynamic(model, Int8Dynamic(keep=("head",)))                                     # doctest: +SKIP
     """
-    from preheat.ops.quantized_linear import Int8Linear
+    from preheat.ops.quantization.linear import Int8Linear
 
     words = "int8, inputs too, with a scale for each token"
     return quantize(

@@ -14,16 +14,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from preheat.compress.method import Method
-from preheat.compress.quantizing import High, quantize_by_inputs
+from preheat.compress.quantize import High, quantize_by_inputs
+from preheat.compress.registry import Method
+from preheat.core import Change
 from preheat.recipe import Share
-from preheat.technique import Change
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
     from transformers import PreTrainedModel
 
-    from preheat.compress.calibrate import Inputs
+    from preheat.compress.calibration import Inputs
 
 __all__ = ["Int8Static", "to_int8_static"]
 
@@ -37,8 +37,8 @@ def to_int8_static(model: PreTrainedModel, rows: Sequence[Tensor], settings: Int
     Example:
         >>> to_int8_static(model, rows, Int8Static(strength=0.5))                                   # doctest: +SKIP
     """
-    from preheat.ops.quantized_linear import Int8Linear, map_weight
-    from preheat.ops.quantized_search import smooth
+    from preheat.ops.quantization.awq_gptq import smooth
+    from preheat.ops.quantization.linear import Int8Linear, map_weight
 
     chosen = settings or Int8Static()
 

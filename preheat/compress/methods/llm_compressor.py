@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from preheat.compress.method import Method
-from preheat.compress.quantizing import High, chosen_maps, group_for, keep_high, told
-from preheat.technique import Change, ModelFacts
+from preheat.compress.quantize import High, chosen_maps, group_for, keep_high, told
+from preheat.compress.registry import Method
+from preheat.core import Change, ModelFacts
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -39,8 +39,8 @@ def by_llm_compressor(model: PreTrainedModel, rows: Sequence[Tensor], settings: 
         >>> by_llm_compressor(model, rows, LlmCompressor(python="lc/bin/python"))                   # doctest: +SKIP
     """
     from preheat.compress.llm_compressor import run
-    from preheat.ops.quantized_folder import put_in
-    from preheat.ops.quantized_linear import Int4Linear, Int8Linear
+    from preheat.ops.quantization.linear import Int4Linear, Int8Linear
+    from preheat.ops.quantization.serialization import put_in
 
     chosen = settings or LlmCompressor()
     maps, kept = chosen_maps(model, chosen, "llm_compressor")

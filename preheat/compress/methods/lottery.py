@@ -16,9 +16,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
-from preheat.compress.method import Method
+from preheat.compress.registry import Method
+from preheat.core import Change, ModelFacts
 from preheat.recipe import Bound, Count, Whole
-from preheat.technique import Change, ModelFacts
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -61,27 +61,29 @@ def prune_by_lottery(
         >>> prune_by_lottery(model, rows, parameters=0.7)[0]                                        # doctest: +SKIP
         'channels 172 -> 96, layers 5 -> 4; 260,032 -> 181,312 parameters (69.7%); the best of 32 shapes by loss: 2.41 (worst 4.80)'
     """
-    from preheat.compress import shapes, structured
+    from preheat.compress import shape_sampling, structured_pruning
     from preheat.errors import RecipeError
-    from preheat.models import slicing
-    from preheat.models.calibration import loss, plainly, require_rows
+    from preheat.models.conversions import slicing
+    from preheat.models.layerwise import loss, plainly, require_rows
 
     require_rows(rows, "lottery")
     now, before = slicing.sizes_of(model.config), model.num_parameters()
-    drawn = shapes.draw(model, parameters=parameters or None, draws=draws, smallest=smallest, multiple=multiple, seed=seed)
+    drawn = shape_sampling.draw(
+        model, parameters=parameters or None, draws=draws, smallest=smallest, multiple=multiple, seed=seed
+    )
     if not drawn:
-        least = slicing.counter(model)(shapes.least(model, smallest, multiple)) / before
+        least = slicing.counter(model)(shape_sampling.least(model, smallest, multiple)) / before
         raise RecipeError(
             f"parameters: {parameters:g} is met by no shape that keeps {smallest:g} of each kind: the smallest has {least:.2f} of the parameters; "
             f"raise parameters to {least + 0.05:.2f}, or lower smallest"
         )
-    importance = structured.measure(model, rows, products=refit)
+    importance = structured_pruning.measure(model, rows, products=refit)
     found: list[tuple[float, int, slicing.Sizes]] = []
     times: list[float] = []
     for sizes in drawn:
-        made = structured.pruned(model, importance, sizes, refit=refit)
+        made = structured_pruning.pruned(model, importance, sizes, refit=refit)
         if latency:
-            times.append(shapes.relative_time(made, model, rows))
+            times.append(shape_sampling.relative_time(made, model, rows))
             if times[-1] > latency:
                 continue
         with plainly(made):
@@ -91,11 +93,11 @@ def prune_by_lottery(
             f"latency: {latency:g} is met by none of {len(drawn)} shapes; the quickest takes {min(times):.2f} of the whole model's time; raise latency, or lower smallest{' and parameters' if parameters else ''}"
         )
     best, _, sizes = min(found)
-    slicing.become(model, structured.pruned(model, importance, sizes, refit=refit))
+    slicing.become(model, structured_pruning.pruned(model, importance, sizes, refit=refit))
     after = model.num_parameters()
     tried = f"the best of {len(found)} shapes by loss over {len(rows)} rows: {best:.3f} (the worst {max(found)[0]:.3f})"
     late = f"; {len(drawn) - len(found)} took more than {latency:g} of the time" if latency else ""
-    return f"{structured.told(now, sizes, before, after)}; {tried}{late}", before - after
+    return f"{structured_pruning.told(now, sizes, before, after)}; {tried}{late}", before - after
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,9 +15,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from preheat.compress.method import Method
+from preheat.compress.registry import Method
+from preheat.core import Change, ModelFacts
 from preheat.recipe import Share
-from preheat.technique import Change, ModelFacts
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -49,14 +49,14 @@ def prune_by_magnitude(
         >>> prune_by_magnitude(model, pattern="2:4")
         ('896 of the 1,792 weights of 7 linear maps are zero, 50.0% (two of each four)', 7)
     """
-    from preheat.compress import sparse
-    from preheat.models.calibration import matrix
+    from preheat.compress import unstructured_pruning
+    from preheat.models.layerwise import matrix
 
-    maps = sparse.maps_to_prune(model, keep=keep, pattern=pattern)
+    maps = unstructured_pruning.maps_to_prune(model, keep=keep, pattern=pattern)
     for module in maps.values():
         weight = matrix(module)
-        sparse.zero_lowest(weight, weight.abs(), sparsity, pattern, by_row=False)
-    return sparse.summary(maps, pattern), len(maps)
+        unstructured_pruning.zero_lowest(weight, weight.abs(), sparsity, pattern, by_row=False)
+    return unstructured_pruning.summary(maps, pattern), len(maps)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +69,7 @@ class Magnitude(Method):
     """Linear maps that stay as they are: a regular expression for their whole names."""
 
     def check(self, model: ModelFacts) -> list[str]:
-        from preheat.compress.sparse import problems
+        from preheat.compress.unstructured_pruning import problems
 
         return problems(self.sparsity, self.pattern, model)
 

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from preheat.compress.method import Method
-from preheat.compress.quantizing import High, chosen_maps, keep_high, told
-from preheat.technique import Change
+from preheat.compress.quantize import High, chosen_maps, keep_high, told
+from preheat.compress.registry import Method
+from preheat.core import Change
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,7 +29,7 @@ def to_nf4(model: PreTrainedModel, settings: Nf4 | None = None) -> Change:
     Example:
         >>> to_nf4(model, Nf4(double_quantization=False))                                           # doctest: +SKIP
     """
-    from preheat.ops.nf4 import pack_
+    from preheat.ops.quantization.nf4 import pack_
 
     settings = settings or Nf4()
     chosen, kept = chosen_maps(model, settings, "nf4")

@@ -16,9 +16,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from preheat.compress.method import Method
+from preheat.compress.registry import Method
+from preheat.core import Change, ModelFacts
 from preheat.recipe import Share
-from preheat.technique import Change, ModelFacts
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -48,12 +48,12 @@ def prune_by_wanda(
         >>> prune_by_wanda(model, rows, sparsity=0.6)                                               # doctest: +SKIP
         ('99,072 of the 165,120 weights of 35 linear maps are zero, 60.0%', 35)
     """
-    from preheat.compress import sparse
-    from preheat.models.calibration import hooked, layer_by_layer, matrix, plainly, require_rows
-    from preheat.ops.importance import wanda
+    from preheat.compress import unstructured_pruning
+    from preheat.models.layerwise import hooked, layer_by_layer, matrix, plainly, require_rows
+    from preheat.ops.pruning_scores import wanda
 
     require_rows(rows, "wanda")
-    maps = sparse.maps_to_prune(model, keep=keep, pattern=pattern)
+    maps = unstructured_pruning.maps_to_prune(model, keep=keep, pattern=pattern)
 
     def summing(squares: Tensor) -> Callable[[Tensor, Tensor], object]:
         return lambda before, after: squares.add_(before.float().square().flatten(0, -2).sum(0))
@@ -66,8 +66,8 @@ def prune_by_wanda(
                 run()
             for module, own in zip(here, squares, strict=True):
                 weight = matrix(module)
-                sparse.zero_lowest(weight, wanda(weight, own), sparsity, pattern, by_row=True)
-    return sparse.summary(maps, pattern), len(maps)
+                unstructured_pruning.zero_lowest(weight, wanda(weight, own), sparsity, pattern, by_row=True)
+    return unstructured_pruning.summary(maps, pattern), len(maps)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +82,7 @@ class Wanda(Method):
     """Linear maps that stay as they are: a regular expression for their whole names."""
 
     def check(self, model: ModelFacts) -> list[str]:
-        from preheat.compress.sparse import problems
+        from preheat.compress.unstructured_pruning import problems
 
         return problems(self.sparsity, self.pattern, model)
 

@@ -17,9 +17,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
-from preheat.compress.method import Method
+from preheat.compress.registry import Method
+from preheat.core import Change, ModelFacts
 from preheat.recipe import Bound, Count
-from preheat.technique import Change, ModelFacts
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -61,22 +61,22 @@ def prune_width(
         >>> prune_width(LlamaForCausalLM(config), [torch.arange(20)[None]], channels=0.5)
         ('channels 64 -> 32; 16,480 -> 13,408 parameters (81.4%)', 3072)
     """
-    from preheat.compress import structured
+    from preheat.compress import structured_pruning
     from preheat.errors import RecipeError
-    from preheat.models import slicing
-    from preheat.models.calibration import require_rows
+    from preheat.models.conversions import slicing
+    from preheat.models.layerwise import require_rows
 
     require_rows(rows, "width")
     now = slicing.sizes_of(model.config)
-    wanted = structured.shares(now, model.config, heads=heads, channels=channels, hidden=hidden, multiple=multiple)
+    wanted = structured_pruning.shares(now, model.config, heads=heads, channels=channels, hidden=hidden, multiple=multiple)
     if wanted == now:
         raise RecipeError(
             f"heads: {heads:g}, channels: {channels:g}, hidden: {hidden:g}: leave the model as it is, to the next multiple; ask for smaller shares"
         )
-    before, importance = model.num_parameters(), structured.measure(model, rows, products=refit)
-    slicing.become(model, structured.pruned(model, importance, wanted, refit=refit))
+    before, importance = model.num_parameters(), structured_pruning.measure(model, rows, products=refit)
+    slicing.become(model, structured_pruning.pruned(model, importance, wanted, refit=refit))
     after = model.num_parameters()
-    return structured.told(now, wanted, before, after), before - after
+    return structured_pruning.told(now, wanted, before, after), before - after
 
 
 @dataclass(frozen=True, kw_only=True)

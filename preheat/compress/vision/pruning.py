@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from preheat.errors import RecipeError
-from preheat.models.calibration import hooked
 from preheat.models.image_classifiers import matrix, narrow_config, readers, scores, smaller
-from preheat.ops.importance import added, highest, moments, refit
+from preheat.models.layerwise import hooked
+from preheat.ops.pruning_scores import added, highest, moments, refit
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

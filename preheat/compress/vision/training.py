@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 
-from preheat.compress.vision.images import Images
+from preheat.compress.vision.image_folder import Images
 from preheat.errors import RunError
 from preheat.models.image_classifiers import scores
 
@@ -66,8 +66,8 @@ def train(
         >>> train(student, images, epochs=20, distil=Distil(teacher, temperature=2.0))              # doctest: +SKIP
         0.0913
     """
-    from preheat.ops.distill import Distilled
-    from preheat.ops.optimizers import decay_groups, fused_adamw
+    from preheat.ops.losses.distillation import Distilled
+    from preheat.ops.optim.optimizers import decay_groups, fused_adamw
 
     each = max(1, math.ceil(len(images) / batch))
     steps = max(1, round(epochs * each))

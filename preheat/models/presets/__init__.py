@@ -10,8 +10,8 @@ from typing import Any
 
 from preheat.errors import RecipeError, nearest
 from preheat.models.presets import alibaba, google, meta, microsoft, others
+from preheat.models.presets.describe import needs
 from preheat.models.presets.preset import Preset
-from preheat.models.presets.words import needs
 
 __all__ = ["FREE", "PRESETS", "Preset", "find", "needs", "on_hub", "only_planned", "require_weights"]
 

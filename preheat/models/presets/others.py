@@ -1,7 +1,7 @@
 """Mistral 7B (arXiv:2310.06825) and Mixtral (arXiv:2401.04088), GPT-2, Pythia (arXiv:2304.01373), BLOOM (arXiv:2211.05100), DeepSeek V2 and V3
 (arXiv:2405.04434, arXiv:2412.19437; of V3 without the module that predicts a second token).
 
-The adapter cannot train BLOOM and DeepSeek, and says why (`adapter.REFUSED`): their weights and KV caches can be planned. GPT-2's dropout is left out: its
+The adapter cannot train BLOOM and DeepSeek, and says why (`hf.REFUSED`): their weights and KV caches can be planned. GPT-2's dropout is left out: its
 0.1 is for many epochs over little text, and fused attention has none.
 """
 

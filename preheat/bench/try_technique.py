@@ -1,0 +1,419 @@
+"""One technique against without it, on a standard model and real text: what `preheat try` shows.
+
+Sizes, steps and turns are chosen so that a trial ends within minutes: the plan says what a step will take, and what would take too
+long or needs more than 16 GiB is not run but told with its prediction.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from preheat.bench.compare import NOISE, Contender, cosine_of, speed_of, take_turn
+from preheat.bench.zero_trial import run_processes
+from preheat.core import Device, Phase, Technique, registry
+from preheat.errors import RecipeError, RunError
+from preheat.recipe import Batch, Data, Hardware, Model, Recipe, Stop, dump
+from preheat.run_dir import MEMORY_KEYS, expected_memory
+from preheat.sanitize import percent
+
+__all__ = ["PRECISIONS", "SIZES", "TECHNIQUES", "Size", "Wish", "trial"]
+
+GIB = 2**30
+TECHNIQUES = ("gradient_accumulation", "mixed_precision", "zero", "efficient_attention", "integration")
+PRECISIONS = ("fp32", "bf16", "fp16", "bf16_weights", "bf16_master", "fp16_master", "fp8")
+MEMORY = 16 * GIB
+"""The most that a trial uses."""
+ACCUMULATED = (4, 2)
+"""Micro-batches of a step where none are wished for, the first that can be run."""
+PROCESSES = 2
+"""Processes that ZeRO shares out among."""
+STARTUP = 9.0
+"""Seconds that a contender's process may take before its first step."""
+LEAST = 12.0
+"""Seconds of steps that are taken in any case, however long everything before them took."""
+LIMIT = {False: 240.0, True: 140.0}
+"""Seconds that a trial may take, alone and with --benchmark: below what is promised (300 and 180), as plans err."""
+
+
+@dataclass(frozen=True)
+class Size:
+    """A model of the standard table, and the rows of a micro-batch of 256 tokens that suit it."""
+
+    model: Model
+    rows: int
+    words: str
+
+
+SIZES = {
+    "tiny": Size(
+        Model(layers=2, width=128, heads=4, feed_forward=384),
+        8,
+        "2 layers of 128: 0.4 M parameters and 1.0 M in embedding and head",
+    ),
+    "small": Size(Model(size="15M"), 4, "7 layers of 448: 15 M parameters and 3.7 M in embedding and head"),
+    "medium": Size(Model(size="110M"), 2, "13 layers of 832: 110 M parameters and 6.8 M in embedding and head"),
+    "large": Size(Model(size="350M"), 1, "19 layers of 1,216: 350 M parameters and 10 M in embedding and head"),
+}
+"""Llamas over a vocabulary of 4,096 pieces that is trained on Python's standard library."""
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What is tried, on what.
+
+    Attributes:
+        batch_size: rows of a micro-batch; None: by the model's size and `seq_len`.
+        accumulation_steps: micro-batches that make one step of gradient_accumulation and integration; None: 4, or 2 where the whole batch of 4
+            does not fit or takes too long.
+        precision: of mixed_precision and integration: one of PRECISIONS.
+        zero_stage, cpu_offload: of zero.
+        benchmark: all techniques, alone and together.
+    """
+
+    technique: str
+    model_size: str = "tiny"
+    batch_size: int | None = None
+    accumulation_steps: int | None = None
+    precision: str = "bf16"
+    zero_stage: int = 1
+    cpu_offload: bool = False
+    seq_len: int = 256
+    benchmark: bool = False
+
+    @property
+    def micro_batches(self) -> int:
+        return self.accumulation_steps or ACCUMULATED[0]
+
+    @property
+    def rows(self) -> int:
+        """Rows of a micro-batch."""
+        return self.batch_size or max(1, SIZES[self.model_size].rows * 256 // self.seq_len)
+
+
+@dataclass
+class _Group:
+    """Contenders with the same batch: the first is without, the others are compared with it."""
+
+    contenders: list[Contender]
+    plans: list[dict[str, Any] | None] = field(default_factory=list)
+
+
+def _recipe(wish: Wish, rows: int) -> Recipe:
+    from preheat.hardware.probe import probe
+
+    most = min(probe().memory, MEMORY)
+    return Recipe(
+        name="try",
+        seed=1,
+        model=SIZES[wish.model_size].model,
+        data=Data(source="stdlib", vocabulary=4096, limit=400),  # the first 400 files: text enough, and read in seconds
+        batch=Batch(size=rows, length=wish.seq_len),
+        stop=Stop(steps=100),
+        hardware=Hardware(memory=f"{most}B"),
+    )
+
+
+def _techniques(wish: Wish, name: str) -> dict[str, Technique]:
+    """What a technique of the command stands for in a recipe."""
+    known = registry()
+    if name == "gradient_accumulation":
+        return {name: known[name](steps=wish.micro_batches)}  # type: ignore[call-arg]
+    if name == "mixed_precision" and wish.precision == "fp8":
+        return {name: known[name](), "fp8": known["fp8"]()}
+    if name == "mixed_precision":
+        return {name: known[name](mode=wish.precision)}  # type: ignore[call-arg]
+    if name == "efficient_attention":
+        return {name: known[name]()}
+    assert name == "integration", name
+    parts = ["mixed_precision", "efficient_attention"] + (["gradient_accumulation"] if wish.micro_batches > 1 else [])
+    return {k: t for part in parts for k, t in _techniques(wish, part).items()}
+
+
+def _group(wish: Wish) -> _Group | None:
+    """The contenders that are recipes; ZeRO's are not, since one process has nothing to share out."""
+    if wish.technique == "zero" and not wish.benchmark:
+        return None
+    accumulates = wish.benchmark or wish.technique in ("gradient_accumulation", "integration")
+    whole = _recipe(wish, wish.rows * (wish.micro_batches if accumulates else 1))
+    names = [n for n in TECHNIQUES if n != "zero" and not (n == "gradient_accumulation" and wish.micro_batches < 2)]
+    chosen = names if wish.benchmark else [wish.technique]
+    return _Group(
+        [
+            Contender("without", whole),
+            *(Contender(n, dataclasses.replace(whole, techniques=_techniques(wish, n))) for n in chosen),
+        ]
+    )
+
+
+def trial(wish: Wish, say: Callable[[str], None] = lambda words: None) -> dict[str, Any]:
+    """Trains a few steps without and with a technique, each in a process of its own.
+
+    Returns:
+        {technique, model_size, model, batch: {rows, length}, steps, rows: [{name, tokens_per_second, ratio, peak_gib, loss, gradient_cosine,
+        predicted, not_run, changes}], words: what the technique changed, notes: what this device cannot do, gpu: {name: peak_gib}}.
+
+    Raises:
+        RecipeError: a wish that contradicts itself.
+        RunError: nothing could be run.
+    """
+    from preheat.data import prepare
+
+    begun = time.monotonic()
+    limit = LIMIT[wish.benchmark]
+    for key, value, known in (
+        ("--technique", wish.technique, TECHNIQUES),
+        ("--model-size", wish.model_size, tuple(SIZES)),
+        ("--precision", wish.precision, PRECISIONS),
+        ("--zero-stage", wish.zero_stage, (1, 2, 3)),
+    ):
+        if value not in known:
+            raise RecipeError(f"{key}: {value!r} is not known; use {', '.join(map(str, known))}")
+    if wish.technique == "gradient_accumulation" and (wish.accumulation_steps or 2) < 2:
+        raise RecipeError(f"--accumulation-steps {wish.accumulation_steps}: there is nothing to accumulate; use 2 or more")
+    say("reading data")
+    plain = _recipe(wish, wish.rows)
+    prepare(plain.data, length=wish.seq_len, seed=plain.seed)
+    rows: list[dict[str, Any]] = []
+    steps = 0
+    zero = wish.benchmark or wish.technique == "zero"
+    kept = 2 * STARTUP + LEAST if zero else 0.0
+    for accumulated in ACCUMULATED if wish.accumulation_steps is None else (wish.accumulation_steps,):
+        wish = dataclasses.replace(wish, accumulation_steps=accumulated)
+        group = _group(wish)
+        if group is None:
+            break
+        say("planning")
+        _plan(group)
+        steps = _steps(group, limit - (time.monotonic() - begun) - kept)
+        if not group.contenders[0].failed:
+            break
+    if group is not None:
+        rows += _run(group, steps, begun + limit - kept, say)
+    if zero:
+        made, steps_of_zero = _with_and_without_zero(wish, plain, limit - (time.monotonic() - begun), say)
+        rows, steps = [*rows, *made], steps or steps_of_zero
+    if not any("tokens_per_second" in row for row in rows):
+        raise RunError("nothing could be run: " + "; ".join(f"{row['name']}: {row['not_run']}" for row in rows))
+    say("dry run for a GPU")
+    gpu, more = _gpu(wish, group, plain)
+    return {
+        "technique": wish.technique,
+        "model_size": wish.model_size,
+        "model": SIZES[wish.model_size].words,
+        "batch": {"rows": wish.rows, "length": wish.seq_len, "accumulation_steps": wish.accumulation_steps},
+        "steps": steps,
+        "rows": rows,
+        "words": [words for row in rows if (words := _changed(row, rows))],
+        "notes": [*_limits(wish), *more],
+        "gpu": gpu,
+        "seconds": time.monotonic() - begun,
+    }
+
+
+def _plan(group: _Group) -> None:
+    from preheat.training.session import plan_here
+
+    for c in group.contenders:
+        try:
+            made = plan_here(c.recipe)
+        except RecipeError as error:
+            c.failed = str(error).splitlines()[0]
+            group.plans.append(None)
+            continue
+        group.plans.append(made)
+        if not made["fits"]:
+            c.failed = f"needs {made['peak_gib']:.1f} GiB, more than the {made['available_gib']:.1f} GiB that a trial may use"
+
+
+def _steps(group: _Group, left: float) -> int:
+    """Steps of each contender within `left` seconds; those that cannot take two are marked. At least 2, at most 10."""
+    running = [(c, p["seconds_per_step"]) for c, p in zip(group.contenders, group.plans, strict=True) if p and not c.failed]
+    running.sort(key=lambda pair: pair[1])
+    while running:
+        room = max(left - STARTUP * len(running), LEAST)
+        steps = int(room / sum(seconds for _, seconds in running))
+        if steps >= 2:
+            return min(steps, 10)
+        c, seconds = running.pop()
+        c.failed = (
+            f"a step would take {seconds:.0f} s, longer than a trial waits; smaller: --batch-size, --seq-len or --model-size"
+        )
+    return 2
+
+
+def _run(group: _Group, steps: int, until: float, say: Callable[[str], None]) -> list[dict[str, Any]]:
+    """Runs the contenders one after the other until about that moment: on a busy machine each takes fewer steps, two at least."""
+    with tempfile.TemporaryDirectory() as folder:
+        left = sum(not c.failed for c in group.contenders)
+        for number, c in enumerate(group.contenders):
+            if not c.failed:
+                say(f"{c.name}: {steps} steps")
+                seconds = max((until - time.monotonic()) / left - STARTUP, LEAST / left)
+                take_turn(c, steps, Path(folder) / f"{number}.safetensors", Path(folder), seconds)
+                left -= 1
+        files = [Path(folder) / f"{number}.safetensors" for number in range(len(group.contenders))]
+        cosines = [cosine_of(files[0], file) for file in files]
+    rows: list[dict[str, Any]] = []
+    common = min((len(turn["losses"]) for c in group.contenders for turn in c.turns), default=0)
+    for c, plan, cosine in zip(group.contenders, group.plans, cosines, strict=True):
+        row: dict[str, Any] = {
+            "name": c.name,
+            "against": "without",
+            "predicted": {**expected_memory(plan), "tokens_per_second": plan["tokens_per_second"]} if plan else None,
+            "not_run": c.failed,
+        }
+        if c.turns:
+            turn = c.turns[0]
+            row |= {
+                "tokens_per_second": speed_of(turn, 1),
+                **{key: turn[key] for key in MEMORY_KEYS if key in turn},
+                "loss": turn["losses"][common - 1],  # of the last step that all took
+                "gradient_cosine": cosine,
+                "changes": turn["changes"],
+            }
+        rows.append(row)
+    compare(rows)
+    return rows
+
+
+def compare(rows: list[dict[str, Any]]) -> None:
+    """Adds to each row its ratio to the one it is against, in place."""
+    by_name = {row["name"]: row for row in rows}
+    for row in rows:
+        base = by_name[row["against"]]
+        both = "tokens_per_second" in row and "tokens_per_second" in base
+        row["ratio"] = row["tokens_per_second"] / base["tokens_per_second"] if both else None
+
+
+def _changed(row: dict[str, Any], rows: list[dict[str, Any]]) -> str:
+    """What a technique changed, in words; empty for the rows that others are compared with."""
+    if row["name"] == row["against"]:
+        return ""
+    base = next(r for r in rows if r["name"] == row["against"])
+    name = row["name"]
+    if "tokens_per_second" not in row:
+        return f"{name} was not run: {row['not_run']}"
+    if "tokens_per_second" not in base:
+        return f"{name}: {row['tokens_per_second']:,.0f} tokens/s in {row['peak_gib']:.2f} GiB; without it nothing runs: {base['not_run']}"
+    speed, freed = row["ratio"], base["peak_gib"] - row["peak_gib"]
+    # One turn of each: a figure, and no verdict.
+    fast = f"{percent(abs(speed - 1))} {'faster' if speed > 1 else 'slower'} in one turn"
+    if abs(speed - 1) < NOISE:
+        fast = "no difference in speed seen"
+    share = freed / base["peak_gib"] if base["peak_gib"] else 0.0
+    space = (
+        "no difference in memory seen"
+        if abs(share) < 0.02
+        else f"{percent(abs(share))} {'less' if freed > 0 else 'more'} memory"
+    )
+    return f"{name}: {fast}, {space}, loss {row['loss']:.3f} against {base['loss']:.3f}"
+
+
+def _limits(wish: Wish) -> list[str]:
+    """What the device at hand cannot show of this technique."""
+    from preheat.hardware.probe import probe
+
+    if probe().kind != "cpu":
+        return []
+    found = []
+    tried = set(TECHNIQUES) if wish.benchmark else {wish.technique}
+    if tried & {"mixed_precision", "integration"} and wish.precision.startswith("fp16"):
+        found.append("a CPU's fp16 products are slower than fp32's: fp16 gains speed on a GPU only")
+    if tried & {"mixed_precision", "integration"} and wish.precision == "fp8":
+        found.append("a CPU has no fp8 products; the memory given for a GPU is that of bf16, fp8's casts are not in it")
+    if tried & {"efficient_attention", "integration"}:
+        found.append(
+            "the fused kernels are those of the CPU; on a GPU they are other ones (flash), whose speed this does not show"
+        )
+    if "zero" in tried:
+        found.append(
+            f"{PROCESSES} processes share this CPU's cores and memory: the speed of several GPUs is not shown, what each keeps is"
+        )
+        if wish.cpu_offload:
+            found.append("--cpu-offload: the states are on the host already, so here it changes nothing")
+    return found
+
+
+def _gpu(wish: Wish, group: _Group | None, plain: Recipe) -> tuple[dict[str, float], list[str]]:
+    """Peak of the tensors of a step on one GPU, by a dry run of the same step with the kernel that a GPU has; and what else it tells.
+
+    The plan cannot yet time another device, so no speed is predicted; context and workspaces of a GPU, about 0.5 GiB, are not in it.
+    """
+    from preheat.planning.dry_run import observe
+    from preheat.training.session import vocabulary_of
+
+    flash = registry()["efficient_attention"](kernel="flash")  # type: ignore[call-arg]
+    here = Device("cpu", "dry run", MEMORY)
+    found: dict[str, float] = {}
+    vocabulary = vocabulary_of(plain)
+    for c in group.contenders if group else []:
+        named = {n: flash if n == "efficient_attention" else t for n, t in c.recipe.techniques.items() if n != "fp8"}
+        seen = observe(dataclasses.replace(c.recipe, techniques=named), vocabulary=vocabulary, device=here)
+        found[c.name] = max(seen.peak.values()) / GIB
+    words = []
+    if wish.benchmark or wish.technique == "zero":
+        seen = observe(plain, vocabulary=vocabulary, device=here)
+        at = seen.categories[Phase.UPDATE]
+        shared = {1: ("optimizer",), 2: ("optimizer", "gradients"), 3: ("optimizer", "gradients", "parameters")}[
+            wish.zero_stage
+        ]
+        one = sum(at[k] for k in ("optimizer", "gradients", "parameters"))
+        eight = sum(at[k] / (8 if k in shared else 1) for k in ("optimizer", "gradients", "parameters"))
+        words.append(
+            f"dry run: weights, gradients and states take {_size(one)} of a GPU alone, {_size(eight)} of each of 8 GPUs with ZeRO stage {wish.zero_stage}"
+        )
+        if wish.cpu_offload:
+            words.append(f"dry run: offloading the states would free {_size(at['optimizer'])} of a single GPU")
+    return found, words
+
+
+def _size(count: float) -> str:
+    return f"{count / GIB:.2f} GiB" if count >= GIB else f"{count / 2**20:.0f} MiB"
+
+
+def _with_and_without_zero(
+    wish: Wish, plain: Recipe, left: float, say: Callable[[str], None]
+) -> tuple[list[dict[str, Any]], int]:
+    """Rows of both contenders, each on several processes, and the steps they took within about `left` seconds."""
+    from preheat.training.session import plan_here
+
+    rows = wish.rows * PROCESSES
+    recipe = dataclasses.replace(plain, batch=Batch(size=rows, length=wish.seq_len))
+    flash = {"efficient_attention": registry()["efficient_attention"](kernel="flash")}  # type: ignore[call-arg]
+    one = plan_here(dataclasses.replace(plain, techniques=flash))
+    names = (f"{PROCESSES} processes", f"zero, stage {wish.zero_stage}")
+    made: list[dict[str, Any]] = [
+        {"name": name, "against": names[0], "predicted": None, "not_run": "", "changes": {}} for name in names
+    ]
+    seconds = one["seconds_per_step"] * PROCESSES * 1.5  # the cores are shared; gradients and weights travel
+    steps = min(10, int(max(left - 2 * STARTUP, LEAST) / (2 * seconds)))
+    why = ""
+    if one["peak_gib"] * PROCESSES * GIB > MEMORY:
+        why = f"{PROCESSES} processes need {one['peak_gib'] * PROCESSES:.1f} GiB, more than the {MEMORY / GIB:.0f} GiB that a trial may use"
+    elif steps < 2:
+        why = f"a step would take {seconds:.0f} s, longer than a trial waits; smaller: --batch-size, --seq-len or --model-size"
+    for row, stage in zip(made, (0, wish.zero_stage), strict=True):
+        row["not_run"] = why
+        if not why:
+            say(f"{row['name']}: {steps} steps")
+            job = {
+                "recipe": dump(recipe),
+                "steps": steps,
+                "world": PROCESSES,
+                "stage": stage,
+                "offload": wish.cpu_offload,
+            }
+            job["seconds"] = max(left / 2 - STARTUP, LEAST / 2)
+            row |= run_processes(job)
+    common = min((len(row["losses"]) for row in made if "losses" in row), default=0)
+    for row in made:
+        if "losses" in row:
+            row["loss"] = row.pop("losses")[common - 1]  # of the last step that both took
+    compare(made)
+    return made, steps

@@ -1,0 +1,157 @@
+"""ZeRO against every process keeping all states: `python -m preheat.bench.zero_trial JOB.json RANK` is one process of a contender.
+
+A plain loop by hand over the recipe's model and data; several processes of one machine, over gloo.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import closing
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from preheat.hardware.child_processes import ended_by, local_group, tethered
+
+__all__ = ["main", "run_processes", "take_steps"]
+
+
+def run_processes(job: dict[str, Any]) -> dict[str, Any]:
+    """Runs one contender on its processes; what they measured as the figures of a row, or why they did not run."""
+    world = job["world"]
+    threads = max(1, (os.cpu_count() or 1) // world)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "job.json"
+        path.write_text(json.dumps(job | {"folder": folder, "threads": threads}), encoding="utf-8")
+        command = [sys.executable, "-m", "preheat.bench.zero_trial", str(path)]
+        started: list[subprocess.Popen[str]] = []
+        try:
+            for rank in range(world):
+                started.append(
+                    subprocess.Popen(
+                        tethered([*command, str(rank)]),
+                        stdout=subprocess.DEVNULL,
+                        stderr=subprocess.PIPE,
+                        text=True,
+                        env={**os.environ, "OMP_NUM_THREADS": str(threads), **local_group()},
+                    )
+                )
+            errors = [process.communicate()[1] for process in started]
+        finally:
+            for process in started:
+                process.kill()
+                process.wait()
+        for process, error in zip(started, errors, strict=True):
+            if process.returncode:
+                last = error.strip().splitlines()[-1:] if process.returncode > 0 else []
+                return {"not_run": last[0] if last else f"a process {ended_by(process.returncode)}"}
+        found = [json.loads((Path(folder) / f"{rank}.json").read_text(encoding="utf-8")) for rank in range(world)]
+    first = found[0]
+    return {
+        "tokens_per_second": first["tokens"] / median(first["seconds"][1:]),
+        "peak_gib": max(f["peak_gib"] for f in found),
+        "losses": first["losses"],
+        "gradient_cosine": None,
+        "optimizer_gib": max(f["optimizer_gib"] for f in found),
+        "changes": {
+            "zero": [f"{f['optimizer_gib'] * 1024:,.1f} MiB of states on process {rank}" for rank, f in enumerate(found)]
+        },
+    }
+
+
+def take_steps(job: dict[str, Any], rank: int) -> dict[str, Any]:
+    """One process's part of a contender: the same model everywhere, its own rows, gradients averaged. Stage 0: every process keeps all states.
+
+    Returns:
+        {seconds, losses: over all processes, tokens: of a step over all processes, peak_gib, optimizer_gib: of this process}.
+    """
+    import torch
+    import torch.distributed as dist
+
+    from preheat import recipe as recipes
+    from preheat.core import Device, Shape
+    from preheat.data import batches, prepare
+    from preheat.hardware.probe import peak_resident_bytes
+    from preheat.models import hf, size_dial
+    from preheat.models.weights import WeightSource, materialize
+    from preheat.ops.attention.sdpa import sdpa_attention
+    from preheat.ops.optim.optimizers import decay_groups, fused_adamw
+    from preheat.ops.optim.zero import ZeROAdamW
+    from preheat.training.session import settle
+
+    torch.set_num_threads(job["threads"])
+    world, recipe = job["world"], recipes.parse(job["recipe"])
+    dist.init_process_group("gloo", init_method=f"file://{job['folder']}/store", rank=rank, world_size=world)
+    data = prepare(recipe.data, length=recipe.batch.length, seed=recipe.seed)
+    imports = settle(Device("cpu", "here", 0))
+    model: Any = hf.build_on_meta(hf.configure(recipe, len(data.tokenizer)))
+    materialize(model, torch.device("cpu"))
+    WeightSource().fill(model, seed=recipe.seed)
+    lr = size_dial.learning_rate(sum(p.numel() for p in model.base_model.layers.parameters()))
+    groups = decay_groups(model.named_parameters(), recipe.optimizer.weight_decay)
+    settings: dict[str, Any] = {"lr": lr, "betas": recipe.optimizer.betas}
+    stage = job["stage"]
+    optimizer: Any = (
+        ZeROAdamW(groups, **settings, stage=stage, cpu_offload=job["offload"], module=model)
+        if stage
+        else fused_adamw(groups, **settings, eps=1e-8)
+    )
+    shape = Shape(recipe.batch.size, recipe.batch.length, recipe.batch.size // world)
+    seconds, losses = [], []
+    with closing(batches(data.train, seed=recipe.seed, committed=0, shape=lambda samples: shape)) as stream:
+        for _ in range(job["steps"]):
+            begun = time.perf_counter()
+            parts = next(stream)
+            mine, weight = parts[rank], sum(part.weight for part in parts)
+            logits = model(
+                input_ids=mine.tokens,
+                position_ids=mine.positions,
+                use_cache=False,
+                preheat_attention=sdpa_attention,
+                preheat_mask=mine.mask,
+            ).logits
+            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), mine.labels.flatten(), reduction="sum")
+            loss = loss / (weight / world)  # the mean over processes is then the mean over all tokens
+            loss.backward()
+            del logits
+            if stage:
+                optimizer.clip_grad_norm_(recipe.optimizer.clip)
+            else:
+                for p in model.parameters():
+                    dist.all_reduce(p.grad)
+                    p.grad.div_(world)
+                torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.optimizer.clip)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            mean = loss.detach() / world
+            dist.all_reduce(mean)
+            losses.append(float(mean))
+            seconds.append(time.perf_counter() - begun)
+            late = torch.tensor(float(len(seconds) > 1 and sum(seconds) > job["seconds"]))
+            dist.all_reduce(late)  # all end together
+            if late:
+                break
+    kept = optimizer.state_bytes() if stage else sum(t.nbytes for s in optimizer.state.values() for t in s.values())
+    peak = max(peak_resident_bytes() - imports, 0)
+    dist.destroy_process_group()
+    return {
+        "seconds": seconds,
+        "losses": losses,
+        "tokens": shape.rows * shape.length,
+        "peak_gib": peak / 2**30,
+        "optimizer_gib": kept / 2**30,
+    }
+
+
+def main() -> None:
+    job, rank = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")), int(sys.argv[2])
+    (Path(job["folder"]) / f"{rank}.json").write_text(json.dumps(take_steps(job, rank)), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,146 @@
+"""What `generate` and `chat` share: the options of drawing, the choice of a template, and figures of what was written."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from preheat.cli.views.output import console
+from preheat.recipe import Sample, field_docs
+from preheat.recipe.consistency import sample_problems
+
+if TYPE_CHECKING:
+    from preheat.data.chat.template import Template
+    from preheat.inference.load import Opened
+
+__all__ = [
+    "HELP",
+    "ChatTemplate",
+    "MinP",
+    "Penalty",
+    "Seed",
+    "Set",
+    "Step",
+    "Stop",
+    "Temperature",
+    "TopK",
+    "TopP",
+    "Watched",
+    "choose_template",
+    "note",
+    "sampling",
+]
+
+HELP = field_docs(Sample)
+Temperature = Annotated[float, typer.Option("--temperature", min=0.0, help=HELP["temperature"])]
+TopP = Annotated[float, typer.Option("--top-p", min=0.0, max=1.0, help=HELP["top_p"])]
+TopK = Annotated[int, typer.Option("--top-k", min=0, help=HELP["top_k"])]
+MinP = Annotated[float, typer.Option("--min-p", min=0.0, max=1.0, help=HELP["min_p"])]
+Penalty = Annotated[float, typer.Option("--repetition-penalty", min=0.01, help=HELP["repetition_penalty"])]
+Stop = Annotated[list[str] | None, typer.Option("--stop", metavar="TEXT", help=HELP["stop"] + " May stand several times.")]
+Set = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="sample.KEY=VALUE",
+        help="A setting of writing without an option of its own: sample.cache=int8, sample.draft=FOLDER, sample.lookup=4 … May stand several times.",
+    ),
+]
+Seed = Annotated[int, typer.Option("--seed", min=0, help="Decides the draws at a temperature above 0.")]
+Step = Annotated[
+    int | None, typer.Option("--step", min=0, help="The checkpoint of a run; the newest whole one when not given.")
+]
+ChatTemplate = Annotated[
+    str | None,
+    typer.Option(
+        "--template",
+        metavar="NAME|FILE",
+        help="The chat template: chatml, alpaca … or a .jinja file; else the run's or the tokenizer's.",
+    ),
+]
+
+
+def sampling(overrides: Sequence[str] = (), **values: Any) -> Sample:
+    """The settings of the command line.
+
+    Args:
+        overrides: `sample.key=value` each, for what has no option of its own.
+
+    Raises:
+        RecipeError: one that is no setting of writing, or they contradict each other.
+    """
+    from preheat.errors import RecipeError
+    from preheat.recipe.validate import RecipeReader
+    from preheat.recipe.yaml_io import compose
+    from preheat.sanitize import shorten
+
+    asked = {}
+    for item in overrides:
+        key, equals, raw = item.partition("=")
+        name = key.strip().removeprefix("sample.")
+        if not equals or name == key.strip() or name in ("prompts", "rows"):
+            raise RecipeError(f"--set {shorten(item)}: here it sets how text is written, e.g. --set sample.cache=int8")
+        asked[name] = compose(raw, f"--set {shorten(item)}", numbered=False)[0]
+    reader = RecipeReader("--set", {})
+    made: Sample = reader.flat(Sample, {**values, **asked}, ("sample",))
+    reader.refuse()
+    if problems := sample_problems(made):
+        said = [(f"sample.{name}" if name in asked else f"--{name.replace('_', '-')}", words) for name, words in problems]
+        raise RecipeError("; ".join(f"{name}: {words}" for name, words in said))
+    return made
+
+
+def choose_template(opened: Opened, model: str, setting: str | None, asked: bool | None) -> tuple[Template | None, str]:
+    """The template to lay out chats with, and why, in words.
+
+    Args:
+        setting: --template.
+        asked: --chat or --no-chat; None: as the run was trained.
+
+    Raises:
+        RecipeError: a template is needed and there is none.
+    """
+    from preheat.inference.text_generation import find_template
+
+    if asked is False or (asked is None and setting is None and opened.template is None):
+        return None, "plain text"
+    found = find_template(setting, opened.tokenizer, model=model)
+    own = setting is None and opened.template is not None
+    return found, f"chat, {opened.template}, as the run was trained" if own else f"chat, {found.name}"
+
+
+class Watched:
+    """Counts seconds while it is entered; tokens, the kind of device and whether the model was compiled are set by whoever writes."""
+
+    def __init__(self) -> None:
+        self.tokens, self.seconds, self.kind, self.compiled = 0, 0.0, "cpu", False
+
+    def __enter__(self) -> Watched:
+        self._begun = time.perf_counter()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.seconds += time.perf_counter() - self._begun
+
+    def figures(self) -> dict[str, float | bool | None]:
+        from preheat.hardware.gpu_memory import memory_peak
+
+        return {
+            "tokens_per_second": self.tokens / self.seconds if self.seconds else None,
+            "peak_gib": memory_peak(self.kind).total / 2**30,
+            "compiled": self.compiled,
+        }
+
+    def words(self) -> str:
+        from preheat.cli.views.console import memory, rate
+
+        made: Any = self.figures()
+        return f"{self.tokens:,} tokens in {self.seconds:.2f} s, {rate(made['tokens_per_second'])} tokens/s, peak memory {memory(made['peak_gib'])}{', compiled for single tokens' if self.compiled else ''}"
+
+
+def note(words: str) -> None:
+    """Told beside the text, on standard error."""
+    console(error=True).print(words, style="dim", soft_wrap=True)

@@ -1,0 +1,212 @@
+"""Options and keys that the mode at hand does not read are refused or named: they would change nothing, and nobody would notice.
+
+A mode is a row of `MODES`: when a command is in it, and which options and keys it then leaves unread. `Command` looks at what stands on
+the command line before the command begins; `name_unread` at a recipe that was read. What a recipe's own keys make unread, whatever the
+command, is in `preheat.recipe.unused_keys`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import typer
+import typer.core
+
+from preheat.cli.views.output import say
+from preheat.errors import RecipeError
+from preheat.recipe import Recipe
+from preheat.recipe.unused_keys import stated
+from preheat.sanitize import quoted
+
+__all__ = ["MODES", "Command", "Mode", "name_unread"]
+
+
+@dataclass(frozen=True)
+class Mode:
+    """Options that a command leaves unread in one of its modes.
+
+    Attributes:
+        when: whether the command is in it, by its parameters.
+        unread: the parameters that it does not read.
+        why: what the mode is, as the message ends.
+        keys: of recipes that are read in this mode, a dot at the end for all below; None: all but `unread_keys`.
+        unread_keys: of recipes that are not read in this mode.
+        named: what `--set` gives in vain is named and not refused, since the same words are often given to several commands.
+    """
+
+    when: Callable[[Mapping[str, Any]], Any]
+    unread: Collection[str]
+    why: str
+    keys: Sequence[str] | None = None
+    unread_keys: Collection[str] = ()
+    named: bool = False
+
+    def reads(self, key: str) -> bool:
+        """Whether this mode reads a key of a recipe."""
+        return (self.keys is None or _is_one_of(key, self.keys)) and not _is_one_of(key, self.unread_keys)
+
+    @property
+    def readable(self) -> str:
+        """What it reads, for messages."""
+        named = [f"{key}*" if key.endswith(".") else key for key in self.keys or () if f"{key}." not in (self.keys or ())]
+        return f"it reads {', '.join(named)}" if named else "leave it out"
+
+
+def _is_one_of(key: str, known: Collection[str]) -> bool:
+    return any(key == k or (k.endswith(".") and f"{key}.".startswith(k)) for k in known)
+
+
+_OF_THIS_MACHINE = ("hardware.device", "hardware.threads")
+_SIZE = ("name", "model.", "model", "batch.length", "data.vocabulary")
+_OF_DATA = ("name", "seed", "model.", "data.", "batch.length", "techniques.")
+
+MODES: Mapping[str, Sequence[Mode]] = {
+    "plan": (
+        Mode(
+            lambda p: p["compute_budget"] is not None,
+            ("what", "set", "gpu", "count", "nodes", "length", "batch_tokens", "method", "aim", "allow", "price", "inference", "out", "html"),
+            "--compute-budget says how large a model is worth training, whatever the model and the devices",
+        ),
+        Mode(
+            lambda p: p["inference"],
+            ("batch_tokens", "method", "aim", "allow", "price", "out", "html"),
+            "--inference plans serving, not training",
+            (*_SIZE, *_OF_THIS_MACHINE, "hardware.memory"),
+        ),
+        Mode(
+            lambda p: p["gpu"] is not None,
+            (),
+            "--gpu plans for another device",
+            unread_keys=_OF_THIS_MACHINE,
+        ),
+    ),
+    "train": (
+        Mode(
+            lambda p: p["gpu"] is not None,
+            (),
+            "--gpu plans for another device",
+            unread_keys=_OF_THIS_MACHINE,
+        ),
+        Mode(lambda p: p["dry_run"], ("force", "auto_resume", "restarts"), "--dry-run trains nothing"),
+        Mode(lambda p: p["nproc"] < 2, ("restarts",), "one process ends with its run; add --nproc 2 or more, or start it again with --resume"),
+        Mode(lambda p: p["nproc"] > 1 and "RANK" in os.environ, ("nproc", "restarts"), "torchrun has started the processes already"),
+        Mode(lambda p: p["resume"], ("auto_resume",), "--resume says so already"),
+    ),
+    "bench": (
+        Mode(lambda p: p["inference"], ("ablate", "techniques", "steps", "device"), "--inference measures models as they write, and this is for recipes"),
+        Mode(lambda p: not p["inference"], ("batches", "lengths", "tokens", "variant", "text"), "techniques are compared in training; add --inference to measure how models write"),
+        Mode(
+            lambda p: not p["inference"],
+            (),
+            "a bench measures --steps steps at one learning rate, and writes nothing",
+            unread_keys=("stop.", "schedule.", "checkpoint.", "sample."),
+            named=True,
+        ),
+    ),
+    "data": (Mode(lambda p: True, (), "this shows data, and trains nothing", _OF_DATA, named=True),),
+    "eval": (
+        Mode(lambda p: p["tasks"] and not _has_text(p), ("rows",), "no text is named, and it is for texts; add --data, or use --limit for tasks"),
+        Mode(lambda p: not any(_takes_base(Path(m)) for m in p["model"]), ("base",), "it is for adapters, and none is named"),
+        Mode(lambda p: not p["tasks"], ("limit", "samples"), "no task is named; add --tasks"),
+    ),
+    "generate": (
+        Mode(lambda p: p["chat"] is False, ("template",), "it lays out chats, and --no-chat asks for none"),
+        Mode(lambda p: not p["temperature"] and not _sets(p, "temperature"), ("seed",), "temperature 0 draws nothing; set a temperature, e.g. 0.8"),
+    ),
+    "chat": (
+        Mode(lambda p: not p["temperature"] and not _sets(p, "temperature"), ("seed",), "temperature 0 draws nothing; set a temperature, e.g. 0.8"),
+    ),
+    "compress": (
+        Mode(
+            lambda p: p["recipe"] is not None,
+            ("method", "settings", "bits", "rows", "length", "within"),
+            "--recipe says itself what is done; copy it (preheat init) and edit the copy",
+        ),
+        Mode(
+            lambda p: _is_classifier(p["model"]),
+            ("method", "settings", "bits", "rows", "length", "within", "measured"),
+            "MODEL is an image classifier, which goes through a chain of steps (--recipe edge-vision --data IMAGES)",
+        ),
+    ),
+    "nettest": (
+        Mode(lambda p: p["nproc"] is None, ("port",), "torchrun has its own rendezvous; --port goes with --nproc"),
+    ),
+    "try": (
+        Mode(lambda p: not _tries(p, "gradient_accumulation", "integration"), ("accumulation_steps",), "it is for gradient_accumulation and integration"),
+        Mode(lambda p: not _tries(p, "mixed_precision", "integration"), ("precision",), "it is for mixed_precision and integration"),
+        Mode(lambda p: not _tries(p, "zero"), ("zero_stage", "cpu_offload"), "it is for zero"),
+    ),
+}  # fmt: skip
+
+
+def _sets(parameters: Mapping[str, Any], key: str) -> bool:
+    return any(item.partition("=")[0].strip() == f"sample.{key}" for item in parameters["set"] or ())
+
+
+def _tries(parameters: Mapping[str, Any], *techniques: str) -> bool:
+    return parameters["benchmark"] or parameters["technique"].replace("-", "_") in techniques
+
+
+def _has_text(parameters: Mapping[str, Any]) -> bool:
+    runs = any((Path(model) / "recipe.yaml").is_file() for model in parameters["model"])
+    return bool(parameters["data"] or parameters["forgetting"] or runs)
+
+
+def _takes_base(model: Path) -> bool:
+    return any((model / name).is_file() for name in ("adapter_config.json", "recipe.yaml")) or not model.is_dir()
+
+
+def _is_classifier(model: str) -> bool:
+    from preheat.models.image_classifiers import is_classifier
+
+    return is_classifier(Path(model))
+
+
+class Command(typer.core.TyperCommand):
+    """A command that refuses or names the options that its mode leaves unread."""
+
+    def invoke(self, context: Any) -> Any:
+        for mode in MODES.get(self.name or "", ()):
+            if not mode.when(context.params):
+                continue
+            for parameter in self.params:
+                source = context.get_parameter_source(parameter.name)
+                if parameter.name in mode.unread and source is not None and source.name == "COMMANDLINE":
+                    value = context.params[parameter.name]
+                    shown = (
+                        parameter.metavar or parameter.name if parameter.param_type_name == "argument" else parameter.opts[0]
+                    )
+                    value = value[0] if isinstance(value, list | tuple) and value else value
+                    said = "" if isinstance(value, bool) else f" {quoted(value, 40)}"
+                    raise RecipeError(f"{shown}{said}: would change nothing: {mode.why}; leave one of them out")
+            _refuse_keys(context.params.get("set") or (), mode)
+        return super().invoke(context)
+
+
+def _refuse_keys(overrides: Sequence[str], mode: Mode) -> None:
+    for item in overrides:
+        if not mode.reads(item.partition("=")[0].strip()):
+            words = f"--set {quoted(item, 60)}: would change nothing: {mode.why}; {mode.readable}"
+            if not mode.named:
+                raise RecipeError(words)
+            say(f"warning: {words}", error=True)
+
+
+def name_unread(command: str, parameters: Mapping[str, Any], recipe: Recipe, *, besides: Collection[str] = ()) -> None:
+    """Names, in one line a mode, what a recipe states and the command does not read: it was written to be trained.
+
+    Args:
+        besides: keys that did not come from the recipe.
+    """
+    for mode in MODES[command]:
+        if mode.named or not mode.when(parameters):
+            continue
+        unread = [key for key in stated(recipe) if not mode.reads(key) and key not in besides]
+        parts = [key.partition(".")[0] for key in unread]
+        names = [key if parts.count(part) == 1 else f"{part}.*" for part, key in zip(parts, unread, strict=True)]
+        if names:
+            say(f"note: {mode.why}: nothing reads {', '.join(dict.fromkeys(names))} of the recipe", error=True)

@@ -1,0 +1,224 @@
+"""What `preheat plan` does once it is known what was asked: plan as it is, search, serve, or spend a budget of FLOPs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from preheat.cli.views.output import passing
+
+if TYPE_CHECKING:
+    from preheat.training.plan_request import Question
+
+__all__ = ["budget", "recipe_text", "searched", "served", "stated", "write_recipe"]
+
+_SECONDS = {1: 8.0, 64: 50.0}  # for trying, by the number of devices up to which
+_MANY = 60.0
+
+
+def stated(
+    question: Question, gpu: str | None, devices: int, per_host: int, price: float | None
+) -> tuple[dict[str, Any], Callable[[], dict[str, Any]]]:
+    """A recipe as it is; and what draws its figures."""
+    from preheat.core import Tag
+    from preheat.planning.explain import explain, figures
+    from preheat.planning.observation_cache import recall
+    from preheat.planning.plan import plan, settled
+    from preheat.planning.search.candidates import worst
+    from preheat.planning.search.max_context import longest_as_stated
+    from preheat.planning.search.result import Found, Seen
+    from preheat.training.plan_request import hardware
+    from preheat.training.session import rows_of, vocabulary_of
+
+    device, rates, in_use = hardware(gpu, question.recipe, per_host)
+    how: dict[str, Any] = {"vocabulary": vocabulary_of(question.recipe), "device": device, "rates": rates, "in_use": in_use}
+    world: dict[str, Any] = {} if gpu is None else {"world": devices}
+    rows = rows_of(question.recipe)
+    recipe = settled(question.recipe, rows=rows, **how, **world)
+    made = plan(recipe, rows=rows, **how, **world)
+    added = tuple(recipe.techniques.values())
+    more: dict[str, Any] = {}
+    if any(Tag.EXTENDED_CONTEXT in t.provided() for t in added):  # whose question is how long
+        more["longest_context"] = longest_as_stated(recipe, **how, **world)
+    found = Found(Seen(recipe, made, worst(added), recipe.batch.size, ()))
+
+    def page() -> dict[str, Any]:
+        seen = recall(recipe, vocabulary=how["vocabulary"], device=device, world=devices, how="whole", logged=True)
+        return figures(replace(found, seen=[found.best]), seen, rates)
+
+    more["settled"] = {
+        f"{name}.{key}": value
+        for name, t in recipe.techniques.items()
+        for key, value in vars(t).items()
+        if key != "on_gpu" and value != getattr(question.recipe.techniques[name], key)
+    }
+    return {**explain(found, devices=devices, price=price), "chosen": "the recipe as it is", **more}, page
+
+
+def searched(
+    question: Question,
+    others: Mapping[str, Question],
+    gpu: str | None,
+    devices: int,
+    per_host: int,
+    *,
+    aim: str,
+    allow: str,
+    price: float | None,
+    quiet: bool,
+) -> tuple[dict[str, Any], Callable[[], dict[str, Any]]]:
+    """The best recipe by a search; where nothing fits, what would with another method stands among the alternatives.
+
+    Args:
+        others: what is tried then: {method: question}.
+        quiet: nothing is told while it goes on.
+    """
+    from preheat.planning.explain import explain, figures
+    from preheat.planning.observation_cache import observe_for_others, recall
+    from preheat.planning.search.candidates import Space
+    from preheat.planning.search.max_context import longest
+    from preheat.planning.search.search import search
+    from preheat.planning.worker_pool import crew
+    from preheat.training.plan_request import hardware
+    from preheat.training.session import rows_of, vocabulary_of
+
+    device, rates, in_use = hardware(gpu, question.recipe, per_host)
+    rows = rows_of(question.recipe) if question.given else None
+    seconds = next((s for most, s in _SECONDS.items() if devices <= most), _MANY)
+
+    def tell(words: str) -> None:
+        if not quiet:
+            passing(f"dry run: {words}")
+
+    def found_of(asked: Question, **how: Any) -> Any:
+        space = Space(asked.recipe, vocabulary_of(asked.recipe), device, devices, allow, per_host, rows)  # type: ignore[arg-type]
+        run = longest if aim == "longest-context" else search
+        more: dict[str, Any] = {} if aim == "longest-context" else {"aim": aim}
+        return run(space, rates=rates, in_use=in_use, seconds=how.pop("seconds", seconds), tell=tell, **more, **how)
+
+    with crew(observe_for_others):
+        found = found_of(question)
+        if not quiet:
+            passing()
+        made = explain(found, devices=devices, price=price)
+        if not made["fits"]:
+            for name, other in others.items():
+                would = explain(found_of(other, seconds=seconds / 2, confirm=False), devices=devices, price=price)
+                if would["fits"]:
+                    keys = ("peak_gib", "tokens_per_second", "seconds_per_step", "mfu", "cost", "energy")
+                    told = {key: would[key] for key in keys}
+                    made["alternatives"].append(
+                        {
+                            "what": f"--method {name}: {would['chosen']}",
+                            "recipe": would["recipe"]["techniques"],
+                            **told,
+                            "gives_up": "trains an adapter" + (" on a base in 4 bits" if name == "qlora" else ""),
+                        }
+                    )
+
+    def page() -> dict[str, Any]:
+        best = found.best.recipe
+        seen = recall(best, vocabulary=vocabulary_of(best), device=device, world=devices, how="whole", logged=True)
+        return figures(found, seen, rates)
+
+    return made, page
+
+
+def recipe_text(made: Mapping[str, Any], question: Question) -> str:
+    """The chosen recipe as YAML; a model by its name gets the checkpoint to train from."""
+    from preheat.recipe.commented_yaml import brief
+
+    values = dict(made["recipe"])
+    if question.checkpoint and values["model"]["path"] is None and values["model"]["weights"] != "random":
+        values["model"] = {**values["model"], "path": question.checkpoint}
+    return brief(values)
+
+
+def write_recipe(made: Mapping[str, Any], question: Question, path: Path) -> None:
+    """Writes the chosen recipe.
+
+    Raises:
+        RunError: it cannot be written, or another file exists there.
+    """
+    from preheat.run_dir import write_generated
+
+    write_generated(path, recipe_text(made, question), "# written by preheat plan")
+
+
+def served(question: Question, gpu: str | None, devices: int, json: bool) -> None:
+    """Weights, KV cache, rows that fit, and speed at best, by the formats of weights and cache."""
+    from preheat.cli.views.console import console, emit
+    from preheat.cli.views.plan_view import serving_picture
+    from preheat.hardware.rates import Rates
+    from preheat.planning.analytic import CACHES, cache_bytes, parameters_of, serving
+    from preheat.training.plan_request import hardware
+
+    recipe = question.recipe
+    config, whole, ends = parameters_of(recipe)
+    device, rates, _ = hardware(gpu, recipe, devices)
+    if isinstance(rates, Rates):
+        bandwidth, peaks = rates.bandwidth, rates.peak_matrix_rate  # measured here
+    else:
+        assert rates.device.bandwidth is not None
+        bandwidth, peaks = rates.device.bandwidth, rates.device.sustained()
+    length = recipe.batch.length
+    rows = [
+        found
+        for kept in CACHES
+        for found in serving(
+            config,
+            whole,
+            ends,
+            memory=device.memory,
+            length=length,
+            devices=devices,
+            bandwidth=bandwidth,
+            matrix_rate=peaks.get("bf16") or max(peaks.values()),
+            kept=kept,
+        )
+    ]
+    made = {
+        "model": recipe.name,
+        "device": {"kind": device.kind, "name": device.name, "memory_gib": device.memory / 2**30, "count": devices},
+        "parameters": whole,
+        "length": length,
+        "cache_bytes_per_token": cache_bytes(config, length) / length,
+        "fits": any(s.rows for s in rows),
+        "formats": [
+            {
+                "weights": s.format,
+                "cache": s.kept,
+                "weights_gib": s.weights / 2**30,
+                "cache_gib_per_row": s.cache / 2**30,
+                "rows": s.rows,
+                "longest_context": s.longest,
+                "tokens_per_second_at_most": s.tokens_per_second,
+                "tokens_per_second_alone": s.alone,
+                "seconds_to_first_token": s.first_token,
+            }
+            for s in rows
+        ],
+    }
+    if json:
+        emit(made)
+    else:
+        console().print(serving_picture(made))
+    if not made["fits"]:
+        import typer
+
+        raise typer.Exit(3)
+
+
+def budget(flops: float, json: bool) -> None:
+    """The compute-optimal model and tokens of a budget, by three approaches."""
+    from preheat.cli.views.console import console, emit
+    from preheat.cli.views.plan_view import budget_picture
+    from preheat.planning.analytic import compute_optimal
+
+    found = [vars(o) for o in compute_optimal(flops)]
+    if json:
+        emit({"flops": flops, "approaches": found})
+    else:
+        console().print(budget_picture(flops, found))

@@ -1,0 +1,1 @@
+"""How commands print: the screen, tables, plans, live progress."""

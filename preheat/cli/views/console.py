@@ -1,0 +1,240 @@
+"""What commands share: options, numbers in words, the plan's picture, and the live view of a run."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+import typer
+
+from preheat.cli.views.output import bar, console, say
+from preheat.run_dir import to_json
+from preheat.training.observer import Watch
+
+__all__ = ["Alarms", "Json", "Live", "RecipeArgument", "Set", "console", "duration", "emit", "gflops", "picture", "rate"]
+
+RecipeArgument = Annotated[
+    str, typer.Argument(metavar="RECIPE", help="A recipe file, or the name of a built-in recipe (see: preheat recipes).")
+]
+Set = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set", metavar="KEY=VALUE", help="Override a key of the recipe, e.g. --set batch.size=64. May stand several times."
+    ),
+]
+Base = Annotated[
+    str | None,
+    typer.Option("--base", help="The base of an adapter or a run, where it is no longer at the place that these name."),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
+
+
+def emit(value: Any) -> None:
+    """One JSON object on standard output; NaN becomes null."""
+
+    say(to_json(value))
+
+
+def rate(value: float | None) -> str:
+    """12,345 or 12.3 for small ones."""
+    if value is None:
+        return "-"
+    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
+
+
+def gflops(rate: float) -> str:
+    """
+    >>> gflops(2.3e8), gflops(9.81e11)
+    ('0.23', '981')
+    """
+    found = rate / 1e9
+    return f"{found:.2g}" if found < 10 else f"{found:,.0f}"
+
+
+def duration(seconds: float | None) -> str:
+    """
+    >>> duration(75), duration(7300), duration(3 * 86400)
+    ('1 min 15 s', '2 h 1 min', '3 d 0 h')
+    """
+    if seconds is None or not math.isfinite(seconds):
+        return "-"
+    s = round(seconds)
+    if s < 60:
+        return f"{s} s"
+    if s < 3600:
+        return f"{s // 60} min {s % 60} s"
+    if s < 86400:
+        return f"{s // 3600} h {s % 3600 // 60} min"
+    return f"{s // 86400} d {s % 86400 // 3600} h"
+
+
+def memory(gib: float) -> str:
+    return f"{gib:.2f} GiB" if gib >= 1 else f"{gib * 1024:.0f} MiB"
+
+
+def experts(metrics: Mapping[str, Any]) -> str:
+    """How evenly a step's experts were loaded, shortly.
+
+    Example:
+        >>> experts({"expert_load": 1.84, "experts_idle": 3})
+        'busiest expert x1.8, 3 idle'
+    """
+    idle = f", {metrics['experts_idle']} idle" if metrics["experts_idle"] else ""
+    return f"busiest expert x{metrics['expert_load']:.1f}{idle}"
+
+
+def picture(plan: Mapping[str, Any], name: str) -> Any:
+    """A plan as rich draws it: memory by category against the device's, speed, and the verdict."""
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    from preheat.planning.search.result import falls_short, in_pieces
+
+    peak, has = plan["peak_gib"], plan["available_gib"]
+    bars = Table.grid(padding=(0, 2))
+    width = 36
+    scale = width / max(peak, has if has < 2.5 * peak else 0.0, 1e-9)  # of the device, where that is not far more
+    for category, gib in plan["memory"].items():
+        bars.add_row(f"  {category}", Text(memory(gib), justify="right"), Text("█" * round(gib * scale) or "▏", style="cyan"))
+    total = Text(
+        f"{f'{peak / has:.1%} of the {memory(has)} left' if has * 1024 >= 1 else 'nothing is left'} of {plan['device']['name']}",
+        style="green" if plan["fits"] else "red",
+    )
+    bars.add_row("  peak", Text(memory(peak), justify="right", style="bold"), total)
+    speed = Table.grid(padding=(0, 2))
+    speed.add_row(
+        "  step",
+        f"{plan['seconds_per_step']:.3g} s for {plan['tokens_per_step']:,} tokens, {plan['flops_per_step'] / 1e9:,.0f} GFLOP",
+    )
+    speed.add_row(
+        "  speed",
+        f"{rate(plan['tokens_per_second'])} tokens/s, {plan['mfu']:.0%} of {plan['matrix_rate'] / 1e12:,.3g} TFLOP/s {'measured here' if plan['device']['kind'] == 'cpu' else 'at most'}",
+    )
+    if plan.get("seconds_to_start"):
+        speed.add_row("  to start", f"about {duration(plan['seconds_to_start'])}, once, until layers are compiled")
+    if plan["steps"]:
+        speed.add_row("  to finish", f"{duration(plan['seconds_total'])} for {plan['steps']:,} steps")
+    p = plan["parameters"]
+    head = Text(f"{name}: {p['total']:,} parameters, {p['trained']:,} trained, on {plan['device']['name']}", style="bold")
+    verdict = Text("fits", style="bold green") if plan["fits"] else Text(falls_short(plan), style="bold red")
+    if abs(plan.get("pace", 1.0) - 1) > 0.02:
+        speed.add_row("  ", f"{plan['pace']:.2f} times as long as by the measured rates, as the last runs here took")
+    parts: list[Any] = [head, Text(f"memory at its peak (in {plan['peak_phase']})"), bars]
+    parts += [_phases(plan), Text("time"), speed, verdict]
+    warnings = [words] if (words := in_pieces(plan)) else []
+    if plan["fits"] and (most := plan["peak_gib_interval"][1]) > has:
+        warnings.append(
+            f"little room: nine in ten runs need {memory(most)} at most, and {memory(has)} is left; fewer rows at a time are safer"
+        )
+    if quicker := plan.get("fp32_rate"):
+        warnings.append(
+            f"{plan['device']['name']} is slow in bf16: {gflops(plan['matrix_rate'])} GFLOP/s, and {gflops(quicker)} in fp32; without mixed_precision a step is sooner done"
+        )
+    if plan.get("contended"):
+        warnings.append(
+            "the machine was busy when it was calibrated and still is, so speeds are too low: plan again when it is quiet"
+        )
+    if plan.get("heap"):
+        warnings.append(
+            f"{plan['heap']}; torch's own allocator will be used, and takes more memory than planned, often a third"
+        )
+    parts += [Text(warning, style="yellow") for warning in warnings]
+    return Group(*parts)
+
+
+def _phases(plan: Mapping[str, Any]) -> Any:
+    """A row a phase, a column a category; the phase that is the peak stands out."""
+    from rich.table import Table
+
+    unit, scale = ("GiB", 1) if plan["peak_gib"] >= 1 else ("MiB", 1024)
+
+    def size(gib: float) -> str:
+        text = f"{gib * scale:,.2f}" if scale == 1 else f"{gib * scale:,.0f}"
+        return text if float(text.replace(",", "")) else "-"
+
+    heads = ("params", "grads", "optim", "activ", "temp", "overhead")
+    table = Table(f"peak by phase, {unit}", *heads, "all", box=None, pad_edge=False, header_style="")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for phase, found in plan["phase_memory"].items():
+        style = "bold" if phase == plan["peak_phase"] else None
+        table.add_row(f"  {phase}", *map(size, found.values()), size(plan["phases"][phase]), style=style)
+    if plan["export"]:
+        table.add_row("  export, later", *map(size, plan["export"].values()), size(sum(plan["export"].values())), style="dim")
+    return table
+
+
+class Alarms(Watch):
+    """Only what must be seen."""
+
+    def alarm(self, words: str) -> None:
+        say(words, error=True)
+
+
+class Live(Alarms):
+    """A run on the terminal: stages, a progress bar with loss, speed, MFU, memory and time left, and what is noteworthy."""
+
+    def __init__(self, screen: Any, name: str):
+        from rich.progress import BarColumn
+
+        self.screen, self.name = screen, name
+        self._bar = bar(screen, "{task.description}", BarColumn(bar_width=24), "{task.fields[words]}", auto_refresh=False)
+        self._task: Any = None
+        self._drawn = 0.0
+        self._stage = ""
+        self._seconds: list[float] = []
+        self._validation = ""
+
+    def __enter__(self) -> Live:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._bar.stop()
+
+    def stage(self, words: str) -> None:
+        if self._task is not None:
+            self._bar.remove_task(self._task)
+        self._stage = words
+        self._task = self._bar.add_task(words, total=None, words="")
+        self._bar.refresh()
+        if not self.screen.is_terminal:
+            self.screen.print(f"{words} …")
+
+    def progress(self, what: str, done: float, total: float | None) -> None:
+        if time.monotonic() - self._drawn > 0.2:
+            self._drawn = time.monotonic()
+            self._bar.update(self._task, completed=done, total=total, words=what)
+            self._bar.refresh()
+
+    def planned(self, plan: Mapping[str, Any]) -> None:
+        self.screen.print(picture(plan, self.name))
+
+    def step(self, metrics: Mapping[str, Any], total: int | None) -> None:
+        self._seconds = [*self._seconds[-19:], metrics["seconds"]]
+        # Drawing at every step would cost more than short steps take.
+        if time.monotonic() - self._drawn < 0.25 and metrics["step"] != total:
+            return
+        self._drawn = time.monotonic()
+        left = (total - metrics["step"]) * sum(self._seconds) / len(self._seconds) if total else None
+        words = (
+            f"step {metrics['step']:,}{f'/{total:,}' if total else ''}  loss {metrics['loss']:.3f}{self._validation}  "
+            f"{rate(metrics['tokens_per_second'])} tok/s  MFU {metrics['mfu']:.0%}  {memory(metrics['memory'] / 2**30)}"
+            + (f"  {experts(metrics)}" if "expert_load" in metrics else "")
+            + (f"  {duration(left)} left" if left is not None else "")
+        )
+        self._bar.update(self._task, completed=metrics["step"], total=total, words=words)
+        self._bar.refresh()
+        if not self.screen.is_terminal and (metrics["step"] in (1, total) or metrics["step"] % 50 == 0):
+            self.screen.print(words, soft_wrap=True)
+
+    def evaluated(self, step: int, loss: float, scores: Mapping[str, float] | None = None) -> None:
+        self._validation = f" (validation {loss:.3f})"
+        words = "".join(f", {name.replace('_', ' ')} {value:.4g}" for name, value in (scores or {}).items())
+        self.screen.print(f"step {step:,}: validation loss {loss:.4f}{words}")
+
+    def notice(self, words: str) -> None:
+        self.screen.note(words)

@@ -1,0 +1,92 @@
+"""Everything that commands print goes through here: foreign text (names, paths, keys, data) is cleaned and never read as markup."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Iterable
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from preheat.sanitize import clean
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import Progress
+
+__all__ = ["bar", "console", "passing", "say", "write_text"]
+
+
+def say(text: Any = "", *, end: str = "\n", error: bool = False) -> None:
+    """Prints text with its control characters shown and not obeyed, on standard output or standard error."""
+    print(clean(text), end=end, file=sys.stderr if error else sys.stdout, flush=True)
+
+
+def write_text(text: str, end: str = "") -> None:
+    """Prints what a model wrote: cleaned on a terminal; into a pipe or a file exactly as it is."""
+    print(clean(text) if sys.stdout.isatty() else text, end=end, flush=True)
+
+
+def passing(text: str = "") -> None:
+    """Shows a line of progress on standard error, each in place of the last one where that is a terminal; empty text clears it."""
+    if sys.stderr.isatty():
+        # A line that wraps cannot be cleared: what is cleared is the terminal's last row.
+        width = min(shutil.get_terminal_size().columns - 1, 100)
+        print(f"\r\x1b[2K{clean(text)[:width]}", end="", file=sys.stderr, flush=True)
+    elif text:
+        say(text, error=True)
+
+
+def console(*, error: bool = False, quiet: bool = False) -> Any:
+    """A rich console for foreign text: no markup, emoji codes or highlighting; styled text is a `rich.text.Text`.
+
+    `note(text)` prints a yellow "note:" before the text.
+    """
+    # Standard streams are looked up when printing, so a console per call costs nothing and follows redirections.
+    return _class()(stderr=error, quiet=quiet, markup=False, emoji=False, highlight=False)
+
+
+def bar(screen: Console, *columns: Any, **options: Any) -> Progress:
+    """A progress display; a column that is text is a template such as "{task.description}", filled without markup."""
+    from rich.progress import Progress, TextColumn
+
+    return Progress(
+        *(TextColumn(column, markup=False) if isinstance(column, str) else column for column in columns),
+        console=screen,
+        transient=True,
+        **options,
+    )
+
+
+@cache
+def _class() -> type[Console]:
+    """Made when first needed: rich takes a tenth of a second to import."""
+    from rich.console import Console, RenderableType
+    from rich.segment import Segment
+    from rich.status import Status
+    from rich.text import Text
+
+    class PlainStatus(Status):
+        """rich reads the text of a status as markup, whatever the console says."""
+
+        def update(self, status: RenderableType | None = None, **options: Any) -> None:
+            super().update(_plain(status), **options)
+
+    class PlainConsole(Console):
+        def status(self, status: RenderableType, **options: Any) -> Status:  # type: ignore[override]
+            return PlainStatus(_plain(status) or "", console=self, **options)
+
+        def note(self, text: str) -> None:
+            self.print(Text.assemble(("note:", "yellow"), f" {text}"), soft_wrap=True)
+
+        def render_str(self, text: str, **options: Any) -> Text:  # type: ignore[override]
+            return super().render_str(clean(text), **options)
+
+        def render(self, renderable: RenderableType, options: Any = None) -> Iterable[Segment]:
+            for segment in super().render(renderable, options):
+                yield segment if segment.control else segment._replace(text=clean(segment.text))
+
+    def _plain(status: RenderableType | None) -> RenderableType | None:
+        return Text(clean(status)) if isinstance(status, str) else status
+
+    return PlainConsole

@@ -1,0 +1,109 @@
+"""The text that a model is compressed with: rows to calibrate with, and others to measure on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from preheat.errors import DataError, RecipeError
+from preheat.inference.load import Opened
+
+if TYPE_CHECKING:
+    from preheat.data import Rows
+
+__all__ = ["Texts", "find_texts"]
+
+_SHARE = 5
+"""One row of so many of a text that is named by --data is measured on, and not calibrated with."""
+
+
+@dataclass
+class Texts:
+    """Rows to look at and rows to measure on.
+
+    Attributes:
+        calibration: [1, length] tokens each.
+        held_out: what an evaluation reads.
+        words: where they are from.
+    """
+
+    calibration: list[Tensor]
+    held_out: Any  # Rows, or some of them
+    words: str
+
+
+def find_texts(opened: Opened, data: str | None, *, rows: int, length: int | None) -> Texts:
+    """Rows of a run's own data, or of a text that is named.
+
+    Args:
+        data: a file, folder or source; None: the run's training rows to calibrate with, its validation rows to measure on.
+        rows: to calibrate with, at most, spread evenly over what there is.
+        length: tokens a row; the run's, or 512, when None.
+
+    Raises:
+        RecipeError: a model's folder, or a run whose data is a stream, and no text named.
+        DataError: the text cannot be read, or is too short to hold any of it out.
+    """
+    from preheat.data import Rows, prepare
+    from preheat.evaluation.perplexity import rows_of_text
+
+    recipe, positions = opened.recipe, opened.build.model.positions
+    cut = min(length or recipe.batch.length, positions or (1 << 30))
+    if data is not None:
+        all_of = rows_of_text(recipe.data, data, knob="--data", length=cut, seed=recipe.seed, tokenizer=opened.tokenizer_folder)
+        return _parted(all_of, rows, cut, f"{Path(data).name}: every {_SHARE}th row held out")
+    if opened.step is None:
+        raise RecipeError("--data: is needed with a model's folder: name the text to calibrate with and to measure on")
+    prepared = prepare(
+        replace(recipe.data, tokenizer=opened.tokenizer_folder),
+        length=cut,
+        seed=recipe.seed,
+        add_tokens=recipe.model.add_tokens,
+    )
+    if not isinstance(prepared.train, Rows):
+        raise RecipeError("--data: is needed, since the run's data is read as a stream: name a text to calibrate with")
+    words = f"the run's own data ({', '.join(Path(str(part.source)).name for part, _ in recipe.data.parts())})"
+    if prepared.validation is None or not len(prepared.validation):
+        return _parted(
+            prepared.train, rows, cut, f"{words}, which has no validation rows: every {_SHARE}th training row held out"
+        )
+    chosen = _spread(len(prepared.train), rows)
+    return Texts(_tokens(prepared.train, chosen), prepared.validation, f"{words}: training rows, measured on validation rows")
+
+
+def _parted(all_of: Rows, rows: int, cut: int, words: str) -> Texts:
+    held = [n for n in range(len(all_of)) if n % _SHARE == _SHARE - 1]
+    others = [n for n in range(len(all_of)) if n % _SHARE != _SHARE - 1]
+    if not held:
+        raise DataError(
+            f"--data: is {len(all_of)} rows of {cut} tokens, of which none can be held out; name more text, or lower --length"
+        )
+    return Texts(_tokens(all_of, [others[n] for n in _spread(len(others), rows)]), _Some(all_of, held), words)
+
+
+class _Some:
+    """Some rows of others, by number: what an evaluation reads of `Rows`."""
+
+    def __init__(self, rows: Rows, numbers: Sequence[int]):
+        self.rows, self.numbers, self.truncated = rows, numbers, rows.truncated
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def row(self, index: int) -> Any:
+        return self.rows.row(self.numbers[index])
+
+
+def _spread(total: int, limit: int) -> list[int]:
+    from preheat.data.loader import evaluation_rows
+
+    return list(evaluation_rows(total, limit))
+
+
+def _tokens(rows: Rows, numbers: Sequence[int]) -> list[Tensor]:
+    return [torch.from_numpy(rows.row(n).tokens)[None] for n in numbers]

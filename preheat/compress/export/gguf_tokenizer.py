@@ -1,0 +1,164 @@
+"""A fast tokenizer as GGUF's fields: pieces, their types, scores or merges, and how text is cut before.
+
+llama.cpp has two kinds of byte-pair encoding. `gpt2` works on bytes spelled in 256 letters: it needs the merges, and the name of the
+rule that cuts text into words, which is compiled into llama.cpp. `llama` (SentencePiece's) works on characters with bytes to fall
+back on: it joins the neighbours whose union has the highest score, so a piece's score is minus the rank of the merge that makes it.
+Source: the GGUF specification (ggml's docs/gguf.md) and llama.cpp's llama-vocab.cpp.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+from preheat.errors import RunError
+from preheat.model_folder import beginning
+
+__all__ = ["add_vocabulary", "ends_left", "scores_of"]
+
+_WORDS = {  # the expression of a tokenizer.json -> llama.cpp's name of the rule
+    "": "gpt-2",
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+": "llama-bpe",
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+": "qwen2",
+}
+_SPACE = "▁"
+
+
+def add_vocabulary(writer: Any, tokenizer: Any, rows: int, ends: list[int], turn: int | None = None) -> None:
+    """Adds a tokenizer's fields to a `gguf.GGUFWriter`.
+
+    Args:
+        tokenizer: transformers' fast tokenizer.
+        rows: of the model's embedding; those that no piece has are written as unused.
+        ends: tokens that end a text.
+        turn: the one that ends an answer, where the model was trained on chats.
+
+    Raises:
+        RunError: a tokenizer that llama.cpp has no name for.
+    """
+    from gguf import GGUFValueType, TokenType
+
+    told = json.loads(tokenizer.backend_tokenizer.to_str())
+    model = told["model"]
+    if model["type"] != "BPE":
+        raise RunError(
+            f"--to gguf: its tokenizer is of kind {model['type']}, and BPE alone is written; use --to hf and llama.cpp's converter"
+        )
+    pieces, kinds = [f"[PAD{n}]" for n in range(rows)], [TokenType.UNUSED] * rows
+    for piece, n in model["vocab"].items():
+        pieces[n], kinds[n] = piece, TokenType.NORMAL
+    by_bytes = model["byte_fallback"]
+    if by_bytes:
+        for n, piece in enumerate(pieces):
+            if re.fullmatch(r"<0x[0-9A-F]{2}>", piece):
+                kinds[n] = TokenType.BYTE
+    for added in told["added_tokens"]:
+        pieces[added["id"]] = added["content"]
+        kinds[added["id"]] = TokenType.CONTROL if added["special"] else TokenType.USER_DEFINED
+    merges = [merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"]]
+    if by_bytes:
+        if tokenizer.unk_token_id is not None and model["unk_token"] == tokenizer.unk_token:
+            kinds[tokenizer.unk_token_id] = TokenType.UNKNOWN
+        writer.add_tokenizer_model("llama")
+        writer.add_tokenizer_pre("default")
+        writer.add_token_scores(scores_of(pieces, merges, [kind == TokenType.NORMAL for kind in kinds]))
+        writer.add_add_space_prefix(_prefixed(told))
+    else:
+        writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_pre(_rule(told))
+        # Not by add_token_merges, which leaves an empty list out.
+        listed = [" ".join(merge) for merge in merges]
+        writer.add_key_value("tokenizer.ggml.merges", listed, GGUFValueType.ARRAY, sub_type=GGUFValueType.STRING)
+    writer.add_token_list(pieces)
+    writer.add_token_types(kinds)
+    _add_marks(writer, tokenizer, ends, turn)
+
+
+def ends_left(eos: int, ends: list[int], turn: int | None) -> tuple[int | None, int | None, list[int]]:
+    """How ends beside `eos` are named: end of turn, end of message, and those that GGUF has no name for. llama.cpp stops at all three.
+
+    Example:
+        >>> ends_left(7, [7, 0, 5, 6], turn=7), ends_left(0, [0], None)
+        ((7, 0, [5, 6]), (None, None, []))
+    """
+    others = [n for n in ends if n not in (eos, turn)]
+    eot = turn if turn is not None else others.pop(0) if others else None
+    return eot, others[0] if others else None, others[1:]
+
+
+def _add_marks(writer: Any, tokenizer: Any, ends: list[int], turn: int | None) -> None:
+    """Tokens that begin, end and pad, whether text is given them, and the chat template."""
+    if tokenizer.bos_token_id is not None:
+        writer.add_bos_token_id(tokenizer.bos_token_id)
+    writer.add_eos_token_id(tokenizer.eos_token_id)
+    eot, eom, _ = ends_left(tokenizer.eos_token_id, ends, turn)
+    if eot is not None:
+        writer.add_eot_token_id(eot)
+    if eom is not None:
+        writer.add_eom_token_id(eom)
+    if tokenizer.unk_token_id is not None:
+        writer.add_unk_token_id(tokenizer.unk_token_id)
+    if tokenizer.pad_token_id is not None:
+        writer.add_pad_token_id(tokenizer.pad_token_id)
+    encoded = tokenizer.encode("a")
+    writer.add_add_bos_token(bool(beginning(tokenizer)))
+    writer.add_add_eos_token(encoded[-1] == tokenizer.eos_token_id)
+    if tokenizer.chat_template:
+        template = tokenizer.chat_template
+        if isinstance(template, dict):
+            template = [{"name": name, "template": text} for name, text in template.items()]
+        writer.add_chat_template(template)
+
+
+def scores_of(pieces: list[str], merges: list[list[str]], normal: list[bool]) -> list[float]:
+    """Minus the rank of the first merge that makes a piece; pieces that none makes come after them all, others have 0.
+
+    Example:
+        >>> scores_of(["<s>", "a", "b", "ab"], [["a", "b"]], [False, True, True, True])
+        [0.0, -2.0, -3.0, 0.0]
+    """
+    ranks: dict[str, int] = {}
+    for rank, (a, b) in enumerate(merges):
+        ranks.setdefault(a + b, rank)
+    return [-float(ranks.get(piece, len(merges) + n)) + 0.0 if normal[n] else 0.0 for n, piece in enumerate(pieces)]
+
+
+def _parts(step: dict[str, Any] | None, inner: str) -> list[dict[str, Any]]:
+    """The steps of a normalizer or pre-tokenizer, those of a sequence one by one."""
+    if step is None:
+        return []
+    return [part for one in step[inner] for part in _parts(one, inner)] if step["type"] == "Sequence" else [step]
+
+
+def _prefixed(told: dict[str, Any]) -> bool:
+    """Whether a space is put before the text."""
+    parts = _parts(told["normalizer"], "normalizers") + _parts(told["pre_tokenizer"], "pretokenizers")
+    spaces = [part for part in parts if part["type"] == "Metaspace" or _SPACE in (part.get("content"), part.get("prepend"))]
+    if not spaces:
+        raise RunError(
+            "--to gguf: its tokenizer falls back on bytes but does not write spaces as ▁, which llama.cpp has no name for"
+        )
+    return any(
+        part["type"] == "Prepend" or (part["type"] == "Metaspace" and part.get("prepend_scheme", "always") != "never")
+        for part in spaces
+    )
+
+
+def _rule(told: dict[str, Any]) -> str:
+    """llama.cpp's name of how a byte-level tokenizer cuts text into words."""
+    parts = _parts(told["pre_tokenizer"], "pretokenizers")
+    levels = [part for part in parts if part["type"] == "ByteLevel"]
+    others = [part for part in parts if part["type"] != "ByteLevel"]
+    found = None
+    if len(levels) == 1 and not levels[0]["add_prefix_space"]:
+        if not others and levels[0]["use_regex"]:
+            found = ""
+        elif len(others) == 1 and others[0]["type"] == "Split" and not levels[0]["use_regex"]:
+            found = others[0]["pattern"].get("Regex")
+    if found not in _WORDS:
+        raise RunError(
+            f"--to gguf: how its tokenizer cuts text into words ({', '.join(part['type'] for part in parts) or 'nothing'}) is none of "
+            f"{', '.join(sorted(_WORDS.values()))}, which are written; use --to hf and llama.cpp's converter"
+        )
+    return _WORDS[found]

@@ -1,0 +1,127 @@
+"""What an export's perplexity is of: the run's own validation rows, as its evaluations measure them, or sample texts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from preheat.compress.export.verify import Difference
+from preheat.compress.unfinished_run import unfinished
+from preheat.errors import DataError, RecipeError
+from preheat.inference.load import Opened
+from preheat.models.hf import plain_logits
+from preheat.sanitize import shorten
+
+__all__ = ["SAMPLES", "Held", "held_of"]
+
+SAMPLES = "the sample texts that logits are compared over (prose, code, arithmetic, JSON)"
+Replay = Callable[[list[Tensor]], list[Tensor]]
+"""Logits [1, n, vocabulary] of each of some rows of tokens [1, n]."""
+_AT_ONCE = 2048
+_TOKENS = 1 << 16
+"""Of validation rows, at most: as many as 256 rows of 256, which is what evaluations read by default."""
+
+
+@dataclass
+class Held:
+    """Text to measure perplexity on.
+
+    Attributes:
+        words: what it is; how much of it is said where it stands.
+        before: the run's perplexity; None: that of the compared texts is told.
+        documents: tokens and labels, [1, n] each, as a model reads them that knows nothing of packing.
+        unfinished: that the model is of the middle of a run, in words; '' where it is not.
+    """
+
+    words: str
+    before: float | None = None
+    documents: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    unfinished: str = ""
+
+    def told(self, difference: Difference, replay: Replay | None, *, longest: int = 0) -> dict[str, Any]:
+        """{before, after, perplexity_of, unfinished} for what a writer returns.
+
+        Args:
+            difference: whose perplexities stand where there are no documents.
+            replay: logits by what was written; None: it is not measured, and counts as what it was made of.
+            longest: positions that `replay` takes; 0: any.
+        """
+        before, after = difference.perplexity or (None, None)
+        words = f"{SAMPLES if self.documents else self.words}: {difference.predicted:,} tokens"
+        if self.documents and not (longest and any(tokens.shape[1] > longest for tokens, _ in self.documents)):
+            before, after, words = self.before, self.before if replay is None else self._perplexity(replay), self.words
+        perplexities = {"before": {"perplexity": before}, "after": {"perplexity": after}, "perplexity_of": words}
+        return {**perplexities, "unfinished": self.unfinished}
+
+    def by(self, model: Any, difference: Difference) -> dict[str, Any]:
+        """`told` of a model of transformers."""
+        return self.told(difference, lambda rows: [plain_logits(model, row) for row in rows])
+
+    def _perplexity(self, replay: Replay) -> float:
+        total, count = 0.0, 0
+        for documents in self._parts():
+            for logits, (_, labels) in zip(replay([tokens for tokens, _ in documents]), documents, strict=True):
+                total += float(
+                    torch.nn.functional.cross_entropy(logits[0].float().cpu(), labels[0], ignore_index=-100, reduction="sum")
+                )
+                count += int((labels != -100).sum())
+        return math.exp(total / count)
+
+    def _parts(self) -> Iterator[list[tuple[Tensor, Tensor]]]:
+        """A few documents at a time: all their logits at once may be larger than the model."""
+        part: list[tuple[Tensor, Tensor]] = []
+        for document in self.documents:
+            if part and sum(tokens.shape[1] for tokens, _ in (*part, document)) > _AT_ONCE:
+                yield part
+                part = []
+            part.append(document)
+        if part:
+            yield part
+
+
+def held_of(opened: Opened, source: str | Path) -> Held:
+    """`_held_of`, with what there is to know of a run that is not finished."""
+    return replace(_held_of(opened), unfinished=unfinished(source, opened.step))
+
+
+def _held_of(opened: Opened) -> Held:
+    """The validation rows of a run, with its perplexity there; sample texts for what is no run, has none, or is not trained on next tokens."""
+    from preheat.core import Slot
+    from preheat.data import Rows, prepare
+    from preheat.data.loader import evaluation_rows
+    from preheat.evaluation.perplexity import bytes_of_tokens, measure_text
+
+    recipe, build = opened.recipe, opened.build
+    if opened.step is None:
+        return Held(SAMPLES)
+    plain = build.owner(Slot.OBJECTIVE) == "plain" and not opened.classes
+    if not plain or build.model.vision is not None or build.trained[0].config.is_encoder_decoder:  # type: ignore[union-attr]
+        return Held(SAMPLES)
+    try:
+        data = replace(recipe.data, tokenizer=opened.tokenizer_folder)
+        rows = prepare(data, length=recipe.batch.length, seed=recipe.seed, add_tokens=recipe.model.add_tokens).validation
+    except (DataError, RecipeError) as error:
+        return Held(f"{SAMPLES}, since the run's data cannot be read here: {shorten(str(error), 160)}")
+    if not isinstance(rows, Rows) or not len(rows):
+        return Held(f"{SAMPLES}, since the run has no validation rows")
+    limit = min(recipe.evaluate.rows, max(1, _TOKENS // rows.length))
+    sizes = bytes_of_tokens(opened.tokenizer)
+    measured = measure_text(build, rows, micro=min(8, recipe.batch.size), limit=limit, sizes=sizes)
+    documents = []
+    for number in evaluation_rows(len(rows), limit):
+        row, start = rows.row(number), 0
+        for length in row.documents:
+            tokens, labels = (
+                torch.from_numpy(values[start : start + length].copy())[None] for values in (row.tokens, row.labels)
+            )
+            start += length
+            if bool((labels != -100).any()):
+                documents.append((tokens, labels))
+    of = f"{limit:,} of its {len(rows):,} validation rows" if limit < len(rows) else f"all of its {len(rows):,} validation rows"
+    return Held(f"the run's own data, {of}: {measured.tokens:,} tokens", measured.metrics["perplexity"].value, documents)

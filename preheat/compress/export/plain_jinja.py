@@ -1,0 +1,84 @@
+"""A chat template for readers that have Jinja alone: they cut no white space around blocks, know no special tokens and none of transformers' own tags."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+
+from preheat.data.chat.render_limits import limited
+from preheat.data.chat.template import Message, Template
+from preheat.errors import DataError
+
+__all__ = ["bare", "render"]
+
+_MARKS = ("generation", "endgeneration")
+_PROBES: tuple[Sequence[Mapping[str, str]], ...] = (
+    ({"role": "user", "content": ' a <b> & "c" \n'},),
+    ({"role": "system", "content": "s"}, {"role": "user", "content": "a"}),
+    ({"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c\n\n d"}),
+)
+
+
+def bare(template: Template) -> str | None:
+    """The Jinja that `jinja2.Template(text).render(messages=..., add_generation_prompt=True)` lays chats out by as the template does.
+
+    Special tokens are set in it, and what trimming blocks leaves of its white space is written out; marks of the assistant's text, which render
+    nothing, are left out.
+
+    Returns:
+        None: there is no such text, since it uses what Jinja alone has not (loop controls, today's date).
+    """
+    import jinja2
+
+    try:
+        with limited(template.name):
+            text = _written(template)
+        return text if all(_same(text, template, chat) for chat in _PROBES) else None
+    except jinja2.TemplateError:
+        return None
+
+
+def render(text: str, chat: Sequence[Message]) -> str:
+    """As `jinja2.Template` renders, but in a sandbox.
+
+    Raises:
+        jinja2.TemplateError: it is no Jinja, or does not render this chat.
+    """
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    return ImmutableSandboxedEnvironment().from_string(text).render(messages=list(chat), add_generation_prompt=True)
+
+
+def _same(text: str, template: Template, chat: Sequence[Message]) -> bool:
+    try:
+        wanted = template.prompt(chat)
+    except DataError:  # a chat that the template refuses
+        return True
+    with limited(template.name):
+        return render(text, chat) == wanted
+
+
+def _written(template: Template) -> str:
+    import jinja2
+
+    # As transformers' environment reads it: the lexer has cut the white space of what it gives.
+    parts = list(jinja2.Environment(trim_blocks=True, lstrip_blocks=True).lex(template.text))
+    made = [f"{{% set {name} = {json.dumps(value, ensure_ascii=False)} %}}" for name, value in template.variables.items()]
+    tags = {"block_begin": "{%", "block_end": "%}", "variable_begin": "{{", "variable_end": "}}"}
+    tags |= {"raw_begin": "{% raw %}", "raw_end": "{% endraw %}"}
+    skipped = ""
+    for number, (_, kind, value) in enumerate(parts):
+        if skipped:
+            skipped = "" if kind == skipped else skipped
+        elif kind == "comment_begin":
+            skipped = "comment_end"
+        elif kind == "block_begin" and _first_name(parts[number + 1 :]) in _MARKS:
+            skipped = "block_end"
+        else:
+            made.append(tags.get(kind, value))
+    text = "".join(made)
+    return f"{text}\n" if text.endswith("\n") else text  # of which Jinja leaves one out
+
+
+def _first_name(parts: Sequence[tuple[int, str, str]]) -> str:
+    return next((value for _, kind, value in parts if kind != "whitespace"), "")

@@ -1,0 +1,127 @@
+"""The formats that a model can be written in, each by its writer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from preheat.compress.atomic_folder import home_of
+from preheat.errors import RecipeError, RunError, nearest
+from preheat.run_dir import Reader
+from preheat.sanitize import quoted, shorten
+
+__all__ = ["FORMATS", "place_of", "require_settings", "write"]
+
+FORMATS: dict[str, str | None] = {  # -> the dtype where none is named; None: that of the run
+    "hf": None,
+    "peft": None,
+    "gguf": "f16",
+    "onnx": "float32",
+    "executorch": "float32",
+    "aoti": "float32",
+    "vllm": "int8",
+    "torchchat": "bfloat16",
+}
+
+
+def _dtype_of(to: str, dtype: str | None) -> str | None:
+    """The dtype that is written.
+
+    Raises:
+        RecipeError: no such format, or a dtype that it has not.
+    """
+    from preheat.compress.export import verify
+
+    if to not in FORMATS:
+        raise RecipeError(f"--to {shorten(str(to))}: no such format; {nearest(to, list(FORMATS))}")
+    if to == "peft":
+        if dtype is not None:
+            raise RecipeError("--dtype: is not for --to peft; an adapter is written as it was trained")
+        return None
+    known = [str(kind).removeprefix("torch.") for kind in verify.TOLERANCE] if to == "hf" else list(verify.BOUNDS[to])
+    if dtype is not None and dtype not in known:
+        raise RecipeError(f"--dtype {shorten(str(dtype))}: --to {to} has {', '.join(known)}")
+    return dtype or FORMATS[to]
+
+
+def require_settings(to: str, settings: Mapping[str, Any]) -> None:
+    """Raises RecipeError for settings of an export that a file states: a value of another kind, or one that the format does not read."""
+    tolerance, length = settings.get("tolerance"), settings.get("length")
+    if tolerance is not None and (isinstance(tolerance, bool) or not isinstance(tolerance, int | float) or not tolerance >= 0):
+        raise RecipeError(f"tolerance: {quoted(tolerance)} is no share of the largest logit; write a number such as 0.01")
+    if length is None:
+        return
+    if to != "executorch":
+        raise RecipeError(f"length: is of executorch's cache; {to} has none")
+    if isinstance(length, bool) or not isinstance(length, int) or length < 2:
+        raise RecipeError(f"length: {quoted(length)} is no number of positions; write a whole number from 2 on")
+
+
+def place_of(run: Path, to: str, dtype: str | None) -> Path:
+    """Where an export goes when nobody says."""
+    kind = _dtype_of(to, dtype)
+    home, step = home_of(run)
+    return home / ((f"export-{to}" if to in ("hf", "peft") else f"export-{to}-{kind}") + step)
+
+
+def _reads_images(run: str | Path) -> bool:
+    """Whether a run's model, or that of a folder, does; an adapter's folder is asked by its writer."""
+    from preheat import recipe as recipes
+    from preheat.models import configs, hf
+    from preheat.models.vision import vision_of
+
+    path = Path(run)
+    if (path / "recipe.yaml").is_file():
+        return (
+            hf.facts(hf.configure(recipes.parse(Reader(path).recipe_text, where=str(path / "recipe.yaml")), 1)).vision
+            is not None
+        )
+    return (path / "config.json").is_file() and vision_of(configs.read(str(path), False)) is not None
+
+
+def write(
+    to: str,
+    run: str | Path,
+    out: str | Path,
+    *,
+    dtype: str | None = None,
+    tolerance: float | None = None,
+    base: str | None = None,
+    length: int | None = None,
+) -> dict[str, Any]:
+    """Writes a model in a format, reads it back and compares the logits: see the writers.
+
+    Args:
+        to: of `FORMATS`.
+        run: a run, a model's folder, or an adapter's.
+        dtype: of the weights; the format's usual one when None.
+        length: executorch: positions of the cache.
+
+    Raises:
+        RecipeError: no such format or dtype, or a setting that is not its.
+        RunError: as the writer's.
+    """
+    import torch
+
+    from preheat.compress.export import aoti, executorch, gguf, huggingface, onnx, peft, torchchat, vllm
+
+    kind = _dtype_of(to, dtype)
+    if length is not None and to != "executorch":
+        raise RecipeError(f"--length: is of executorch's cache; --to {to} has none")
+    if to != "hf" and _reads_images(run):
+        raise RunError(
+            f"--to {to}: {run} reads images, which only --to hf writes so far; write that, and convert it by the format's own tools"
+        )
+    if to == "peft":
+        if base is not None:
+            raise RecipeError("--base: is not for --to peft; an adapter is written as it was trained")
+        return peft.write(run, out, tolerance=tolerance)
+    if to == "hf":
+        return huggingface.write(run, out, dtype=getattr(torch, kind) if kind else None, tolerance=tolerance, base=base)
+    assert kind is not None
+    if to == "executorch":
+        return executorch.write(run, out, dtype=kind, length=length, tolerance=tolerance, base=base)
+    writers: dict[str, Any] = {"gguf": gguf, "onnx": onnx, "aoti": aoti, "vllm": vllm, "torchchat": torchchat}
+    made: dict[str, Any] = writers[to].write(run, out, dtype=kind, tolerance=tolerance, base=base)
+    return made

@@ -1,0 +1,72 @@
+"""What a technique is, the build that it acts on, and the registry. No torch: `preheat --help` reads this.
+
+A technique is one idea that changes a build: one file in `preheat/techniques/`, found by its name, the key in the recipe.
+
+    recipe ──check──▶ Build on meta ──apply, in the order of Stage──▶ Build with slots owned ──▶ step
+"""
+
+from __future__ import annotations
+
+from preheat.core.batch import Batch, LossSum, MaskSpec, RowLoss, Shape, Stateful
+from preheat.core.example_kind import Examples
+from preheat.core.mesh import DATA, Axis, Mesh, sizes_of
+from preheat.core.phases import STEP, Phase
+from preheat.core.problems import Problem, ProblemCode, TechniqueError
+from preheat.core.registry import (
+    conflicts_of,
+    has_room,
+    incompatibilities,
+    on_one_device,
+    problems_of,
+    registry,
+    spreading,
+)
+from preheat.core.slots import Change, Finish, Order, Slot, Stage
+from preheat.core.tags import Tag
+from preheat.core.technique import Build, Context, DatasetPass, Device, ModelFacts, Numerics, Recipe, Searchable, Technique
+from preheat.core.trials import Trials
+from preheat.core.vision import Images, Vision
+
+__all__ = [
+    "DATA",
+    "STEP",
+    "Axis",
+    "Batch",
+    "Build",
+    "Change",
+    "Context",
+    "DatasetPass",
+    "Device",
+    "Examples",
+    "Finish",
+    "Images",
+    "LossSum",
+    "MaskSpec",
+    "Mesh",
+    "ModelFacts",
+    "Numerics",
+    "Order",
+    "Phase",
+    "Problem",
+    "ProblemCode",
+    "Recipe",
+    "RowLoss",
+    "Searchable",
+    "Shape",
+    "Slot",
+    "Stage",
+    "Stateful",
+    "Tag",
+    "Technique",
+    "TechniqueError",
+    "Trials",
+    "Vision",
+    "conflicts_of",
+    "has_room",
+    "incompatibilities",
+    "on_one_device",
+    "problems_of",
+    "registry",
+    "sizes_of",
+    "spreading",
+]

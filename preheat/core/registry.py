@@ -1,0 +1,150 @@
+"""The registry of techniques, and which of them can be combined. No torch.
+
+The registry imports every module of `preheat/techniques/`, and the modules that other packages name in the entry-point
+group `preheat.techniques`:
+
+    [project.entry-points."preheat.techniques"]
+    my_technique = "my_package.my_technique"
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import pkgutil
+import sys
+from collections.abc import Iterable, Mapping
+from importlib.metadata import entry_points
+from typing import Any
+
+from preheat.core.problems import Problem, ProblemCode
+from preheat.core.slots import Slot
+from preheat.core.tags import Tag
+from preheat.core.technique import _REGISTRY, Context, Technique
+from preheat.errors import RunError, nearest
+from preheat.sanitize import shorten
+
+__all__ = ["GROUP", "conflicts_of", "has_room", "incompatibilities", "on_one_device", "problems_of", "registry", "spreading"]
+
+GROUP = "preheat.techniques"
+"""Our package of techniques, and the entry-point group of those in other packages."""
+
+
+@functools.cache
+def _load() -> None:
+    """Imports and checks all techniques.
+
+    Raises:
+        RunError: a module cannot be imported or says too little; the message has its file and the reason.
+    """
+    package = importlib.import_module(GROUP)  # a name, not an import: this module stands below the techniques
+    modules = [f"{GROUP}.{module.name}" for module in pkgutil.iter_modules(package.__path__)]
+    for module in [*modules, *sorted(point.module for point in entry_points(group=GROUP))]:
+        try:
+            importlib.import_module(module)
+        except (ImportError, SyntaxError, AttributeError, NameError, TypeError, ValueError) as error:
+            reason = f"{type(error).__name__}: {shorten(str(error), 300)}"
+            if isinstance(error, AttributeError) and error.obj is Tag and error.name:
+                reason = f"there is no tag {error.name}; {nearest(error.name, list(Tag.__members__))}"
+            raise RunError(f"{_file_of(module)}: cannot be imported ({reason})") from error
+    for name, cls in _REGISTRY.items():
+        if reason := _incomplete(cls):
+            raise RunError(f"{_file_of(cls.__module__)}: technique {name}: {reason}")
+
+
+def _file_of(module: str) -> str:
+    """The file of a module, which need not be importable; its dotted name if there is none."""
+    loaded = sys.modules.get(module)
+    spec = loaded.__spec__ if loaded is not None else importlib.util.find_spec(module)
+    return (spec.origin if spec is not None else None) or module
+
+
+def _incomplete(cls: type[Technique]) -> str:
+    """What a technique does not say or says wrongly; empty if nothing."""
+    document = sys.modules[cls.__module__].__doc__
+    if not (document or "").strip():
+        return "has no docstring; say in its module what it does, when it helps, when it hurts, and its source"
+    for attribute in ("provides", "needs", "conflicts"):
+        for tag in getattr(cls, attribute):
+            if not isinstance(tag, Tag):
+                return f"{attribute} has {tag!r}, which is no Tag; use a member of preheat.core.Tag"
+    for slot in cls.owns:
+        if not isinstance(slot, Slot):
+            return f"owns has {slot!r}, which is no Slot; use a member of preheat.core.Slot"
+    return ""
+
+
+def registry() -> Mapping[str, type[Technique]]:
+    """Every technique by name, in alphabetical order."""
+    _load()
+    return {name: _REGISTRY[name] for name in sorted(_REGISTRY)}
+
+
+def has_room(plan: Mapping[str, Any]) -> bool:
+    """Whether a plan fits in 90 % of the memory, so that it fits even if it is too low by as much as nine in ten plans are at most."""
+    return bool(plan["peak_gib"] <= 0.9 * plan["available_gib"])
+
+
+def problems_of(t: Technique, context: Context) -> list[Problem]:
+    """Why a technique cannot be used here, whatever else the recipe has; empty if it can."""
+    if not t.acts():
+        return []
+    if context.model.encoder and not t.supports_encoder_decoder:
+        reasons = [f"was made for decoder-only models, and {context.model.family} has an encoder; leave it out"]
+    else:
+        reasons = ([t.unsupported_for_images] if t.unsupported_for_images and context.model.vision else []) + t.check(context)
+    return [Problem(t.name(), ProblemCode.UNSUPPORTED, reason) for reason in reasons]
+
+
+def on_one_device(techniques: Mapping[str, Technique]) -> dict[str, Technique]:
+    """Those that are left on one device: not what shares out the work, nor what has its place beside that alone (experts shared out within fsdp)."""
+    return {name: t for name, t in techniques.items() if not t.is_parallel() and not t.needs & spreading()}
+
+
+def spreading() -> frozenset[Tag]:
+    """What only techniques that share out the work provide."""
+    return frozenset(tag for cls in registry().values() if cls.is_parallel() for tag in cls.provides)
+
+
+def incompatibilities(techniques: Iterable[Technique], tags: frozenset[Tag]) -> list[Problem]:
+    """Why these techniques cannot be combined, whatever the model.
+
+    Args:
+        tags: all that the recipe and the device provide.
+    """
+    problems: list[Problem] = []
+    owner: dict[Slot, str] = {}
+    chosen = sorted((t for t in techniques if t.acts()), key=lambda t: (t.stage, t.name()))
+    provided = {t.name(): t.provided() for t in chosen}
+    for t in chosen:
+        name = t.name()
+        for slot in sorted(t.owned()):
+            if slot in owner:
+                text = f"owns the slot '{slot}', which {owner[slot]} owns already; leave one out"
+                problems.append(Problem(name, ProblemCode.SLOT_TAKEN, text))
+            owner.setdefault(slot, name)
+        for tag in sorted(t.needs - tags):
+            text = f"needs {tag}, which nothing in this recipe provides; {_providers(tag)}"
+            problems.append(Problem(name, ProblemCode.MISSING_TAG, text))
+        for other, tags_of_other in provided.items():
+            if other != name and (shared := t.conflicts & tags_of_other):
+                problems.append(Problem(name, ProblemCode.CONFLICT, f"cannot go with {other} ({', '.join(sorted(shared))})"))
+    return problems
+
+
+def _providers(tag: Tag) -> str:
+    """What to do about a missing tag."""
+    names = [name for name, cls in registry().items() if tag in cls.provides]
+    return f"add {' or '.join(names)}" if names else f"only a {tag} device has it"
+
+
+def conflicts_of(techniques: Iterable[Technique], context: Context) -> list[Problem]:
+    """Why these techniques cannot be used together here, their own checks included."""
+    chosen = sorted(techniques, key=lambda t: (t.stage, t.name()))
+    together = incompatibilities(chosen, context.tags)
+    problems: list[Problem] = []
+    for t in chosen:
+        problems.extend(problem for problem in together if problem.technique == t.name())
+        problems.extend(problems_of(t, context))
+    return problems

@@ -1,0 +1,1 @@
+"""Conversations and the templates that turn them into text."""

@@ -1,0 +1,182 @@
+"""Conversations as the layouts of the field write them, as the messages that chat templates read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from preheat.data.rows.file_readers import kind_of
+from preheat.errors import nearest
+from preheat.run_dir import BadJson, read_value
+from preheat.sanitize import quoted
+
+__all__ = ["PLACE", "Unreadable", "answer_of", "kind_of", "messages_of", "order_problem", "texts_of", "tools_of"]
+
+ROLES = {
+    **dict.fromkeys(("user", "human", "prompter", "customer"), "user"),
+    **dict.fromkeys(("assistant", "gpt", "model", "bot", "chatgpt", "function_call"), "assistant"),
+    **dict.fromkeys(("system", "developer"), "system"),
+    **dict.fromkeys(("tool", "function", "observation", "function_response", "ipython"), "tool"),
+}
+"""What layouts call a role, and what templates do."""
+
+
+PLACE = "\ufffc"
+"""Stands in a message's text where an image does: Unicode's character for an object among letters."""
+
+
+class Unreadable(Exception):
+    """A row that cannot be read: the check that it fails, and why."""
+
+    def __init__(self, check: str, words: str):
+        super().__init__(words)
+        self.check, self.words = check, words
+
+
+def messages_of(value: Any, field: str) -> list[dict[str, Any]]:
+    """Messages from a list of {role, content} or {from, value}; one such object counts as a list of one.
+
+    A part that is an image becomes `PLACE` in the text, and its file (None: one of another field) one of the message's `images`.
+
+    Raises:
+        Unreadable: it is no such list, or a message of it has no role or no text.
+
+    Example:
+        >>> messages_of([{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}], "conversations")
+        [{'role': 'user', 'content': 'Hi'}, {'role': 'assistant', 'content': 'Hello'}]
+    """
+    turns = [value] if isinstance(value, Mapping) else value
+    if not isinstance(turns, Sequence) or isinstance(turns, str):
+        raise Unreadable("fields", f"field '{field}' is {kind_of(value)}, not a list of messages")
+    if not turns:
+        raise Unreadable("fields", f"field '{field}' is an empty list")
+    return [_message(turn, f"message {n} of field '{field}'") for n, turn in enumerate(turns, 1)]
+
+
+def _message(turn: Any, where: str) -> dict[str, Any]:
+    if not isinstance(turn, Mapping):
+        raise Unreadable("fields", f"{where} is {kind_of(turn)}, not an object")
+    said, told = ("role", "content") if "role" in turn else ("from", "value")
+    if said not in turn:
+        raise Unreadable(
+            "fields", f"{where} has no 'role', only {', '.join(quoted(key, 40) for key in list(turn)[:8]) or 'nothing'}"
+        )
+    name = turn[said]
+    if not isinstance(name, str) or name not in ROLES:
+        near = nearest(name[:40], sorted(ROLES)) if isinstance(name, str) else f"it is {kind_of(name)}, not text"
+        raise Unreadable("roles", f"{where} has the role {quoted(name)}, which nobody knows; {near}")
+    content, made = turn.get(told), dict(turn)
+    for key in ("role", "from", "content", "value"):
+        made.pop(key, None)
+    made = {"role": ROLES[name], **{k: v for k, v in made.items() if v is not None}}
+    if name == "function_call":
+        return {"role": "assistant", "content": "", "tool_calls": _calls(content, where)}
+    calls = _tool_calls(made.pop("tool_calls", None), where)
+    if isinstance(content, Sequence) and not isinstance(content, str):
+        content, images = _joined(content, where)
+        made |= {"images": images} if images else {}
+    if content is None and calls:
+        content = ""
+    if not isinstance(content, str):
+        raise Unreadable("fields", f"{where} has a '{told}' that is {kind_of(content)}, not text")
+    if not content.strip() and not calls and made["role"] != "system":
+        raise Unreadable("fields", f"{where} has an empty '{told}'")
+    made["content"] = content
+    if calls:
+        made["tool_calls"] = calls
+    return {"role": made.pop("role"), "content": made.pop("content"), **made}
+
+
+def _joined(parts: Sequence[Any], where: str) -> tuple[str, list[Any]]:
+    """The text of a message in parts, and the files of the images in it."""
+    texts, images = [], []
+    for part in parts:
+        text = part.get("text") if isinstance(part, Mapping) else part
+        if isinstance(part, Mapping) and part.get("type") in ("image", "image_url") and not isinstance(text, str):
+            file = next((part[key] for key in ("image", "image_url", "path", "url") if part.get(key) is not None), None)
+            images.append(file["url"] if isinstance(file, Mapping) and "url" in file else file)
+            text = PLACE
+        if not isinstance(text, str):
+            kind = quoted(part.get("type", "an object without text"), 40) if isinstance(part, Mapping) else kind_of(part)
+            raise Unreadable("fields", f"{where} has a part that is no text ({kind}); only text and images are read")
+        texts.append(text)
+    return "".join(texts), images
+
+
+def _calls(value: Any, where: str) -> list[dict[str, Any]]:
+    """ShareGPT's function_call: one call, or several, as JSON."""
+    found = _json(value, where) if isinstance(value, str) else value
+    return _tool_calls(found if isinstance(found, list) else [found], where) or []
+
+
+def _json(text: str, where: str) -> Any:
+    try:
+        return read_value(text, once=True)
+    except BadJson as error:
+        raise Unreadable("fields", f"{where} calls a tool in what is not JSON ({error.words})") from None
+
+
+def _tool_calls(calls: Any, where: str) -> list[dict[str, Any]] | None:
+    if not calls:
+        return None
+    if not isinstance(calls, Sequence) or isinstance(calls, str):
+        raise Unreadable("fields", f"{where} has tool_calls that are {kind_of(calls)}, not a list")
+    made = []
+    for call in calls:
+        function = call.get("function", call) if isinstance(call, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise Unreadable("fields", f"{where} has a tool call without a function name")
+        arguments = function.get("arguments", function.get("parameters", {}))
+        if isinstance(arguments, str):  # as the API sends them; templates write objects
+            arguments = _json(arguments, where) if arguments.strip() else {}
+        name = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
+        made.append({"type": "function", **name, "function": {"name": function["name"], "arguments": arguments}})
+    return made
+
+
+def tools_of(value: Any, field: str) -> list[dict[str, Any]] | None:
+    """Tools that may be called, from a list of schemas or the same as JSON text; a bare function is wrapped as the API does it."""
+    if value is None or value in ("", "[]"):
+        return None
+    found = _json(value, f"field '{field}'") if isinstance(value, str) else value
+    if not isinstance(found, list) or not all(isinstance(tool, Mapping) for tool in found):
+        raise Unreadable("fields", f"field '{field}' is {kind_of(found)}, not a list of tools")
+    return [dict(tool) if "function" in tool else {"type": "function", "function": dict(tool)} for tool in found] or None
+
+
+def order_problem(messages: Sequence[Mapping[str, Any]]) -> str | None:
+    """What is wrong with the order of roles: an assistant that answers nobody, two questions in a row, no answer at the end.
+
+    Example:
+        >>> order_problem([{"role": "user"}, {"role": "user"}])
+        'message 2 is of the user, after one of the user'
+    """
+    before = None
+    for n, message in enumerate(messages, 1):
+        role = message["role"]
+        allowed = {
+            None: ("system", "user"),
+            "system": ("user",),
+            "user": ("assistant",),
+            "assistant": ("user", "tool") if before is not None and messages[n - 2].get("tool_calls") else ("user",),
+            "tool": ("tool", "assistant"),
+        }[before]
+        if role not in allowed:
+            after = f"after one of the {before}" if before else "the first"
+            return f"message {n} is of the {role}, {after}"
+        before = role
+    return None if before == "assistant" else f"the last message is of the {before}, so nothing answers it"
+
+
+def answer_of(messages: Sequence[Mapping[str, Any]]) -> str:
+    """What is said and called, to compare answers by."""
+    return json.dumps([[m["content"], m.get("tool_calls")] for m in messages], ensure_ascii=False, default=str)
+
+
+def texts_of(messages: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
+    """(where, text) of all that stands in messages, for the checks of text."""
+    for n, message in enumerate(messages, 1):
+        yield f"message {n}", message["content"]
+        if message.get("tool_calls"):
+            yield f"message {n}", json.dumps(message["tool_calls"], ensure_ascii=False, default=str)

@@ -1,0 +1,402 @@
+"""Chat templates: a conversation as text, and which of it the assistant wrote, from the template's marks or proven by rendering.
+
+A mask is never looked up by the answer's words, which may stand elsewhere too. Where a template marks the assistant's text with
+`{% generation %}`, the marks count. Otherwise a turn begins where the rendering of all messages before it ends, generation
+prompt included, and ends where the rendering up to it does; both must be prefixes of the whole. Some templates write history otherwise
+than the last turn (they leave out earlier reasoning, or put the system message into the last question): there a mark is written into the
+turn's own text and the whole rendered again; if nothing but the mark differs, its place is the border. What nothing proves is refused.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from preheat.data.chat.builtin_templates import FORMATS, SUGGESTIONS
+from preheat.data.chat.render_limits import limited, require_small, require_template
+from preheat.data.document import END, PAD, Piece
+from preheat.data.rows.file_readers import expanded, missing, shown
+from preheat.errors import DataError, nearest
+from preheat.model_folder import beginning
+from preheat.sanitize import quoted, shorten
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+__all__ = ["Message", "Template", "TrainOn", "load_template", "special_tokens", "template_for"]
+
+Message = Mapping[str, Any]
+"""{"role", "content"} and what the template knows beside: tool_calls, reasoning_content, name."""
+TrainOn = Literal["assistant", "last", "all"]
+Tools = Sequence[Mapping[str, Any]] | None
+Span = tuple[int, int]
+
+_MARKED = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+_SEAL = "zqSEALqz"
+"""What is written into a turn to find its border: letters alone, which no template trims, escapes or takes apart."""
+
+
+def load_template(setting: str | None, tokenizer: PreTrainedTokenizerFast, *, knob: str = "data.template") -> Template:
+    """The chat template that a recipe names.
+
+    Args:
+        setting: None: the tokenizer's own; the name of a built-in format (`builtin_templates.FORMATS`); or the path of a Jinja file.
+        tokenizer: whose special tokens the template writes.
+        knob: what the user set, for messages.
+
+    Raises:
+        DataError: there is no such template, or it is not Jinja.
+
+    Example:
+        >>> load_template("chatml", tokenizer).prompt([{"role": "user", "content": "Hi"}])  # doctest: +SKIP
+        '<|im_start|>user\\nHi<|im_end|>\\n<|im_start|>assistant\\n'
+    """
+    variables = {k: str(v) for k, v in tokenizer.special_tokens_map.items() if isinstance(v, str)}
+    special = special_tokens(tokenizer)
+    with_tools = None
+    if setting is None:
+        own = tokenizer.chat_template
+        if not own:
+            raise DataError(f"{knob}: the tokenizer has no chat template of its own; name one ({SUGGESTIONS}) or a .jinja file")
+        name = "the tokenizer's own template"
+        if isinstance(own, dict):
+            text, with_tools = own.get("default") or next(iter(own.values())), own.get("tool_use")
+        else:
+            text = own
+    else:
+        text, name = _read(setting, knob)
+        if setting in FORMATS:
+            text = text.replace("BEGIN", "{{- bos_token }}" if beginning(tokenizer) else "", 1)
+    return Template(text, name, variables, special, with_tools)
+
+
+def _read(setting: str, knob: str) -> tuple[str, str]:
+    """The Jinja of a built-in format or of a file, and what it is called in messages."""
+    if setting in FORMATS:
+        return FORMATS[setting], f"template {setting}"
+    path = expanded(knob, setting)
+    if not path.is_file():
+        if path.is_dir():
+            raise DataError(f"{knob} {shown(path)}: is a folder; name a .jinja file")
+        if path.suffix not in (".jinja", ".j2", ".txt") and "/" not in setting:
+            raise DataError(f"{knob} {shown(setting)}: no template of that name; {nearest(setting[:40], list(FORMATS))}")
+        raise missing(knob, path)
+    try:
+        return path.read_text(encoding="utf-8-sig"), shown(path)
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{knob} {shown(path)}: cannot be read ({shorten(str(error), 120)})") from None
+
+
+def special_tokens(tokenizer: PreTrainedTokenizerFast | None) -> tuple[str, ...]:
+    """The special tokens of a tokenizer, the longest first; of one that is still to be trained with None."""
+    if tokenizer is None:
+        return (END, PAD)
+    found = {t.content for t in tokenizer.added_tokens_decoder.values() if t.special}
+    return tuple(sorted(found, key=lambda t: (-len(t), t)))
+
+
+def template_for(setting: str | None, tokenizer: PreTrainedTokenizerFast | None, layout: str) -> Template:
+    """The template for rows of a layout: as `load_template`, but instructions without a template get the format alpaca.
+
+    Args:
+        tokenizer: None: one is still to be trained; it will have an end-of-text token alone.
+    """
+    if setting is None and layout == "alpaca" and (tokenizer is None or not tokenizer.chat_template):
+        setting = "alpaca"
+    if tokenizer is not None:
+        return load_template(setting, tokenizer)
+    if setting is None:
+        raise DataError(
+            f"data.template: there is no tokenizer whose template is used; name one ({SUGGESTIONS}) or a .jinja file"
+        )
+    text, name = _read(setting, "data.template")
+    return Template(text.replace("BEGIN", "", 1) if setting in FORMATS else text, name, {"eos_token": END}, (END, PAD))
+
+
+@dataclass(frozen=True)
+class Template:
+    """A chat template with the special tokens of a tokenizer.
+
+    Attributes:
+        text: the Jinja.
+        name: where it is from, for messages.
+        variables: what it knows beside the messages: bos_token, eos_token, ...
+        special: the tokenizer's special tokens, the longest first; one of them ends a turn.
+        with_tools: the Jinja for conversations with tools, where the tokenizer has another for these.
+    """
+
+    text: str
+    name: str = "template"
+    variables: Mapping[str, str] = field(default_factory=dict)
+    special: tuple[str, ...] = ()
+    with_tools: str | None = None
+
+    def prompt(self, messages: Sequence[Message], tools: Tools = None) -> str:
+        """The text that asks for the assistant's next turn; it ends with the generation prompt.
+
+        Raises:
+            DataError: the template does not render these messages.
+        """
+        return self._render(messages, tools, asks=True)
+
+    def text_of(self, messages: Sequence[Message], tools: Tools = None) -> str:
+        """The conversation as it is rendered for training, where nothing is asked for.
+
+        Raises:
+            DataError: the template does not render these messages.
+        """
+        return self._render(messages, tools)
+
+    def pieces(self, messages: Sequence[Message], tools: Tools = None, train_on: TrainOn = "assistant") -> tuple[Piece, ...]:
+        """The conversation as text that is read and text that is trained on; joined it is what the template renders.
+
+        Args:
+            messages: the conversation. An assistant's message with `weight: 0` is not trained on.
+            tools: JSON schemas of functions that may be called.
+            train_on: every turn of the `assistant`, the `last` of them, or `all` of the text.
+
+        Raises:
+            DataError: the template does not render them, or it cannot be proven what the assistant wrote.
+        """
+        whole, marks = self._render_marked(messages, tools)
+        if train_on == "all":
+            return (Piece(whole),)
+        turns = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
+        if marks is None:
+            spans = [self._proven(whole, messages, tools, n) for n in turns]
+        else:
+            spans = self._by_turn([mark for mark in marks if mark[0] < mark[1]], messages, tools, turns)
+        if any(a[1] > b[0] for a, b in itertools.pairwise(spans)):
+            raise DataError(f"{self.name}: the assistant's turns overlap in what it renders; use another template")
+        wanted = turns[-1:] if train_on == "last" else turns
+        trained = [s for n, s in zip(turns, spans, strict=True) if n in wanted and messages[n].get("weight") != 0]
+        return tuple(_cut_up(whole, trained))
+
+    @functools.cached_property
+    def answers(self) -> bool:
+        """Whether it writes what the assistant says."""
+        return self._probe is None or _SEAL in self._probe
+
+    @functools.cached_property
+    def end_of_turn(self) -> str | None:
+        """The special token that ends an assistant's turn; None: it writes none."""
+        if not self._probe or _SEAL not in self._probe:
+            return None
+        found = re.match(rf"\s*({self._any})", self._probe[self._probe.rindex(_SEAL) + len(_SEAL) :])
+        return found[1] if found else None
+
+    @functools.cached_property
+    def _probe(self) -> str | None:
+        """The shortest conversation; None where the template does not render it (it may want more)."""
+        try:
+            return self._render([{"role": "user", "content": "?"}, {"role": "assistant", "content": _SEAL}], None)
+        except DataError:
+            return None
+
+    @functools.cached_property
+    def _any(self) -> str:
+        return "|".join(map(re.escape, self.special)) or "(?!)"
+
+    # --- rendering
+
+    def _render(self, messages: Sequence[Message], tools: Tools, *, asks: bool = False) -> str:
+        return self._rendered(messages, tools, asks, False)[0]
+
+    def _render_marked(self, messages: Sequence[Message], tools: Tools) -> tuple[str, list[Span] | None]:
+        """The text, and what is marked in it; None: the template has no marks."""
+        if not _MARKED.search(self._chosen(tools)):
+            return self._render(messages, tools), None
+        self._marks_hold  # noqa: B018  # computed once
+        return self._rendered(messages, tools, False, True)
+
+    def _chosen(self, tools: Tools) -> str:
+        return self.with_tools if tools and self.with_tools else self.text
+
+    def _rendered(self, messages: Sequence[Message], tools: Tools, asks: bool, marked: bool) -> tuple[str, list[Span]]:
+        import jinja2
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        require_template(self.name, self._chosen(tools))
+        with limited(self.name):
+            try:
+                texts, marks = render_jinja_template(
+                    [list(messages)],
+                    tools=list(tools) if tools else None,  # type: ignore[arg-type]
+                    chat_template=self._chosen(tools),
+                    return_assistant_tokens_mask=marked,
+                    add_generation_prompt=asks,
+                    **self.variables,
+                )
+            except jinja2.TemplateSyntaxError as error:
+                words = shorten(error.message or "", 200)
+                raise DataError(f"{self.name}, line {error.lineno}: not a Jinja template: {words}") from None
+            except (jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+                # In a sandbox, but with the errors of Python's own operators.
+                words = shorten(str(error), 200) or type(error).__name__
+                raise DataError(f"{self.name}{_line(error)}: does not render the row: {words}") from None
+        require_small(self.name, texts[0], messages)
+        return texts[0], marks[0] if marked else []
+
+    # --- marks
+
+    @functools.cached_property
+    def _marks_hold(self) -> None:
+        """Marks inside a Jinja macro or `set` block have wrong places: seen in a conversation whose words are known."""
+        answers = ("zqONEqz", "zqTWOqz")
+        talk = [m for a in answers for m in ({"role": "user", "content": "?"}, {"role": "assistant", "content": a})]
+        try:
+            text, marks = self._rendered(talk, None, False, True)
+        except DataError:
+            return
+        inside = "\0".join(text[a:b] for a, b in marks)
+        if any(a in text and a not in inside for a in answers) or "?" in inside:
+            raise DataError(
+                f"{self.name}: its {{% generation %}} marks do not hold what the assistant says (a mark inside a macro or a set "
+                "block has no place); take the marks out, so that the mask is found by rendering, or move them"
+            )
+
+    def _by_turn(self, marks: list[Span], messages: Sequence[Message], tools: Tools, turns: list[int]) -> list[Span]:
+        """One span a turn, where a template marks a turn in several blocks or leaves one out."""
+        if len(marks) == len(turns):
+            return marks
+        made, before = [], 0
+        for n in turns:
+            upto = len([1 for a, b in self._rendered(messages[: n + 1], tools, False, True)[1] if a < b])
+            if not before < upto <= len(marks):
+                raise DataError(
+                    f"{self.name}: message {n + 1} has no {{% generation %}} mark; mark every assistant turn, or none"
+                )
+            made.append((marks[before][0], marks[upto - 1][1]))
+            before = upto
+        return made
+
+    # --- proof by rendering
+
+    def _proven(self, whole: str, messages: Sequence[Message], tools: Tools, n: int) -> Span:
+        """Where the turn of message `n` begins and ends in `whole`."""
+        before = self._render(messages[:n], tools, asks=True)
+        upto = whole if n == len(messages) - 1 else self._render(messages[: n + 1], tools)
+        start = len(before) if whole.startswith(before) else self._begin(whole, messages, tools, n)
+        if start is None:
+            asked = self._render(messages[:n], tools)
+            if before.startswith(asked) and whole.startswith(asked):
+                raise DataError(
+                    f"{self.name}: its generation prompt {quoted(before[len(asked) :][-60:])} is no beginning of message {n + 1} as it renders "
+                    f"it, {quoted(whole[len(asked) :][:60])}: what is trained on would never be asked for; write the answers as it asks for "
+                    "them (with an open <think>, say), mark the assistant's text with {% generation %}, or use another data.template"
+                )
+            raise self._unproven(n, "begins")
+        end = self._cut(whole, start, len(upto)) if whole.startswith(upto) else self._end(whole, messages, tools, n)
+        if end is None:
+            raise self._unproven(n, "ends")
+        return start, max(start, end)
+
+    def _unproven(self, n: int, what: str) -> DataError:
+        return DataError(
+            f"{self.name}: where message {n + 1}, of the assistant, {what} cannot be proven: it renders history otherwise than the "
+            f"last turn; mark the assistant's text in it with {{% generation %}}, use another data.template ({SUGGESTIONS}), "
+            "or data.train_on: all"
+        )
+
+    def _cut(self, whole: str, start: int, stop: int) -> int:
+        """The end of a turn: after its end-of-turn token; what a template writes behind that is nobody's."""
+        turn = whole[start:stop]
+        run = re.search(rf"(?:(?:{self._any})\s*)+\Z", turn)
+        if run is None:
+            return start + len(turn.rstrip())
+        if self.end_of_turn and self.end_of_turn in run[0]:
+            return start + run.start() + run[0].index(self.end_of_turn) + len(self.end_of_turn)
+        first = re.match(self._any, run[0])
+        assert first
+        return start + run.start() + first.end()
+
+    def _end(self, whole: str, messages: Sequence[Message], tools: Tools, n: int) -> int | None:
+        for changed in _sealed_behind(messages[n]):
+            place = self._place(whole, messages, tools, n, changed)
+            if place is None:
+                continue
+            if self.end_of_turn is None:
+                return None if messages[n].get("tool_calls") else place
+            found = whole.find(self.end_of_turn, place)
+            return found + len(self.end_of_turn) if found >= 0 else None
+        return None
+
+    def _begin(self, whole: str, messages: Sequence[Message], tools: Tools, n: int) -> int | None:
+        message = messages[n]
+        asked, before = self._render(messages[:n], tools), self._render(messages[:n], tools, asks=True)
+        opening = before[len(asked) :] if before.startswith(asked) else ""
+        for changed in _sealed_before(message):
+            place = self._place(whole, messages, tools, n, changed)
+            if place is None:
+                continue
+            # What the turn has before the seal: seen where it is the last, after what stands before it or after a mere question.
+            for talk in (messages[:n], [{"role": "user", "content": "?"}]):
+                prompt, answered = self._render(talk, tools, asks=True), self._render([*talk, message], tools)
+                alone = self._place(answered, [*talk, message], tools, len(talk), changed)
+                if alone is None or not answered.startswith(prompt):
+                    continue
+                lead = answered[len(prompt) : alone]
+                if whole.endswith(opening + lead, 0, place):
+                    return place - len(lead)
+                if opening and whole.endswith(opening, 0, place):
+                    return place
+        return None
+
+    def _place(self, whole: str, messages: Sequence[Message], tools: Tools, n: int, changed: Message) -> int | None:
+        """Where the seal in a changed message stands, if nothing but the seal changes."""
+        sealed = self._render([*messages[:n], changed, *messages[n + 1 :]], tools)
+        place = sealed.find(_SEAL)
+        return place if place >= 0 and sealed[:place] + sealed[place + len(_SEAL) :] == whole else None
+
+
+def _sealed_behind(message: Message) -> Iterator[Message]:
+    """The message with the seal at its end, in the ways that templates let stand."""
+    if message.get("tool_calls"):
+        yield _sealed_call(message, -1)
+        return
+    content = message.get("content") or ""
+    text = content.rstrip()
+    yield {**message, "content": text + _SEAL + content[len(text) :]}
+
+
+def _sealed_before(message: Message) -> Iterator[Message]:
+    """The message with the seal where its own text begins: before a call, the answer, or the answer behind reasoning."""
+    if message.get("tool_calls"):
+        yield _sealed_call(message, 0)
+    content = message.get("content") or ""
+    begins = [len(content) - len(content.lstrip()), *(m.end() for m in re.finditer(r"</think>\s*", content))]
+    for at in begins:
+        yield {**message, "content": content[:at] + _SEAL + content[at:]}
+
+
+def _sealed_call(message: Message, which: int) -> Message:
+    calls = list(message["tool_calls"])
+    function = calls[which]["function"]
+    calls[which] = {**calls[which], "function": {**function, "name": function["name"] + _SEAL}}
+    return {**message, "tool_calls": calls}
+
+
+def _cut_up(whole: str, spans: Sequence[Span]) -> Iterator[Piece]:
+    at = 0
+    for start, end in spans:
+        if start > at:
+            yield Piece(whole[at:start], False)
+        if end > start:
+            yield Piece(whole[start:end])
+        at = end
+    if at < len(whole):
+        yield Piece(whole[at:], False)
+
+
+def _line(error: BaseException) -> str:
+    """', line N' of the template that an error was raised in."""
+    line, trace = None, error.__traceback__
+    while trace is not None:
+        if trace.tb_frame.f_code.co_filename == "<template>":
+            line = trace.tb_lineno
+        trace = trace.tb_next
+    return f", line {line}" if line else ""

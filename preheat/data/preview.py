@@ -1,0 +1,125 @@
+"""Prepared data as figures and as text: what the model will see of it, and what of that is trained on."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import numpy as np
+
+from preheat.data.packing import IGNORED, Rows, permutation
+from preheat.data.preflight_corpus import places_of
+from preheat.data.preparation import Prepared
+from preheat.errors import DataError
+
+__all__ = ["look"]
+
+BINS = 12
+_ORDERS = 100  # from so many times as long on bars are of equal ratios
+
+
+def look(prepared: Prepared, *, rows: int, seed: int) -> dict[str, Any]:
+    """What `preheat data` shows, as plain values.
+
+    Args:
+        rows: so many packed rows are shown, in the order in which the run reads them.
+        seed: of the recipe; decides that order.
+
+    Returns:
+        Keys of `Prepared.record`, and lengths, packing, blocked, and examples: [{row, documents: [{where, spans: [[text, trained,
+        tokens]], tokens, trained, label}], padding}]; row: which of the packed sequences, where: the document's file and row.
+
+    Raises:
+        DataError: the source is streamed.
+    """
+    train = prepared.train
+    if not isinstance(train, Rows):
+        raise DataError(
+            "data.streaming: a streamed source is not read before training; set data.streaming: false to look at it"
+        )
+    order = permutation(len(train), seed, 0)[:rows].tolist()
+    group = train.tokens.group
+    wheres = _wheres(prepared, train, order)
+    return prepared.record() | {
+        "blocked": prepared.blocked,
+        "lengths": _lengths(np.diff(train.tokens.ends, prepend=0).reshape(-1, group).sum(axis=1), train.length),
+        "packing": {"how": train.packing, "length": train.length, **prepared.counts["train"]},
+        "examples": [_example(prepared, train, n, wheres) for n in order],
+    }
+
+
+def _lengths(sizes: np.ndarray, length: int) -> dict[str, Any]:
+    """Tokens of an example: in figures, and as bars of which the last holds all that is longer than a row by half."""
+    top = min(int(sizes.max()), round(1.5 * length))
+    least = max(int(sizes.min()), 1)
+    spread = np.geomspace if top >= _ORDERS * least else np.linspace  # bars of equal width would hold nearly all in the first
+    edges = np.unique(spread(least, top, BINS + 1).round().astype(int))
+    edges[0] = int(sizes.min()) - 1
+    counts, _ = np.histogram(np.minimum(sizes, top), edges)
+    return {
+        "examples": len(sizes),
+        "mean": float(sizes.mean()),
+        "median": float(np.median(sizes)),
+        "p95": float(np.percentile(sizes, 95)),
+        "longest": int(sizes.max()),
+        "longer_than_a_row": int((sizes > length).sum()),
+        "bars": [
+            {"from": int(a) + 1, "to": int(b) if b < top or top == sizes.max() else None, "count": int(n)}
+            for a, b, n in zip(edges, edges[1:], counts, strict=False)
+        ],
+    }
+
+
+def _wheres(prepared: Prepared, rows: Rows, order: list[int]) -> dict[int, str]:
+    """Number of a document, for all in these sequences -> its file and row."""
+    assert rows.tokens.folder is not None, "prepared data is stored"
+    marks = np.load(rows.tokens.folder / f"{rows.tokens.side}-marks.npy")
+    numbers = sorted({int(n) // rows.tokens.group for index in order for n in rows.contents(index)[0]})
+    wanted = [(int(marks[n]), int((marks[:n] == marks[n]).sum())) for n in numbers]
+    found = places_of(prepared.streams, wanted, held=False)
+    return {n: found[place] for n, place in zip(numbers, wanted, strict=True)}
+
+
+def _example(prepared: Prepared, rows: Rows, index: int, wheres: dict[int, str]) -> dict[str, Any]:
+    row, numbers = rows.row(index), rows.contents(index)[0].tolist()
+    documents, at = [], 0
+    for number, size in zip(numbers, row.documents, strict=False):  # what is behind them is padding
+        tokens, labels = row.tokens[at : at + size].tolist(), row.labels[at : at + size]
+        classes = rows.tokens.labels
+        label = None if classes is None else int(classes[number])
+        # A place's label is the token behind it; with classes the last place is trained, on none of the text.
+        marks = [False, *(labels[:-1] != IGNORED).tolist()] if label is None else [False] * size
+        named = prepared.classes[label] if label is not None and label < len(prepared.classes) else label
+        documents.append(
+            {
+                "where": wheres[number // rows.tokens.group],
+                "spans": [[_shortened(text, rows), *rest] for text, *rest in _spans(prepared.tokenizer, tokens, marks)],
+                "tokens": size,
+                "trained": sum(marks) if label is None else 1,
+                "label": named,
+            }
+        )
+        at += size
+    return {"row": index, "documents": documents, "padding": rows.length - at, "compared": rows.tokens.group == 2}
+
+
+def _shortened(text: str, rows: Rows) -> str:
+    """The text with each image's tokens as their number."""
+    if rows.tokens.images is None:
+        return text
+    mark = rows.tokens.images.eye.marks[0]
+    return re.sub(f"(?:{re.escape(mark)})+", lambda found: f"[image: {len(found[0]) // len(mark)} tokens]", text)
+
+
+def _spans(tokenizer: Any, tokens: list[int], marks: list[bool]) -> list[list[Any]]:
+    """Runs of tokens that are all trained, or all read, as text: each is what it adds to the text before it."""
+    made: list[list[Any]] = []
+    borders = [n for n in range(1, len(tokens)) if marks[n] != marks[n - 1]]
+    before, start = "", 0
+    for stop in [*borders, len(tokens)]:
+        text = tokenizer.decode(tokens[:stop])
+        # A character may lie in tokens on both sides of a border: it goes to the later one.
+        text = text if stop == len(tokens) else text.rstrip("\ufffd")
+        made.append([text[len(before) :], marks[start], stop - start])
+        before, start = text, stop
+    return made

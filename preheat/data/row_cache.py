@@ -1,0 +1,173 @@
+"""What a model said of each row of data, kept in a file by the row's number and read back in any order. Importing this imports no torch.
+
+<folder>/kept.json   what the numbers are of: whatever decides them, and their shapes
+<folder>/rows.bin    a record a row: mark of its tokens, mark of the record (0: not kept yet), then the numbers
+
+A record is written once; what a killed process left unmarked is made again. Rows that were never kept take no room on the disk.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from preheat.errors import RunError
+from preheat.run_dir import to_json
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from preheat.core import Batch
+    from preheat.data.packing import Rows
+
+__all__ = ["KeptRows", "content_of"]
+
+_MARK = 8
+
+
+def _mark(*parts: np.ndarray) -> np.ndarray:
+    digest = hashlib.blake2b(digest_size=_MARK)
+    for part in parts:
+        digest.update(np.ascontiguousarray(part).view(np.uint8))
+    found = np.frombuffer(digest.digest(), np.uint8)
+    return found if found.any() else np.ones(_MARK, np.uint8)  # 0 says that nothing is there
+
+
+def content_of(rows: Rows) -> str:
+    """A mark of what stands in rows of data, and of how it is laid out."""
+    digest = hashlib.blake2b(repr((rows.length, rows.packing, rows.pad)).encode(), digest_size=16)
+    for array in (rows.tokens.ids, rows.tokens.ends):
+        digest.update(np.ascontiguousarray(array).view(np.uint8))
+    return digest.hexdigest()
+
+
+class KeptRows:
+    """Arrays of one shape for each of many rows.
+
+    Args:
+        folder: of the file; made where it is not there.
+        rows: how many there are.
+        of: what decides the numbers; kept beside them for whoever looks.
+        arrays: name -> (shape of a row, dtype).
+        knob: what to name in errors.
+
+    Raises:
+        RunError: the folder holds rows of something else, or cannot be written.
+    """
+
+    def __init__(
+        self, folder: Path, *, rows: int, of: Mapping[str, Any], arrays: Mapping[str, tuple[tuple[int, ...], str]], knob: str
+    ):
+        self.folder, self.knob = folder, knob
+        self._arrays = {name: (shape, np.dtype(kind)) for name, (shape, kind) in arrays.items()}
+        self._sizes = {name: int(np.prod(shape)) * kind.itemsize for name, (shape, kind) in self._arrays.items()}
+        self.record = 2 * _MARK + sum(self._sizes.values())
+        header = {
+            "rows": rows,
+            "of": dict(of),
+            "arrays": {name: [list(shape), str(np.dtype(k))] for name, (shape, k) in arrays.items()},
+        }
+        file, told = folder / "rows.bin", folder / "kept.json"
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            # Of the right size: another process, or one that was killed, has just made it.
+            foreign = not told.exists() and file.exists() and file.stat().st_size not in (0, rows * self.record)
+            if not told.exists() and not foreign:
+                with file.open("ab") as opened:
+                    opened.truncate(rows * self.record)  # sparse: rows that are not kept take no room
+                beside = told.with_suffix(f".{os.getpid()}")
+                beside.write_text(to_json(header, indent=1), encoding="utf-8")
+                beside.rename(told)
+            found = None if foreign else json.loads(told.read_bytes())
+        except ValueError:
+            raise self._refused("kept.json is not whole") from None
+        except OSError as error:
+            raise RunError(
+                f"{knob}: {folder}: cannot be written ({error.strerror or error}); name a folder with room"
+            ) from None
+        if foreign:
+            raise RunError(f"{knob}: {folder}: holds a rows.bin that preheat did not write; name another folder")
+        if found != header:
+            was = found.get("of", {}) if isinstance(found, dict) else {}
+            other = [f"{key} (was {was.get(key)!r}, is {value!r})" for key, value in of.items() if was.get(key) != value]
+            raise self._refused(f"holds what was made with other settings: {', '.join(other) or 'other shapes'}")
+        if not file.is_file() or file.stat().st_size != rows * self.record:
+            raise self._refused("rows.bin is missing or not whole")
+        self._file = np.memmap(file, np.uint8, mode="r+", shape=(rows, self.record))
+
+    def _refused(self, why: str) -> RunError:
+        return RunError(f"{self.knob}: {self.folder}: {why}; remove the folder (its rows are made again) or name another one")
+
+    def missing(self, rows: Iterable[int]) -> list[int]:
+        """Those of the rows that are not kept yet, sorted, each once."""
+        asked = np.unique(np.fromiter(rows, np.int64))
+        return [int(n) for n in asked[~self._file[asked, _MARK : 2 * _MARK].any(axis=1)]]
+
+    def write(self, row: int, tokens: np.ndarray, *arrays: np.ndarray) -> None:
+        """Keeps the arrays of a row, in their order, the mark last."""
+        content = np.concatenate(
+            [
+                np.ascontiguousarray(a, kind).reshape(shape).reshape(-1).view(np.uint8)
+                for a, (shape, kind) in zip(arrays, self._arrays.values(), strict=True)
+            ]
+        )
+        record, own = self._file[row], _mark(tokens)
+        record[:_MARK], record[2 * _MARK :] = own, content
+        record[_MARK : 2 * _MARK] = _mark(own, content)
+
+    def read(self, row: int, tokens: np.ndarray) -> list[np.ndarray]:
+        """The arrays of a row, in their order, in memory.
+
+        Args:
+            tokens: [length] int64, those that the caller has under this number.
+
+        Raises:
+            RunError: the row is not kept, is of other tokens, or was damaged.
+        """
+        if not 0 <= row < len(self._file) or not self._file[row, _MARK : 2 * _MARK].any():
+            raise RunError(
+                f"{self.knob}: {self.folder}: row {row} was never kept; begin the run anew, which keeps what it will read"
+            )
+        record = np.array(self._file[row])
+        if (record[_MARK : 2 * _MARK] != _mark(record[:_MARK], record[2 * _MARK :])).any():
+            raise self._refused(f"row {row} is damaged")
+        if (record[:_MARK] != _mark(tokens)).any():
+            raise self._refused(f"row {row} is of another text")
+        found, at = [], 2 * _MARK
+        for name, (shape, kind) in self._arrays.items():
+            found.append(record[at : at + self._sizes[name]].copy().view(kind).reshape(shape))
+            at += self._sizes[name]
+        return found
+
+    def fill(
+        self,
+        rows: Rows,
+        numbers: Sequence[int],
+        said: Callable[[Batch], Sequence[Tensor]],
+        *,
+        micro: int,
+        progress: Callable[[str, float, float], None],
+    ) -> None:
+        """Keeps what `said` gives of these rows, `micro` at a time: tensors [rows, ...] in the order of the arrays."""
+        from preheat.data.loader import collate
+
+        for start in range(0, len(numbers), micro):
+            progress("the teacher reads", start, len(numbers))
+            some = numbers[start : start + micro]
+            batch = collate([(n, rows.row(n)) for n in some])
+            for n, tokens, *arrays in zip(some, batch.tokens, *said(batch), strict=True):
+                self.write(n, tokens.numpy(), *(a.cpu().numpy() for a in arrays))
+        self._file.flush()
+
+    def beside(self, batch: Batch) -> tuple[Tensor, ...]:
+        """The arrays of a batch's rows as tensors [rows, ...] on the host."""
+        import torch
+
+        found = [self.read(n, tokens.numpy()) for n, tokens in zip(batch.rows, batch.tokens, strict=True)]
+        return tuple(torch.stack([torch.from_numpy(a) for a in arrays]) for arrays in zip(*found, strict=True))

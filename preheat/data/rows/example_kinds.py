@@ -1,0 +1,65 @@
+"""What rows hold and objectives read: text, pairs of answers, liked answers or classes; and whether the two fit."""
+
+from __future__ import annotations
+
+from preheat.core import Examples, Recipe
+from preheat.data.packing import Rows
+from preheat.data.preparation import Prepared
+from preheat.errors import DataError, RecipeError
+
+__all__ = ["examples_of", "require_examples"]
+
+
+def examples_of(recipe: Recipe) -> Examples:
+    """What the rows of a recipe's data must hold."""
+    asked = (t.examples() for t in recipe.techniques.values())
+    return next((found for found in asked if found is not None), Examples())
+
+
+_HOLDS = {
+    "text": "text to continue",
+    "pairs": "pairs of answers, of which one is preferred",
+    "liked": "single answers that were liked or not",
+    "classes": "documents of a class each",
+}
+_FIX = {
+    "text": "leave {technique} out, or state data.layout and data.columns",
+    "pairs": "add techniques.preference (loss: dpo, say)",
+    "liked": "set techniques.preference.loss: unpaired",
+    "classes": "add techniques.classification",
+}
+
+
+def require_examples(recipe: Recipe, data: Prepared, *, encoder: bool = False) -> None:
+    """Refuses data of another kind than the objective reads, and more classes than it has.
+
+    Args:
+        encoder: the model has one, which reads what is not trained on.
+
+    Raises:
+        DataError: rows of another kind, or text to continue where an encoder is to read; RecipeError: too few classes in the recipe.
+    """
+    asked = examples_of(recipe)
+    owner = next(
+        (f"techniques.{t.name()}" for t in recipe.techniques.values() if t.examples() is not None), "next-token training"
+    )
+    for side in (data.train, data.validation):
+        if isinstance(side, Rows) and len(side.tokens.ends):
+            _compare(asked, side.tokens.examples, owner, data.source)
+            if encoder and side.tokens.trained is None:
+                raise DataError(
+                    f"{data.source}: is text to continue, all of it trained on, and an encoder-decoder reads a prompt and writes the answer; "
+                    "name data of both (data.layout: prompt_completion, alpaca, messages), and leave data.train_on: all out"
+                )
+
+
+def _compare(asked: Examples, held: Examples, owner: str, source: str) -> None:
+    if held.kind != asked.kind:
+        raise DataError(
+            f"{source}: holds {_HOLDS[held.kind]}, but {owner} reads {_HOLDS[asked.kind]}; "
+            f"{_FIX[held.kind].format(technique=owner)}, or name other data"
+        )
+    if held.classes > asked.classes:
+        raise RecipeError(
+            f"{owner}.classes: {asked.classes}, but the data has class {held.classes - 1} (they are numbered from 0); set it to {held.classes}"
+        )

@@ -1,0 +1,399 @@
+"""Rows and texts from files: text, JSONL, JSON, CSV and Parquet, read lazily. Every error names the file and the line or row.
+
+All JSON that a user's file holds is read by `parse_json`, with limits on its depth and its numbers, and all lines by `read_lines`, with one on
+their size: what no reader survives is refused in a line.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from preheat.errors import DataError, nearest
+from preheat.run_dir import BadJson, read_value
+from preheat.sanitize import clean, quoted, shorten
+
+__all__ = [
+    "LONGEST",
+    "ROWS",
+    "TEXT",
+    "closest",
+    "columns_of",
+    "expanded",
+    "find_files",
+    "kind_of",
+    "listed",
+    "missing",
+    "parse_json",
+    "read_csv",
+    "read_file",
+    "read_json",
+    "read_jsonl",
+    "read_lines",
+    "read_parquet",
+    "shown",
+]
+
+TEXT = (".txt", ".md", ".py")
+ROWS = (".jsonl", ".json", ".parquet", ".csv")
+
+CUT_ABOVE = 64 * 1024
+"""A larger .txt file (bytes) is not one document: as one it could be neither split into train and validation nor shuffled."""
+CUT_AT = 4 * 1024
+"""It is cut at the first blank line after so many characters ..."""
+CUT_AT_ANY_LINE = 4 * CUT_AT
+"""... at the first line end after so many, and within a line of more."""
+
+LONGEST = 16 * 2**20
+"""Bytes of a line, and characters of a row, at most: the longest books have as many. A tokenizer takes a second and more for each million of
+one text, and some take longer by more than in proportion."""
+
+
+def kind_of(value: Any) -> str:
+    """What a value of JSON is, in words.
+
+    Example:
+        >>> kind_of(None), kind_of([1]), kind_of("a")
+        ('null', 'a list', 'text')
+    """
+    if value is None:
+        return "null"
+    return {dict: "an object", list: "a list", bool: "true or false", int: "a number", float: "a number", str: "text"}.get(
+        type(value), type(value).__name__
+    )
+
+
+def expanded(knob: str, name: str | Path) -> Path:
+    """The path that a user wrote, with `~` as the home folder; it may be absent.
+
+    Raises:
+        DataError: there is no such home, or the system takes no such path.
+    """
+    try:
+        path = Path(name).expanduser()
+        path.stat()
+    except RuntimeError:
+        raise DataError(f"{knob} {quoted(str(name))}: there is no such home folder; write the whole path") from None
+    except (FileNotFoundError, NotADirectoryError):
+        return path
+    except (OSError, ValueError) as error:  # too long, not allowed, a link to itself; a NUL
+        words = getattr(error, "strerror", None) or error
+        raise DataError(f"{knob} {quoted(str(name))}: cannot be looked at ({words}); name another path") from None
+    return path
+
+
+def missing(knob: str, path: Path) -> DataError:
+    """The error for a path that does not exist, with the nearest name that does."""
+    if path.is_symlink():
+        return DataError(f"{knob} {shown(path)}: is a link to {shown(os.readlink(path))}, which does not exist; mend the link")
+    parent, wanted = path.parent, path.name
+    while not parent.is_dir() and parent != parent.parent:
+        parent, wanted = parent.parent, parent.name
+    names = sorted(p.name for p in parent.iterdir() if not p.name.startswith("."))
+    known = closest(wanted, names) if names else "it is empty"
+    return DataError(f"{knob} {shown(path)}: does not exist; looking for '{shown(wanted)}' in {shown(parent)}: {known}")
+
+
+def shown(path: Path | str) -> str:
+    """A path as messages have it: without control characters, its middle cut where it is very long."""
+    text = clean(path).replace("\n", "␊").replace("\t", "␉")
+    return text if len(text) <= 300 else shorten(text, 300)
+
+
+def listed(names: Iterable[Any], most: int = 8) -> str:
+    """Some names for a message, quoted and shortened, and how many there are beside.
+
+    Example:
+        >>> listed(["a", "b"]), listed(range(12), 2)
+        ("'a', 'b'", "'0', '1' and 10 more")
+    """
+    names = [str(name) for name in names]
+    some = ", ".join(quoted(name, 40) for name in names[:most])
+    return some + (f" and {len(names) - most:,} more" if len(names) > most else "")
+
+
+def closest(word: str, known: Sequence[str]) -> str:
+    """`nearest` of names that a user's file holds, which may be many and long."""
+    few = [shorten(name, 40) for name in known[:100]]
+    near = nearest(shorten(word, 40), few)
+    return near if near.startswith("did") else f"known: {listed(known)}" if known else "there are none here"
+
+
+def find_files(knob: str, path: Path) -> tuple[list[Path], str, str]:
+    """The files that `path`, a file or a folder, stands for, in a fixed order; what they are, and what of a folder is not read, in words.
+
+    Data files beside their own metadata (a README, a dataset_infos.json) are the usual case, so in a folder the rows
+    go first: .jsonl, .parquet and .csv, else .json, else text files.
+    """
+    if not path.is_dir():
+        if not path.is_file():
+            raise DataError(f"{knob} {shown(path)}: is {_kind(path)}, neither a file nor a folder; name one of these")
+        if path.suffix not in TEXT + ROWS:
+            raise DataError(
+                f"{knob} {shown(path)}: preheat reads {', '.join(TEXT + ROWS)}, and no '{shown(path.suffix)}'; rename or convert the file"
+            )
+        if path.stat().st_size == 0:
+            raise DataError(f"{knob} {shown(path)}: the file is empty")
+        return [path], str(path), ""
+    every, left = _under(knob, path)
+    for suffixes in ((".jsonl", ".parquet", ".csv"), (".json",), TEXT):
+        chosen = [p for p in every if p.suffix in suffixes]
+        if ".jsonl" not in suffixes and any(p.suffix == ".arrow" for p in every):
+            raise DataError(
+                f"{knob} {shown(path)}: has .arrow files without the state.json that datasets.save_to_disk writes beside them; "
+                "it is not whole: write it again, or as .parquet"
+            )
+        if chosen:
+            left.update(_suffix(p) for p in every if p.suffix not in suffixes)
+            kinds = ", ".join(sorted({p.suffix for p in chosen}))
+            return chosen, f"{path}: {len(chosen)} files ({kinds})", _counted(left)
+    left.update(map(_suffix, every))
+    holds = f"; it holds {_counted(left)}" if left else ", it is empty"
+    raise DataError(f"{knob} {shown(path)}: the folder has no file that preheat reads ({', '.join(TEXT + ROWS)}){holds}")
+
+
+def _under(knob: str, folder: Path) -> tuple[list[Path], Counter[str]]:
+    """The files in a folder and its folders, sorted, that have content; and how many are left for another reason than their suffix."""
+    files, left = list[Path](), Counter[str]()
+
+    def unreadable(error: OSError) -> NoReturn:
+        raise DataError(f"{knob} {shown(error.filename)}: cannot be read ({error.strerror or error})") from None
+
+    for place, folders, names in os.walk(folder, onerror=unreadable):
+        at = Path(place)
+        left["hidden"] += sum(name.startswith(".") for name in (*folders, *names))
+        left["links to folders"] += sum((at / name).is_symlink() for name in folders if not name.startswith("."))
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        for file in (at / name for name in names if not name.startswith(".")):
+            if not file.is_file():
+                left[f"{_kind(file).partition(' ')[2]}"] += 1
+            elif file.stat().st_size == 0 and file.suffix in TEXT + ROWS:
+                left[f"empty {file.suffix}"] += 1
+            else:
+                files.append(file)
+    return sorted(files), +left
+
+
+def _kind(path: Path) -> str:
+    """What a path is that is no file and no folder."""
+    if path.is_symlink() and not path.exists():
+        return "a link to nothing"
+    mode = path.stat().st_mode
+    known = {stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
+    return known.get(stat.S_IFMT(mode), "a special file")
+
+
+def _suffix(path: Path) -> str:
+    return shown(path.suffix) if path.suffix else "without suffix"
+
+
+def _counted(left: Counter[str]) -> str:
+    """'3 .txt, 1 hidden': the most common first."""
+    parts = [f"{count:,} {what}" for what, count in sorted(left.items(), key=lambda pair: (-pair[1], pair[0]))]
+    return ", ".join(parts[:8]) + (f" and {sum(sorted(left.values())[:-8]):,} others" if len(parts) > 8 else "")
+
+
+def columns_of(path: Path) -> list[str] | None:
+    """The fields of all rows of a file, where it states them before any row (Parquet, CSV)."""
+    try:
+        if path.suffix == ".parquet":
+            import pyarrow
+            import pyarrow.parquet
+
+            try:
+                return list(pyarrow.parquet.read_schema(path).names)
+            except (pyarrow.ArrowException, UnicodeDecodeError) as error:
+                raise DataError(f"{shown(path)}: not a readable Parquet file: {_first_line(error)}") from None
+        return next(read_csv(path), (0, [], []))[1] if path.suffix == ".csv" else None
+    except OSError as error:
+        raise _unread(path, error) from None
+
+
+def _unread(path: Path, error: OSError) -> DataError:
+    return DataError(f"{shown(path)}: cannot be read ({error.strerror or _first_line(error)})")
+
+
+def _first_line(error: BaseException) -> str:
+    return shorten((str(error).strip() or type(error).__name__).splitlines()[0], 200)
+
+
+def read_file(path: Path, columns: Sequence[str] | None = None, *, whole: bool = False) -> Iterator[tuple[str, Any]]:
+    """(where, row) of each row of a file, lazily: an object with fields, or the text of a file without rows.
+
+    Args:
+        columns: read no others, where the format lets them be left out.
+        whole: a long .txt file is one document, and not cut.
+    """
+    try:
+        if path.suffix == ".txt" and not whole and path.stat().st_size > CUT_ABOVE:
+            yield from _cut(path)
+        elif path.suffix in TEXT:
+            yield shown(path), "".join(line for _, line in read_lines(path, longest=None))
+        elif path.suffix == ".jsonl":
+            yield from read_jsonl(path)
+        elif path.suffix == ".json":
+            yield from _json(path)
+        elif path.suffix == ".csv":
+            for number, names, values in read_csv(path):
+                if len(values) != len(names):
+                    raise DataError(
+                        f"{shown(path)}:{number}: has {len(values):,} fields where the first line names {len(names):,}; quote commas and line ends"
+                    )
+                yield f"{shown(path)}:{number}", dict(zip(names, values, strict=True))
+        else:
+            yield from read_parquet(path, columns)
+    except OSError as error:
+        raise _unread(path, error) from None
+
+
+OTHER_FORMATS = {
+    b"\x1f\x8b": ("a gzip file", "unpack it"),
+    b"PK\x03\x04": ("a zip file", "unpack it"),
+    b"\x28\xb5\x2f\xfd": ("a Zstandard file", "unpack it"),
+    b"\xfd7zXZ": ("an xz file", "unpack it"),
+    b"BZh": ("a bzip2 file", "unpack it"),
+    b"PAR1": ("a Parquet file", "name it .parquet"),
+    b"ARROW1": ("an Arrow file", "write it as .parquet"),
+    b"\xff\xfe": ("text in UTF-16", "convert it to UTF-8"),
+    b"\xfe\xff": ("text in UTF-16", "convert it to UTF-8"),
+}
+"""How files begin that often bear a wrong name."""
+
+
+def read_lines(path: Path, *, longest: int | None = LONGEST) -> Iterator[tuple[int, str]]:
+    """Numbered lines with their ends, decoded from UTF-8, without a byte order mark.
+
+    Raises:
+        DataError: a line is no text in UTF-8, or has more than `longest` bytes.
+        OSError: as opening and reading raise it.
+    """
+    offset = 0
+    with path.open("rb") as file:
+        for number, raw in enumerate(_raw_lines(file, longest), 1):
+            where = f"{shown(path)}:{number}"
+            if number == 1 and (what := next((w for mark, w in OTHER_FORMATS.items() if raw.startswith(mark)), None)):
+                raise DataError(f"{where}: is {what[0]}, not text in UTF-8; {what[1]}")
+            if longest is not None and len(raw) > longest:
+                raise DataError(
+                    f"{where}: the line has more than {longest // 2**20:,} MiB, and a row at most that; cut it into several rows"
+                )
+            if b"\0" in raw:
+                raise DataError(f"{where}: byte {offset + raw.index(0):,} is 0: a binary file, not text")
+            try:
+                line = raw.decode("utf-8")
+            except UnicodeDecodeError as error:
+                bad = raw[error.start]
+                raise DataError(
+                    f"{where}: byte {offset + error.start:,} (0x{bad:02x}) is not text in UTF-8; convert the file or leave it out"
+                ) from None
+            offset += len(raw)
+            yield number, line.removeprefix("\ufeff") if number == 1 else line
+
+
+def _raw_lines(file: Any, longest: int | None) -> Iterator[bytes]:
+    limit = -1 if longest is None else longest + 1
+    while raw := file.readline(limit):
+        yield raw
+
+
+def parse_json(text: str, where: str, *, lines: bool = False, hint: str = "") -> Any:
+    """`read_value`, with an error that names the place.
+
+    Args:
+        where: file and row, for messages.
+        lines: the text has several lines, and `where` is a file: errors name the line.
+        hint: said behind what is no JSON.
+
+    Raises:
+        DataError: as `read_value` raises BadJson.
+    """
+    try:
+        return read_value(text, once=True)
+    except BadJson as error:
+        at = f"{where}:{error.line}" if lines and error.line else where
+        raise DataError(f"{at}: {error.words}{hint if error.line else ''}") from None
+
+
+def _cut(path: Path) -> Iterator[tuple[str, str]]:
+    """One long text as documents of a few KB whose concatenation is the text."""
+    held: list[str] = []
+    size = first = 0
+    for number, line in read_lines(path, longest=None):
+        for start in range(0, len(line), CUT_AT_ANY_LINE):
+            if not held:
+                first = number
+            piece = line[start : start + CUT_AT_ANY_LINE]
+            held.append(piece)
+            size += len(piece)
+            if size >= CUT_AT_ANY_LINE or (size >= CUT_AT and not line.strip()):
+                yield f"{shown(path)}:{first}", "".join(held)
+                held, size = [], 0
+    if held:
+        yield f"{shown(path)}:{first}", "".join(held)
+
+
+def read_jsonl(path: Path) -> Iterator[tuple[str, Any]]:
+    """(where, value) of each line that is not blank."""
+    for number, line in read_lines(path):
+        if line.strip():
+            where = f"{shown(path)}:{number}"
+            yield where, parse_json(line.rstrip(), where)
+
+
+def read_json(path: Path) -> Any:
+    """What a .json file holds; of a file of blanks an empty list."""
+    text = "".join(line for _, line in read_lines(path, longest=None))
+    if not text.strip():
+        return []
+    return parse_json(text, shown(path), lines=True, hint=" (a file of one object a line is named .jsonl)")
+
+
+def _json(path: Path) -> Iterator[tuple[str, Any]]:
+    rows = read_json(path)
+    if not isinstance(rows, list):
+        raise DataError(f"{shown(path)}: holds {kind_of(rows)}; a .json file must hold a list of objects")
+    for number, row in enumerate(rows, 1):
+        yield f"{shown(path)}: row {number}", row
+
+
+def read_csv(path: Path) -> Iterator[tuple[int, list[str], list[str]]]:
+    """(line, names, values) of each row; a quoted value may go over several lines."""
+    import csv
+
+    csv.field_size_limit(2**31 - 1)  # of the process; the default, 128 KiB, is less than a long document
+    reader = csv.reader((line for _, line in read_lines(path)), strict=True)
+    names: list[str] = []
+    try:
+        for values in reader:
+            if not values:
+                continue
+            if not names:
+                names = values
+                if len(set(names)) < len(names) or not all(name.strip() for name in names):
+                    raise DataError(f"{shown(path)}:1: the first line must name each field once, has {listed(names)}")
+                continue
+            yield reader.line_num, names, values
+    except csv.Error as error:
+        raise DataError(f"{shown(path)}:{reader.line_num}: not CSV: {error}") from None
+
+
+def read_parquet(path: Path, columns: Sequence[str] | None = None) -> Iterator[tuple[str, Any]]:
+    """(where, row) of each row, with these columns alone where stated."""
+    import pyarrow
+    import pyarrow.parquet
+
+    number = 0
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            known = [name for name in file.schema_arrow.names if columns is None or name in columns]
+            for batch in file.iter_batches(batch_size=1024, columns=known):
+                for row in batch.to_pylist():
+                    number += 1
+                    yield f"{shown(path)}: row {number}", row
+    except (pyarrow.ArrowException, UnicodeDecodeError, OverflowError) as error:
+        where = f"{shown(path)}: row {number + 1}" if number else shown(path)
+        raise DataError(f"{where}: not a readable Parquet file: {_first_line(error)}") from None

@@ -1,0 +1,404 @@
+"""Layouts: what the fields of a row mean, recognised by their names or stated, and the document that a row becomes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+from preheat.data.chat.messages import Unreadable, answer_of, messages_of, order_problem, texts_of, tools_of
+from preheat.data.chat.template import Message, Template, TrainOn
+from preheat.data.document import Document, Piece
+from preheat.data.rows.file_readers import LONGEST, closest, kind_of, listed
+from preheat.data.rows.schemas import LAYOUTS, class_name, class_names, said_by_columns
+from preheat.data.vision_inputs import Eye, seen
+from preheat.errors import DataError, nearest
+from preheat.recipe import Data
+from preheat.sanitize import quoted, shorten
+
+__all__ = ["Layout", "class_names", "layout_of"]
+
+_LIKED = {"true": 1, "false": 0, "1": 1, "0": 0, "1.0": 1, "0.0": 0, True: 1, False: 0}
+_BROKEN = re.compile("[ÂÃ][\x80-\xbf]|â€[\x80-\xff\u0152-\u2122]|ï»¿|ðŸ|[\ufffd\x80-\x9f]")
+"""UTF-8 that was read as Latin-1 or Windows-1252, replacement characters, and controls that no text has."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How rows are read.
+
+    Attributes:
+        kind: of `LAYOUTS`.
+        columns: its fields by role -> what the file calls them.
+        reason: by what it was recognised, for people.
+        template: the chat template; None: there is none, or why not stands in `lacking`.
+        lacking: the message for rows that need a template.
+        wraps: put the template around prompts and completions that are mere text.
+        train_on: which turns of a conversation.
+        classes: names of the classes, in order.
+        special: special tokens of the tokenizer, looked for in the text of rows.
+        eye: how images are read; None: the model reads text alone.
+        folder: where the files of images stand that are not named from the root.
+        strange: the first row's fields are of no layout.
+    """
+
+    kind: str
+    columns: Mapping[str, str]
+    reason: str
+    template: Template | None = None
+    lacking: str = ""
+    wraps: bool = False
+    train_on: TrainOn = "assistant"
+    classes: tuple[str, ...] = ()
+    special: tuple[str, ...] = ()
+    eye: Eye | None = None
+    folder: Path = Path()
+    strange: bool = False
+    _firsts: frozenset[str] = field(default=frozenset(), repr=False)
+
+    @property
+    def chat_template(self) -> Template | None:
+        """The template that the rows are laid out by; None: they are texts, whatever the tokenizer has."""
+        chats = self.kind in ("alpaca", "messages", "sharegpt") or (self.wraps and self.kind not in ("classes", "text"))
+        return self.template if chats else None
+
+    def names(self) -> list[str]:
+        """The fields of a file that are read."""
+        return list(dict.fromkeys(self.columns.values()))
+
+    @property
+    def words(self) -> str:
+        """The layout and by what it was recognised, for people."""
+        return f"{self.kind}, {self.reason}"
+
+    def key(self) -> tuple[object, ...]:
+        """All that decides what a row becomes."""
+        template = (self.template.text, self.template.with_tools, dict(self.template.variables)) if self.template else None
+        seen = (self.eye.key(), str(self.folder)) if self.eye else None
+        return self.kind, dict(self.columns), template, self.wraps, self.train_on, self.classes, self.special, seen
+
+    def require(self, names: Sequence[str], where: str) -> None:
+        """Raises DataError when a field that all rows need is not among their names."""
+        for role in LAYOUTS[self.kind][0]:
+            if self.columns[role] not in names:
+                raise DataError(f"{where}: {self._absent(role, names)}")
+
+    def document(self, row: Any, where: str) -> Document:
+        """The document of a row; where it cannot be read, one without sequences whose notes say why.
+
+        Raises:
+            DataError: the layout needs a chat template and there is none.
+        """
+        if isinstance(row, Document):
+            return row
+        notes: list[tuple[str, str]] = []
+        try:
+            if isinstance(row, str):
+                row = {self.columns.get("text", "text"): row}
+            if not isinstance(row, Mapping):
+                raise Unreadable("fields", f"is {kind_of(row)}, not an object with fields")
+            made = self._document(row, notes)
+            if (size := sum(len(piece.text) for sequence in made.sequences for piece in sequence)) > LONGEST:
+                raise Unreadable(
+                    "fields", f"has {size:,} characters of text, and a row at most {LONGEST:,}; cut it into several"
+                )
+        except Unreadable as problem:
+            return Document((), where=where, notes=((problem.check, problem.words),))
+        return made._replace(
+            where=where, notes=tuple(dict(reversed(notes)).items())
+        )  # the first of each check: rows are counted
+
+    def _document(self, row: Mapping[str, Any], notes: list[tuple[str, str]]) -> Document:
+        if self.eye and self.kind not in ("sharegpt", "messages") and self._images(row):
+            raise Unreadable("images", f"has images, which the layout {self.kind} does not read; use sharegpt or messages")
+        if self.kind == "text":
+            return Document.of(self._text(row, "text", notes, empty=True))
+        if self.kind == "classes":
+            text = self._text(row, "text", notes, empty=False)
+            return Document(((Piece(text, False),),), label=self._class(row))
+        if self.kind in ("sharegpt", "messages"):
+            role = "conversations" if self.kind == "sharegpt" else "messages"
+            return self._chat(self._talk(row, role), self._tools(row), notes, images=self._images(row))
+        if self.kind == "alpaca":
+            return self._chat(self._instruction(row), None, notes)
+        if self.kind == "preference":
+            return self._pair(row, notes)
+        before, answers = self._asked(row, "completion", notes)
+        label = self._liked(row) if self.kind == "unpaired" else None
+        if isinstance(answers, str):
+            prompt = before if isinstance(before, str) else ""
+            return Document(((*([Piece(prompt, False)] if prompt else []), Piece(answers)),), label=label)
+        made = self._chat([*before, *answers], self._tools(row), notes, read=len(before))
+        return self._judged(made)._replace(label=label) if self.kind == "unpaired" else made
+
+    # --- fields
+
+    def _value(self, row: Mapping[str, Any], role: str) -> Any:
+        if self.columns[role] not in row:
+            raise Unreadable("fields", self._absent(role, [str(k) for k in row]))
+        return row[self.columns[role]]
+
+    def _absent(self, role: str, known: Sequence[str]) -> str:
+        name, only = self.columns[role], listed(known) or "none"
+        if self.strange and known:
+            return f"no field 'text', only {only}, which no layout has; {said_by_columns(known)}"
+        knob = f"data.{role}" if role in ("text", "prompt", "completion") else f"data.columns.{role}"
+        return f"no field '{name}', only {only}; set {knob}: {closest(name, list(known)) if known else name}"
+
+    def _text(self, row: Mapping[str, Any], role: str, notes: list[tuple[str, str]], *, empty: bool) -> str:
+        value, name = self._value(row, role), self.columns[role]
+        if not isinstance(value, str):
+            raise Unreadable("fields", f"field '{name}' is {kind_of(value)}, not text; mend the row or name another field")
+        if not empty and not value.strip():
+            raise Unreadable("fields", f"field '{name}' is empty")
+        self._look(f"field '{name}'", value, notes)
+        return value
+
+    def _look(self, where: str, text: str, notes: list[tuple[str, str]]) -> None:
+        """Notes what is wrong with a text in itself."""
+        if not text.isascii():
+            try:
+                text.encode()
+            except UnicodeEncodeError as error:
+                raise Unreadable(
+                    "encoding", f"{where} holds half a surrogate pair at character {error.start}, which is not text"
+                ) from None
+            if found := _BROKEN.search(text):
+                words = f"{where} holds {found[0]!r} at character {found.start()}, as text read in a wrong encoding has"
+                notes.append(("encoding", words))
+        if any(first in text for first in self._firsts):
+            token = next((t for t in self.special if t in text), None)
+            if token is not None:
+                notes.append(("special_tokens", f"{where} holds {token}, a special token of the tokenizer"))
+
+    def _optional(self, row: Mapping[str, Any], role: str) -> Any:
+        return row.get(self.columns[role]) if role in self.columns else None
+
+    def _tools(self, row: Mapping[str, Any]) -> list[dict[str, Any]] | None:
+        return tools_of(self._optional(row, "tools"), self.columns.get("tools", "tools"))
+
+    def _class(self, row: Mapping[str, Any]) -> int:
+        value = self._value(row, "label")
+        if isinstance(value, int) and not isinstance(value, bool) and str(value) not in self.classes:
+            if 0 <= value < len(self.classes):  # the number of a class whose names are stated
+                return value
+        elif value is not None and class_name(value) in self.classes:
+            return self.classes.index(class_name(value))
+        raise Unreadable(
+            "fields",
+            f"field '{self.columns['label']}' is {quoted(value)}, none of the classes {', '.join(shorten(c, 40) for c in self.classes[:12])}",
+        )
+
+    def _liked(self, row: Mapping[str, Any]) -> int:
+        value = self._value(row, "label")
+        plain = value.lower() if isinstance(value, str) else value
+        known = _LIKED.get(plain) if isinstance(plain, str | bool | int | float) else None
+        if known is None:
+            raise Unreadable("fields", f"field '{self.columns['label']}' is {quoted(value)}, neither true (liked) nor false")
+        return known
+
+    # --- conversations
+
+    def _talk(self, row: Mapping[str, Any], role: str) -> list[Message]:
+        found: list[Message] = list(messages_of(self._value(row, role), self.columns[role]))
+        system = self._optional(row, "system")
+        if isinstance(system, str) and system.strip() and (not found or found[0]["role"] != "system"):
+            found = [{"role": "system", "content": system}, *found]
+        return found
+
+    def _instruction(self, row: Mapping[str, Any]) -> list[Message]:
+        values = {role: self._value(row, role) for role in ("instruction", "output")}
+        for role in values:
+            self._text(row, role, [], empty=False)  # its text is looked at as a message
+        more = self._optional(row, "input")
+        if more is not None and not isinstance(more, str):
+            raise Unreadable("fields", f"field '{self.columns['input']}' is {kind_of(more)}, not text")
+        asked = values["instruction"] + (f"\n\n{more}" if more and more.strip() else "")
+        talk: list[Message] = []
+        if isinstance(system := self._optional(row, "system"), str) and system.strip():
+            talk.append({"role": "system", "content": system})
+        history = self._optional(row, "history") or []
+        for pair in history if isinstance(history, Sequence) and not isinstance(history, str) else [None]:
+            if not isinstance(pair, Sequence) or len(pair) != 2 or not all(isinstance(t, str) and t.strip() for t in pair):
+                raise Unreadable("fields", f"field '{self.columns['history']}' is no list of pairs of texts")
+            talk += [{"role": "user", "content": pair[0]}, {"role": "assistant", "content": pair[1]}]
+        return [*talk, {"role": "user", "content": asked}, {"role": "assistant", "content": values["output"]}]
+
+    def _chat(
+        self,
+        talk: Sequence[Message],
+        tools: Any,
+        notes: list[tuple[str, str]],
+        read: int = 0,
+        images: Sequence[Any] | None = None,
+    ) -> Document:
+        """A conversation; the first `read` messages are only read.
+
+        Args:
+            images: files of the row's own field; None: it has no such field.
+        """
+        if self.template is None:
+            raise DataError(self.lacking)
+        for where, text in texts_of(talk):
+            self._look(where, text, notes)
+        if words := order_problem(talk):
+            notes.append(("roles", words))
+        talk, pictures = seen(talk, images, self.eye, self.folder)
+        if pictures and self.train_on == "all":
+            raise Unreadable("images", "has images, and data.train_on: all would train on their places; use assistant")
+        if read:
+            talk = [{**m, "weight": 0} if n < read else m for n, m in enumerate(talk)]
+        if not any(m["role"] == "assistant" and m.get("weight") != 0 for m in talk) and self.train_on != "all":
+            raise Unreadable("untrained", "has no message of the assistant to train on")
+        try:
+            return Document((self.template.pieces(talk, tools, self.train_on),), complete=True, images=pictures)
+        except DataError as error:
+            raise Unreadable("template", str(error)) from None
+
+    # --- images
+
+    def _images(self, row: Mapping[str, Any]) -> Sequence[Any] | None:
+        """The files that a row names in a field of its own; None: no row has such a field."""
+        names = (self.columns.get("images", "images"), "image")  # which the first row may lack
+        value = next((row[name] for name in names if row.get(name) is not None), None)
+        if value is None:
+            return [] if "images" in self.columns else None
+        return value if isinstance(value, list | tuple) else [value]
+
+    # --- answers that are compared or judged
+
+    def _asked(self, row: Mapping[str, Any], role: str, notes: list[tuple[str, str]]) -> tuple[Any, Any]:
+        """What was asked, and the answer: both text, or both messages."""
+        answer: Any = self._value(row, role)
+        if isinstance(answer, str):
+            answer = self._text(row, role, notes, empty=False)
+        else:
+            answer = list(messages_of(answer, self.columns[role]))
+        before: Any = None
+        for asks in ("messages", "conversations", "prompt"):
+            needed = asks in LAYOUTS[self.kind][0]
+            if (found := self._value(row, asks) if needed else self._optional(row, asks)) is not None or needed:
+                chat = isinstance(found, list | Mapping)
+                before = self._talk(row, asks) if chat else self._text(row, asks, notes, empty=True)
+                break
+        if isinstance(answer, str) and (before is None or isinstance(before, str)) and not (self.wraps and before):
+            return before or "", answer
+        if isinstance(before, str):
+            before = [{"role": "user", "content": before}] if before.strip() else []
+        if isinstance(answer, str):
+            answer = [{"role": "assistant", "content": answer}]
+        system = self._optional(row, "system")
+        if isinstance(system, str) and system.strip() and not any(m["role"] == "system" for m in before or []):
+            before = [{"role": "system", "content": system}, *(before or [])]
+        return before or [], answer
+
+    def _pair(self, row: Mapping[str, Any], notes: list[tuple[str, str]]) -> Document:
+        (before, good), (_, bad) = self._asked(row, "chosen", notes), self._asked(row, "rejected", [])
+        if isinstance(good, str) != isinstance(bad, str):
+            raise Unreadable("fields", "one of the two answers is text, the other a list of messages")
+        same = good == bad if isinstance(good, str) else answer_of(good) == answer_of(bad)
+        if same:
+            raise Unreadable("equal_answers", f"'{self.columns['chosen']}' and '{self.columns['rejected']}' are equal")
+        if isinstance(good, str):
+            shared = before or _shared(good, bad)
+            cut = 0 if before else len(shared)
+            if not good[cut:].strip() or not bad[cut:].strip():
+                raise Unreadable("fields", "one of the two answers is the beginning of the other")
+            asked = (Piece(shared, False),) if shared else ()
+            return Document(((*asked, Piece(good[cut:])), (*asked, Piece(bad[cut:]))))
+        shared = _alike(*([answer_of([m]) + m["role"] for m in talk] for talk in (good, bad)))
+        chats = [self._chat([*before, *talk], self._tools(row), notes, len(before) + shared) for talk in (good, bad)]
+        return Document(tuple(self._judged(chat).sequences[0] for chat in chats), complete=True)
+
+    def _judged(self, chat: Document) -> Document:
+        if chat.images:
+            raise Unreadable("images", f"has images, which the layout {self.kind} does not read; use sharegpt or messages")
+        return chat
+
+
+def _shared(one: str, other: str) -> str:
+    """The beginning that two texts share, up to the last white space in it."""
+    same = one[: _alike(one, other)]
+    return same[: len(same) - len(re.split(r"\s", same)[-1])]
+
+
+def _alike(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """How many items two sequences share at their beginning."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((n for n, (a, b) in pairs if a != b), min(len(one), len(other)))
+
+
+def layout_of(data: Data, names: Sequence[str], first: Any, where: str, **more: Any) -> Layout:
+    """The layout of a source, from what the recipe states or from its fields.
+
+    Args:
+        names: of the fields.
+        first: the first row.
+        where: the source, for messages.
+        more: the other attributes of `Layout`.
+
+    Raises:
+        DataError: the fields are of no layout, or lack what the stated one needs.
+    """
+    kinds = get_args(get_type_hints(Data)["layout"])
+    if data.layout not in kinds:
+        raise DataError(f"{where}: data.layout {data.layout}: no such layout; {nearest(str(data.layout), list(kinds))}")
+    stated = {k: v for k in ("prompt", "completion") if (v := getattr(data, k))} | dict(data.columns)
+    if data.text != "text":
+        stated.setdefault("text", data.text)
+    for role in stated:
+        roles = sorted({r for needs, reads in LAYOUTS.values() for r in (*needs, *reads)})
+        if role not in roles:
+            raise DataError(f"data.columns.{role}: no layout has such a field; {nearest(role, roles)}")
+    kind, why = (data.layout, "stated") if data.layout != "auto" else _recognised(stated, names, first)
+    needs, reads = LAYOUTS[kind]
+    for role in stated:
+        if data.columns.get(role) and role not in (*needs, *reads):
+            raise DataError(
+                f"data.columns.{role}: the layout {kind} ({why}) has no such field, only {', '.join((*needs, *reads))}; state data.layout"
+            )
+    columns = {role: stated.get(role, role) for role in needs}
+    if kind == "sharegpt" and "conversations" not in names and "messages" in names and "conversations" not in stated:
+        columns["conversations"] = "messages"
+    if kind == "messages" and "messages" not in names and "conversations" in names and "messages" not in stated:
+        columns["messages"] = "conversations"
+    columns |= {role: stated.get(role, role) for role in reads if role in stated or role in names}
+    if "images" in reads and "images" not in columns and "image" in names:
+        columns["images"] = "image"  # as LLaVA's rows have it
+    special = tuple(more.pop("special", ()))
+    strange = kind == "text" and data.layout == "auto" and isinstance(first, Mapping) and columns["text"] not in names
+    return Layout(kind, columns, why, special=special, strange=strange, _firsts=frozenset(t[0] for t in special), **more)
+
+
+def _recognised(stated: Mapping[str, str], names: Sequence[str], first: Any) -> tuple[str, str]:
+    """The layout that fields are of, and by which."""
+    if not isinstance(first, Mapping):
+        return "text", "recognised by text without fields"
+
+    def has(*roles: str) -> bool:
+        return all(stated.get(role, role) in names for role in roles)
+
+    def fields(*roles: str) -> str:
+        return f"recognised by the field{'s' * (len(roles) > 1)} " + " and ".join(stated.get(role, role) for role in roles)
+
+    for kind in ("preference", "unpaired", "classes", "prompt", "alpaca"):
+        needs = LAYOUTS[kind][0]
+        if kind == "classes" and "label" not in stated:  # a field of this name beside a text may be anything
+            continue
+        if kind == "unpaired" and "label" not in stated and not isinstance(first.get("label"), bool):
+            continue
+        if has(*needs):
+            return kind, fields(*needs)
+    if "text" in stated:
+        return "text", fields("text")
+    for role in ("messages", "conversations"):
+        value = first.get(stated.get(role, role))
+        if isinstance(value, Sequence) and value and isinstance(value[0], Mapping):
+            return "sharegpt" if "from" in value[0] else "messages", fields(role)
+        if has(role) and not isinstance(value, str):
+            return {"messages": "messages", "conversations": "sharegpt"}[role], fields(role)
+    if "prompt" in stated or "completion" in stated:
+        return "prompt", "stated by data.prompt"
+    return "text", fields("text")

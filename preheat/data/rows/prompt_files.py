@@ -1,0 +1,60 @@
+"""Prompts from a file: a text's lines, or JSONL rows that are text, {"prompt": text} or {"messages": [...]}."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from preheat.data.rows.file_readers import expanded, missing, read_jsonl, read_lines, shown
+from preheat.errors import DataError
+
+__all__ = ["read_prompts"]
+
+
+def read_prompts(path: Path, *, knob: str = "--file") -> list[str | list[Mapping[str, Any]]]:
+    """The prompts of a file, in order; lines without text are left out.
+
+    Args:
+        path: `.jsonl` holds a JSON value a line; any other file a prompt a line.
+
+    Raises:
+        DataError: no such file, no text in UTF-8, no prompt in it, or a row that is none; with the line.
+    """
+    path = expanded(knob, path)
+    if not path.exists():
+        raise missing(knob, path)
+    if not path.is_file():
+        raise DataError(f"{knob} {shown(path)}: is no file; name one with a prompt a line")
+    made: list[str | list[Mapping[str, Any]]] = []
+    try:
+        if path.suffix == ".jsonl":
+            made = [_prompt(row, where) for where, row in read_jsonl(path)]
+        else:
+            made = [text for _, line in read_lines(path) for text in line.splitlines() if text.strip()]
+    except OSError as error:
+        raise DataError(f"{knob} {shown(path)}: cannot be read ({error.strerror or error})") from None
+    if not made:
+        raise DataError(f"{knob} {shown(path)}: holds no prompt; write one a line")
+    return made
+
+
+def _prompt(row: Any, where: str) -> str | list[Mapping[str, Any]]:
+    if isinstance(row, Mapping):
+        row = row.get("messages", row.get("prompt"))
+    if isinstance(row, str):
+        return row
+    if (
+        not isinstance(row, list)
+        or not row
+        or any(
+            not isinstance(m, Mapping) or not isinstance(m.get("role"), str) or not isinstance(m.get("content"), str)
+            for m in row
+        )
+    ):
+        raise DataError(
+            f'{where}: is no prompt; write {{"prompt": "..."}} or {{"messages": [{{"role": "user", "content": "..."}}]}}'
+        )
+    if row[-1]["role"] == "assistant":
+        raise DataError(f"{where}: the chat ends with the assistant's message, so there is nothing to answer; leave it out")
+    return row

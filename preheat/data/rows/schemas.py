@@ -1,0 +1,65 @@
+"""The layouts by name, and their fields; classes by what stands in the field of a label."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from preheat.errors import DataError
+from preheat.sanitize import shorten
+
+__all__ = ["LAYOUTS", "class_name", "class_names", "said_by_columns"]
+
+LAYOUTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "text": (("text",), ()),
+    "prompt": (("prompt", "completion"), ("system",)),
+    "alpaca": (("instruction", "output"), ("input", "system", "history")),
+    "sharegpt": (("conversations",), ("system", "tools", "images")),
+    "messages": (("messages",), ("system", "tools", "images")),
+    "preference": (("chosen", "rejected"), ("prompt", "conversations", "messages", "system", "tools")),
+    "unpaired": (("completion", "label"), ("prompt", "conversations", "messages", "system", "tools")),
+    "classes": (("text", "label"), ()),
+}
+"""Layout -> the fields that it needs, and those that it reads where they stand."""
+
+
+def class_name(value: Any) -> str:
+    """The name of a class as a field has it: text, a number, true or false."""
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def said_by_columns(known: Sequence[str]) -> str:
+    """How to say what fields are that no layout has: by the one that is nearly a layout's, else by an example.
+
+    Example:
+        >>> said_by_columns(["mesages"])
+        'set data.columns={messages: mesages}'
+    """
+    roles, known = (
+        sorted({role for needs, _ in LAYOUTS.values() for role in needs}),
+        [shorten(name, 40) for name in known[:100]],
+    )
+    for name in known:
+        if near := difflib.get_close_matches(name.lower(), roles, n=1, cutoff=0.8):
+            return f"set data.text: {name}" if near[0] == "text" else f"set data.columns={{{near[0]}: {name}}}"
+    if len(known) == 1:
+        return f"set data.text: {known[0]}"
+    pair = f"data.columns={{prompt: {known[0]}, completion: {known[1]}}}"
+    return f"say what they are: {pair} where the one is asked and the other answers, or data.text: {known[0]} for plain text"
+
+
+def class_names(values: Iterable[Any], where: str) -> tuple[str, ...]:
+    """The distinct values of a label's field as names of classes: numbers by size, else by alphabet.
+
+    Raises:
+        DataError: they are fewer than two, or too many to be classes.
+    """
+    found = {v for v in values if isinstance(v, str | int) and (not isinstance(v, str) or v.strip())}
+    if not 2 <= len(found) <= 10_000:
+        some = "has one value" if len(found) == 1 else "has no value" if not found else f"has {len(found):,} different values"
+        raise DataError(
+            f"{where}: the field of the label {some} in all rows; classes are 2 or more, name their field by data.columns.label"
+        )
+    numbers = all(isinstance(v, int) and not isinstance(v, bool) for v in found)
+    return tuple(map(str, sorted(found))) if numbers else tuple(sorted(map(class_name, found)))  # type: ignore[type-var]

@@ -1,0 +1,322 @@
+"""Documents to tokens in files, with all that is counted on the way. Where it is killed, the next start goes on from there.
+
+The work stands in a folder of its own beside the cache's entries: files that only grow, and a journal which is written every few
+seconds, after the files, with their sizes. To go on, what stands behind those sizes is cut off, and rows already read are skipped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import fcntl
+import itertools
+import json
+import os
+import shutil
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import numpy as np
+
+from preheat.data.document import Document
+from preheat.data.preflight import Findings, merged
+from preheat.data.sources import Source
+from preheat.data.split import Side, Split, chunks, near_hash
+from preheat.data.tokenizer import Encoded, Encoder
+from preheat.data.vision_inputs import Eye, PictureTable
+from preheat.errors import PreheatError
+from preheat.hardware.link_rates import make_private
+from preheat.run_dir import to_json, write_atomic
+
+__all__ = ["SIDES", "Progress", "Stream", "streams_of", "tokenize"]
+
+SIDES: tuple[Side, Side] = ("train", "validation")
+JOURNAL_EVERY = 5.0
+"""Seconds."""
+
+Progress = Callable[[str, int, int | None], None]
+
+
+class Stream(NamedTuple):
+    """A source, and which side its documents go to; held: all to validation."""
+
+    source: Source
+    held: bool
+    split: Split
+
+    def read(
+        self, dropped: Counter[str], findings: Findings, documents: Iterable[Document] | None = None
+    ) -> Iterator[tuple[Side, str, Document]]:
+        """Each document that is kept, with its side and content hash."""
+        for side, mark, document in self.split.apply(self.source.read() if documents is None else documents, dropped, findings):
+            yield "validation" if self.held else side, mark, document
+
+
+def streams_of(sources: Sequence[Source], held: Source | None, split: Split) -> list[Stream]:
+    """What is read, in order."""
+    return [*([Stream(held, True, Split())] if held else []), *(Stream(source, False, split) for source in sources)]
+
+
+@dataclass
+class _Tally:
+    """What was counted so far, and where the work stands; plain values, for the journal."""
+
+    stream: int = 0
+    rows: int = 0
+    """Read of this stream."""
+    sources: list[dict[str, Any]] = field(default_factory=list)
+    found: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """By the checks, in rows as they were read ..."""
+    shown: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """... and in their tokens."""
+    group: int = 1
+    masked: bool = False
+    ends: int = 0
+    """Tokens that end a text or a turn and are trained on."""
+    labels: int = 0
+    """All that is trained on."""
+    tokens: int = 0
+    largest: int = 0
+    sizes: dict[str, int] = field(default_factory=dict)
+    """Of the files, in bytes."""
+
+
+class _Portion(NamedTuple):
+    """Documents that are being encoded, and what is counted once they are written."""
+
+    documents: list[tuple[Side, str, Document]]
+    encoded: Future[list[list[Encoded]]]
+    rows: int
+    dropped: Counter[str]
+    found: dict[str, dict[str, Any]]
+
+
+def tokenize(
+    folder: Path,
+    work: Path,
+    streams: Sequence[Stream],
+    encoder: Encoder,
+    ends: Sequence[int],
+    say: Progress,
+    eye: Eye | None = None,
+) -> dict[str, Any]:
+    """Writes the tokens of both sides into `folder`, as `Tokens.open` reads them; gives what was counted.
+
+    Args:
+        work: where half of it stands; gone when this returns, or when the data is refused.
+        ends: tokens that end a text or a turn.
+        eye: how images are read, where the model reads them.
+    """
+    make_private(work)
+    with (work / "lock").open("a") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:  # another process makes the same: this one makes it for itself
+            work = folder.parent / "work"
+            work.mkdir()
+        try:
+            writer = _Writer(work, encoder, ends)
+            try:
+                writer.run(streams, say)
+            finally:
+                writer.close()
+            values = _finish(folder, work, writer.tally, writer.dtype, eye)
+        except (PreheatError, OSError):  # refused, or a full disk, which needs the room
+            shutil.rmtree(work, ignore_errors=True)
+            raise
+        shutil.rmtree(work, ignore_errors=True)
+    return values
+
+
+class _Writer:
+    def __init__(self, work: Path, encoder: Encoder, ends: Sequence[int]):
+        self.work, self.encoder = work, encoder
+        self.ends = np.array(sorted(set(ends)), np.uint32)
+        self.dtype = "uint16" if encoder.pieces <= 2**16 else "uint32"
+        self.tally, self.files = _Tally(), dict[str, BinaryIO]()
+        names = [
+            f"{side}.{kind}"
+            for side in SIDES
+            for kind in ("ids", "trained", "sizes", "labels", "marks", "seen", "near", "images")
+        ]
+        with contextlib.suppress(OSError, ValueError, TypeError):  # no journal, or one of another time
+            self.tally = _Tally(**json.loads((work / "journal.json").read_text(encoding="utf-8")))
+        if any(not (work / n).exists() or (work / n).stat().st_size < self.tally.sizes.get(n, 0) for n in names):
+            self.tally = _Tally()
+        for name in names:
+            self.files[name] = (work / name).open("ab")
+            self.files[name].truncate(self.tally.sizes.get(name, 0))
+        self.saved = time.monotonic()
+
+    def close(self) -> None:
+        for file in self.files.values():
+            file.close()
+
+    def run(self, streams: Sequence[Stream], say: Progress) -> None:
+        for number in range(self.tally.stream, len(streams)):
+            if number > self.tally.stream:
+                self.tally.stream, self.tally.rows = number, 0
+            if number == len(self.tally.sources):
+                source = streams[number].source
+                about = {
+                    "source": source.words,
+                    "layout": source.layout.words,
+                    "weight": source.weight,
+                    "side": "validation" if streams[number].held else "train",
+                }
+                self.tally.sources.append({**about, "read": 0, "dropped": {}, "untrained": 0, "documents": 0, "tokens": 0})
+            self._stream(streams[number], say)
+
+    def _stream(self, stream: Stream, say: Progress) -> None:
+        about, waiting = self.tally.sources[-1], None
+        dropped, findings, rows = Counter[str](about["dropped"]), Findings(copy.deepcopy(self.tally.found)), self.tally.rows
+
+        def counted() -> Iterator[Document]:
+            nonlocal rows
+            for document in stream.source.read(rows):
+                rows += 1
+                yield document
+
+        with ThreadPoolExecutor(1) as pool:  # the tokenizer works without Python's lock while the next portion is rendered
+            for portion in chunks(stream.read(dropped, findings, counted())):
+                say("tokenizing", rows, stream.source.count)
+                encoded = pool.submit(self.encoder, [document for _, _, document in portion])
+                now = _Portion(portion, encoded, rows, Counter(dropped), copy.deepcopy(findings.found))
+                if waiting is not None:
+                    self._write(stream, waiting, about)
+                waiting = now
+            if waiting is not None:
+                self._write(stream, waiting, about)
+        self._count(about, rows, dropped, findings.found)
+        say("tokenizing", rows, rows)
+
+    def _count(self, about: dict[str, Any], rows: int, dropped: Counter[str], found: dict[str, Any]) -> None:
+        self.tally.rows, about["read"], about["dropped"], self.tally.found = rows, rows, dict(dropped), found
+
+    def _write(self, stream: Stream, portion: _Portion, about: dict[str, Any]) -> None:
+        documents = portion.documents
+        flat = [e for sequences in portion.encoded.result() for e in sequences]
+        tally, group = self.tally, len(flat) // len(documents)
+        tally.group = group
+        sizes = np.array([len(e.tokens) for e in flat], np.int64)
+        bounds = np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)])
+        ids = np.fromiter(itertools.chain.from_iterable(e.tokens for e in flat), np.uint32, int(bounds[-1]))
+        marks = np.frombuffer(b"".join(e.trained or b"\1" * len(e.tokens) for e in flat), np.uint8)
+        tally.masked = tally.masked or any(e.trained is not None for e in flat)
+        trained = marks.copy()
+        trained[bounds[:-1][sizes > 0]] = 0  # the first token of a sequence is no label
+        labels = np.where([e.label is not None for e in flat], 1, _sums(trained, bounds)).reshape(-1, group)
+        kept = (labels > 0).all(axis=1)
+        shown = Findings(tally.shown)
+        for n in np.flatnonzero(~kept):
+            about["untrained"] += 1
+            shown.add("untrained", documents[n][2].where, "nothing in it is trained on")
+        if self.encoder.unknown is not None:
+            lost, of = (
+                _sums(x, bounds).reshape(-1, group).sum(axis=1) for x in (ids == self.encoder.unknown, np.ones_like(ids))
+            )
+            for n in np.flatnonzero(lost):
+                words = f"{lost[n]:,} of its {of[n]:,} tokens stand for text that the tokenizer does not know"
+                shown.add("unknown_tokens", documents[n][2].where, words, count=int(lost[n]))
+        tally.ends += int((np.isin(ids, self.ends) & (trained > 0)).sum())
+        tally.labels += int(labels[kept].sum())
+        tally.largest = max(tally.largest, int(ids.max(initial=0)))
+        tally.tokens += len(ids)
+        for side in SIDES:
+            wanted = [n for n, (s, _, _) in enumerate(documents) if s == side and kept[n]]
+            if not wanted:
+                continue
+            content = [int(documents[n][1][:16], 16) for n in wanted]
+            self._append(side, "seen", np.array(content, np.uint64))
+            self._append(side, "near", np.array([near_hash(documents[n][2]) for n in wanted], np.uint64))
+            if side == "train" and stream.source.weight != 1:
+                wanted = [n for n in wanted for _ in range(_times(stream.source.weight, documents[n][1]))]
+            if not wanted:
+                continue
+            chosen = (np.array(wanted)[:, None] * group + np.arange(group)).ravel()
+            spans = [(bounds[n], bounds[n + 1]) for n in chosen]
+            self._append(side, "ids", np.concatenate([ids[a:b] for a, b in spans]).astype(self.dtype))
+            self._append(side, "trained", np.concatenate([marks[a:b] for a, b in spans]))
+            self._append(side, "sizes", sizes[chosen])
+            self._append(side, "marks", np.array([int(documents[n][1][:16], 16) for n in wanted], np.uint64))
+            lines = "".join(to_json(documents[n][2].images) + "\n" for n in wanted)
+            self._append(side, "images", np.frombuffer(lines.encode(), np.uint8))
+            if flat[0].label is not None:
+                self._append(side, "labels", np.array([flat[n].label for n in chosen], np.int64))
+            about["documents"] += len(wanted)
+            about["tokens"] += int(sizes[chosen].sum())
+        self._count(about, portion.rows, portion.dropped, portion.found)
+        if time.monotonic() - self.saved > JOURNAL_EVERY:
+            self._journal()
+
+    def _append(self, side: Side, kind: str, values: np.ndarray) -> None:
+        self.files[f"{side}.{kind}"].write(values.tobytes())
+
+    def _journal(self) -> None:
+        for name, file in self.files.items():
+            file.flush()
+            os.fsync(file.fileno())
+            self.tally.sizes[name] = file.tell()
+        write_atomic(self.work / "journal.json", to_json(asdict(self.tally)))
+        os.utime(self.work)  # the cache takes folders without life for left ones
+        self.saved = time.monotonic()
+
+
+def _sums(values: np.ndarray, bounds: np.ndarray) -> np.ndarray:
+    """[spans] sum of each span of values."""
+    total = np.concatenate([np.zeros(1, np.int64), np.cumsum(values, dtype=np.int64)])
+    return total[bounds[1:]] - total[bounds[:-1]]
+
+
+def _times(weight: float, mark: str) -> int:
+    """How often a document is read in an epoch: a part of a whole is decided by its content."""
+    return int(weight) + (int(mark[16:32], 16) / 2**64 < weight % 1)
+
+
+def _finish(folder: Path, work: Path, tally: _Tally, dtype: str, eye: Eye | None) -> dict[str, Any]:
+    """The files as `Tokens.open` reads them, and the values of the entry."""
+
+    def read(side: Side, kind: str, of: Any) -> np.ndarray:
+        return np.fromfile(work / f"{side}.{kind}", of)
+
+    found, documents, duplicates = merged(tally.found, tally.shown), {}, {}
+    for side in SIDES:
+        (work / f"{side}.ids").rename(folder / f"{side}.{dtype}")
+        np.save(folder / f"{side}-ends.npy", np.cumsum(read(side, "sizes", np.int64)))
+        np.save(folder / f"{side}-marks.npy", marks := read(side, "marks", np.uint64))
+        if len(labels := read(side, "labels", np.int64)):
+            np.save(folder / f"{side}-labels.npy", labels)
+        if tally.masked:
+            (work / f"{side}.trained").rename(folder / f"{side}.trained")
+        if eye is not None:
+            PictureTable.write(folder, side, eye, (work / f"{side}.images").read_text(encoding="utf-8").splitlines())
+        documents[side] = len(marks)
+        seen = read(side, "seen", np.uint64)
+        duplicates[side] = len(seen) - len(np.unique(seen))
+    near, known = read("validation", "near", np.uint64), read("train", "near", np.uint64)
+    both = np.flatnonzero(np.isin(near, known))
+    if "unknown_tokens" in found:
+        found["unknown_tokens"]["of"] = tally.tokens
+    dropped: Counter[str] = Counter()
+    for source in tally.sources:
+        source["dropped"] = Counter(source["dropped"]) + Counter(untrained=source.pop("untrained"))
+        dropped.update(source["dropped"])
+    return {
+        "read": sum(source["read"] for source in tally.sources),
+        "dropped": dict(dropped),
+        "documents": documents,
+        "duplicates": duplicates,
+        "sources": tally.sources,
+        "group": tally.group,
+        "found": found,
+        "near": [str(mark) for mark in read("validation", "seen", np.uint64)[both[:5]]],
+        "near_count": len(both),
+        "ends": tally.ends,
+        "labels": tally.labels,
+        "largest": tally.largest,
+    }

@@ -1,0 +1,317 @@
+"""Images beside text: found and looked at when rows are read, turned into patches when a micro-batch is made.
+
+In the text an image is so many tokens as the model's processor makes of its size; what is stored with the tokens is its path and its size in patches.
+A file is decoded twice: once when the rows are read, so that a broken one stops the run before it starts, and then each time it is trained on.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from preheat.core import Images, Vision
+from preheat.data.chat.messages import PLACE, Unreadable
+from preheat.data.rows.file_readers import kind_of
+from preheat.errors import DataError
+from preheat.run_dir import to_json
+
+__all__ = ["Eye", "Picture", "PictureTable", "gathered", "mrope_positions", "seen"]
+
+
+class Picture(NamedTuple):
+    """An image that stands in a document: its file, rows and columns of its patches."""
+
+    path: str
+    rows: int
+    columns: int
+
+    @property
+    def patches(self) -> int:
+        return self.rows * self.columns
+
+
+@dataclass(frozen=True)
+class Eye:
+    """How images become patches and tokens; cheap to send to another process.
+
+    Attributes:
+        vision: what the model reads.
+        processor: settings of transformers' Qwen2VLImageProcessorPil, the pixels at most that are read among them (`size.longest_edge`).
+        marks: the texts of the tokens for a piece of an image, its start and its end.
+    """
+
+    vision: Vision
+    processor: Mapping[str, Any] = field(hash=False)
+    marks: tuple[str, str, str]
+
+    @classmethod
+    def of(cls, vision: Vision, processor: Mapping[str, Any], pixels: int, tokenizer: Any) -> Eye:
+        """With at most so many pixels of an image.
+
+        Raises:
+            DataError: the tokenizer has no tokens for images.
+        """
+        numbers = (vision.image, vision.start, vision.end)
+        marks = tuple(tokenizer.convert_ids_to_tokens(n) if n < len(tokenizer) else None for n in numbers)
+        found = [tokenizer.encode(mark or "", add_special_tokens=False) for mark in marks]
+        if wrong := [n for n, ids in zip(numbers, found, strict=True) if ids != [n]]:
+            raise DataError(
+                f"data.tokenizer: has no special token under number {wrong[0]}, which stands for images in the model's config.json; use the model's own tokenizer"
+            )
+        least = (vision.patch * vision.merge) ** 2
+        size = dict(processor["size"])
+        size["longest_edge"] = max(min(size["longest_edge"], pixels), least)
+        size["shortest_edge"] = min(size["shortest_edge"], size["longest_edge"])
+        return cls(vision, {**processor, "size": size}, marks)  # type: ignore[arg-type]
+
+    def key(self) -> str:
+        """All that decides how many tokens an image has."""
+        return json.dumps(asdict(self), sort_keys=True)
+
+    def dump(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def load(cls, values: Mapping[str, Any]) -> Eye:
+        return cls(Vision(**values["vision"]), values["processor"], tuple(values["marks"]))
+
+    def text(self, picture: Picture) -> str:
+        """What stands for an image in the text that is tokenized."""
+        piece, start, end = self.marks
+        return f"{start}{piece * (picture.patches // self.vision.merge**2)}{end}"
+
+    def look(self, path: Path) -> Picture:
+        """An image's size in patches; the file is decoded, which finds what is broken in it.
+
+        Raises:
+            Unreadable: it is missing, corrupt, or of a size that is not read.
+        """
+        image = _decoded(path)
+        return Picture(str(path), *self._grid(image.height, image.width, path))
+
+    def _grid(self, height: int, width: int, path: Path) -> tuple[int, int]:
+        from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
+
+        size, side = self.processor["size"], self.vision.patch * self.vision.merge
+        try:
+            height, width = smart_resize(height, width, side, size["shortest_edge"], size["longest_edge"])
+        except ValueError:
+            raise Unreadable(
+                "images",
+                f"image {path} has {width} x {height} pixels, and the model's processor takes no side 200 times the other",
+            ) from None
+        return height // self.vision.patch, width // self.vision.patch
+
+    def patches(self, picture: Picture) -> np.ndarray:
+        """[patches, values of a patch] fp32, as transformers' processor makes them.
+
+        Raises:
+            DataError: the file is not the one that was there when the rows were read.
+        """
+        try:
+            made = self._processor.preprocess(images=[_decoded(Path(picture.path))], return_tensors="np")
+        except Unreadable as error:
+            raise DataError(f"{error.words}; it was whole when the data was read") from None
+        if tuple(made["image_grid_thw"][0].tolist()) != (1, picture.rows, picture.columns):
+            raise DataError(
+                f"image {picture.path}: has another size than when the data was read; put it back, or read anew with another PREHEAT_CACHE"
+            )
+        return np.asarray(made["pixel_values"], dtype=np.float32)
+
+    @functools.cached_property
+    def _processor(self) -> Any:
+        from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+        return Qwen2VLImageProcessorPil(**self.processor)
+
+
+def seen(
+    talk: Sequence[Mapping[str, Any]], files: Sequence[Any] | None, eye: Eye | None, folder: Path
+) -> tuple[list[Mapping[str, Any]], tuple[Picture, ...]]:
+    """A conversation with the text of its tokens in each image's place, and the images in order.
+
+    Args:
+        talk: messages; where an image stands, `PLACE` in the text and its file (or None) among the message's `images`; `<image>` too, where the
+            row has a field of its own for files.
+        files: of that field, for places that name none themselves; None: there is no such field.
+        eye: None: the model reads text alone.
+        folder: where files stand that are not named from the root.
+
+    Raises:
+        Unreadable: more images than places or fewer, a place where none may be, or an image that cannot be read.
+    """
+    if eye is None:
+        if files or any(m.get("images") for m in talk):
+            raise Unreadable(
+                "images", "has images, and the model reads text alone; use one that reads images, such as a qwen3_vl"
+            )
+        return list(talk), ()
+    texts = [m["content"].replace("<image>", PLACE) if files is not None else m["content"] for m in talk]
+    own = [list(m.get("images") or ()) for m in talk]
+    named = [file for listed in own for file in listed if file is not None]
+    images, places = len(named) + len(files or ()), sum(text.count(PLACE) for text in texts)
+    if images != places:
+        raise Unreadable(
+            "images",
+            f"has {images} image{'s' * (images != 1)} and {places} place{'s' * (places != 1)} for one (<image>, or a part of type image)",
+        )
+    left, made, pictures = list(files or ()), list[Mapping[str, Any]](), list[Picture]()
+    for n, (message, text, listed) in enumerate(zip(talk, texts, own, strict=True), 1):
+        if mark := next((mark for mark in eye.marks if mark in text), None):
+            raise Unreadable("images", f"message {n} holds {mark} in its text, which stands for an image; write <image> there")
+        first, *parts = text.split(PLACE)
+        if parts and message["role"] == "assistant":
+            raise Unreadable("images", f"message {n}, of the assistant, has an image; only what is read may have some")
+        for part in range(len(parts)):
+            file = listed[part] if part < len(listed) and listed[part] is not None else left.pop(0)
+            pictures.append(eye.look(_file(file, folder)))
+            parts[part] = eye.text(pictures[-1]) + parts[part]
+        made.append({**{k: v for k, v in message.items() if k != "images"}, "content": "".join((first, *parts))})
+    return made, tuple(pictures)
+
+
+def _file(name: Any, folder: Path) -> Path:
+    if not isinstance(name, str) or not name:
+        raise Unreadable("images", f"an image is {kind_of(name)}, not the path of a file")
+    if re.match(r"(https?|data):", name):
+        raise Unreadable("images", f"image {name[:80]}: is no file; download it and name its path")
+    return folder / name.removeprefix("file://")
+
+
+def _decoded(path: Path) -> Any:
+    """An image in RGB, turned as its camera says."""
+    from PIL import Image, ImageOps, UnidentifiedImageError
+
+    if not path.is_file():
+        raise Unreadable("images", f"image {path}: no such file")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", Image.DecompressionBombWarning)
+            with Image.open(path) as opened:
+                return ImageOps.exif_transpose(opened).convert("RGB")
+    except (Image.DecompressionBombWarning, Image.DecompressionBombError):
+        raise Unreadable(
+            "images", f"image {path}: has more than the {Image.MAX_IMAGE_PIXELS:,} pixels that are read; shrink it"
+        ) from None
+    except (UnidentifiedImageError, OSError, SyntaxError, ValueError) as error:  # what Pillow's decoders raise
+        raise Unreadable("images", f"image {path}: is corrupt or no image ({str(error).splitlines()[0][:120]})") from None
+
+
+@dataclass(frozen=True)
+class PictureTable:
+    """The images of stored documents.
+
+    Attributes:
+        eye: how they are read.
+        of: [images] int64, the sequence that each stands in, rising.
+        grids: [images, 2] int64, rows and columns of patches.
+        paths: of the files.
+    """
+
+    eye: Eye
+    of: np.ndarray
+    grids: np.ndarray
+    paths: Sequence[str]
+
+    @classmethod
+    def write(cls, folder: Path, side: str, eye: Eye, lines: Sequence[str]) -> None:
+        """Stores the images of documents, a line of JSON each: [[path, rows, columns], ...]."""
+        listed = [json.loads(line) for line in lines]
+        found = [(n, *picture) for n, pictures in enumerate(listed) for picture in pictures]
+        np.save(folder / f"{side}-images.npy", np.array([(n, r, c) for n, _, r, c in found], np.int64).reshape(-1, 3))
+        (folder / f"{side}-images.json").write_text(to_json({"eye": eye.dump(), "paths": [p for _, p, _, _ in found]}))
+
+    @classmethod
+    def open(cls, folder: Path, side: str) -> PictureTable | None:
+        file = folder / f"{side}-images.json"
+        if not file.exists():
+            return None
+        stored, table = json.loads(file.read_text(encoding="utf-8")), np.load(folder / f"{side}-images.npy")
+        return cls(Eye.load(stored["eye"]), table[:, 0], table[:, 1:], stored["paths"])
+
+    def within(self, sequence: int) -> tuple[Picture, ...]:
+        """The images of a sequence, in order."""
+        first, last = (int(np.searchsorted(self.of, n)) for n in (sequence, sequence + 1))
+        return tuple(Picture(self.paths[n], *map(int, self.grids[n])) for n in range(first, last))
+
+    def tokens(self) -> np.ndarray:
+        """[images] tokens of each."""
+        counts: np.ndarray = self.grids.prod(axis=1) // self.eye.vision.merge**2
+        return counts
+
+    def room(self, sequence: int, ids: np.ndarray, used: int) -> tuple[int, int]:
+        """How many of a sequence's first `used` tokens can stand in a row, and how many of its images then do: no image is cut.
+
+        Args:
+            ids: tokens of the whole sequence.
+        """
+        pieces = np.flatnonzero(ids == self.eye.vision.image)
+        ends = np.cumsum([0, *(p.patches // self.eye.vision.merge**2 for p in self.within(sequence))])
+        assert ends[-1] == len(pieces), f"sequence {sequence} has {len(pieces)} places for {ends[-1]} pieces of images"
+        inside = int((pieces < used).sum())
+        whole = int(np.searchsorted(ends, inside, side="right")) - 1
+        return (used if ends[whole] == inside else int(pieces[ends[whole]])), whole
+
+
+def mrope_positions(tokens: np.ndarray, pictures: Sequence[Picture], vision: Vision) -> np.ndarray:
+    """Positions of a document along time, height and width, [tokens, 3]: text counts on along all three at once, an image stands at one time.
+
+    What follows an image counts on from its longer side. Source: Wang et al. 2024, "Qwen2-VL" (arXiv:2409.12191), section 2.1.
+
+    Example:
+        >>> seen = Vision(2, 16, 2, 3, 2, 48, 3, image=9, start=7, end=8)
+        >>> mrope_positions(np.array([1, 7, 9, 9, 8]), [Picture("a.png", 2, 4)], seen).tolist()
+        [[0, 0, 0], [1, 1, 1], [2, 2, 2], [2, 2, 3], [4, 4, 4]]
+    """
+    places = np.flatnonzero(tokens == vision.image)
+    made: np.ndarray = np.empty((len(tokens), 3), np.int64)
+    at = begun = next_position = 0
+    for picture in pictures:
+        rows, columns = picture.rows // vision.merge, picture.columns // vision.merge
+        start = int(places[at])
+        text = start - begun
+        made[begun:start] = (next_position + np.arange(text))[:, None]
+        next_position += text
+        begun = start + rows * columns
+        made[start:begun, 0] = next_position
+        made[start:begun, 1] = next_position + np.repeat(np.arange(rows), columns)
+        made[start:begun, 2] = next_position + np.tile(np.arange(columns), rows)
+        next_position += max(rows, columns)
+        at += rows * columns
+    assert at == len(places), f"{len(places)} places for {at} pieces of images"
+    made[begun:] = (next_position + np.arange(len(tokens) - begun))[:, None]
+    return made
+
+
+def gathered(eye: Eye, pictures: Sequence[Picture], tokens: Any) -> Images:
+    """The images of a micro-batch, read from their files; where there are none a blank one, which has no place.
+
+    Args:
+        tokens: [rows, length] of the micro-batch.
+    """
+    import torch
+    from transformers import vision_utils
+
+    vision = eye.vision
+    if pictures:
+        patches = np.concatenate([eye.patches(picture) for picture in pictures])
+        grids = torch.tensor([(1, p.rows, p.columns) for p in pictures])
+    else:
+        patches = np.zeros((vision.merge**2, vision.values), np.float32)
+        grids = torch.tensor([(1, vision.merge, vision.merge)])
+    places = (tokens.flatten() == vision.image).nonzero().flatten()
+    found = sum(p.patches for p in pictures) // vision.merge**2
+    assert len(places) == found, f"{len(places)} places for {found} pieces of images"
+    taps, shares = vision_utils.get_vision_interpolation_indices_and_weights(
+        grids, num_grid_per_side=vision.side, mode="bilinear", align_corners=True, spatial_merge_size=vision.merge
+    )
+    grid = vision_utils.get_vision_position_ids(grids, vision.merge)
+    return Images(torch.from_numpy(patches), taps, shares, grid, places, tuple(grids.prod(-1).tolist()))

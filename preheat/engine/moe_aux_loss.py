@@ -1,0 +1,188 @@
+"""The load-balancing loss of mixture-of-experts models, over the global batch: the same for any micro-batches and any number of devices.
+
+What transformers adds to the loss of one forward pass (Fedus et al. 2021, "Switch Transformers", arXiv:2101.03961, equations 4 to 6, all layers together):
+
+    coefficient * E * sum over experts e of f_e P_e
+
+with E experts, f_e the tokens that go to e, a token and layer (they sum to the experts that a token goes to), P_e the mean over tokens and layers of the
+router's probability of e. Here f and P are of the whole global batch: all micro-batches of all devices (Qiu et al. 2025, arXiv:2501.11873, find that experts
+specialise better so than where each micro-batch is balanced). f has no gradient, so with f known the loss is linear in the probabilities, and each
+micro-batch of each device adds its part. With one micro-batch f is summed over devices between the forward pass and the loss. With several a first pass
+without gradients and without the head counts: the price of exactness, about a third more of what the layers cost. `model.config: {router_aux_loss_coef: 0}`
+leaves the loss out, and the pass.
+
+Every place that goes through a router counts alike, as in a forward pass of transformers that is given no attention mask: trained or not, each document
+of a packed row, the padding at a row's end. An evaluation leaves the term out: its loss is the language model's.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from preheat.core import DATA, Axis, Batch, Build, Change, LossSum, Slot
+from preheat.engine.step import transform
+from preheat.models import moe
+from preheat.models.moe import TOKENS
+from preheat.ops.grouped_mm import compute_experts
+
+__all__ = ["balance", "balance_part", "loads", "scores"]
+
+TERM = "balance"
+"""Metric: the loss before its coefficient, times the weight."""
+
+
+def balance_part(counts: Tensor, sums: Tensor, chosen: int) -> Tensor:
+    """A part's share of E * sum of f_e P_e; shares of all parts add up to it.
+
+    Args:
+        counts: [experts], tokens that go to each expert, summed over the layers of the whole.
+        sums: [experts], the router's probabilities summed over the layers and tokens of the part.
+        chosen: experts that a token goes to.
+
+    Example:
+        >>> even = torch.tensor([4.0, 4.0])  # 8 tokens, 1 expert each
+        >>> float(balance_part(even, even, 1))
+        1.0
+    """
+    places = counts.sum() / chosen  # tokens times layers
+    return counts.numel() * (counts * sums).sum() / places.square()
+
+
+class _Balance:
+    """Around the slots PART_FORWARD and FORWARD_BACKWARD of a build."""
+
+    def __init__(self, build: Build, config: Any):
+        self.build = build
+        self.coefficient = moe.coefficient(config)
+        self.chosen = moe.sizes_of(config)[1]
+        moe.compute_by(build.trained[0], functools.partial(compute_experts, stepped=build.device.kind == "cpu"))
+        self.ledger = moe.own_routers(build.trained[0])
+        self.weight: Any = None  # of the global batch; None between batches
+        self.counts: Tensor | None = None  # of the global batch, where there was a first pass
+
+    def forward_backward(self, plain: Callable[..., Any], build: Build, batches: Iterable[Batch], weight: Any) -> LossSum:
+        self.weight, self.counts = weight, None
+        if self.coefficient:
+            if not isinstance(batches, Sequence):
+                batches = list(batches)  # they come one by one (dynamic_batch), and are read twice
+            self.counts = self._look(batches) if len(batches) > 1 else None
+        found: LossSum = plain(build, batches, weight)
+        self.weight = None
+        return found
+
+    def forward(self, plain: Callable[..., Any], part: Any, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+        if not torch.is_grad_enabled():
+            return plain(part, batch)  # type: ignore[no-any-return]
+        self.ledger.open = True
+        try:
+            total, metrics = plain(part, batch)
+        finally:
+            self.ledger.open = False
+        tokens, sums = moe.routed(part)
+        metrics = {**metrics, TOKENS: tokens}
+        if self.coefficient:
+            assert self.weight is not None, (
+                "the pass over a global batch is not the engine's: the balance of its experts is not known"
+            )
+            counts = self.counts if self.counts is not None else self._everywhere(tokens.sum(0))
+            term = balance_part(counts, sums.sum(0), self.chosen) * self.weight
+            total = total + self.coefficient * term
+            metrics[TERM] = term.detach()
+        return total, metrics
+
+    def _layers(self, part: Any, batch: Batch) -> Tensor:
+        """A pass through the layers alone, for what the routers choose."""
+        with ExitStack() as stack:
+            for context in self.build.hooks.around_forward:
+                stack.enter_context(context())
+            self.build.slot(Slot.HIDDEN)(part, batch)
+        return batch.tokens.new_zeros((), dtype=torch.float32)
+
+    def _look(self, batches: Sequence[Batch]) -> Tensor:
+        """Tokens of each expert in the global batch, all layers together: [experts]."""
+        part, total = self.build.trained[0], None
+        devices = [self.build.torch_device] if self.build.torch_device.type == "cuda" else []
+        # The same draws again in the pass that counts (dropout in adapters), so that routers choose alike.
+        with torch.no_grad(), torch.random.fork_rng(devices=devices):
+            self.ledger.open = True
+            try:
+                for n in range(len(batches)):
+                    batch = transform(self.build, batches[n])
+                    self.build.slot(Slot.FORWARD)(part, functools.partial(self._layers, part, batch))
+                    tokens = moe.routed(part)[0].sum(0)
+                    total = tokens if total is None else total + tokens
+            finally:
+                self.ledger.open = False
+        assert total is not None
+        return self._everywhere(total)
+
+    def _everywhere(self, counts: Tensor) -> Tensor:
+        return self.build.mesh.add(counts.clone(), *DATA, Axis.CONTEXT) if self.build.mesh.world > 1 else counts
+
+
+def balance(build: Build, config: Any) -> None:
+    """Adds the load-balancing loss to a build whose model has experts, and their load to its metrics, in place; other builds stay as they are."""
+    count, chosen, width = moe.sizes_of(config)
+    if not count:
+        return
+    found = _Balance(build, config)
+    if build.mesh.size(*DATA, Axis.CONTEXT) > 1:
+        build.mesh.group(*DATA, Axis.CONTEXT)  # groups are formed at the build, by all together
+    for slot, around in ((Slot.PART_FORWARD, found.forward), (Slot.FORWARD_BACKWARD, found.forward_backward)):
+        build.own(slot, _around(around, build.slot(slot)), "plain")
+    layers = len(moe.routers(build.trained[0]))
+    shared = moe.shared_width(config)
+    beside = f", beside one of width {shared} that all go to" if shared else ""
+    balancing = f"balance loss x {found.coefficient:g}" if found.coefficient else "no balance loss"
+    words = f"{count} experts of width {width} in {layers} layers as one grouped product, {chosen} for a token{beside}; none is dropped; router in fp32; {balancing}"
+    build.changes.setdefault("experts", []).append(Change(words, layers, "grouped_mm"))
+
+
+def loads(tokens: Tensor) -> dict[str, Any]:
+    """How evenly experts are loaded.
+
+    Args:
+        tokens: [layers, experts], tokens that went to each.
+
+    Returns:
+        expert_loads: of each layer the busiest expert's tokens over an expert's mean, 1 where all have as many; expert_load: of the worst layer;
+        experts_idle: experts, of all layers together, that no token went to.
+
+    Example:
+        >>> loads(torch.tensor([[2, 2], [4, 0]]))
+        {'expert_load': 2.0, 'experts_idle': 1, 'expert_loads': [1.0, 2.0]}
+    """
+    tokens = tokens.double()
+    of_layers = (tokens.max(dim=1).values / tokens.mean(dim=1)).tolist()
+    return {
+        "expert_load": max(of_layers),
+        "experts_idle": int((tokens == 0).sum()),
+        "expert_loads": [round(load, 3) for load in of_layers],
+    }
+
+
+def _around(function: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *args: function(plain, *args)
+
+
+def scores(
+    inner: Callable[[Mapping[str, Tensor], float], dict[str, Any]],
+) -> Callable[[Mapping[str, Tensor], float], dict[str, Any]]:
+    """What is written down of the metrics: the objective's own, the load of experts (see `loads`), and the balance loss."""
+
+    def found(metrics: Mapping[str, Tensor], weight: float) -> dict[str, Any]:
+        rest = {name: value for name, value in metrics.items() if name not in (TOKENS, TERM)}
+        made = inner(rest, weight)
+        if TOKENS in metrics:
+            made |= loads(metrics[TOKENS])
+        if TERM in metrics:
+            made["balance_loss"] = float(metrics[TERM]) / float(weight)
+        return made
+
+    return found

@@ -1,0 +1,230 @@
+"""A build under lm-eval (EleutherAI's lm-evaluation-harness): its tasks by name, or local YAML with local rows."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from preheat import remote_code
+from preheat.data.rows.file_readers import expanded
+from preheat.data.sources import digest
+from preheat.errors import DataError, RecipeError, nearest
+from preheat.evaluation import bootstrap
+from preheat.evaluation.results import Result
+from preheat.evaluation.scoring import Scorer
+from preheat.recipe.yaml_io import nodes, read_text
+
+__all__ = ["measure_by_harness", "model_for_harness", "require_harness"]
+
+WRITTEN = 256
+"""Tokens that an answer has at most where a task does not say."""
+
+
+def require_harness() -> Any:
+    """lm-eval, imported.
+
+    Raises:
+        RecipeError: it is not installed.
+    """
+    try:
+        import lm_eval
+    except ModuleNotFoundError as error:
+        if error.name != "lm_eval":
+            raise
+        raise RecipeError("--tasks lm-eval:…: needs lm-eval, which is not installed: pip install 'preheat[lm-eval]'") from None
+    return lm_eval
+
+
+def model_for_harness(scorer: Scorer) -> Any:
+    """The build as a model of lm-eval: what it asks is answered by `scorer`, so precision and memory are those of our own tasks."""
+    require_harness()
+    from lm_eval.api.model import TemplateLM
+
+    class Opened(TemplateLM):
+        tokenizer = scorer.tokenizer
+        rank, world_size = 0, 1
+
+        @property
+        def eot_token_id(self) -> int:
+            return scorer.encoder.end
+
+        @property
+        def prefix_token_id(self) -> int:
+            return scorer.encoder.begin[0] if scorer.encoder.begin else scorer.encoder.end
+
+        @property
+        def max_length(self) -> int:
+            return scorer.length
+
+        @property
+        def tokenizer_name(self) -> str:
+            return str(scorer.tokenizer.name_or_path).replace("/", "__")
+
+        def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
+            begun = bool(scorer.tokenizer.bos_token) and string.startswith(scorer.tokenizer.bos_token)
+            return scorer.encode(string, complete=add_special_tokens is False or (add_special_tokens is None and begun))
+
+        def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+            return str(
+                scorer.tokenizer.apply_chat_template(
+                    chat_history,
+                    tokenize=False,
+                    add_generation_prompt=add_generation_prompt,
+                    continue_final_message=not add_generation_prompt,
+                )
+            )
+
+        def _loglikelihood_tokens(self, requests: Sequence[Any], **_: Any) -> list[tuple[float, bool]]:
+            pairs = [(context, continuation) for _, context, continuation in requests]
+            return [(score.loglikelihood, score.greedy) for score in scorer.score(pairs)]
+
+        def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
+            from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+            sums = []
+            for request in requests:
+                (text,) = request.args
+                tokens = scorer.encode(text, complete=True)
+                windows = get_rolling_token_windows(
+                    tokens, prefix_token=self.prefix_token_id, max_seq_len=scorer.length, context_len=1
+                )
+                pairs = [make_disjoint_window(window) for window in windows]
+                sums.append(sum(score.loglikelihood for score in scorer.score(pairs)))
+            return sums
+
+        def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
+            answers = []
+            for request in requests:
+                context, settings = request.args
+                if settings.get("do_sample") and settings.get("temperature", 1.0):
+                    raise RecipeError(
+                        "lm-eval: a task that draws its answers at a temperature; only greedy answers can be compared"
+                    )
+                until = settings.get("until") or []
+                ids = self.tok_encode(context)
+                tokens = int(settings.get("max_gen_toks") or settings.get("max_new_tokens") or WRITTEN)
+                answers += scorer.write(
+                    [ids],
+                    tokens=min(tokens, scorer.length // 2),
+                    stop=[until] if isinstance(until, str) else until,
+                    strip=False,
+                )
+            return answers
+
+    return Opened()
+
+
+def measure_by_harness(name: str, scorer: Scorer, *, limit: int | None = None) -> dict[str, Result]:
+    """A task of lm-eval, or one YAML file of its kind.
+
+    Args:
+        name: as lm-eval knows it (a group too), or a file.
+        limit: the first so many rows.
+
+    Returns:
+        By task: a group has several. A metric that is a mean over rows has them, others only their value.
+
+    Raises:
+        RecipeError: no such task, or lm-eval is not installed.
+        DataError: its rows cannot be had.
+    """
+    lm_eval = require_harness()
+    from lm_eval.tasks import TaskManager
+
+    with _quiet():
+        if Path(name).suffix in (".yaml", ".yml"):
+            file = expanded("--tasks", name)
+            manager, task = TaskManager(include_path=str(file.parent), include_defaults=False), _task_of(file)
+        else:
+            manager, task = TaskManager(), name
+        known = list(manager.all_tasks)
+        if task not in known:
+            raise RecipeError(
+                f"--tasks lm-eval:{name}: no such task; {nearest(task, known) if len(known) < 50 else _near(task, known)}"
+            )
+        try:
+            # Seeds: None leaves the process's generators alone, on which a run's exactness rests.
+            found = lm_eval.simple_evaluate(
+                model=model_for_harness(scorer), tasks=[task], task_manager=manager, limit=limit, bootstrap_iters=0, log_samples=True,
+                random_seed=None, numpy_random_seed=None, torch_random_seed=None,
+            )  # fmt: skip
+        except (OSError, ConnectionError, FileNotFoundError) as error:
+            words = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
+            raise DataError(
+                f"--tasks lm-eval:{name}: its rows cannot be had ({words}); download them where there is a network"
+            ) from None
+    assert found is not None, "only ranks above 0 get nothing"
+    return {key: _result(values, found["samples"].get(key, [])) for key, values in found["results"].items()}
+
+
+def _task_of(file: Path) -> str:
+    import yaml
+
+    if not file.is_file():
+        raise RecipeError(f"--tasks lm-eval:{file}: no such file")
+    where = f"--tasks lm-eval:{file}"
+    node = nodes(read_text(file, where), where)  # nothing is constructed: !function is lm-eval's own
+    remote_code.may_run("--tasks", f"lm-eval:{file}", _code_of(node))
+    pairs = node.value if isinstance(node, yaml.MappingNode) else []
+    named = ((key.value, value.value) for key, value in pairs if isinstance(value, yaml.ScalarNode))
+    found = next((name for key, name in named if key in ("task", "group")), None)
+    if found is None:
+        raise RecipeError(f"--tasks lm-eval:{file}: has no key 'task', so it is no task of lm-eval")
+    return found
+
+
+def _code_of(node: Any) -> list[str]:
+    """What lm-eval would import for a task's file: functions beside it, and other files, which may name functions."""
+    import yaml
+
+    found: list[str] = []
+    todo = [node]
+    while todo:
+        part = todo.pop()
+        if isinstance(part, yaml.MappingNode):
+            found += [f"include: {value.value}" for key, value in part.value if key.value == "include"]
+            todo += [inner for pair in part.value for inner in pair]
+        elif isinstance(part, yaml.SequenceNode):
+            todo += part.value
+        if part is not None and part.tag.startswith("!"):
+            found.append(f"{part.tag} {part.value if isinstance(part.value, str) else ''}")
+    return found
+
+
+def _near(task: str, known: list[str]) -> str:
+    words = nearest(task, known)
+    return words if words.startswith("did") else f"lm-eval knows {len(known):,}: `lm-eval ls tasks` lists them"
+
+
+def _result(values: Mapping[str, Any], samples: Sequence[Mapping[str, Any]]) -> Result:
+    metrics, alone = {}, {}
+    for key, value in values.items():
+        name, _, filtered = key.partition(",")
+        if not filtered or name.endswith("_stderr") or not isinstance(value, int | float):
+            continue
+        shown = name if filtered == "none" else key
+        each = [s.get(name) for s in sorted(samples, key=lambda s: s["doc_id"]) if s.get("filter", "none") == filtered]
+        rows = [float(v) for v in each if isinstance(v, int | float)]
+        if rows and len(rows) == len(each) and abs(sum(rows) / len(rows) - value) < 1e-9:
+            metrics[shown] = bootstrap.mean(rows)
+        else:
+            alone[shown] = float(value)
+    asked = sorted({(s["doc_id"], s.get("doc_hash")) for s in samples})
+    return Result(metrics, len(asked), digest(asked), alone=alone)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """lm-eval logs what it does at length, and draws bars: what matters is raised or returned."""
+    logger = logging.getLogger("lm_eval")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    finally:
+        logger.setLevel(level)

@@ -1,0 +1,220 @@
+"""What a model makes of long texts: loss by position, needles, key-value recall, and passages with more or less before them.
+
+A loss that no longer falls says that what is far back is not used; but it can fall while single things far back, above all in the middle, are not
+found (Liu et al. 2023, arXiv:2307.03172): so both are asked. Needles, one and several: RULER, Hsieh et al. 2024 (arXiv:2404.06654); recall of
+pairs: Arora et al. 2023 (arXiv:2312.04927). What is hidden are words of the tokenizer, drawn at random: nothing of it can be known beforehand.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from copy import copy
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from preheat.core import Build, Slot
+from preheat.data.packing import Tokens, permutation
+from preheat.data.sources import digest
+from preheat.engine.evaluate import token_scores
+from preheat.errors import DataError, RecipeError
+from preheat.evaluation import bootstrap
+from preheat.evaluation.needle import Asked, pairs_asked, phrase_asked, word_pieces
+from preheat.evaluation.results import Part, Result
+from preheat.evaluation.scoring import CLASSES, Reader, Scorer, batch_of
+from preheat.evaluation.tasks import LengthTask
+from preheat.models.conversions import architecture
+
+__all__ = ["Questions", "measure_length", "questions_of", "reach_of"]
+
+SHARES = {"none": 0.0, "quarter": 0.25, "half": 0.5, "all": 1.0}
+LEAST = 8  # tokens of the shortest length that is asked where none is stated; needles need more
+FIRST = 16  # tokens of the first stretch of positions, at least
+
+
+@dataclass(frozen=True)
+class Questions:
+    """A task's questions in tokens, in the order of its cells.
+
+    Attributes:
+        places: of each cell, what it is of: length and depth, or length and share.
+        asked: of each cell, its questions.
+        longest: tokens that a row reads.
+    """
+
+    task: LengthTask
+    places: tuple[dict[str, float], ...]
+    asked: tuple[tuple[Asked, ...], ...]
+    longest: int
+
+
+def questions_of(
+    task: LengthTask, reader: Reader, *, longest: int, reach: int, texts: Callable[[str, str], Tokens], limit: int | None = None
+) -> Questions:
+    """Draws a task's questions.
+
+    Args:
+        longest: of the longest row that is asked where the task states no lengths, tokens.
+        reach: that may be asked at most.
+        texts: (source, knob for messages) -> its documents in tokens.
+        limit: questions of each cell at most.
+
+    Raises:
+        RecipeError: a length beyond reach, or with no room for a question.
+        DataError: the text has no document that is long enough.
+    """
+    lengths = task.lengths or _lengths(task, longest)
+    if max(lengths) > reach:
+        raise RecipeError(
+            f"task {task.name}: lengths: {max(lengths):,} is beyond the {reach:,} tokens that are read here; lower it, or raise batch.length (of a run) or --length"
+        )
+    few = 4 if task.kind in ("needle", "recall") else 16
+    each = min(task.each or few, limit or task.each or few)
+    text = texts(task.data, f"task {task.name}: data") if task.data is not None else None
+    begin: list[int] = reader.encoder.begin
+    if task.kind == "continuation" and not begin:
+        begin = [reader.encoder.end]  # something must be read before the first token can be scored
+    places, asked = list[dict[str, float]](), list[tuple[Asked, ...]]()
+    pieces = word_pieces(reader.tokenizer) if task.kind in ("needle", "recall") else []
+    for length in lengths:
+        passages = _passages(task, text, length - len(begin), each) if text is not None else []
+        depths = [n / (task.depths - 1) for n in range(task.depths)] if pieces else [0.0]
+        for number, depth in enumerate(depths):
+            generator = np.random.default_rng((task.seed, length, number))
+            try:
+                if task.kind == "recall":
+                    cell = [pairs_asked(pieces, length, depth, generator, begin) for _ in range(each)]
+                elif task.kind == "needle":
+                    cell = [phrase_asked(p, pieces, depth, generator, needles=task.needles, begin=begin) for p in passages]
+                else:
+                    cell = [Asked([*begin, *p], []) for p in passages]
+            except ValueError as error:
+                raise RecipeError(f"task {task.name}: lengths: {error}") from None
+            if task.kind != "continuation":
+                places.append({"length": length, "depth": depth})
+                asked.append(tuple(cell))
+                continue
+            last = max(1, min(64, length // 8))
+            for share in SHARES.values():
+                read = round((length - last - len(begin)) * share)
+                places.append({"length": length, "share": share})
+                asked.append(tuple(Asked([*begin, *q.context[-last - read : -last]], q.context[-last:]) for q in cell))
+    return Questions(task, tuple(places), tuple(asked), max(lengths))
+
+
+def reach_of(build: Build) -> int:
+    """Tokens of the longest row that a model can read at all: any number where positions are rotary, beyond what it was trained on too."""
+    positions = build.model.positions
+    return positions if positions and not architecture.has_rotary(build.trained[0]) else sys.maxsize
+
+
+def _lengths(task: LengthTask, longest: int) -> list[int]:
+    if task.kind == "positions":
+        return [longest]
+    if task.kind == "continuation":
+        return sorted({longest // n for n in (8, 4, 2, 1)} - {*range(2 * LEAST)} or {longest})
+    least = LEAST * (task.needles + 1 if task.kind == "needle" else 1)
+    return sorted({n for n in (longest * k // 8 for k in range(1, 9)) if n >= least} or {longest})
+
+
+def _passages(task: LengthTask, text: Tokens, length: int, each: int) -> list[list[int]]:
+    """Passages of one document each, which do not overlap, drawn by the task's seed; as many as there are where they are fewer."""
+    ends = np.asarray(text.ends)
+    sizes = np.diff(ends, prepend=0)
+    starts = [(end - size) + n * length for end, size in zip(ends, sizes, strict=True) for n in range(size // length)]
+    if not starts:
+        raise DataError(
+            f"task {task.name}: no document of {task.data} has {length:,} tokens, the longest has {max(sizes, default=0):,}; name longer texts, or shorter lengths"
+        )
+    chosen = permutation(len(starts), task.seed, length)[:each]
+    return [np.asarray(text.ids[starts[n] : starts[n] + length]).tolist() for n in chosen]
+
+
+def measure_length(questions: Questions, scorer: Scorer) -> Result:
+    """Asks a task's questions: scores by likelihood, in rows of the lengths that they have.
+
+    Memory is that of reading: no scores of all places against all (`_linear`), logits by some rows at a time.
+    """
+    task = questions.task
+    # As many tokens at once as the scorer's rows have, and one row at least.
+    scorer, own = copy(scorer), scorer.length
+    scorer.length, scorer.micro = questions.longest, max(1, scorer.micro * own // max(own, questions.longest))
+    if CLASSES in scorer.build.tags:
+        raise RecipeError(
+            f"task {task.name}: this run has a head over classes in place of the vocabulary's: no token has a loss under it"
+        )
+    identity = digest([[(q.context, q.answer) for q in cell] for cell in questions.asked])
+    with _linear(scorer.build):
+        if task.kind == "positions":
+            return _by_position(questions, scorer, identity)
+        flat = [q for cell in questions.asked for q in cell]
+        scores = iter(scorer.score(flat))
+    cells = [[next(scores) for _ in cell] for cell in questions.asked]
+
+    def loss(cell: Sequence[Any]) -> bootstrap.Metric:
+        return bootstrap.ratio([-s.loglikelihood for s in cell], [float(s.tokens) for s in cell], higher=False)
+
+    if task.kind == "continuation":
+        top = max(place["length"] for place in questions.places)
+        made = {
+            f"loss_{name}": loss(cell)
+            for name, share in SHARES.items()
+            for place, cell in zip(questions.places, cells, strict=True)
+            if (place["length"], place["share"]) == (top, share)
+        }
+        parts = [Part(place, loss(cell)) for place, cell in zip(questions.places, cells, strict=True)]
+    else:
+        every = [s for cell in cells for s in cell]
+        made = {"accuracy": bootstrap.mean([float(s.greedy) for s in every]), "loss": loss(every)}
+        parts = [
+            Part(place, bootstrap.mean([float(s.greedy) for s in cell]))
+            for place, cell in zip(questions.places, cells, strict=True)
+        ]
+    return Result(made, len(flat), identity, parts=tuple(parts))
+
+
+def _by_position(questions: Questions, scorer: Scorer, identity: str) -> Result:
+    rows = [q.context for cell in questions.asked for q in cell]
+    length = len(rows[0]) - 1
+    edges = [0]
+    while 8 * max(edges[-1], FIRST // 2) <= 3 * length:  # the last stretch is a quarter of all at least
+        edges.append(2 * max(edges[-1], FIRST // 2))
+    edges.append(length)
+    found = []
+    for first in range(0, len(rows), scorer.micro):
+        some = rows[first : first + scorer.micro]
+        batch = batch_of([row[:-1] for row in some], length, scorer.encoder.pad)
+        targets = torch.tensor([row[1:] for row in some])
+        scores, _ = token_scores(scorer.build, batch, torch.arange(targets.numel()), targets.flatten())
+        found.append(-scores.view(len(some), length).double().numpy())
+        scorer.say("reading passages", min(first + scorer.micro, len(rows)), len(rows))
+    losses = np.concatenate(found)
+
+    def mean(start: int, end: int) -> bootstrap.Metric:
+        return bootstrap.ratio(losses[:, start:end].sum(axis=1), [float(end - start)] * len(losses), higher=False)
+
+    parts = [Part({"start": a, "end": b}, mean(a, b)) for a, b in itertools.pairwise(edges)]
+    whole, last = mean(0, length), parts[-1].metric
+    made = {"loss": whole, "perplexity": bootstrap.Metric(whole.rows, "perplexity", higher=False), "loss_at_end": last}
+    return Result(made, len(rows), identity, tokens=losses.size, parts=tuple(parts))
+
+
+@contextmanager
+def _linear(build: Build) -> Iterator[None]:
+    """Attention without all scores in memory, where the recipe chose none: a row of 32,000 tokens would need 4 GiB a head."""
+    from preheat.ops.attention.blockwise import blocked_attention
+
+    plain = build.slot(Slot.ATTENTION_KERNEL)
+    takes = build.owner(Slot.ATTENTION_KERNEL) == "plain"
+    if takes:
+        build.own(Slot.ATTENTION_KERNEL, blocked_attention, "plain")
+    try:
+        yield
+    finally:
+        if takes:
+            build.own(Slot.ATTENTION_KERNEL, plain, "plain")

@@ -1,0 +1,146 @@
+"""What a run measures beside its steps: its validation rows, a second text, tasks; before the first step and after it."""
+
+from __future__ import annotations
+
+import functools
+import math
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from preheat import run_dir as runs
+from preheat.core import Build, Slot
+from preheat.data.tokenizer import write_tokenizer
+from preheat.engine.evaluate import Measured
+from preheat.evaluation.lm_eval import measure_by_harness, require_harness
+from preheat.evaluation.long_context import measure_length, questions_of
+from preheat.evaluation.perplexity import bytes_of_tokens, measure_text, rows_of_text, tokens_of_text
+from preheat.evaluation.prompts import items_of
+from preheat.evaluation.results import Result, comparable, compared, described, kept, read_kept
+from preheat.evaluation.run_task import measure_items, require_room
+from preheat.evaluation.scoring import CLASSES, Reader, Scorer
+from preheat.evaluation.tasks import LengthTask, Task, find_tasks
+from preheat.recipe import Recipe
+from preheat.run_dir import Writer
+from preheat.sanitize import shorten
+
+__all__ = ["Probes", "differences"]
+
+BEFORE, SUMMARY = "before.json", "evaluation.json"
+
+
+class Probes:
+    """Read before a run begins, so that what is wrong with them stops it there.
+
+    Args:
+        data: the run's (preheat.data.Prepared).
+
+    Raises:
+        RecipeError, DataError: no such task or text, or its rows are wrong.
+    """
+
+    def __init__(self, recipe: Recipe, data: Any, say: Callable[[str, float, float | None], None] | None = None):
+        settings = recipe.evaluate
+        self.recipe, self.data, self.say = recipe, data, say
+        self.tasks = find_tasks(settings.tasks, knob="evaluate.tasks")
+        if any(isinstance(task, str) for task in self.tasks):
+            require_harness()
+        head = CLASSES in {tag for t in recipe.techniques.values() for tag in t.provided()}
+        asked: dict[str, Any] = {"limit": settings.rows, "head": head}
+        self.items = {t.name: items_of(t, data.tokenizer, **asked) for t in self.tasks if isinstance(t, Task)}
+        if not head:
+            for items in self.items.values():
+                require_room(items, Reader(data.tokenizer, recipe.batch.length))
+        self.sizes = bytes_of_tokens(data.tokenizer)
+        length, self.forgetting = recipe.batch.length, None
+        with tempfile.TemporaryDirectory() as folder:  # the tokenizer may have been trained for this run
+            write_tokenizer(data.tokenizer, Path(folder))
+            how: dict[str, Any] = {"seed": recipe.seed, "tokenizer": folder}
+            if settings.forgetting is not None:
+                self.forgetting = rows_of_text(
+                    recipe.data, settings.forgetting, knob="evaluate.forgetting", length=length, partial=True, **how
+                )
+            reader, of = Reader(data.tokenizer, length), {"longest": length, "reach": length, "limit": settings.rows}
+            texts = functools.partial(tokens_of_text, recipe.data, **how)
+            of_length = [task for task in self.tasks if isinstance(task, LengthTask)]
+            self.questions = {task.name: questions_of(task, reader, texts=texts, **of) for task in of_length}
+        pretrained = recipe.model.path is not None and recipe.model.weights == "pretrained"
+        self.at_start = pretrained or bool(self.tasks or self.forgetting)
+        """Whether there is something before the first step to compare with."""
+        self.any = bool(self.tasks or self.forgetting or (data.validation is not None and len(data.validation)))
+        """Whether there is anything to measure."""
+
+    def take(self, build: Build, writer: Writer, step: int) -> Measured:
+        """Measures all, and writes a line of metrics, `before.json` at step 0 and `evaluation.json` after it.
+
+        No row is longer than the run's, and no more are read at once than in a step: the planned peak holds.
+
+        Returns:
+            Of the validation rows; a loss of NaN where there are none.
+        """
+        texts, tasks = self._measure(build)
+        nothing = Measured(math.nan, 0, {})
+        if not texts and not tasks:
+            return nothing
+        told: dict[str, Any] = {f"{name}_loss": result.metrics["loss"].value for name, result in texts.items()}
+        line: dict[str, Any] = {"step": step, **told}
+        if "validation" in texts:
+            line["tokens"] = texts["validation"].tokens
+            line |= {f"validation_{name}": value for name, value in texts["validation"].alone.items()}
+        if tasks:
+            line["tasks"] = {name: {key: v["value"] for key, v in described(r)["metrics"].items()} for name, r in tasks.items()}
+        writer.metric(**line)
+        found = {"texts": texts, "tasks": tasks}
+        if step == 0:
+            writer.json(BEFORE, {part: {name: kept(r) for name, r in of.items()} for part, of in found.items()})
+        summary: dict[str, Any] = {"step": step, "after": _values(found)}
+        # Of several processes the first alone reads and writes the run.
+        run = runs.Reader(writer.path) if step and (writer.path / "recipe.yaml").is_file() else None
+        if run is not None and (values := run.before):
+            before = {part: {name: read_kept(r) for name, r in of.items()} for part, of in values.items()}
+            for part, name in [(part, name) for part, of in before.items() for name in of]:
+                if not comparable(before[part][name], found.get(part, {}).get(name)):
+                    run.damaged[BEFORE] = f"left out {shorten(name)}, whose rows are not those that were measured"
+                    del before[part][name]
+            summary |= {"before": _values(before), "difference": differences(before, found)}
+        if run is not None and BEFORE in run.damaged:
+            writer.event("damaged", file=BEFORE, problem=run.damaged[BEFORE])
+        writer.json(SUMMARY, summary)
+        if "validation" not in texts:
+            return nothing
+        return Measured(told["validation_loss"], texts["validation"].tokens or 0, dict(texts["validation"].alone))
+
+    def _measure(self, build: Build) -> tuple[dict[str, Result], dict[str, Result]]:
+        settings = self.recipe.evaluate
+        micro = build.slot(Slot.BATCH_SHAPE)(1.0).micro  # these rows are whole at any time
+        micro = min(build.recipe.evaluate.micro or micro, micro)
+        texts = {}
+        how: dict[str, Any] = {"micro": micro, "limit": settings.rows, "sizes": self.sizes}
+        if self.data.validation is not None and len(self.data.validation):
+            texts["validation"] = measure_text(build, self.data.validation, objective=True, **how)
+        if self.forgetting is not None:
+            texts["forgetting"] = measure_text(build, self.forgetting, **how)
+        tasks: dict[str, Result] = {}
+        length, classes = self.recipe.batch.length, self.data.classes
+        scorer = Scorer(build, self.data.tokenizer, micro=micro, length=length, classes=classes, say=self.say)
+        for task in self.tasks:
+            if isinstance(task, Task):
+                tasks[task.name] = measure_items(task, self.items[task.name], scorer)
+            elif isinstance(task, LengthTask):
+                tasks[task.name] = measure_length(self.questions[task.name], scorer)
+            else:
+                tasks |= measure_by_harness(task, scorer, limit=settings.rows)
+        return texts, tasks
+
+
+def _values(found: Mapping[str, Mapping[str, Result]]) -> dict[str, Any]:
+    return {part: {name: described(result) for name, result in of.items()} for part, of in found.items()}
+
+
+def differences(before: Mapping[str, Mapping[str, Result]], after: Mapping[str, Mapping[str, Result]]) -> dict[str, Any]:
+    """after - before of what stands in both: {texts, tasks: {name: {paired, metrics}}}."""
+    return {
+        part: {name: compared(before[part][name], result) for name, result in of.items() if name in before.get(part, {})}
+        for part, of in after.items()
+    }

@@ -1,0 +1,451 @@
+"""Measures what this machine does a second at the operators that training spends its time in: once, in some ten seconds.
+
+A time is the least of repeated runs on random data, after a first run that is left out: other processes can only add to it.
+Whether they wanted the same cores is kept with the rates (`Rates.contended`): threads that meet at a barrier wait whole time slices for one
+that is not running, which no choice of sample repairs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import logging
+import os
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from preheat.core import Device
+from preheat.errors import RunError
+from preheat.hardware.child_processes import ended_by, tethered
+from preheat.hardware.cpu_allocator import keep_heap
+from preheat.hardware.rates import AttentionRate, Layout, MatrixRate, MovedRate, Rates, load
+from preheat.hardware.tf32 import allow_tf32, has_tf32
+from preheat.hardware.timing import OtherProcesses, Random, Stopwatch, threads_of
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+__all__ = ["FULL", "GPU", "Grid", "Progress", "Rates", "calibrate", "grid_of", "rates"]
+
+Progress = Callable[[str, float], None]
+"""Called with what is measured next and the share (0 to 1) that is done."""
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The sizes to measure at. The defaults are those of training models of 5 M to 1 B parameters."""
+
+    rows: tuple[int, ...] = (64, 256, 1024, 4096)
+    """Rows of a matrix product: the tokens of a micro-batch, or of a chunk of the loss."""
+    layers: tuple[tuple[int, int], ...] = (
+        (128, 128),
+        (256, 256),
+        (288, 768),
+        (768, 768),
+        (768, 3072),
+        (512, 4096),
+        (288, 32000),
+        (768, 32000),
+        (512, 8),
+        (8, 512),
+    )
+    """(inputs, outputs) of a linear layer; the last two are an adapter's."""
+    products: tuple[int, ...] = (2048, 4096)
+    """Sizes of the square products that give the peak."""
+    elements: tuple[int, ...] = (2**16, 2**20, 2**22, 3 * 2**21, 2**24)
+    """Elements of the tensors of operators that move memory: in a core's cache, in the shared one, and beyond."""
+    width: int = 512
+    vocabulary: int = 32000
+    attention: tuple[tuple[int, int, int, int], ...] = ((8, 6, 256, 48), (2, 12, 1024, 64))
+    """(rows, heads, length, head_dim)."""
+    parameters: int = 2**23
+    """Of the AdamW step."""
+    large: int = 2**27
+    """Bytes of the copy that gives the bandwidth."""
+    most: int = 5 * 2**29
+    """Bytes of a product's factors and result; larger ones are left out, and the same layer with fewer rows stands for them."""
+
+
+FULL = Grid()
+GPU = Grid(
+    rows=(256, 1024, 4096, 8192, 16384),
+    layers=(
+        (2048, 2048),
+        (2048, 8192),
+        (8192, 2048),
+        (4096, 1024),
+        (4096, 4096),
+        (4096, 14336),
+        (14336, 4096),
+        (4096, 32000),
+        (4096, 128256),
+        (4096, 16),
+        (16, 4096),
+    ),
+    products=(4096, 8192),
+    elements=(2**16, 2**20, 2**22, 2**24, 2**26),
+    width=4096,
+    vocabulary=128256,
+    attention=((8, 32, 1024, 128), (4, 32, 2048, 128), (2, 32, 4096, 128), (1, 32, 8192, 128), (1, 32, 16384, 128)),
+    parameters=2**26,
+    large=2**30,
+)
+"""The sizes of models of 1 B to 8 B parameters, in micro-batches and rows of up to 16k tokens."""
+_SMALL_GPU = 20 * 2**30
+"""Bytes of a GPU's memory below which the largest of these, some ten at a time, would not fit beside a desktop."""
+
+
+def grid_of(device: Device) -> Grid:
+    """What is measured on a device.
+
+    Example:
+        >>> grid_of(Device("cpu", "a processor", 2**34)) == FULL
+        True
+    """
+    if device.kind == "cpu":
+        return FULL
+    if device.memory >= _SMALL_GPU:
+        return GPU
+    return dataclasses.replace(GPU, elements=GPU.elements[:-1], parameters=2**24, large=2**28, most=2**29)
+
+
+_log = logging.getLogger(__name__)
+_FIRST, _PATIENCE = 256, 4.0
+"""Size of the first square product, and seconds that the next one may take by its rate."""
+_TOO_LONG = 0.06
+"""Seconds: a product that is expected to take longer is left out, and the same layer with fewer rows stands for it."""
+_COLD = 64 << 20
+"""Bytes of operands, and of results, that an operator is measured over, in turns: a step finds its weights and saved activations, and the
+room for what it makes, further away than an operator that is repeated with the same ones. On two cores with 4 MiB of cache of their own and a
+share of 105, products take 1.3 times as long, what only moves memory twice."""
+_TURNS = 16
+"""At most so many operands: a step's small tensors are near, since what made them came just before."""
+
+
+def calibrate(device: Device, threads: int, progress: Progress | None = None, *, grid: Grid | None = None) -> Rates:
+    """Measures this machine, in this process. Leaves the random generators and the number of threads as they were.
+
+    Args:
+        device: what to measure, from `probe`.
+        threads: CPU threads to use.
+        progress: told what comes next.
+        grid: the sizes to measure at; by the device if not given.
+    """
+    import torch
+
+    grid = grid or grid_of(device)
+    tell = progress or (lambda what, done: None)
+    start, others = time.perf_counter(), OtherProcesses()
+    cuda = device.kind == "cuda"
+    dtypes = {"bf16": torch.bfloat16, "fp32": torch.float32} | ({"fp16": torch.float16} if cuda else {})
+    seconds = Stopwatch(cuda)
+    random = Random(device.kind)
+    matrix: list[MatrixRate] = []
+    moved: list[MovedRate] = []
+    attention: list[AttentionRate] = []
+    peak: dict[str, float] = {}
+    adamw: dict[str, float] = {}
+    share = 0.95 / len(dtypes)
+    with threads_of(threads):
+        tell("memory", 0.0)
+        source = random((grid.large // 4,), torch.float32)
+        target = torch.empty_like(source)
+        bandwidth = 2 * grid.large / seconds(lambda: target.copy_(source))
+        to_host, to_device = _host_link(seconds, source) if cuda else (None, None)
+        tiny = random((8,), torch.float32)
+        launch = seconds(lambda: tiny + tiny)
+        piece, other = random((2**18,), torch.float32), torch.ones(2**18, device=device.kind)
+        near = None if cuda else 3 * piece.nbytes / seconds(lambda: piece.mul_(other))
+        for index, (name, dtype) in enumerate(dtypes.items()):
+            done = 0.05 + share * index
+            tell(f"matrix products in {name}", done)
+            peak[name] = _peak(seconds, random, dtype, grid)
+            layers = _matrix(seconds, random, name, dtype, grid)
+            peak[name] = max(peak[name], *(rate.flops for rate in layers))
+            matrix += layers
+            tell(f"operators in {name}", done + share / 2)
+            moved += _moved(seconds, random, name, dtype, grid)
+            attention += _attention(seconds, random, name, dtype, grid)
+            adamw[name] = _adamw(seconds, random, dtype, grid)
+        if has_tf32(device):
+            tell("matrix products in tf32", 0.98)
+            end = allow_tf32(seconds)
+            peak["tf32"] = _peak(seconds, random, torch.float32, grid)
+            layers = _matrix(seconds, random, "tf32", torch.float32, grid)
+            end()
+            peak["tf32"] = max(peak["tf32"], *(rate.flops for rate in layers))
+            matrix += layers
+    tell("done", 1.0)
+    return Rates(
+        hardware=device.name,
+        torch=torch.__version__,
+        threads=threads,
+        peak_matrix_rate=peak,
+        bandwidth=bandwidth,
+        launch=launch,
+        near=near,
+        to_host=to_host,
+        to_device=to_device,
+        adamw=adamw,
+        matrix=tuple(matrix),
+        moved=tuple(moved),
+        attention=tuple(attention),
+        contended=_contended(others, threads),
+        seconds=time.perf_counter() - start,
+    )
+
+
+def _turns(bytes: int) -> int:
+    return min(max(1, _COLD // bytes), _TURNS)
+
+
+class _Turns:
+    """Calls one after the other, over and over; as many results as there are calls stay alive, so that room for the next is not warm either."""
+
+    def __init__(self, calls: Sequence[Callable[[], object]]):
+        self._calls, self._kept = itertools.cycle(calls), deque[object](maxlen=len(calls))
+        for _ in range(
+            len(calls) + 1
+        ):  # all their memory is had from the system here, and that of one more: a result goes when the next is there
+            self()
+
+    def __call__(self) -> None:
+        self._kept.append(next(self._calls)())
+
+
+def _contended(others: OtherProcesses, threads: int, watch: float = 0.0) -> bool:
+    """Whether other processes have kept more cores busy than these threads leave to them; looked at for `watch` more seconds."""
+    time.sleep(watch)
+    return others.cores() > (os.cpu_count() or 1) - threads + 0.25
+
+
+def _host_link(seconds: Stopwatch, source: Tensor) -> tuple[float, float]:
+    """Bytes a second from a GPU's memory to pinned memory of the host, and back."""
+    import torch
+
+    piece = source[: 2**26]
+    host = torch.empty(piece.shape, dtype=piece.dtype, pin_memory=piece.is_cuda)
+    to_host = piece.nbytes / seconds(lambda: host.copy_(piece, non_blocking=True))
+    return to_host, piece.nbytes / seconds(lambda: piece.copy_(host, non_blocking=True))
+
+
+def _square(seconds: Stopwatch, random: Random, dtype: torch.dtype, size: int) -> float:
+    a, b = random((size, size), dtype), random((size, size), dtype)
+    return 2 * size**3 / seconds(lambda: a @ b, budget=0.5)
+
+
+def _peak(seconds: Stopwatch, random: Random, dtype: torch.dtype, grid: Grid) -> float:
+    """FLOP/s of the best square product; a small one says first whether a large one would take too long, as in bf16 on a CPU without AVX512 (a minute)."""
+    best, longest = _square(seconds, random, dtype, min(_FIRST, *grid.products)), _PATIENCE
+    for size in sorted(grid.products):
+        if 2 * size**3 / best < longest:
+            best, longest = max(best, _square(seconds, random, dtype, size)), 0.5
+    return best
+
+
+def _matrix(seconds: Stopwatch, random: Random, name: str, dtype: torch.dtype, grid: Grid) -> list[MatrixRate]:
+    return [rate for k, m in grid.layers for rate in _layer(seconds, random, name, dtype, (k, m), grid)]
+
+
+def _layer(
+    seconds: Stopwatch, random: Random, name: str, dtype: torch.dtype, sizes: tuple[int, int], grid: Grid
+) -> list[MatrixRate]:
+    import torch
+
+    k, m = sizes
+    found = []
+    last: dict[Layout, float] = {}
+    for n in sorted(grid.rows):
+        flops, bytes = 2 * n * k * m, (n * k + n * m + k * m) * dtype.itemsize
+        if last and (bytes > grid.most or all(flops / rate >= _TOO_LONG for rate in last.values())):
+            continue
+        sets = [(random((n, k), dtype), random((n, m), dtype), random((m, k), dtype)) for _ in range(_turns(bytes))]
+        factors: dict[Layout, list[tuple[Tensor, Tensor]]] = {
+            "forward": [(x, w.t()) for x, _, w in sets],
+            "grad_input": [(g, w) for _, g, w in sets],
+            "grad_weight": [(g.t(), x) for x, g, _ in sets],
+        }
+        for layout, pairs in factors.items():
+            if layout not in last or flops / last[layout] < _TOO_LONG:
+                last[layout] = flops / seconds(_Turns([partial(torch.matmul, a, b) for a, b in pairs]))
+                found.append(MatrixRate(name, layout, n, k, m, last[layout]))
+    return found
+
+
+def _moved(seconds: Stopwatch, random: Random, name: str, dtype: torch.dtype, grid: Grid) -> list[MovedRate]:
+    found = []
+    table = random((grid.vocabulary, grid.width), dtype)
+    for elements in grid.elements:
+        sets = [_movers(random, dtype, elements, grid, table) for _ in range(_turns(2 * elements * dtype.itemsize))]
+        for operator, (_, moved) in sets[0].items():
+            turns = _Turns([calls[operator][0] for calls in sets[: _turns(moved)]])
+            found.append(MovedRate(operator, name, moved, moved / seconds(turns)))
+    return found
+
+
+def _movers(
+    random: Random, dtype: torch.dtype, elements: int, grid: Grid, table: Tensor
+) -> dict[str, tuple[Callable[[], object], int]]:
+    """The calls of `MOVERS` on tensors of so many elements, with the bytes that each moves."""
+    import torch
+    from torch.nn import functional as F
+
+    aten = torch.ops.aten
+    size = dtype.itemsize
+    n = max(1, elements // grid.width)
+    x, y = random((n, grid.width), dtype), random((n, grid.width), dtype)
+    positive = x.abs() + 1
+    out = torch.empty_like(x)
+    row, column = random((grid.width,), dtype), random((n, 1), dtype)
+    later = (
+        torch.arange(grid.width, device=x.device)[None] >= grid.width // 2
+    )  # as a causal mask's: with one drawn at random a CPU guesses wrongly
+    heads = x.view(1, -1, 4, grid.width // 4)
+    left, right = x.chunk(2, dim=-1)
+    left, right = left.contiguous(), right.contiguous()
+    one, many = x.numel() * size, y.numel() * size
+    calls: dict[str, tuple[Callable[[], object], int]] = {
+        "copy": (x.clone, 2 * one),
+        "copy_": (lambda: out.copy_(x), 2 * one),
+        "transpose": (lambda: heads.transpose(1, 2).contiguous(), 2 * one),
+        "cat": (lambda: torch.cat((left, right), dim=-1), 2 * one),
+        "zero_": (out.zero_, one),
+        "add": (lambda: x + y, one + 2 * many),
+        "add_": (lambda: out.add_(y), one + 2 * many),
+        "mul": (lambda: x * y, one + 2 * many),
+        "mul_row": (lambda: x * row, 2 * one + row.numel() * size),
+        "mul_column": (lambda: x * column, 2 * one + column.numel() * size),
+        "masked_fill": (lambda: x.masked_fill(later, 0.0), 2 * one + grid.width),
+        "exp": (x.exp, 2 * one),
+        "rsqrt": (positive.rsqrt, 2 * one),
+        "silu": (lambda: F.silu(x), 2 * one),
+        "silu_backward": (lambda: aten.silu_backward(y, x), 3 * one),
+        "gelu": (lambda: F.gelu(x, approximate="tanh"), 2 * one),
+        "gelu_backward": (lambda: aten.gelu_backward(y, x, approximate="tanh"), 3 * one),
+        "mean": (lambda: x.mean(dim=-1, keepdim=True), one + n * size),
+        "sum_rows": (lambda: x.sum(dim=0), one + grid.width * size),
+        "norm": (lambda: torch.linalg.vector_norm(x), one),
+    }
+    if dtype is torch.float32:
+        calls["to_bf16"] = (lambda: x.to(torch.bfloat16), one + one // 2)
+    else:
+        calls["to_fp32"] = (lambda: x.to(torch.float32), 3 * one)
+    logits = random((max(1, elements // grid.vocabulary), grid.vocabulary), dtype)
+    logs = logits.log_softmax(dim=-1)
+    whole = logits.numel() * size
+    calls["softmax"] = (lambda: logits.softmax(dim=-1), 2 * whole)
+    chances = logits.softmax(dim=-1)
+    calls["softmax_"] = (lambda: torch.softmax(chances, dim=-1, out=chances), 2 * whole)
+    calls["amax"] = (lambda: logits.amax(dim=-1), whole)
+    calls["log_softmax"] = (lambda: logits.log_softmax(dim=-1), 2 * whole)
+    calls["log_softmax_backward"] = (lambda: aten._log_softmax_backward_data(logits, logs, -1, dtype), 3 * whole)
+    at = random.rows(n, grid.vocabulary)
+    calls["embedding"] = (lambda: F.embedding(at, table), 2 * one)
+    calls["embedding_backward"] = (
+        lambda: aten.embedding_dense_backward(y, at, grid.vocabulary, -1, False),
+        one + table.numel() * size,
+    )
+    order = random.rows(n, n)
+    bits = torch.empty(elements * size // 8, dtype=torch.int64, device=x.device)
+    own = torch.Generator(device=x.device)
+    calls["random_"] = (lambda: bits.random_(-(2**63), None, generator=own), bits.numel() * 8)
+    calls["index_copy_"] = (lambda: out.index_copy_(0, order, x), 2 * one)
+    few, places = random((256,), dtype), random.rows(2**16, 256).to(torch.int32).repeat(-(-n * grid.width // 2**16))
+    calls["look_up"] = (lambda: few.index_select(0, places), places.numel() * (4 + size))
+    flag = torch.ones((), dtype=torch.bool, device=x.device)
+    calls["where"] = (lambda: torch.where(flag, x, y), 3 * one)
+    return calls
+
+
+def _attention(seconds: Stopwatch, random: Random, name: str, dtype: torch.dtype, grid: Grid) -> list[AttentionRate]:
+    import torch
+    from torch.nn.functional import scaled_dot_product_attention
+
+    found = []
+    for rows, heads, length, head_dim in grid.attention:
+        q, k, v = (random((rows, heads, length, head_dim), dtype).requires_grad_() for _ in range(3))
+        gradient = random((rows, heads, length, head_dim), dtype)
+        out = scaled_dot_product_attention(q, k, v, is_causal=True)
+        square = rows * heads * length**2 * head_dim
+        forward = seconds(partial(scaled_dot_product_attention, q, k, v, is_causal=True))
+        backward = seconds(partial(torch.autograd.grad, out, (q, k, v), gradient, retain_graph=True))
+        found.append(AttentionRate(name, "forward", length, heads, head_dim, 4 * square / forward))
+        found.append(AttentionRate(name, "backward", length, heads, head_dim, 10 * square / backward))
+    return found
+
+
+def _adamw(seconds: Stopwatch, random: Random, dtype: torch.dtype, grid: Grid) -> float:
+    """Seconds a parameter of one step, gradients and both moments in the parameters' dtype."""
+    import torch
+
+    parameters = [torch.nn.Parameter(random((grid.parameters // 8,), dtype)) for _ in range(8)]
+    for parameter in parameters:
+        parameter.grad = random(tuple(parameter.shape), dtype)
+    optimizer = torch.optim.AdamW(parameters, lr=1e-4, fused=True)
+    return seconds(optimizer.step, budget=0.1) / (grid.parameters // 8 * 8)
+
+
+def rates(
+    device: Device, threads: int, measure: bool = True, progress: Progress | None = None, *, grid: Grid | None = None
+) -> Rates:
+    """The stored rates of this machine; measured and stored first where there are none, and again where others kept the cores
+    busy meanwhile (such rates may be 50 x too low) and do so no longer.
+
+    Measuring is done by a child process: it leaves this one's memory, high-water mark and allocator as they are.
+
+    Raises:
+        RunError: there are none and `measure` is False, or measuring failed, or they cannot be stored.
+    """
+    import torch
+
+    found = load(device.name, torch.__version__, threads)
+    if progress is None and measure and found is None:
+        _log.warning("measuring this machine, once; some ten seconds to a minute")
+    if measure and (found is None or (found.contended and not _contended(OtherProcesses(), threads, watch=0.5))):
+        _measure_apart(device, threads, progress, grid or grid_of(device))
+        found = load(device.name, torch.__version__, threads)
+        assert found is not None, "the child stored rates for another machine"
+    if found is None:
+        raise RunError(
+            f"the rates of {device.name} with {threads} threads are not measured yet; run: preheat calibrate --threads {threads}"
+        )
+    return found
+
+
+def _measure_apart(device: Device, threads: int, progress: Progress | None, grid: Grid) -> None:
+    task = {"device": dataclasses.asdict(device), "threads": threads, "grid": dataclasses.asdict(grid)}
+    command = [sys.executable, "-c", "from preheat.hardware.benchmark_rates import _child; _child()", json.dumps(task)]
+    with subprocess.Popen(tethered(command), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None
+        assert child.stderr is not None
+        try:
+            for line in child.stdout:
+                what, done = json.loads(line)
+                if progress is not None:
+                    progress(what, done)
+            words = child.stderr.read().strip()
+        except BaseException:
+            child.kill()  # leaving the block waits for it
+            raise
+    if child.returncode != 0:
+        last = words.splitlines()[-1] if words and child.returncode > 0 else f"its process {ended_by(child.returncode)}"
+        raise RunError(f"measuring the rates of this machine failed: {last}")
+
+
+def _child() -> None:
+    keep_heap()  # as a run does
+    task: dict[str, Any] = json.loads(sys.argv[1])
+
+    def tell(what: str, done: float) -> None:
+        sys.stdout.write(json.dumps([what, done]) + "\n")
+        sys.stdout.flush()
+
+    calibrate(Device(**task["device"]), task["threads"], tell, grid=Grid(**task["grid"])).store()

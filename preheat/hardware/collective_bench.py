@@ -1,0 +1,382 @@
+"""Times collectives, as one rank among several: warm-up, repeats, the slowest rank's time of each, and their median.
+
+A sample is as many calls one after the other as take two milliseconds, begun after a barrier; the time of a sample is that of its slowest rank. How
+many samples there are is agreed by all from a first one, so that large sizes over slow links do not take minutes.
+"""
+
+from __future__ import annotations
+
+import datetime
+import math
+import os
+import socket
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from preheat.errors import RecipeError, RunError
+from preheat.hardware.child_processes import all_here, launched_store, local_group, local_store
+from preheat.hardware.link_rates import LinkRate
+from preheat.hardware.probe import probe
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed import Store
+
+__all__ = ["LISTENING", "Task", "Told", "measure"]
+
+Told = Callable[[str, float], None]
+"""Called on rank 0 with what is measured next and the share (0 to 1) that is done."""
+
+LISTENING = "PREHEAT_LISTENING"
+"""Where all processes are of one host: the descriptor of the socket on which rank 0 serves the store; empty for the others."""
+_SAMPLE = 2e-3
+"""Seconds of a sample at least: a call of microseconds is not timed by itself."""
+_BUFFERS = 2  # what goes out and what comes in
+
+
+@dataclass(frozen=True)
+class Task:
+    """What to measure.
+
+    Attributes:
+        collectives: names of `link_rates.COLLECTIVES`.
+        sizes: bytes, rising.
+        backend: gloo (over CPUs) or nccl.
+        repeats: samples at most.
+        warmup: calls before the first.
+        budget: seconds that the samples of one size may take; at least five are taken.
+        timeout: seconds to wait for the other processes.
+    """
+
+    collectives: tuple[str, ...]
+    sizes: tuple[int, ...]
+    backend: str
+    repeats: int = 20
+    warmup: int = 5
+    budget: float = 1.0
+    timeout: float = 60.0
+
+
+@dataclass(frozen=True)
+class _Place:
+    """This process among the others; `host` is the number of its host."""
+
+    rank: int
+    world: int
+    local: int
+    hosts: tuple[int, ...]
+    names: tuple[str, ...]
+
+    @property
+    def host(self) -> int:
+        return self.hosts[self.rank]
+
+
+def measure(task: Task, tell: Told | None = None) -> dict[str, Any]:
+    """Measures with the processes of RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT (as torchrun sets them); all of them must call it.
+
+    Returns:
+        On rank 0 {hardware, torch, devices, hosts, names, rows: LinkRates as values, pairs}; elsewhere {}.
+
+    Raises:
+        RecipeError: sizes beyond memory, or fewer GPUs than processes.
+        RunError: the other processes were not reached, or one stopped answering.
+    """
+    import torch
+    import torch.distributed as dist
+
+    device = _device(task)
+    begun = time.perf_counter()
+    try:
+        _join(task, device)
+        place = _place()
+        _room(task, place, device)
+        runs = _Timer(task, place, device)
+        total = len(task.collectives) * len(task.sizes) + len(task.sizes)
+        rows: list[LinkRate] = []
+        for name in task.collectives:
+            for size in task.sizes:
+                if tell is not None and place.rank == 0:
+                    tell(f"{name.replace('_', ' ')}, {size:,} bytes", len(rows) / total)
+                seconds = runs(_call(name, size, place, device))
+                rows.append(
+                    LinkRate(name, task.backend, place.world, len(set(place.hosts)), _real(size, place), *_spread(seconds))
+                )
+        pairs = _pairs(task, place, device, tell, len(rows) / total)
+        name = probe("cuda" if task.backend == "nccl" else "cpu").name
+        if place.rank != 0:
+            return {}
+        return {
+            "hardware": name,
+            "torch": torch.__version__,
+            "backend": task.backend,
+            "devices": place.world,
+            "hosts": len(set(place.hosts)),
+            "names": list(dict.fromkeys(place.names)),
+            "rows": [
+                asdict(row) | {"algorithm_bandwidth": row.algorithm_bandwidth, "bus_bandwidth": row.bus_bandwidth}
+                for row in rows
+            ],
+            "pairs": pairs,
+            "seconds": time.perf_counter() - begun,
+        }
+    except dist.DistBackendError as error:
+        raise RunError(f"a process stopped answering within {task.timeout:g} s: {_first(error)}") from None
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _device(task: Task) -> torch.device:
+    import torch
+
+    if task.backend == "gloo":
+        torch.set_num_threads(1)
+        return torch.device("cpu")
+    local = int(os.environ.get("LOCAL_RANK", 0))
+    wanted = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if wanted > torch.cuda.device_count():
+        raise RecipeError(
+            f"--backend nccl: {wanted} processes on a host with {torch.cuda.device_count()} GPUs; NCCL needs a GPU each: start fewer, or use --backend gloo"
+        )
+    torch.cuda.set_device(local)
+    return torch.device("cuda", local)
+
+
+def _join(task: Task, device: torch.device) -> None:
+    """The process group; what goes wrong is told with the address and the time."""
+    import torch.distributed as dist
+
+    address, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if all_here():
+        os.environ.update(local_group())
+    try:
+        if (listening := os.environ.get(LISTENING)) is not None:
+            store: Store = local_store(int(port), listening=int(listening) if listening else None, timeout=task.timeout)
+        else:
+            store = launched_store(task.timeout)
+        dist.init_process_group(
+            task.backend,
+            store=store,
+            rank=rank,
+            world_size=world,
+            timeout=datetime.timedelta(seconds=task.timeout),
+            device_id=device if device.type == "cuda" else None,
+        )
+        dist.barrier()
+    except (dist.DistNetworkError, dist.DistStoreError, OSError) as error:
+        if "EADDRINUSE" in str(error) or "address already in use" in str(error).lower():
+            raise RunError(
+                f"rendezvous {address}:{port}: the port is in use; name another (--port, or MASTER_PORT where you set it)"
+            ) from None
+        raise RunError(
+            f"rendezvous {address}:{port}: rank {rank} of {world} did not meet the others within {task.timeout:g} s ({_first(error)}); "
+            "see that all are started and that the address is reached from every host"
+        ) from None
+    except (RuntimeError, ValueError) as error:  # gloo and the store say by these that they found nobody
+        raise RunError(
+            f"rendezvous {address}:{port}: rank {rank} of {world} could not join within {task.timeout:g} s: {_first(error)}"
+        ) from None
+
+
+def _first(error: BaseException) -> str:
+    return str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
+
+
+def _place() -> _Place:
+    """Hosts are told apart by torchrun's number of each, or by their names where it was not torchrun that started us."""
+    import torch.distributed as dist
+
+    name = socket.gethostname()
+    mine = (os.environ.get("GROUP_RANK", name), name, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+    world = dist.get_world_size()
+    found: list[Any] = [None] * world
+    dist.all_gather_object(found, mine)
+    keys = list(dict.fromkeys(key for key, _, _ in found))
+    words = {key: name if len({n for _, n, _ in found}) == len(keys) else f"{name} ({key})" for key, name, _ in found}
+    return _Place(
+        dist.get_rank(),
+        world,
+        sum(key == mine[0] for key, _, _ in found),
+        tuple(keys.index(key) for key, _, _ in found),
+        tuple(words[key] for key, _, _ in found),
+    )
+
+
+def _room(task: Task, place: _Place, device: torch.device) -> None:
+    """Refuses sizes beyond memory, on every rank alike, before anything is allocated."""
+    has = probe(device.type).memory
+    sharing = place.local if device.type == "cpu" else 1
+    needs = _BUFFERS * max(task.sizes) * sharing
+    if needs > 0.8 * has:
+        most = int(0.8 * has / _BUFFERS / sharing)
+        asked, needed, there = (f"{size / 2**30:,.1f} GiB" for size in (max(task.sizes), needs, has))
+        raise RecipeError(
+            f"--sizes: {asked} takes {_BUFFERS} buffers on each of {sharing} processes, {needed} of {there}; use at most {most // 2**20:,} MiB"
+        )
+
+
+def _real(size: int, place: _Place) -> int:
+    """A size as whole floats that all devices share out evenly."""
+    return max(1, size // (4 * place.world)) * 4 * place.world
+
+
+def _call(name: str, size: int, place: _Place, device: torch.device) -> Callable[[], Any]:
+    """One call of a collective on buffers of its own."""
+    import torch
+    import torch.distributed as dist
+
+    count = _real(size, place) // 4
+    share = count // place.world
+
+    def buffer(elements: int) -> torch.Tensor:
+        return torch.zeros(elements, dtype=torch.float32, device=device)
+
+    if name == "all_reduce":
+        whole = buffer(count)
+        return lambda: dist.all_reduce(whole)
+    # torch 2.13 gave these two other names, and warns of the old ones.
+    if name == "all_gather":
+        whole, part = buffer(count), buffer(share)
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        return lambda: gather(whole, part)
+    if name == "reduce_scatter":
+        whole, part = buffer(count), buffer(share)
+        scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+        return lambda: scatter(part, whole)
+    if name == "all_to_all":
+        there, back = buffer(count), buffer(count)
+        return lambda: dist.all_to_all_single(back, there)
+    assert name == "send_recv", name
+    out, come = buffer(count), buffer(count)
+    after, before = (place.rank + 1) % place.world, (place.rank - 1) % place.world
+
+    def ring() -> None:
+        both = [dist.P2POp(dist.isend, out, after), dist.P2POp(dist.irecv, come, before)]
+        for work in dist.batch_isend_irecv(both):
+            work.wait()
+
+    return ring
+
+
+class _Timer:
+    """Samples of a call that all ranks make together, in seconds a call."""
+
+    def __init__(self, task: Task, place: _Place, device: torch.device):
+        self.task, self.place, self.device = task, place, device
+
+    def wait(self) -> None:
+        if self.device.type == "cuda":
+            import torch
+
+            torch.cuda.synchronize()
+
+    def once(self, call: Callable[[], Any], times: int) -> float:
+        import torch.distributed as dist
+
+        dist.barrier()
+        self.wait()
+        start = time.perf_counter()
+        for _ in range(times):
+            call()
+        self.wait()
+        return (time.perf_counter() - start) / times
+
+    def __call__(self, call: Callable[[], Any]) -> list[float]:
+        first = self.slowest([self.once(call, 1)])[0]
+        for _ in range(max(1, min(self.task.warmup, math.ceil(self.task.budget / first)) - 1)):
+            call()
+        guess = self.slowest([self.once(call, max(1, math.ceil(_SAMPLE / max(first, 1e-6) / 4)))])[0]
+        times = max(1, math.ceil(_SAMPLE / max(guess, 1e-6)))
+        samples = max(5, min(self.task.repeats, int(self.task.budget / (times * guess))))
+        return self.slowest([self.once(call, times) for _ in range(samples)])
+
+    def slowest(self, seconds: Sequence[float]) -> list[float]:
+        """Of each sample the time of the slowest rank; all ranks learn the same, and so decide alike."""
+        import torch
+        import torch.distributed as dist
+
+        found = torch.tensor(seconds, dtype=torch.float64, device=self.device)
+        dist.all_reduce(found, op=dist.ReduceOp.MAX)
+        return found.tolist()
+
+
+def _spread(seconds: Sequence[float]) -> tuple[float, float, float]:
+    """Median, and the tenths at both ends."""
+    ordered = sorted(seconds)
+    return statistics.median(ordered), ordered[int(0.1 * (len(ordered) - 1))], ordered[round(0.9 * (len(ordered) - 1))]
+
+
+def _pairs(task: Task, place: _Place, device: torch.device, tell: Told | None, done: float) -> list[dict[str, Any]]:
+    """Point to point, there and back: a pair in each host, then from host to host around the ring. On rank 0 all of them, elsewhere none.
+
+    Pairs of a round have no device in common, and hosts send in one round and receive in another.
+    """
+    import torch.distributed as dist
+
+    members = [[rank for rank in range(place.world) if place.hosts[rank] == host] for host in range(len(set(place.hosts)))]
+    inside = [(ranks[0], ranks[1]) for ranks in members if len(ranks) > 1]
+    around = [(a[0], b[0]) for a, b in zip(members, members[1:] + members[:1], strict=True)] if len(members) > 1 else []
+    around = around[:1] if len(members) == 2 else around
+    rounds = [inside, around[0 : len(around) - len(around) % 2 : 2], around[1::2], around[len(around) - len(around) % 2 :]]
+    found: list[dict[str, Any]] = []
+    for n, round_ in enumerate(pairs for pairs in rounds if pairs):
+        if tell is not None and place.rank == 0:
+            tell("pairs", done + (1 - done) * n / 4)
+        mine = next((pair for pair in round_ if place.rank in pair), None)
+        made = [] if mine is None else _there_and_back(task, place, device, mine)
+        dist.barrier()
+        gathered: list[Any] = [None] * place.world
+        dist.all_gather_object(gathered, made)
+        for a, b in round_:
+            rows = gathered[a]
+            found.append({
+                "kind": "in a host" if place.hosts[a] == place.hosts[b] else "between hosts",
+                "ranks": [a, b],
+                "hosts": list(dict.fromkeys([place.names[a], place.names[b]])),
+                "latency": rows[0]["seconds"],
+                "bandwidth": rows[-1]["bytes"] / rows[-1]["seconds"],
+                "rows": rows,
+            })  # fmt: skip
+    return found if place.rank == 0 else []
+
+
+def _there_and_back(task: Task, place: _Place, device: torch.device, pair: tuple[int, int]) -> list[dict[str, Any]]:
+    """Half the time of a message that comes back, by size. The first of the pair decides how often, and tells the other with each message."""
+    import torch
+    import torch.distributed as dist
+
+    made = []
+    lead, other = pair[0] == place.rank, pair[1] if pair[0] == place.rank else pair[0]
+    for size in task.sizes:
+        message = torch.zeros(max(1, size // 4), dtype=torch.float32, device=device)
+        again = torch.ones(1, device=device)
+        seconds: list[float] = []
+        end = time.perf_counter() + task.budget
+        while True:
+            if lead:
+                again.fill_(
+                    float(len(seconds) < task.warmup + task.repeats and (len(seconds) < 6 or time.perf_counter() < end))
+                )
+                dist.send(again, other)
+            else:
+                dist.recv(again, other)
+            if not again.item():
+                break
+            start = time.perf_counter()
+            for to in (lead, not lead):
+                if to:
+                    dist.send(message, other)
+                else:
+                    dist.recv(message, other)
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            seconds.append((time.perf_counter() - start) / 2)
+        kept = seconds[min(task.warmup, len(seconds) - 3) :]
+        median, low, high = _spread(kept)
+        made.append({"bytes": message.numel() * 4, "seconds": median, "low": low, "high": high})
+    return made

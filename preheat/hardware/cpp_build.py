@@ -1,0 +1,169 @@
+"""C++ of ours: built here once for each torch, kept in the cache, and called through ctypes."""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import functools
+import hashlib
+import importlib.util
+import logging
+import os
+import platform
+import shutil
+import stat
+import subprocess
+import tempfile
+import warnings
+from pathlib import Path
+
+from preheat.errors import RunError
+from preheat.hardware.child_processes import tethered
+from preheat.hardware.link_rates import cache_folder, make_private
+
+__all__ = ["NO_COMPILER", "compiler", "is_built", "library", "quick_library", "uncompiled"]
+
+NO_COMPILER = "no C++ compiler was found; install g++, or name one in CXX"
+_log = logging.getLogger(__name__)
+_FLAGS = ("-std=c++20", "-fPIC", "-shared")
+_VECTOR = ("-O3", "-march=native", "-fopenmp")
+
+
+@functools.cache
+def library(source: Path, *, vector: bool = False) -> ctypes.CDLL:
+    """What a file of C++ exports, built when it is not in the cache yet.
+
+    Args:
+        source: the file; it may include torch's headers and call c10.
+        vector: for the instructions of this CPU alone, with OpenMP in the threads of torch (the very library that torch brings).
+
+    Raises:
+        RunError: there is no compiler, it fails, or the cache cannot be written.
+    """
+    import torch
+
+    home = Path(torch.__file__).parent
+    about = f"{torch.__version__} {home} {_cpu() if vector else platform.machine()}"
+    key = hashlib.sha256(source.read_bytes() + about.encode()).hexdigest()
+    built = _folder() / f"{source.stem}-{key[:16]}.so"
+    if (reason := _distrusted(built, key)) is not None:
+        if built.exists() or built.is_symlink():
+            _log.warning("%s: is not loaded (%s); it is built anew", built, reason)
+        _build(source, built, home, ("-O2",) if not vector else _VECTOR, key)
+    try:
+        return ctypes.CDLL(str(built))
+    except OSError as error:
+        raise RunError(f"{built}: cannot be loaded ({error})") from None
+
+
+def _folder() -> Path:
+    """Where the libraries lie: a folder of the cache that nobody else can write to, since what lies there is run.
+
+    Raises:
+        RunError: it cannot be made.
+    """
+    folder = cache_folder() / "native"
+    try:
+        make_private(folder)
+        facts = folder.lstat()
+        if facts.st_uid == os.getuid() and stat.S_ISDIR(facts.st_mode) and facts.st_mode & 0o077:
+            folder.chmod(0o700)
+            facts = folder.lstat()
+        if stat.S_ISDIR(facts.st_mode) and _is_private(facts):
+            return folder
+    except OSError as error:
+        raise RunError(f"{folder}: cannot be used ({error.strerror}); set PREHEAT_CACHE to a folder of your own") from None
+    return _own_folder(folder)
+
+
+@functools.cache
+def _own_folder(other: Path) -> Path:
+    """A private folder for this process alone, in place of one that others can write to."""
+    folder = Path(tempfile.mkdtemp(prefix="preheat-native-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    _log.warning("%s: others can write there, so nothing of it is loaded; set PREHEAT_CACHE to a folder of your own", other)
+    return folder
+
+
+def _is_private(facts: os.stat_result) -> bool:
+    return facts.st_uid in (0, os.getuid()) and not facts.st_mode & 0o022
+
+
+def _seal(key: str, binary: bytes) -> str:
+    return hashlib.sha256(key.encode() + binary).hexdigest()
+
+
+def _distrusted(built: Path, key: str) -> str | None:
+    """Why a library in the cache is not to be loaded; None if it is the very one that was built here of this source."""
+    try:
+        facts = built.lstat()
+        if not stat.S_ISREG(facts.st_mode):
+            return "is no plain file"
+        if not _is_private(facts):
+            return "others can write to it"
+        sealed = built.with_suffix(".sha256").read_text(encoding="utf-8", errors="replace").strip()
+        return None if sealed == _seal(key, built.read_bytes()) else "differs from what was built"
+    except OSError as error:
+        return f"cannot be read: {error.strerror}"
+
+
+def quick_library(source: Path, without: str) -> ctypes.CDLL | None:
+    """What a file of C++ exports for this CPU alone; None where it cannot be had, which a warning tells: `without` says what that costs."""
+    try:
+        return library(source, vector=True)
+    except RunError as error:
+        warnings.warn(f"{without}: {error}", stacklevel=3)
+        return None
+
+
+def is_built(source: Path) -> bool:
+    """Whether the cache has it, maybe for another torch; without torch."""
+    return any((cache_folder() / "native").glob(f"{source.stem}-*.so"))
+
+
+def compiler() -> str | None:
+    return next(filter(None, map(shutil.which, (os.environ.get("CXX") or "c++", "g++", "clang++"))), None)
+
+
+def _cpu() -> str:
+    """This CPU's instructions: a cache may lie in a home that several machines share."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    return next((line for line in lines if line.startswith(("flags", "Features"))), platform.machine())
+
+
+def _build(source: Path, out: Path, torch: Path, flags: tuple[str, ...], key: str) -> None:
+    found = compiler()
+    if found is None:
+        raise RunError(NO_COMPILER)
+    # Into its place in one move: several processes may begin at once.
+    try:
+        with tempfile.TemporaryDirectory(prefix=".partial-", dir=out.parent, ignore_cleanup_errors=True) as folder:
+            made = Path(folder) / out.name
+            link = (f"-L{torch / 'lib'}", "-lc10", f"-Wl,-rpath,{torch / 'lib'}")
+            command = [found, *_FLAGS, *flags, f"-I{torch / 'include'}", str(source), "-o", str(made), *link]
+            done = subprocess.run(tethered(command), capture_output=True, text=True, check=False)
+            if done.returncode:
+                said = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr.strip())
+                raise RunError(f"{found} could not build {source.name}: {said}")
+            made.chmod(0o700)
+            sealed = made.with_suffix(".sha256")
+            sealed.write_text(_seal(key, made.read_bytes()) + "\n", encoding="utf-8")
+            sealed.replace(out.with_suffix(".sha256"))
+            made.replace(out)
+    except OSError as error:
+        raise RunError(f"{out.parent}: cannot be written ({error.strerror}); set PREHEAT_CACHE to a folder with room") from None
+
+
+def uncompiled(kind: str) -> str:
+    """What torch.compile lacks here for a kind of device, and how to get it; else ""."""
+    if kind == "cuda":
+        return "" if importlib.util.find_spec("triton") is not None else "needs Triton on a CUDA device; pip install triton"
+    name = os.environ.get("CXX", "g++")
+    return (
+        ""
+        if shutil.which(name) is not None
+        else f"needs a C++ compiler on a CPU and found no '{name}'; install g++, or set CXX"
+    )

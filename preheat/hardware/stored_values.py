@@ -1,0 +1,90 @@
+"""Reads stored measurements into checked types: a cache may be cut, edited, or written by something else."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import typing
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any, TypeVar
+
+from preheat.run_dir import BadJson, read_value
+from preheat.sanitize import quoted, shorten
+
+__all__ = ["Damaged", "read_json", "read_number", "read_numbers", "read_row"]
+
+_Row = TypeVar("_Row")
+# No rate of a machine, in units a second, and no time of an operator, in seconds, lies beyond these.
+_LEAST, _MOST = 1e-18, 1e24
+
+
+class Damaged(ValueError):
+    """Why a stored measurement cannot be used."""
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """The object in a file; None where there is no such file.
+
+    Raises:
+        Damaged: it cannot be read, or holds something else.
+    """
+    try:
+        values = read_value(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise Damaged(f"cannot be read ({error.strerror})") from None
+    except BadJson:
+        raise Damaged("is no JSON") from None
+    if not isinstance(values, dict):
+        raise Damaged(f"holds {quoted(values, 40)}")
+    return values
+
+
+def read_number(value: Any, name: str, *, zero: bool = False) -> float:
+    """A measured number: finite, above 0, or 0 too where `zero` says so."""
+    plain = isinstance(value, int | float) and not isinstance(value, bool)
+    if not plain or not (_LEAST < value < _MOST or (zero and value == 0)):
+        raise Damaged(f"{shorten(name, 40)} is {quoted(value, 40)}")
+    return float(value)
+
+
+def read_numbers(value: Any, name: str) -> dict[str, float]:
+    """A measured number for each dtype."""
+    if not isinstance(value, dict):
+        raise Damaged(f"{name} is {quoted(value, 40)}")
+    return {key: read_number(number, f"{name}.{key}") for key, number in value.items()}
+
+
+def read_row(cls: Callable[..., _Row], values: Any, zero: Collection[str] = ()) -> _Row:
+    """A flat dataclass of numbers and names from an object that has its very fields.
+
+    Args:
+        zero: the fields that may be 0.
+
+    Raises:
+        Damaged: another object.
+    """
+    hints = _hints(cls)
+    if not isinstance(values, dict) or values.keys() != hints.keys():
+        raise Damaged(f"a row is {quoted(values, 40)}")
+    for name, kind in hints.items():
+        value = values[name]
+        if typing.get_origin(kind) is typing.Literal:
+            if value not in typing.get_args(kind):
+                raise Damaged(f"{name} is {quoted(value, 40)}")
+        elif kind is str:
+            if not isinstance(value, str):
+                raise Damaged(f"{name} is {quoted(value, 40)}")
+        else:
+            read_number(value, name, zero=name in zero)
+            if kind is int and not isinstance(value, int):
+                raise Damaged(f"{name} is {quoted(value, 40)}")
+    return cls(**values)
+
+
+@functools.cache
+def _hints(cls: Callable[..., Any]) -> dict[str, Any]:
+    hints = typing.get_type_hints(cls)
+    return {field.name: hints[field.name] for field in dataclasses.fields(cls)}  # type: ignore[arg-type]

@@ -1,0 +1,1 @@
+"""Opens a run, a folder or an adapter; generates text and chats."""

@@ -1,0 +1,138 @@
+"""A conversation with a model: turns kept, the KV cache with them, and the oldest dropped where the model's positions end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from preheat.errors import RecipeError
+from preheat.inference.text_generation import prompt_tokens
+from preheat.models.generation.generate import Kept, Written
+from preheat.recipe import Sample
+
+if TYPE_CHECKING:
+    from preheat.data.chat.template import Template
+    from preheat.inference.load import Opened
+
+__all__ = ["Answer", "Conversation"]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the assistant said to one message.
+
+    Attributes:
+        written: its text and tokens.
+        dropped: how many of the oldest messages were dropped to make room for it.
+        prompt: tokens that stood before it.
+        read: how many of these the cache did not hold yet.
+    """
+
+    written: Written
+    dropped: int
+    prompt: int
+    read: int
+
+
+class Conversation:
+    """A chat of several turns.
+
+    Args:
+        opened: the model (`open_model`).
+        template: lays out the messages.
+        settings: how many tokens an answer may have, and how they are drawn.
+        system: the system message.
+        seed: with the number of the turn decides the draws.
+
+    Example:
+        >>> talk = Conversation(open_model("runs/mine"), template)                                 # doctest: +SKIP
+        >>> talk.say("Who are you?").written.text                                                  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        opened: Opened,
+        template: Template,
+        settings: Sample | None = None,
+        *,
+        system: str | None = None,
+        seed: int = 0,
+    ):
+        self.opened, self.template, self.settings = opened, template, settings or Sample(tokens=256)
+        self.system, self.seed = system, seed
+        self.turns: list[dict[str, str]] = []
+        self._kept, self._asked = Kept(), 0
+
+    @property
+    def messages(self) -> list[dict[str, str]]:
+        """The whole conversation as the model will see it."""
+        return [*([{"role": "system", "content": self.system}] if self.system else []), *self.turns]
+
+    def reset(self) -> None:
+        """Forgets all turns; the system message stays."""
+        self.turns.clear()
+        self._asked = 0
+        self._kept.clear()
+
+    def say(self, text: str, on_text: Callable[[str], None] | None = None) -> Answer:
+        """Says something and gets the answer, which joins the conversation.
+
+        Args:
+            on_text: told the answer piece by piece. Where it raises KeyboardInterrupt, the turn ends with what was told until then.
+
+        Raises:
+            RecipeError: the message alone leaves no room for an answer. The conversation is then as it was before.
+            DataError: the template does not render the conversation.
+        """
+        before = list(self.turns)
+        self._asked += 1
+        self.turns.append({"role": "user", "content": text})
+        said: list[str] = []
+
+        def tell(_: int, part: str | None) -> None:
+            if part is not None:
+                said.append(part)
+                if on_text is not None:
+                    on_text(part)
+
+        try:
+            count, dropped = self._fit()
+            (written,) = self.opened.write(
+                [self.messages],
+                self.settings,
+                template=self.template,
+                seed=self.seed + self._asked,
+                on_text=tell,
+                kept=self._kept,
+            )
+        except KeyboardInterrupt:
+            self._answered("".join(said))
+            raise
+        except BaseException:
+            self.turns = before
+            raise
+        self._answered(written.text)
+        return Answer(written, dropped, count, count - self._kept.reused)
+
+    def _answered(self, text: str) -> None:
+        self.turns.append({"role": "assistant", "content": text})
+
+    def _fit(self) -> tuple[int, int]:
+        """Drops the oldest turns until there is room for an answer. Returns the prompt's tokens and how many messages went."""
+        positions = self.opened.build.model.positions
+        room = min(self.settings.tokens, max(1, positions // 4))
+        dropped = 0
+        while True:
+            count = len(prompt_tokens(self.opened.tokenizer, self.messages, self.template))
+            if not positions or count + room <= positions:
+                return count, dropped
+            later = next((n for n, turn in enumerate(self.turns) if n and turn["role"] == "user"), None)
+            if later is None:
+                if count >= positions:
+                    raise RecipeError(
+                        f"the message has {count:,} tokens as the template lays it out, the model only {positions:,} positions; say it in fewer words"
+                    )
+                return count, dropped
+            del self.turns[:later]
+            dropped += later

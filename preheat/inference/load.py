@@ -1,0 +1,264 @@
+"""A trained model to read from: a run's newest whole checkpoint, a Hugging Face folder, or an adapter's folder with its base."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from preheat import recipe as recipes
+from preheat import remote_code
+from preheat.core import Build
+from preheat.engine import checkpoint
+from preheat.engine.builder import alone, build
+from preheat.engine.device import resolve_device
+from preheat.errors import RecipeError, RunError
+from preheat.inference.text_generation import Prompt, write_texts
+from preheat.models.generation.generate import Written
+from preheat.models.weights import WeightSource
+from preheat.recipe import Model, Recipe, Sample, Stop
+from preheat.run_dir import Reader
+
+__all__ = ["Opened", "open_draft", "open_model", "require_model"]
+
+
+@dataclass
+class Opened:
+    recipe: Recipe
+    build: Build
+    tokenizer: Any
+    step: int | None
+    """Of the checkpoint; None for a model's or an adapter's folder."""
+    tokenizer_folder: str
+    """Where the tokenizer was read from."""
+    adapter: Any = None
+    """ops.adapters.peft_io.AdapterFolder, where that is what was opened."""
+    template: str | None = None
+    """Name of the chat template that a run was trained with, which its tokenizer has; None: it was trained on texts."""
+    classes: tuple[str, ...] = ()
+    """Names of the classes that a run was trained on, in the order of its head's rows."""
+    _drafts: dict[str, Any] = field(default_factory=dict)
+    """Models that proposed tokens so far, by the path that names them."""
+
+    def write(self, prompts: Sequence[Prompt], settings: Sample | None = None, **how: Any) -> list[Written]:
+        """Continues texts, and answers chats: `write_texts` with this model; `how` is its template, seed, batch, on_text, kept and timed.
+
+        Example:
+            >>> open_model("runs/demo").write(["import os\\n"])[0].text                                 # doctest: +SKIP
+        """
+        path = settings.draft if settings is not None else None
+        if path is not None and path not in self._drafts:
+            self._drafts[path] = open_draft(path, self.tokenizer)
+        return write_texts(self.build, self.tokenizer, prompts, settings, draft=self._drafts.get(path or ""), **how)
+
+
+def open_model(
+    path: str | Path,
+    *,
+    base: str | None = None,
+    step: int | None = None,
+    at_start: bool = False,
+    trust_remote_code: bool = False,
+) -> Opened:
+    """Builds a run's model with a whole checkpoint, the model of a Hugging Face folder (compressed ones too), or an adapter of peft's on its base.
+
+    Args:
+        path: a run, one of its checkpoints (`runs/x/checkpoints/step-N`), a model's folder or an adapter's.
+        step: of a run's checkpoint; the newest whole one when not given.
+        base: the model under an adapter or a run, where it no longer stands at the path that these name.
+        at_start: of a run, the model that it began from: its base with its techniques, before the first step.
+        trust_remote_code: run Python code that comes with the model's folder; whoever wrote that can then do what you can.
+
+    Raises:
+        RunError: none of these, no whole checkpoint (of that step), or a base that changed since the run was trained.
+        RecipeError: the base cannot be had, or is another one than the adapter's or the run's.
+    """
+    with remote_code.trusting(trust_remote_code):
+        return _open(Path(path), base, step, at_start)
+
+
+def _open(path: Path, base: str | None, step: int | None, at_start: bool) -> Opened:
+    own = checkpoint.step_of(path.name)
+    if own is not None and (path.parent.parent / "recipe.yaml").is_file():
+        if step not in (None, own):
+            raise RunError(f"{path}: is the checkpoint of step {own}, and step {step} was asked for; name the run")
+        path, step = path.parent.parent, own
+    if (path / "recipe.yaml").is_file():
+        return _at_start(path, base) if at_start else _run(path, step, base)
+    if at_start:
+        raise RunError(f"{path}: is no run, so nothing is known of a model before it; name two models to compare them")
+    if step is not None:
+        raise RunError(f"{path}: is no run, so it has no checkpoint of step {step}; leave --step out")
+    if (path / "adapter_config.json").is_file():
+        return _adapter(path, base)
+    if base is not None:
+        raise RecipeError(f"--base: {path} is no adapter (no adapter_config.json) and no run; leave it out")
+    require_model(path)
+    return _folder(str(path), str(path))
+
+
+def open_draft(path: str, tokenizer: Any) -> Any:
+    """The model that proposes tokens for another one, whose tokenizer is given.
+
+    Raises:
+        RecipeError: it has another tokenizer, or reads whole texts only.
+        RunError: there is no model.
+    """
+    from preheat.models.generation.generate import patterned
+
+    try:
+        found = open_model(path)
+    except RunError as error:
+        raise RunError(f"sample.draft: {error}") from None
+    ours, theirs = tokenizer.get_vocab(), found.tokenizer.get_vocab()
+    if ours != theirs:
+        odd = next((piece for piece in ours if theirs.get(piece) != ours[piece]), None)
+        odd = odd if odd is not None else next(piece for piece in theirs if piece not in ours)
+        told = [str(vocabulary.get(odd, "no piece")) for vocabulary in (ours, theirs)]
+        raise RecipeError(
+            f"sample.draft: {path}: has another tokenizer ({len(theirs):,} pieces, the model {len(ours):,}; {odd!r} is {told[1]} there and {told[0]} here), and a "
+            "draft proposes tokens: use a smaller model of the same family, or sample.lookup, which needs none"
+        )
+    model: Any = found.build.trained[0]
+    if patterned(model):
+        raise RecipeError(
+            f"sample.draft: {path}: its layers have attention patterns, so it reads everything again for each token; use a draft without"
+        )
+    return model
+
+
+def require_model(path: str | Path) -> None:
+    """Raises RunError where there is nothing that `open_model` opens."""
+    place = Path(path)
+    run = place.parent.parent if checkpoint.step_of(place.name) is not None else place
+    if not any(file.is_file() for file in (run / "recipe.yaml", place / "config.json", place / "adapter_config.json")):
+        raise RunError(
+            f"{path}: is neither a run (no recipe.yaml), nor a Hugging Face model folder (no config.json), nor an adapter (no adapter_config.json)"
+        )
+
+
+def _at_start(path: Path, base: str | None) -> Opened:
+    from preheat.data.tokenizer import load_tokenizer
+
+    run = Reader(path)
+    found, _ = checkpoint.find(path / "checkpoints", run=run.id)
+    recipe = _on_base(run, base, checkpoint.read_progress(found) if found else None)
+    classes = tuple(run.data.get("classes") or ())
+    tokenizer = load_tokenizer(str(path / "tokenizer"))
+    device, _ = resolve_device(recipe)
+    recipe = replace(recipe, techniques={name: t.read_on(device) for name, t in recipe.techniques.items()})
+    made = build(recipe, vocabulary=len(tokenizer), device=device)
+    return Opened(recipe, made, tokenizer, 0, str(path / "tokenizer"), classes=classes)
+
+
+def _on_base(run: Reader, base: str | None, progress: checkpoint.Progress | None) -> Recipe:
+    """A run's recipe for one device, with its base's folder where that is now.
+
+    A folder that moved is looked for beside the run and in the working folder, by the last parts of its path; its weights must be those
+    that the run was trained on.
+    """
+    path = run.path
+    recipe = alone(recipes.parse(run.recipe_text, where=str(path / "recipe.yaml")))
+    named = recipe.model.path
+    if named is None:
+        if base is not None:
+            raise RecipeError(f"--base: {path} is a run whose model was new, and stands in it whole; leave it out")
+        return recipe
+    trained = progress.fingerprints.get("weights") if progress is not None and recipe.model.weights != "random" else None
+    if base is not None:
+        if not (Path(base) / "config.json").is_file():
+            raise RecipeError(f"--base: {base}: no model's folder (no config.json); name the one that {path} was trained on")
+        if trained is not None and WeightSource(Path(base), knob="--base").fingerprint() != trained:
+            raise RecipeError(
+                f"--base: {base} has other weights than those that {path} was trained on ({named}); name that model"
+            )
+        return replace(recipe, model=replace(recipe.model, path=base))
+    if not Path(named).is_absolute() or Path(named).is_dir():
+        return recipe
+    parts = Path(named).parts[1:]
+    for home in (Path.cwd(), path.resolve().parent, path.resolve().parent.parent):
+        for count in range(min(len(parts), 3), 0, -1):
+            folder = home.joinpath(*parts[-count:])
+            if trained and (folder / "config.json").is_file() and WeightSource(folder).fingerprint() == trained:
+                return replace(recipe, model=replace(recipe.model, path=str(folder)))
+    raise RunError(f"{path}: its base model {named}: no such folder; name where it is now with --base")
+
+
+def _run(path: Path, step: int | None, base: str | None) -> Opened:
+    from preheat.data.tokenizer import load_tokenizer
+
+    run = Reader(path)
+    told = run.data
+    found, damaged = checkpoint.find(path / "checkpoints", step, run=run.id)
+    if found is None:
+        raise RunError(
+            f"{path}: "
+            + (f"no checkpoint is whole ({damaged[0][0].name}: {damaged[0][1]})" if damaged else "has no checkpoint yet")
+        )
+    tokenizer = load_tokenizer(str(path / "tokenizer"))
+    progress = checkpoint.read_progress(found)
+    recipe = _on_base(run, base, progress)
+    device, _ = resolve_device(recipe)
+    # What an adapter began from is in the checkpoint by now, and its folder may be gone. A curriculum's start is another thing.
+    techniques = {
+        name: replace(t, start=None) if ("start", None) in {(f.name, f.default) for f in dataclasses.fields(t)} else t  # type: ignore[call-arg]
+        for name, t in ((name, t.read_on(device)) for name, t in recipe.techniques.items())
+        if not t.training_only
+    }
+    made = build(replace(recipe, techniques=techniques), vocabulary=len(tokenizer), device=device)
+    if made.weights.folder is not None and progress.fingerprints.get("weights") != made.weights.fingerprint():
+        raise RunError(
+            f"{path}: the weights in {recipe.model.path} changed since the run was trained on them; put back those that were there"
+        )
+    checkpoint.load_weights(made, found)
+    template = told.get("template") if told.get("chat") else None
+    classes = tuple(told.get("classes") or ())
+    return Opened(recipe, made, tokenizer, progress.step, str(path / "tokenizer"), template=template, classes=classes)
+
+
+def _folder(model: str, tokenizer_folder: str) -> Opened:
+    from preheat.data.tokenizer import load_tokenizer
+    from preheat.models.hf import configure, facts
+
+    recipe = Recipe(name="opened", model=Model(path=model), stop=Stop(steps=1))
+    positions = facts(configure(replace(recipe, batch=replace(recipe.batch, length=2)))).positions
+    tokenizer = load_tokenizer(tokenizer_folder)
+    recipe = replace(recipe, batch=replace(recipe.batch, size=8, length=min(512, positions or 512)))
+    device, _ = resolve_device(recipe)
+    made = build(recipe, vocabulary=len(tokenizer), device=device, reading=True)
+    return Opened(recipe, made, tokenizer, None, tokenizer_folder)
+
+
+def _adapter(path: Path, base: str | None) -> Opened:
+    from preheat.ops.adapters.peft_io import put_in, read_folder
+    from preheat.ops.quantization.nf4 import pack_
+    from preheat.ops.quantization.serialization import is_compressed
+
+    folder = read_folder(path, "adapter")
+    named = base or folder.base
+    if named is None:
+        raise RecipeError(f"adapter: {path} names no base model; name it with --base")
+    own = any((path / name).exists() for name in ("tokenizer.json", "tokenizer.model"))
+    try:
+        opened = _folder(named, str(path) if own else named)
+    except RecipeError as error:
+        if base is not None:
+            raise RecipeError(f"--base: {error}") from None
+        if not Path(named).exists():
+            raise RecipeError(
+                f"adapter: {path}: its base model is not there ({error}); name the base's folder with --base"
+            ) from None
+        raise
+    model = opened.build.trained[0]
+    if is_compressed(model):
+        knob = "--base" if base is not None else f"adapter: {path}"
+        raise RecipeError(
+            f"{knob}: {named} is compressed, and what is rounded carries no adapters; name the model it was made from"
+        )
+    folder.on_base(named, opened.build.weights, stated=base is not None)
+    if packed := folder.written.get("nf4"):
+        pack_([model.get_submodule(name) for name in packed["modules"]], double=packed["double_quantization"])
+    put_in(model, folder)
+    return replace(opened, adapter=folder)

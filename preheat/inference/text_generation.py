@@ -1,0 +1,165 @@
+"""Text from a build: texts continued and chats answered, their beginnings as the model saw them when it was trained."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from preheat.data.chat.builtin_templates import SUGGESTIONS
+from preheat.errors import DataError, RecipeError
+from preheat.model_folder import beginning
+from preheat.models.generation.generate import Kept, Timed, Written, generate, stop_tokens
+from preheat.recipe import Sample
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from preheat.core import Build
+    from preheat.data.chat.template import Template
+    from preheat.data.rows.formats import Layout
+
+__all__ = ["Prompt", "chat_template", "find_template", "Tokens", "prompt_tokens", "turn_ends", "write_texts"]
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """The beginning of a row, as the tokens that the model reads in training.
+
+    Attributes:
+        ids: one or more.
+        text: the same, to be shown.
+    """
+
+    ids: tuple[int, ...]
+    text: str
+
+
+Prompt = str | Sequence[Mapping[str, Any]] | Tokens
+"""A text, the messages of a chat, or tokens."""
+
+
+def find_template(setting: str | None, tokenizer: Any, *, model: str) -> Template:
+    """The chat template of that name or file, or the tokenizer's own.
+
+    Raises:
+        RecipeError: there is none; the message has the fix.
+    """
+    from preheat.data.chat.template import load_template
+
+    if setting is None and not tokenizer.chat_template:
+        raise RecipeError(
+            f"{model}: its tokenizer has no chat template; name the one that it was trained with, e.g. --template chatml "
+            f"(known: {SUGGESTIONS}), or a .jinja file"
+        )
+    try:
+        return load_template(setting, tokenizer, knob="--template")
+    except DataError as error:  # there is no data here: the command is wrong
+        raise RecipeError(str(error)) from None
+
+
+def chat_template(layout: Layout) -> Template | None:
+    """The template that the rows of a layout are laid out by; None: they are texts, whatever the tokenizer has."""
+    return layout.chat_template
+
+
+def write_texts(
+    build: Build,
+    tokenizer: Any,
+    prompts: Sequence[Prompt],
+    settings: Sample | None = None,
+    *,
+    template: Template | None = None,
+    seed: int = 0,
+    batch: int = 8,
+    on_text: Callable[[int, str | None], None] | None = None,
+    kept: Kept | None = None,
+    draft: PreTrainedModel | None = None,
+    timed: Timed | None = None,
+) -> list[Written]:
+    """Continues texts, and answers chats.
+
+    Args:
+        settings: how many tokens, and how they are drawn; the likeliest, at most 64, when not given.
+        template: lays out chats; a text is then the user's message of one.
+        draft: the model that `settings.draft` names (`load.open_draft`).
+        seed, batch, on_text, kept, timed: see `preheat.models.generation.generate.generate`.
+
+    Raises:
+        RecipeError, DataError: a prompt that cannot be written after; see `prompt_tokens`. Settings that this model cannot be written with.
+    """
+    settings, positions = settings or Sample(), build.model.positions
+    names = ["--prompt"] if len(prompts) == 1 else [f"prompt {n}" for n in range(1, len(prompts) + 1)]
+    ids = [
+        prompt_tokens(tokenizer, p, template, positions=positions, where=name) for p, name in zip(prompts, names, strict=True)
+    ]
+    stop = stop_tokens(tokenizer, build.weights.folder)
+    if template is not None:
+        tokens, strings = turn_ends(template, tokenizer)
+        stop, settings = stop | tokens, replace(settings, stop=(*settings.stop, *strings))
+    assert draft is not None or settings.draft is None, "whoever names a draft opens it (opened.open_draft)"
+    model: Any = build.trained[0]
+    return generate(
+        model,
+        tokenizer,
+        ids,
+        settings,
+        stop=stop,
+        positions=positions,
+        batch=batch,
+        seed=seed,
+        on_text=on_text,
+        kept=kept,
+        draft=draft,
+        timed=timed,
+    )
+
+
+def prompt_tokens(
+    tokenizer: Any, prompt: Prompt, template: Template | None = None, *, positions: int = 0, where: str = "--prompt"
+) -> list[int]:
+    """A prompt as tokens, at least one.
+
+    Args:
+        prompt: a text to continue, or a chat to answer.
+        template: lays out a chat; with it, a text is the user's first message.
+        positions: tokens that the model can read; 0: not stated.
+        where: what errors call the prompt.
+
+    Raises:
+        RecipeError: a chat without a template, nothing to begin with, or no room for an answer.
+        DataError: the template does not render the chat.
+    """
+    if isinstance(prompt, Tokens):
+        ids = list(prompt.ids)
+    elif template is not None:
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+        ids = tokenizer.encode(template.prompt(messages), add_special_tokens=False, verbose=False)
+    elif not isinstance(prompt, str):
+        raise RecipeError(
+            f"{where}: is a chat, and there is no chat template to lay it out; name one, or write the prompt as text"
+        )
+    else:
+        ids = [*beginning(tokenizer), *tokenizer.encode(prompt, add_special_tokens=False, verbose=False)]
+    if not ids:
+        first = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
+        if first is None:
+            raise RecipeError(f"{where}: is empty, and the tokenizer has no token to begin with; write some text")
+        ids = [first]
+    if positions and len(ids) >= positions:
+        raise RecipeError(f"{where}: has {len(ids):,} tokens, the model only {positions:,} positions; shorten it")
+    return ids
+
+
+def turn_ends(template: Template, tokenizer: Any) -> tuple[frozenset[int], tuple[str, ...]]:
+    """What ends an assistant's turn: a token, or a string where the template's mark is none of the tokenizer's special tokens."""
+    if template.end_of_turn is not None:
+        return frozenset({tokenizer.convert_tokens_to_ids(template.end_of_turn)}), ()
+    answer = "zq"
+    try:
+        spoken = template.pieces([{"role": "user", "content": "?"}, {"role": "assistant", "content": answer}])
+    except DataError:  # a template that wants more than a question and an answer ends turns as the tokenizer ends texts
+        return frozenset(), ()
+    said = "".join(piece.text for piece in spoken if piece.trained)
+    mark = said[said.rfind(answer) + len(answer) :].strip()
+    return frozenset(), (mark,) if mark else ()

@@ -1,0 +1,245 @@
+"""A model's folder, which others wrote: its JSON objects and safetensors, and what its tokenizer begins a text with.
+
+torch is imported when a tensor is looked at.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from preheat.errors import RecipeError
+from preheat.run_dir import BadJson, read_value
+from preheat.sanitize import clean, quoted, shorten
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = [
+    "FAULTS",
+    "INDEX",
+    "WEIGHTS",
+    "Weights",
+    "beginning",
+    "fault",
+    "finite",
+    "listed",
+    "open_tensors",
+    "quiet",
+    "read_object",
+    "weight_files",
+]
+
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+FAULTS = (ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, OSError, RecursionError, RuntimeError, TypeError, ValueError)  # fmt: skip
+"""What libraries raise for settings that contradict themselves or lack a key: they do not check all that they read."""
+
+_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
+_SHARD = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")
+
+
+def fault(error: BaseException, limit: int = 240) -> str:
+    """A library's error in one line, with its kind where the words alone say nothing.
+
+    Example:
+        >>> fault(KeyError("factor")), fault(ValueError("no such thing\\nat all"))
+        ("KeyError: 'factor'", 'no such thing')
+    """
+    while isinstance(error, ValueError) and error.__cause__ is not None:
+        error = error.__cause__  # a check that wraps what it found
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    first = lines[0] if lines else ""
+    if len(lines) > 1 and first.rstrip().endswith(":"):
+        first = f"{first} {lines[1].strip()}"
+    words = shorten(first, limit)
+    return words if words and isinstance(error, OSError | ValueError) else f"{type(error).__name__}: {words}"
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Within, transformers logs errors alone: what it would warn of is said in our own words."""
+    from transformers.utils import logging
+
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
+
+
+def beginning(tokenizer: Any) -> list[int]:
+    """The beginning-of-text token, if a fast tokenizer's own rules put one before every text, as documents have it in training; else [].
+
+    Example:
+        >>> beginning(AutoTokenizer.from_pretrained("hf-internal-testing/llama-tokenizer"))  # doctest: +SKIP
+        [1]
+    """
+    firsts = []
+    for own in (True, False):  # by the Rust library: transformers' encode would turn the tokenizer's truncation and padding off
+        encoding = tokenizer.backend_tokenizer.encode("a", add_special_tokens=own)
+        firsts.append([token for token, read in zip(encoding.ids, encoding.attention_mask, strict=True) if read][:1])
+    return firsts[0] if firsts[0] == [tokenizer.bos_token_id] != firsts[1] else []
+
+
+def listed(names: Iterable[str]) -> str:
+    """The first three names and how many more there are.
+
+    Example:
+        >>> listed(["a", "b", "c", "d", "e"])
+        'a, b, c and 2 more'
+    """
+    found = [shorten(name, 120) for name in names]
+    more = f" and {len(found) - 3:,} more" if len(found) > 3 else ""
+    return ", ".join(found[:3]) + more
+
+
+def read_object(file: Path, knob: str) -> dict[str, Any]:
+    """The JSON object in a file.
+
+    Raises:
+        RecipeError: it cannot be read, or holds something else; the message begins with `knob` and names the file.
+    """
+    try:
+        value = read_value(file.read_bytes())
+    except OSError as error:
+        raise RecipeError(f"{knob}: {clean(file)}: cannot be read ({error.strerror})") from None
+    except BadJson as error:
+        line = f", line {error.line:,}" if error.line else ""
+        raise RecipeError(f"{knob}: {clean(file)}: is no JSON ({error.words}{line}); put back the model's own") from None
+    if not isinstance(value, dict):
+        raise RecipeError(f"{knob}: {clean(file)}: holds no JSON object but {quoted(value, 60)}; put back the model's own")
+    return value
+
+
+class Weights(NamedTuple):
+    """The files that hold a model's weights.
+
+    Attributes:
+        files: in the order in which they are read: of a name in two the later is taken.
+        notes: what a user should hear of the other files, in words.
+    """
+
+    files: list[Path]
+    notes: list[str]
+
+
+def weight_files(folder: Path, knob: str, *, stated: Any = None) -> Weights:
+    """The files that transformers reads of a folder: `model.safetensors`, or else what `model.safetensors.index.json` names.
+
+    Args:
+        stated: `transformers_weights` of config.json, which names another file of the folder.
+
+    Raises:
+        RecipeError: there are none, or the index names what is not there; the message begins with `knob`.
+    """
+    there = sorted(p.name for p in folder.glob("*.safetensors"))
+    if any(_SHARD.fullmatch(name) for name in there):
+        raise RecipeError(
+            f"{knob}: {folder} holds a distributed checkpoint of transformers ({next(filter(_SHARD.fullmatch, there))}); load it there "
+            f"and write it again by save_pretrained, which makes {WEIGHTS}"
+        )
+    if stated is not None:
+        main = _inside(folder, stated, f"{knob}: {folder / 'config.json'}: transformers_weights")
+        if not main.is_file() or not main.name.endswith((".safetensors", ".safetensors.index.json")):
+            raise RecipeError(
+                f"{knob}: {folder / 'config.json'} names {quoted(stated)} as transformers_weights, which is no safetensors file of the folder"
+            )
+    elif (folder / WEIGHTS).is_file():
+        main = folder / WEIGHTS
+    elif (folder / INDEX).is_file():
+        main = folder / INDEX
+    else:
+        raise RecipeError(f"{knob}: {folder} {_lacking(folder, there)}")
+    files = _shards(folder, main, knob) if main.name.endswith(".json") else [main]
+    # The same weights in Mistral's own layout stand beside transformers' in many published folders.
+    left = [name for name in there if folder / name not in files and not name.startswith("consolidated")]
+    notes = [f"{folder}: {listed(left)} not read; transformers reads {main.name}"] if left else []
+    return Weights(files, notes)
+
+
+def _inside(folder: Path, name: Any, what: str) -> Path:
+    """A file that a folder's own settings name, which must stand in the folder."""
+    if not isinstance(name, str) or not name or "\0" in name:
+        raise RecipeError(f"{what} names {quoted(name)}, which is no file's name")
+    file, home = Path(os.path.abspath(folder / name)), Path(os.path.abspath(folder))
+    if home not in file.parents:
+        raise RecipeError(f"{what} names {quoted(name)}, which stands outside the folder; nothing there is read")
+    return folder / name
+
+
+def _shards(folder: Path, index: Path, knob: str) -> list[Path]:
+    places = read_object(index, knob).get("weight_map")
+    if not isinstance(places, dict) or not places:
+        raise RecipeError(
+            f"{knob}: {index} has no weight_map that says which file holds which tensor; put back the model's own"
+        )
+    files = sorted({_inside(folder, name, f"{knob}: {index}") for name in places.values()})
+    absent = [file.name for file in files if not file.is_file()]
+    if absent:
+        raise RecipeError(
+            f"{knob}: {index} names {listed(absent)}, not in the folder ({len(absent)} of {len(files)} files); download the rest"
+        )
+    return files
+
+
+def _lacking(folder: Path, there: list[str]) -> str:
+    """Why a folder without weights that transformers reads has none, and what to do."""
+    if variant := next((name for name in there if re.fullmatch(r"model\.[\w-]+\.safetensors", name)), None):
+        return f"has no {WEIGHTS}, only {variant}, which transformers reads as a variant; rename it to {WEIGHTS}, or set model.weights: random"
+    if there:
+        return (
+            f"has neither {WEIGHTS} nor {INDEX}, which transformers reads, but {listed(there)}; rename the file, or put back the index "
+            "(or set model.weights: random)"
+        )
+    others = sorted(p.name for pattern in _PICKLES for p in folder.glob(pattern))
+    hint = (
+        f"; {others[0]} is a pickle, which preheat does not open: where you trust it, load it with transformers' "
+        "AutoModelForCausalLM.from_pretrained and write it again by save_pretrained, which makes safetensors"
+        if others
+        else ""
+    )
+    return f"has no *.safetensors{hint}; or set model.weights: random"
+
+
+def open_tensors(file: Path, knob: str) -> Any:
+    """A safetensors file, opened by `safe_open`.
+
+    Raises:
+        RecipeError: it is no whole one, or cannot be read.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        return safe_open(str(file), framework="pt")
+    except SafetensorError as error:
+        raise RecipeError(f"{knob}: {file}: not a whole safetensors file ({fault(error, 160)}); download it again") from None
+    except OSError as error:
+        raise RecipeError(f"{knob}: {file}: cannot be read ({fault(error, 160)})") from None
+
+
+def finite(value: Tensor, name: str, file: Path, knob: str) -> Tensor:
+    """The tensor itself, which holds neither NaN nor infinity.
+
+    Raises:
+        RecipeError: it does.
+    """
+    import torch
+
+    if value.is_floating_point() and value.numel():
+        whole = value if value.element_size() > 1 else value.float()  # of 8 bits nothing is reduced
+        low, high = torch.aminmax(whole)  # which NaN goes through; a fortieth of the time of isfinite().all()
+        if not bool(torch.isfinite(high - low if whole.element_size() > 2 else high.float() - low.float())) and not bool(
+            whole.isfinite().all()
+        ):
+            count = int((~whole.isfinite()).sum())
+            raise RecipeError(
+                f"{knob}: {file}: {shorten(name, 120)} holds {count:,} values that are not finite (NaN or infinity) of {value.numel():,}; "
+                "the file is damaged, or the model diverged: use another copy"
+            )
+    return value

@@ -1,0 +1,143 @@
+"""Attention of transformers models: patterns on single layers, and a switch of any model's attention to a function of ours."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from preheat.core import MaskSpec
+from preheat.models.hf import ATTENTION, PATTERN, STANDALONE, anatomy
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from transformers import PreTrainedModel
+
+__all__ = ["is_transformers_model", "limit_layers", "switch_attention"]
+
+_REFUSED = ("softcap", "s_aux", "position_bias", "head_mask")  # what other models hand to their attention
+
+
+def is_transformers_model(model: Any) -> bool:
+    from transformers import PreTrainedModel
+
+    return isinstance(model, PreTrainedModel)
+
+
+def limit_layers(
+    model: PreTrainedModel, pattern: Callable[..., Any], *, attend: Callable[..., Tensor], every: int | None = None
+) -> int:
+    """Lays a pattern (kernel -> kernel) around the attention of each layer, but of every `every`-th; in place.
+
+    It travels with the layer: whatever kernel the model attends by, and computed twice or not, the pattern stands around it.
+
+    Args:
+        attend: what a model attends by that is not on preheat's attention yet (see `switch_attention`).
+
+    Returns:
+        How many layers are limited.
+
+    Raises:
+        ValueError: the layers have a pattern already.
+    """
+    chosen = [m for index, m in enumerate(anatomy(model).attentions) if every is None or (index + 1) % every]
+    if any(hasattr(m, PATTERN) for m in chosen):
+        raise ValueError("the layers have an attention pattern already; one pattern a layer")
+    _register(attend)  # generation needs it, also where training goes through the build's slots
+    if model.config._attn_implementation not in (ATTENTION, STANDALONE):
+        switch_attention(model, attend)
+    for module in chosen:
+        setattr(module, PATTERN, pattern)
+    return len(chosen)
+
+
+def switch_attention(model: PreTrainedModel, attend: Callable[..., Tensor]) -> None:
+    """Switches a transformers model to attend by `attend`, in place. Its forward, with padding masks and caches, stays as it is.
+
+    Args:
+        attend: (q, k, v, mask, scale, *, dropout, bias) -> out, the bias bool or float, broadcast to [rows, heads, queries, keys].
+
+    Raises:
+        ValueError: the model does not let its attention be chosen, or has two kinds of it (encoder and decoder).
+    """
+    kind = type(model).__name__
+    if model.config.is_encoder_decoder:
+        raise ValueError(
+            f"{kind} has an encoder, a decoder and attention between them: only models with one of them are converted"
+        )
+    if not model._can_set_attn_implementation():
+        raise ValueError(
+            f"{kind} does not call its attention through transformers' AttentionInterface, so it cannot be replaced"
+        )
+    _register(attend)
+    model.set_attn_implementation(STANDALONE)
+
+
+@functools.cache
+def _register(attend: Callable[..., Tensor]) -> None:
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(STANDALONE, functools.partial(_attention, attend))
+    AttentionMaskInterface.register(STANDALONE, _mask)
+
+
+def _attention(
+    attend: Callable[..., Tensor],
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    **more: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention interface: [rows, heads, length, head_dim] in, [rows, length, heads, head_dim] out."""
+    if refused := [name for name in _REFUSED if more.get(name) is not None]:
+        raise ValueError(
+            f"{type(module).__name__} hands {', '.join(refused)} to its attention, which preheat's kernels do not do"
+        )
+    causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
+    bias = attention_mask
+    if bias is not None and bias.ndim == 2:  # padding: true where a key counts
+        bias = bias[:, None, None, :]
+    elif bias is not None:  # everything is said by the mask
+        causal, sliding_window = False, None
+    pattern = getattr(module, PATTERN, None)
+    kernel = functools.partial(attend, dropout=dropout, bias=bias)
+    out = (kernel if pattern is None else pattern(kernel))(
+        query, key, value, MaskSpec(causal, sliding_window), scaling if scaling is not None else query.shape[-1] ** -0.5
+    )
+    return out.transpose(1, 2), None
+
+
+def _mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: Any = 0,
+    attention_mask: Tensor | None = None,
+    allow_is_causal_skip: bool = True,
+    allow_is_bidirectional_skip: bool = False,
+    **more: Any,
+) -> Tensor | None:
+    """transformers' mask interface: None, [rows, keys] where only padding is hidden, else the whole mask (caches, packed rows)."""
+    from transformers.masking_utils import sdpa_mask
+
+    chunk = getattr(more.get("config"), "attention_chunk_size", None)
+    square = q_length == kv_length and isinstance(q_offset, int) and q_offset == 0
+    fits = attention_mask is None or attention_mask.shape[-1] == kv_length
+    if square and fits and chunk is None and (allow_is_causal_skip or allow_is_bidirectional_skip):
+        return attention_mask if attention_mask is not None and not bool(attention_mask.all()) else None
+    return sdpa_mask(
+        batch_size=batch_size,
+        q_length=q_length,
+        kv_length=kv_length,
+        q_offset=q_offset,
+        attention_mask=attention_mask,
+        allow_is_causal_skip=False,
+        allow_is_bidirectional_skip=False,
+        **more,
+    )

@@ -1,0 +1,1 @@
+"""Changes of a model's architecture or size, and the modules that they need."""

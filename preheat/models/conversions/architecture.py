@@ -1,0 +1,351 @@
+"""Changes to an architecture: on a configuration before the model is made, on a model in place, on weights as they are read.
+
+Whatever a changed model has that transformers has not stands in `modules`; `beyond_transformers` finds it again at export.
+Faults of the user raise ValueError with the knob first, as `kv_heads: 3 does not divide ...`.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import nn
+
+from preheat.models.conversions.modules import CentredEmbedding, FeedForward, RMSNorm
+from preheat.models.hf import anatomy
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = [
+    "KEYS_AND_VALUES",
+    "beyond_transformers",
+    "feed_forward_draw",
+    "fold_layer_norms",
+    "has_rotary",
+    "key_value_projections",
+    "pool_heads",
+    "pool_key_value_heads",
+    "replace_feed_forward",
+    "rope_of_longest",
+    "scale_rope",
+    "set_feed_forward",
+    "set_kv_heads",
+    "tie_embeddings",
+    "tied_value",
+    "to_rms_norm",
+]
+
+
+# --- grouped queries ----------------------------------------------------------------------------------------------
+
+KEYS_AND_VALUES = r"\.[kv]_proj\.(weight|bias)$"
+"""Names of the parameters whose rows are key-value heads."""
+
+
+def set_kv_heads(config: Any, kv_heads: int) -> None:
+    """Sets the number of key-value heads of a configuration, in place.
+
+    Raises:
+        ValueError: the model has none to set, or has not more than that, or not a multiple of it.
+    """
+    text = config.get_text_config()
+    now = getattr(text, "num_key_value_heads", None)
+    if now is None:
+        raise ValueError(
+            f"{config.model_type} has no key-value heads of its own (its projections are fused); use a llama or qwen3"
+        )
+    if kv_heads >= now:
+        raise ValueError(f"kv_heads: {kv_heads} is not fewer than the {now} that the model has; pooling only takes heads away")
+    if now % kv_heads:
+        fits = [n for n in range(1, now) if now % n == 0]
+        raise ValueError(f"kv_heads: {kv_heads} does not divide the model's {now} key-value heads; use one of {fits}")
+    text.num_key_value_heads = kv_heads
+
+
+def key_value_projections(model: Any) -> list[str]:
+    """Names of the key and value projections.
+
+    Raises:
+        ValueError: a layer's attention has no `k_proj` and `v_proj` of its own.
+    """
+    attentions = {id(m) for m in anatomy(model).attentions}
+    owners = [name for name, module in model.named_modules() if id(module) in attentions]
+    found = [f"{owner}.{kind}_proj" for owner in owners for kind in "kv"]
+    modules = dict(model.named_modules())
+    for name in found:
+        if not isinstance(modules.get(name), nn.Linear):
+            raise ValueError(f"{type(model).__name__} has no {name}: its projections are fused, which preheat cannot pool")
+    return found
+
+
+def pool_heads(value: Tensor, kv_heads: int, head_dim: int) -> Tensor:
+    """The mean of each group of heads. value: [heads * head_dim, ...] -> [kv_heads * head_dim, ...], in its dtype."""
+    grouped = value.float().reshape(kv_heads, -1, head_dim, *value.shape[1:])
+    return grouped.mean(1).flatten(0, 1).to(value.dtype)
+
+
+def pool_key_value_heads(model: Any, kv_heads: int) -> int:
+    """Pools the key-value heads of a model, weights, configuration and all, in place. Returns the number of matrices."""
+    names = key_value_projections(model)
+    set_kv_heads(model.config, kv_heads)
+    text = model.config.get_text_config()
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    for name in names:
+        linear = model.get_submodule(name)
+        for kind, old in list(linear.named_parameters(recurse=False)):
+            pooled = pool_heads(old.detach(), kv_heads, head_dim)
+            setattr(linear, kind, nn.Parameter(pooled, requires_grad=old.requires_grad))
+        linear.out_features = linear.weight.shape[0]
+    for attention in anatomy(model).attentions:
+        cast(Any, attention).num_key_value_groups = text.num_attention_heads // kv_heads
+    return len(names)
+
+
+# --- LayerNorm to RMSNorm -----------------------------------------------------------------------------------------
+
+
+def to_rms_norm(model: Any, *, fold: bool) -> list[str]:
+    """Puts RMSNorm for each LayerNorm of a GPT-2, in place; the values are `fold_layer_norms`'s to change.
+
+    Args:
+        fold: the model shall compute the same with folded values: the last norm keeps its bias (the head has none that could
+            take it), and an embedding that the head is tied to is centred as it is looked up.
+
+    Returns:
+        Names of the norms.
+    """
+    names = [name for name, m in model.named_modules() if isinstance(m, nn.LayerNorm)]
+    last = names[-1]
+    for name in names:
+        old = model.get_submodule(name)
+        with torch.device(old.weight.device):
+            new = RMSNorm(old.weight.shape[0], old.eps, bias=fold and name == last).to(old.weight.dtype)
+        parent, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(parent), leaf, new)
+    embedding = model.get_input_embeddings()
+    if fold and model.get_output_embeddings().weight is embedding.weight:
+        rows, width = embedding.weight.shape
+        centred = CentredEmbedding(rows, width, device="meta")
+        centred.weight = embedding.weight
+        model.set_input_embeddings(centred)
+    return names
+
+
+def fold_layer_norms(name: str, value: Tensor, read: Callable[[str], Tensor], *, tied: bool) -> Tensor:
+    """The value of a GPT-2's parameter after `to_rms_norm(fold=True)`, from the values of the model before.
+
+    What writes into the residual stream is centred over the width, so that the stream's mean is zero and its root mean square is
+    LayerNorm's deviation; the biases of the norms go into the maps that read them.
+
+    Args:
+        read: gives the value that a parameter had before.
+        tied: embedding and head are one matrix.
+    """
+    if re.search(r"\.c_proj\.(weight|bias)$|\bwpe\.weight$", name) or (name.endswith("wte.weight") and not tied):
+        return (value.double() - value.double().mean(-1, keepdim=True)).to(value.dtype)
+    reads = re.fullmatch(r"(.*\.)(attn\.c_attn|mlp\.c_fc)\.bias", name)
+    if reads:
+        norm = read(f"{reads[1]}{'ln_1' if reads[2] == 'attn.c_attn' else 'ln_2'}.bias").double()
+        return (value.double() + norm @ read(f"{reads[1]}{reads[2]}.weight").double()).to(value.dtype)
+    return value
+
+
+# --- feed-forward -------------------------------------------------------------------------------------------------
+
+_ACTIVATIONS = {"swiglu": "silu", "geglu": "gelu", "reglu": "relu", "gelu": "gelu", "relu": "relu"}
+_GATED_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+
+
+def _gated(activation: str) -> bool:
+    return activation.endswith("glu")
+
+
+def _whole(width: float) -> int:
+    """A width that matrix products like: a multiple of 64, or of 8 for small models."""
+    multiple = 64 if width >= 1024 else 8
+    return max(round(width / multiple) * multiple, multiple)
+
+
+def set_feed_forward(config: Any, activation: str) -> None:
+    """Sets activation and inner width of a configuration for a feed-forward block of equal parameters, in place.
+
+    A gated block has three matrices where a plain one has two, so its inner width is two thirds.
+
+    Raises:
+        ValueError: the family's block is not known, or is that already.
+    """
+    family, function = config.model_type, _ACTIVATIONS[activation]
+    if family not in (*_GATED_FAMILIES, "gpt2"):
+        raise ValueError(f"{family}: its feed-forward block is not known to preheat; use llama, qwen3 or gpt2")
+    was_gated = family != "gpt2"
+    now = config.hidden_act if was_gated else config.activation_function
+    same = now == function or (function == "gelu" and now.startswith("gelu"))  # gpt2's gelu_new is its tanh form
+    if _gated(activation) == was_gated and same:
+        raise ValueError(f"activation: {activation} is what the {family} model has already; leave the technique out")
+    inner = config.intermediate_size if was_gated else (config.n_inner or 4 * config.n_embd)
+    if _gated(activation) != was_gated:
+        inner = _whole(inner * (3 / 2 if was_gated else 2 / 3))
+    if was_gated:
+        config.hidden_act, config.intermediate_size = function, inner
+    else:
+        config.activation_function, config.n_inner = function, inner
+
+
+def replace_feed_forward(model: Any, activation: str) -> int:
+    """Puts the block that `set_feed_forward` has sized into each layer where transformers has none such, in place.
+
+    New weights are drawn as transformers draws the model's others (on meta: none).
+
+    Returns:
+        How many blocks were replaced: 0 where the configuration says it all.
+    """
+    config = model.config
+    if _gated(activation) == (config.model_type != "gpt2"):
+        return 0
+    layers = anatomy(model).layers
+    inner = config.intermediate_size if _gated(activation) is False else config.n_inner
+    for layer in cast("list[Any]", list(layers)):
+        weight = next(layer.mlp.parameters())
+        with torch.device(weight.device):
+            block = FeedForward(
+                config.hidden_size,
+                inner,
+                _ACTIVATIONS[activation],
+                gated=_gated(activation),
+                dropout=getattr(config, "resid_pdrop", 0.0),
+            ).to(weight.dtype)
+        layer.mlp = block
+        if weight.device.type != "meta":
+            for module in block.modules():
+                model._init_weights(module)
+            if draw := feed_forward_draw(config):
+                draw(block)
+    return len(layers)
+
+
+def feed_forward_draw(config: Any) -> Callable[[nn.Module], None] | None:
+    """How a family draws what its feed-forward block writes into the residual stream; None: as all else.
+
+    GPT-2 draws it the smaller the deeper the model is, and transformers knows its own block only.
+    """
+    if config.model_type != "gpt2":
+        return None
+    deviation = config.initializer_range / math.sqrt(2 * config.n_layer)
+
+    def draw(block: Any) -> None:
+        with torch.no_grad():
+            weight = block.down_proj.weight
+            weight.copy_(torch.empty_like(weight, dtype=torch.float32).normal_(0, deviation))
+
+    return draw
+
+
+# --- tied embeddings ----------------------------------------------------------------------------------------------
+
+
+def tied_value(embedding: Tensor, head: Tensor, keep: str) -> Tensor:
+    """The one matrix for two: the embedding, the head, or their mean (`keep`); in the embedding's dtype."""
+    if keep == "mean":
+        return ((embedding.float() + head.float()) / 2).to(embedding.dtype)
+    return head.to(embedding.dtype) if keep == "head" else embedding
+
+
+def tie_embeddings(model: Any, keep: str) -> int:
+    """Lets all embeddings and the head of a model share one parameter, in place; of T5's family encoder and decoder too.
+
+    Returns:
+        Elements that went away.
+
+    Raises:
+        ValueError: they are one already, or differ in shape.
+    """
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if head is None:
+        raise ValueError(f"{type(model).__name__} has no head that could be tied")
+    modules = [embedding, head]
+    if model.config.is_encoder_decoder:
+        stacks = [stack.get_input_embeddings() for stack in (model.get_encoder(), model.get_decoder())]
+        modules += stacks
+    before = {id(m.weight): m.weight for m in modules}
+    if len(before) == 1:
+        raise ValueError("embedding and head are one matrix already")
+    shapes = {tuple(weight.shape) for weight in before.values()}
+    if len(shapes) > 1:
+        raise ValueError(f"embedding and head differ in shape ({sorted(shapes)}) and cannot be one matrix")
+    with torch.no_grad():
+        embedding.weight.copy_(tied_value(embedding.weight, head.weight, keep))
+    for module in modules:
+        module.weight = embedding.weight
+    model.config.tie_word_embeddings = True
+    if keep == "embedding" and hasattr(model.config, "scale_decoder_outputs"):
+        # T5's embedding is drawn with deviation 1: where it is the head, what comes before is scaled by width ** -0.5.
+        model.config.scale_decoder_outputs = True
+    return sum(weight.numel() for weight in before.values()) - embedding.weight.numel()
+
+
+# --- rotary scaling -----------------------------------------------------------------------------------------------
+
+
+def scale_rope(config: Any, kind: str, factor: float, original: int | None, **yarn: float) -> tuple[int, int]:
+    """Sets the rotary scaling of a configuration, in place.
+
+    Args:
+        kind: linear, dynamic or yarn, in transformers' sense; or base: a larger one, by which the slowest frequency turns `factor` times slower.
+        original: positions that the model was trained on; its `max_position_embeddings` when None.
+        yarn: beta_fast, beta_slow, attention_factor.
+
+    Returns:
+        Positions before and after.
+
+    Raises:
+        ValueError: no plain rotary positions to scale.
+    """
+    text = config.get_text_config()
+    rope = getattr(text, "rope_parameters", None)
+    if not rope or "rope_theta" not in rope:
+        raise ValueError(f"{config.model_type} has no rotary positions that are alike in all layers; use a llama or qwen")
+    if rope.get("rope_type", "default") != "default":
+        raise ValueError(f"the model's rotary positions are scaled already ({rope['rope_type']}); leave the technique out")
+    original = original or text.max_position_embeddings
+    scaled: dict[str, Any] = {**rope, "rope_type": kind, "factor": float(factor)}
+    if kind == "base":
+        turned = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        turned = int(turned * rope.get("partial_rotary_factor", 1.0))
+        scaled = {**rope, "rope_theta": rope["rope_theta"] * factor ** (turned / (turned - 2))}
+    if kind == "yarn":
+        scaled |= {"original_max_position_embeddings": original, **yarn}
+    text.rope_parameters = scaled
+    reach = int(original * factor)
+    # transformers' dynamic form counts from max_position_embeddings, which therefore stays; adapter.positions knows.
+    text.max_position_embeddings = original if kind == "dynamic" else reach
+    return original, reach
+
+
+def has_rotary(model: Any) -> bool:
+    """Whether a model's positions are rotary: they have no table that ends."""
+    return bool(getattr(model.config.get_text_config(), "rope_parameters", None))
+
+
+def rope_of_longest(config: Any) -> str:
+    """The kind of rotary positions whose frequencies follow the longest position of a call; "" where they do not."""
+    rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    parts = [part for part in (rope, *rope.values()) if isinstance(part, dict)]  # one for all layers, or one a kind of them
+    return next((kind for kind in ("dynamic", "longrope") if any(part.get("rope_type") == kind for part in parts)), "")
+
+
+# --- export -------------------------------------------------------------------------------------------------------
+
+
+def beyond_transformers(model: Any) -> list[str]:
+    """Which of a model's modules no configuration of transformers describes, in words; empty when a folder can hold it."""
+    words = {
+        RMSNorm: "RMSNorm in a GPT-2",
+        CentredEmbedding: "an embedding centred as it is looked up",
+        FeedForward: "another kind of feed-forward block than its family's",
+    }
+    found = {type(module) for module in model.modules()}
+    return [text for kind, text in words.items() if kind in found]

@@ -1,0 +1,1 @@
+"""A student and its teacher as models."""

@@ -1,0 +1,278 @@
+"""A student and its teacher as models: the teacher from its folder, layers that are compared, layers that the student begins from."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from preheat.core import Axis, Batch, Build, Context, ModelFacts, Slot, Stage, Tag
+from preheat.errors import RecipeError
+from preheat.models import hf
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from transformers import PretrainedConfig, PreTrainedModel
+
+    from preheat.models.weights import WeightSource
+    from preheat.recipe import Recipe
+
+__all__ = [
+    "MAPS",
+    "Teacher",
+    "add_maps",
+    "begin_from_spread",
+    "compared",
+    "config_of",
+    "on_meta",
+    "reads_teacher",
+    "rows_problems",
+    "spread",
+    "spreading_problems",
+    "watched",
+]
+
+MAPS = "preheat_maps"
+"""Where a student has its linear maps to the teacher's width: trained with it, and in no export."""
+
+
+def config_of(folder: Path, length: int) -> PretrainedConfig:
+    """The configuration of a model that only reads, from its Hugging Face folder.
+
+    Args:
+        length: of the rows that it shall read.
+
+    Raises:
+        RecipeError: it cannot serve; the words begin with `teacher:`.
+    """
+    from preheat.recipe import Batch, Model, Recipe, Stop
+
+    if (folder / "recipe.yaml").is_file():
+        raise RecipeError(
+            f"teacher: {folder} is a run; make a model of it first (preheat export {folder} --to hf), and name that folder"
+        )
+    if (folder / "adapter_config.json").is_file():
+        raise RecipeError(
+            f"teacher: {folder} is an adapter; merge it into its base first (preheat export {folder} --to hf), and name that folder"
+        )
+    if not (folder / "config.json").is_file():
+        raise RecipeError(
+            f"teacher: {folder} has no config.json; name the folder of a Hugging Face model (download one of the hub's first)"
+        )
+    try:
+        config = hf.configure(Recipe(model=Model(path=str(folder)), batch=Batch(length=length), stop=Stop(steps=1)))
+    except RecipeError as error:
+        raise RecipeError(f"teacher: {error}") from None
+    if getattr(config, "quantization_config", None):
+        raise RecipeError(
+            f"teacher: {folder} is stored quantized, which preheat does not read; name the model that it was made from"
+        )
+    return config
+
+
+def on_meta(config: PretrainedConfig, *, bf16: bool) -> PreTrainedModel:
+    """A model that only reads, on the meta device: frozen, without dropout; its parameters in bf16, or as its folder's are built (fp32)."""
+    import torch
+
+    model = hf.build_on_meta(config).requires_grad_(False).eval()
+    if bf16:
+        for p in model.parameters():  # buffers stay: rotary tables need fp32
+            p.data = p.data.to(torch.bfloat16)
+    return model
+
+
+@dataclass(frozen=True)
+class Teacher:
+    """The teacher of a build: what it says of a micro-batch, by the build's own slots and contexts.
+
+    Attributes:
+        windowed: a kernel that knows windows and capped scores, which the student's may not.
+    """
+
+    build: Build
+    model: Any
+    facts: ModelFacts
+    windowed: Any
+
+    def read(self, batch: Batch, places: int = 0) -> tuple[Tensor, list[Tensor]]:
+        """Its last hidden states in the dtype of its products, and those at the places that are compared; without gradients."""
+        import torch
+
+        def run() -> Tensor:
+            if (self.facts.window or self.facts.score_softcap) and self.build.owner(Slot.ATTENTION_KERNEL) != "plain":
+                return hf.hidden_states(self.model, batch.tokens, batch.positions, batch.mask, self.windowed)
+            found: Tensor = self.build.slot(Slot.HIDDEN)(self.model, batch)
+            return found
+
+        with torch.no_grad():
+            last, states = self.build.slot(Slot.FORWARD)(self.model, lambda: watched(self.model, places, run))
+        kind = last.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else last.dtype
+        return last.to(dtype), states
+
+
+def compared(layers: int, matched: int) -> list[int]:
+    """Which of a model's layers are compared beside the last hidden states, where `matched` places in all lie evenly over its depth.
+
+    Example:
+        >>> compared(12, 3), compared(6, 3), compared(6, 1)
+        ([3, 7], [1, 3], [])
+    """
+    return [round(n * layers / matched) - 1 for n in range(1, matched)]
+
+
+def watched(model: Any, matched: int, run: Callable[[], Tensor]) -> tuple[Tensor, list[Tensor]]:
+    """What `run`, a pass through the model, gives, and the hidden states at the places that are compared, the last among them.
+
+    Args:
+        matched: places; 0: none is looked at.
+    """
+    from torch import Tensor
+
+    found: list[Tensor] = []
+
+    def keep(module: Any, args: Any, out: Any) -> None:
+        found.append(out if isinstance(out, Tensor) else out[0])
+
+    layers = hf.anatomy(model).layers
+    hooks = [layers[n].register_forward_hook(keep) for n in compared(len(layers), matched)]
+    try:
+        last = run()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return last, [*found, last] if matched else []
+
+
+def add_maps(student: Any, width: int, matched: int, weights: WeightSource) -> nn.ModuleList:
+    """Gives a student on meta a linear map from its hidden states to the teacher's width for each place that is compared, in place.
+
+    Of equal widths it begins as the identity, else orthogonal.
+
+    Args:
+        weights: the student's, which will draw them.
+    """
+    from torch import nn
+
+    own = student.config.get_text_config().hidden_size
+    dtype = next(p.dtype for p in student.parameters() if p.requires_grad)  # that of what is gathered with it
+
+    def draw(module: Any) -> None:
+        for linear in module:
+            (nn.init.eye_ if linear.in_features == linear.out_features else _orthogonal)(linear.weight)
+
+    maps = nn.ModuleList(nn.Linear(own, width, bias=False, device="meta", dtype=dtype) for _ in range(matched))
+    student.add_module(MAPS, maps)
+    weights.fresh(rf"^{MAPS}\.", [MAPS], draw)
+    return maps
+
+
+def _orthogonal(weight: Any) -> None:
+    from torch import nn
+
+    weight.copy_(nn.init.orthogonal_(weight.float()))
+
+
+def spread(layers: int, of: int) -> list[int]:
+    """`layers` of `of` layers, evenly spaced, the first and last among them.
+
+    Example:
+        >>> spread(3, 5), spread(1, 5)
+        ([0, 2, 4], [4])
+    """
+    return [round(n * (of - 1) / (layers - 1)) for n in range(layers)] if layers > 1 else [of - 1]
+
+
+def begin_from_spread(student: Any, weights: WeightSource, of: int) -> list[int]:
+    """A student that is read from a folder of `of` layers begins from evenly spaced ones and not from the first. Returns which.
+
+    Raises:
+        RecipeError: layers are of several kinds, so one cannot begin as another.
+    """
+    if len(kinds := set(getattr(student.config.get_text_config(), "layer_types", None) or ())) > 1:
+        raise RecipeError(
+            f"techniques.distillation.layers: the teacher's layers are of several kinds ({', '.join(sorted(kinds))}), so one cannot begin as another; use layers: own"
+        )
+    layers = hf.anatomy(student).layers
+    (name,) = (name for name, module in student.named_modules() if module is layers)
+    chosen, at = spread(len(layers), of), re.compile(rf"^{re.escape(name)}\.(\d+)\.")
+
+    def other(parameter: str, value: Tensor) -> Tensor:
+        found = at.match(parameter)
+        assert found is not None
+        return weights.read(f"{name}.{chosen[int(found[1])]}.{parameter[found.end() :]}")
+
+    weights.map(at.pattern, other)
+    weights.leave(at.pattern)
+    return chosen
+
+
+def spreading_problems(recipe: Recipe, teacher: Path, layers: int, found: int) -> list[str]:
+    """Why a student cannot begin from layers spread over its teacher's, in words that begin with the knob.
+
+    Args:
+        layers, found: of the student, and of the teacher.
+    """
+    why = []
+    if not reads_teacher(recipe, teacher):
+        why.append(
+            "layers: spread is for a student made of the teacher: set model.path to the teacher, and model.config: {num_hidden_layers: N}"
+        )
+    elif layers >= found:
+        why.append(f"layers: spread needs fewer layers than the teacher's {found}; set model.config: {{num_hidden_layers: N}}")
+    others = [name for name, t in recipe.techniques.items() if t.stage <= Stage.ADAPT]
+    if others:
+        why.append(
+            f"layers: spread changes which layers are read, and {others[0]} what is read; leave one out (or export such a student first)"
+        )
+    return why
+
+
+def reads_teacher(recipe: Recipe, teacher: Path) -> bool:
+    """Whether a recipe's weights are read from its teacher's folder."""
+    model = recipe.model
+    return model.path is not None and model.weights != "random" and Path(model.path).resolve() == teacher.resolve()
+
+
+def rows_problems(context: Context, *, cached: bool, hidden: bool, writes: bool, common: bool) -> list[str]:
+    """What rows whose teacher is read from disk, rows that the student writes itself, and rows in common pieces do not go with: each in words that begin
+    with the knob.
+
+    Args:
+        cached: what the teacher said is kept on disk; hidden: hidden states are compared; writes: the student writes itself; common: the teacher has
+            other pieces.
+    """
+    tags = context.tags
+    shared = Tag.SHARDED_WEIGHTS in tags or context.recipe.parallel.engine == "deepspeed"
+    cut = context.sizes[Axis.CONTEXT] > 1
+    reasons = (
+        (cached and hidden, "cache: holds no hidden states; set hidden: 0, or leave cache out"),
+        (
+            cached and context.recipe.data.streaming,
+            "cache: rows that are read while training have no number to be found again by; set data.streaming: false",
+        ),
+        (
+            cached and Tag.GROWING_LENGTH in tags,
+            "cache: holds whole rows, and shorter ones are cut from them here; leave one out",
+        ),
+        (
+            writes and cached,
+            "on_policy: what the student writes is new in every step, and cache holds what the teacher said of the data; leave one out",
+        ),
+        (
+            writes and shared,
+            "on_policy: the student writes token by token, each device as many as its rows ask for, which weights that are shared out among devices "
+            "(fsdp, expert_parallel, deepspeed) would wait for; use data_parallel, or leave it out",
+        ),
+        (
+            writes and cut,
+            "on_policy: rows that are cut among devices (context_parallel) cannot be written in; leave one out",
+        ),
+        (
+            common and cut,
+            "pieces: common reads whole documents, and context_parallel cuts rows among devices; leave one out",
+        ),
+    )
+    return [words for holds, words in reasons if holds]

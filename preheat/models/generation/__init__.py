@@ -1,0 +1,1 @@
+"""Decoding: generation loop, KV caches, speculative decoding, detokenizer."""

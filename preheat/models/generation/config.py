@@ -1,0 +1,75 @@
+"""A folder's generation_config.json, read so that transformers accepts it when it is written again."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from preheat.errors import RunError
+from preheat.sanitize import quoted, shorten
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig
+
+__all__ = ["ends_of", "read_generation"]
+
+_FILE = "generation_config.json"
+_FIRST = ("bos_token_id", "eos_token_id", "pad_token_id", "do_sample", "num_beams")
+_GREEDY = (  # change even the likeliest tokens; `preheat generate` obeys only what it is told itself
+    *("repetition_penalty", "no_repeat_ngram_size", "num_beams", "min_length", "min_new_tokens", "bad_words_ids"),
+    *("suppress_tokens", "begin_suppress_tokens", "sequence_bias", "forced_bos_token_id", "forced_eos_token_id"),
+)
+_NEUTRAL: tuple[Any, ...] = (None, 0, 1, 1.0)
+
+
+def read_generation(folder: Path | None) -> tuple[GenerationConfig | None, list[str]]:
+    """The generation settings of a model's folder, and what there is to say of them; None where it has none.
+
+    Settings that contradict others, which transformers reads with a warning and refuses to write, are left out one by one and named: the
+    tokens that begin, end and pad stay, as does `do_sample`.
+
+    Raises:
+        RunError: the file is damaged.
+    """
+    from transformers import GenerationConfig
+
+    if folder is None or not (folder / _FILE).is_file():
+        return None, []
+    file = folder / _FILE
+    try:
+        values = json.loads(file.read_bytes())
+    except (ValueError, RecursionError, OSError) as error:
+        raise RunError(f"{file}: cannot be read ({shorten(str(error))}); mend it or take it out of the folder") from None
+    if not isinstance(values, dict):
+        raise RunError(f"{file}: is {quoted(values)} and no settings by name; mend it or take it out of the folder")
+    for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        value = values.get(key)
+        numbers = value if isinstance(value, list) else [value]
+        if not all(number is None or (type(number) is int and number >= 0) for number in numbers):
+            raise RunError(f"{file}: {key} is {quoted(value)}, and no token's number; mend it or take it out of the folder")
+    for key in ("_from_model_config", "transformers_version"):
+        values.pop(key, None)
+    chosen: dict[str, Any] = {}
+    left = []
+    for key in sorted(values, key=lambda key: (key not in _FIRST, _FIRST.index(key) if key in _FIRST else 0)):
+        try:
+            GenerationConfig(**chosen, **{key: values[key]}).validate(strict=True)
+        except (ValueError, TypeError, AttributeError):  # also from a value of another kind
+            left.append(key)
+        else:
+            chosen[key] = values[key]
+    notes = []
+    if left:
+        names = ", ".join(f"{shorten(key, 40)} {quoted(values[key], 30)}" for key in left[:6]) + (" …" if left[6:] else "")
+        notes.append(f"the base's {_FILE} contradicts itself, so these of its settings were left out: {names}")
+    if greedy := [key for key in _GREEDY if chosen.get(key) not in _NEUTRAL]:
+        names = ", ".join(f"{key} {quoted(chosen[key], 30)}" for key in greedy)
+        notes.append(f"the base's {_FILE} sets {names}: transformers obeys that, preheat generate only what it is told itself")
+    return GenerationConfig(**chosen), notes
+
+
+def ends_of(settings: GenerationConfig | None) -> list[int]:
+    """The tokens that end a text by generation settings."""
+    stated = None if settings is None else settings.eos_token_id
+    return [stated] if isinstance(stated, int) else list(stated or [])

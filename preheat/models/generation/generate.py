@@ -1,0 +1,486 @@
+"""Text from a model: transformers' own generation with its KV cache, for any model that preheat builds, told while it is written."""
+
+from __future__ import annotations
+
+import functools
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from preheat.errors import RecipeError, RunError
+from preheat.models.encoder_decoder import start_token
+from preheat.models.generation.config import ends_of, read_generation
+from preheat.models.generation.detokenizer import Ended, GrowingText, Written, alike
+from preheat.models.hf import PATTERN, STANDALONE, head
+from preheat.recipe import Sample
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+__all__ = ["Kept", "Timed", "Written", "cached_loss", "generate", "patterned", "settled", "stop_tokens"]
+
+_PASSES = 2000
+"""Passes of one token each that pay for compiling a model on a GPU: a layer takes the compiler about a second, and without it about half a millisecond a
+pass in Python and launches (some 25 of 10 to 20 microseconds), of which a graph of CUDA's leaves next to nothing. Both grow with the layers."""
+
+_GRAPHS = 64
+"""Graphs that generation may compile in one process; torch's own limit, 8, is reached by one model of windows that writes at three batch sizes."""
+
+
+@dataclass
+class Kept:
+    """A KV cache and the tokens whose keys and values it holds: a prompt that begins with them is read from there on.
+
+    Attributes:
+        reused: tokens of the last prompt that the cache held already.
+        kind: which cache it is, and its window.
+    """
+
+    cache: Any = None
+    tokens: list[int] = field(default_factory=list)
+    reused: int = 0
+    kind: tuple[str, int | None] = ("dynamic", None)
+
+    def begin(self, prompt: Sequence[int], settings: Sample, empty: Callable[[], Any]) -> Any:
+        """The cache, holding a beginning of `prompt`, of which at least one token is left to be read; an `empty` one where it holds another text."""
+        same = alike(self.tokens, prompt[:-1])
+        if self.kind != (settings.cache_kind, settings.window):
+            same, self.kind = 0, (settings.cache_kind, settings.window)
+        if not same or not self._forget(len(self.tokens) - same):
+            self.cache, self.tokens = empty(), []
+        self.reused = len(self.tokens)
+        return self.cache
+
+    def end(self, tokens: Sequence[int]) -> None:
+        """The cache has been written on by the texts of `tokens`, of which it may have read too many: proposals behind the end."""
+        self.tokens = list(tokens[: self.cache.get_seq_length()])
+        extra = self.cache.get_seq_length() - len(self.tokens)
+        self.tokens += [-1] * extra  # no token at all
+        if not self._forget(extra):
+            self.clear()
+
+    def _forget(self, extra: int) -> bool:
+        """Takes back the last tokens. False: a layer with a window has forgotten what would have to come back."""
+        from transformers.cache_utils import DynamicLayer
+
+        from preheat.models.generation.kv_cache import Int8Layer
+
+        if not extra:
+            return True
+        if not all(type(layer) in (DynamicLayer, Int8Layer) and not layer.is_sliding for layer in self.cache.layers):
+            return False
+        self.cache.crop(-extra)
+        del self.tokens[-extra:]
+        return True
+
+    def clear(self) -> None:
+        """Forgets everything: after a generation that was broken off, layers may hold different numbers of tokens."""
+        self.cache, self.tokens, self.reused = None, [], 0
+
+
+@dataclass
+class Timed:
+    """When the tokens of one batch came, and what its cache took.
+
+    Attributes:
+        begun: when the first pass was begun; seconds of `time.perf_counter`.
+        at: when the tokens of each pass were there.
+        tokens: how many each pass gave, over all rows.
+        cache_bytes: of keys and values after the last pass.
+    """
+
+    begun: float = 0.0
+    at: list[float] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    cache_bytes: int = 0
+
+
+def patterned(model: PreTrainedModel) -> bool:
+    """Whether layers have an attention pattern of preheat's: these are for whole sequences, so there is no cache and no padding."""
+    return any(hasattr(m, PATTERN) for m in model.modules())
+
+
+def stop_tokens(tokenizer: PreTrainedTokenizerFast, folder: Path | None) -> frozenset[int]:
+    """Every token that ends a text: the tokenizer's, and those of the folder's generation_config.json."""
+    found = {tokenizer.eos_token_id, *ends_of(read_generation(folder)[0])}
+    return frozenset(token for token in found if token is not None)
+
+
+def generate(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerFast,
+    prompts: Sequence[Sequence[int]],
+    settings: Sample,
+    *,
+    stop: frozenset[int] = frozenset(),
+    positions: int = 0,
+    batch: int = 8,
+    seed: int = 0,
+    cached: bool = True,
+    on_text: Callable[[int, str | None], None] | None = None,
+    kept: Kept | None = None,
+    draft: PreTrainedModel | None = None,
+    timed: Timed | None = None,
+) -> list[Written]:
+    """Continues each prompt.
+
+    Prompts are written `batch` at a time, padded on the left; one at a time where tokens are proposed, and where layers have an attention pattern,
+    which count tokens from the row's beginning and read everything again for each token. Random generators are left as they were.
+
+    Args:
+        prompts: tokens, at least one each, and fewer than `positions`.
+        settings: how many tokens, how they are drawn and kept, and strings that end a text.
+        stop: tokens that end a text.
+        positions: tokens that the model can read; 0: not stated.
+        batch: prompts at a time.
+        seed: decides the draws of every batch.
+        cached: keep keys and values; without, everything is read again for each token.
+        on_text: told (prompt's number, text) as text becomes certain: whole characters, and nothing that may begin a
+            stop string; None when it has ended.
+        kept: a cache to go on from and to leave for the next call; for one prompt.
+        draft: the model that `settings.draft` names.
+        timed: told when tokens came; for one batch.
+
+    Returns:
+        One `Written` for each prompt.
+
+    Raises:
+        RunError: the model's head is over classes.
+        RecipeError: this model cannot be written with in the way that `settings` ask for.
+
+    Example:
+        >>> from transformers import AutoModelForCausalLM, AutoTokenizer                             # doctest: +SKIP
+        >>> generate(model, tokenizer, [tokenizer.encode("Once")], Sample(tokens=8))[0].text         # doctest: +SKIP
+        ' upon a time, there was a'
+    """
+    import torch
+
+    pieces: int = head(model).weight.shape[0]  # type: ignore[index,assignment]
+    if pieces != model.config.get_text_config().vocab_size:
+        raise RunError(f"this model's head is over {pieces} classes: it writes no text; measure it with `preheat eval`")
+    assert all(prompts), "a prompt without a token"
+    assert kept is None or (cached and len(prompts) == 1)
+    assert (draft is None) == (settings.draft is None), "the model that settings.draft names is opened by the caller"
+    alone = patterned(model)
+    _require(model, settings, alone, cached, kept)
+    rooms = [min(settings.tokens, positions - len(p)) if positions else settings.tokens for p in prompts]
+    assert min(rooms, default=1) > 0, "a prompt that fills the model's positions"
+    batches = list(_batches(rooms, settings.tokens, 1 if alone or settings.speculates else batch))
+    ordinary = cached and not alone and kept is None
+    settings = settled(settings, model, sum(rooms[rows[0]] for rows in batches) if ordinary else 0)
+    # One length for all batches: a compiled model is compiled again, or recorded, for each.
+    longest = max((max(len(prompts[row]) for row in rows) + rooms[rows[0]] - 1 for rows in batches), default=0)
+    caches: dict[int, Any] = {}  # of a compiled model, by rows
+    device = next(model.parameters()).device
+    made: list[Written] = []
+    devices = [device] if device.type == "cuda" else []
+    attention = _attention(model, settings, alone)
+    with (
+        torch.random.fork_rng(devices=devices),
+        _writing(model, attention, alone),
+        nullcontext() if draft is None else _writing(draft, _attention(draft, Sample(), False), False),
+        _compiling() if settings.compile is True else nullcontext(),
+    ):
+        for rows in batches:
+            torch.manual_seed(seed)
+            before = {row: () if model.config.is_encoder_decoder else prompts[row] for row in rows}
+            listeners = [GrowingText(tokenizer, before[row], settings.stop, _told(on_text, row)) for row in rows]
+            _write(
+                model,
+                [prompts[row] for row in rows],
+                rooms[rows[0]],
+                settings,
+                stop,
+                listeners,
+                cached=cached and not alone,
+                kept=kept,
+                draft=draft,
+                timed=timed,
+                longest=longest,
+                caches=caches if settings.compile is True else None,
+            )
+            for row, text in zip(rows, listeners, strict=True):
+                cut: Ended = "length" if rooms[row] == settings.tokens else "context"
+                made.append(replace(text.finish(cut), compiled=settings.compile is True))
+    return made
+
+
+def settled(settings: Sample, model: PreTrainedModel, passes: int) -> Sample:
+    """The settings with `compile` chosen, where it is auto, and the cache with it.
+
+    Args:
+        passes: of one token each that will be made at most; 0: the model cannot be compiled for what it is to write.
+
+    Raises:
+        RecipeError: the model is to be compiled and cannot be.
+    """
+    if settings.compile == "auto":
+        long = model.device.type == "cuda" and passes >= _PASSES
+        taken = (
+            long and settings.cache in ("auto", "static") and not settings.speculates and not model.config.is_encoder_decoder
+        )
+        whole = getattr(model, "_can_compile_fullgraph", False)  # as transformers knows of this family
+        return replace(settings, compile=bool(taken and whole and not _uncompilable(model, settings)))
+    if settings.compile and (why := _uncompilable(model, settings)):
+        raise RecipeError(f"sample.compile: {why}")
+    return settings
+
+
+def _uncompilable(model: PreTrainedModel, settings: Sample) -> str:
+    """Why a model cannot be compiled for single tokens here; else ""."""
+    from preheat.hardware.cpp_build import uncompiled
+    from preheat.models.generation.kv_cache import make_cache
+
+    kind = model.config.get_text_config(decoder=True).model_type
+    if "llama4" in kind:  # whatever is asked of it, transformers does not
+        return f"transformers compiles no model of the family {kind}; leave it out"
+    if not make_cache(model.config, replace(settings, compile=True, cache="static"), 1).is_compileable:
+        return f"the cache of this model ({kind}) changes its shape with each token; leave it out"
+    return uncompiled(model.device.type)
+
+
+def cached_loss(model: PreTrainedModel, rows: Tensor, settings: Sample) -> float:
+    """Mean loss of a token, nats, when rows are read through the cache and the window that `settings` ask for: what these cost in quality.
+
+    Args:
+        rows: tokens [rows, length], each row a text.
+    """
+    import torch
+
+    from preheat.models.generation.kv_cache import make_cache
+
+    alone = patterned(model)
+    _require(model, settings, alone, True, None)
+    total = 0.0
+    with _writing(model, _attention(model, settings, alone), alone):
+        for row in rows.to(model.device):
+            held: dict[str, Any] = {} if alone else {"past_key_values": make_cache(model.config, settings, len(row))}
+            logits = model(input_ids=row[None], use_cache=bool(held), **held).logits[0, :-1]
+            total += float(torch.nn.functional.cross_entropy(logits.float(), row[1:], reduction="sum"))
+    return total / (rows.numel() - len(rows))
+
+
+def _told(on_text: Callable[[int, str | None], None] | None, row: int) -> Callable[[str | None], None]:
+    return (lambda text: on_text(row, text)) if on_text is not None else (lambda text: None)
+
+
+def _batches(rooms: Sequence[int], wanted: int, size: int) -> Iterator[list[int]]:
+    """Numbers of prompts that are written together. One whose positions end earlier stands alone: others would be cut with it."""
+    rows: list[int] = []
+    for row, room in enumerate(rooms):
+        if rows and (room < wanted or len(rows) == size):
+            yield rows
+            rows = []
+        rows.append(row)
+        if room < wanted:
+            yield rows
+            rows = []
+    if rows:
+        yield rows
+
+
+def _require(model: PreTrainedModel, settings: Sample, alone: bool, cached: bool, kept: Kept | None) -> None:
+    """Raises RecipeError where this model cannot be written with as `settings` ask for, which say nothing of a model."""
+    chosen = [
+        f"sample.{name}"
+        for name, plain in (
+            ("cache", ("auto", "dynamic")),
+            ("compile", ("auto", False)),
+            ("window", (None,)),
+            ("draft", (None,)),
+            ("lookup", (None,)),
+        )
+        if getattr(settings, name) not in plain
+    ]
+    if chosen and (alone or not cached):
+        raise RecipeError(
+            f"{chosen[0]}: this model's layers have attention patterns (block_sparse_attention, shifted_groups, sliding_window), so it reads everything again for each token and keeps no cache; leave it out"
+        )
+    if model.config.is_encoder_decoder and (chosen or kept is not None):
+        raise RecipeError(
+            f"{(*chosen, 'chat')[0]}: an encoder-decoder reads its prompt once and writes with transformers' own cache; leave it out"
+        )
+    if kept is not None and settings.cache == "static":
+        raise RecipeError("sample.cache: static has room for one text, and a chat goes on and on; use dynamic or int8")
+    if kept is not None and settings.compile is True:
+        raise RecipeError(
+            "sample.compile: needs a static cache, which has room for one text, and a chat goes on and on; leave it out"
+        )
+    if settings.window is not None and _plain_attention(model) != "sdpa":
+        raise RecipeError(
+            f"sample.window: {settings.window}: this model's attention (capped scores, or one of its own) takes no further window; leave it out"
+        )
+
+
+def _attention(model: PreTrainedModel, settings: Sample, alone: bool) -> str:
+    """The name of what the model attends by while it writes."""
+    if alone:
+        return STANDALONE
+    from preheat.models.generation.kv_cache import cache_attention
+
+    plain = _plain_attention(model)
+    # A model that does not take its attention from transformers' registry asks for sdpa by name.
+    ours = model._supports_attention_backend and model.device.type == "cpu" and plain == "sdpa"
+    return cache_attention(settings.window) if ours or settings.window is not None else plain
+
+
+@contextmanager
+def _writing(model: PreTrainedModel, attention: str, alone: bool) -> Iterator[None]:
+    """The model without dropout and gradients, its attention that of that name, and nothing of its folder's on how to write."""
+    import torch
+    from transformers import GenerationConfig
+
+    training, before, folder = model.training, model.config._attn_implementation, model.generation_config
+    parallel = os.environ.get("TOKENIZERS_PARALLELISM")  # transformers sets it when it compiles
+    model.eval()
+    model.set_attn_implementation(attention)
+    model.generation_config = GenerationConfig()  # an end token of the folder's would end texts that no token is to end
+    try:
+        # A text that is read again for each token has another length each time: a compiled layer would be compiled for each.
+        with torch.no_grad(), torch.compiler.set_stance("force_eager") if alone else nullcontext():
+            yield
+    finally:
+        if parallel is None:
+            os.environ.pop("TOKENIZERS_PARALLELISM", None)
+        else:
+            os.environ["TOKENIZERS_PARALLELISM"] = parallel
+        model.generation_config = folder
+        model.set_attn_implementation(before)
+        model.train(training)
+
+
+@contextmanager
+def _compiling() -> Iterator[None]:
+    """Room for the graphs of several models, windows and batches, and an error in place of running uncompiled in silence when there is none."""
+    import torch
+    from torch._dynamo.exc import FailOnRecompileLimitHit
+
+    try:
+        # torch counts the graphs of all models together, since transformers calls them by one function.
+        with torch._dynamo.config.patch(recompile_limit=_GRAPHS, fail_on_recompile_limit_hit=True):
+            yield
+    except FailOnRecompileLimitHit:
+        raise RunError(
+            f"sample.compile: {_GRAPHS} graphs are compiled, and this model and batch need another; write with fewer different batches, or leave it out"
+        ) from None
+
+
+def _plain_attention(model: PreTrainedModel) -> str:
+    """transformers' fast attention, or the plain one where scores are capped, which the fast one leaves out in silence."""
+    capped = getattr(model.config.get_text_config(), "attn_logit_softcapping", None)
+    return "eager" if capped or not model._supports_sdpa else "sdpa"
+
+
+def _write(
+    model: PreTrainedModel,
+    prompts: list[Sequence[int]],
+    room: int,
+    settings: Sample,
+    stop: frozenset[int],
+    texts: list[GrowingText],
+    *,
+    cached: bool,
+    kept: Kept | None,
+    draft: PreTrainedModel | None,
+    timed: Timed | None,
+    longest: int,
+    caches: dict[int, Any] | None,
+) -> None:
+    import torch
+    from transformers import CompileConfig, GenerationConfig, StoppingCriteria, StoppingCriteriaList
+
+    from preheat.models.generation.kv_cache import cache_nbytes, make_cache
+
+    device = next(model.parameters()).device
+    width, encoder = max(map(len, prompts)), model.config.is_encoder_decoder
+    pad = min(stop, default=0)
+    ids = torch.tensor([[pad] * (width - len(p)) + list(p) for p in prompts], device=device)
+    mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=device)
+
+    class Listener(StoppingCriteria):
+        """Hears the tokens of each pass as they are drawn. Stop strings stand in text and not in tokens, so the text is made here, not by a
+        streamer, which is told only after it was decided whether to go on."""
+
+        heard = 1 if encoder else width  # a decoder begins with its start token
+
+        def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:  # type: ignore[override]
+            fresh = input_ids[:, self.heard :].tolist()
+            if timed is not None:  # after the tokens have come from the device
+                timed.at.append(time.perf_counter())
+                timed.tokens.append(sum(map(len, fresh)))
+            self.heard = input_ids.shape[1]
+            for text, tokens in zip(texts, fresh, strict=True):
+                for token in tokens:
+                    text.add(token, token in stop)
+            return torch.tensor([text.ended is not None for text in texts], device=input_ids.device)
+
+    drawn = settings.temperature > 0
+    compiling = CompileConfig(mode="reduce-overhead" if device.type == "cuda" else "default")
+    compiling._compile_all_devices = True  # type: ignore[assignment]
+    # Everything is said: what is left out is transformers' default (which keeps 50 tokens).
+    how = GenerationConfig(
+        max_new_tokens=room,
+        do_sample=drawn,
+        repetition_penalty=settings.repetition_penalty,
+        use_cache=cached,
+        eos_token_id=sorted(stop) or None,
+        pad_token_id=pad,
+        decoder_start_token_id=start_token(model.config) if encoder else None,
+        disable_compile=settings.compile is not True,
+        compile_config=compiling if settings.compile is True else None,
+        **(
+            {
+                "temperature": settings.temperature,
+                "top_p": settings.top_p,
+                "top_k": settings.top_k,
+                "min_p": settings.min_p or None,
+            }
+            if drawn
+            else {}
+        ),
+    )
+    more: dict[str, Any] = {}
+    if cached and not encoder:  # of whose two caches transformers takes care
+        tokens = width + room - 1 if caches is None else longest  # the last token is not read
+        empty = functools.partial(make_cache, model.config, settings, tokens)
+        if caches is None:
+            more["past_key_values"] = empty() if kept is None else kept.begin(prompts[0], settings, empty)
+        elif len(prompts) in caches:  # the same memory, which a graph of CUDA's has in it
+            more["past_key_values"] = caches[len(prompts)]
+            caches[len(prompts)].reset()
+        else:
+            more["past_key_values"] = caches[len(prompts)] = empty()
+    if settings.speculates:
+        more["custom_generate"] = _speculation(model, settings, draft)
+    if timed is not None:
+        timed.begun = time.perf_counter()
+    try:
+        model.generate(
+            ids, attention_mask=mask, generation_config=how, stopping_criteria=StoppingCriteriaList([Listener()]), **more
+        )
+    except BaseException:
+        if kept is not None:
+            kept.clear()
+        raise
+    if kept is not None and cached:  # the last token was drawn and not read
+        kept.end([*prompts[0], *texts[0].tokens])
+    if timed is not None and "past_key_values" in more:
+        timed.cache_bytes = cache_nbytes(more["past_key_values"])
+
+
+def _speculation(model: PreTrainedModel, settings: Sample, draft: PreTrainedModel | None) -> Callable[..., Tensor]:
+    """What decodes in place of transformers' own loop, with a proposer for one text."""
+    from preheat.models.generation.speculative import Draft, Lookup, Proposer, speculate
+
+    proposer: Proposer
+    if draft is not None:
+        proposer = Draft(draft, settings.draft_tokens, model.config.get_text_config().vocab_size)
+    else:
+        assert settings.lookup is not None
+        proposer = Lookup(settings.lookup)
+    return functools.partial(speculate, proposer=proposer)

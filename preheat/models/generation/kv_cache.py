@@ -1,0 +1,244 @@
+"""KV caches of generation, by name: transformers' own (growing, or taken whole at the beginning), and one in 8 bits; any of them with a window.
+
+The 8-bit cache keeps each head's keys and values of a token as int8 with one scale, and gives all of them back from there, those of the tokens
+just read too: what a token sees does not depend on whether the text before it was read at once or in pieces.
+Source of keeping keys and values in few bits: KIVI (Liu et al. 2024, arXiv:2402.02750), which takes 2 bits and groups; 8 bits need none.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import (
+    DYNAMIC_LAYER_TYPE_MAPPING,
+    STATIC_LAYER_TYPE_MAPPING,
+    Cache,
+    CacheLayerMixin,
+    DynamicCache,
+    get_layer_types_and_kwargs,
+)
+
+from preheat.errors import RecipeError
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+    from preheat.recipe import Sample
+
+__all__ = ["Int8Layer", "cache_attention", "cache_nbytes", "dequantize", "make_cache", "quantize", "room"]
+
+_PLAIN = ("full_attention", "sliding_attention")
+"""Kinds of layers whose cache is keys and values of tokens, and nothing else."""
+
+
+def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
+    """The last dimension in 8 bits: [..., width] -> int8 [..., width] and fp32 scales [..., 1].
+
+    A scale is the vector's largest magnitude over 127, and the error at most half of it.
+
+    Example:
+        >>> quantize(torch.tensor([[1.0, -127.0, 0.4]]))
+        (tensor([[   1, -127,    0]], dtype=torch.int8), tensor([[1.]]))
+    """
+    scale = x.abs().amax(-1, keepdim=True).float() / 127
+    tiny = torch.finfo(torch.float32).tiny  # a vector of zeros has no scale, and stays zeros
+    return (x.float() / scale.clamp(min=tiny)).round_().to(torch.int8), scale
+
+
+def dequantize(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """What `quantize` was given, to half a scale (and to the rounding of `dtype`)."""
+    return (codes * scale).to(dtype)
+
+
+class Int8Layer(CacheLayerMixin):
+    """Keys and values of a layer in 8 bits, with a window or without.
+
+    Args:
+        sliding_window: tokens that a token sees, itself included; None: all before it.
+    """
+
+    is_croppable = True
+
+    def __init__(self, sliding_window: int | None = None):
+        super().__init__()
+        self.sliding_window, self.is_sliding = sliding_window, sliding_window is not None
+        self.parts: list[Tensor] = []
+        """Codes and scales of the keys, then of the values, [rows, heads, tokens, width or 1] each."""
+        self.seen, self.record_past = 0, False
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.dtype, self.device, self.is_initialized = key_states.dtype, key_states.device, True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Takes in [rows, heads, tokens, width] and gives back all that these tokens may see."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        count = key_states.shape[-2]
+        fresh = [*quantize(key_states), *quantize(value_states)]
+        self.parts = [torch.cat(pair, dim=-2) for pair in zip(self.parts, fresh, strict=True)] if self.parts else fresh
+        self.seen += count
+        shown = self.parts
+        if self.sliding_window is not None:
+            shown = self._last(self.sliding_window - 1 + count)
+            if not self.record_past:
+                self.parts = self._last(self.sliding_window - 1)
+        keys, key_scales, values, value_scales = shown
+        return dequantize(keys, key_scales, self.dtype), dequantize(values, value_scales, self.dtype)
+
+    def _last(self, count: int, before: int = 0) -> list[Tensor]:
+        """The parts' last tokens, without the very last `before`; copied where much would be held for little."""
+        held = self.parts[0].shape[-2] - before
+        kept = [part.narrow(-2, max(held - count, 0), min(count, held)) for part in self.parts]
+        return [part.clone() for part in kept] if held > 2 * count else kept
+
+    def get_seq_length(self) -> int:
+        return self.seen
+
+    def get_max_length(self) -> int:
+        return self.sliding_window or -1
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """How many keys the next tokens are given, and the position of the first of them."""
+        offset = max(self.seen - self.sliding_window + 1, 0) if self.sliding_window else 0
+        return self.seen - offset + query_length, offset
+
+    def activate_past_recording(self) -> None:
+        """From here on nothing leaves the window until `crop`, so that tokens can be taken back."""
+        self.record_past = True
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Takes back the last tokens; the number is negative, as transformers has it."""
+        assert tokens_to_remove <= 0, "the number of tokens to remove is given as a negative one"
+        if not self.parts:
+            return
+        wanted, removed = self.seen + tokens_to_remove, -tokens_to_remove
+        window = wanted if self.sliding_window is None else min(self.sliding_window - 1, wanted)
+        assert self.parts[0].shape[-2] - removed >= window, "tokens have left the window that would have to come back"
+        self.parts, self.seen = self._last(window, removed), wanted
+
+    def reset(self) -> None:
+        self.parts, self.seen = [], 0
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> None:
+        self.parts = [change(part) for part in self.parts]
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self._each(lambda part: part.index_select(0, beam_idx.to(part.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self._each(lambda part: part.repeat_interleave(repeats, dim=0))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self._each(lambda part: part[indices])
+
+
+def make_cache(config: PretrainedConfig, settings: Sample, length: int) -> Cache:
+    """An empty cache for a model.
+
+    Args:
+        config: of the model, whose layers may have windows of their own.
+        settings: `cache`, `window` and `compile` are read.
+        length: tokens that a static cache has room for.
+
+    Raises:
+        RecipeError: layers that keep something else than keys and values of tokens.
+    """
+    cache = settings.cache_kind
+    if cache == "dynamic" and settings.window is None:
+        return DynamicCache(config=config)
+    kinds, found = get_layer_types_and_kwargs(config.get_text_config(decoder=True))
+    if cache != "static" and (others := sorted(set(kinds) - set(_PLAIN))):
+        name = "window" if cache == "dynamic" else "cache"
+        raise RecipeError(
+            f"sample.{name}: {getattr(settings, name)}: layers of this model are {', '.join(others)}, which keep more than keys and values of tokens; leave it out"
+        )
+    layers = []
+    for kind, more in zip(kinds, found, strict=True):
+        if settings.window is not None:
+            kind, more = (
+                "sliding_attention",
+                {**more, "sliding_window": min(settings.window, more.get("sliding_window", settings.window))},
+            )
+        if cache == "int8":
+            layers.append(Int8Layer(**more))
+        elif cache == "static":
+            layers.append(STATIC_LAYER_TYPE_MAPPING[kind](max_cache_len=room(settings, length), **more))
+        else:
+            layers.append(DYNAMIC_LAYER_TYPE_MAPPING[kind](**more))
+    return Cache(layers=layers)
+
+
+_STEP = 128
+"""Room of a compiled model's cache is a multiple: for each other room the model is compiled again."""
+
+
+def room(settings: Sample, length: int) -> int:
+    """Tokens that a cache for `length` of them has room for once these are read."""
+    return -(-length // _STEP) * _STEP if settings.compile is True else length
+
+
+def cache_nbytes(cache: Cache) -> int:
+    """Bytes of memory that the keys and values of a cache take now."""
+    held = [
+        tensor
+        for layer in cache.layers
+        for tensor in (layer.parts if isinstance(layer, Int8Layer) else (layer.keys, layer.values))
+        if tensor is not None
+    ]
+    return sum(tensor.untyped_storage().nbytes() for tensor in held)
+
+
+@functools.cache
+def cache_attention(window: int | None = None) -> str:
+    """The name, in transformers' registry, of its fast attention, with a kernel of ours for few tokens on a CPU (`decode_attention.py`).
+
+    Args:
+        window: tokens see that many back, in layers with windows of their own and without; None: all, or what their layer lets them.
+    """
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import sdpa_mask
+
+    name = "preheat-cache" if window is None else f"preheat-window-{window}"
+    AttentionInterface.register(name, _over_cache)
+    AttentionMaskInterface.register(name, sdpa_mask if window is None else functools.partial(_window_mask, window))
+    return name
+
+
+def _over_cache(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    **more: Any,
+) -> tuple[Tensor, None]:
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    from preheat.models.generation.decode_attention import cached_attention, of_use
+
+    plain = (
+        not any(more.get(name) for name in ("dropout", "softcap", "output_attentions")) and more.get("position_bias") is None
+    )
+    if plain and of_use(query, key, value, attention_mask):
+        return cached_attention(
+            query, key, value, attention_mask, query.shape[-1] ** -0.5 if scaling is None else scaling
+        ), None
+    return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **more)
+
+
+def _window_mask(
+    window: int, *, mask_function: Callable[..., Any], local_size: int | None = None, **more: Any
+) -> Tensor | None:
+    from transformers.masking_utils import and_masks, sdpa_mask, sliding_window_overlay
+
+    return sdpa_mask(
+        mask_function=and_masks(sliding_window_overlay(window), mask_function),
+        local_size=min(window, local_size or window),
+        **more,
+    )

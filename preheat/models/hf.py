@@ -1,0 +1,334 @@
+"""Hugging Face decoder-only models, some of which read images too: configure, build on meta, and find layers, head, norms, attention."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from preheat.core import Images, MaskSpec, ModelFacts, Problem, ProblemCode, TechniqueError
+from preheat.errors import RecipeError
+from preheat.model_folder import FAULTS, fault
+from preheat.models import configs, encoder_decoder, moe, vision
+from preheat.models.module_lookup import (
+    SOFTCAP,
+    WHOLE,
+    Anatomy,
+    anatomy,
+    embedding,
+    ends,
+    head,
+    logits,
+    require_decoder_only,
+    require_plain_head,
+    softcap,
+    whole,
+)
+from preheat.models.reference_logits import plain_logits
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from transformers import PretrainedConfig, PreTrainedModel
+
+    from preheat.recipe import Recipe
+
+__all__ = [
+    "REFUSED",
+    "SOFTCAP",
+    "WHOLE",
+    "Anatomy",
+    "anatomy",
+    "auto_class",
+    "build_on_meta",
+    "configure",
+    "embedding",
+    "ends",
+    "facts",
+    "head",
+    "hidden_states",
+    "logits",
+    "plain_logits",
+    "require_decoder_only",
+    "require_plain_head",
+    "softcap",
+    "whole",
+]
+
+ATTENTION = "preheat"  # the name under which our attention function stands in transformers' own registry
+STANDALONE = "preheat-standalone"  # and that of models/attention_patch.py, for models called by their own forward
+PATTERN = (
+    "preheat_pattern"  # attribute of a layer's attention: kernel -> kernel that sees less (models/attention_patch.py sets it)
+)
+
+
+def configure(recipe: Recipe, vocabulary: int | None = None) -> PretrainedConfig:
+    """The transformers configuration of the recipe's model.
+
+    Args:
+        vocabulary: pieces of the tokenizer. A new model without `model.vocabulary` gets as many rows (rounded up to 64).
+
+    Raises:
+        RecipeError: no such model; a key that its configuration does not know; a tokenizer larger than the embedding;
+            sequences longer than the model's positions.
+    """
+    model = recipe.model
+    config = configs.of(recipe, vocabulary)
+    configs.without_dropout(config)
+    _refuse(config)
+    configs.change(config, model.config)
+    for t in sorted(recipe.techniques.values(), key=lambda t: (t.stage, t.name())):
+        try:
+            config = t.configure(config, recipe) or config
+        except ValueError as error:
+            raise TechniqueError([Problem(t.name(), ProblemCode.BUILD, str(error))]) from None
+    configs.refuse_unknown_rotary(config)
+    text = config.get_text_config()  # a technique may have made it another family's
+    if model.add_tokens and vocabulary is not None:
+        text.vocab_size = max(text.vocab_size, vocabulary)  # some models have rows to spare
+    rows = text.vocab_size
+    if vocabulary is not None and vocabulary > rows:
+        raise RecipeError(
+            f"data.tokenizer: has {vocabulary:,} pieces but the model's embedding has {rows:,} rows; "
+            + (
+                "use the model's own tokenizer"
+                if recipe.data.tokenizer or not model.path
+                else "name the tokens that it lacks in model.add_tokens"
+            )
+            + ("" if model.path else f", or set model.{'config.vocab_size' if model.preset else 'vocabulary'}: {vocabulary}")
+        )
+    positions = _positions(text)
+    if positions and recipe.batch.length > positions:
+        raise RecipeError(
+            f"batch.length: {recipe.batch.length} is longer than the model's {positions} positions; set batch.length: {positions} or less"
+        )
+    return config
+
+
+def _positions(text: Any) -> int:
+    """Positions that a model reaches; 0: not stated. Dynamic rotary scaling goes `factor` times beyond what transformers states."""
+    positions = getattr(text, "max_position_embeddings", None) or 0
+    rope = getattr(text, "rope_parameters", None) or {}
+    return int(positions * rope["factor"]) if rope.get("rope_type") == "dynamic" else positions
+
+
+def facts(config: PretrainedConfig) -> ModelFacts:
+    """What a technique's `check` may know of the model."""
+    text = config.get_text_config()
+    heads = text.num_attention_heads
+    count, chosen, width = moe.sizes_of(text)
+    encoder = config.model_type in encoder_decoder.FAMILIES
+    return ModelFacts(
+        family=config.model_type,
+        layers=text.num_hidden_layers + (config.num_decoder_layers if encoder else 0),
+        width=text.hidden_size,
+        heads=heads,
+        kv_heads=getattr(text, "num_key_value_heads", None) or heads,
+        head_dim=getattr(text, "qk_head_dim", None) or getattr(text, "head_dim", None) or text.hidden_size // heads,
+        vocabulary=text.vocab_size,
+        positions=_positions(text),
+        tied=bool(config.tie_word_embeddings),
+        window=getattr(text, "sliding_window", None) or None,  # Qwen2-MoE writes 0 for none
+        score_softcap=getattr(text, "attn_logit_softcapping", None),
+        logit_softcap=getattr(text, "final_logit_softcapping", None),
+        experts=count,
+        experts_per_token=chosen,
+        expert_width=width,
+        expert_layers=moe.expert_layers(text),
+        vision=vision.vision_of(config),
+        encoder=encoder,
+    )
+
+
+@functools.cache
+def _register_attention() -> None:
+    """Puts our attention function under its own name into transformers' registry; nothing of theirs is replaced."""
+    # The first import of transformers' models: it imports torchao where that is installed, which logs warnings that nobody can act on.
+    noisy = {logging.getLogger(name): logging.getLogger(name).level for name in ("torchao", "torch.utils._pytree")}
+    for logger in noisy:
+        logger.setLevel(logging.ERROR)
+    try:
+        from transformers import AttentionInterface
+    finally:
+        for logger, level in noisy.items():
+            logger.setLevel(level)
+
+    AttentionInterface.register(ATTENTION, _attention)
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    preheat_attention: Callable[..., Tensor] | None = None,
+    preheat_mask: MaskSpec | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention interface: [rows, heads, length, head_dim] in, [rows, length, heads, head_dim] out."""
+    import torch
+
+    name = type(module).__name__
+    if preheat_attention is None or preheat_mask is None:
+        raise RecipeError(
+            f"model: {name} of transformers does not let its layers attend by preheat's kernels, so it {_NO_PLACE}"
+        )
+    if attention_mask is not None:
+        raise RecipeError(f"model: {name} of transformers makes a mask of its own, so it {_NO_PLACE}")
+    if s_aux is not None:
+        raise RecipeError(f"model: {name} has attention sinks, which preheat's kernels do not do yet")
+    if softcap is not None:  # bound here, so that a pattern around the kernel need not know
+        preheat_attention = functools.partial(preheat_attention, softcap=softcap)
+    if dropout:
+        raise RecipeError(f"model: {name} has attention dropout {dropout}; set it to 0 under model.config")
+    mask = preheat_mask
+    if sliding_window is not None:  # kernels see whether it is narrower than the row, of which a device may have a part here
+        mask = replace(mask, window=min(sliding_window, mask.window or sliding_window))
+    if (pattern := getattr(module, PATTERN, None)) is not None:
+        preheat_attention = pattern(preheat_attention)
+    width = value.shape[-1]
+    if lacks := query.shape[-1] - width:  # latent attention's values are narrower than its keys, which kernels know not of
+        value = torch.nn.functional.pad(value, (0, lacks))
+    out = preheat_attention(query, key, value, mask, scaling if scaling is not None else query.shape[-1] ** -0.5)
+    # As transformers' own functions: some layers take a view of it, and the others would copy it themselves.
+    return out[..., :width].transpose(1, 2).contiguous(), None
+
+
+_NO_PLACE = "cannot be trained or evaluated here; preheat plan --inference plans to serve it"
+
+
+def _require_places(kind: Any, family: str) -> None:
+    """Raises for a class whose layers attend by functions of their own: documents in one row would see each other."""
+    if not kind._can_set_attn_implementation():
+        raise RecipeError(
+            f"model: {family}: {kind.__name__} of transformers attends inside its own layers, which preheat's kernels cannot replace, so it {_NO_PLACE}"
+        )
+
+
+_UNSUPPORTED = {  # configuration keys that change logits, loss or masks beyond what preheat computes, with their neutral values
+    "logit_scale": (None, 1.0),
+    "logits_scaling": (None, 1.0),
+    "router_aux_loss_coef": (None, 0.0),  # but for the families of models/moe.py
+    "router_jitter_noise": (None, 0.0),
+    "use_bidirectional_attention": (None, False),
+}
+
+
+REFUSED = {  # families whose weights and caches can be planned, and no more
+    "bloom": "adds positions to attention's scores (ALiBi), which preheat's kernels do not do",
+    "deepseek_v2": "has a router and rotary positions of its own, which preheat does not do",
+}
+
+
+def _refuse(config: PretrainedConfig) -> None:
+    """Raises for a model of which preheat would compute something else than transformers does."""
+    text = config.get_text_config()
+    if text.model_type in REFUSED:
+        raise RecipeError(
+            f"model: {text.model_type} {REFUSED[text.model_type]}, so it cannot be trained here; preheat plan --inference plans to serve it"
+        )
+    if text is not config and config.model_type not in vision.FAMILIES:
+        raise RecipeError(
+            f"model: {config.model_type} is several models in one ({text.model_type} is its text part), and preheat trains text models and {' and '.join(vision.FAMILIES)}; name a "
+            "text-only checkpoint of the family, or save the text part as a folder of its own"
+        )
+    if config.is_encoder_decoder:
+        encoder_decoder.refuse(config)
+    for key, neutral in _UNSUPPORTED.items():
+        if key == "router_aux_loss_coef" and text.model_type in moe.FAMILIES:
+            continue
+        if (value := getattr(text, key, None)) not in neutral:
+            raise RecipeError(f"model: {config.model_type} has {key} = {value}, which preheat does not handle yet")
+
+
+def auto_class(config: PretrainedConfig) -> str:
+    """The name of transformers' class that makes such a model, with its output head, and opens its folders."""
+    if config.is_encoder_decoder:
+        return "AutoModelForSeq2SeqLM"
+    return "AutoModelForImageTextToText" if config.model_type in vision.FAMILIES else "AutoModelForCausalLM"
+
+
+def build_on_meta(config: PretrainedConfig, *, trust: bool = False, as_stored: bool = False) -> PreTrainedModel:
+    """The model with its parameters on the meta device: no memory, no values. Its attention goes through preheat's slots.
+
+    Args:
+        trust: the recipe asks for the code of the model's folder; only whoever started this can allow it (`preheat.remote_code`).
+        as_stored: parameters have the dtype that the configuration names; fp32 otherwise, whatever it names: what is trained in less says so
+            in its recipe.
+
+    Raises:
+        RecipeError: preheat cannot train this kind of model; the message says why.
+    """
+    import torch
+    import transformers
+    from huggingface_hub.errors import StrictDataclassError
+
+    from preheat.models.conversions.modules import own_rotary
+
+    _refuse(config)
+    _register_attention()
+    ours = {"experts_implementation": moe.register()} if moe.sizes_of(config.get_text_config())[0] else {}
+    dtype = (as_stored and config.get_text_config().dtype) or torch.float32
+    attention = encoder_decoder.register() if config.is_encoder_decoder else ATTENTION
+    factory = getattr(transformers, auto_class(config))
+    if not config.is_encoder_decoder and type(config) in (known := factory._model_mapping):
+        _require_places(known[type(config)], config.model_type)
+    try:
+        with torch.device("meta"):
+            runs = configs.runs_code(config, trust)
+            model = factory.from_config(config, attn_implementation=attention, trust_remote_code=runs, dtype=dtype, **ours)
+    except (*FAULTS, StrictDataclassError) as error:
+        raise RecipeError(
+            f"model: {config.model_type} is no decoder-only model that transformers can build ({fault(error, 200)})"
+        ) from None
+    model.config.use_cache = False
+    own_rotary(model)
+    vision.own_deepstack(model)
+    if (cap := facts(config).logit_softcap) is not None:
+        setattr(head(model), SOFTCAP, cap)  # on the head: another one put in its place (over classes) has none
+    anatomy(model)  # says plainly when something cannot be found
+    return model.train()
+
+
+def hidden_states(
+    model: PreTrainedModel,
+    tokens: Tensor,
+    positions: Tensor,
+    mask: MaskSpec,
+    attention: Callable[..., Tensor],
+    hidden: Tensor | None = None,
+    images: Images | None = None,
+) -> Tensor:
+    """Last hidden states [rows, length, width], the attention done by `attention(q, k, v, mask, scale)`.
+
+    Args:
+        positions: [rows, length]; [rows, length, 3] where rows hold images.
+        hidden: of the stage of a pipeline before this one, in place of the tokens' embeddings.
+        images: that stand in the rows.
+    """
+    if model.config.is_encoder_decoder:
+        return encoder_decoder.hidden_states(model, tokens, mask, attention)
+    if positions.ndim == 3:
+        positions = positions.permute(2, 0, 1)
+    elif mask.documents is None or all(len(row) == 1 for row in mask.documents):
+        positions = positions[:1]  # every row counts alike: the rotary tables are made and read once, not once a row
+    if images is not None:
+        hidden, more = vision.embedded(model, tokens, images, attention)
+        run = model.base_model.language_model
+    else:
+        more, run = {}, model.base_model
+    return run(
+        **({"input_ids": tokens} if hidden is None else {"inputs_embeds": hidden}),
+        position_ids=positions,
+        use_cache=False,
+        preheat_attention=attention,
+        preheat_mask=mask,
+        **more,
+    ).last_hidden_state

@@ -1,0 +1,119 @@
+"""Other kernels for the small operators of one model: norms, rotary embedding, gated activation. Other models of its class keep theirs."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from preheat.errors import RecipeError
+from preheat.models.hf import anatomy
+
+if TYPE_CHECKING:
+    from torch import nn
+    from transformers import PreTrainedModel
+
+__all__ = ["KERNEL_FAMILIES", "computed_by", "forwards", "gates", "use_kernels"]
+
+Forwards = list[tuple["nn.Module", Callable[..., Any]]]
+
+# Their RMSNorm, rotary embedding (halves rotated) and gated SiLU are the same functions, read in transformers' sources.
+KERNEL_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "smollm3")
+
+
+def use_kernels(
+    model: PreTrainedModel,
+    *,
+    norm: Callable[..., Any] | None = None,
+    rotary: Callable[..., Any] | None = None,
+    gate: Callable[..., Any] | None = None,
+) -> dict[str, int]:
+    """Has a model compute its small operators by other functions. In place, for this model only.
+
+    Args:
+        norm: (x [..., width], weight [width], eps) -> RMSNorm of x.
+        rotary: (q, k [rows, heads, length, head_dim], cos, sin [rows or 1, length, head_dim]) -> q and k, rotated.
+        gate: (a, b [..., feed_forward]) -> silu(a) * b.
+
+    Returns:
+        How many modules now use each.
+
+    Raises:
+        RecipeError: a family whose operators are not known to be these.
+    """
+    found = forwards(model, norm=norm, rotary=rotary, gate=gate)
+    for modules in found.values():
+        for module, forward in modules:
+            module.forward = forward  # type: ignore[method-assign, assignment]
+    return {name: len(modules) for name, modules in found.items()}
+
+
+def forwards(
+    model: PreTrainedModel,
+    *,
+    norm: Callable[..., Any] | None = None,
+    rotary: Callable[..., Any] | None = None,
+    gate: Callable[..., Any] | None = None,
+) -> dict[str, Forwards]:
+    """The modules that would compute by other functions, each with its `forward`; arguments and errors as of `use_kernels`."""
+    family = model.config.model_type
+    if family not in KERNEL_FAMILIES:
+        raise RecipeError(f"model: the kernels are for {', '.join(KERNEL_FAMILIES)}, not {family}")
+    if gate is not None and not gates(model):
+        raise RecipeError(f"model: its activation is {model.config.hidden_act}, the kernel's a gated silu")
+    parts = anatomy(model)
+    found: dict[str, Forwards] = {}
+    if norm is not None:
+        found["norms"] = [(module, types.MethodType(_norm(norm), module)) for module in parts.norms.values()]
+    if rotary is not None:
+        found["rotary embeddings"] = [(module, _rotating_by(module, rotary)) for module in parts.attentions]
+    if gate is not None:
+        blocks: list[Any] = [layer.mlp for layer in parts.layers]
+        found["gated activations"] = [(block, types.MethodType(_gated(gate), block)) for block in blocks]
+    return found
+
+
+def gates(model: PreTrainedModel) -> bool:
+    """Whether its feed-forward blocks are down(silu(gate(x)) * up(x))."""
+    return model.config.hidden_act in ("silu", "swish") and all(
+        hasattr(layer.mlp, "gate_proj") for layer in anatomy(model).layers
+    )
+
+
+@contextmanager
+def computed_by(modules: Iterable[tuple[nn.Module, Callable[..., Any]]]) -> Iterator[None]:
+    """Within, these modules run by the functions of `forwards`."""
+    before = []
+    for module, forward in modules:
+        before.append((module, vars(module).get("forward")))
+        module.forward = forward  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        for module, own in before:
+            if own is None:
+                del module.forward
+            else:
+                module.forward = own
+
+
+def _norm(function: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda module, x: function(x, module.weight, module.variance_epsilon)
+
+
+def _gated(function: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda module, x: module.down_proj(function(module.gate_proj(x), module.up_proj(x)))
+
+
+def _rotating_by(attention: nn.Module, rotary: Callable[..., Any]) -> Callable[..., Any]:
+    """transformers calls its rotary function by a global name; here a copy of `forward` is bound in which it means another."""
+    plain: Any = type(attention).forward
+    name = "apply_rotary_pos_emb"
+    if name not in plain.__code__.co_names:
+        raise RecipeError(f"model: {type(attention).__name__} does not call {name}; switch the rotary kernel off")
+    copy = types.FunctionType(
+        plain.__code__, plain.__globals__ | {name: rotary}, plain.__name__, plain.__defaults__, plain.__closure__
+    )
+    copy.__kwdefaults__ = plain.__kwdefaults__
+    return types.MethodType(copy, attention)

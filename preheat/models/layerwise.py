@@ -1,0 +1,184 @@
+"""A model over calibration rows, by transformers' own forward: its loss, its layers one after another, without one of them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from preheat.errors import RecipeError
+from preheat.models.generation.generate import patterned
+from preheat.models.hf import STANDALONE, anatomy, head
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedModel
+
+__all__ = ["hooked", "layer_by_layer", "linear_maps", "loss", "matrix", "plainly", "require_rows", "run", "skipping"]
+
+
+_AT_ONCE = 8
+"""Rows that pass through a model together."""
+
+
+def require_rows(rows: Sequence[Tensor], who: str) -> None:
+    """Raises RecipeError where there is nothing to calibrate on."""
+    if not any(row.shape[-1] > 1 for row in rows):
+        raise RecipeError(
+            f"{who}: looks at what passes through the model and was given no rows of two tokens or more; name data to read rows from"
+        )
+
+
+@contextmanager
+def plainly(model: PreTrainedModel) -> Iterator[None]:
+    """Within, the model is read only, and attends by transformers' own function, so that its plain forward can be called.
+
+    Layers with a pattern of preheat's attend by preheat's function; capped scores by the plain one, since the fast one leaves caps out.
+    """
+    training, attention, cached = model.training, model.config._attn_implementation, model.config.use_cache
+    model.eval()
+    capped = getattr(model.config.get_text_config(), "attn_logit_softcapping", None)
+    plain = "eager" if capped or not model._supports_sdpa else "sdpa"
+    model.set_attn_implementation(STANDALONE if patterned(model) else plain)
+    model.config.use_cache = False
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.config.use_cache = cached
+        model.set_attn_implementation(attention)
+        model.train(training)
+
+
+@contextmanager
+def hooked(hooks: Sequence[tuple[nn.Module, Callable[[Any, Any], object]]]) -> Iterator[None]:
+    """Within, each module tells its first input and its output: `tell(before, after)`."""
+
+    def hook(tell: Callable[[Any, Any], object]) -> Callable[..., None]:
+        def told(
+            module: nn.Module, args: Any, kwargs: Any, out: Any
+        ) -> None:  # returns nothing: what it returned would replace the output
+            tell(*_through(args, kwargs, out))
+
+        return told
+
+    handles = [module.register_forward_hook(hook(tell), with_kwargs=True) for module, tell in hooks]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _through(args: Any, kwargs: Any, out: Any) -> tuple[Any, Any]:
+    """The hidden states that go into a module and come out of it."""
+    return (args[0] if args else kwargs["hidden_states"]), (out[0] if isinstance(out, tuple) else out)
+
+
+def run(model: PreTrainedModel, rows: Sequence[Tensor]) -> None:
+    """Passes the rows through the layers, for hooks to see; no logits are made. To be called within `plainly`."""
+    for row in rows:
+        model.base_model(input_ids=row.to(model.device))
+
+
+def loss(model: PreTrainedModel, rows: Sequence[Tensor]) -> float:
+    """Mean cross entropy of the rows' next tokens, in nats. To be called within `plainly`."""
+    total, tokens = 0.0, 0
+    for _, alike in itertools.groupby(rows, key=lambda row: row.shape[-1]):
+        for some in torch.cat(list(alike)).split(_AT_ONCE):
+            some = some.to(model.device)
+            logits = model(input_ids=some).logits[:, :-1].flatten(0, 1).float()
+            total += float(nn.functional.cross_entropy(logits, some[:, 1:].flatten(), reduction="sum"))
+            tokens += some[:, 1:].numel()
+    return total / tokens
+
+
+@contextmanager
+def skipping(layers: Sequence[nn.Module]) -> Iterator[None]:
+    """Within, these layers pass on what they are given."""
+
+    def passed_on(module: nn.Module, args: Any, kwargs: Any, out: Any) -> Any:
+        before, _ = _through(args, kwargs, out)
+        return (before, *out[1:]) if isinstance(out, tuple) else before
+
+    handles = [layer.register_forward_hook(passed_on, with_kwargs=True) for layer in layers]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def layer_by_layer(
+    model: PreTrainedModel, rows: Sequence[Tensor]
+) -> Iterator[tuple[str, nn.Module, Callable[[], list[Tensor]]]]:
+    """Goes through the layers in order: (name, layer, run), where `run()` passes the rows through this one layer.
+
+    What the layer is when the next is asked for is what the next one's rows come from: a layer that was changed meanwhile passes on what
+    it now computes. To be called within `plainly`.
+
+    Example:
+        >>> with plainly(model):                                                                   # doctest: +SKIP
+        ...     for name, layer, run in layer_by_layer(model, rows):
+        ...         with hooked([(layer.mlp.down_proj, look)]):
+        ...             run()
+        ...         change(layer)
+    """
+    found = anatomy(model)
+    names = {id(m): name for name, m in model.named_modules()}
+    calls: list[list[tuple[Any, Any]]] = [[] for _ in found.layers]  # what each layer is given beside hidden states, by row
+    states: list[Any] = []
+
+    def note(number: int) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+            assert args, "layers are given their hidden states first"
+            calls[number].append((args[1:], kwargs))
+            if number == 0:
+                states.append(args[0])
+
+        return hook
+
+    handles = [layer.register_forward_pre_hook(note(n), with_kwargs=True) for n, layer in enumerate(found.layers)]
+    try:
+        run(model, rows)
+    finally:
+        for handle in handles:
+            handle.remove()
+
+    for number, layer in enumerate(found.layers):
+
+        def through(number: int = number, layer: nn.Module = layer) -> list[Tensor]:
+            outs = [layer(hidden, *args, **kwargs) for hidden, (args, kwargs) in zip(states, calls[number], strict=True)]
+            return [out[0] if isinstance(out, tuple) else out for out in outs]
+
+        yield names[id(layer)], layer, through
+        states[:] = through()
+
+
+def linear_maps(model: PreTrainedModel) -> dict[str, nn.Module]:
+    """The linear maps of the layers, by name; neither embedding nor head.
+
+    Raises:
+        RecipeError: a layer holds experts, all in one parameter.
+    """
+    from transformers.pytorch_utils import Conv1D
+
+    last = head(model)
+    for name, p in model.named_parameters():
+        if p.ndim > 2:
+            raise RecipeError(
+                f"model: {name} holds all experts of a layer in one parameter, which single weights are not pruned of; take out whole layers by the method depth"
+            )
+    return {name: m for name, m in model.named_modules() if type(m) in (nn.Linear, Conv1D) and m is not last}
+
+
+def matrix(module: nn.Module) -> Tensor:
+    """The weight of a linear map as [out, in]: its own memory, also where it is stored the other way round (GPT-2)."""
+    from transformers.pytorch_utils import Conv1D
+
+    weight: Tensor = module.weight.detach()  # type: ignore[union-attr,operator,assignment]
+    return weight.t() if isinstance(module, Conv1D) else weight

@@ -1,0 +1,44 @@
+"""A model's logits as transformers itself gives them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from preheat.models.moe import experts_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedModel
+
+__all__ = ["plain_logits"]
+
+
+def plain_logits(model: PreTrainedModel, tokens: Tensor, seen: Mapping[str, Tensor] | None = None) -> Tensor:
+    """Logits [rows, length, vocabulary] by transformers' own eager attention, whatever the model is set to; in fp32, or its fp64.
+
+    An encoder-decoder reads the tokens, and writes them.
+
+    Args:
+        seen: what else goes into its forward: images.
+    """
+    import torch
+
+    given = {"input_ids": tokens.to(model.device), **{key: value.to(model.device) for key, value in (seen or {}).items()}}
+    if model.config.is_encoder_decoder:
+        given["decoder_input_ids"] = given["input_ids"]
+    training, attention = model.training, model.config._attn_implementation
+    model.eval()
+    model.set_attn_implementation("eager")
+    grouped = experts_of(model) and model.config.get_text_config()._experts_implementation == "grouped_mm"
+    if grouped:  # transformers' own, which torch has not in fp64
+        model.set_experts_implementation("eager")
+    try:
+        with torch.no_grad():
+            logits = model(**given, use_cache=False).logits
+            return logits if logits.dtype == torch.float64 else logits.float()
+    finally:
+        model.set_attn_implementation(attention)
+        if grouped:
+            model.set_experts_implementation("grouped_mm")
+        model.train(training)

@@ -1,0 +1,81 @@
+"""Finds folders whose configuration ties the output head to the embedding, and whose files hold other values of the two.
+
+transformers reads both then, warns, and ties nothing, whatever config.json says.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from preheat.errors import RecipeError
+from preheat.model_folder import FAULTS, open_tensors, read_object, weight_files
+from preheat.models.checkpoint_names import Names
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+__all__ = ["untie"]
+
+_log = logging.getLogger("preheat.weights")
+_KNOB = "model.path"
+
+
+def untie(config: PretrainedConfig, folder: Path) -> None:
+    """Sets `tie_word_embeddings` to false, in place, if the folder holds other values of the head than of the embedding.
+
+    An encoder-decoder ties several matrices and scales its output by that key: nothing is changed in one, or in several models in one.
+    """
+    parts = config.is_encoder_decoder or config.get_text_config() is not config
+    if not config.tie_word_embeddings or parts or not folder.is_dir():
+        return
+    try:
+        settings = folder / "config.json"
+        stated = read_object(settings, _KNOB).get("transformers_weights")
+        files = weight_files(folder, _KNOB, stated=stated).files
+        stamps = tuple((str(f), f.stat().st_mtime_ns, f.stat().st_size) for f in (settings, *files))
+        words = _apart(folder, stamps)
+    except (RecipeError, OSError):  # told when the weights are read
+        return
+    if words:
+        config.tie_word_embeddings = False
+
+
+@functools.lru_cache(maxsize=32)  # a plan reads a configuration for each of its candidates
+def _apart(folder: Path, stamps: tuple[tuple[str, int, int], ...]) -> str:
+    """What a user should hear of matrices that the configuration ties and of which the files hold other values; '' if there are none."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    places = dict[str, Path]()
+    shapes = dict[str, tuple[int, ...]]()
+    for name, _, _ in stamps[1:]:
+        with open_tensors(Path(name), _KNOB) as opened:
+            for key in opened.keys():  # noqa: SIM118
+                places[key], shapes[key] = Path(name), tuple(opened.get_slice(key).get_shape())
+    try:
+        config: Any = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        if sum(shape == (config.vocab_size, config.hidden_size) for shape in shapes.values()) < 2:
+            return ""  # the usual case: the head is not in the files
+        with torch.device("meta"):
+            model: Any = AutoModelForCausalLM.from_config(config)
+    except FAULTS:  # code of its own, or no decoder
+        return ""
+    names = Names(model, places, {name for name, _ in model.named_parameters(remove_duplicate=False)})
+
+    def tensor(key: str) -> Any:
+        with open_tensors(places[key], _KNOB) as opened:
+            return opened.get_tensor(key)
+
+    for name, other in names.tied():
+        first, second = (names.value(n, names.need(n), tensor) for n in (name, other))
+        if not torch.equal(first, second):
+            words = (
+                f"{_KNOB}: {folder} holds other values of {name} than of {other}, which its config.json ties; both are read and "
+                "nothing is tied, as by transformers; set tie_word_embeddings to false there"
+            )
+            _log.warning("%s", words)
+            return words
+    return ""

@@ -1,0 +1,1 @@
+"""Low-rank adapters: peft's, those of experts and of tied heads."""

@@ -1,0 +1,84 @@
+"""Low-rank additions to the experts of a layer: a pair of small matrices for each expert and each of its stacks, computed grouped as the experts are.
+
+Each expert's W becomes W + s B A. The pairs are parameters of the experts' own module, stacked as the experts are ([experts, ...]), so that whatever shares out
+experts among devices shares them out alike. The sum of all W + s B A, which is as large as the experts, is never made.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from preheat.errors import SettingError
+from preheat.ops.distributed.dtensor_utils import local
+from preheat.ops.grouped_mm import ADAPTER, STACKS, ExpertAdapter
+
+__all__ = ["OWN", "adapted_experts", "add_pairs", "draw_pairs", "merge_pairs"]
+
+OWN = r"\.(gate_up_proj|down_proj)_lora_[AB]$"
+"""Names of the pairs."""
+
+
+def add_pairs(experts: Sequence[nn.Module], rank: int, scale: float) -> None:
+    """Adds pairs to the experts of each layer, in place, without values, and freezes the experts.
+
+    Args:
+        experts: of each layer, as `preheat.models.moe.experts_of` finds them; on meta too.
+        rank: of each pair.
+        scale: s.
+
+    Raises:
+        ValueError: `rank` is more than the matrices have.
+    """
+    for module in experts:
+        module.requires_grad_(False)
+        for name in STACKS:
+            stack: Any = module.get_parameter(name)
+            count, out, into = stack.shape
+            if rank > min(out, into):
+                raise SettingError(
+                    "expert_rank",
+                    f"{rank} is more than the {min(out, into)} directions of an expert's matrix ({out} x {into}); lower it",
+                )
+            for part, shape in (("A", (count, rank, into)), ("B", (count, out, rank))):
+                pair = torch.empty(shape, dtype=torch.float32, device=stack.device)
+                module.register_parameter(f"{name}_lora_{part}", nn.Parameter(pair))
+        setattr(module, ADAPTER, ExpertAdapter(scale))
+
+
+def draw_pairs(module: nn.Module) -> None:
+    """Gives the pairs of a layer's experts the values that training begins with, in place: A as a linear map's weight, B zero."""
+    with torch.no_grad():
+        for name in STACKS:
+            first = module.get_parameter(f"{name}_lora_A")
+            first.uniform_(-1 / math.sqrt(first.shape[-1]), 1 / math.sqrt(first.shape[-1]))
+            module.get_parameter(f"{name}_lora_B").zero_()
+
+
+def adapted_experts(model: nn.Module) -> list[nn.Module]:
+    """The experts of a model that have pairs."""
+    return [module for module in model.modules() if ADAPTER in vars(module)]
+
+
+def merge_pairs(model: nn.Module) -> int:
+    """Adds all pairs to their experts in fp32, one expert after the other, and takes them out, in place. Returns the number of layers."""
+    found = adapted_experts(model)
+    with torch.no_grad():
+        for module in found:
+            scale = vars(module)[ADAPTER].scale
+            for name in STACKS:
+                stack, first, second = (_values(module, key) for key in (name, f"{name}_lora_A", f"{name}_lora_B"))
+                for matrix, a, b in zip(stack, first, second, strict=True):
+                    matrix.copy_(matrix.float() + scale * (b.float() @ a.float()))
+                for part in "AB":
+                    delattr(module, f"{name}_lora_{part}")
+            delattr(module, ADAPTER)
+    return len(found)
+
+
+def _values(module: nn.Module, name: str) -> Tensor:
+    return local(module.get_parameter(name).detach())

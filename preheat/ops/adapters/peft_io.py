@@ -1,0 +1,348 @@
+"""Adapters in peft's folders: read, held against the model and the base that are to have them, and put in.
+
+adapter_config.json         peft's settings, with base_model_name_or_path
+adapter_model.safetensors   peft's names; a pickle (adapter_model.bin) is not opened
+preheat_base.json           in folders that preheat wrote: which weights, and whether they stood in NF4
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from preheat.errors import RecipeError
+from preheat.model_folder import FAULTS, fault, finite
+from preheat.ops.adapters.peft_layers import base_of, draw, inject, names_of, own_of, parameters_of
+from preheat.ops.adapters.tied_head import TiedHead, pair_of
+from preheat.ops.distributed.dtensor_utils import local, share_of
+from preheat.sanitize import quoted
+
+__all__ = ["BASE", "AdapterFolder", "begin", "put_in", "read_folder"]
+
+BASE = "preheat_base.json"
+_FILE, _PICKLES = "adapter_model.safetensors", ("adapter_model.bin", "adapter_model.pt", "adapter_model.pth")
+_NOT_ADDED = {
+    "modules_to_save": "trains whole modules besides",
+    "trainable_token_indices": "trains rows of the embedding besides",
+    "layer_replication": "repeats layers of the base",
+    "target_parameters": "changes parameters that are no linear maps",
+    "alora_invocation_tokens": "acts only after certain tokens",
+}
+_STARTS_AS_BASE = (True, False, "gaussian", "eva", "orthogonal")  # values of init_lora_weights that leave the base as it is
+_FREE = {  # settings that change nothing in what the adapter computes, or are compared by the tensors
+    *("task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode"),
+    *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "init_lora_weights", "init_weights"),
+    *("lora_dropout", "dropout", "rank_dropout", "module_dropout", "fan_in_fan_out", "runtime_config", "eva_config"),
+    *(
+        "loftq_config",
+        "megatron_core",
+        "projection_prng_key",
+        "save_projection",
+        "ensure_weight_tying",
+        "rank_pattern",
+        "qalora_group_size",
+    ),
+}
+
+
+class Weights(Protocol):
+    """What is asked of models.weights.WeightSource."""
+
+    folder: Path | None
+
+    def __init__(self, folder: Path | None = None): ...
+
+    def fresh(self, pattern: str, modules: Sequence[str], draw: Callable[[nn.Module], None]) -> None: ...
+
+    def fingerprint(self) -> str: ...
+
+
+@dataclass(frozen=True)
+class AdapterFolder:
+    """A folder of peft's that was looked at.
+
+    Attributes:
+        path: the folder.
+        config: peft's configuration of it.
+        written: contents of preheat_base.json, {} in folders of other tools.
+        knob: what the user calls it: begins every message.
+    """
+
+    path: Path
+    config: Any
+    written: Mapping[str, Any]
+    knob: str
+
+    @property
+    def base(self) -> str | None:
+        """The base as adapter_config.json names it."""
+        return self.config.base_model_name_or_path or None
+
+    def fault(self, words: str) -> RecipeError:
+        return RecipeError(f"{self.knob}: {self.path} {words}")
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shape of each tensor in the file, under the base's own names of modules."""
+        with self._opened() as file:
+            return {_plain(key): tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
+
+    def tensors(self) -> dict[str, Tensor]:
+        with self._opened() as file:
+            return {
+                _plain(key): finite(file.get_tensor(key), key, self.path / _FILE, self.knob)
+                for key in file.keys()  # noqa: SIM118
+            }
+
+    def _opened(self) -> Any:
+        from safetensors import SafetensorError, safe_open
+
+        try:
+            return safe_open(str(self.path / _FILE), framework="pt")
+        except SafetensorError as error:
+            raise self.fault(f"has an {_FILE} that is not whole ({error})") from None
+
+    def on_base(self, path: str, weights: Weights, *, stated: bool = False) -> None:
+        """Refuses a base that is not the one which the adapter was trained on.
+
+        By the fingerprint of the weights where it is known: from preheat's own folders, or when the named base is here. Else by name.
+
+        Args:
+            path: of the base that is to have the adapter.
+            weights: of that base.
+            stated: the user says that it is the same model, whatever its name.
+
+        Raises:
+            RecipeError: it is another one, or its weights are drawn anew.
+        """
+        if weights.folder is None:
+            raise self.fault("fits the base that it was trained on; this model's weights are drawn new")
+        known = self.written.get("fingerprint")
+        if known is None and self.base and Path(self.base).is_dir():
+            known = type(weights)(Path(self.base)).fingerprint()
+        if known is not None and known != weights.fingerprint():
+            raise self.fault(
+                f"is an adapter for {self.base}, whose weights are not those of {path}; name the base that it was trained on"
+            )
+        if known is None and not stated and self.base and _last(self.base) != _last(path):
+            raise self.fault(
+                f"is an adapter for {self.base}, not for {path}; if they are the same model, write {path!r} as base_model_name_or_path in its adapter_config.json"
+            )
+
+    def agrees(self, ours: Any, called: Mapping[str, str]) -> None:
+        """Refuses an adapter of other settings than a recipe's.
+
+        Args:
+            ours: peft's configuration of the recipe.
+            called: peft's name of a setting -> the recipe's, where they differ.
+        """
+        if self.config.peft_type != ours.peft_type:
+            raise self.fault(
+                f"is a {self.config.peft_type.value.lower()} adapter, the recipe's is {ours.peft_type.value.lower()}"
+            )
+        for field in dataclasses.fields(ours):
+            theirs, here = getattr(self.config, field.name, None), getattr(ours, field.name)
+            if field.init and field.name not in _FREE and theirs != here and (theirs or here):
+                name = called.get(field.name, f"settings.{field.name}")
+                raise self.fault(f"has {field.name} {theirs}, the recipe {here}; change {name}, or leave the start out")
+
+    def fits(self, model: nn.Module) -> None:
+        """Refuses a model whose adapters (on meta too) are not those of the folder."""
+        theirs, wanted = self.shapes(), dict(_wanted(model))
+        for key, tensor in wanted.items():
+            found = _find(theirs, key)
+            if found is None and isinstance(tensor, nn.Parameter):
+                raise self.fault(f"has no {key}, which the model is to have; is it for other targets or another base?")
+            if found is not None and found != tuple(tensor.shape):
+                raise self.fault(
+                    f"has {key} of shape {found}, the model needs {tuple(tensor.shape)}: another rank, or an adapter for another base"
+                )
+        twice = {*_tied(model), *(f"{name}.base_layer.weight" for name in (*names_of(model), *_heads(model)))}
+        left = [key for key in theirs if key not in twice and not any(_matches(key, ours) for ours in wanted)]
+        if left:
+            raise self.fault(f"has {left[0]}, for which the model has no place; is it for other targets or another base?")
+        for name in _heads(model):
+            self._scaled_alike(name, model.get_submodule(name))
+
+    def _scaled_alike(self, name: str, head: nn.Module) -> None:
+        """peft scales a tied head's pair by the rank and alpha of the head's own name, whatever its embedding's are."""
+        from peft.utils.other import get_pattern_key
+
+        pair, config = pair_of(head), self.config
+        rank = config.rank_pattern.get(get_pattern_key(config.rank_pattern, name), config.r)
+        alpha = config.alpha_pattern.get(get_pattern_key(config.alpha_pattern, name), config.lora_alpha)
+        theirs = alpha / (math.sqrt(rank) if config.use_rslora else rank)
+        if pair is not None and not math.isclose(pair.scale, theirs):
+            raise self.fault(
+                f"scales its pair by {theirs:g} at {name} and by {pair.scale:g} at the embedding that it is tied to, which preheat scales alike; merge it with peft and name the merged model"
+            )
+
+    def load(self, model: nn.Module) -> None:
+        """Copies the values into the adapters of a model that `fits`."""
+        theirs = self.tensors()
+        with torch.no_grad():
+            for key, tensor in _wanted(model):
+                if (value := _find(theirs, key)) is not None:
+                    tensor.copy_(value)
+        for name in names_of(model):  # peft writes the embedding beside an adapter of it
+            held: Any = base_of(model, name)
+            value = theirs.get(f"{name}.base_layer.weight")
+            if value is not None and not torch.equal(share_of(value, held.weight).to(held.weight), local(held.weight)):
+                raise self.fault(f"holds other values of {name} than its base; merge it with peft and name the merged model")
+
+
+def read_folder(path: str | Path, knob: str) -> AdapterFolder:
+    """Looks at a folder that peft wrote, without its tensors.
+
+    Raises:
+        RecipeError: it is none, its weights are a pickle, or it is of a kind that cannot be put into a model here.
+    """
+    from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
+
+    path = Path(path).expanduser()
+    file = path / "adapter_config.json"
+    if not path.is_dir():
+        raise RecipeError(f"{knob}: {path}: no such folder; name one that holds adapter_config.json and {_FILE}")
+    if not file.is_file():
+        raise RecipeError(f"{knob}: {path} has no adapter_config.json, so it is no adapter of peft's")
+    if not (path / _FILE).is_file():
+        pickled = next((name for name in _PICKLES if (path / name).is_file()), None)
+        raise RecipeError(
+            f"{knob}: {path} has no {_FILE}"
+            + (
+                f"; {pickled} is a pickle, which preheat does not open: where you trust it, load it with peft and write it again by save_pretrained"
+                if pickled
+                else ""
+            )
+        )
+    try:
+        values = json.loads(file.read_bytes())
+        kind = values["peft_type"]
+        written = json.loads((path / BASE).read_bytes()) if (path / BASE).is_file() else {}
+    except (ValueError, KeyError, TypeError) as error:
+        raise RecipeError(f"{knob}: {path}: its configuration cannot be read ({type(error).__name__}: {error})") from None
+    cls = next((cls for known, cls in PEFT_TYPE_TO_CONFIG_MAPPING.items() if known.value == kind), None)
+    if cls is None:
+        raise RecipeError(f"{knob}: {path} is of the kind {kind!r}, which the installed peft does not know; update peft")
+    known = {f.name for f in dataclasses.fields(cls)}
+    if unknown := sorted(key for key in values if key not in known and values[key]):
+        raise RecipeError(f"{knob}: {path} sets {unknown[0]}, which the installed peft does not know; update peft")
+    if not isinstance(values.get("base_model_name_or_path") or "", str):
+        raise RecipeError(
+            f"{knob}: {file}: base_model_name_or_path: must be text, got {quoted(values['base_model_name_or_path'])}"
+        )
+    try:
+        config = cls(**{key: values[key] for key in values if key in known and key != "peft_type"})
+    except FAULTS as error:
+        raise RecipeError(f"{knob}: {file}: {fault(error)}") from None
+    folder = AdapterFolder(path, config, written, knob)
+    for key, words in _NOT_ADDED.items():
+        if getattr(config, key, None):
+            raise folder.fault(
+                f"{words} ({key}), which preheat does not take over; merge it with peft and name the merged model"
+            )
+    if getattr(config, "bias", "none") != "none" or getattr(config, "lora_bias", False):
+        raise folder.fault(
+            "trains biases of the base besides, which preheat does not take over; merge it with peft and name the merged model"
+        )
+    if config.is_prompt_learning:
+        raise folder.fault(
+            f"is of the kind {kind}, which puts trained tokens or keys beside the text; preheat puts adapters into linear maps"
+        )
+    if (begun := getattr(config, "init_lora_weights", True)) not in _STARTS_AS_BASE:
+        raise folder.fault(
+            f"belongs to a base that {begun} changed; save it again with peft's path_initial_model_for_weight_conversion, which makes it a plain LoRA"
+        )
+    return folder
+
+
+def begin(
+    weights: Weights,
+    model: nn.Module,
+    config: Any,
+    names: list[str],
+    *,
+    start: str | None,
+    path: str | None,
+    knob: str,
+    called: Mapping[str, str],
+) -> str:
+    """Says where injected adapters get their values: drawn as peft draws them, and then from the folder `start`, if one is named.
+
+    Args:
+        weights: where the base's values come from.
+        path: of the base, as the recipe names it.
+        knob: what the recipe calls `start`.
+        called: as in `AdapterFolder.agrees`.
+
+    Returns:
+        Words for the run: '' or ', begun from ...'.
+
+    Raises:
+        RecipeError: the folder's adapter is not for this model, this base or these settings.
+    """
+    weights.fresh(parameters_of(model, names), [""], lambda model: draw(model, config, names))
+    if not start:
+        return ""
+    folder = read_folder(start, knob)
+    folder.agrees(config, called)
+    folder.fits(model)
+    folder.on_base(path or "", weights)
+    weights.fresh(parameters_of(model, names), [""], folder.load)
+    return f", begun from {start}"
+
+
+def put_in(model: nn.Module, folder: AdapterFolder) -> list[str]:
+    """Puts a folder's adapter into a model that has its base's values, in place. Returns the names of the adapted modules."""
+    with torch.random.fork_rng(devices=[]):  # peft draws what is then overwritten
+        try:
+            names = inject(model, folder.config)
+        except FAULTS as error:
+            raise folder.fault(f"cannot be put into this model: {fault(error, 200)}") from None
+    folder.fits(model)
+    folder.load(model)
+    for p in model.parameters():
+        p.requires_grad_(False)
+    return names
+
+
+def _plain(key: str) -> str:
+    return key.removeprefix("base_model.model.").removeprefix("base_model.")
+
+
+def _last(name: str) -> str:
+    return name.rstrip("/").rpartition("/")[2].casefold()
+
+
+def _wanted(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The adapters' own tensors by the names that they have in peft's files."""
+    for name in names_of(model):
+        for key, tensor in own_of(model.get_submodule(name)):
+            short = re.sub(r"\.default(?=\.|$)", "", key)
+            yield f"{name}.{'lora_magnitude_vector' if short.startswith('lora_magnitude_vector') else short}", tensor
+
+
+def _heads(model: nn.Module) -> list[str]:
+    return [name for name, module in model.named_modules() if isinstance(module, TiedHead)]
+
+
+def _tied(model: nn.Module) -> list[str]:
+    """peft's names of what a tied head shares with its embedding, which it writes once more."""
+    return [f"{name}.lora_{part}.weight" for name in _heads(model) for part in "AB"]
+
+
+def _matches(theirs: str, ours: str) -> bool:
+    """peft writes what all layers share (VeRA's projections) once, under its last name."""
+    return theirs == ours or ("." not in theirs and ours.endswith(f".{theirs}"))
+
+
+def _find(theirs: Mapping[str, Any], ours: str) -> Any:
+    return theirs[ours] if ours in theirs else theirs.get(ours.rpartition(".")[2])

@@ -1,0 +1,341 @@
+"""Adapters of peft in a model: put in on meta, drawn once the base has its values, merged away."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import re
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn import functional
+
+from preheat.ops.adapters.moe_lora import adapted_experts, merge_pairs
+from preheat.ops.adapters.tied_head import TiedHead, tie, untie
+from preheat.ops.classification_head import ClassHead
+from preheat.ops.grouped_mm import ADAPTER
+from preheat.ops.memory.selective_checkpoint import keeps_results
+from preheat.ops.quantization.nf4 import PackedMap, unpack_
+
+__all__ = [
+    "add_product",
+    "added_linear",
+    "base_of",
+    "draw",
+    "inject",
+    "merge",
+    "names_of",
+    "own_of",
+    "parameters_of",
+    "shares",
+    "under_autocast",
+    "without",
+]
+
+
+def inject(model: nn.Module, config: Any) -> list[str]:
+    """Puts peft's adapters into the linear maps that `config.target_modules` names and freezes the rest (but for a new head over classes), in place; on meta too.
+
+    Where the embedding is among them and the head is tied to it, `config.ensure_weight_tying` gives the head the embedding's adapter.
+
+    Returns:
+        Names of the adapted modules.
+
+    Raises:
+        ValueError: no module matches, or one that does is of a kind that the method does not know, or shares its weight with
+            another (a tied head, without `ensure_weight_tying`).
+    """
+    with torch.device("meta") if next(model.parameters()).device.type == "meta" else nullcontext():
+        try:
+            _inject(model, config)
+        except TypeError as error:  # what peft raises for a kind of map that a method does not know
+            raise ValueError(str(error)) from None
+        except ValueError as error:
+            if "arget modules" not in str(error) and "were targeted" not in str(error):
+                raise
+            raise ValueError("matches no linear map of the model") from None
+    uses: dict[int, int] = {}
+    if getattr(config, "ensure_weight_tying", False):
+        _tie_head(model)
+    for module in model.modules():
+        if isinstance(module, ClassHead):
+            module.requires_grad_(True)
+        if isinstance(module, TiedHead):
+            continue  # has what the embedding has
+        for p in module.parameters(recurse=False):
+            uses[id(p)] = uses.get(id(p), 0) + 1
+    names = names_of(model)
+    for name in names:
+        if "weight" not in base_of(model, name)._parameters and not isinstance(base_of(model, name), PackedMap):
+            raise ValueError(
+                f"{name} holds all its experts' matrices in one, which is no map; name those beside them, as [q_proj, k_proj, v_proj, o_proj], and give the experts lora's expert_rank"
+            )
+        if any(uses[id(p)] > 1 for p in base_of(model, name).parameters()):
+            raise ValueError(
+                f"{name} shares its weight with another module, which merging would change too; lora's embedding_rank adapts an embedding and the head tied to it"
+            )
+    return names
+
+
+def _tie_head(model: nn.Module) -> None:
+    embedding: Any = model.get_input_embeddings()  # type: ignore[operator]
+    head: Any = model.get_output_embeddings()  # type: ignore[operator]
+    if hasattr(embedding, "get_base_layer") and head is not None and head.weight is embedding.weight:
+        tie(head, embedding)
+
+
+def _inject(model: nn.Module, config: Any, *, part: bool = False) -> None:
+    """As peft's `inject_adapter_in_model`, which refuses what layers share (VeRA's projections): they hold it as their own buffers here.
+
+    Args:
+        part: the model holds some of the modules that the settings speak of.
+    """
+    from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
+    from peft.tuners.lora import Embedding, Linear
+    from peft.tuners.lycoris_utils import LycorisLayer
+
+    config = copy.deepcopy(config)
+    tied = getattr(config, "ensure_weight_tying", False)
+    with warnings.catch_warnings():
+        if tied or part:  # a tied head's rank is stated for other readers
+            warnings.filterwarnings("ignore", message="The following rank_pattern keys", category=RuntimeWarning)
+        if tied:
+            config.ensure_weight_tying = False  # `tied_head` does that
+        # Where a model has both kinds of linear map, peft turns this setting to and fro, map by map, and says so each time.
+        warnings.filterwarnings("ignore", message="fan_in_fan_out is set")
+        # `inject` refuses tied weights, of which peft only warns.
+        warnings.filterwarnings("ignore", message="Model has `tie_word_embeddings=True`")
+        PEFT_TYPE_TO_TUNER_MAPPING[config.peft_type](model, config, "default")
+        if tied:
+            config.ensure_weight_tying = True
+    for module in model.modules():
+        if type(module) is Linear:
+            module.__class__ = added_linear()
+        if isinstance(module, Embedding):
+            # peft draws these from N(0, 1), with which hidden states grow by the root of the width: a step moves logits as far as LoRA's of a linear map now.
+            for drawn in module.lora_embedding_B.values():
+                drawn.data.mul_(drawn.shape[0] ** -0.5)
+        if isinstance(module, LycorisLayer) and module.module_dropout == {"default": 0.0}:
+            module.module_dropout["default"] = _Nothing()  # type: ignore[assignment]
+
+
+@functools.cache
+def added_linear() -> type[nn.Module]:
+    """A linear map with LoRA that adds the small side's product to the base's result, in place where that may be written to.
+
+    peft multiplies the product by the scale and adds it, over all outputs each: twice the bytes forward, and a product over all backward.
+    """
+    from peft.tuners.lora import Linear
+
+    class AddedLinear(Linear):
+        def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            names = self.active_adapters
+            if args or kwargs or self.disable_adapters or self.merged or len(names) != 1 or not self._is_plain(names[0]):
+                return super().forward(x, *args, **kwargs)  # type: ignore[no-any-return]
+            down, up = self.lora_A[names[0]], self.lora_B[names[0]].weight
+            result = self.base_layer(x)
+            small = down(self.lora_dropout[names[0]](self._cast_input_dtype(x, down.weight.dtype))) * self.scaling[names[0]]
+            return add_product(result, small, up)
+
+        def _is_plain(self, name: str) -> bool:
+            """Whether the second map is no more than its weight, held here: one that is cut over devices must be called itself."""
+            if name not in self.lora_A or name in self.lora_variant:
+                return False
+            last = self.lora_B[name]
+            return (
+                last.bias is None
+                and not isinstance(last.weight, DTensor)
+                and not (last._forward_hooks or last._forward_pre_hooks)
+            )
+
+    return AddedLinear
+
+
+def add_product(result: Tensor, small: Tensor, up: Tensor) -> Tensor:
+    """result + small @ up.t(), in `result` itself unless something else needs that.
+
+    Args:
+        result: [..., out]; small: [..., rank]; up: [out, rank].
+    """
+    low = torch.is_autocast_enabled(result.device.type)
+    apart = any(isinstance(t, DTensor) for t in (result, small, up))
+    if apart or small.dtype != result.dtype or not (low or up.dtype == result.dtype):
+        return (result + functional.linear(small, up)).to(result.dtype)
+    up = up.to(result.dtype)
+    if torch.compiler.is_compiling():  # the compiler adds while it does what comes next
+        return result + functional.linear(small, up)
+    if result._is_view() or not result.is_contiguous() or keeps_results():  # autograd would copy a view's gradient
+        rows = torch.addmm(result.reshape(-1, result.shape[-1]), small.reshape(-1, small.shape[-1]), up.t())
+        return rows.view(result.shape)
+    return _Added.apply(result, small, up)  # type: ignore[no-any-return,no-untyped-call]
+
+
+class _Added(torch.autograd.Function):
+    """`add_product` in place."""
+
+    @staticmethod
+    def forward(ctx: Any, result: Tensor, small: Tensor, up: Tensor) -> Tensor:
+        ctx.mark_dirty(result)
+        ctx.save_for_backward(small, up)
+        result.view(-1, result.shape[-1]).addmm_(small.reshape(-1, small.shape[-1]), up.t())
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        small, up = ctx.saved_tensors
+        rows = grad.reshape(-1, grad.shape[-1])
+        by_small = torch.mm(rows, up).view(small.shape) if ctx.needs_input_grad[1] else None
+        by_up = torch.mm(rows.t(), small.reshape(-1, small.shape[-1])) if ctx.needs_input_grad[2] else None
+        return grad, by_small, by_up
+
+
+class _Nothing:
+    """A dropout of zero that every draw exceeds by definition: LoHa and LoKr would read a draw back from the device in each layer."""
+
+    def __lt__(self, draw: object) -> bool:
+        return True
+
+
+def names_of(model: nn.Module) -> list[str]:
+    """Names of the adapted modules."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    return [name for name, module in model.named_modules() if isinstance(module, BaseTunerLayer)]
+
+
+def base_of(model: nn.Module, name: str) -> Any:
+    """The map under an adapter."""
+    return model.get_submodule(name).get_base_layer()  # type: ignore[operator]
+
+
+def parameters_of(model: nn.Module, names: list[str]) -> str:
+    """A regular expression for the names of the adapters' own parameters and buffers."""
+    own = {key for name in names for key, _ in own_of(model.get_submodule(name))}
+    return r"\.(" + "|".join(sorted(re.escape(key.partition(".")[0]) for key in own)) + r")(\.|$)"
+
+
+def own_of(layer: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """Parameters and buffers of an adapted module without those of its base."""
+    return [(k, t) for k, t in (*layer.named_parameters(), *layer.named_buffers()) if not k.startswith("base_layer.")]
+
+
+def draw(model: nn.Module, config: Any, names: list[str]) -> None:
+    """Gives adapters the values that peft begins with, in place, once the base has its own.
+
+    peft makes each module anew over the base, in fp32: what is derived from the base's values (DoRA's lengths, PiSSA's singular
+    vectors) then comes out right, and what a method takes from the base (PiSSA) is taken from ours.
+    """
+    from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
+
+    shared = PEFT_TYPE_TO_TUNER_MAPPING[config.peft_type].uses_shared_state or config.peft_type == "RANDLORA"
+    for group in [names] if shared else [[name] for name in names]:
+        _draw(model, config, group, in_fp32=not shared)
+
+
+def _draw(model: nn.Module, config: Any, names: list[str], *, in_fp32: bool) -> None:
+    alone: nn.Module = nn.Module()  # the adapted modules' bases under their own names, and nothing else
+    alone.config = getattr(model, "config", None) or {"model_type": "custom"}  # type: ignore[assignment]
+    bases: dict[str, tuple[Any, Any]] = {}
+    for name in names:
+        base = base_of(model, name)
+        low = not isinstance(base, PackedMap) and base.weight.dtype != torch.float32
+        bases[name] = base, (copy.deepcopy(base).float() if low and in_fp32 else base)
+        parent, (*path, last) = alone, name.split(".")
+        for part in path:
+            if part not in parent._modules:
+                parent.add_module(part, nn.Module())
+            parent = parent.get_submodule(part)
+        parent.add_module(last, bases[name][1])
+    config = copy.deepcopy(config)
+    config.target_modules, config.exclude_modules = set(names), None
+    _inject(alone, config, part=True)
+    with torch.no_grad():
+        for name, (base, full) in bases.items():
+            values = dict(own_of(alone.get_submodule(name)))
+            for key, target in own_of(model.get_submodule(name)):
+                target.copy_(values[key])
+            if full is not base:
+                base.weight.copy_(full.weight)
+
+
+@contextmanager
+def without(model: nn.Module) -> Iterator[None]:
+    """The model as it is without its adapters, in place, for as long as the context lasts.
+
+    By peft's own mark on each layer, set directly: `enable_adapters` would also turn gradients off and on again.
+    """
+    layers: list[Any] = [model.get_submodule(name) for name in names_of(model)]
+    pairs: list[Any] = [vars(experts)[ADAPTER] for experts in adapted_experts(model)]
+    for layer in layers:
+        layer._disable_adapters = True
+    for pair in pairs:
+        pair.off = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer._disable_adapters = False
+        for pair in pairs:
+            pair.off = False
+
+
+def under_autocast(model: nn.Module) -> None:
+    """Under autocast leaves the inputs of adapters as they come, in place: peft casts them to the adapter's fp32, which autocast casts back at once.
+
+    Each cast makes a copy that backward keeps, for every adapted map; the numbers are the same.
+    """
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    def cast(by_peft: Callable[..., Any], x: Any, dtype: torch.dtype) -> Any:
+        return x if torch.is_autocast_enabled(x.device.type) else by_peft(x, dtype)
+
+    for module in model.modules():
+        if isinstance(module, BaseTunerLayer):
+            module._cast_input_dtype = functools.partial(cast, module._cast_input_dtype)  # type: ignore[method-assign,assignment]
+
+
+def merge(model: nn.Module) -> int:
+    """Adds every adapter into its base in fp32 and takes the adapters out, in place. A base in 4 bits becomes a full one.
+
+    Returns:
+        How many.
+
+    Raises:
+        ValueError: an adapter is none that can be added to a weight.
+    """
+    names = names_of(model)
+    dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
+    for name in names:
+        layer: Any = model.get_submodule(name)
+        base = layer.get_base_layer()
+        if isinstance(base, PackedMap):
+            unpack_(base)
+            kept = dtype
+        else:
+            kept = base.weight.dtype
+        base.float()
+        with torch.no_grad():
+            layer.merge()
+        base.to(kept)
+        parent, _, last = name.rpartition(".")
+        setattr(model.get_submodule(parent), last, base)
+    for module in model.modules():
+        if isinstance(module, TiedHead):
+            untie(module)
+    vars(model).pop("peft_config", None)
+    return len(names) + merge_pairs(model)
+
+
+def shares(model: nn.Module) -> tuple[int, int]:
+    """Numbers of trained and of all weights; those in 4 bits are counted as weights, not as bytes."""
+    whole = sum(p.numel() for p in model.parameters())
+    for module in model.modules():
+        if isinstance(module, PackedMap):
+            whole += module.nf4_shape[0] * module.nf4_shape[1]
+            whole -= sum(p.numel() for key, p in module.named_parameters(recurse=False) if key.startswith("nf4_"))
+    return sum(p.numel() for p in model.parameters() if p.requires_grad), whole

@@ -1,0 +1,202 @@
+"""Attention by blocks of queries, out of batched matrix products: any window, any device, memory linear in length."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from preheat.core import MaskSpec
+from preheat.ops.attention.per_document import Documents, Passes, attend
+from preheat.ops.attention.sdpa import in_compute_dtype, packed
+
+__all__ = ["blocked_attention", "blocked_passes"]
+
+_QUERIES = 128  # of a block: few enough that a causal mask skips nearly half of the work, enough for full matrix rate
+_SCRATCH = 1 << 20  # scores of a tile: with their gradients they stay in a core's share of the cache
+
+
+def blocked_attention(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, scale: float, *, softcap: float | None = None) -> Tensor:
+    """Attention as batched matrix products over blocks of queries, scores made again in the backward pass.
+
+    On a CPU in bf16 this runs at the rate of matrix products, which torch's fused kernel does not reach there: measured
+    1.3 to 2 times as fast up to 1,024 tokens, slower from 4,096 on (benchmarks/results/attention_cpu.md). Memory is linear in length, as with the
+    fused kernels. Scores are rounded to the tensors' dtype, as in transformers' eager attention, where the fused kernels keep fp32.
+    Only keys within the window (and the global tokens) are computed: work is length x window.
+
+    Args:
+        q: [rows, heads, length, head_dim]; k, v: the same, or with fewer heads that groups of query heads share.
+        softcap: scores are bent to softcap * tanh(score / softcap), as in Gemma 2.
+
+    Raises:
+        ValueError: documents or global tokens that are not causal.
+
+    Example:
+        >>> q = k = v = torch.ones(1, 2, 4, 8)
+        >>> blocked_attention(q, k, v, MaskSpec(window=2), 1.0).shape
+        torch.Size([1, 2, 4, 8])
+    """
+    if not mask.causal and (packed(mask) or mask.global_tokens):
+        raise ValueError("blocked attention knows documents and global tokens only where attention is causal; use flex")
+    q, k, v = in_compute_dtype(q, k, v)
+
+    if packed(mask):
+        return attend(_passes(mask, scale, softcap), q, k, v, mask.documents)
+    q, k, v = (t.contiguous() for t in (q, k, v))  # so that what is kept is not copied in both passes
+    return attend(_passes(mask, scale, softcap), q, k, v, None)
+
+
+def _passes(mask: MaskSpec, scale: float, softcap: float | None) -> Passes:
+    plain = replace(mask, documents=None)
+    return Passes(
+        lambda q, k, v: (_forward(q, k, v, plain, scale, softcap),),
+        lambda grad, q, k, v: _backward(grad, q, k, v, plain, scale, softcap),
+    )
+
+
+class _Tile(NamedTuple):
+    heads: slice
+    queries: slice
+    keys: tuple[slice, ...]
+    """Spans of the keys that the block sees: those before it within the window, and the global ones where these are apart."""
+    block: Tensor
+    """[n, groups * queries, dim]."""
+    near: Tensor
+    """The keys of the spans, [n, keys, dim]."""
+    chances: Tensor
+    """[n, groups * queries, keys]; written over by the next tile."""
+    bent: Tensor | None
+    """tanh of the scores where they are capped and gradients are made; as `chances`, and written over too."""
+
+
+def _of(x: Tensor, heads: slice, keys: tuple[slice, ...]) -> Tensor:
+    """The spans of x [n, length, dim], end to end; a view where it is one."""
+    return x[heads, keys[0]] if len(keys) == 1 else torch.cat([x[heads, span] for span in keys], dim=1)
+
+
+class _Tiles:
+    """Probabilities by tiles: some heads at a time, and of those a block of queries against the keys that it may see.
+
+    Heads are taken by powers of two: whatever number of documents a batch holds, products have few distinct shapes (oneDNN
+    makes and keeps a kernel for each).
+    """
+
+    def __init__(self, q: Tensor, k: Tensor, mask: MaskSpec, scale: float, softcap: float | None, *, backward: bool = False):
+        self.q, self.k, self.scale, self.causal, self.softcap = q, k, scale, mask.causal, softcap
+        self.heads, self.groups, self.length, _ = q.shape
+        size, total = min(_QUERIES, self.length), k.shape[1]
+        self.window = mask.window if mask.window is not None and mask.window < total else None
+        self.shared = mask.global_tokens if self.window is not None else 0  # without a window all are global
+        keys = total
+        if self.window is not None:
+            keys = min(total, self.shared + size + (self.window - 1) * (1 if self.causal else 2))
+        rows = self.groups * size
+        self.most = 1 << (max(1, _SCRATCH // (rows * keys)).bit_length() - 1)
+        self.buffer = q.new_empty(min(self.most, self.heads) * rows * keys)
+        self.bent = torch.empty_like(self.buffer) if softcap is not None and backward else None
+        hidden = q.new_full((_QUERIES, _QUERIES), float("-inf"))
+        # Column c of `before` is the c-th key after the first query's window begins; of `after`, after its reach ahead ends.
+        self.before = hidden.tril(-1) if self.window is not None else None
+        self.after = hidden.triu_() if self.causal or self.window is not None else None
+
+    def __iter__(self) -> Iterator[_Tile]:
+        first = 0
+        while first < self.heads:
+            count = min(self.most, 1 << ((self.heads - first).bit_length() - 1))
+            for begin in range(0, self.length, _QUERIES):
+                yield self._tile(slice(first, first + count), slice(begin, min(begin + _QUERIES, self.length)), count)
+            first += count
+
+    def _spans(self, queries: slice) -> tuple[slice, ...]:
+        total = self.k.shape[1]
+        if self.window is None:
+            return (slice(0, queries.stop if self.causal else total),)
+        start = max(0, queries.start - self.window + 1)
+        stop = queries.stop if self.causal else min(total, queries.stop + self.window - 1)
+        if start <= self.shared:
+            return (slice(0 if self.shared else start, stop),)
+        return (slice(0, self.shared), slice(start, stop)) if self.shared else (slice(start, stop),)
+
+    def _tile(self, heads: slice, queries: slice, count: int) -> _Tile:
+        size, spans = queries.stop - queries.start, self._spans(queries)
+        near = _of(self.k, heads, spans)
+        keys = near.shape[1]
+        block = self.q[heads, :, queries].reshape(count, self.groups * size, -1)
+        scores = self.buffer[: count * self.groups * size * keys].view(count, self.groups * size, keys)
+        torch.baddbmm(scores, block, near.transpose(1, 2), beta=0, alpha=self.scale / (self.softcap or 1), out=scores)
+        bent = None
+        if self.softcap is not None:
+            scores.tanh_()
+            if self.bent is not None:
+                bent = self.bent[: scores.numel()].view(scores.shape).copy_(scores)
+            scores.mul_(self.softcap)
+        self._hide(scores.view(count, self.groups, size, keys), queries, spans)
+        # Softmax reads each row whole before it writes it, so it may write where it reads.
+        return _Tile(heads, queries, spans, block, near, torch.softmax(scores, dim=-1, out=scores), bent)
+
+    def _hide(self, scores: Tensor, queries: slice, spans: tuple[slice, ...]) -> None:
+        """-inf where a query may not look: only a triangle at either end of the tile."""
+        size, stop = queries.stop - queries.start, spans[-1].stop
+        first = stop - scores.shape[-1]  # where the tile's columns would begin if they were one span
+        if self.before is not None and self.window is not None:
+            origin = queries.start - self.window + 1
+            low, high = max(origin, self.shared, 0), origin + size - 1
+            if low < high:
+                scores[..., low - first : high - first].add_(self.before[:size, low - origin : high - origin])
+        if self.after is not None:
+            origin = queries.start + (1 if self.causal else self.window or 0)
+            high = min(origin + size - 1, stop)
+            if origin < high:
+                scores[..., origin - first : high - first].add_(self.after[:size, : high - origin])
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, scale: float, softcap: float | None) -> Tensor:
+    rows, heads, length, width = q.shape
+    shared = k.shape[1]
+    q = q.reshape(rows * shared, heads // shared, length, width)
+    k, v = (t.reshape(rows * shared, *t.shape[2:]) for t in (k, v))
+    out = q.new_empty(*q.shape[:3], v.shape[-1])
+    for tile in _Tiles(q, k, mask, scale, softcap):
+        into = out[tile.heads, :, tile.queries]
+        into.copy_(torch.bmm(tile.chances, _of(v, tile.heads, tile.keys)).view(into.shape))
+    return out.view(rows, heads, length, -1)
+
+
+def _backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, scale: float, softcap: float | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    shapes, shared = (q.shape, k.shape, v.shape), len(k) * k.shape[1]
+    q = q.reshape(shared, -1, *q.shape[2:])
+    k, v = (t.reshape(shared, *t.shape[2:]) for t in (k, v))
+    g = grad.reshape(*q.shape[:3], v.shape[-1])
+    grad_q = torch.empty_like(q)
+    # Each block adds to the keys that it saw: in fp32, so that nothing is lost over many blocks.
+    grad_k, grad_v = (torch.zeros_like(t, dtype=torch.float32) for t in (k, v))
+    tiles = _Tiles(q, k, mask, scale, softcap, backward=True)
+    scratch = torch.empty_like(tiles.buffer)
+    for heads, queries, keys, block, near, chances, bent in tiles:
+        sizes = [span.stop - span.start for span in keys]
+        slope = g[heads, :, queries].reshape(*block.shape[:2], -1)
+        for span, part in zip(keys, torch.bmm(chances.transpose(1, 2), slope).split(sizes, 1), strict=True):
+            grad_v[heads, span] += part
+        scores = scratch[: chances.numel()].view(chances.shape)
+        torch.bmm(slope, _of(v, heads, keys).transpose(1, 2), out=scores)
+        torch.ops.aten._softmax_backward_data.out(scores, chances, -1, chances.dtype, grad_input=scores)
+        if bent is not None:
+            scores.mul_(bent.square_().neg_().add_(1))
+        into = grad_q[heads, :, queries]
+        into.copy_(torch.bmm(scores, near).mul_(scale).view(into.shape))
+        for span, part in zip(keys, torch.bmm(scores.transpose(1, 2), block).split(sizes, 1), strict=True):
+            grad_k[heads, span].add_(part, alpha=scale)
+    a, b, c = (t.to(k.dtype).view(shape) for t, shape in zip((grad_q, grad_k, grad_v), shapes, strict=True))
+    return a, b, c
+
+
+def blocked_passes(
+    q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, scale: float, *, softcap: float | None = None
+) -> tuple[Passes, Documents | None]:
+    """The two passes of `blocked_attention` beneath autograd, and the documents to attend by themselves."""
+    return _passes(mask, scale, softcap), mask.documents if packed(mask) else None

@@ -1,0 +1,254 @@
+"""Attention as one operator that torch.compile does not look into, with its mask as a tensor.
+
+A batch's documents are other lengths each time. Traced, they would be constants of the graph and every batch would be compiled
+anew; here they are data, and one graph serves all batches. The kernel itself runs as it does without a compiler.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from preheat.core import MaskSpec
+from preheat.ops.attention.blockwise import blocked_attention, blocked_passes
+from preheat.ops.attention.per_document import Documents, Passes, forward, gradients
+from preheat.ops.attention.sdpa import sdpa_attention, sdpa_has_passes, sdpa_passes
+
+__all__ = ["OpaqueAttention", "OpaqueMask"]
+
+
+class _Known(NamedTuple):
+    """How a kernel's two passes are had beneath autograd."""
+
+    passes: Callable[..., tuple[Passes, Documents | None]]
+    statistics: bool
+    """Whether its backward pass needs the result and its statistics."""
+    serves: Callable[..., bool]
+    """(q, the kernel's keywords) -> whether it is so."""
+
+
+# All others are run again in the backward pass.
+_KNOWN: dict[Any, _Known] = {
+    blocked_attention: _Known(blocked_passes, False, lambda *_, **__: True),
+    sdpa_attention: _Known(sdpa_passes, True, sdpa_has_passes),
+}
+_ALIVE: weakref.WeakValueDictionary[int, OpaqueAttention] = weakref.WeakValueDictionary()  # a graph knows a kernel's number
+
+
+@dataclass(frozen=True)
+class OpaqueMask(MaskSpec):
+    """A mask whose documents are a tensor [rows, length] int64 on the host: their lengths, then zeros."""
+
+    documents: Any = None
+
+    @staticmethod
+    def of(mask: MaskSpec, rows: int, length: int) -> OpaqueMask:
+        documents = mask.documents if mask.documents is not None else ((length,),) * rows
+        return OpaqueMask(mask.causal, mask.window, _lengths(documents, length), mask.global_tokens)
+
+
+@functools.lru_cache(maxsize=16)  # every layer asks for the same
+def _lengths(documents: tuple[tuple[int, ...], ...], length: int) -> Tensor:
+    return torch.tensor([[*row, *(0 for _ in range(length - len(row)))] for row in documents], dtype=torch.int64)
+
+
+def _mask(documents: Tensor, causal: bool, window: int, shared: int) -> MaskSpec:
+    rows = documents.numpy()
+    return MaskSpec(causal, window or None, tuple(tuple(row[row > 0].tolist()) for row in rows), shared)
+
+
+def _capped(softcap: float) -> dict[str, float]:
+    """What a kernel is handed beside: nothing where scores are not capped, since not every kernel can."""
+    return {"softcap": softcap} if softcap else {}
+
+
+class OpaqueAttention:
+    """Stands for a kernel (q, k, v, mask, scale) -> Tensor in code that is compiled; `kernel` may be changed at any time.
+
+    Its gradients are the kernel's own: flash attention keeps its result and statistics for them, blocks make their
+    scores anew. A kernel of which only autograd knows the gradients runs forward again in the backward pass.
+
+    Example:
+        >>> attend = OpaqueAttention(blocked_attention)
+        >>> q = k = v = torch.ones(1, 2, 4, 8)
+        >>> attend(q, k, v, OpaqueMask.of(MaskSpec(), 1, 4), 1.0).shape
+        torch.Size([1, 2, 4, 8])
+    """
+
+    def __init__(self, kernel: Callable[..., Tensor]):
+        self.kernel = kernel
+        # The least number that is free: graphs of a build that is gone serve the next one.
+        self.number = next(n for n in itertools.count() if n not in _ALIVE)
+        _ALIVE[self.number] = self
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: OpaqueMask, scale: float, *, softcap: float | None = None
+    ) -> Tensor:
+        if torch.is_autocast_enabled(q.device.type):  # as autocast does for torch's own attention
+            dtype = torch.get_autocast_dtype(q.device.type)
+            q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+        known, _ = self._known(q)
+        keeps = known is not None and known.statistics
+        settings = (self.number, mask.causal, mask.window or 0, mask.global_tokens, scale, softcap or 0.0, keeps)
+        return _attention(q, k, v, mask.documents, *settings)[0].transpose(1, 2)
+
+    def _known(self, q: Tensor) -> tuple[_Known | None, dict[str, Any]]:
+        """How the two passes are had for tensors like `q`, and the kernel's keywords."""
+        bound = self.kernel if isinstance(self.kernel, functools.partial) else None
+        known, more = _KNOWN.get(bound.func if bound else self.kernel), bound.keywords if bound else {}
+        return (known if known is not None and known.serves(q, **more) else None), more
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, scale: float, softcap: float, keeps: bool
+    ) -> tuple[Tensor, Tensor]:
+        """The result and its statistics, which are empty unless it `keeps` them."""
+        known, more = self._known(q)
+        if known is None or not keeps:
+            return self.kernel(q, k, v, mask, scale, **_capped(softcap)), q.new_empty(0)
+        passes, documents = known.passes(q, k, v, mask, scale, **more, **_capped(softcap))
+        out, lse = forward(passes, q, k, v, documents)
+        return out, lse
+
+    def gradients(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: MaskSpec,
+        scale: float,
+        grad: Tensor,
+        softcap: float,
+        kept: tuple[Tensor, ...] = (),
+    ) -> tuple[Tensor, ...]:
+        """Gradients by q, k and v, each in its shape, from that by the result.
+
+        Args:
+            kept: the result and its statistics, if the operator keeps them.
+        """
+        known, more = self._known(q)
+        if known is not None:
+            passes, documents = known.passes(q, k, v, mask, scale, **more, **_capped(softcap))
+            return gradients(passes, grad, q, k, v, *kept, documents=documents)
+        with torch.enable_grad():
+            q, k, v = (t.detach().requires_grad_() for t in (q, k, v))
+            return torch.autograd.grad(self.kernel(q, k, v, mask, scale, **_capped(softcap)), (q, k, v), grad)
+
+
+@contextmanager
+def _autograd() -> Iterator[None]:
+    """Autograd as it is outside: the dispatcher switches it off inside an operator, below `enable_grad`."""
+    off = torch._C._dispatch_tls_local_exclude_set()
+    for key in ("AutogradFunctionality", "AutogradOther", "AutogradNestedTensor", "ADInplaceOrView"):
+        off = off.remove(getattr(torch._C.DispatchKey, key))
+    with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), off):
+        yield
+
+
+# Results are laid out [rows, length, heads, dim], which the products before and after attention read without a copy.
+
+
+@torch.library.custom_op("preheat::attention", mutates_args=())
+def _attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    documents: Tensor,
+    number: int,
+    causal: bool,
+    window: int,
+    shared: int,
+    scale: float,
+    softcap: float,
+    keeps: bool,
+) -> tuple[Tensor, Tensor]:
+    mask = _mask(documents, causal, window, shared)
+    out, lse = _ALIVE[number].forward(q, k, v, mask, scale, softcap, keeps)
+    return out.transpose(1, 2).contiguous(), lse.contiguous()
+
+
+@_attention.register_fake
+def _(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    documents: Tensor,
+    number: int,
+    causal: bool,
+    window: int,
+    shared: int,
+    scale: float,
+    softcap: float,
+    keeps: bool,
+) -> tuple[Tensor, Tensor]:
+    out = q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3])
+    if not keeps:
+        return out, q.new_empty(0)
+    return out, q.new_empty(q.shape[:3], dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
+
+
+@torch.library.custom_op("preheat::attention_backward", mutates_args=())
+def _attention_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    documents: Tensor,
+    kept: list[Tensor],
+    number: int,
+    causal: bool,
+    window: int,
+    shared: int,
+    scale: float,
+    softcap: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    mask = _mask(documents, causal, window, shared)
+    pair = (kept[0].transpose(1, 2), kept[1]) if kept else ()
+    with _autograd():
+        grads = _ALIVE[number].gradients(q, k, v, mask, scale, grad.transpose(1, 2), softcap, pair)
+    a, b, c = (g.transpose(1, 2).contiguous() for g in grads)
+    return a, b, c
+
+
+@_attention_backward.register_fake
+def _(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    documents: Tensor,
+    kept: list[Tensor],
+    number: int,
+    causal: bool,
+    window: int,
+    shared: int,
+    scale: float,
+    softcap: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    a, b, c = (t.new_empty(t.shape[0], t.shape[2], t.shape[1], t.shape[3]) for t in (q, k, v))
+    return a, b, c
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.set_materialize_grads(False)
+    *settings, keeps = inputs[4:]
+    ctx.save_for_backward(*inputs[:4], *(output if keeps else ()))
+    ctx.settings = settings
+
+
+def _backward(ctx: Any, grad: Tensor | None, _: Any) -> tuple[Tensor | None, ...]:
+    if grad is None:
+        return (None,) * 11
+    q, k, v, documents, *kept = ctx.saved_tensors
+    grads = _attention_backward(grad, q, k, v, documents, kept, *ctx.settings)
+    return (*(g.transpose(1, 2) for g in grads), *[None] * 8)
+
+
+_attention.register_autograd(_backward, setup_context=_keep)

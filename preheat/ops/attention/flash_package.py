@@ -1,0 +1,56 @@
+"""Attention by the packages FlashAttention 2 and 3, documents by their variable-length kernel. Not yet run on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from preheat.core import MaskSpec
+from preheat.ops.attention.blockwise import blocked_attention
+from preheat.ops.attention.sdpa import in_compute_dtype
+from preheat.ops.attention.varlen import bounds_of
+
+__all__ = ["flash_package_attention"]
+
+
+def _varlen(version: int) -> Callable[..., Any]:
+    if version == 2:
+        from flash_attn import flash_attn_varlen_func
+    else:
+        from flash_attn_interface import flash_attn_varlen_func
+    return flash_attn_varlen_func
+
+
+def flash_package_attention(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, scale: float, *, version: int) -> Tensor:
+    """Attention of [rows, heads, length, head_dim] in bf16 or fp16 on CUDA; all rows and documents in one call, without copies by document.
+
+    A dry run, whose tensors are fake, sees `blocked_attention` in its place.
+
+    Raises:
+        ValueError: global tokens within a window, which these kernels have no argument for.
+        ImportError: the package is not installed.
+    """
+    rows, heads, length, _ = q.shape
+    window = mask.window if mask.window is not None and mask.window < length else None
+    if window is not None and mask.global_tokens:
+        raise ValueError(f"FlashAttention {version} has no global tokens (asked for {mask.global_tokens}); use blocks or flex")
+    if isinstance(q, FakeTensor):
+        return blocked_attention(q, k, v, mask, scale)
+    q, k, v = in_compute_dtype(q, k, v)
+    bounds = bounds_of(mask, rows, length, q)
+    out = _varlen(version)(
+        *(t.transpose(1, 2).reshape(rows * length, t.shape[1], t.shape[3]) for t in (q, k, v)),
+        cu_seqlens_q=bounds.offsets,
+        cu_seqlens_k=bounds.offsets,
+        max_seqlen_q=bounds.longest,
+        max_seqlen_k=bounds.longest,
+        softmax_scale=scale,
+        causal=mask.causal,
+        # Tokens to the left and right besides itself; -1: no limit.
+        window_size=(-1, -1) if window is None else (window - 1, 0 if mask.causal else window - 1),
+    )
+    out = out[0] if isinstance(out, tuple) else out  # early releases of 3 give the log-sum-exp too
+    return out.view(rows, length, heads, -1).transpose(1, 2)

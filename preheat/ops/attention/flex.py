@@ -1,0 +1,95 @@
+"""Attention by torch's FlexAttention: a kernel generated for the mask. Not yet run on a GPU; on a CPU torch has no backward pass for it (compiled, its forward agrees)."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+from preheat.core import MaskSpec
+from preheat.ops.attention.blockwise import blocked_attention
+from preheat.ops.attention.sdpa import in_compute_dtype, sees, starts_of
+
+__all__ = ["block_mask", "compiled_flex_attention"]
+
+_BLOCK = 128
+
+
+@functools.lru_cache(maxsize=8)  # the layers of a model share the mask of a batch
+def block_mask(mask: MaskSpec, length: int, device: torch.device) -> BlockMask:
+    """The mask by blocks of 128 x 128: which hold nothing, which everything, and which are looked up token by token.
+
+    Found from each block's ends, so that it takes (length / 128)² and never length² (torch's `create_block_mask` does unless compiled).
+    """
+    starts = starts_of(mask, length, device)
+
+    def mask_mod(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        if mask.documents is None:
+            return sees(mask, query, key)
+        return sees(mask, query, key, starts[row, query], starts[row, key])
+
+    first = torch.arange(0, length, _BLOCK, device=device)
+    last = (first + _BLOCK - 1).clamp(max=length - 1)
+    some: Any = torch.ones(len(starts), len(first), len(first), dtype=torch.bool, device=device)
+    # A block that the row's end cuts is never taken for full.
+    whole = last - first == _BLOCK - 1
+    every = some & whole[:, None] & whole[None, :]
+    q0, q1, k0, k1 = first[:, None], last[:, None], first[None, :], last[None, :]
+    if mask.causal:
+        some, every = some & (q1 >= k0), every & (q0 >= k1)
+    if mask.window is not None:
+        near = (q0 - k1 < mask.window) & (k0 - q1 < mask.window)
+        inside = (q1 - k0 < mask.window) & (k1 - q0 < mask.window)
+        if mask.global_tokens:
+            place = torch.arange(length, device=device)
+            shared = (place - starts < mask.global_tokens).split(_BLOCK, dim=1)
+            any_, all_ = (torch.stack([f(s, dim=1) for s in shared], dim=1) for f in (torch.any, torch.all))
+            near = near | any_[:, None, :] | any_[:, :, None]
+            inside = inside | all_[:, None, :] | all_[:, :, None]
+        some, every = some & near, every & inside
+    if mask.documents is not None:  # starts rise along a row: two blocks share a document where their ranges meet
+        s0, s1 = starts[:, first], starts[:, last]
+        some = some & (s0[:, :, None] <= s1[:, None, :]) & (s0[:, None, :] <= s1[:, :, None])
+        every = every & (s0 == s1)[:, :, None] & (s0 == s1)[:, None, :] & (s0[:, :, None] == s0[:, None, :])
+    return BlockMask.from_kv_blocks(
+        *_listed(some & ~every), *_listed(every), BLOCK_SIZE=_BLOCK, mask_mod=mask_mod, seq_lengths=(length, length)
+    )
+
+
+def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """[rows, 1, queries] how many, and [rows, 1, queries, keys] which come first."""
+    order = blocks.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
+    return blocks.sum(-1, dtype=torch.int32)[:, None], order.to(torch.int32)[:, None]
+
+
+@functools.cache
+def _compiled() -> Callable[..., Any]:
+    return torch.compile(flex_attention, dynamic=False)
+
+
+@functools.cache  # one function a cap, so that it is compiled once
+def _cap(softcap: float) -> Callable[..., Tensor]:
+    return lambda score, row, head, query, key: softcap * torch.tanh(score / softcap)
+
+
+def compiled_flex_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, scale: float, *, softcap: float | None = None
+) -> Tensor:
+    """Attention of [rows, heads, length, head_dim] with any MaskSpec; blocks of keys that no query sees cost nothing.
+
+    A dry run, whose tensors are fake, sees `blocked_attention` in its place: the same tiles, and a little more scratch.
+
+    Raises:
+        NotImplementedError: from torch, where gradients are asked for on a CPU.
+    """
+    if isinstance(q, FakeTensor):
+        return blocked_attention(q, k, v, mask, scale, softcap=softcap)
+    q, k, v = in_compute_dtype(q, k, v)
+    made = block_mask(mask, q.shape[2], q.device)
+    bend = None if softcap is None else _cap(softcap)
+    return _compiled()(q, k, v, score_mod=bend, block_mask=made, scale=scale, enable_gqa=q.shape[1] != k.shape[1])

@@ -1,0 +1,327 @@
+"""Attention that stands alone: a module, a drop-in for torch's MultiheadAttention, and the function beneath both."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn.functional import dropout as drop
+from torch.nn.functional import linear
+
+from preheat.core import MaskSpec
+from preheat.ops.attention.blockwise import blocked_attention
+from preheat.ops.attention.sdpa import in_compute_dtype, packed, sdpa_attention, sees, starts_of
+from preheat.ops.attention.varlen import varlen_serves
+
+__all__ = ["BLOCKS_UP_TO", "EfficientAttention", "attend_any", "attention_in_chunks", "best_attention", "convert_multihead"]
+
+BLOCKS_UP_TO = (
+    2048  # tokens: up to there blocks are faster than torch's kernel in bf16 on a CPU; benchmarks/results/attention_cpu.md
+)
+_QUERIES = 128
+
+
+def best_attention(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, scale: float) -> Tensor:
+    """Attention by the fastest kernel that serves these tensors and this mask; none keeps scores in memory."""
+    length, half = q.shape[2], q.dtype in (torch.bfloat16, torch.float16) or torch.is_autocast_enabled(q.device.type)
+    cuda = q.device.type != "cpu"
+    if mask.window is not None and mask.window < length and not (cuda and half and varlen_serves(q, k, v, mask)):
+        return blocked_attention(q, k, v, mask, scale)
+    if cuda:
+        return sdpa_attention(q, k, v, mask, scale, kernel="flash" if half else "efficient")
+    return (blocked_attention if half and length <= BLOCKS_UP_TO else sdpa_attention)(q, k, v, mask, scale)
+
+
+def attend_any(
+    q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, scale: float, *, dropout: float = 0.0, bias: Tensor | None = None
+) -> Tensor:
+    """`best_attention`, or `attention_in_chunks` where there is dropout, a bias, or queries and keys differ in number."""
+    fused = dropout == 0 and bias is None and q.shape[2] == k.shape[2]
+    if fused and (mask.causal or not (packed(mask) or mask.global_tokens)):
+        return best_attention(q, k, v, mask, scale)
+    return attention_in_chunks(q, k, v, mask, scale, dropout=dropout, bias=bias)
+
+
+def attention_in_chunks(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: MaskSpec,
+    scale: float,
+    *,
+    dropout: float = 0.0,
+    bias: Tensor | None = None,
+    queries: int = _QUERIES,
+) -> Tensor:
+    """Attention with dropout and any bias: some queries at a time, computed again in the backward pass. Memory linear in length.
+
+    Args:
+        q: [rows, heads, n, head_dim]; k, v: [rows, the same or fewer heads, m, head_dim].
+        dropout: share of the probabilities set to 0.
+        bias: added to the scores where it is a float, looked at where it is true if bool; broadcast to [rows, heads, n, m].
+        queries: of a chunk; n: one chunk, all scores in memory.
+
+    Queries that may look nowhere give 0. A window hides keys here but does not skip them.
+    """
+    length, total = q.shape[2], k.shape[2]
+    if mask.causal and length != total:
+        raise ValueError(f"causal attention of {length} queries on {total} keys: say in a bias where the queries stand")
+    q, k, v = in_compute_dtype(q, k, v)
+    if queries >= length:
+        return next(_pieces(q, k, mask, scale, dropout, queries))[3](q, k, v, bias)
+    return _Chunks.apply(q, k, v, bias, mask, scale, dropout, queries)
+
+
+class _Chunks(torch.autograd.Function):
+    """Results go into tensors made beforehand: were they made between the large scores that come and go, the heap would be cut up
+    by them and grow with the square of the length (so it did under torch's checkpoint, 1.9 GiB for 121 MiB alive)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        bias: Tensor | None,
+        mask: MaskSpec,
+        scale: float,
+        dropout: float,
+        queries: int,
+    ) -> Tensor:
+        ctx.save_for_backward(q, k, v, bias)
+        ctx.settings = mask, scale, dropout, queries
+        ctx.devices = [q.device] if q.device.type == "cuda" else []
+        # One state for all chunks: the backward pass draws in the same order.
+        ctx.drawn = [torch.get_rng_state(), *map(torch.cuda.get_rng_state, ctx.devices)] if dropout else []
+        out = q.new_empty(*q.shape[:3], v.shape[-1])
+        for begin, end, keys, piece in _pieces(q, k, *ctx.settings):
+            out[:, :, begin:end] = piece(q[:, :, begin:end], k[:, :, :keys], v[:, :, :keys], _part(bias, begin, end, keys))
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, bias = ctx.saved_tensors
+        learned = bias is not None and ctx.needs_input_grad[3]
+        made: list[Any] = [
+            torch.zeros_like(t, dtype=torch.promote_types(t.dtype, torch.float32)) for t in (q, k, v, *([bias] * learned))
+        ]
+        with torch.random.fork_rng(ctx.devices, enabled=bool(ctx.drawn)):
+            if ctx.drawn:
+                torch.set_rng_state(ctx.drawn[0])
+                for state, device in zip(ctx.drawn[1:], ctx.devices, strict=True):
+                    torch.cuda.set_rng_state(state, device)
+            for begin, end, keys, piece in _pieces(q, k, *ctx.settings):
+
+                def cut(
+                    q: Tensor, k: Tensor, v: Tensor, bias: Any = None, at: tuple[int, int, int] = (begin, end, keys)
+                ) -> list[Any]:
+                    return [q[:, :, at[0] : at[1]], k[:, :, : at[2]], v[:, :, : at[2]], _part(bias, *at)]
+
+                inputs: list[Any] = [t if t is None else t.detach() for t in cut(q, k, v, bias)]
+                wanted = [t.requires_grad_() for t in inputs[: 3 + learned]]
+                with torch.enable_grad():
+                    out = piece(*inputs)
+                found = torch.autograd.grad(out, wanted, grads[0][:, :, begin:end])
+                for into, part in zip(cut(*made), found, strict=False):  # type: ignore[arg-type]
+                    into.add_(part)
+        back = [g.to(t.dtype) for g, t in zip(made, (q, k, v, bias), strict=False)]
+        return (*back, *[None] * (8 - len(back)))
+
+
+def _pieces(
+    q: Tensor, k: Tensor, mask: MaskSpec, scale: float, dropout: float, queries: int
+) -> Iterator[tuple[int, int, int, Callable[..., Tensor]]]:
+    """(first query, last, keys that they may see, their attention) of each chunk."""
+    length, total = q.shape[2], k.shape[2]
+    starts = starts_of(mask, total, q.device) if mask.documents is not None or mask.global_tokens else None
+    for begin in range(0, length, queries):
+        end = min(begin + queries, length)
+        piece = functools.partial(_piece, mask=mask, scale=scale, dropout=dropout, starts=starts, begin=begin)
+        with torch.autocast(q.device.type, enabled=False):  # the tensors have their dtype; backward knows of no autocast
+            yield begin, end, end if mask.causal else total, piece
+
+
+def _part(bias: Tensor | None, begin: int, end: int, keys: int) -> Tensor | None:
+    if bias is None:
+        return None
+    bias = bias if bias.shape[-2] == 1 else bias[..., begin:end, :]
+    return bias if bias.shape[-1] == 1 else bias[..., :keys]
+
+
+def _piece(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    *,
+    mask: MaskSpec,
+    scale: float,
+    dropout: float,
+    starts: Tensor | None,
+    begin: int,
+) -> Tensor:
+    rows, heads, n, _ = q.shape
+    shared, keys = k.shape[1:3]
+    # Heads that share a key stand one below the other, so that keys are not repeated.
+    scores = torch.matmul(q.reshape(rows, shared, -1, q.shape[3]), k.transpose(-1, -2)).view(rows, heads, n, keys) * scale
+    i, j = torch.arange(begin, begin + n, device=q.device)[:, None], torch.arange(keys, device=q.device)[None, :]
+    where: tuple[Any, ...] = () if starts is None else (starts[:, None, begin : begin + n, None], starts[:, None, None, :keys])
+    scores = scores.masked_fill(~sees(mask, i, j, *where), float("-inf"))
+    if bias is not None:
+        scores = scores.masked_fill(~bias, float("-inf")) if bias.dtype == torch.bool else scores + bias
+    seeing = scores.detach().amax(-1, keepdim=True) > float("-inf")
+    # A row of -inf would give NaN, also in the gradient: the lowest number in its place, and 0 for its outcome.
+    scores = scores.clamp(min=torch.finfo(scores.dtype).min)
+    chances = torch.softmax(scores, dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32)) * seeing
+    chances = drop(chances.to(v.dtype), dropout)
+    return torch.matmul(chances.view(rows, shared, -1, keys), v).view(rows, heads, n, -1)
+
+
+class EfficientAttention(nn.Module):
+    """Multi-head self-attention: projections around preheat's kernels.
+
+    Args:
+        dim: width of the input and output.
+        num_heads: heads; must divide `dim`.
+        dropout: on the probabilities, in training.
+        causal: a token sees itself and what stands before it.
+        memory_efficient: memory linear in length; False: the plain form, with all scores in memory (for comparison).
+
+    Raises:
+        ValueError: sizes that do not fit.
+
+    Example:
+        >>> layer = EfficientAttention(16, 4, dropout=0.0, causal=True, memory_efficient=True)
+        >>> layer(torch.randn(2, 10, 16)).shape
+        torch.Size([2, 10, 16])
+    """
+
+    def __init__(
+        self, dim: int, num_heads: int, dropout: float = 0.0, causal: bool = True, memory_efficient: bool = True
+    ) -> None:
+        super().__init__()
+        if num_heads < 1 or dim % num_heads:
+            raise ValueError(f"num_heads: {num_heads} heads do not divide a width of {dim}")
+        if not 0 <= dropout < 1:
+            raise ValueError(f"dropout: {dropout} must be at least 0 and below 1")
+        self.dim, self.num_heads, self.dropout = dim, num_heads, dropout
+        self.causal, self.memory_efficient = causal, memory_efficient
+        self.qkv = nn.Linear(dim, 3 * dim)
+        self.out = nn.Linear(dim, dim)
+
+    def forward(self, x: Tensor, key_padding_mask: Tensor | None = None, *, mask: MaskSpec | None = None) -> Tensor:
+        """x: [rows, length, dim]; key_padding_mask: [rows, length], true where nobody shall look; mask: a window or documents
+        in place of `causal` alone. Returns [rows, length, dim]; tokens that may look nowhere get the bias of `out`."""
+        rows, length, _ = x.shape
+        q, k, v = self.qkv(x).view(rows, length, 3, self.num_heads, -1).permute(2, 0, 3, 1, 4)
+        mask = mask if mask is not None else MaskSpec(causal=self.causal)
+        bias = None if key_padding_mask is None else ~key_padding_mask.bool()[:, None, None, :]
+        dropout, scale = self.dropout if self.training else 0.0, q.shape[-1] ** -0.5
+        if self.memory_efficient:
+            out = attend_any(q, k, v, mask, scale, dropout=dropout, bias=bias)
+        else:
+            out = attention_in_chunks(q, k, v, mask, scale, dropout=dropout, bias=bias, queries=length)
+        return self.out(out.transpose(1, 2).reshape(rows, length, self.dim))
+
+    def extra_repr(self) -> str:
+        return f"{self.dim}, num_heads={self.num_heads}, dropout={self.dropout}, causal={self.causal}, memory_efficient={self.memory_efficient}"
+
+
+class EfficientMultiheadAttention(nn.MultiheadAttention):
+    """torch.nn.MultiheadAttention by preheat's kernels; made by `convert_multihead`.
+
+    `need_weights`: True gives the weights too, by torch's own form with all scores in memory; False or not stated: (output, None).
+    """
+
+    def forward(  # type: ignore[override]
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool | None = None,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        if need_weights:
+            return super().forward(
+                query,
+                key,
+                value,
+                key_padding_mask,
+                True,
+                attn_mask,
+                average_attn_weights=average_attn_weights,
+                is_causal=is_causal,
+            )
+        if is_causal and attn_mask is None:
+            raise ValueError("attn_mask: is_causal only says what attn_mask holds; give the mask too")
+        lone = query.ndim == 2  # one sequence, without a batch
+        if lone:
+            query, key, value = (t[None] for t in (query, key, value))
+            key_padding_mask = None if key_padding_mask is None else key_padding_mask[None]
+        elif not self.batch_first:
+            query, key, value = (t.transpose(0, 1) for t in (query, key, value))
+        biases = self.in_proj_bias.chunk(3) if self.in_proj_bias is not None else (None, None, None)
+        weights = (
+            self.in_proj_weight.chunk(3)
+            if self._qkv_same_embed_dim
+            else (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
+        )
+        q, k, v = (
+            linear(t, w, b).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+            for t, w, b in zip((query, key, value), weights, biases, strict=True)
+        )
+        causal = is_causal and query.shape[1] == key.shape[1]
+        bias = _joined(None if causal else attn_mask, key_padding_mask, self.num_heads)
+        dropout = self.dropout if self.training else 0.0
+        out = attend_any(q, k, v, MaskSpec(causal=causal), self.head_dim**-0.5, dropout=dropout, bias=bias)
+        out = self.out_proj(out.transpose(1, 2).flatten(2))
+        return (out[0] if lone else out if self.batch_first else out.transpose(0, 1)), None
+
+
+def _joined(attn_mask: Tensor | None, padding: Tensor | None, heads: int) -> Tensor | None:
+    """torch's two masks (true: hidden, or floats to add) as one bias (true: seen), as small as they are."""
+    parts = []
+    if attn_mask is not None:
+        parts.append(attn_mask[None, None] if attn_mask.ndim == 2 else attn_mask.unflatten(0, (-1, heads)))
+    if padding is not None:
+        parts.append(padding[:, None, None, :])
+    parts = [~p if p.dtype == torch.bool else p for p in parts]
+    if len(parts) < 2:
+        return parts[0] if parts else None
+    if all(p.dtype == torch.bool for p in parts):
+        return parts[0] & parts[1]
+    floats = [
+        p if p.dtype != torch.bool else torch.zeros_like(p, dtype=torch.float32).masked_fill(~p, float("-inf")) for p in parts
+    ]
+    return floats[0] + floats[1]
+
+
+def convert_multihead(model: nn.Module) -> int:
+    """Makes every torch.nn.MultiheadAttention of a model attend by preheat's kernels, in place; weights and names stay.
+
+    A module changes its class and nothing else, so references to it (from an optimizer, a hook, a parent) go on serving.
+
+    Returns:
+        How many were changed.
+
+    Raises:
+        ValueError: a module with bias_k, bias_v or add_zero_attn, or a class of somebody's own made from it.
+    """
+    found = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.MultiheadAttention)]
+    found = [(name, m) for name, m in found if not isinstance(m, EfficientMultiheadAttention)]
+    for name, module in found:
+        if type(module) is not nn.MultiheadAttention:
+            raise ValueError(f"{name}: {type(module).__name__} changes torch's MultiheadAttention, so it cannot be replaced")
+        if module.bias_k is not None or module.bias_v is not None or module.add_zero_attn:
+            raise ValueError(f"{name}: bias_k, bias_v and add_zero_attn have no efficient kernel; build it without them")
+    for _, module in found:
+        module.__class__ = EfficientMultiheadAttention
+    return len(found)

@@ -1,0 +1,72 @@
+"""Patterns: what turns an attention kernel into one that sees less. Each works on any kernel (q, k, v, mask, scale) -> out."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from preheat.core import MaskSpec
+
+__all__ = ["Kernel", "in_shifted_groups", "within_window"]
+
+Kernel = Callable[..., Tensor]
+
+
+def within_window(kernel: Kernel, window: int, global_tokens: int = 0) -> Kernel:
+    """The kernel, each token seeing `window` tokens back (itself included) and the `global_tokens` that begin its document."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, scale: float) -> Tensor:
+        _whole(q, k)
+        narrow = min(window, mask.window or window)
+        return kernel(q, k, v, replace(mask, window=narrow, global_tokens=max(global_tokens, mask.global_tokens)), scale)
+
+    return attend
+
+
+def in_shifted_groups(kernel: Kernel, group: int) -> Kernel:
+    """The kernel by groups of `group` tokens, counted in each document; for half of the heads groups begin half a group later.
+
+    Groups are documents to the kernel, so each kernel that keeps documents apart serves.
+
+    Raises:
+        ValueError: when called with an odd number of heads.
+    """
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, scale: float) -> Tensor:
+        _whole(q, k)
+        rows, heads, length, _ = q.shape
+        documents = mask.documents or ((length,),) * rows
+        masks = [replace(mask, documents=_cut(documents, group, shift)) for shift in (0, group // 2)]
+        shared = k.shape[1]
+        if shared % 2 == 0:
+            halves = zip(*(t.chunk(2, dim=1) for t in (q, k, v)), masks, strict=True)
+            return torch.cat([kernel(*half, scale) for half in halves], dim=1)
+        if heads // shared % 2:
+            raise ValueError(f"shifted groups take half of the heads, and {heads} is odd")
+        # Each half takes half of the heads that share a key.
+        by_key = q.unflatten(1, (shared, -1)).chunk(2, dim=2)
+        out = [kernel(half.flatten(1, 2), k, v, m, scale) for half, m in zip(by_key, masks, strict=True)]
+        return torch.cat([o.unflatten(1, (shared, -1)) for o in out], dim=2).flatten(1, 2)
+
+    return attend
+
+
+def _whole(q: Tensor, k: Tensor) -> None:
+    if q.shape[2] != k.shape[2]:
+        raise ValueError("attention with a pattern reads whole sequences: call the model with use_cache=False")
+
+
+@functools.lru_cache(maxsize=32)  # every layer asks
+def _cut(documents: tuple[tuple[int, ...], ...], group: int, shift: int) -> tuple[tuple[int, ...], ...]:
+    """The documents cut every `group` tokens, first after `shift` (0: after a whole group)."""
+
+    def pieces(n: int) -> tuple[int, ...]:
+        bounds = [0, *range(shift or group, n, group), n]
+        return tuple(b - a for a, b in itertools.pairwise(bounds))
+
+    return tuple(tuple(itertools.chain.from_iterable(pieces(n) for n in row)) for row in documents)

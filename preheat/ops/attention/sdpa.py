@@ -1,0 +1,259 @@
+"""Attention over [rows, heads, length, head_dim] with the mask as data (MaskSpec)."""
+
+from __future__ import annotations
+
+import functools
+
+import numpy
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from preheat.core import MaskSpec
+from preheat.hardware.transfers import to_device
+from preheat.ops.attention.per_document import Documents, Passes, attend, by_document
+from preheat.ops.attention.varlen import attend_varlen, varlen_passes, varlen_serves
+
+__all__ = [
+    "KERNELS",
+    "allowed",
+    "flash_backward",
+    "flash_forward",
+    "in_compute_dtype",
+    "packed",
+    "reference_attention",
+    "refuse_masks",
+    "sdpa_attention",
+    "sdpa_has_passes",
+    "sdpa_passes",
+    "sees",
+    "starts_of",
+]
+
+KERNELS: dict[str, SDPBackend | list[SDPBackend]] = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "math": SDPBackend.MATH,
+    # Whichever torch puts first for the tensors and the device: cuDNN's on Hopper and data center Blackwell.
+    "preferred": [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION],
+}
+_FLASH = {"flash", "preferred"}  # documents and windows are attended by flash attention's variable-length form
+_FLASH_DIM = 8  # CUDA's kernel wants heads of a multiple of this; torch pads others, above the operator that is called here
+_STATISTICS = 32  # the efficient kernel pads its statistics to a multiple of this
+
+
+def sees(mask: MaskSpec, query: Tensor, key: Tensor, query_starts: Tensor | int = 0, key_starts: Tensor | int = 0) -> Tensor:
+    """Which query may look at which key, elementwise over places in a row: the one definition of MaskSpec.
+
+    Args:
+        query, key: places, broadcast against each other.
+        query_starts, key_starts: where the documents of the two begin.
+    """
+    may = query >= key if mask.causal else (query >= key) | (query < key)
+    if mask.window is not None:
+        near = (query - key).abs() < mask.window
+        if mask.global_tokens:
+            near = near | (key - key_starts < mask.global_tokens) | (query - query_starts < mask.global_tokens)
+        may = may & near
+    return may & (query_starts == key_starts) if mask.documents is not None else may
+
+
+def starts_of(mask: MaskSpec, length: int, device: torch.device) -> Tensor:
+    """Where the document of each token begins, [rows, length]; [1, length] of zeros without documents."""
+    if mask.documents is None:
+        return torch.zeros(1, length, dtype=torch.int64, device=device)
+    rows: list[numpy.ndarray] = [numpy.repeat(numpy.cumsum((0, *cuts[:-1])), cuts) for cuts in mask.documents]
+    return to_device(numpy.stack(rows), device)
+
+
+def allowed(mask: MaskSpec, rows: int, length: int, device: torch.device) -> Tensor:
+    """The mask as a tensor, [rows or 1, 1, length, length], true where a token may look. For references only: it is n x n."""
+    place, starts = torch.arange(length, device=device), starts_of(mask, length, device)
+    starts = starts[:, None]
+    may = sees(mask, place[:, None], place[None, :], starts[..., :, None], starts[..., None, :])
+    return may.expand(starts.shape[0], 1, length, length)
+
+
+def reference_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, scale: float, *, softcap: float | None = None
+) -> Tensor:
+    """The plain form: all scores in memory, keys and values repeated for their groups, softmax in fp32.
+
+    Args:
+        softcap: scores are bent to softcap * tanh(score / softcap), as in Gemma 2.
+    """
+    groups = q.shape[1] // k.shape[1]
+    if groups > 1:
+        k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
+    scores = torch.matmul(q, k.transpose(-2, -1)) * scale
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    scores = scores.masked_fill(~allowed(mask, q.shape[0], q.shape[2], q.device), float("-inf"))
+    return torch.matmul(torch.softmax(scores, dim=-1, dtype=torch.float32).to(v.dtype), v)
+
+
+def in_compute_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """The tensors in the dtype of an autocast that is on, as autocast does for torch's own attention."""
+    kind = tensors[0].device.type
+    return tuple(t.to(torch.get_autocast_dtype(kind)) for t in tensors) if torch.is_autocast_enabled(kind) else tensors
+
+
+def refuse_masks(mask: MaskSpec, length: int, who: str) -> None:
+    """Raises where a kernel without windows is asked for one, or documents are not causal."""
+    if mask.window is not None and mask.window < length:
+        raise ValueError(f"{who} has no sliding window (asked for {mask.window} at {length} tokens); use blocks or flex")
+    if packed(mask) and not mask.causal:
+        raise ValueError(f"{who} keeps documents apart only where attention is causal")
+
+
+def packed(mask: MaskSpec) -> bool:
+    """Whether a row holds more than one document."""
+    return mask.documents is not None and any(len(d) > 1 for d in mask.documents)
+
+
+def sdpa_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, scale: float, *, kernel: str = "flash", varlen: bool | None = None
+) -> Tensor:
+    """Torch's fused attention by the named kernel: no scores in memory and no mask tensor.
+
+    On CUDA `flash` (and `preferred`) attends packed documents and windows in one call of its variable-length form.
+    Elsewhere documents are attended by themselves (those of about equal length in one call), so the work falls with
+    their length, and what would need a mask tensor is refused: a window, or documents without a causal mask.
+    `efficient` cannot share keys and values among heads: they are repeated in each pass and not kept.
+
+    Args:
+        varlen: whether to take the variable-length form where it serves; None: if the tensors lie on CUDA.
+
+    Raises:
+        ValueError: a window shorter than the sequence, or documents that are not causal, and the kernel has no argument
+            for them.
+        RuntimeError: from torch, when the named kernel cannot serve these tensors.
+    """
+    if _takes_varlen(q, k, v, mask, kernel, varlen):
+        q, k, v = in_compute_dtype(q, k, v)
+        return attend_varlen(q, k, v, mask, scale)
+    refuse_masks(mask, q.shape[2], "SDPA")
+    apart = mask.documents if packed(mask) else None
+    grouped = q.shape[1] != k.shape[1]
+    if _is_dry_run(q) and kernel != "efficient":  # for a GPU: what the kernel keeps is the same
+        kernel = "flash"
+    # Autograd would keep more than these passes need: documents laid out, and repeated keys and values.
+    # What torch.compile traces it differentiates itself.
+    more = apart is not None or (grouped and kernel == "efficient")
+    if more and not torch.compiler.is_compiling() and sdpa_has_passes(q, kernel=kernel):
+        q, k, v = in_compute_dtype(q, k, v)
+        return attend(sdpa_passes(q, k, v, mask, scale, kernel=kernel, varlen=False)[0], q, k, v, apart)
+    if kernel == "efficient":
+        k, v, grouped = _repeated(k, q), _repeated(v, q), False
+    if _is_dry_run(q):
+        kernel = "flash"
+
+    def fused(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return scaled_dot_product_attention(q, k, v, is_causal=mask.causal, scale=scale, enable_gqa=grouped)
+
+    with sdpa_kernel(KERNELS[kernel]):
+        return by_document(fused, q, k, v, apart) if apart is not None else fused(q, k, v)
+
+
+def sdpa_passes(
+    q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, scale: float, *, kernel: str = "flash", varlen: bool | None = None
+) -> tuple[Passes, Documents | None]:
+    """The two passes of `sdpa_attention` beneath autograd, and the documents to attend by themselves.
+
+    Only for kernels and tensors that `sdpa_has_passes` says yes to.
+    """
+    if _takes_varlen(q, k, v, mask, kernel, varlen):
+        return varlen_passes(q, mask, scale), None
+    refuse_masks(mask, q.shape[2], "SDPA")
+    passes = _efficient(mask.causal, scale) if kernel == "efficient" else _flash(mask.causal, scale)
+    return passes, mask.documents if packed(mask) else None
+
+
+def sdpa_has_passes(q: Tensor, *, kernel: str = "flash", varlen: bool | None = None) -> bool:
+    """Whether the two passes of a kernel are known beneath autograd, whatever the mask."""
+    if kernel == "efficient":
+        return q.device.type != "cpu" or _is_dry_run(q)
+    return kernel in _FLASH and (q.device.type == "cpu" or q.shape[-1] % _FLASH_DIM == 0)
+
+
+def _takes_varlen(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, kernel: str, varlen: bool | None) -> bool:
+    needed = packed(mask) or (mask.window is not None and mask.window < q.shape[2])
+    asked = varlen if varlen is not None else q.device.type == "cuda"
+    return needed and asked and kernel in _FLASH and varlen_serves(q, k, v, mask)
+
+
+def _is_dry_run(q: Tensor) -> bool:
+    return isinstance(q, FakeTensor) and q.device.type == "cpu"
+
+
+def _flash(causal: bool, scale: float) -> Passes:
+    return Passes(
+        functools.partial(flash_forward, causal=causal, scale=scale),
+        functools.partial(flash_backward, causal=causal, scale=scale),
+        statistics=True,
+    )
+
+
+def _efficient(causal: bool, scale: float) -> Passes:
+    return Passes(
+        functools.partial(_efficient_forward, causal=causal, scale=scale),
+        functools.partial(_efficient_backward, causal=causal, scale=scale),
+        statistics=True,
+    )
+
+
+def _repeated(t: Tensor, q: Tensor) -> Tensor:
+    """Keys or values once for each head of `q`."""
+    return t if t.shape[1] == q.shape[1] else t.repeat_interleave(q.shape[1] // t.shape[1], dim=1)
+
+
+def _efficient_forward(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    """As `flash_forward`, by the kernel that takes fp32; in a dry run what stands for it makes and keeps as much."""
+    k, v = _repeated(k, q), _repeated(v, q)
+    if q.device.type == "cpu":
+        return flash_forward(q, k, v, causal=causal, scale=scale)
+    out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, causal, scale=scale)
+    return out, lse[..., : q.shape[2]]
+
+
+def _efficient_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, causal: bool, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of `_efficient_forward`; those of keys and values are summed over the heads that share them."""
+    each = _repeated(k, q), _repeated(v, q)
+    if q.device.type == "cpu":
+        a, b, c = flash_backward(grad, q, *each, out, lse, causal=causal, scale=scale)
+    else:
+        lse = torch.nn.functional.pad(lse, (0, -lse.shape[2] % _STATISTICS), value=float("inf")).contiguous()
+        state = torch.empty((), dtype=torch.int64, device=q.device)  # of random numbers, which no dropout asks for
+        a, b, c, _ = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
+            grad, q, *each, None, out, lse, state, state, 0.0, [True, True, True, False], causal, scale=scale
+        )
+    b, c = (g if g.shape == t.shape else g.unflatten(1, (t.shape[1], -1)).sum(2) for g, t in ((b, k), (c, v)))
+    return a, b, c
+
+
+def flash_forward(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    """Torch's flash attention, beneath autograd: the result and the log of the sum of exponentials, [rows, heads, length]."""
+    if q.device.type == "cpu":
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)  # type: ignore[no-any-return]
+    return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=scale)[:2]  # type: ignore[no-any-return]
+
+
+def flash_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, causal: bool, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of `flash_forward` by q, k and v."""
+    if q.device.type == "cpu":
+        made = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad, q, k, v, out, lse, 0.0, causal, scale=scale
+        )
+    else:
+        state = torch.empty(2, dtype=torch.uint64, device=q.device)  # of random numbers, which no dropout asks for
+        made = torch.ops.aten._scaled_dot_product_flash_attention_backward(
+            grad, q, k, v, out, lse.contiguous(), None, None, q.shape[2], k.shape[2], 0.0, causal, state, state, scale=scale
+        )
+    return made  # type: ignore[no-any-return]

@@ -1,0 +1,338 @@
+"""Attention of packed documents and within windows: one call of torch's variable-length flash kernel for all rows.
+
+`varlen_attention` keeps its result and the log of the sums of exponentials and calls the kernel's own backward pass.
+Where documents begin is sent to the device once a batch, from pinned memory, and their greatest length is known on the
+host, so that nothing waits for the device. On a CPU the operators attend document by document, which tests use. Not yet
+run on a GPU.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils.flop_counter import register_flop_formula
+
+from preheat.core import MaskSpec
+from preheat.hardware.transfers import to_device
+from preheat.ops.attention.per_document import Documents, Passes
+
+__all__ = ["Bounds", "attend_varlen", "bounds_of", "varlen_attention", "varlen_passes", "varlen_serves"]
+
+_DIM, _MOST = 8, 256  # the kernel takes heads of a multiple of 8, up to 256
+
+
+class Bounds(NamedTuple):
+    """Where the documents of a batch begin when its rows lie end to end.
+
+    Attributes:
+        offsets: [documents + 1] int32, beside the tensors that are attended.
+        longest: at least the length of the longest document.
+        pairs: of a query and a key, from which FLOPs are counted: as if attention were not causal, so within a causal
+            window twice what is seen.
+    """
+
+    offsets: Tensor
+    longest: int
+    pairs: int
+
+
+def varlen_serves(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec) -> bool:
+    """Whether the kernel has arguments for the mask and for heads of this size."""
+    return (
+        q.shape[2] == k.shape[2]
+        and not (mask.window is not None and mask.global_tokens)
+        and q.shape[3] == v.shape[3]
+        and q.shape[3] % _DIM == 0
+        and q.shape[3] <= _MOST
+    )
+
+
+def _window(mask: MaskSpec, length: int) -> int:
+    """0: none."""
+    return mask.window if mask.window is not None and mask.window < length else 0
+
+
+def _pairs(n: int, causal: bool, window: int) -> int:
+    """Of one document, as `Bounds.pairs` counts them."""
+    if not window or window >= n:
+        return n * n
+    ahead = window * n - window * (window - 1) // 2  # a query and what its window holds up to itself
+    return 2 * ahead if causal else 2 * ahead - n
+
+
+@functools.lru_cache(maxsize=16)  # every layer asks, forward and backward
+def _all_pairs(documents: Documents, causal: bool, window: int) -> int:
+    return sum(_pairs(n, causal, window) for n in itertools.chain.from_iterable(documents))
+
+
+@functools.lru_cache(maxsize=16)  # every layer asks, forward and backward
+@torch.inference_mode(False)  # whoever asks first: what is kept serves training too
+def _offsets(documents: Documents, device: torch.device) -> Tensor:
+    sizes = list(itertools.chain.from_iterable(documents))
+    return to_device(numpy.cumsum([0, *sizes], dtype=numpy.int32), device)
+
+
+def bounds_of(mask: MaskSpec, rows: int, length: int, like: Tensor) -> Bounds:
+    """The bounds of a batch's documents on the device of `like`; made once a batch, without waiting for the device."""
+    window = _window(mask, length)
+    if mask.documents is None:  # made on the device, also within a graph that is traced
+        offsets = torch.arange(0, rows * length + 1, length, dtype=torch.int32, device=like.device)
+        return Bounds(offsets, length, rows * _pairs(length, mask.causal, window))
+    # Torch takes another path for documents of one token, whose statistics are laid out otherwise: a bound of two
+    # says the same and avoids it.
+    longest, pairs = max(2, *map(max, mask.documents)), _all_pairs(mask.documents, mask.causal, window)
+    if isinstance(like, FakeTensor):
+        return Bounds(like.new_empty(sum(map(len, mask.documents)) + 1, dtype=torch.int32), longest, pairs)
+    return Bounds(_offsets(mask.documents, like.device), longest, pairs)
+
+
+def attend_varlen(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, scale: float) -> Tensor:
+    """Attention of [rows, heads, length, head_dim] in bf16 or fp16; `k` and `v` may have fewer heads.
+
+    It is differentiable, and torch.compile traces it.
+    """
+    rows, _, length, _ = q.shape
+    out, _ = varlen_attention(q, k, v, *bounds_of(mask, rows, length, q), mask.causal, _window(mask, length), scale)
+    return out
+
+
+def varlen_passes(q: Tensor, mask: MaskSpec, scale: float) -> Passes:
+    """The kernel's two passes beneath autograd, for tensors like `q`."""
+    rows, _, length, _ = q.shape
+    settings = (*bounds_of(mask, rows, length, q), mask.causal, _window(mask, length), scale)
+    return Passes(
+        lambda q, k, v: varlen_attention(q, k, v, *settings),
+        lambda grad, q, k, v, out, lse: varlen_attention_backward(grad, q, k, v, out, lse, *settings),
+        statistics=True,
+    )
+
+
+def _flat(*tensors: Tensor) -> Iterator[Tensor]:
+    """[rows, heads, length, dim] -> [rows * length, heads, dim], a view of what a projection made."""
+    return (t.transpose(1, 2).reshape(-1, t.shape[1], t.shape[3]) for t in tensors)
+
+
+def _rows(t: Tensor, rows: int) -> Tensor:
+    """The way back."""
+    return t.contiguous().view(rows, -1, *t.shape[1:]).transpose(1, 2)
+
+
+def _arguments(is_causal: bool, window: int, scale: float) -> tuple[bool, dict[str, Any]]:
+    """The kernel's own words for the mask: tokens to the left and right besides itself; -1: no limit."""
+    left = window - 1 if window else -1
+    right = (0 if is_causal else left) if window else -1
+    return is_causal and not window, {"scale": scale, "window_size_left": left, "window_size_right": right}
+
+
+@torch.library.custom_op("preheat::varlen_attention", mutates_args=())
+def varlen_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    offsets: Tensor,
+    longest: int,
+    pairs: int,
+    is_causal: bool,
+    window: int,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """Attention of each document by itself.
+
+    Args:
+        q: [rows, heads, length, dim]; k, v: the same, or with fewer heads.
+        offsets, longest, pairs: of `Bounds`.
+        window: tokens that are seen, itself included; 0: all.
+
+    Returns:
+        The result, laid out [rows, length, heads, dim] in memory, and the log of the sums of exponentials,
+        [rows, heads, length].
+    """
+    rows, heads, length, _ = q.shape
+    if q.device.type == "cpu":
+        return _by_document(q, k, v, offsets, is_causal, window, scale)
+    causal, more = _arguments(is_causal, window, scale)
+    out, lse, *_ = torch.ops.aten._flash_attention_forward(
+        *_flat(q, k, v), offsets, offsets, longest, longest, 0.0, causal, False, **more
+    )
+    return _rows(out, rows), lse.view(heads, rows, length).transpose(0, 1)
+
+
+@varlen_attention.register_fake
+def _(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    offsets: Tensor,
+    longest: int,
+    pairs: int,
+    is_causal: bool,
+    window: int,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    rows, heads, length, _ = q.shape
+    return _empty(q, v.shape[3]), q.new_empty(heads, rows, length, dtype=_statistics(q)).transpose(0, 1)
+
+
+def _empty(t: Tensor, width: int) -> Tensor:
+    rows, heads, length, _ = t.shape
+    return t.new_empty(rows, length, heads, width).transpose(1, 2)
+
+
+def _statistics(q: Tensor) -> torch.dtype:
+    return torch.float64 if q.dtype == torch.float64 else torch.float32
+
+
+@torch.library.custom_op("preheat::varlen_attention_backward", mutates_args=())
+def varlen_attention_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    offsets: Tensor,
+    longest: int,
+    pairs: int,
+    is_causal: bool,
+    window: int,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of `varlen_attention` by q, k and v."""
+    rows, heads, _, _ = q.shape
+    if q.device.type == "cpu":
+        return _by_document_backward(grad, q, k, v, out, lse, offsets, is_causal, window, scale)
+    causal, more = _arguments(is_causal, window, scale)
+    state = torch.empty(2, dtype=torch.uint64, device=q.device)  # of random numbers, which no dropout asks for
+    flat = [*_flat(grad, q, k, v, out), lse.transpose(0, 1).reshape(heads, -1)]
+    found = torch.ops.aten._flash_attention_backward(
+        *flat, offsets, offsets, longest, longest, 0.0, causal, state, state, **more
+    )
+    a, b, c = (_rows(t, rows) for t in found)
+    return a, b, c
+
+
+@varlen_attention_backward.register_fake
+def _(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    offsets: Tensor,
+    longest: int,
+    pairs: int,
+    is_causal: bool,
+    window: int,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _empty(q, q.shape[3]), _empty(k, k.shape[3]), _empty(v, v.shape[3])
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.set_materialize_grads(False)
+    q, k, v, offsets, *ctx.settings = inputs
+    ctx.save_for_backward(q, k, v, *output, offsets)
+
+
+def _backward(ctx: Any, grad: Tensor | None, _: Any) -> tuple[Tensor | None, ...]:
+    if grad is None:
+        return (None,) * 9
+    scratch = _scratch(*ctx.saved_tensors) if isinstance(grad, FakeTensor) else None
+    grads = varlen_attention_backward(grad, *ctx.saved_tensors, *ctx.settings)
+    del scratch
+    return (*grads, *[None] * 6)
+
+
+varlen_attention.register_autograd(_backward, setup_context=_keep)
+
+
+def _scratch(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, offsets: Tensor) -> list[Tensor]:
+    """What the kernel allocates in its backward pass, for dry runs (`mha_varlen_bwd` in torch's flash_api.cpp).
+
+    Gradients of the queries and a statistic in fp32, padded by 128 places a document, and the gradients of keys and
+    values for each head of a group.
+    """
+    rows, heads, length, dim = q.shape
+    places, grain = rows * length + 128 * (offsets.shape[0] - 1), 32 if dim <= 128 else 64
+    wide = -(-dim // grain) * grain
+    made = [q.new_empty(places, heads, wide, dtype=torch.float32), q.new_empty(heads, places, dtype=torch.float32)]
+    if k.shape[1] != heads:
+        made += [q.new_empty(rows * length, heads, dim) for _ in (k, v)]
+    return made
+
+
+def _flops(q: Any, v: Any, pairs: int) -> int:
+    return int(2 * q[1] * pairs * (q[3] + v[3]))
+
+
+@register_flop_formula(torch.ops.preheat.varlen_attention)
+def _forward_flops(q: Any, k: Any, v: Any, offsets: Any, longest: int, pairs: int, *_: Any, **__: Any) -> int:
+    """By documents; counted as if attention were not causal, as torch counts."""
+    return _flops(q, v, pairs)
+
+
+@register_flop_formula(torch.ops.preheat.varlen_attention_backward)
+def _backward_flops(
+    grad: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, offsets: Any, longest: int, pairs: int, *_: Any, **__: Any
+) -> int:
+    return _flops(q, v, pairs) * 5 // 2
+
+
+# --- the operators on a CPU
+
+
+def _places(offsets: Tensor, length: int) -> Iterator[tuple[slice, slice]]:
+    """Row and places of each document."""
+    for begin, end in itertools.pairwise(offsets.numpy().tolist()):
+        row = begin // length
+        yield slice(row, row + 1), slice(begin - row * length, end - row * length)
+
+
+def _hidden(q: Tensor, n: int, is_causal: bool, window: int) -> dict[str, Any]:
+    """What torch's kernel on a CPU is told of a window: a mask tensor."""
+    if not window or window >= n:
+        return {}
+    apart = torch.arange(n)[:, None] - torch.arange(n)[None]
+    may = (apart < window) & (apart >= 0 if is_causal else apart > -window)
+    return {"attn_mask": torch.zeros(n, n, dtype=q.dtype).masked_fill_(~may, float("-inf"))}
+
+
+def _by_document(
+    q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, is_causal: bool, window: int, scale: float
+) -> tuple[Tensor, Tensor]:
+    (rows, heads, length, _), one = q.shape, torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    out, lse = _empty(q, v.shape[3]), q.new_empty(heads, rows, length, dtype=_statistics(q)).transpose(0, 1)
+    for row, span in _places(offsets, length):
+        mask = _hidden(q, span.stop - span.start, is_causal, window)
+        parts = one(q[row, :, span], k[row, :, span], v[row, :, span], 0.0, is_causal and not mask, scale=scale, **mask)
+        out[row, :, span], lse[row, :, span] = parts
+    return out, lse
+
+
+def _by_document_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    offsets: Tensor,
+    is_causal: bool,
+    window: int,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    one = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    a, b, c = (_empty(t, t.shape[3]) for t in (q, k, v))
+    for row, span in _places(offsets, q.shape[2]):
+        mask = _hidden(q, span.stop - span.start, is_causal, window)
+        cut = (t[row, :, span] for t in (grad, q, k, v, out, lse))
+        a[row, :, span], b[row, :, span], c[row, :, span] = one(*cut, 0.0, is_causal and not mask, scale=scale, **mask)
+    return a, b, c

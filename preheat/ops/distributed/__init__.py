@@ -1,0 +1,1 @@
+"""Tensor, context, pipeline and data parallelism on plain modules."""

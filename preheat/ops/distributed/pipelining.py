@@ -1,0 +1,294 @@
+"""torch's pipeline schedules over the stages of a model: which micro-batch a stage computes, what travels, and when it was."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
+)
+
+from preheat.core import Batch
+
+__all__ = ["SCHEDULES", "Pipeline", "Span", "add_copies", "alike", "ranks_of"]
+
+SCHEDULES: dict[str, Any] = {
+    "gpipe": ScheduleGPipe,
+    "1f1b": Schedule1F1B,
+    "interleaved": ScheduleInterleaved1F1B,
+    "zero_bubble": ScheduleInterleavedZeroBubble,
+    "zbv": ScheduleZBVZeroBubble,
+}
+
+
+@dataclass(frozen=True)
+class Span:
+    """What a device computed, and when.
+
+    Attributes:
+        device: its place along the pipeline.
+        stage: of the model.
+        micro: micro-batch.
+        what: forward, backward, backward_input or backward_weight (schedules that split the backward pass).
+        start: seconds since all devices began; `end` likewise.
+    """
+
+    device: int
+    stage: int
+    micro: int
+    what: str
+    start: float
+    end: float
+
+
+def ranks_of(stages: int, devices: int, schedule: str) -> list[int]:
+    """The device of each stage: in turn, or with zbv there and back, so that the first device has the last stage too."""
+    turn = list(range(devices))
+    if schedule == "zbv":
+        turn += turn[::-1]
+    return [turn[stage % len(turn)] for stage in range(stages)]
+
+
+def alike(batches: Sequence[Batch], count: int) -> list[Batch]:
+    """At least `count` micro-batches of as many rows each, as schedules take them: what is missing is rows of which no label is trained."""
+    rows = max(len(batch.tokens) for batch in batches)
+
+    def grown(batch: Batch, weight: int) -> Batch:
+        missing = rows - len(batch.tokens)
+        if not missing:
+            return batch
+        last, documents = len(batch.tokens) - 1, batch.mask.documents
+        tokens, positions = (torch.cat([t, t[last:].expand(missing, -1)]) for t in (batch.tokens, batch.positions))
+        labels = torch.cat([batch.labels, torch.full_like(batch.labels[last:], -100).expand(missing, -1)])
+        mask = replace(batch.mask, documents=documents and (*documents, *documents[last:] * missing))
+        return replace(batch, tokens=tokens, labels=labels, positions=positions, mask=mask, weight=weight)
+
+    found = [grown(batch, batch.weight) for batch in batches]
+    empty = replace(found[-1], labels=torch.full_like(found[-1].labels, -100), weight=0)
+    return found + [empty] * (count - len(found))
+
+
+def add_copies(grads: Sequence[Tensor], other: int, group: Any) -> None:
+    """Adds the gradients that another device has of the same parameters, in place; both then have the same sums.
+
+    Args:
+        other: the place in the group of the device with the copies, which calls this too.
+    """
+    theirs = [torch.empty_like(grad) for grad in grads]
+    ops = [dist.P2POp(dist.isend, grad, group=group, group_peer=other) for grad in grads]
+    ops += [dist.P2POp(dist.irecv, grad, group=group, group_peer=other) for grad in theirs]
+    if ops:
+        for work in dist.batch_isend_irecv(ops):
+            work.wait()
+    for grad, found in zip(grads, theirs, strict=True):
+        grad.add_(found)
+
+
+def _empty(received: Sequence[Any]) -> tuple[Any, ...]:
+    """The same that a stage receives, without its buffers."""
+    found = tuple(copy.copy(info) for info in received)
+    for info in found:
+        info.buffer = None
+    return found
+
+
+class _Stage(PipelineStage):
+    """torch's stage of a pipeline, that has `compute` run where torch would call the module, and notes when it did what."""
+
+    def __init__(self, pipeline: Pipeline, number: int, hidden: Tensor):
+        module = pipeline.modules[number]
+        last = number == pipeline.count - 1
+        super().__init__(
+            module,
+            number,
+            pipeline.count,
+            pipeline.device,
+            input_args=() if number == 0 else (hidden,),
+            output_args=(torch.empty(1, device="meta", requires_grad=True),) if last else (hidden,),
+            group=pipeline.group,
+        )
+        self.pipeline, self.micro = pipeline, 0
+
+    # What shapes the stages give each other is stated above. torch would still ask over the wire whether all have stated it, which
+    # devices of a dry run, alone in a fake group, cannot answer.
+    def _warmup_forward_vote(self, has_backward: bool, received_acc: Tensor | None = None) -> Tensor:
+        if dist.get_backend(self.group) == "fake":
+            return torch.tensor([1])
+        return super()._warmup_forward_vote(has_backward, received_acc)
+
+    def _warmup_backward_result(self, received_result: Tensor | None = None) -> Tensor:
+        if dist.get_backend(self.group) == "fake":
+            return torch.tensor([1])
+        return super()._warmup_backward_result(received_result)
+
+    # torch makes a buffer for what every micro-batch of a step receives, both ways, and keeps all of them: with many micro-batches more than a
+    # stage's activations. Here one is made when it is about to be filled, and let go of when the micro-batch has had its backward pass.
+    def _setup_forward_recv_info(self, num_microbatches: int, has_backward: bool) -> None:
+        super()._setup_forward_recv_info(1, has_backward)
+        received = _empty(self.args_recv_info[0])
+        self.args_recv_info |= {micro: _empty(received) for micro in range(num_microbatches)}
+
+    def _create_grad_recv_info(self, act_send_info: dict[int, Any]) -> tuple[Any, ...]:
+        return _empty(super()._create_grad_recv_info(act_send_info))
+
+    def _get_recv_ops(self, recv_infos: tuple[Any, ...]) -> list[dist.P2POp]:
+        for info in recv_infos:
+            if info.buffer is None and info.tensor_meta is not None and not info.is_root_arg:
+                info.buffer = torch.empty(info.tensor_meta.shape, dtype=info.tensor_meta.dtype, device=self.device)
+        return super()._get_recv_ops(recv_infos)
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        self.micro = fwd_chunk_id
+        with self.pipeline.noted(self.stage_index, fwd_chunk_id, "forward"):
+            return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+
+    def forward_maybe_with_nosync(self, *args: Any, **_: Any) -> Tensor:
+        return self.pipeline.compute(self.stage_index, self.micro, args[0] if args else None)
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        what = "backward" if kwargs.get("full_backward", True) else "backward_input"
+        with self.pipeline.noted(self.stage_index, bwd_chunk_id, what):
+            made = super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+        for held in (self.args_recv_info, self.grad_recv_info):
+            held[bwd_chunk_id] = _empty(held.get(bwd_chunk_id, ()))
+        return made
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        with self.pipeline.noted(self.stage_index, bwd_chunk_id, "backward_weight"):
+            return super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
+
+
+class Pipeline:
+    """Stages on a group of devices, run by one of torch's schedules.
+
+    Args:
+        modules: this device's stages by number.
+        count: stages in all.
+        group: of processes, one a device of the pipeline, in order.
+        schedule: a key of `SCHEDULES`.
+        forward: (module, batch, with `hidden` but for the first stage) -> hidden states; of the last stage the sum of the losses, [].
+        width: of the hidden states that travel; `dtype` theirs.
+    """
+
+    def __init__(
+        self,
+        modules: Mapping[int, nn.Module],
+        count: int,
+        group: Any,
+        schedule: str,
+        forward: Callable[[nn.Module, Batch], Tensor],
+        *,
+        width: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ):
+        self.modules, self.count, self.group, self.schedule = modules, count, group, schedule
+        self.forward, self.width, self.dtype, self.device = forward, width, dtype, device
+        self.ranks = ranks_of(count, dist.get_world_size(group), schedule)
+        self.rank = dist.get_rank(group)
+        self.spans: list[Span] | None = None
+        self._began = 0.0
+        self._formed: tuple[Any, Any] = (None, None)  # what for, and torch's schedule
+        self._batches: Sequence[Batch] = ()
+        self._weight: Any = 1
+        self._total: Tensor | None = None
+
+    def _schedule(self, micro: int, rows: int, length: int) -> Any:
+        """torch's schedule for micro-batches of these sizes; a run changes them seldom, so one is kept."""
+        wanted = (micro, rows, length)
+        if self._formed[0] != wanted:
+            hidden = torch.empty(rows, length, self.width, dtype=self.dtype, device="meta", requires_grad=True)
+            stages = [_Stage(self, number, hidden) for number in self.modules]
+            kind = SCHEDULES[self.schedule]
+            held: Any = stages[0] if kind in (ScheduleGPipe, Schedule1F1B) else stages
+            self._formed = (wanted, kind(held, micro, loss_fn=lambda loss, _: loss, scale_grads=False))
+        return self._formed[1]
+
+    def compute(self, number: int, micro: int, hidden: Tensor | None) -> Tensor:
+        """What one stage makes of a micro-batch: what travels on, or its part of the loss, [1]."""
+        batch = self._batches[micro]
+        made = self.forward(self.modules[number], batch if number == 0 else replace(batch, hidden=hidden))
+        if number < self.count - 1:
+            assert made.dtype == self.dtype, f"stage {number} gives {made.dtype} where {self.dtype} was stated"
+            return made
+        self._total = made.detach() if self._total is None else self._total + made.detach()
+        return torch.stack([made / self._weight])
+
+    def step(self, batches: Sequence[Batch], weight: float | Tensor, *, cut: int = 1) -> Tensor:
+        """Gradients of `sum of losses / weight` over micro-batches of equal shape, into `.grad`.
+
+        Args:
+            weight: at least 1.
+            cut: hidden states hold one such part of a row's places.
+
+        Returns:
+            The sum of the losses on the device of the last stage; 0 on the others.
+        """
+        rows, length = batches[0].tokens.shape
+        self._batches, self._weight, self._total = batches, weight, None
+        self._schedule(len(batches), rows, length // cut).step(target=torch.zeros(len(batches)), return_outputs=False)
+        self._batches, total, self._total = (), self._total, None
+        return torch.zeros((), device=self.device) if total is None else total
+
+    def read(self, batch: Batch, *, cut: int = 1) -> Tensor:
+        """The sum of a batch's losses, forward only; on every device of the pipeline."""
+        rows, length = batch.tokens.shape
+        made: Tensor | None = None
+        sends, total = [], torch.zeros((), device=self.device)
+        for number, module in self.modules.items():
+            if number and self.ranks[number - 1] != self.rank:
+                made = torch.empty(rows, length // cut, self.width, dtype=self.dtype, device=self.device)
+                dist.recv(made, group=self.group, group_src=self.ranks[number - 1])
+            made = self.forward(module, batch if number == 0 else replace(batch, hidden=made))
+            if number == self.count - 1:
+                total = made
+            elif self.ranks[number + 1] != self.rank:
+                sends.append((dist.isend(made.contiguous(), group=self.group, group_dst=self.ranks[number + 1]), made))
+        for work, _ in sends:
+            assert work is not None
+            work.wait()
+        total = total.clone()
+        dist.all_reduce(total, group=self.group)
+        return total
+
+    @contextmanager
+    def noted(self, stage: int, micro: int, what: str) -> Iterator[None]:
+        """Notes when the work within began and ended, while someone records."""
+        if self.spans is None:
+            yield
+            return
+        start = self._now()
+        yield
+        self.spans.append(Span(self.rank, stage, micro, what, start, self._now()))
+
+    def _now(self) -> float:
+        if self.device.type == "cuda":  # work that was only queued has no end yet
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter() - self._began
+
+    @contextmanager
+    def recorded(self) -> Iterator[list[Span]]:
+        """Records what this pipeline's devices compute within; on leaving, the list holds it of all devices, by start."""
+        found: list[Span] = []
+        dist.barrier(self.group)
+        self._began, self.spans = time.perf_counter(), []
+        try:
+            yield found
+            everyone: list[Any] = [None] * dist.get_world_size(self.group)
+            dist.all_gather_object(everyone, self.spans, group=self.group)
+            found.extend(sorted((span for spans in everyone for span in spans), key=lambda span: span.start))
+        finally:
+            self.spans = None

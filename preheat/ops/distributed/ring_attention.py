@@ -1,0 +1,123 @@
+"""Ring attention: keys and values go round the devices of a group, each of which attends with its own queries to what passes.
+
+Partial results are put together by the logarithms of their sums, in fp32. In the backward pass keys and values go round again and their
+gradients, in fp32, go with them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.distributed import _functional_collectives as collectives
+
+from preheat.core import MaskSpec
+from preheat.ops.attention.sdpa import in_compute_dtype
+from preheat.ops.distributed.context_parallel import landed
+from preheat.ops.distributed.ring_attention_blocks import pieces_like
+
+__all__ = ["ring_attention", "ring_bytes"]
+
+
+def _passed_on(x: Tensor, group: Any) -> Tensor:
+    """What the device before this one in the ring has, once it has `landed`; x goes to the one after."""
+    rank, degree = dist.get_rank(group), dist.get_world_size(group)
+    to, come = ([x.numel() if n == (rank + step) % degree else 0 for n in range(degree)] for step in (1, -1))
+    return collectives.all_to_all_single(x, come, to, group)
+
+
+def _pair(flat: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """The two tensors, shaped as k and v, that stand in one."""
+    return flat[: k.numel()].view(k.shape), flat[k.numel() :].view(v.shape)
+
+
+class _Ring(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, pieces: Any, group: Any) -> Tensor:
+        rank, degree = dist.get_rank(group), dist.get_world_size(group)
+        out = q.new_zeros(*q.shape[:3], v.shape[-1], dtype=torch.float32)
+        lse = q.new_full(q.shape[:3], float("-inf"), dtype=torch.float32)
+        held = torch.cat([k.flatten(), v.flatten()])
+        for step in range(degree):
+            # Sent while this step computes. The first step is that of the device's own keys: each query sees itself, so no sum is empty.
+            coming = _passed_on(held, group) if step < degree - 1 else held
+            for part in pieces.forward(q, *_pair(held, k, v), (rank - step) % degree):
+                _merge(out[part.rows, :, part.queries], lse[part.rows, :, part.queries], part.out, part.lse)
+            held = landed(coming)
+        out = out.to(q.dtype)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.pieces, ctx.group = pieces, group
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse = ctx.saved_tensors
+        rank, degree = dist.get_rank(ctx.group), dist.get_world_size(ctx.group)
+        grad_q = torch.zeros_like(q, dtype=torch.float32)
+        held, carried = torch.cat([k.flatten(), v.flatten()]), None
+        for step in range(degree):
+            coming = _passed_on(held, ctx.group) if step < degree - 1 else held
+            own = held.new_zeros(held.shape, dtype=torch.float32)
+            own_k, own_v = _pair(own, k, v)
+            for rows, queries, keys, *slopes in ctx.pieces.backward(
+                grads[0], q, *_pair(held, k, v), out, lse, (rank - step) % degree
+            ):
+                grad_q[rows, :, queries] += slopes[0]
+                own_k[rows, :, keys] += slopes[1]
+                own_v[rows, :, keys] += slopes[2]
+            if carried is not None:
+                own += landed(carried)
+            carried, held = _passed_on(own, ctx.group), landed(coming)  # after the last step they are back where they belong
+        assert carried is not None
+        grad_k, grad_v = _pair(landed(carried), k, v)
+        return grad_q.to(q.dtype), grad_k.to(k.dtype), grad_v.to(v.dtype), None, None
+
+
+def _merge(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None:
+    """Adds a partial result to what is there, in place of `out` and `lse`."""
+    both = torch.logaddexp(lse, more_lse)
+    out.mul_((lse - both).exp_().unsqueeze(-1)).add_(more * (more_lse - both).exp_().unsqueeze(-1))
+    lse.copy_(both)
+
+
+def ring_attention(kernel: Callable[..., Tensor], group: Any) -> Callable[..., Tensor]:
+    """Attention like `kernel`'s for rows that are cut by zigzag: (q, k, v, mask, scale) -> out of this device's places.
+
+    Keys and values travel with the heads that they have. Torch's fused kernel serves masks that are causal, with documents or not; blocks of
+    matrix products serve the plain kernel and `blocked_attention`, with windows too. The mask is that of whole rows.
+
+    Args:
+        group: the process group whose ranks are the ring.
+
+    Raises:
+        ValueError: a kernel of which no partial results can be had.
+    """
+    kind = pieces_like(kernel)
+    rank, degree = dist.get_rank(group), dist.get_world_size(group)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, scale: float, *, softcap: float | None = None) -> Tensor:
+        q, k, v = in_compute_dtype(q, k, v)
+        return _Ring.apply(q, k, v, kind(mask, scale, softcap, degree, rank), group)
+
+    return attend
+
+
+def ring_bytes(*, places: int, shared: int, head_dim: int, degree: int, size: int, backward: bool = False) -> int:
+    """Bytes that a device sends for one layer's forward pass, or its backward pass, where gradients travel in fp32 one place further.
+
+    Args:
+        places: tokens that a device has of all rows together.
+        shared: heads of keys and values.
+        size: bytes of an element.
+
+    Example:
+        >>> ring_bytes(places=1024, shared=8, head_dim=128, degree=4, size=2) / 2**20
+        12.0
+    """
+    elements = 2 * shared * places * head_dim
+    return elements * (degree - 1) * size + (elements * degree * 4 if backward else 0)

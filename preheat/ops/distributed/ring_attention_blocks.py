@@ -1,0 +1,257 @@
+"""Attention of a device's queries to the keys of one other, with the statistics by which such results are put together again.
+
+Both kinds stand on `places_of(..., zigzag=True)`. `FlashPieces` calls torch's fused kernels, which know no mask but a causal square: whatever
+documents a row has, what one zigzag piece of it sees of another is a square of that kind or a plain rectangle. `ProductPieces` is made of
+matrix products and takes any mask.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy
+import torch
+from torch import Tensor
+
+from preheat.core import MaskSpec
+from preheat.hardware.transfers import to_device
+from preheat.ops.attention.blockwise import blocked_attention
+from preheat.ops.attention.sdpa import flash_backward, flash_forward, packed, reference_attention, sdpa_attention, sees
+from preheat.ops.distributed.context_parallel import places_of, row_length
+
+__all__ = ["FlashPieces", "ProductPieces", "Rectangle", "pieces_like", "rectangles"]
+
+
+class Rectangle(NamedTuple):
+    """Queries that see all of some keys; or with `causal` as many of them as stand no later. Slices of rows and of local places."""
+
+    rows: slice
+    queries: slice
+    keys: slice
+    causal: bool
+
+
+@functools.lru_cache(maxsize=256)  # every layer asks, forward and backward
+def rectangles(documents: tuple[tuple[int, ...], ...], degree: int, rank: int, source: int) -> tuple[Rectangle, ...]:
+    """What the queries of `rank` see of the keys of `source` under a causal mask, with zigzag pieces.
+
+    Args:
+        documents: lengths of the documents of each whole row.
+
+    Example:
+        >>> [(r.queries, r.keys, r.causal) for r in rectangles(((8,),), 2, 0, 1)]
+        [(slice(2, 4, None), slice(0, 4, None), False)]
+    """
+    found = []
+    for cuts, same in itertools.groupby(range(len(documents)), key=lambda row: documents[row]):
+        rows = list(same)
+        seen = _own(cuts, degree, rank) if source == rank else _others(cuts, degree, rank, source)
+        found += [Rectangle(slice(rows[0], rows[-1] + 1), *where) for where in seen]
+    return tuple(found)
+
+
+def _own(cuts: tuple[int, ...], degree: int, rank: int) -> list[tuple[slice, slice, bool]]:
+    """A device's places stand in their order, so a document's part among them is a causal square, even where another device has its middle."""
+    which = numpy.repeat(numpy.arange(len(cuts)), cuts)[places_of(sum(cuts), degree, rank, zigzag=True)]
+    ends = [*(numpy.flatnonzero(numpy.diff(which)) + 1).tolist(), len(which)]
+    spans = [slice(start, stop) for start, stop in itertools.pairwise([0, *ends])]
+    return [(span, span, True) for span in spans]
+
+
+def _others(cuts: tuple[int, ...], degree: int, rank: int, source: int) -> list[tuple[slice, slice, bool]]:
+    """The one document that reaches from an earlier piece into a later one; nothing else is seen of it."""
+    size = sum(cuts) // (2 * degree)
+    bounds = numpy.cumsum((0, *cuts))
+    found: list[tuple[slice, slice, bool]] = []
+    for i, of_queries in enumerate((rank, 2 * degree - 1 - rank)):
+        for j, of_keys in enumerate((source, 2 * degree - 1 - source)):
+            if of_keys > of_queries:
+                continue
+            end = (of_keys + 1) * size
+            document = int(numpy.searchsorted(bounds, end - 1, side="right")) - 1  # that holds the last of the keys
+            begin, stop = int(bounds[document]), int(bounds[document + 1])
+            queries, keys = min(stop - of_queries * size, size), min(end - begin, size)
+            if queries <= 0:
+                continue
+            here = (slice(i * size, i * size + queries), slice((j + 1) * size - keys, (j + 1) * size), False)
+            last = found[-1] if found else None
+            if last and last[1] == here[1] and last[0].stop == here[0].start:
+                found[-1] = (slice(last[0].start, here[0].stop), here[1], False)
+            elif last and last[0] == here[0] and last[1].stop == here[1].start:
+                found[-1] = (here[0], slice(last[1].start, here[1].stop), False)
+            else:
+                found.append(here)
+    return found
+
+
+class Part(NamedTuple):
+    """Attention of some rows and queries to some keys: [rows, heads, queries, dim] and the log of the sum of its exponentials."""
+
+    rows: slice
+    queries: slice
+    out: Tensor
+    lse: Tensor
+
+
+class Slopes(NamedTuple):
+    """Gradients of a part."""
+
+    rows: slice
+    queries: slice
+    keys: slice
+    q: Tensor
+    k: Tensor
+    v: Tensor
+
+
+class FlashPieces:
+    """Torch's fused kernels, one call a rectangle. Keys and values with fewer heads are read as they are.
+
+    Args:
+        mask: of whole rows, causal and without a window.
+        rank: of this device among `degree`.
+    """
+
+    def __init__(self, mask: MaskSpec, scale: float, softcap: float | None, degree: int, rank: int):
+        if not mask.causal or softcap is not None or (mask.window is not None and mask.window < row_length(mask)):
+            raise ValueError(
+                "torch's fused kernels know no window, no capped scores and no mask that is not causal; use blocks"
+            )
+        assert mask.documents is not None
+        self.scale, self.where = scale, functools.partial(rectangles, mask.documents, degree, rank)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, source: int) -> Iterator[Part]:
+        for rows, queries, keys, causal in self.where(source):
+            out, lse = flash_forward(q[rows, :, queries], k[rows, :, keys], v[rows, :, keys], causal=causal, scale=self.scale)
+            yield Part(rows, queries, out, lse)
+
+    def backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, source: int
+    ) -> Iterator[Slopes]:
+        """`out` and `lse` are of all keys: probabilities made with them are those of the whole row."""
+        for rows, queries, keys, causal in self.where(source):
+            g, q_, out_, lse_ = (t[rows, :, queries] for t in (grad, q, out, lse))
+            slopes = flash_backward(g, q_, k[rows, :, keys], v[rows, :, keys], out_, lse_, causal=causal, scale=self.scale)
+            yield Slopes(rows, queries, keys, *slopes)
+
+
+_QUERIES = 128  # of a block: its scores against all keys of another device are in memory at once
+
+
+class ProductPieces:
+    """Matrix products over blocks of queries, for any mask; keys that no query of a block may see are left out.
+
+    Args:
+        mask: of whole rows.
+        rank: of this device among `degree`.
+    """
+
+    def __init__(self, mask: MaskSpec, scale: float, softcap: float | None, degree: int, rank: int):
+        self.mask = mask if packed(mask) else replace(mask, documents=None)
+        self.scale, self.softcap, self.rank = scale, softcap, rank
+        length = row_length(mask)
+        self.places = [places_of(length, degree, n, zigzag=True) for n in range(degree)]
+        cuts = mask.documents if packed(mask) and mask.documents else ((length,),)
+        self.starts = numpy.stack([numpy.repeat(numpy.cumsum((0, *row[:-1])), row) for row in cuts])
+
+    def _blocks(self, source: int, device: torch.device) -> Iterator[tuple[slice, slice, Tensor | None]]:
+        """Queries, the keys that they may see some of, and which: [rows or 1, 1, 1, queries, keys], None for all."""
+        mine, theirs = self.places[self.rank], self.places[source]
+        starts = [self.starts[:, places] for places in (mine, theirs)]
+        place_q, place_k, start_q, start_k = (to_device(a, device) for a in (mine, theirs, *starts))
+        for begin in range(0, len(mine), _QUERIES):
+            queries = slice(begin, min(begin + _QUERIES, len(mine)))
+            keys = self._reach(mine[queries], starts[0][:, queries], theirs)
+            if keys.start >= keys.stop:
+                continue
+            if self._all(mine[queries], theirs[keys], starts[0][:, queries], starts[1][:, keys]):
+                yield queries, keys, None
+                continue
+            s_q, s_k = start_q[:, queries, None], start_k[:, None, keys]
+            may = sees(self.mask, place_q[None, queries, None], place_k[None, None, keys], s_q, s_k)
+            yield queries, keys, may[:, None, None]
+
+    def _reach(self, queries: numpy.ndarray, starts: numpy.ndarray, keys: numpy.ndarray) -> slice:
+        """A device's places rise, and so do the starts of documents: what lies outside the reach of the first and last query is seen by none."""
+        low, high = int(starts.min()), int(keys[-1]) + 1
+        if self.mask.window is not None and not self.mask.global_tokens:
+            low = max(low, int(queries[0]) - self.mask.window + 1)
+        if self.mask.causal:
+            high = int(queries[-1]) + 1
+        return slice(int(numpy.searchsorted(keys, low)), int(numpy.searchsorted(keys, high)))
+
+    def _all(self, queries: numpy.ndarray, keys: numpy.ndarray, *starts: numpy.ndarray) -> bool:
+        first, last = int(keys[0]), int(keys[-1])
+        apart = max(int(queries[-1]) - first, last - int(queries[0]))
+        return (
+            (not self.mask.causal or last <= queries[0])
+            and (self.mask.window is None or apart < self.mask.window)
+            and all((s == starts[0][:, :1]).all() for s in starts)
+        )
+
+    def _scores(self, q: Tensor, k: Tensor, queries: slice, keys: slice, may: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries and keys of a block, [rows * shared, n, dim], and their scores in fp32: capped, hidden ones -inf."""
+        rows, shared = k.shape[:2]
+        block = _grouped(q, shared)[:, :, :, queries].flatten(2, 3).flatten(0, 1)
+        near = k[:, :, keys].flatten(0, 1)
+        scores = torch.bmm(block, near.transpose(1, 2)).float().mul_(self.scale)
+        if self.softcap is not None:
+            scores = torch.tanh(scores / self.softcap) * self.softcap
+        if may is not None:
+            scores.view(rows, shared, -1, *may.shape[-2:]).masked_fill_(~may, float("-inf"))
+        return block, near, scores
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, source: int) -> Iterator[Part]:
+        for queries, keys, may in self._blocks(source, q.device):
+            _, _, scores = self._scores(q, k, queries, keys, may)
+            lse = torch.logsumexp(scores, dim=-1, keepdim=True)
+            chances = scores.sub_(lse.clamp(min=torch.finfo(lse.dtype).min)).exp_()  # a query that sees nothing: -inf, not NaN
+            out = torch.bmm(chances.to(v.dtype), v[:, :, keys].flatten(0, 1))
+            shape = (q.shape[0], q.shape[1], queries.stop - queries.start)
+            yield Part(slice(None), queries, out.view(*shape, -1), lse.view(shape))
+
+    def backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, source: int
+    ) -> Iterator[Slopes]:
+        """`out` and `lse` are of all keys: probabilities made with them are those of the whole row."""
+        (rows, shared), heads = k.shape[:2], q.shape[1]
+        for queries, keys, may in self._blocks(source, q.device):
+            size = queries.stop - queries.start
+            block, near, scores = self._scores(q, k, queries, keys, may)
+            bend = None if self.softcap is None else 1 - (scores / self.softcap).clamp(min=-1).square()
+            g, made, total = (
+                _grouped(t, shared)[:, :, :, queries].flatten(2, 3).flatten(0, 1) for t in (grad, out, lse.unsqueeze(-1))
+            )
+            chances = scores.sub_(total).exp_()
+            slopes = torch.bmm(g, v[:, :, keys].flatten(0, 1).transpose(1, 2)).float()
+            slopes = slopes.sub_((g.float() * made.float()).sum(-1, keepdim=True)).mul_(chances)
+            slopes = (slopes if bend is None else slopes.mul_(bend)).mul_(self.scale).to(q.dtype)
+            grad_q = torch.bmm(slopes, near).view(rows, heads, size, -1)
+            grad_k = torch.bmm(slopes.transpose(1, 2), block).view(rows, shared, *near.shape[1:])
+            grad_v = torch.bmm(chances.to(g.dtype).transpose(1, 2), g).view(rows, shared, near.shape[1], -1)
+            yield Slopes(slice(None), queries, keys, grad_q, grad_k, grad_v)
+
+
+def _grouped(t: Tensor, shared: int) -> Tensor:
+    """[rows, heads, ...] -> [rows, shared, heads a shared one, ...]."""
+    return t.unflatten(1, (shared, -1))
+
+
+def pieces_like(kernel: Callable[..., Tensor]) -> type[FlashPieces] | type[ProductPieces]:
+    """What computes as a kernel of whole rows does.
+
+    Raises:
+        ValueError: a kernel whose statistics cannot be had; the words say which can.
+    """
+    plain = kernel.func if isinstance(kernel, functools.partial) else kernel
+    name = kernel.keywords.get("kernel", "flash") if isinstance(kernel, functools.partial) else "flash"
+    if plain is sdpa_attention and name in ("flash", "preferred"):
+        return FlashPieces
+    if plain in (reference_attention, blocked_attention):
+        return ProductPieces
+    words = name if plain is sdpa_attention else getattr(plain, "__name__", str(plain))
+    raise ValueError(f"a ring puts partial results together, which the kernel {words} does not give; flash and blocks do")

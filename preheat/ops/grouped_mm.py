@@ -1,0 +1,340 @@
+"""Rows that go to different experts: products with a matrix for each expert, and the rows sent to the devices that hold the experts."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from preheat.ops.distributed.dtensor_utils import local
+
+__all__ = ["ADAPTER", "EXCHANGE", "STACKS", "Exchange", "ExpertAdapter", "compute_experts", "group_rows", "grouped_linear"]
+
+STACKS = ("gate_up_proj", "down_proj")
+"""The matrices of a layer's experts, each [experts, out, in]."""
+ADAPTER = "preheat_adapter"
+"""Attribute of a layer's experts that have low-rank additions (ops/adapters/moe_lora.py): the `ExpertAdapter`."""
+
+EXCHANGE = "preheat_exchange"
+"""Attribute of a layer's experts that are shared out over devices: the `Exchange`."""
+
+# Operators of their own: torch's `_grouped_mm` cannot be dry-run in fp32, nor for widths that are no multiple of 16 bytes, and the
+# flop counter does not know it.
+
+
+def _native(*tensors: Tensor) -> bool:
+    """Whether torch's grouped product takes these: 16-byte rows, no fp64, and on CUDA bf16 on Hopper and Blackwell. For others it reads the bounds back."""
+    device = tensors[0].device
+    if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] not in (9, 10):
+        return False
+    aligned = all(size * t.element_size() % 16 == 0 for t in tensors for size in t.shape[-2:] if t.ndim == 3)
+    aligned = aligned and all(t.shape[-1] * t.element_size() % 16 == 0 for t in tensors)
+    kinds = (torch.float32, torch.bfloat16, torch.float16) if device.type == "cpu" else (torch.bfloat16,)
+    return aligned and tensors[0].dtype in kinds
+
+
+def _bounds(ends: Tensor) -> list[tuple[int, int]]:
+    last = [int(n) for n in ends.tolist()]
+    return list(zip([0, *last[:-1]], last, strict=True))
+
+
+def _reads_at_once(ends: Tensor) -> bool:
+    """Whether the host knows the bounds without waiting."""
+    return ends.device.type == "cpu"
+
+
+_BLOCK = 256
+"""Rows of a block at most: an expert's matrix is copied for each, which is little beside the product with so many rows."""
+
+
+class _Blocks(NamedTuple):
+    """Rows of each expert in blocks of one size, as many as there may be at most, so that no size depends on the routing.
+
+    Attributes:
+        expert: [blocks], whose rows they are.
+        at: [blocks, size], the rows; behind an expert's last row the number of all rows.
+        real: [blocks, size], whether there is such a row.
+    """
+
+    expert: Tensor
+    at: Tensor
+    real: Tensor
+
+    @classmethod
+    def of(cls, ends: Tensor, rows: int) -> _Blocks:
+        experts, device = ends.shape[0], ends.device
+        size = min(_BLOCK, -(-rows // experts))
+        ends = ends.long()
+        begins = torch.cat([ends.new_zeros(1), ends[:-1]])
+        blocks = (ends - begins + size - 1) // size
+        last = blocks.cumsum(0)
+        number = torch.arange(rows // size + experts, device=device)
+        expert = torch.bucketize(number, last, right=True).clamp(max=experts - 1)
+        first = begins[expert] + (number - (last - blocks)[expert]) * size
+        at = first[:, None] + torch.arange(size, device=device)
+        real = at < ends[expert][:, None]
+        return cls(expert, torch.where(real, at, rows), real)
+
+
+def _multiply_blocks(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
+    """`_multiply` by blocks of rows: nothing is read from the device."""
+    count = rows.shape[0]
+    blocks = _Blocks.of(ends, count)
+    out = rows.new_empty(count + 1, matrices.shape[2])  # the last row takes what is no row
+    for n in range(len(blocks.at)):
+        matrix = matrices.index_select(0, blocks.expert[n : n + 1])[0]
+        out.index_copy_(0, blocks.at[n], rows[blocks.at[n].clamp(max=count - 1)] @ matrix)
+    return out[:count]
+
+
+def _outer_blocks(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
+    """`_outer` by blocks of rows: nothing is read from the device. Blocks are added up in fp32 at least."""
+    blocks = _Blocks.of(ends, left.shape[0])
+    wide = torch.promote_types(left.dtype, torch.float32)
+    out = left.new_zeros(ends.shape[0], left.shape[1], right.shape[1], dtype=wide)
+    for n in range(len(blocks.at)):
+        at = blocks.at[n].clamp(max=left.shape[0] - 1)
+        rows = left[at].masked_fill(~blocks.real[n][:, None], 0)
+        out.index_add_(
+            0, blocks.expert[n : n + 1], (rows.t() @ right[at].masked_fill(~blocks.real[n][:, None], 0)).to(wide)[None]
+        )
+    return out.to(left.dtype)
+
+
+def _multiply(rows: Tensor, weight: Tensor, ends: Tensor, flip: bool) -> Tensor:
+    """Rows [n, in], those of an expert together up to `ends`, times its matrix: of weight [experts, in, out], or [experts, out, in] with `flip`."""
+    matrices = weight.transpose(1, 2) if flip else weight
+    if _native(rows, weight):
+        return cast(Tensor, torch.nn.functional.grouped_mm(rows.contiguous(), matrices, offs=ends))
+    if not _reads_at_once(ends):
+        return _multiply_blocks(rows, matrices, ends)
+    out = rows.new_empty(rows.shape[0], matrices.shape[2])
+    for matrix, (first, last) in zip(matrices, _bounds(ends), strict=True):
+        torch.mm(rows[first:last], matrix, out=out[first:last])
+    return out
+
+
+@torch.library.custom_op("preheat::grouped_linear", mutates_args=())
+def _products(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    return _multiply(rows, weight, ends, True)
+
+
+@_products.register_fake
+def _(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    return rows.new_empty(rows.shape[0], weight.shape[1])
+
+
+@torch.library.custom_op("preheat::grouped_back", mutates_args=())
+def _rows_back(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    return _multiply(rows, weight, ends, False)
+
+
+@_rows_back.register_fake
+def _(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    return rows.new_empty(rows.shape[0], weight.shape[2])
+
+
+@torch.library.custom_op("preheat::grouped_outer", mutates_args=())
+def _outer(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
+    """For each expert the sum over its rows of left [n, a] by right [n, b]: [experts, a, b]."""
+    if _native(left, right):
+        return cast(Tensor, torch.nn.functional.grouped_mm(left.contiguous().t(), right.contiguous(), offs=ends))
+    if not _reads_at_once(ends):
+        return _outer_blocks(left, right, ends)
+    out = left.new_empty(ends.shape[0], left.shape[1], right.shape[1])
+    for matrix, (first, last) in zip(out, _bounds(ends), strict=True):
+        torch.mm(left[first:last].t(), right[first:last], out=matrix)
+    return out
+
+
+@_outer.register_fake
+def _(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
+    return left.new_empty(ends.shape[0], left.shape[1], right.shape[1])
+
+
+def _keep(ctx: Any, inputs: Any, output: Any) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _back(ctx: Any, grad: Tensor) -> Any:
+    rows, weight, ends = ctx.saved_tensors
+    of_rows = _rows_back(grad, weight, ends) if ctx.needs_input_grad[0] else None
+    of_weight = _outer(grad, rows, ends) if ctx.needs_input_grad[1] else None
+    return of_rows, of_weight, None
+
+
+_products.register_autograd(_back, setup_context=_keep)
+
+
+@register_flop_formula([torch.ops.preheat.grouped_linear, torch.ops.preheat.grouped_back])
+def _products_flops(rows: Any, weight: Any, *_: Any, **__: Any) -> int:
+    return int(2 * rows[0] * weight[1] * weight[2])
+
+
+@register_flop_formula(torch.ops.preheat.grouped_outer)
+def _outer_flops(left: Any, right: Any, *_: Any, **__: Any) -> int:
+    return int(2 * left[0] * left[1] * right[1])
+
+
+def grouped_linear(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """Each row by the matrix of its expert; differentiable.
+
+    Args:
+        rows: [n, in], sorted by expert, n > 0.
+        weight: [experts, out, in].
+        ends: [experts] int32, where each expert's rows end.
+
+    Returns:
+        [n, out].
+
+    Example:
+        >>> rows, weight = torch.tensor([[1.0], [1.0]]), torch.tensor([[[2.0]], [[3.0]]])
+        >>> grouped_linear(rows, weight, torch.tensor([1, 2], dtype=torch.int32)).flatten().tolist()
+        [2.0, 3.0]
+    """
+    return cast(Tensor, _products(rows, weight, ends))
+
+
+def group_rows(expert: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Sorts rows by expert.
+
+    Args:
+        expert: [n] int64, the expert of each row.
+
+    Returns:
+        order [n] (row of each sorted place), place [n] (sorted place of each row), counts [experts] int64.
+    """
+    order = expert.argsort(stable=True)
+    place = torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0], device=order.device))
+    counts = torch.zeros(experts, dtype=torch.int64, device=expert.device).scatter_add_(0, expert, torch.ones_like(expert))
+    return order, place, counts
+
+
+_STEP = 16
+"""Rows an expert gets in multiples of this, where the device has a kernel made for every number of rows."""
+
+
+def compute_experts(experts: Any, hidden: Tensor, chosen: Tensor, weights: Tensor, *, stepped: bool = False) -> Tensor:
+    """What the experts of a layer make of tokens, by one grouped product for all, under autocast in its dtype.
+
+    Args:
+        experts: a module with gate_up_proj [experts, 2 inner, width] and down_proj [experts, width, inner], or this device's part of them.
+        hidden: [tokens, width].
+        chosen, weights: [tokens, k], the experts of each token and how much each counts.
+        stepped: fill up each expert's rows to a multiple of 16, in half precision and where that is few rows more. On a CPU oneDNN makes a
+            kernel for every number of rows that it meets: ten times as long as the product, for 64 experts whose rows change in every step.
+
+    Returns:
+        [tokens, width], in the dtype of `hidden`.
+    """
+    exchange = getattr(experts, EXCHANGE, None)
+    order, place, counts = group_rows(chosen.flatten(), experts.num_experts)
+    kind = hidden.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else experts.down_proj.dtype
+    rows = hidden.to(dtype)[order // chosen.shape[1]]
+    if exchange is None:
+        out = _compute(experts, rows, counts, stepped)
+    else:
+        came, numbers, split = exchange.send(rows, counts)
+        out = exchange.back(_compute_unsorted(experts, came, numbers, stepped), split)
+    out = out[place].view(*chosen.shape, -1)
+    return (out * weights[..., None].to(out.dtype)).sum(dim=1).to(hidden.dtype)
+
+
+def _compute_unsorted(experts: Any, rows: Tensor, numbers: Tensor, stepped: bool) -> Tensor:
+    """What experts make of rows [n, width] in any order, `numbers` [n] saying which expert's each is."""
+    some = rows.shape[0]
+    if not some:  # a row of zeros, which adds nothing to any gradient: products of no rows have no backward pass
+        rows, numbers = torch.cat([rows, rows.new_zeros(1, rows.shape[1])]), numbers.new_zeros(1)
+    order, place, counts = group_rows(numbers, local(experts.down_proj).shape[0])
+    return _compute(experts, rows[order], counts, stepped)[place][:some]
+
+
+def _compute(experts: Any, rows: Tensor, counts: Tensor, stepped: bool) -> Tensor:
+    some, many = rows.shape[0], counts.shape[0]
+    if stepped and rows.element_size() == 2 and some >= 4 * _STEP * many:
+        # As many rows as it may take at most, so that sizes do not depend on the routing; the last expert gets those that are left.
+        total = -(-some // _STEP) * _STEP + many * _STEP
+        wide = (counts + _STEP - 1) // _STEP * _STEP
+        ends = wide.cumsum(0)
+        moved = (ends - wide - counts.cumsum(0) + counts).repeat_interleave(counts, output_size=some)
+        at = torch.arange(some, device=rows.device) + moved
+        ends[-1] = total
+        return _product(experts, rows.new_zeros(total, rows.shape[1]).index_copy(0, at, rows), ends)[at]
+    return _product(experts, rows, counts.cumsum(0))
+
+
+def _product(experts: Any, rows: Tensor, ends: Tensor) -> Tensor:
+    ends = ends.to(torch.int32)
+    return _linear(experts, "down_proj", experts._apply_gate(_linear(experts, "gate_up_proj", rows, ends)), ends)
+
+
+def _linear(experts: Any, name: str, rows: Tensor, ends: Tensor) -> Tensor:
+    """Rows by the stack `name` of a layer's experts, and by what is added to it."""
+    out = grouped_linear(rows, local(getattr(experts, name)).to(rows.dtype), ends)
+    adapter: ExpertAdapter | None = getattr(experts, ADAPTER, None)
+    if adapter is None or adapter.off:
+        return out
+    small, large = (local(getattr(experts, f"{name}_lora_{part}")).to(rows.dtype) for part in "AB")
+    return out + adapter.scale * grouped_linear(grouped_linear(rows, small, ends), large, ends)
+
+
+class ExpertAdapter:
+    """How a layer's low-rank additions count: by `scale`, and not at all while `off`."""
+
+    def __init__(self, scale: float):
+        self.scale, self.off = scale, False
+
+
+class Exchange:
+    """Rows sent to the devices that hold their experts, and results sent back, by all-to-all; differentiable. No row is dropped.
+
+    How many rows go where is known when they have been routed: it is read back to the host once a layer, as torch's all-to-all needs it
+    there. A dry run, whose tensors have no values, takes each expert to have as many rows as any other.
+
+    Args:
+        group: torch's mesh of one dimension; its n-th device holds the n-th part of the experts.
+    """
+
+    def __init__(self, group: Any):
+        self.group = group
+
+    def send(self, rows: Tensor, counts: Tensor) -> tuple[Tensor, Tensor, tuple[list[int], list[int]]]:
+        """Sends rows [n, width], sorted by expert, `counts` [experts] of each.
+
+        Returns:
+            what arrived, by sender and then by expert; the expert (of this device's, from 0) of each row; how many rows were sent and came.
+        """
+        from torch.distributed._functional_collectives import all_to_all_single, all_to_all_single_autograd
+
+        devices = self.group.size()
+        arriving = all_to_all_single(counts, None, None, self.group).view(devices, -1)
+        own = arriving.shape[1]
+        split = self._splits(rows.shape[0], counts.view(devices, -1).sum(1), arriving.sum(1))
+        came = all_to_all_single_autograd(rows, split[1], split[0], self.group)
+        numbers = torch.arange(own, device=rows.device).repeat(devices)
+        if _is_fake(counts):
+            return came, numbers.new_empty(came.shape[0]), split
+        return came, numbers.repeat_interleave(arriving.flatten(), output_size=came.shape[0]), split
+
+    def back(self, rows: Tensor, split: tuple[list[int], list[int]]) -> Tensor:
+        """Sends each row back to where it came from."""
+        from torch.distributed._functional_collectives import all_to_all_single_autograd
+
+        return cast(Tensor, all_to_all_single_autograd(rows, split[0], split[1], self.group))
+
+    def _splits(self, rows: int, out: Tensor, into: Tensor) -> tuple[list[int], list[int]]:
+        if _is_fake(out):
+            devices = self.group.size()
+            even = [rows // devices + (n < rows % devices) for n in range(devices)]
+            return even, even
+        both = torch.stack([out, into]).tolist()
+        return both[0], both[1]
+
+
+def _is_fake(t: Tensor) -> bool:
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return isinstance(t, FakeTensor)

@@ -1,0 +1,1 @@
+"""Losses over logits and over sequences."""

@@ -1,0 +1,378 @@
+"""Losses over logits: tensors in, tensors out. The slow reference of each is autograd through the plain form."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+
+from preheat.core import RowLoss
+from preheat.ops.adapters.tied_head import pair_of
+from preheat.ops.distributed.dtensor_utils import whole
+from preheat.ops.dry_run_loops import alike
+from preheat.ops.losses.chunked_grads import Beside, sum_product
+
+__all__ = [
+    "IGNORED",
+    "CrossEntropy",
+    "Recorded",
+    "RegularizedCrossEntropy",
+    "Softcapped",
+    "WeightedCrossEntropy",
+    "chunked_logits",
+    "liger_logits",
+    "torch_logits",
+    "whole_logits",
+]
+
+IGNORED = -100  # the label of a place that is not trained
+
+
+class CrossEntropy:
+    """Cross entropy of each row of logits against its label; 0 where the label is -100.
+
+    Example:
+        >>> CrossEntropy()(torch.zeros(2, 4), torch.tensor([1, -100]))
+        tensor([1.3863, 0.0000])
+    """
+
+    @property
+    def measured(self) -> RowLoss:
+        """Itself: it is nats already."""
+        return self
+
+    def __call__(self, logits: Tensor, *aligned: Tensor) -> Tensor:
+        """Losses [n] in fp32 from logits [n, vocabulary] and labels [n]; differentiable."""
+        (labels,) = aligned
+        return functional.cross_entropy(logits.float(), labels, ignore_index=IGNORED, reduction="none")
+
+    def value_and_grad_(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """The losses [n] and, in place of the logits, their gradient up to a factor a row.
+
+        Returns:
+            losses: [n] fp32.
+            factor: [n]; d losses[i] / d logits[i] is factor[i] times what `logits[i]` now holds. A factor a row lets the
+                caller scale the small tensors beside the logits and spare a pass over them.
+        """
+        trained = labels != IGNORED
+        # Indexing, not gather and scatter: on a CPU those walk the whole of the logits (24 ms against 0.01 at 512 x 32,000).
+        own = (torch.arange(labels.shape[0], device=labels.device), labels.clamp(min=0))
+        # Softmax reads each row whole before it writes it, so it may write where it reads.
+        if logits.dtype == torch.bfloat16:
+            # bf16 has fp32's exponents: no probability above 1e-38 is lost, and rounding it moves the loss by at most 0.004, less
+            # than rounding the logits did. Two passes over the logits are spared.
+            torch.softmax(logits, dim=-1, out=logits)
+            losses = -logits[own].float().clamp(min=torch.finfo(torch.float32).tiny).log()
+        else:
+            peak, score = logits.amax(dim=-1).float(), logits[own].float()
+            torch.softmax(logits, dim=-1, out=logits)
+            # The likeliest place has probability exp(peak - logsumexp), never below 1 / vocabulary: safe to take the log of.
+            losses = peak - score - logits.amax(dim=-1).float().log()
+        logits.index_put_(own, logits[own] - 1)
+        return torch.where(trained, losses, 0.0), trained
+
+
+class RegularizedCrossEntropy:
+    """Cross entropy with label smoothing and z-loss: (1 - s) ce + s mean over pieces of -log p + z logsumexp ** 2.
+
+    Its gradient by the logits is (1 + 2 z lse) p - (1 - s) onehot - s / vocabulary, made in place as `CrossEntropy` does.
+    Where a model is evaluated, `measured` gives the plain loss.
+
+    Args:
+        smoothing: s, the share of the label's weight that all pieces get (Szegedy et al. 2016, arXiv:1512.00567, section 7).
+        z: weight of the squared logsumexp, which keeps logits from drifting (Chowdhery et al. 2022, arXiv:2204.02311, section 5: 1e-4).
+
+    Example:
+        >>> RegularizedCrossEntropy(smoothing=0.5)(torch.tensor([[0.0, 2.0]]), torch.tensor([1]))
+        tensor([0.6269])
+    """
+
+    def __init__(self, smoothing: float = 0.0, z: float = 0.0):
+        self.smoothing, self.z = smoothing, z
+        self.measured = CrossEntropy()
+
+    def __call__(self, logits: Tensor, *aligned: Tensor) -> Tensor:
+        (labels,) = aligned
+        logits = logits.float()
+        plain = functional.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="none", label_smoothing=self.smoothing)
+        return plain + torch.where(labels != IGNORED, self.z * torch.logsumexp(logits, dim=-1).square(), 0.0)
+
+    def value_and_grad_(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        trained = labels != IGNORED
+        own = (torch.arange(labels.shape[0], device=labels.device), labels.clamp(min=0))
+        peak, score = logits.amax(dim=-1).float(), logits[own].float()
+        mean = logits.mean(dim=-1, dtype=torch.float32) if self.smoothing else score
+        torch.softmax(logits, dim=-1, out=logits)
+        lse = peak - logits.amax(dim=-1).float().log()
+        losses = lse - (1 - self.smoothing) * score - self.smoothing * mean + self.z * lse.square()
+        factor = 1 + 2 * self.z * lse
+        logits.index_put_(own, (logits[own] - (1 - self.smoothing) / factor).to(logits.dtype))
+        if self.smoothing:
+            logits.sub_((self.smoothing / logits.shape[-1] / factor).to(logits.dtype).unsqueeze(1))
+        return torch.where(trained, losses, 0.0), torch.where(trained, factor, 0.0)
+
+
+class Recorded:
+    """Cross entropy that keeps what it gave: the negative log-probability of each label, whole or chunk by chunk. Without gradients.
+
+    In fp32 also where the logits are not: sums over long answers are compared, and bf16's rounding of a probability would add up.
+
+    Example:
+        >>> row_loss = Recorded()
+        >>> _ = row_loss(torch.zeros(2, 4), torch.tensor([1, -100]))
+        >>> row_loss.found()
+        tensor([1.3863, 0.0000])
+    """
+
+    def __init__(self) -> None:
+        self._parts: list[Tensor] = []
+
+    @property
+    def measured(self) -> RowLoss:
+        return self
+
+    def found(self) -> Tensor:
+        """[n] fp32, of all rows in their order."""
+        return torch.cat(self._parts)
+
+    def keep(self, losses: Tensor) -> Tensor:
+        """Losses of the next rows, made elsewhere."""
+        self._parts.append(losses.detach())
+        return losses
+
+    def __call__(self, logits: Tensor, *aligned: Tensor) -> Tensor:
+        return self.keep(CrossEntropy()(logits, *aligned).detach())
+
+    def value_and_grad_(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        losses = self(logits, labels)
+        return losses, torch.zeros_like(losses)
+
+
+class Softcapped:
+    """Another loss of cap * tanh(logits / cap): how the head of Gemma 2 ends. The logits come in without their cap.
+
+    Args:
+        loss: of the capped logits; where it makes its gradient in place, so does this.
+
+    Example:
+        >>> Softcapped(CrossEntropy(), 30.0)(torch.zeros(1, 4), torch.tensor([2]))
+        tensor([1.3863])
+    """
+
+    def __init__(self, loss: RowLoss, cap: float):
+        self.loss, self.cap = loss, cap
+        self.value_and_grad_ = self._in_place if getattr(loss, "value_and_grad_", None) is not None else None
+
+    @property
+    def measured(self) -> RowLoss:
+        return Softcapped(self.loss.measured, self.cap)
+
+    def __call__(self, logits: Tensor, *aligned: Tensor) -> Tensor:
+        return self.loss(torch.tanh(logits.float() / self.cap) * self.cap, *aligned)
+
+    def _in_place(self, logits: Tensor, *aligned: Tensor) -> tuple[Tensor, Tensor]:
+        bent = logits.div_(self.cap).tanh()
+        losses, factor = self.loss.value_and_grad_(torch.mul(bent, self.cap, out=logits), *aligned)  # type: ignore[attr-defined]
+        logits.mul_(1 - bent.square_())
+        return losses, factor
+
+
+class WeightedCrossEntropy:
+    """Cross entropy of each row times a weight of its own, of any sign.
+
+    Args:
+        loss: another form of the cross entropy.
+
+    Example:
+        >>> WeightedCrossEntropy()(torch.zeros(2, 4), torch.tensor([1, 2]), torch.tensor([1.0, -0.5]))
+        tensor([ 1.3863, -0.6931])
+    """
+
+    def __init__(self, loss: Any = None):
+        self.loss = loss or CrossEntropy()
+
+    @property
+    def measured(self) -> RowLoss:
+        return self
+
+    def __call__(self, logits: Tensor, *aligned: Tensor) -> Tensor:
+        labels, weights = aligned
+        return self.loss(logits, labels) * weights
+
+    def value_and_grad_(self, logits: Tensor, labels: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+        losses, factor = self.loss.value_and_grad_(logits, labels)
+        return losses * weights, factor * weights
+
+
+def whole_logits(hidden: Tensor, head: torch.nn.Module, row_loss: RowLoss, *aligned: Tensor) -> Tensor:
+    """The sum of the row losses, all logits in memory at once: the plain form.
+
+    Args:
+        hidden: [rows, length, width]; aligned: [rows, length] or [rows, length, n] each; head: a linear map without bias.
+    """
+    logits = head(hidden).flatten(0, 1)
+    return row_loss(logits, *(a.flatten(0, 1) for a in aligned)).sum()
+
+
+class _Chunked(torch.autograd.Function):
+    """The sum of row losses, `rows` rows at a time. Gradients are made in the forward pass, so no logits are kept or made again."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        row_loss: RowLoss,
+        rows: int,
+        cuda: bool,
+        dtype: torch.dtype,
+        differentiate: bool,
+        low: Tensor | None,
+        up: Tensor | None,
+        *aligned: Tensor,
+    ) -> Tensor:
+        kept_hidden, kept_weight = hidden.dtype, weight.dtype
+        wants_hidden, wants_weight = (differentiate and needs for needs in ctx.needs_input_grad[:2])
+        hidden, weight = hidden.detach().to(dtype), weight.detach().to(dtype)
+        beside = Beside(low, up, dtype, differentiate) if low is not None and up is not None else None
+        total = hidden.new_zeros((), dtype=torch.float32)
+        grad_hidden = torch.empty_like(hidden, dtype=kept_hidden) if wants_hidden else None
+        grad_weight = torch.empty_like(weight, dtype=kept_weight) if wants_weight else None
+        logits_buffer = hidden.new_empty((min(rows, hidden.shape[0]), weight.shape[0]))
+        in_place = getattr(row_loss, "value_and_grad_", None)
+        for start in alike(range(0, hidden.shape[0], rows)):
+            part = hidden[start : start + rows]
+            those = [a[start : start + rows] for a in aligned]
+            logits = torch.mm(part, weight.t(), out=logits_buffer[: part.shape[0]])
+            if beside is not None:
+                beside.add_(logits, start)
+            if in_place is not None:
+                losses, factor = in_place(logits, *those)
+                factor = factor.to(dtype).unsqueeze(1)
+            else:
+                with torch.enable_grad():
+                    leaf = logits.detach().requires_grad_()
+                    losses = row_loss(leaf, *those)
+                    (logits,) = torch.autograd.grad(losses.sum(), leaf)
+                losses, factor = losses.detach(), logits.new_ones((part.shape[0], 1))
+            total += losses.sum(dtype=torch.float32)
+            if beside is not None:
+                beside.differentiate(logits, factor, start)
+            if grad_hidden is not None:
+                torch.mul(torch.mm(logits, weight), factor, out=grad_hidden[start : start + rows])
+            if grad_weight is not None:
+                product = part * factor
+                if grad_weight.dtype == dtype:
+                    grad_weight.addmm_(logits.t(), product, beta=float(start > 0))  # 0: what stood there is not read
+                else:
+                    sum_product(grad_weight, logits, product, first=start == 0, at_once=cuda)
+        beside_grads = beside.grads if beside is not None else (None, None)
+        grads = (grad_hidden, grad_weight, *beside_grads)
+        ctx.save_for_backward(*(g for g in grads if g is not None))
+        ctx.wants = tuple(g is not None for g in grads), len(aligned)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        wants, count = ctx.wants
+        kept = iter(ctx.saved_tensors)
+        # In place: these were made for this one call and nobody else holds them.
+        hidden, weight, low, up = (next(kept).mul_(grads[0]) if wanted else None for wanted in wants)
+        return (hidden, weight, None, None, None, None, None, low, up, *([None] * count))
+
+
+def chunked_logits(
+    hidden: Tensor, head: torch.nn.Module, row_loss: RowLoss, *aligned: Tensor, rows: int = 512, cuda: bool = False
+) -> Tensor:
+    """The sum of the row losses, `rows` rows of logits in memory at a time; backward through it once only.
+
+    Works in autocast's dtype where autocast is on, else in that of `hidden`.
+
+    Args:
+        hidden: [..., width]; head: a module with a `weight` [vocabulary, width] and no bias, or a `TiedHead`.
+        aligned: [...] each, or [..., n]: what a row loss reads beside the logits of a place.
+        row_loss: with `value_and_grad_` its gradient is made in place; otherwise by autograd, chunk by chunk.
+        cuda: it runs on CUDA, or is planned for it: products of half numbers add to the gradient of a head in fp32 in fp32.
+
+    Example:
+        >>> head = torch.nn.Linear(8, 100, bias=False)
+        >>> hidden, labels = torch.randn(6, 8, requires_grad=True), torch.arange(6)
+        >>> a = chunked_logits(hidden, head, CrossEntropy(), labels, rows=4)
+        >>> b = torch.nn.functional.cross_entropy(head(hidden), labels, reduction="sum")
+        >>> bool(torch.isclose(a, b))
+        True
+    """
+    device = hidden.device.type
+    dtype = _compute_dtype(hidden)
+    flat = hidden.reshape(-1, hidden.shape[-1])
+    with torch.autocast(device, enabled=False):
+        pair = pair_of(head)
+        low, up = (pair.lowered(flat.to(dtype)), pair.up) if pair is not None else (None, None)
+        return _Chunked.apply(
+            flat,
+            _weight(head),
+            row_loss,
+            rows,
+            cuda,
+            dtype,
+            torch.is_grad_enabled(),
+            low,
+            up,
+            *(a.reshape(-1, *a.shape[hidden.dim() - 1 :]) for a in aligned),
+        )
+
+
+def _weight(head: torch.nn.Module) -> Tensor:
+    """Of a head whose rows are shared out among devices: gathered, and its gradient shared out again."""
+    weight = head.weight
+    assert isinstance(weight, Tensor)
+    return whole(weight)
+
+
+def _compute_dtype(hidden: Tensor) -> torch.dtype:
+    device = hidden.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+
+
+# Under a dispatch mode (the dry run's fake tensors for one) what the two below allocate cannot be seen, or they cannot run: our own
+# loop stands there with chunks of the same size.
+
+
+def torch_logits(hidden: Tensor, head: torch.nn.Module, row_loss: RowLoss, *aligned: Tensor, rows: int = 512) -> Tensor:
+    """`chunked_logits` by torch's own `linear_cross_entropy` (torch 2.13), for plain cross entropy."""
+    assert isinstance(row_loss, CrossEntropy), f"torch's kernel has no {type(row_loss).__name__}"
+    if is_in_torch_dispatch_mode():
+        return chunked_logits(hidden, head, row_loss, *aligned, rows=rows)
+    dtype, weight, (labels,) = _compute_dtype(hidden), _weight(head), aligned
+    options = torch.nn.LinearCrossEntropyOptions(batch_chunk_size=rows, chunking_method=None)  # type: ignore[attr-defined]
+    with torch.autocast(hidden.device.type, enabled=False):
+        flat = hidden.reshape(-1, hidden.shape[-1]).to(dtype)
+        return functional.linear_cross_entropy(  # type: ignore[attr-defined]
+            flat, weight.to(dtype), labels.reshape(-1), reduction="sum", ignore_index=IGNORED, options=options
+        ).float()
+
+
+def liger_logits(hidden: Tensor, head: torch.nn.Module, row_loss: RowLoss, *aligned: Tensor) -> Tensor:
+    """`chunked_logits` by Liger's fused linear cross entropy, which chooses its chunks: their logits weigh as much as `hidden`."""
+    assert isinstance(row_loss, CrossEntropy), f"Liger's kernel has no {type(row_loss).__name__}"
+    flat = hidden.reshape(-1, hidden.shape[-1])
+    if is_in_torch_dispatch_mode():
+        chunks = -(-_weight(head).shape[0] // flat.shape[1])
+        rows = 2 ** math.ceil(math.log2(-(-flat.shape[0] // chunks)))
+        return chunked_logits(hidden, head, row_loss, *aligned, rows=rows)
+    from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
+
+    dtype, (labels,) = _compute_dtype(hidden), aligned
+    with torch.autocast(hidden.device.type, enabled=False):
+        return liger_fused_linear_cross_entropy(
+            flat.to(dtype),
+            _weight(head).to(dtype),
+            labels.reshape(-1),
+            ignore_index=IGNORED,
+            reduction="sum",
+            accum_dtype=torch.float32,  # of the weight's gradient, to which every chunk adds
+        )

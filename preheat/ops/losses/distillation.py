@@ -1,0 +1,357 @@
+"""Losses that compare a student with its teacher: tensors in, tensors out.
+
+The slow reference of each is its plain form: `Distilled.__call__` under autograd, `divergence` over probabilities that are written out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from preheat.core import RowLoss
+from preheat.ops.losses.cross_entropy import IGNORED, CrossEntropy
+
+__all__ = [
+    "LEAST",
+    "CommonHead",
+    "Direction",
+    "Distilled",
+    "Likeliest",
+    "TeacherHead",
+    "distance",
+    "divergence",
+    "likeliest",
+    "mapped_distance",
+    "means",
+    "recovered",
+]
+
+Direction = Literal["forward", "reverse"]
+
+LEAST = -20.0
+"""Logarithm of the smallest mass that all tokens beside the likeliest are taken to have: 2e-9, which rounding makes anyway."""
+_BLOCK = 1 << 21
+"""Logits that are compared at a time, in fp32 (8 MiB): some eight tensors of this size pass while a chunk's gradient is made."""
+
+
+class Likeliest(NamedTuple):
+    """A distribution by its likeliest tokens and what is left for all others together.
+
+    Attributes:
+        values: [..., k + 1] log-probabilities; the last is of all other tokens together. They sum to 1.
+        indices: [..., k] int64, which tokens.
+    """
+
+    values: Tensor
+    indices: Tensor
+
+
+def likeliest(logits: Tensor, k: int, temperature: float = 1.0) -> Likeliest:
+    """The k likeliest tokens of each row; of a smaller vocabulary all but the least likely one, so that something is always left.
+
+    Args:
+        logits: [..., vocabulary].
+
+    Example:
+        >>> found = likeliest(torch.tensor([0.0, 2.0, 0.0]).exp().log(), 1)
+        >>> found.values.exp().sum().item(), found.indices.tolist()
+        (1.0, [1])
+    """
+    logp = torch.log_softmax(logits.float() / temperature, dim=-1)
+    values, indices = logp.topk(min(k, logp.shape[-1] - 1), dim=-1)
+    return Likeliest(_with_rest(values), indices)
+
+
+def _with_rest(values: Tensor) -> Tensor:
+    """Log-probabilities [..., k] with that of all other tokens together, [..., k + 1]."""
+    # 1 - sum of the k rounds where little is left, and less than LEAST is not told from it
+    rest = torch.log1p(-values.exp().sum(dim=-1, keepdim=True).clamp(max=1 - 1e-7)).clamp(min=LEAST)
+    return torch.log_softmax(torch.cat([values, rest], dim=-1), dim=-1)
+
+
+def recovered(values: Tensor, indices: Tensor) -> Likeliest:
+    """What was kept in few bits as a distribution again: values in fp32 that sum to 1, indices as int64."""
+    return Likeliest(torch.log_softmax(values.float(), dim=-1), indices.long())
+
+
+def divergence(student: Tensor, teacher: Tensor | Likeliest, direction: Direction = "forward") -> Tensor:
+    """Kullback-Leibler divergence of each row, [n] in nats; differentiable.
+
+    Of a teacher by its likeliest tokens, the student's other tokens are taken together as the teacher's are: 0 where both agree.
+
+    Args:
+        student: [n, vocabulary] logits, divided by the temperature already; so the teacher's.
+        direction: forward: KL(teacher || student), which covers all that the teacher holds likely; reverse: KL(student || teacher), which
+            keeps to what the teacher holds most likely.
+
+    Example:
+        >>> even, sure = torch.zeros(1, 2), torch.tensor([[0.0, 2.0]])
+        >>> divergence(even, sure), divergence(even, sure, "reverse")
+        (tensor([0.3278]), tensor([0.4338]))
+    """
+    logp = torch.log_softmax(student.float(), dim=-1)
+    if isinstance(teacher, Likeliest):
+        logq = teacher.values
+        among = torch.zeros_like(logp, dtype=torch.bool).scatter_(-1, teacher.indices, True)
+        rest = logp.masked_fill(among, -torch.inf).logsumexp(dim=-1, keepdim=True).clamp(min=torch.finfo(torch.float32).min)
+        logp = torch.cat([logp.gather(-1, teacher.indices), rest], dim=-1)
+    else:
+        logq = torch.log_softmax(teacher.float(), dim=-1)
+    to, of = (logp, logq) if direction == "forward" else (logq, logp)
+    return (of.exp() * (of - to)).sum(dim=-1)
+
+
+def distance(states: Tensor, teacher: Tensor) -> Tensor:
+    """How far hidden states are from the teacher's, relative to these: ||a - b||² / ||b||² of each place, [...] in fp32; differentiable.
+
+    Args:
+        states, teacher: [..., width].
+
+    Example:
+        >>> distance(torch.tensor([[1.0, 0.0]]), torch.tensor([[2.0, 0.0]]))
+        tensor([0.2500])
+    """
+    states, teacher = states.float(), teacher.float()
+    return (states - teacher).square().sum(dim=-1) / teacher.square().sum(dim=-1).clamp(min=1e-12)
+
+
+def mapped_distance(states: Sequence[Tensor], teacher: Sequence[Tensor], maps: Sequence[Tensor], labels: Tensor) -> Tensor:
+    """The sum over trained places of the distance between the student's hidden states, through linear maps, and the teacher's; the mean over layers.
+
+    Args:
+        states: [rows, length, width] of each layer that is compared; teacher: [rows, length, width of the teacher] each.
+        maps: [width of the teacher, width] each.
+        labels: [rows, length], -100: not trained.
+    """
+    trained = labels != IGNORED
+    parts = [
+        torch.where(trained, distance(functional.linear(own.to(by.dtype), by), theirs), 0.0).sum()
+        for own, theirs, by in zip(states, teacher, maps, strict=True)
+    ]
+    return torch.stack(parts).mean()
+
+
+class TeacherHead:
+    """Logits of the teacher from its last hidden states, chunk by chunk; each chunk is written over the one before.
+
+    Args:
+        weight: [rows, width] of its head, in the dtype in which to multiply.
+        rows: of the student's head: rows beyond are of no token.
+        cap: logits are cap * tanh(logits / cap).
+    """
+
+    def __init__(self, weight: Tensor, rows: int, cap: float | None = None):
+        assert weight.shape[0] >= rows, "check refuses a teacher with fewer rows than the student"
+        self.weight, self.cap = weight.detach()[:rows], cap
+        self._buffer: Tensor | None = None
+
+    def __call__(self, states: Tensor) -> Tensor:
+        """[n, width] -> [n, rows], to be read before the next call."""
+        states = states.detach()
+        if self._buffer is None or self._buffer.shape[0] < states.shape[0]:
+            self._buffer = states.new_empty((states.shape[0], self.weight.shape[0]))
+        with torch.autocast(states.device.type, enabled=False):
+            logits = torch.mm(states, self.weight.t(), out=self._buffer[: states.shape[0]])
+        return logits if self.cap is None else logits.div_(self.cap).tanh_().mul_(self.cap)
+
+
+class CommonHead:
+    """What a teacher with other pieces holds likely, of the pieces that a student has too.
+
+    Args:
+        head: its logits from its last hidden states, over all of its pieces.
+        own, theirs: numbers of the common pieces, of the student and of the teacher, [n] each.
+        top: so many of them are kept at each place; all others, common or not, count together.
+        temperature: logits are divided by it.
+    """
+
+    def __init__(self, head: Callable[[Tensor], Tensor], own: Tensor, theirs: Tensor, top: int, temperature: float = 1.0):
+        self.head, self.own, self.theirs = head, own, theirs
+        self.top, self.temperature = min(top, len(own)), temperature
+
+    def __call__(self, states: Tensor) -> Likeliest:
+        """[n, width] -> the distribution of each place by the student's numbers."""
+        logits = self.head(states).float() / self.temperature
+        values, at = (logits.index_select(-1, self.theirs) - logits.logsumexp(dim=-1, keepdim=True)).topk(self.top, dim=-1)
+        return Likeliest(_with_rest(values), self.own[at])
+
+
+class Distilled:
+    """(1 - m) cross entropy + m T² divergence from a teacher at temperature T, of each row; 0 where the label is -100.
+
+    T² keeps the size of the divergence's gradients when the temperature changes (Hinton et al. 2015, section 2). The gradient by the logits
+    is made in place, some rows at a time, as that of `CrossEntropy` is: with p and q the student's and teacher's probabilities at T it is
+    (1 - m)(p1 - onehot) + m T (p - q), or for the reverse direction m T p (log p - log q - divergence).
+
+    Args:
+        head: gives the teacher's logits of what is aligned after the labels: a `TeacherHead`, of its hidden states; or its likeliest tokens at the
+            same temperature, as a `CommonHead` does. Aligned may be these in their place, where this is None: values [n, k + 1] and indices [n, k].
+        mixture: m, the teacher's share.
+        written: the last of what is aligned is [n] fp32: 0 for a token of the data, else how much one that the student wrote itself counts;
+            at these m is 1, since labels that it drew teach nothing.
+        partly: the last of what is aligned is [n] fp32: 1 where the teacher says something; elsewhere m is 0.
+
+    Attributes:
+        sums: of all rows so far: cross entropy and divergence, each without its factor; with `written` and `partly` also over how many places it is.
+            On the device.
+
+    Example:
+        >>> teacher = TeacherHead(torch.eye(2), 2)
+        >>> Distilled(teacher, mixture=1.0)(torch.zeros(1, 2), torch.tensor([0]), torch.tensor([[0.0, 2.0]]))
+        tensor([0.3278])
+    """
+
+    def __init__(
+        self,
+        head: Callable[[Tensor], Tensor | Likeliest] | None,
+        *,
+        direction: Direction = "forward",
+        temperature: float = 1.0,
+        mixture: float = 0.5,
+        written: bool = False,
+        partly: bool = False,
+    ):
+        assert not (written and partly), "one of them is the last of what is aligned"
+        self.head, self.direction = head, direction
+        self.temperature, self.mixture, self.written, self.partly = temperature, mixture, written, partly
+        self.sums: dict[str, Tensor] = {}
+
+    @property
+    def measured(self) -> RowLoss:
+        """The labels' cross entropy."""
+        return CrossEntropy()
+
+    def __call__(self, logits: Tensor, *aligned: Tensor) -> Tensor:
+        labels, *said = aligned
+        ce_share, apart_share, places = self._shares(said, labels)
+        logits, trained = logits.float(), labels != IGNORED
+        ce = functional.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="none")
+        teacher = self._teacher(said)
+        if not isinstance(teacher, Likeliest):
+            teacher = teacher.float() / self.temperature
+        apart = torch.where(trained, divergence(logits / self.temperature, teacher, self.direction), 0.0)
+        self._add(ce, apart, places)
+        return ce_share * ce + self.temperature**2 * apart_share * apart
+
+    def value_and_grad_(self, logits: Tensor, labels: Tensor, *aligned: Tensor) -> tuple[Tensor, Tensor]:
+        """As of `CrossEntropy`."""
+        said = list(aligned)
+        ce_share, apart_share, places = self._shares(said, labels)
+        trained, teacher = labels != IGNORED, self._teacher(said)
+        ce, apart = (logits.new_empty(labels.shape, dtype=torch.float32) for _ in range(2))
+        for at in _blocks(*logits.shape):
+            part = Likeliest(*(t[at] for t in teacher)) if isinstance(teacher, Likeliest) else teacher[at]
+            shares = [s[at].unsqueeze(1) if isinstance(s, Tensor) else s for s in (ce_share, apart_share)]
+            ce[at], apart[at] = self._block_(logits[at], labels[at].clamp(min=0), part, *shares)
+        ce, apart = torch.where(trained, ce, 0.0), torch.where(trained, apart, 0.0)
+        self._add(ce, apart, places)
+        return ce_share * ce + self.temperature**2 * apart_share * apart, trained
+
+    def _shares(self, said: list[Tensor], labels: Tensor) -> tuple[Any, Any, dict[str, Tensor]]:
+        """How much cross entropy and divergence count, row by row where they differ, and then at which places each of them is; takes that off `said`."""
+        if not (self.written or self.partly):
+            return 1 - self.mixture, self.mixture, {}
+        counts, trained = said.pop(), labels != IGNORED
+        here = counts > 0
+        if self.partly:
+            return (
+                torch.where(here, 1 - self.mixture, 1.0),
+                torch.where(here, self.mixture, 0.0),
+                {"divergence": trained & here},
+            )
+        places = {"label_loss": trained & ~here, "divergence": trained}
+        return torch.where(here, 0.0, 1 - self.mixture), torch.where(here, counts, self.mixture), places
+
+    def _teacher(self, said: Any) -> Tensor | Likeliest:
+        return recovered(*said) if self.head is None else self.head(*said)
+
+    def _add(self, ce: Tensor, apart: Tensor, places: Mapping[str, Tensor]) -> None:
+        found = {"label_loss": ce, "divergence": apart}
+        for name, at in places.items():
+            found |= {name: found[name] * at, f"{name.removesuffix('_loss')}_places": at}
+        for name, values in found.items():
+            total = values.detach().sum()
+            self.sums[name] = self.sums[name] + total if name in self.sums else total
+
+    def _block_(
+        self, logits: Tensor, labels: Tensor, teacher: Tensor | Likeliest, ce_share: Any, apart_share: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Cross entropy and divergence of some rows; their gradient takes the place of the logits."""
+        own = (torch.arange(len(labels), device=labels.device), labels)
+        scores = logits.float()
+        logp = torch.log_softmax(scores, dim=-1)
+        ce = -logp[own]
+        tempered = logp if self.temperature == 1 else torch.log_softmax(scores / self.temperature, dim=-1)
+        if isinstance(teacher, Likeliest):
+            apart, slope = _of_likeliest(tempered, teacher, self.direction)
+        else:
+            apart, slope = _of_all(tempered, torch.log_softmax(teacher.float() / self.temperature, dim=-1), self.direction)
+        slope.mul_(apart_share * self.temperature)
+        if self.mixture < 1 or self.partly:
+            p = logp.exp_()
+            p[own] -= 1
+            slope.add_(p.mul_(ce_share))
+        logits.copy_(slope)
+        return ce, apart
+
+
+def _blocks(rows: int, vocabulary: int) -> Iterator[slice]:
+    many = max(1, _BLOCK // vocabulary)
+    return (slice(start, min(start + many, rows)) for start in range(0, rows, many))
+
+
+def _of_all(logp: Tensor, logq: Tensor, direction: Direction) -> tuple[Tensor, Tensor]:
+    """Divergence [n] of log-probabilities [n, vocabulary], and its gradient by the student's logits, a tensor of its own."""
+    if direction == "forward":
+        q, p = logq.exp(), logp.exp()
+        apart = logq.sub_(logp).mul_(q).sum(dim=-1)
+        return apart, p.sub_(q)
+    p = logp.exp()
+    gap = logq.neg_().add_(logp)
+    apart = (p * gap).sum(dim=-1)
+    return apart, gap.sub_(apart.unsqueeze(1)).mul_(p)
+
+
+def _of_likeliest(logp: Tensor, teacher: Likeliest, direction: Direction) -> tuple[Tensor, Tensor]:
+    """The same over the teacher's likeliest tokens and all others together.
+
+    The gradient by the logit of a token v of the others is that of their sum times p_v over that sum.
+    """
+    logq, count = teacher.values, teacher.indices.shape[-1]
+    among = (torch.arange(logp.shape[0], device=logp.device).unsqueeze(1), teacher.indices)
+    p, own = logp.exp(), logp[among]
+    p.index_put_(among, own.new_zeros(()))
+    rest = p.sum(dim=-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
+    together = torch.cat([own, rest.log()], dim=-1)
+    if direction == "forward":
+        q = logq.exp()
+        apart = (q * (logq - together)).sum(dim=-1)
+        slope = together.exp() - q
+    else:
+        gap = together - logq
+        mass = together.exp()
+        apart = (mass * gap).sum(dim=-1)
+        slope = mass * (gap - apart.unsqueeze(1))
+    p.mul_(slope[:, count:] / rest).index_put_(among, slope[:, :count])
+    return apart, p
+
+
+def means(sums: Mapping[str, Tensor], weight: float) -> dict[str, float]:
+    """What is written down of a step's `Distilled.sums`: means over its trained tokens; where the student wrote, each over its own places, and the
+    share of all that it wrote; where the teacher says something at some places alone, the share of these.
+
+    Example:
+        >>> means({"label_loss": torch.tensor(3.0), "divergence": torch.tensor(1.0)}, 2.0)
+        {'label_loss': 1.5, 'divergence': 0.5}
+    """
+    found = {name: float(total) for name, total in sums.items()}
+    labelled, places = found.pop("label_places", weight), found.pop("divergence_places", weight)
+    over = {"label_loss": labelled, "divergence": places}
+    made = {name: total / over.get(name, weight) for name, total in found.items() if over.get(name, weight)}
+    if "label_places" in sums and places:
+        return made | {"on_policy": 1 - labelled / places}
+    return made | ({"compared": places / weight} if "divergence_places" in sums and weight else {})

@@ -1,0 +1,1 @@
+"""Optimizers, their states and what shards them."""

@@ -1,0 +1,72 @@
+"""AdamW on the host: its state and fp32 weights in the host's memory, its arithmetic by the host's processor."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from preheat.ops.memory.host_transfer import Link, host_zeros, link_for, to_host
+from preheat.ops.optim.optimizers import Guarded, adamw_
+
+__all__ = ["HostAdamW"]
+
+
+class HostAdamW(Guarded):
+    """AdamW whose moments and fp32 weights lie on the host, where the step is computed too.
+
+    All gradients are sent at once; while the first weights are updated and sent back, the rest is still arriving. The host waits for
+    gradients, which is what it is there for, but decides nothing by their values.
+
+    Args:
+        link: makes the copies; by the parameters' device when not given.
+    """
+
+    def __init__(
+        self,
+        groups: Any,
+        *,
+        lr: float,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        link: Link | None = None,
+    ):
+        super().__init__(groups, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+        device = self.param_groups[0]["params"][0].device
+        self.link = link or link_for(device)
+        self._buffers: dict[Tensor, Tensor] = {}  # gradients on the host, then weights of the device's dtype on their way back
+        self.prepare()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)  # the weights have arrived before anything is computed of them
+
+    @torch.no_grad()
+    def _state(self, p: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
+        mean, square = (host_zeros(p.shape, torch.float32, p.is_cuda) for _ in range(2))
+        step = host_zeros((), torch.float32, False)
+        return {"step": step, "exp_avg": mean, "exp_avg_sq": square, "master": to_host(p.detach().float())}
+
+    def prepare(self) -> None:
+        """Makes the host's buffers for gradients, of the parameters' dtype: again after they were cast."""
+        for group in self.param_groups:
+            for p in group["params"]:
+                self._buffers[p] = host_zeros(p.shape, p.dtype, p.is_cuda)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        assert closure is None
+        work = [(p, group) for group in self.param_groups for p in group["params"] if p.grad is not None]
+        found = None if self.found_inf is None else self.link.out(self.found_inf)
+        sent = [self.link.out(p.grad, self._buffers[p]) for p, _ in work]
+        found_inf = None if found is None else found.for_host()
+        back = []
+        for (p, group), copy in zip(work, sent, strict=True):
+            state, buffer = self.state[p], copy.for_host()
+            master = state["master"]
+            adamw_(master, buffer.float(), state["exp_avg"], state["exp_avg_sq"], state["step"], group, found_inf)
+            if p.dtype != torch.float32:
+                buffer.copy_(master)
+            back.append(self.link.back(master if p.dtype == torch.float32 else buffer, p))
+        for copy in back:
+            copy.for_device()

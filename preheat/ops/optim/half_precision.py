@@ -1,0 +1,164 @@
+"""Half precision: a loss scale that never leaves the device, and AdamW over fp32 masters of half weights."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from preheat.ops.dry_run_loops import alike
+from preheat.ops.optim.half_adamw import half_adamw_
+from preheat.ops.optim.optimizers import Guarded, adamw_, adamw_state, locally
+
+__all__ = ["LossScale", "MasterAdamW", "compute_in_fp32"]
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+
+
+def compute_in_fp32(module: nn.Module, back_to: torch.dtype | None = None) -> None:
+    """Wraps a module's forward, in place: inputs cast to fp32, autocast off inside, results cast to `back_to` (None: left in fp32)."""
+    forward = module.forward
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        up = functools.partial(_cast, dtype=torch.float32)
+        args, kwargs = tree_map(up, args), tree_map(up, kwargs)
+        with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+            out = forward(*args, **kwargs)
+        return out if back_to is None else tree_map(functools.partial(_cast, dtype=back_to), out)
+
+    module.forward = run  # type: ignore[method-assign]
+
+
+class _ScaledGradient(torch.autograd.Function):
+    """The loss as it is; its gradient times the scale. So what is reported and evaluated stays in nats."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, scale: Tensor) -> Tensor:
+        ctx.scale = scale
+        return loss.view_as(loss)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0] * ctx.scale, None
+
+
+class LossScale:
+    """A dynamic loss scale: gradients of fp16 below 6e-8 would be lost, so all are made larger and divided again in fp32.
+
+    The rule of Micikevicius et al. 2018 (arXiv:1710.03740, section 3.2) with the constants of torch.amp.GradScaler: a step with a
+    gradient that is not finite halves the scale and is left out; `interval` finite steps in a row double it. Everything is
+    arithmetic on tensors of the device, nothing is read back.
+
+    Example:
+        >>> scale, w = LossScale("cpu", start=8.0), torch.ones(1, requires_grad=True)
+        >>> scale(w.sum()).backward()
+        >>> w.grad
+        tensor([8.])
+        >>> scale.unscale_([w])
+        >>> w.grad
+        tensor([1.])
+        >>> scale.update(found_inf=torch.tensor(1.0)); float(scale.scale)
+        4.0
+    """
+
+    def __init__(self, device: Any, *, start: float = 2.0**16, growth: float = 2.0, backoff: float = 0.5, interval: int = 2000):
+        self.growth, self.backoff, self.interval = growth, backoff, interval
+        self.scale = torch.full((), start, dtype=torch.float32, device=device)
+        self.finite_steps = torch.zeros((), dtype=torch.int32, device=device)
+
+    def __call__(self, loss: Tensor) -> Tensor:
+        """The same loss, whose gradient is multiplied by the scale."""
+        return _ScaledGradient.apply(loss, self.scale)
+
+    def unscale_(self, parameters: Iterable[Tensor]) -> None:
+        """Divides gradients by the scale, in place. Half ones become fp32 first: divided in half they would be lost after all."""
+        factor = self.scale.reciprocal()
+        for p in parameters:
+            if p.grad is None:
+                continue
+            if p.grad.dtype != torch.float32:
+                p.grad_dtype = None  # type: ignore[attr-defined]  # lets a half parameter have an fp32 gradient
+                p.grad = p.grad.float()
+            p.grad.mul_(factor)
+
+    def update(self, found_inf: Tensor) -> None:
+        """After each step; `found_inf` is 1 where its gradients were not finite."""
+        lost = found_inf != 0
+        steps = torch.where(lost, 0, self.finite_steps + 1)
+        due = steps == self.interval
+        grown = self.scale * self.growth
+        grown = torch.where(due & torch.isfinite(grown), grown, self.scale)
+        self.scale.copy_(torch.where(lost, self.scale * self.backoff, grown))
+        self.finite_steps.copy_(torch.where(due, 0, steps))
+
+    def endures(self, floor: float = 1.0) -> Tensor:
+        """1 while the scale is `floor` or more. Below 1 the gradients overflow by themselves, so no scale will help."""
+        return (self.scale >= floor).to(torch.float32)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"scale": float(self.scale), "finite_steps": int(self.finite_steps)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.scale.fill_(state["scale"])
+        self.finite_steps.fill_(state["finite_steps"])
+
+
+class MasterAdamW(Guarded):
+    """AdamW whose half weights have fp32 masters in its state: the master is updated, and the weight is the master rounded.
+
+    fp32 parameters among the rest are updated as usual, without a master. Gradients may be half or fp32.
+
+    Args:
+        chunk: elements that are updated at a time, so that the gradient's fp32 copy stays small.
+        fused: on CUDA, one kernel for all of a half parameter (`preheat.ops.optim.half_adamw`); no chunks then.
+
+    Example:
+        >>> w = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+        >>> optimizer = MasterAdamW([w], lr=1e-4)
+        >>> for _ in range(8):
+        ...     w.grad = torch.ones_like(w); optimizer.step()
+        >>> optimizer.state[w]["master"]                       # plain bf16 would still be at 1: its step there is 0.004
+        tensor([0.9992, 0.9992, 0.9992])
+    """
+
+    def __init__(
+        self,
+        groups: Any,
+        *,
+        lr: float,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        chunk: int = 1 << 20,
+        fused: bool = False,
+    ):
+        super().__init__(groups, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+        self.chunk, self.fused = chunk, fused
+
+    def _state(self, p: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
+        state = adamw_state(p, torch.float32)
+        return state if p.dtype == torch.float32 else state | {"master": p.detach().float()}
+
+    def _update(self, p: Tensor, grad: Tensor, state: dict[str, Tensor], group: dict[str, Any]) -> None:
+        p, grad, state = locally(p, grad, state)
+        if self.fused:
+            if "master" in state:
+                half_adamw_(p, grad, state, group, self.found_inf)
+            else:
+                adamw_(p, grad.float(), state["exp_avg"], state["exp_avg_sq"], state["step"], group, self.found_inf)
+            return
+        value = state.get("master", p)
+        flat = (value.view(-1), grad.reshape(-1), state["exp_avg"].view(-1), state["exp_avg_sq"].view(-1))
+        step = state["step"]
+        for weight, slope, mean, square in alike(list(zip(*(t.split(self.chunk) for t in flat), strict=True))):
+            step = state["step"].clone()  # torch counts it up in every call
+            adamw_(weight, slope.float(), mean, square, step, group, self.found_inf)
+        state["step"].copy_(step)
+        if value is not p:
+            p.copy_(value)

@@ -1,0 +1,401 @@
+"""Optimizers that torch does not have, and the creation of optimizer state before the first step."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim.adamw import adamw
+
+from preheat.ops.distributed.dtensor_utils import first_element, local, share_of, spread_as, whole
+from preheat.ops.dry_run_loops import alike
+from preheat.ops.optim.half_adamw import half_adamw_
+from preheat.ops.optim.stochastic_rounding import stochastic_round_
+
+__all__ = [
+    "Adafactor",
+    "Guarded",
+    "Lion",
+    "Muon",
+    "Numbered",
+    "StochasticAdamW",
+    "adamw_",
+    "adamw_state",
+    "decay_groups",
+    "fused_adamw",
+    "keep_",
+    "locally",
+    "orthogonalize",
+    "prepare_state",
+    "split_matrices",
+]
+
+
+def decay_groups(named: Iterable[tuple[str, nn.Parameter]], weight_decay: float) -> list[dict[str, Any]]:
+    """Two groups: matrices with weight decay; norms, biases and other vectors without. Of parameters on several meshes, two for each mesh."""
+    named = list(named)
+    groups: dict[Any, list[nn.Parameter]] = defaultdict(list)  # torch's fused update takes tensors of one mesh
+    for matrix in (True, False):
+        for _, p in named:
+            if (p.ndim >= 2) == matrix:
+                groups[(matrix, p.device_mesh if isinstance(p, DTensor) else None)].append(p)
+    return [{"params": params, "weight_decay": weight_decay if matrix else 0.0} for (matrix, _), params in groups.items()]
+
+
+def adamw_state(p: Tensor, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+    """AdamW's state of one parameter, its moments in `dtype` (the parameter's own when None)."""
+    mean, square = (torch.zeros_like(p, dtype=dtype, memory_format=torch.preserve_format) for _ in range(2))
+    return {"step": torch.zeros((), dtype=torch.float32, device=p.device), "exp_avg": mean, "exp_avg_sq": square}
+
+
+def prepare_state(optimizer: torch.optim.Optimizer) -> None:
+    """Creates AdamW's state at build time, as torch would in the first step: a failure inside a step then finds all or nothing."""
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            optimizer.state[p] = adamw_state(p)
+
+
+def adamw_(
+    value: Tensor, slope: Tensor, mean: Tensor, square: Tensor, step: Tensor, group: dict[str, Any], found_inf: Tensor | None
+) -> None:
+    """One update of AdamW by torch's fused kernel, in place; none where `found_inf` is 1. `group`: lr, betas, eps, weight_decay."""
+    adamw(
+        [value],
+        [slope],
+        [mean],
+        [square],
+        [],
+        [step],
+        fused=True,
+        found_inf=found_inf,
+        amsgrad=False,
+        beta1=group["betas"][0],
+        beta2=group["betas"][1],
+        lr=group["lr"],
+        weight_decay=group["weight_decay"],
+        eps=group["eps"],
+        maximize=False,
+    )
+
+
+def fused_adamw(groups: list[dict[str, Any]], *, lr: float, betas: tuple[float, float], eps: float) -> torch.optim.AdamW:
+    """torch's fused AdamW with its state created."""
+    optimizer = torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, fused=True)
+    prepare_state(optimizer)
+    return optimizer
+
+
+def keep_(old: Tensor, new: Tensor, found_inf: Tensor | None) -> None:
+    """Writes `new` into `old`, or nothing where `found_inf` is 1. Chosen, not multiplied: 0 * NaN would not be 0."""
+    old.copy_(new if found_inf is None else torch.where(found_inf == 0, new, old.to(new.dtype)))
+
+
+def locally(p: Tensor, grad: Tensor, state: dict[str, Tensor]) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """A parameter, its gradient and its state, of each this device's share where they are spread over several."""
+    here = local(p)
+    assert here.is_contiguous(), "parameters are contiguous"
+    return here, local(grad), {key: local(value) for key, value in state.items()}
+
+
+class Guarded(torch.optim.Optimizer):
+    """An optimizer whose state is created with it and whose step does nothing where `found_inf` is 1, without reading that back.
+
+    Parameters may be spread over devices (DTensor): `_update` then works on this device's shares (`locally`), and asks for the `whole` of what it needs whole.
+    """
+
+    found_inf: Tensor | None = None
+
+    def __init__(self, groups: Any, **defaults: Any):
+        super().__init__(groups, defaults)
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p] = self._state(p, group)
+
+    def _state(self, p: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
+        raise NotImplementedError
+
+    def _update(self, p: Tensor, grad: Tensor, state: dict[str, Tensor], group: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """One update of every parameter that has a gradient."""
+        assert closure is None
+        for group in self.param_groups:
+            same = defaultdict(list)
+            for p in group["params"]:
+                if p.grad is not None:
+                    same[
+                        p.shape, p.dtype, p.grad.dtype, (p.device_mesh, p.placements) if isinstance(p, DTensor) else None
+                    ].append(p)
+            for parameters in same.values():
+                for p in alike(parameters, wholly=True):
+                    self._update(p, p.grad, self.state[p], group)
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Copies values into the state that stands; torch's own way would cast codes and fp32 moments to the weight's dtype."""
+        ours = [p for group in self.param_groups for p in group["params"]]
+        for number, p in enumerate(ours):
+            for key, value in self.state[p].items():
+                value.copy_(state_dict["state"][number][key])
+        for group, kept in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            group.update({key: value for key, value in kept.items() if key != "params"})
+
+
+class Numbered(Guarded):
+    """An optimizer that draws at random: a pure function of seed, step and parameter, so a resumed run draws the same.
+
+    Args:
+        number: says which step is being taken; counted here when not given.
+    """
+
+    def __init__(self, groups: Any, *, seed: int = 0, number: Callable[[], int] | None = None, **defaults: Any):
+        super().__init__(groups, **defaults)
+        self.seed, self._taken, self._number = seed, 0, number or (lambda: self._taken)
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        self._order = {p: index for index, p in enumerate(parameters)}
+        self._generator = torch.Generator(device=parameters[0].device)
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step(closure)
+        self._taken += 1
+
+    def draws(self, p: Tensor, number: int, part: int = 0) -> torch.Generator:
+        """The generator, set to where part `part` of parameter `p` draws from in step `number`."""
+        return self._generator.manual_seed((self._place(p, number) + part * 0x9E3779B97F4A7C15) % (1 << 63))
+
+    def _place(self, p: Tensor, number: int) -> int:
+        """The number that stands for parameter `p` in step `number`."""
+        return (self.seed << 44) + (number << 20) + self._order[p]
+
+
+class StochasticAdamW(Numbered):
+    """AdamW for bf16 weights: moments and arithmetic in fp32, the new weight rounded stochastically.
+
+    Where bf16's step is larger than the update, plain rounding loses the update every time; here it lands with the right
+    probability. fp32 parameters among the rest are updated as usual.
+
+    Args:
+        seed, number: see `Numbered`.
+        chunk: elements of a parameter that are updated at a time, so that fp32 scratch stays small. Each has random bits of its own,
+            so that a device that holds a share of them rounds it as one device alone would.
+        fused: on CUDA, one kernel for all of a bf16 parameter (`preheat.ops.optim.half_adamw`), which draws other random bits; no chunks then.
+    """
+
+    def __init__(
+        self,
+        groups: Any,
+        *,
+        lr: float,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        chunk: int = 1 << 20,
+        fused: bool = False,
+        **more: Any,
+    ):
+        super().__init__(groups, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, **more)
+        self.chunk, self.fused = chunk, fused
+
+    def _state(self, p: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
+        return adamw_state(p, torch.float32)
+
+    def _moments(self, state: dict[str, Tensor], part: slice) -> tuple[Tensor, Tensor]:
+        """Mean and mean square of some elements, to be updated in place."""
+        return state["exp_avg"].view(-1)[part], state["exp_avg_sq"].view(-1)[part]
+
+    def _remember(self, state: dict[str, Tensor], part: slice, mean: Tensor, square: Tensor) -> None:
+        """Puts updated moments back, where they are not kept as they are."""
+
+    def _update(self, p: Tensor, grad: Tensor, state: dict[str, Tensor], group: dict[str, Any]) -> None:
+        first, count = first_element(p), p.numel()
+        here, grad, state = locally(p, grad, state)
+        low = p.dtype != torch.float32
+        if self.fused:
+            if low:
+                place = self._place(p, self._number()) % (1 << 62)
+                half_adamw_(here, grad, state, group, self.found_inf, seed=place, first=first)
+            else:
+                adamw_(here, grad.float(), state["exp_avg"], state["exp_avg_sq"], state["step"], group, self.found_inf)
+            return
+        weights, slopes, step = here.view(-1), grad.reshape(-1), state["step"]
+        end = here.numel()
+        starts = [
+            0,
+            *range(self.chunk - first % self.chunk, end, self.chunk),
+        ]  # one at least: a device whose share is empty counts steps too
+        for start in alike(starts):
+            number, skip = divmod(first + start, self.chunk)
+            part = slice(start, min(start + self.chunk - skip, end))
+            mean, square = self._moments(state, part)
+            value = weights[part].float()
+            step = state["step"].clone()  # torch counts it up in every call
+            adamw_(value, slopes[part].float(), mean, square, step, group, self.found_inf)
+            self._remember(state, part, mean, square)
+            if low and end:
+                drawn = min(self.chunk, count - number * self.chunk)
+                stochastic_round_(weights[part], value, self.draws(p, self._number(), number), skip=skip, of=drawn)
+        state["step"].copy_(step)
+
+
+class Lion(Guarded):
+    """Lion: the sign of an interpolation between momentum and gradient (Chen et al. 2023, arXiv:2302.06675, algorithm 2).
+
+    Args:
+        scale: Lion's learning rate is the groups' `lr` times this, its weight decay theirs over this.
+        chunk: elements that are updated at a time, so that scratch stays small.
+    """
+
+    def __init__(
+        self,
+        groups: Any,
+        *,
+        lr: float,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+        scale: float = 1.0,
+        chunk: int = 1 << 20,
+    ):
+        super().__init__(groups, lr=lr, betas=betas, weight_decay=weight_decay, scale=scale)
+        self.chunk = chunk
+
+    def _state(self, p: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
+        return {"exp_avg": torch.zeros_like(p, dtype=torch.float32, memory_format=torch.contiguous_format)}
+
+    def _update(self, p: Tensor, grad: Tensor, state: dict[str, Tensor], group: dict[str, Any]) -> None:
+        p, grad, state = locally(p, grad, state)
+        (first, second), lr = group["betas"], group["lr"] * group["scale"]
+        flat = (p.view(-1), grad.reshape(-1), state["exp_avg"].view(-1))
+        for weight, slope, mean in alike(list(zip(*(t.split(self.chunk) for t in flat), strict=True))):
+            slope = slope.float()
+            direction = torch.lerp(mean, slope, 1 - first).sign_()
+            value = (weight * (1 - group["lr"] * group["weight_decay"])).float().sub_(direction, alpha=lr)
+            keep_(weight, value, self.found_inf)
+            keep_(mean, torch.lerp(mean, slope, 1 - second), self.found_inf)
+
+
+def orthogonalize(matrix: Tensor, steps: int = 5, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """About U V^T of the singular value decomposition U S V^T: Muon's Newton-Schulz iteration.
+
+    Singular values end between about 0.7 and 1.2, which does the training no harm (Jordan et al. 2024, kellerjordan.github.io/posts/muon).
+
+    Args:
+        matrix: [n, m].
+        dtype: of the iterations, and of what comes out.
+
+    Example:
+        >>> o = orthogonalize(torch.diag(torch.tensor([3.0, 1.0]))).float().diagonal()
+        >>> bool(((o > 0.6) & (o < 1.3)).all())
+        True
+    """
+    a, b, c = 3.4445, -4.7750, 2.0315
+    tall = matrix.shape[0] > matrix.shape[1]
+    x = (matrix.t() if tall else matrix).to(dtype)
+    x = x / x.norm().clamp(min=1e-7)
+    for _ in range(steps):
+        gram = x @ x.t()
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.t() if tall else x
+
+
+def split_matrices(groups: Iterable[Any], by_adamw: Iterable[Any], mark: str) -> list[dict[str, Any]]:
+    """Parameter groups cut in two: matrices, which are marked `mark`, and what AdamW shall take: `by_adamw` and vectors."""
+    listed = list(groups)
+    others = {id(p) for p in by_adamw}
+    split = []
+    for group in listed if isinstance(listed[0], dict) else [{"params": listed}]:
+        matrices = [p for p in group["params"] if p.ndim == 2 and id(p) not in others]
+        rest = [p for p in group["params"] if p.ndim != 2 or id(p) in others]
+        split += [{**group, "params": matrices, mark: True}, {**group, "params": rest, mark: False}]
+    return [g for g in split if g["params"]]
+
+
+class Muon(Guarded):
+    """Muon for the groups marked `muon`, AdamW for the others, at one learning rate.
+
+    Nesterov momentum is orthogonalized; the update is scaled by 0.2 sqrt(max(n, m)), so that its size is that of AdamW's and rate and
+    weight decay carry over (Liu et al. 2025, arXiv:2502.16982, section 2.2). What torch.optim.Muon computes, and it skips a step whose gradients are not finite.
+
+    Args:
+        dtype: in which it is orthogonalized.
+    """
+
+    def __init__(
+        self,
+        groups: Any,
+        *,
+        lr: float,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        momentum: float = 0.95,
+        steps: int = 5,
+        dtype: torch.dtype = torch.bfloat16,
+    ):
+        self.dtype = dtype
+        super().__init__(
+            groups, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, momentum=momentum, steps=steps, muon=False
+        )
+
+    def _state(self, p: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
+        return {"momentum": torch.zeros_like(p)} if group["muon"] else adamw_state(p)
+
+    def _update(self, p: Tensor, grad: Tensor, state: dict[str, Tensor], group: dict[str, Any]) -> None:
+        like, side = p, max(p.shape)
+        p, grad, state = locally(p, grad, state)
+        if not group["muon"]:
+            adamw_(p, grad, state["exp_avg"], state["exp_avg_sq"], state["step"], group, self.found_inf)
+            return
+        decayed = p * (1 - group["lr"] * group["weight_decay"])
+        momentum = state["momentum"] * group["momentum"] + grad
+        update = torch.add(grad, momentum, alpha=group["momentum"])
+        if isinstance(like, DTensor):  # whole on every device, in the precision that is computed in
+            update = share_of(orthogonalize(whole(spread_as(update.to(self.dtype), like)), group["steps"], self.dtype), like)
+        else:
+            update = orthogonalize(update, group["steps"], self.dtype)
+        keep_(p, decayed.add_(update, alpha=-group["lr"] * 0.2 * side**0.5), self.found_inf)
+        keep_(state["momentum"], momentum, self.found_inf)
+
+
+class Adafactor(Guarded):
+    """Adafactor: second moments of a matrix as one row and one column, no first moment (Shazeer and Stern 2018, arXiv:1804.04235, algorithm 4).
+
+    With a learning rate from outside: updates are clipped to a root mean square of `clip` and scaled by the rate. A tensor of three dimensions is
+    a stack of matrices (experts), each treated by itself. Of parameters that are spread over devices every device has the whole (small)
+    state and takes the whole gradient, matrix by matrix.
+    """
+
+    def __init__(self, groups: Any, *, lr: float, weight_decay: float = 0.0, decay: float = 0.8, clip: float = 1.0):
+        super().__init__(groups, lr=lr, weight_decay=weight_decay, decay=decay, clip=clip)
+
+    def _state(self, p: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
+        step = torch.zeros((), device=p.device)
+        shapes = {"square": p.shape} if p.ndim < 2 else {"row": p.shape[:-1], "column": (*p.shape[:-2], p.shape[-1])}
+        return {"step": step} | {k: torch.zeros(s, dtype=torch.float32, device=p.device) for k, s in shapes.items()}
+
+    def _update(self, p: Tensor, grad: Tensor, state: dict[str, Tensor], group: dict[str, Any]) -> None:
+        step = state["step"] + 1
+        weight = step ** -group["decay"]  # 1 - beta2 of this step
+        update = whole(grad).float()
+        squares = update.square().add_(1e-30)
+        new = {"step": step}
+        if p.ndim < 2:
+            new["square"] = torch.lerp(state["square"], squares, weight)
+            update = update * new["square"].rsqrt()
+        else:
+            new["row"] = torch.lerp(state["row"], squares.mean(dim=-1), weight)
+            new["column"] = torch.lerp(state["column"], squares.mean(dim=-2), weight)
+            row = (new["row"] / new["row"].mean(dim=-1, keepdim=True)).rsqrt_()
+            update = update * row.unsqueeze(-1) * new["column"].rsqrt().unsqueeze(-2)
+        size = update.square().mean(dim=(-2, -1) if p.ndim >= 2 else -1, keepdim=True).sqrt()
+        update /= (size / group["clip"]).clamp_(min=1.0)
+        here = local(p)
+        value = here * (1 - group["lr"] * group["weight_decay"])
+        keep_(here, value.float().sub_(share_of(update, p), alpha=group["lr"]), self.found_inf)
+        for key, tensor in new.items():
+            keep_(state[key], tensor, self.found_inf)

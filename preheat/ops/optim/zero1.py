@@ -1,0 +1,116 @@
+"""ZeRO-1 on plain optimizers: each device keeps the states of its share of every parameter, updates that, and gathers the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+
+from preheat.ops.distributed.dtensor_utils import local
+
+__all__ = ["SharedOut", "share_out"]
+
+
+def _cut(t: Tensor, mesh: Any) -> DTensor:
+    """The share of this device of a tensor that every device has whole: rows of it, in the same memory."""
+    t = local(t.detach())
+    many = -(-t.shape[0] // mesh.size())  # rows of a share, the last ones perhaps fewer or none, as DTensor cuts them
+    start = min(torch.distributed.get_rank(mesh.get_group()) * many, t.shape[0])
+    rows = t[start : start + many]
+    return DTensor.from_local(rows, mesh, [Shard(0)], run_check=False, shape=t.shape, stride=t.stride())
+
+
+@contextmanager
+def _standing_in(modules: Iterable[nn.Module], others: dict[Tensor, Any]) -> Iterator[None]:
+    """Within, the modules' parameters are `others`: what an optimizer is told of them (which are the head's) then is of its own."""
+    places = [
+        (store, name, p)
+        for module in modules
+        for store in (m._parameters for m in module.modules())
+        for name, p in store.items()
+        if p is not None and p in others
+    ]
+    for store, name, p in places:
+        store[name] = others[p]
+    try:
+        yield
+    finally:
+        for store, name, p in places:
+            store[name] = p
+
+
+class SharedOut:
+    """An optimizer over this device's shares of parameters that every device has whole. Made by `share_out`.
+
+    After `step` all devices have all of the new weights. `state` is by the whole parameters, its tensors are spread over the devices
+    (DTensor), so that a checkpoint of it can be read by another number of them.
+    """
+
+    def __init__(self, optimizer: Any, shares: dict[Tensor, Any]):
+        self.optimizer, self.shares = optimizer, shares
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return self.optimizer.param_groups  # type: ignore[no-any-return]
+
+    @property
+    def state(self) -> dict[Tensor, dict[str, Any]]:
+        return {whole: self.optimizer.state[share] for whole, share in self.shares.items() if share in self.optimizer.state}
+
+    @property
+    def found_inf(self) -> Any:
+        """1, on the device, where this step shall change nothing."""
+        return self.optimizer.found_inf
+
+    @found_inf.setter
+    def found_inf(self, value: Any) -> None:
+        self.optimizer.found_inf = value
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """One update; the gradients are whole and the same on every device."""
+        for whole, share in self.shares.items():
+            share.grad = None if whole.grad is None else _cut(whole.grad, share.device_mesh)
+        self.optimizer.step()
+        for whole, share in self.shares.items():
+            if share.grad is not None:
+                share.grad = None
+                local(whole).copy_(share.full_tensor())
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for whole in self.shares:
+            if set_to_none:
+                whole.grad = None
+            elif whole.grad is not None:
+                whole.grad.zero_()
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.optimizer.state_dict()  # type: ignore[no-any-return]
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.optimizer.load_state_dict(state)
+
+
+def share_out(
+    make: Callable[..., Any], groups: Iterable[dict[str, Any]], mesh: Any, *, modules: Iterable[nn.Module] = (), **settings: Any
+) -> SharedOut:
+    """The optimizer `make(groups, **settings)`, made over this device's shares of the parameters.
+
+    Args:
+        groups: of parameters that every device of the mesh has whole, with equal values.
+        mesh: torch's mesh of one dimension.
+        modules: those that the parameters belong to, for a `make` that looks at them.
+    """
+    shares: dict[Tensor, Any] = {}
+    cut = []
+    for group in groups:
+        for p in group["params"]:
+            shares[p] = nn.Parameter(_cut(p, mesh))
+            shares[p].grad_dtype = None  # half weights may have fp32 gradients
+        cut.append({**group, "params": [shares[p] for p in group["params"]]})
+    with _standing_in(modules, shares):
+        return SharedOut(make(cut, **settings), shares)

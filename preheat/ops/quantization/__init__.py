@@ -1,0 +1,1 @@
+"""Quantized weights: grids, codes, linear layers and how they are stored."""

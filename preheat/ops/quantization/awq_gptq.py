@@ -1,0 +1,157 @@
+"""Choosing codes by what they do to outputs: the range of each group, AWQ's input factors, GPTQ, SmoothQuant's factors.
+
+All look at the inputs x of a map through their Gram matrix sum(x x^T) [in, in]: the squared error of the outputs over all the tokens
+that were seen is tr(D gram D^T) for a change D of the weight [out, in].
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from preheat.ops.quantization.grids import HALF, Groups, group_grid, group_values, quantize_groups, round_groups
+
+__all__ = ["awq", "gptq", "output_error", "ranged", "smooth"]
+
+_SHRINKS = tuple(1.0 - 0.05 * n for n in range(9))  # from the whole range of a group down to 60 % of it
+_POWERS = tuple(n / 20 for n in range(21))
+
+
+def output_error(change: Tensor, gram: Tensor) -> float:
+    """The squared error of the outputs over all tokens, for a change [out, in] of the weight.
+
+    Example:
+        >>> x = torch.tensor([[1.0, 2.0]])
+        >>> output_error(torch.tensor([[1.0, 0.0], [0.0, 1.0]]), x.t() @ x)
+        5.0
+    """
+    return float(((change @ gram) * change).sum())
+
+
+def ranged(weight: Tensor, gram: Tensor, group: int, *, symmetric: bool) -> tuple[Tensor, Tensor | None]:
+    """The grid of `group_grid` whose range suits the outputs best, group by group: large values may be clipped for the sake of the rest.
+
+    Groups are looked at by themselves, through the blocks of the Gram matrix on its diagonal.
+    """
+    count = weight.shape[1] // group
+    blocks = gram.unflatten(0, (count, group)).unflatten(2, (count, group))
+    own = blocks.diagonal(dim1=0, dim2=2).permute(2, 0, 1)  # [groups, group, group]
+    best: Tensor | None = None
+    held: tuple[Tensor, Tensor | None] | None = None
+    for shrink in _SHRINKS:
+        scales, zeros = group_grid(weight, group, symmetric=symmetric, shrink=shrink)
+        change = group_values(Groups(round_groups(weight, scales, zeros), scales, zeros)) - weight
+        change = change.unflatten(1, (count, group)).transpose(0, 1)  # [groups, out, group]
+        error = ((change @ own) * change).sum(dim=2).t()
+        if best is None or held is None:
+            best, held = error, (scales, zeros)
+            continue
+        less = error < best
+        best = torch.where(less, error, best)
+        kept = None if zeros is None or held[1] is None else torch.where(less, zeros, held[1])
+        held = torch.where(less, scales, held[0]), kept
+    assert held is not None
+    return held
+
+
+def awq(weight: Tensor, gram: Tensor, group: int, *, symmetric: bool = True) -> tuple[Groups, Tensor]:
+    """Activation-aware weight quantization: inputs that are large on average get finer steps.
+
+    The weight's columns are multiplied by s and the inputs divided by it, s = rms(x)^a for the a in [0, 1] with the least error of the
+    outputs; then each group's range is chosen. Lin et al. 2023 (arXiv:2306.00978), with the root mean square for the mean magnitude.
+
+    Args:
+        weight: [out, in].
+        gram: sum(x x^T) over the inputs [in, in].
+
+    Returns:
+        Codes for the weight whose columns are divided by the factors, and the factors [in] in bf16, by which inputs are multiplied.
+
+    Example:
+        >>> made, factors = awq(torch.randn(8, 64), torch.eye(64), 32)
+        >>> made.codes.shape, factors.shape
+        (torch.Size([8, 64]), torch.Size([64]))
+    """
+    weight, gram = weight.detach().float(), gram.float()
+    size = gram.diagonal().clamp(min=1e-12).sqrt()
+
+    def tried(power: float, searched: bool) -> tuple[float, Groups, Tensor]:
+        s = size.pow(power)
+        factors = (1 / (s / (s.max() * s.min()).sqrt())).to(HALF)
+        wide = weight / factors.float()
+        if searched:
+            grid = ranged(wide, gram * factors.float()[:, None] * factors.float(), group, symmetric=symmetric)
+            made = Groups(round_groups(wide, *grid), *grid)
+        else:
+            made = quantize_groups(wide, group, symmetric=symmetric)
+        return output_error(group_values(made) * factors.float() - weight, gram), made, factors
+
+    power = min(_POWERS, key=lambda power: tried(power, False)[0])
+    _, made, factors = min((tried(power, searched) for searched in (False, True)), key=lambda found: found[0])
+    return made, factors
+
+
+def gptq(
+    weight: Tensor, gram: Tensor, group: int, *, symmetric: bool = True, damping: float = 0.01, block: int = 128
+) -> Groups:
+    """GPTQ: column by column, what rounding a column changes in the outputs is made up for by the columns not yet rounded.
+
+    Frantar et al. 2022 (arXiv:2210.17323), algorithm 1; columns in the order of their inputs' size, on grids that are chosen before
+    (`ranged`), so that the order of columns in memory stays what it was.
+
+    Args:
+        weight: [out, in].
+        gram: sum(x x^T) over the inputs [in, in].
+        damping: added to the diagonal, as a share of its mean.
+        block: columns after which the rest is updated at once.
+
+    Returns:
+        Codes and grid.
+
+    Example:
+        >>> gptq(torch.randn(8, 64), torch.eye(64), 32).codes.dtype
+        torch.uint8
+    """
+    original = weight.detach().float()
+    scales, zeros = ranged(original, gram.float(), group, symmetric=symmetric)
+    curve = gram.double().clone()
+    diagonal = curve.diagonal()
+    unused = diagonal <= 0  # inputs that are always zero
+    diagonal[unused] = diagonal.mean().clamp(min=1e-12)
+    order = diagonal.argsort(descending=True)
+    diagonal += damping * diagonal.mean()
+    upper = torch.linalg.cholesky(torch.cholesky_inverse(torch.linalg.cholesky(curve[order][:, order])), upper=True).float()
+    left, codes = original[:, order].clone(), torch.empty_like(original, dtype=torch.uint8)
+    columns = order.tolist()
+    for start in range(0, len(columns), block):
+        end = min(start + block, len(columns))
+        lost = torch.zeros(original.shape[0], end - start, device=weight.device)
+        for n in range(start, end):
+            scale = scales[:, columns[n] // group, None]
+            zero = None if zeros is None else zeros[:, columns[n] // group, None]
+            code = round_groups(left[:, n : n + 1], scale, zero)
+            codes[:, columns[n]] = code[:, 0]
+            error = (left[:, n] - group_values(Groups(code, scale, zero))[:, 0]) / upper[n, n]
+            left[:, n:end] -= error[:, None] * upper[n, n:end]
+            lost[:, n - start] = error
+        left[:, end:] -= lost @ upper[start:end, end:]
+    return Groups(codes, scales, zeros)
+
+
+def smooth(weight: Tensor, largest: Tensor, strength: float = 0.5) -> Tensor:
+    """SmoothQuant's factors [in] in bf16, by which inputs are multiplied: outliers move from the inputs into the weight.
+
+    s = max|x|^strength / max|w|^(1 - strength) for each input, and inputs are divided by it. Xiao et al. 2022 (arXiv:2211.10438), eq. 4.
+
+    Args:
+        weight: [out, in].
+        largest: [in], the largest magnitude of each input that was seen.
+
+    Example:
+        >>> smooth(torch.ones(2, 2), torch.tensor([4.0, 1.0])).tolist()
+        [0.5, 1.0]
+    """
+    s = largest.float().clamp(min=1e-5).pow(strength) / weight.detach().float().abs().amax(dim=0).clamp(min=1e-5).pow(
+        1 - strength
+    )
+    return (1 / s.clamp(min=1e-5)).to(HALF)

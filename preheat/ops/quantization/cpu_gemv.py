@@ -1,0 +1,63 @@
+"""Few rows times weights of eight or four bits on CPUs with AVX2 and no more, by `cpu_gemv.cpp`.
+
+Plain calls, and not operators of torch, whose dispatch would take as long as a small product: tracers and dry runs are sent to aten's operators.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from preheat.hardware.cpp_build import quick_library
+
+__all__ = ["eight_bits", "four_bits", "of_use"]
+
+
+def of_use() -> bool:
+    """Whether these are quicker than aten's own kernels here, which are for AVX512 and for ARM, can be built, and nobody looks on who needs operators."""
+    if torch.compiler.is_compiling() or torch.jit.is_tracing() or torch._C._len_torch_dispatch_stack() > 0:
+        return False
+    return _avx2_alone() and _made() is not None
+
+
+@functools.cache
+def _avx2_alone() -> bool:
+    return torch.backends.cpu.get_cpu_capability() == "AVX2"
+
+
+def eight_bits(x: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
+    """x bf16 [rows, in] times codes int8 [out, in] and scales bf16 [out]: bf16 [rows, out]. `in` is a multiple of 32."""
+    out = x.new_empty(x.shape[0], codes.shape[0])
+    _call("preheat_eight_bits", (x, codes, scales), out, *codes.shape)
+    return out
+
+
+def four_bits(x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor:
+    """x bf16 [rows, in] times (code - 8) * scale + zero: bf16 [rows, out].
+
+    Args:
+        codes: uint8 [out, in / 2], two a byte, as `ops.quantization.grids.pack` has them.
+        scales, zeros: bf16 [out, in / group], the group a multiple of 32; zeros None: symmetric.
+    """
+    out = x.new_empty(x.shape[0], codes.shape[0])
+    _call("preheat_four_bits", (x, codes, scales, zeros), out, codes.shape[0], x.shape[1], x.shape[1] // scales.shape[1])
+    return out
+
+
+def _call(name: str, given: tuple[Tensor | None, ...], out: Tensor, *sizes: int) -> None:
+    made = _made()
+    assert made is not None, "of_use() comes first"
+    held = [None if t is None else t.contiguous() for t in given]
+    places = [ctypes.c_void_p(None if t is None else t.data_ptr()) for t in (*held, out)]
+    getattr(made, name)(*places, *map(ctypes.c_int64, (out.shape[0], *sizes)), torch.get_num_threads())
+
+
+@functools.cache
+def _made() -> ctypes.CDLL | None:
+    return quick_library(
+        Path(__file__).with_suffix(".cpp"), "maps in eight and four bits are computed by aten, in two to three times the time"
+    )

@@ -1,0 +1,167 @@
+"""Fake quantization: forward passes see weights as a grid rounds them, gradients pass as if nothing was rounded.
+
+The straight-through estimator of Bengio et al. 2013 (arXiv:1308.3432); for quantization, Jacob et al. 2018 (arXiv:1712.05877). The
+grid is that of `preheat.ops.quantization.grids`, taken anew from the weights in each forward pass, so that converting afterwards gives the very
+values that were trained with.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers.pytorch_utils import Conv1D
+
+from preheat.ops.adapters.peft_layers import added_linear
+from preheat.ops.quantization.grids import group_values, quantize_groups, quantize_rows, round_inputs
+from preheat.ops.quantization.nf4 import PackedMap
+
+__all__ = ["Grid", "fake_", "rounded", "unfake_"]
+
+
+@dataclass(frozen=True)
+class Grid:
+    """What a map is rounded to.
+
+    Attributes:
+        bits: 4, in groups, or 8, a scale for each output.
+        group: inputs that share a scale, of 4 bits.
+        symmetric: no zeros, of 4 bits.
+        inputs: inputs are rounded to eight bits for each token, too.
+    """
+
+    bits: int
+    group: int = 0
+    symmetric: bool = True
+    inputs: bool = False
+
+
+def rounded(weight: Tensor, grid: Grid) -> Tensor:
+    """The values [out, in] that a grid has for a weight, fp32.
+
+    Example:
+        >>> rounded(torch.tensor([[-8.0, 7.0, 0.4, 1.0]]), Grid(4, 4)).tolist()
+        [[-8.0, 7.0, 0.0, 1.0]]
+    """
+    if grid.bits == 4:
+        return group_values(quantize_groups(weight, grid.group, symmetric=grid.symmetric))
+    codes, scales = quantize_rows(weight)
+    return codes.float() * scales.float()[:, None]
+
+
+class _Weight(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, grid: Grid) -> Tensor:  # type: ignore[override]
+        return rounded(weight, grid).to(weight.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return slope, None
+
+
+class _Inputs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:  # type: ignore[override]
+        codes, scale = round_inputs(x.reshape(-1, x.shape[-1]))
+        return (codes * scale).view(x.shape).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, slope: Tensor) -> Tensor:  # type: ignore[override]
+        return slope
+
+
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None, grid: Grid) -> Tensor:
+    """weight: [out, in]."""
+    made = _Weight.apply(weight, grid)
+    return F.linear(_Inputs.apply(x) if grid.inputs else x, made.to(x.dtype) if made.dtype != x.dtype else made, bias)
+
+
+class FakeLinear(nn.Linear):
+    """A Linear whose forward passes see its weight rounded. Its parameters are those of the Linear."""
+
+    preheat_grid: Grid
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _product(x, self.weight, self.bias, self.preheat_grid)
+
+
+class FakeConv1D(Conv1D):  # type: ignore[misc]
+    """GPT-2's linear map, [in, out], likewise."""
+
+    preheat_grid: Grid
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _product(x, self.weight.t(), self.bias, self.preheat_grid)
+
+
+@functools.cache
+def _adapted() -> type[nn.Module]:
+    """peft's LoRA around a linear map, whose forward passes see W + s B A rounded together: what merging will give."""
+    from peft.tuners.lora import Linear
+
+    class FakeAdapted(Linear):
+        preheat_grid: Grid
+
+        def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            base: Any = self.get_base_layer()
+            weight = base.weight.float()
+            if not self.disable_adapters:
+                weight = weight + self.get_delta_weight("default").float()
+            weight = weight.t() if isinstance(base, Conv1D) else weight
+            kind = x.device.type
+            x = x.to(torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else base.weight.dtype)
+            return _product(x, weight, None if base.bias is None else base.bias.to(x.dtype), self.preheat_grid)
+
+    return FakeAdapted
+
+
+_FAKE: dict[type[nn.Module], type[nn.Module]] = {nn.Linear: FakeLinear, Conv1D: FakeConv1D}
+
+
+def fake_(model: nn.Module, grids: Mapping[str, Grid]) -> int:
+    """Lets maps of a model see their weights rounded, in place; a map under LoRA sees its base and the adapter rounded together.
+
+    Args:
+        grids: by the maps' names, without peft's `base_layer`.
+
+    Returns:
+        How many.
+
+    Raises:
+        ValueError: an adapter that is no plain LoRA, has dropout, or stands on a packed base: what it adds is then not what merging gives.
+    """
+    for name, grid in grids.items():
+        module: Any = model.get_submodule(name)
+        if type(module) in _FAKE:
+            module.__class__ = _FAKE[type(module)]
+        else:
+            _require_lora(name, module)
+            module.__class__ = _adapted()
+        module.preheat_grid = grid
+    return len(grids)
+
+
+def _require_lora(name: str, module: Any) -> None:
+    from peft.tuners.lora import Linear
+
+    if type(module) not in (Linear, added_linear()) or module.use_dora.get("default", False):
+        raise ValueError(f"{name}: only a plain LoRA (variant lora, rslora or pissa) can be rounded together with its base")
+    if not isinstance(module.lora_dropout["default"], nn.Identity):
+        raise ValueError(f"{name}: an adapter with dropout cannot be rounded together with its base; set its dropout to 0")
+    if isinstance(module.get_base_layer(), PackedMap):
+        raise ValueError(f"{name}: its base stands packed already; train the adapter on the full base")
+
+
+def unfake_(model: nn.Module) -> int:
+    """Makes maps of `fake_` plain ones again, in place: their weights as they are, not rounded. Returns how many."""
+    plain: dict[type[nn.Module], type[nn.Module]] = {fake: real for real, fake in _FAKE.items()} | {_adapted(): added_linear()}
+    found = [m for m in model.modules() if type(m) in plain]
+    for module in found:
+        module.__class__ = plain[type(module)]
+        del module.preheat_grid
+    return len(found)

@@ -1,0 +1,82 @@
+"""Which maps of a model are quantized, which are kept high, and the group of each."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from preheat.errors import nearest
+from preheat.ops.quantization.grids import divisor
+
+__all__ = ["AUTO", "GROUP", "group_of", "kept_names", "linear_maps"]
+
+AUTO = "auto"
+GROUP = 32
+"""What `auto` is where it divides: the group of llama.cpp's Q4_0 and of ExecuTorch's 8da4w."""
+
+
+def linear_maps(model: nn.Module) -> dict[str, nn.Module]:
+    """The plain linear maps of a model by name, [in -> out] each."""
+    return {name: m for name, m in model.named_modules() if type(m) in (nn.Linear, Conv1D)}
+
+
+def kept_names(names: Iterable[str], keep: str | Sequence[str], roles: Mapping[str, Sequence[str]]) -> set[str]:
+    """Those of `names` that `keep` means.
+
+    Args:
+        names: of the modules that could be quantized.
+        keep: each a role, the last parts of names (`down_proj`, `mlp.down_proj`), or a regular expression for whole names.
+        roles: what the words embedding, head, first and last stand for in this model.
+
+    Raises:
+        ValueError: an entry matches nothing; the message has the nearest that would.
+
+    Example:
+        >>> sorted(kept_names(["a.up", "a.down", "b.up"], ["up"], {}))
+        ['a.up', 'b.up']
+    """
+    names = list(names)
+    found: set[str] = set()
+    for entry in (keep,) if isinstance(keep, str) else keep:
+        matched = [name for name in names if name in roles[entry]] if entry in roles else _matching(names, entry)
+        if not matched and entry not in roles:
+            known = sorted({name.rpartition(".")[2] for name in names} | set(roles))
+            raise ValueError(f"keep: {entry!r} matches no linear map or embedding of the model; {nearest(entry, known)}")
+        found.update(matched)
+    return found
+
+
+def _matching(names: Sequence[str], entry: str) -> list[str]:
+    try:
+        pattern = re.compile(entry)
+    except re.error as error:
+        raise ValueError(f"keep: {entry!r} is no regular expression ({error})") from None
+    return [name for name in names if name == entry or name.endswith(f".{entry}") or pattern.fullmatch(name)]
+
+
+def group_of(name: str, inputs: int, group: int | str) -> int:
+    """Inputs that share a scale in one map.
+
+    Args:
+        group: a number that divides `inputs`, or auto: the divisor nearest to 32.
+
+    Raises:
+        ValueError: it does not divide; the message names the map and the nearest number that does.
+
+    Example:
+        >>> group_of("down_proj", 172, "auto")
+        43
+    """
+    if group == AUTO:
+        return divisor(inputs, GROUP)
+    wanted: Any = group
+    if inputs % wanted:
+        raise ValueError(
+            f"group: {wanted} does not divide the {inputs} inputs of {name}; the nearest that does is {divisor(inputs, wanted)}; "
+            f"use group=auto for each map's own, or keep the map ({name.rpartition('.')[2]})"
+        )
+    return int(wanted)

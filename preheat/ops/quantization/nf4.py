@@ -1,0 +1,315 @@
+"""NF4 weights: 4 bits each, for linear maps that are not trained (Dettmers et al. 2023, arXiv:2305.14314).
+
+Blocks of 64 weights are divided by their largest magnitude, and each weight becomes the nearest of 16 levels. With double
+quantization the blocks' scales, less their mean, become 8 bits in turn, in blocks of 256: 0.516 bytes a weight in all.
+What bitsandbytes computes; here in plain torch, so that it runs on any device and under fake tensors. On CUDA weights are dequantized by
+bitsandbytes' kernels if that is installed, which read the same bytes, else by one of ours.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from collections.abc import Iterator
+from contextlib import contextmanager
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers.pytorch_utils import Conv1D
+
+from preheat.ops.cuda_kernels import is_plain, named_failures
+from preheat.ops.distributed.dtensor_utils import local, share_of, whole
+
+__all__ = [
+    "LEVELS",
+    "PackedConv1D",
+    "PackedLinear",
+    "PackedMap",
+    "Tables",
+    "dequantize",
+    "pack_",
+    "quantize",
+    "tables",
+    "unpack_",
+]
+
+LEVELS = (
+    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
+    *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),
+    *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
+    *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+)  # arXiv:2305.14314, appendix E
+BLOCK, SCALES = 64, 256  # weights with one scale; scales with one range
+_THEIRS = (torch.float32, torch.bfloat16, torch.float16)  # what bitsandbytes dequantizes to
+_CHUNK = 1 << 16  # blocks taken at a time, so that scratch stays small
+
+
+class Packed(NamedTuple):
+    """A weight in NF4. `scales` and `ranges` hold fp32 as the bits of int32: what casts a model's floats must not round them.
+
+    Attributes:
+        codes: uint8 [blocks * 32], two weights a byte, the first in the high half.
+        scales: of each block: uint8 with double quantization, else fp32 bits.
+        ranges: fp32 bits [blocks of scales + 1], the scales' mean last; None without double quantization.
+    """
+
+    codes: Tensor
+    scales: Tensor
+    ranges: Tensor | None
+
+
+class Tables(NamedTuple):
+    """pairs: fp32 [256, 2], the two weights of a byte; scales: fp32 [256], the levels of an 8-bit scale."""
+
+    pairs: Tensor
+    scales: Tensor
+
+
+def dynamic_levels() -> Tensor:
+    """The 256 levels of the dynamic tree type, ascending: a sign, a power of ten, a linear fraction (arXiv:2110.02861, section 2.2)."""
+    positive = []
+    for exponent in range(7):
+        edges = torch.linspace(0.1, 1, 2**exponent + 1, dtype=torch.float32)
+        positive.append((edges[:-1] + edges[1:]) / 2 * 10.0 ** (exponent - 6))
+    levels = torch.cat(positive)
+    return torch.cat([levels, -levels, torch.tensor([0.0, 1.0])]).sort().values
+
+
+def tables(device: Any = None) -> Tables:
+    """What `dequantize` looks values up in."""
+    levels = torch.tensor(LEVELS)
+    byte = torch.arange(256)
+    found = Tables(torch.stack([levels[byte >> 4], levels[byte & 15]], dim=1), dynamic_levels())
+    return Tables(*(t.to(device) for t in found))
+
+
+def _nearest(values: Tensor, levels: Tensor) -> Tensor:
+    """Index of the nearest level, int32."""
+    return torch.bucketize(values, (levels[:-1] + levels[1:]) / 2, out_int32=True)
+
+
+def _blocks(flat: Tensor, size: int) -> Tensor:
+    """[n, size], the last row filled up with zeros."""
+    return F.pad(flat, (0, -flat.numel() % size)).view(-1, size)
+
+
+def quantize(value: Tensor, *, double: bool = True) -> Packed:
+    """A weight in NF4.
+
+    Example:
+        >>> packed = quantize(torch.randn(64, 64))
+        >>> packed.codes.numel(), packed.scales.dtype
+        (2048, torch.uint8)
+    """
+    levels = torch.tensor(LEVELS, device=value.device)
+    codes, scales = [], []
+    for blocks in _blocks(value.detach().float().reshape(-1), BLOCK).split(_CHUNK):
+        scale = blocks.abs().amax(dim=1)
+        found = _nearest(blocks / scale.clamp(min=torch.finfo(torch.float32).tiny)[:, None], levels).to(torch.uint8)
+        codes.append(found[:, 0::2] << 4 | found[:, 1::2])
+        scales.append(scale)
+    scale = torch.cat(scales)
+    packed = torch.cat(codes).view(-1)
+    if not double:
+        return Packed(packed, scale.view(torch.int32), None)
+    mean = scale.mean()
+    centred = _blocks(scale - mean, SCALES)
+    largest = centred.abs().amax(dim=1)
+    small = _nearest(centred / largest.clamp(min=torch.finfo(torch.float32).tiny)[:, None], dynamic_levels().to(value.device))
+    return Packed(
+        packed, small.to(torch.uint8).view(-1)[: scale.numel()].clone(), torch.cat([largest, mean[None]]).view(torch.int32)
+    )
+
+
+def dequantize(packed: Packed, shape: tuple[int, ...], dtype: torch.dtype, look: Tables) -> Tensor:
+    """The weight that NF4 stands for, of `shape`; multiplied in fp32 and then rounded to `dtype`."""
+    values = _values(packed.codes, packed.scales, packed.ranges, look.pairs, look.scales, dtype)
+    return values[: prod(shape)].view(shape)
+
+
+# One operator, so that a dry run of a large model does not walk through its chunks one by one, and sees the one kernel that CUDA runs.
+@torch.library.custom_op("preheat::nf4_values", mutates_args=())
+def _values(codes: Tensor, scales: Tensor, ranges: Tensor | None, pairs: Tensor, levels: Tensor, dtype: torch.dtype) -> Tensor:
+    if codes.is_cuda and not is_plain("nf4_values"):
+        with named_failures("nf4_values"):
+            theirs = _has_bitsandbytes() and dtype in _THEIRS and codes.numel() < 1 << 30  # they count weights in 32 bits
+            return (by_bitsandbytes if theirs else by_triton)(codes, scales, ranges, pairs, levels, dtype)
+    codes = codes.view(-1, BLOCK // 2)
+    out = torch.empty(codes.shape[0], BLOCK, dtype=dtype, device=codes.device)
+    for start in range(0, codes.shape[0], _CHUNK):
+        rows = slice(start, start + _CHUNK)
+        values = F.embedding(codes[rows].int(), pairs).view(-1, BLOCK)
+        out[rows] = values.mul_(_scales(scales, ranges, levels, rows)[:, None])
+    return out.view(-1)
+
+
+@_values.register_fake
+def _(codes: Tensor, scales: Tensor, ranges: Tensor | None, pairs: Tensor, levels: Tensor, dtype: torch.dtype) -> Tensor:
+    return codes.new_empty(codes.numel() * 2, dtype=dtype)
+
+
+def _scales(scales: Tensor, ranges: Tensor | None, levels: Tensor, rows: slice) -> Tensor:
+    """The scales of some blocks, fp32; `rows` begins with a range."""
+    if ranges is None:
+        return scales.view(torch.float32)[rows]
+    largest, small = ranges.view(torch.float32), scales[rows]
+    first = rows.start // SCALES
+    each = largest[first : first + -(-small.numel() // SCALES), None].expand(-1, SCALES).reshape(-1)[: small.numel()]
+    return levels.index_select(0, small.int()) * each + largest[-1]
+
+
+def by_triton(
+    codes: Tensor, scales: Tensor, ranges: Tensor | None, pairs: Tensor, levels: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """The values by one kernel of ours. Products and sums are rounded apart, as on a CPU: the same bits."""
+    from preheat.ops.triton_kernels import nf4_kernel
+
+    out, count, step = codes.new_empty(codes.numel() * 2, dtype=dtype), codes.numel(), 1024
+    fp32 = scales.view(torch.float32) if ranges is None else ranges.view(torch.float32)
+    with torch.cuda.device_of(codes):
+        nf4_kernel[(-(-count // step),)](
+            *(codes, fp32 if ranges is None else scales, fp32, pairs, levels, out, count, fp32.numel() - 1),
+            DOUBLE=ranges is not None,
+            BYTES=step,
+            enable_fp_fusion=False,
+        )
+    return out
+
+
+def by_bitsandbytes(
+    codes: Tensor, scales: Tensor, ranges: Tensor | None, pairs: Tensor, levels: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """The values by bitsandbytes' kernels, which read the same bytes: one for the weights and, with double quantization, two for their scales."""
+    import bitsandbytes  # noqa: F401  # registers the operators
+
+    kernels = torch.ops.bitsandbytes
+    fp32 = scales.view(torch.float32) if ranges is None else ranges.view(torch.float32)
+    if ranges is not None:
+        fp32 = kernels.dequantize_blockwise(scales, fp32[:-1], levels, SCALES, torch.float32).add_(fp32[-1])
+    return kernels.dequantize_4bit(codes, fp32, BLOCK, "nf4", [codes.numel() * 2], dtype)  # type: ignore[no-any-return]
+
+
+@functools.cache
+def _has_bitsandbytes() -> bool:
+    return importlib.util.find_spec("bitsandbytes") is not None
+
+
+class _Product(torch.autograd.Function):
+    """x W^T (or x W) with W in NF4: forward and backward each make W for as long as they need it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, shape: tuple[int, int], transposed: bool, *held: Tensor | None) -> Tensor:  # type: ignore[override]
+        ctx.save_for_backward(*held)
+        ctx.shape, ctx.transposed = shape, transposed
+        weight = dequantize(Packed(*held[:3]), shape, x.dtype, Tables(*held[3:]))  # type: ignore[arg-type]
+        return F.linear(x, weight.t() if transposed else weight)
+
+    @staticmethod
+    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        held = ctx.saved_tensors
+        weight = dequantize(Packed(*held[:3]), ctx.shape, slope.dtype, Tables(*held[3:]))
+        return F.linear(slope, weight if ctx.transposed else weight.t()), *(None,) * 7
+
+
+class PackedMap(nn.Module):
+    """What a linear map becomes in NF4. `weight` is no parameter any more but is dequantized, in fp32, whenever it is read."""
+
+    nf4_codes: Tensor
+    nf4_scales: Tensor
+    nf4_ranges: Tensor | None
+    nf4_pairs: Tensor
+    nf4_levels: Tensor
+    nf4_shape: tuple[int, int]
+    nf4_draft: Tensor | None
+    bias: Tensor | None
+
+    @property
+    def weight(self) -> Tensor:
+        if self.nf4_draft is not None:
+            return self.nf4_draft
+        packed = Packed(*(None if t is None else whole(t) for t in self._packed()))  # type: ignore[arg-type]
+        weight = dequantize(packed, self.nf4_shape, torch.float32, self._tables())
+        if not torch.compiler.is_compiling():
+            weight._is_hf_initialized = True  # type: ignore[attr-defined]  # transformers is not to draw new values for a copy
+        return weight
+
+    def _packed(self) -> Packed:
+        return Packed(self.nf4_codes, self.nf4_scales, self.nf4_ranges)
+
+    def _tables(self) -> Tables:
+        return Tables(self.nf4_pairs, self.nf4_levels)
+
+    @contextmanager
+    def written(self) -> Iterator[Tensor]:
+        """The full weight, to be written within; it is packed on leaving."""
+        self.nf4_draft = torch.empty(self.nf4_shape, dtype=torch.float32, device=self.nf4_codes.device)
+        try:
+            yield self.nf4_draft
+            new = quantize(self.nf4_draft, double=self.nf4_ranges is not None)
+        finally:
+            self.nf4_draft = None
+        with torch.no_grad():
+            for old, value in zip((*self._packed(), *self._tables()), (*new, *tables(self.nf4_codes.device)), strict=True):
+                if old is not None and value is not None:
+                    local(old).copy_(share_of(value, old))
+
+    def forward(self, x: Tensor) -> Tensor:
+        kind = x.device.type
+        x = x.to(torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype)
+        out = _Product.apply(x, self.nf4_shape, isinstance(self, Conv1D), *self._packed(), *self._tables())
+        return out if self.bias is None else out + self.bias.to(out.dtype)  # type: ignore[no-any-return]
+
+
+class PackedLinear(PackedMap, nn.Linear):  # type: ignore[misc,override]
+    """A Linear in NF4. Still a Linear, so that adapters find it."""
+
+
+class PackedConv1D(PackedMap, Conv1D):  # type: ignore[misc]
+    """GPT-2's linear map, [in, out], in NF4."""
+
+
+_CLASSES: dict[type[nn.Module], type[PackedMap]] = {nn.Linear: PackedLinear, Conv1D: PackedConv1D}
+
+
+def pack_(maps: list[nn.Module], *, double: bool = True) -> int:
+    """Puts the weights of linear maps into NF4, in place; on meta only the shapes. Returns the number of weights.
+
+    Args:
+        maps: modules of the very types nn.Linear and Conv1D.
+    """
+    look = tables(next((m._parameters["weight"].device for m in maps), None))  # type: ignore[union-attr]  # one for all of them
+    count = 0
+    for module in maps:
+        weight: Tensor = module._parameters.pop("weight")  # type: ignore[assignment]
+        count += weight.numel()
+        if weight.device.type == "meta":
+            blocks = -(-weight.numel() // BLOCK)
+            ranges = torch.empty(-(-blocks // SCALES) + 1, dtype=torch.int32, device="meta") if double else None
+            scales = torch.empty(blocks, dtype=torch.uint8 if double else torch.int32, device="meta")
+            new = Packed(torch.empty(blocks * BLOCK // 2, dtype=torch.uint8, device="meta"), scales, ranges)
+        else:
+            new = quantize(weight, double=double)
+        module.__class__ = _CLASSES[type(module)]
+        assert isinstance(module, PackedMap)
+        module.nf4_shape, module.nf4_draft = tuple(weight.shape), None  # type: ignore[assignment]
+        for name, value in zip(("nf4_codes", "nf4_scales", "nf4_ranges"), new, strict=True):
+            module.register_parameter(name, None if value is None else nn.Parameter(value, requires_grad=False))
+        module.register_buffer("nf4_pairs", look.pairs, persistent=False)
+        module.register_buffer("nf4_levels", look.scales, persistent=False)
+    return count
+
+
+def unpack_(module: PackedMap) -> None:
+    """Makes a linear map in NF4 a plain one again, in place: its weight a parameter in fp32."""
+    weight = module.weight
+    for name in ("nf4_codes", "nf4_scales", "nf4_ranges"):
+        del module._parameters[name]
+    for name in ("nf4_pairs", "nf4_levels"):
+        del module._buffers[name]
+        module._non_persistent_buffers_set.discard(name)
+    del module.nf4_shape, module.nf4_draft
+    module.__class__ = nn.Linear if type(module) is PackedLinear else Conv1D  # type: ignore[assignment]
+    module.register_parameter("weight", nn.Parameter(weight, requires_grad=False))

@@ -1,0 +1,130 @@
+"""How a folder says which modules' weights stand how, and a model that is opened by it.
+
+`config.json` has it under `quantization_config`: {quant_method: preheat, version, method, tied, forms: [{kind, ..., modules: [names]}]}, and
+model.safetensors the modules' integers, scales and factors as parameters of their names. Importing this does not import torchao.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from preheat.ops.quantization.grids import HALF
+from preheat.ops.quantization.linear import Fp8Linear, Int4Linear, Int8Embedding, Int8Linear, QuantizedMap, map_weight
+from preheat.ops.quantization.nf4 import PackedMap, pack_, tables
+
+__all__ = [
+    "STORED",
+    "form_of",
+    "is_compressed",
+    "open_on_meta",
+    "put_in",
+    "quantized_modules",
+    "stored",
+    "tables_of",
+    "to_half",
+]
+
+STORED = "preheat"
+"""`quant_method` of what preheat writes."""
+_VERSION = 1
+_KINDS: dict[str, Any] = {cls.kind: cls for cls in (Int8Linear, Int4Linear, Fp8Linear)}
+Form = dict[str, Any]
+
+
+def form_of(module: nn.Module) -> Form | None:
+    """How a module's weight stands, as a folder says it; None: plainly."""
+    if isinstance(module, PackedMap):
+        return {"kind": "nf4", "double": module.nf4_ranges is not None}
+    return dict(module.form) if isinstance(module, QuantizedMap | Int8Embedding) else None
+
+
+def quantized_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """Every module whose weight is quantized, by name."""
+    return {name: m for name, m in model.named_modules() if form_of(m) is not None}
+
+
+def is_compressed(model: Any) -> bool:
+    """Whether it was opened from a folder that `preheat compress` wrote; a base in 4 bits under an adapter is none."""
+    told = getattr(model.config, "quantization_config", None)
+    return told is not None and (told if isinstance(told, dict) else told.to_dict()).get("quant_method") == STORED
+
+
+def put_in(model: nn.Module, name: str, new: nn.Module) -> None:
+    """Puts `new` where the model has `name`, in place; what preheat noted on the old one (a cap on its logits) stays noted."""
+    parent, _, last = name.rpartition(".")
+    old = model.get_submodule(name)
+    for key, value in vars(old).items():
+        if key.startswith("preheat_"):
+            setattr(new, key, value)
+    new.train(old.training)
+    setattr(model.get_submodule(parent), last, new)
+
+
+def stored(model: nn.Module, method: str, tied: tuple[str, str]) -> dict[str, Any]:
+    """What a folder's config.json says under `quantization_config`: which modules' weights stand how.
+
+    Args:
+        method: the name of what quantized them.
+        tied: names of embedding and head, which may hold the same codes.
+    """
+    forms: list[Form] = []
+    for name, module in quantized_modules(model).items():
+        form = form_of(module)
+        assert form is not None
+        same = next((f for f in forms if {**f, "modules": None} == {**form, "modules": None}), None)
+        if same is None:
+            forms.append({**form, "modules": [name]})
+        else:
+            same["modules"].append(name)
+    first, last = (getattr(model.get_submodule(name), "codes", None) for name in tied)
+    shared = list(tied) if first is not None and first is last else None
+    return {"quant_method": STORED, "version": _VERSION, "method": method, "tied": shared, "forms": forms}
+
+
+def open_on_meta(model: nn.Module, told: Mapping[str, Any]) -> list[str]:
+    """Gives a model on meta the modules that `stored` told of, in place, without values; what is not quantized in bf16.
+
+    Returns:
+        Names of the modules in NF4, whose tables no folder holds (`tables_of`).
+
+    Raises:
+        KeyError, AttributeError, ValueError: it was written by another version, or for another model.
+    """
+    if told["version"] != _VERSION:
+        raise ValueError(f"version {told['version']}, and this preheat reads {_VERSION}")
+    packed = []
+    for form in told["forms"]:
+        for name in form["modules"]:
+            old: Any = model.get_submodule(name)
+            if form["kind"] == "nf4":
+                pack_([old], double=form["double"])
+                packed.append(name)
+            elif form["kind"] == Int8Embedding.kind:
+                put_in(model, name, Int8Embedding.on_meta(*old.weight.shape))
+            else:
+                outputs, inputs = map_weight(old).shape
+                how = {key: value for key, value in form.items() if key not in ("kind", "modules")}
+                put_in(model, name, _KINDS[form["kind"]].on_meta(inputs, outputs, old.bias is not None, how))
+    if told["tied"] is not None:
+        first, last = (model.get_submodule(name) for name in told["tied"])
+        last.codes, last.scales = first.codes, first.scales
+    to_half(model)
+    return packed
+
+
+def to_half(model: nn.Module) -> None:
+    """Parameters that are no codes in bf16, in place; buffers (rotary tables) stay."""
+    for p in model.parameters():
+        if p.is_floating_point():
+            p.data = p.data.to(HALF)
+
+
+def tables_of(module: nn.Module) -> None:
+    """Gives NF4 maps under a module the tables that no folder holds, in place."""
+    for m in module.modules():
+        if isinstance(m, PackedMap):
+            for name, value in zip(("nf4_pairs", "nf4_levels"), tables(m.nf4_codes.device), strict=True):
+                m.register_buffer(name, value, persistent=False)

@@ -1,0 +1,393 @@
+"""What a step does, written down while it runs: every allocation and release, every kernel, on fake tensors or real ones."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import weakref
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
+
+from preheat.core import Phase
+from preheat.ops.distributed.dtensor_utils import local
+from preheat.planning.fake_tensor_cache import call, tensors
+from preheat.planning.speed.flop_formulas import flops_of, formula_of
+
+__all__ = ["Kernel", "Mark", "Recorder"]
+
+Place = Literal["device", "host", "out", "back"]
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One kind of operator call: what it computes and moves. Equal calls are counted, not listed."""
+
+    operator: str
+    dtype: str
+    flops: int
+    bytes_read: int
+    bytes_written: int
+    shapes: tuple[tuple[int, ...], ...]
+    """Shapes of the tensor arguments."""
+    transposed: tuple[bool, ...] = ()
+    """For matrix products: which operands are read across their rows."""
+    causal: bool = True
+    """For attention: whether a token sees only those before it, which halves what is computed of `flops`."""
+    group: tuple[int, int] | None = None
+    """For collectives: among how many devices, and the distance of neighbours in rank."""
+    where: Place = "device"
+    """What does it: the device, the host's processor, or the link between their memories (to the host: out, to the device: back)."""
+    alone: bool = False
+    """It is part of the optimizer's update, when the device has nothing else to do."""
+
+
+class Mark(NamedTuple):
+    """What was written down up to some moment."""
+
+    kernels: Counter[Kernel]
+    recomputed: int
+    sums: Counter[Kernel]
+
+
+_DTYPES = {
+    torch.float32: "fp32",
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float64: "fp64",
+    torch.float8_e4m3fn: "float8",
+    torch.float8_e5m2: "float8",
+}
+
+
+def _argument(operator: Any, args: Any, kwargs: Any, name: str, default: Any) -> Any:
+    """An argument of an operator by its name; `default` where it takes none of that name."""
+    for n, declared in enumerate(operator._schema.arguments):
+        if declared.name == name:
+            return kwargs.get(name, args[n] if n < len(args) else declared.default_value)
+    return default
+
+
+def _asks_for_shapes() -> bool:
+    """Whether DTensor only asks how large a result would be over all devices: it then runs an operator on tensors that nothing is kept of."""
+    frame: FrameType | None = sys._getframe(2)
+    for _ in range(20):
+        if frame is None:
+            return False
+        if frame.f_code.co_name.startswith("_propagate_tensor_meta"):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _storage(t: Tensor) -> Any:
+    return local(t).untyped_storage()
+
+
+class Recorder(TorchDispatchMode):
+    """Writes down allocations, frees and kernels of everything that runs under it.
+
+    Storages are followed by weak reference and sizes are rounded up to what the device's allocator hands out.
+
+    Args:
+        rounding: of the allocator, bytes.
+        spread: the step is one of several devices'.
+        casts: operators of single numbers cast operands of another dtype as a whole before they run, as torch does on a CPU; on a GPU they cast as they read.
+    """
+
+    def __init__(self, rounding: int, spread: bool = False, casts: bool = False):
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.rounding, self.spread, self.casts = rounding, spread, casts
+        self._gathered: dict[
+            int, tuple[weakref.ref[Any], int, int]
+        ] = {}  # id of a storage that holds gathered weights -> it, number, bytes
+        self._let_go: set[int] = set()  # ids of those that are empty now
+        self.phase = Phase.LOAD
+        self.log: list[tuple[int, int, Phase]] = []  # (storage's number, bytes: positive when made, negative when freed, phase)
+        self.place = ""  # what of the model runs
+        self.places: list[str] = []  # of each entry of the log
+        self.kernels: Counter[Kernel] = Counter()
+        self.recomputed = 0
+        self.sums: Counter[Kernel] = Counter()  # those of `kernels` that sum gradients over devices
+        self.summing = False
+        self.tf32 = False  # a GPU's fp32 products are in TF32 (torch's switch, which fake tensors do not have)
+        self._numbers: dict[int, int] = {}  # id of a living storage -> its number in the log
+        self._made = 0
+        self.groups: dict[tuple[int, int], list[int]] = {}  # ranks of those that collectives were among
+        self.streams: dict[int, str] = {}  # number -> stream, of storages that are made on one beside the main one
+        self.rounded: dict[int, int] = {}  # number -> bytes that rounding adds to it
+        self.gathered: set[int] = set()  # numbers of those that held gathered weights
+        self._host: set[int] = set()  # ids of living storages in the host's memory, of which the device knows nothing
+
+    def mark(self) -> Mark:
+        return Mark(Counter(self.kernels), self.recomputed, Counter(self.sums))
+
+    def sum_gradients(self, now: bool) -> None:
+        """Until told otherwise, what runs sums gradients over devices."""
+        self.summing = now
+
+    def again(self, since: Any, times: int, *, sums: bool = True) -> None:
+        """Counts the kernels since a mark so many times more; `sums`: those that sum gradients over devices too."""
+        repeated = self.kernels - since.kernels
+        if not sums:
+            repeated -= self.sums - since.sums
+        self.kernels.update({k: n * times for k, n in repeated.items()})
+        self.recomputed += (self.recomputed - since.recomputed) * times
+
+    def number(self, t: Tensor) -> int | None:
+        """The log's number of a tensor's storage, if it was made under this recorder and lives."""
+        return self._numbers.get(id(_storage(t)))
+
+    def follow(self, t: Tensor) -> int:
+        """Enters a tensor's storage into the log; returns the bytes that are new."""
+        storage = _storage(t)
+        if id(storage) in self._numbers or id(storage) in self._host or t.device.type == "meta":
+            return 0
+        size = -(-storage.nbytes() // self.rounding) * self.rounding
+        number = self._made
+        self._made += 1
+        self._numbers[id(storage)] = number
+        self.rounded[number] = size - storage.nbytes()
+        self._enter(number, size)
+
+        def freed(key: int = id(storage), number: int = number, size: int = size) -> None:
+            self._numbers.pop(key, None)
+            self._gathered.pop(key, None)
+            if key in self._let_go:
+                self._let_go.discard(key)
+                return
+            self._enter(number, -size)
+
+        weakref.finalize(storage, freed)
+        return int(size)
+
+    def begin(self, phase: Phase) -> None:
+        """From here on `phase`; what stands at its beginning is seen too."""
+        self.phase = phase
+        self._enter(self._made, 0)
+        self._made += 1
+
+    def _pass(self, size: int) -> None:
+        """Enters what an operator holds while it runs."""
+        number, size = self._made, -(-size // self.rounding) * self.rounding
+        self._made += 1
+        self.rounded[number] = 0
+        self._enter(number, size)
+        self._enter(number, -size)
+
+    def _enter(self, number: int, size: int) -> None:
+        self.log.append((number, size, self._phase()))
+        self.places.append(self.place)
+
+    def look_at_gathered(self, written: Iterable[Tensor] = ()) -> None:
+        """FSDP lets go of gathered weights, and takes room for them again, by resizing their storages, which no operator does.
+
+        Args:
+            written: buffers of gathered weights, from here on looked at.
+        """
+        for t in written:
+            storage = _storage(t)
+            if (number := self._numbers.get(id(storage))) is not None and id(storage) not in self._gathered:
+                size = -(-storage.nbytes() // self.rounding) * self.rounding
+                self._gathered[id(storage)] = (weakref.ref(storage), number, size)
+                self.gathered.add(number)
+        for key, (ref, number, size) in self._gathered.items():
+            empty = (storage := ref()) is not None and storage.nbytes() == 0
+            if empty != (key in self._let_go):
+                self._let_go ^= {key}
+                self._enter(number, -size if empty else size)
+
+    def _group(self, operator: Any, args: Any) -> tuple[int, int] | None:
+        """Whom a collective is among: c10d's operators take the group as an object, functional ones by name."""
+        import torch.distributed as dist
+
+        if operator.namespace == "c10d":
+            found = [a for a in args if isinstance(a, torch.ScriptObject) and "ProcessGroup" in str(a._type())]
+            group = dist.ProcessGroup.unbox(found[0]) if found else None
+        elif operator.namespace == "_c10d_functional" and isinstance(args[-1], str):
+            group = dist.distributed_c10d._resolve_process_group(args[-1])  # type: ignore[arg-type]  # a name
+        else:
+            return None
+        if group is None:
+            return None
+        ranks = dist.get_process_group_ranks(group)
+        key = len(ranks), ranks[1] - ranks[0] if len(ranks) > 1 else 1
+        self.groups[key] = ranks
+        return key
+
+    def _moved_to_host(self, t: Tensor) -> None:
+        """What was taken for the device's lies on the host."""
+        storage = _storage(t)
+        if (number := self._numbers.pop(id(storage), None)) is not None:
+            self._let_go.add(id(storage))  # its end is no news
+            self._enter(number, -(-(-storage.nbytes() // self.rounding) * self.rounding))
+            self._on_host([t])
+
+    def _on_host(self, made: list[Tensor]) -> None:
+        """What operators made on the host, or of tensors that all lie there."""
+        for storage in {id(s): s for s in map(_storage, made) if id(s) not in self._numbers}.values():
+            if id(storage) not in self._host:
+                self._host.add(id(storage))
+                weakref.finalize(storage, self._host.discard, id(storage))
+
+    def _phase(self) -> Phase:
+        if self.phase in (Phase.FORWARD, Phase.HEAD_AND_LOSS) and torch._C._current_autograd_node() is not None:
+            return Phase.BACKWARD
+        return self.phase
+
+    def _where(self, name: str, inputs: list[Tensor]) -> Place:
+        if name in _LINK:
+            return _LINK[name]
+        if not self._host:
+            return "device"
+        # Single numbers decide nothing: step counters and flags are read wherever the others lie.
+        on_host = [id(_storage(t)) in self._host for t in [t for t in inputs if t.ndim] or inputs]
+        if name.endswith("::all_gather_copy_in") and any(on_host):  # which copies the shares to the device first
+            return "back"
+        return "host" if on_host and all(on_host) else "device"
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
+            return args[0].fake_device  # more than half of all calls
+        kwargs = kwargs or {}
+        if any(is_traceable_wrapper_subclass_type(kind) for kind in types):
+            return NotImplemented  # it comes again, with this device's shares of a DTensor, or the 8 bits and the scale of a number
+        inputs = list(tensors((args, kwargs)))
+        out = call(func, args, kwargs, inputs)
+        if self.spread and _asks_for_shapes():
+            return out
+        if self._gathered:
+            self.look_at_gathered()
+        known = _operator(func)
+        if known.free:
+            return out
+        outputs = list(tensors(out))
+        where = self._where(known.name, inputs)
+        if known.name == "preheat::lies_on_host":
+            self._moved_to_host(inputs[0])
+        if known.name == "preheat::copy_to_device_" and id(_storage(inputs[0])) in self._host:
+            self._host.discard(id(_storage(inputs[0])))  # room for it was made like what lies on the host, but on the device
+            self.follow(inputs[0])
+        if where == "host" or known.name in _TO_HOST:
+            self._on_host(outputs)
+        for t in outputs:
+            self.follow(t)
+        if known.name in _EMPTY:
+            return out
+        written = outputs or [t for n, name in known.written for t in tensors(args[n] if n < len(args) else kwargs.get(name))]
+        if known.splits:
+            self.look_at_gathered(written)
+        if known.stream is not None:
+            self.streams.update({n: known.stream for t in (outputs or written) if (n := self.number(t)) is not None})
+        if known.name == "aten::_foreach_norm" and not self.casts:  # sums of chunks, as many for each tensor as the largest has
+            self._pass(4 * len(inputs) * max(-(-t.numel() // _CHUNK) for t in inputs))
+        read, made = (sum(_moved(t) for t in some) for some in (inputs, written))
+        if self.casts and known.pointwise and where == "device" and (cast := _cast(inputs, written)):
+            self._pass(cast)
+            read, made = read + cast, made + cast
+        if where in ("out", "back"):  # the host's side crosses the link
+            read = made = sum(_moved(t) for t in (*inputs, *outputs) if id(_storage(t)) in self._host)
+        flops = flops_of(known.formula, args, out)
+        factors = inputs[1:] if flops and known.name in _ADDING else inputs  # what is added to may be wider than they are
+        floats = [t.dtype for t in factors if t.dtype in _DTYPES] or [t.dtype for t in outputs if t.dtype in _DTYPES]
+        dtype = _DTYPES.get(floats[0], "int") if floats else "int"
+        if self.tf32 and flops and dtype == "fp32" and known.name in _BLAS:
+            dtype = "tf32"
+        kernel = Kernel(
+            operator=known.name.removeprefix("aten::"),
+            dtype=dtype,
+            flops=flops,
+            bytes_read=read,
+            bytes_written=made,
+            shapes=tuple(tuple(t.shape) for t in inputs[:4]),
+            transposed=tuple(t.ndim >= 2 and t.stride(-1) != 1 for t in inputs[:3]) if flops else (),
+            causal=_argument(func, args, kwargs, "is_causal", True) if flops else True,
+            group=self._group(func, args) if known.collective else None,
+            where=where,
+            alone=self.phase is Phase.UPDATE,
+        )
+        self.kernels[kernel] += 1
+        if self.summing:
+            self.sums[kernel] += 1
+        again = torch.is_grad_enabled() or known.name in _FORWARD
+        if flops and torch._C._current_autograd_node() is not None and again:
+            self.recomputed += flops  # backward itself runs without grad mode: this is checkpointing's second forward
+        return out
+
+
+@dataclass(frozen=True)
+class _Operator:
+    """What holds for every call of an operator."""
+
+    name: str
+    free: bool  # makes nothing and moves nothing
+    written: tuple[tuple[int, str], ...]  # place and name of the arguments that it writes
+    splits: bool
+    stream: str | None
+    collective: bool
+    pointwise: bool  # of single numbers, whatever their dtypes
+    formula: Any
+
+
+@functools.cache
+def _operator(func: Any) -> _Operator:
+    name, written = func._schema.name, enumerate(func._schema.arguments)
+    return _Operator(
+        name,
+        func.is_view or name in _FREE,
+        tuple((n, declared.name) for n, declared in written if declared.alias_info and declared.alias_info.is_write),
+        name.endswith("::split_with_sizes_copy"),
+        _STREAMS.get(name.rpartition("::")[2]),
+        func.namespace in ("c10d", "_c10d_functional"),
+        torch.Tag.pointwise in func.tags and name not in _CASTS,
+        formula_of(func),
+    )
+
+
+_CHUNK = 1 << 16
+"""Elements that a block of torch's kernels over lists of tensors works at (kChunkSize of MultiTensorApply.cuh)."""
+# Operators of FSDP2 that write what it made on a stream of its own.
+_STREAMS = {"all_gather_copy_in": "gather", "_reduce_scatter_base_": "reduce"}
+_FREE = {"aten::_unsafe_view", "aten::detach", "aten::alias", "aten::_local_scalar_dense", "prim::device", "aten::set_data"}
+_BLAS = {"aten::mm", "aten::bmm", "aten::addmm", "aten::addmm_", "aten::baddbmm", "aten::baddbmm_"}
+_ADDING = {"aten::addmm", "aten::addmm_", "aten::baddbmm", "aten::baddbmm_"}
+_CASTS = {"aten::copy_", "aten::_to_copy"}  # what they write is the cast
+# Operators of a forward pass alone, which torch runs without grad mode always.
+_FORWARD = {"preheat::grouped_linear", "preheat::varlen_attention"}
+_LINK: dict[str, Place] = {
+    "preheat::to_host": "out",
+    "preheat::copy_to_host_": "out",
+    "preheat::lies_on_host": "out",
+    "preheat::copy_to_device_": "back",
+}
+_TO_HOST = {"preheat::to_host", "preheat::host_zeros"}
+_EMPTY = {
+    "aten::empty",
+    "aten::empty_like",
+    "aten::new_empty",
+    "aten::empty_strided",
+    "aten::new_empty_strided",
+    "aten::empty.memory_format",
+}
+
+
+def _cast(inputs: Iterable[Tensor], written: Iterable[Tensor]) -> int:
+    """Bytes of whole operands and results of another floating dtype than that in which an operator computes; single numbers count for nothing."""
+    floats = [t for t in inputs if t.dtype.is_floating_point and t.ndim]
+    if len({t.dtype for t in floats}) < 2:
+        return 0
+    common = functools.reduce(torch.promote_types, (t.dtype for t in floats))
+    others = [t for t in (*floats, *written) if t.dtype.is_floating_point and t.dtype != common]
+    return sum(min(t.numel(), _storage(t).nbytes() // t.element_size()) * common.itemsize for t in others)
+
+
+def _moved(t: Tensor) -> int:
+    """Bytes that reading or writing a tensor moves; a broadcast operand counts its own storage only."""
+    return min(t.numel() * t.element_size(), int(_storage(t).nbytes()))

@@ -1,0 +1,352 @@
+"""The dry run: the recipe's own build and step under fake tensors, every allocation and operator written down.
+
+Nothing is declared by techniques: what is seen here is what the program does. Tensors are fake (shapes without data), so a
+model of any size is observed on any machine in seconds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from preheat.core import DATA, STEP, Axis, Batch, Build, Device, Phase, Shape, Slot, Tag
+from preheat.core.mesh import pretended
+from preheat.engine.builder import build, world_of
+from preheat.engine.step import gradients, update
+from preheat.models.hf import anatomy
+from preheat.ops.adapters.peft_layers import shares
+from preheat.ops.distributed.fully_shard import gathering, reducing
+from preheat.ops.dry_run_loops import counting
+from preheat.planning.dispatch_recorder import Kernel, Mark, Recorder
+from preheat.planning.phases import evaluating, fake_batch, generating, loading, looking, saving, tell_phases
+from preheat.recipe import Recipe
+
+__all__ = ["BESIDE", "CATEGORIES", "Kernel", "Observation", "Recorder", "highest", "observe", "peaks"]
+
+CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "temporary")
+BESIDE = ("rounding", "gathered weights", "communication buffers")
+"""What is allocated too, and is none of these: what the allocator adds to a tensor's size, other devices' shares of weights while they are here,
+and what weights and gradients travel in."""
+
+_PASSING = (Phase.BACKWARD, Phase.UPDATE, Phase.SAVING)
+"""Phases in which what is allocated and is no gradient or state is temporary: nothing is kept for a backward pass."""
+
+
+@dataclass
+class Observation:
+    """What one optimizer step was seen to need.
+
+    Attributes:
+        peak: {phase: bytes} the most that was alive in each phase.
+        categories: {phase: {category: bytes}} at that phase's peak; categories are `CATEGORIES` and `BESIDE`.
+        kernels: how often each kernel runs in one optimizer step, all micro-batches included.
+        flops: by dtype, of one optimizer step.
+        model_flops: of one optimizer step without what activation checkpointing computes again.
+        parameters, trained: number of weights; those in 4 bits are counted as weights, not as bytes.
+        tokens: tokens of one optimizer step.
+        passing: the most that was alive at once beside parameters, gradients and optimizer states, in bytes.
+        log: every allocation and release, in order: (block, bytes made or -bytes freed, phase).
+        slots: who owns what; changes: what each technique did.
+        at: {(phase, place in the model): {category: bytes}} at each place's peak.
+        held: what the log says of a process's heap, where there is no log.
+        streams: {block: stream} of those in the log that are made on a stream beside the main one.
+        groups: {group of a kernel: axes of the mesh along which its devices stand}.
+        compiled: layers' small operators are fused when they really run.
+        slowed: how many times as long the host takes for an operator because of what techniques do between operators.
+        idle: time that this device waits for others, as a share of that in which it works: a pipeline's bubble.
+    """
+
+    peak: dict[str, int]
+    categories: dict[str, dict[str, int]]
+    kernels: Counter[Kernel]
+    flops: dict[str, int]
+    model_flops: int
+    parameters: int
+    trained: int
+    tokens: int
+    passing: int = 0
+    log: list[tuple[int, int, Phase]] = field(default_factory=list)
+    slots: dict[str, str] = field(default_factory=dict)
+    changes: dict[str, list[Any]] = field(default_factory=dict)
+    at: dict[tuple[str, str], dict[str, int]] = field(default_factory=dict)
+    held: int | None = None
+    streams: dict[int, str] = field(default_factory=dict)
+    groups: dict[tuple[int, int], tuple[Axis, ...]] = field(default_factory=dict)
+    compiled: bool = False
+    slowed: float = 1.0
+    idle: float = 0.0
+
+    @property
+    def peak_phase(self) -> str:
+        return max(self.peak, key=lambda phase: self.peak[phase])
+
+
+def observe(
+    recipe: Recipe,
+    *,
+    vocabulary: int | None,
+    device: Device,
+    world: int | None = None,
+    rank: int = 0,
+    by_layer: bool = False,
+    evaluated: bool = True,
+) -> Observation:
+    """Dry-runs the recipe's build and one optimizer step, and an evaluation, as one of its devices does them.
+
+    Args:
+        vocabulary: pieces of the tokenizer.
+        device: what to observe for. Fake tensors live on the CPU whatever it is; only kernels' choices follow it.
+        world: devices; as many as the recipe names when not given.
+        rank: which of them.
+        by_layer: tell apart in `at` which layer runs; not for compiled layers.
+        evaluated: False leaves out what comes beside the steps: saving, evaluation, samples.
+
+    Raises:
+        RecipeError: the recipe cannot be built.
+    """
+    with pretended(world or world_of(recipe), rank):
+        return _observe(recipe, vocabulary, device, by_layer, evaluated)
+
+
+def _observe(recipe: Recipe, vocabulary: int | None, device: Device, by_layer: bool, evaluated: bool) -> Observation:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    cpu = device.kind == "cpu"
+    recorder = Recorder(rounding=64 if cpu else 512, spread=torch.distributed.is_initialized(), casts=cpu)
+    # bodies of `with dry:` in build: allocations of parameters and optimizer state are seen too
+    made = build(recipe, vocabulary=vocabulary, device=device, dry=_Both(mode, recorder))
+    recorder.tf32 = Tag.TF32_PRODUCTS in made.tags
+    with mode, recorder, counting(recorder), gathering(recorder.look_at_gathered), reducing(recorder.sum_gradients):
+        known = _known(made, recorder)
+        tell_phases(made, recorder)
+        if by_layer:
+            _mark(made, recorder)
+        shape: Shape = made.slot(Slot.BATCH_SHAPE)(1.0)  # of the end of the run: the one that needs the most memory
+        rows = -(-shape.rows // made.mesh.size(*DATA))
+        micros = [shape.micro] * (rows // shape.micro) + ([rows % shape.micro] if rows % shape.micro else [])
+        # The first micro-batch makes the gradients, the second adds to them, and every later one is like it; but a CPU's heap takes a third to settle.
+        recorder.kernels.clear()
+        recorder.phase = Phase.FORWARD
+        enough = _enough(made, len(micros))
+        # A CPU's memory holds the whole global batch, and a pipeline moves all of it; a GPU has one micro-batch and the next.
+        everything = cpu or made.mesh.size(Axis.PIPELINE) > 1
+        held = [fake_batch(recipe, rows, made.model.vision) for rows in (micros if everything else micros[:enough])]
+        batches = held[:enough]
+        marks: list[Mark] = []
+        looks: list[Counter[Kernel]] = []  # a first pass over all micro-batches takes them by number
+
+        def marked(batches: list[Batch]) -> Iterator[Batch]:
+            for batch in batches:
+                marks.append(recorder.mark())
+                yield batch
+
+        gradients(made, _Sequence(marked, batches, looks, recorder.kernels))
+        if made.mesh.size(Axis.PIPELINE) > 1:  # micro-batches are not taken one behind the other
+            _more_of_all(recorder, len(micros), len(batches))
+            batches = held
+        if more := len(micros) - len(batches):
+            recorder.again(
+                marks[-1], more, sums=not made.hooks.before_backward
+            )  # whoever is told of the last one sums with it alone
+        if made.model.experts and len(looks) == len(batches) > 1:  # what a first pass computes is computed again
+            first = Counter({k: n * more for k, n in (looks[-1] - looks[-2]).items()})
+            recorder.kernels.update(first)
+            recorder.recomputed += sum(k.flops * n for k, n in (marks[0].kernels - looks[0] + first).items())
+        grads = {recorder.number(p.grad) for _, p in made.parameters() if p.grad is not None}
+        recorder.begin(Phase.UPDATE)
+        update(made, 1e-3)
+        kernels = Counter(recorder.kernels)
+        del held
+        if evaluated:
+            saving(made, recorder)
+            evaluating(made, recorder, recipe, shape)
+            generating(made, recorder, recipe)
+            looking(made, recorder, recipe, shape)
+    for beside, numbers in (("communication buffers", set(recorder.streams)), ("gathered weights", recorder.gathered)):
+        known.update(dict.fromkeys(numbers - known.keys() - grads, beside))
+    at, passing = _replay(recorder.log, recorder.places, known, grads, recorder.rounded)
+    at[Phase.LOAD, "values"] = loading(
+        made, at[Phase.LOAD, ""]
+    )  # a place of its own, since only each by itself is affine in layers
+    categories = peaks(at)
+    flops: dict[str, int] = defaultdict(int)
+    for kernel, count in kernels.items():
+        flops[kernel.dtype] += kernel.flops * count
+    return Observation(
+        peak={phase: sum(found.values()) for phase, found in categories.items()},
+        categories=categories,
+        kernels=kernels,
+        flops={k: v for k, v in flops.items() if v},
+        model_flops=sum(flops.values()) - recorder.recomputed,
+        parameters=sum(shares(part)[1] for part in made.trained),
+        trained=sum(p.numel() for _, p in made.parameters()),
+        tokens=shape.rows * shape.length,
+        passing=passing,
+        log=list(recorder.log),  # what stands at the end goes when Python collects it, which is nothing of the step's
+        slots=made.slots(),
+        changes=made.changes,
+        at=at,
+        streams=recorder.streams,
+        groups={key: made.mesh.along(ranks) for key, ranks in recorder.groups.items()},
+        compiled=Tag.COMPILED_LAYERS in made.tags,
+        slowed=math.prod(t.host_overhead() for t in recipe.techniques.values()),
+        idle=made.parallel.bubble_fraction(len(micros)),
+    )
+
+
+def _enough(made: Build, micros: int) -> int:
+    """Micro-batches to run, of which the others are like the last: a pipeline is full with as many as it has stages, and one more meets the gradients of the first."""
+    if (stages := made.mesh.size(Axis.PIPELINE)) == 1:
+        return 3 if made.device.kind == "cpu" else 2
+    alone = len(made.trained) == 1
+    enough = (
+        stages + 1 if alone else 2 * stages
+    )  # several stages a device take more before the first backward, in rounds of as many as stages
+    if micros <= enough or (micros % stages and not alone):
+        return micros
+    made.state.accumulation = enough
+    return enough
+
+
+def _more_of_all(recorder: Recorder, micros: int, seen: int) -> None:
+    """Counts the kernels of micro-batches that were not run: those that come as often as micro-batches, or a multiple; gradients are summed once."""
+    each = recorder.kernels - recorder.sums
+    more = Counter({k: n // seen * (micros - seen) for k, n in each.items() if n % seen == 0})
+    recorder.kernels.update(more)
+    recorder.recomputed += recorder.recomputed // seen * (micros - seen)
+
+
+class _Both:
+    """Fake tensors, recorded: one context out of two."""
+
+    def __init__(self, mode: Any, recorder: Recorder):
+        self.mode, self.recorder = mode, recorder
+
+    def __enter__(self) -> None:
+        self.mode.__enter__()
+        self.recorder.__enter__()  # type: ignore[no-untyped-call]
+
+    def __exit__(self, *error: Any) -> None:
+        self.recorder.__exit__(*error)  # type: ignore[no-untyped-call]
+        self.mode.__exit__(*error)
+
+
+class _Sequence(Sequence[Batch]):
+    """Batches that tell when each is taken."""
+
+    def __init__(
+        self,
+        taken: Callable[[list[Batch]], Iterator[Batch]],
+        batches: list[Batch],
+        looks: list[Counter[Kernel]],
+        kernels: Counter[Kernel],
+    ):
+        self._taken, self._batches, self._looks, self._kernels = taken, batches, looks, kernels
+        self._counted = False
+
+    def __getitem__(self, index: Any) -> Any:
+        self._looks.append(Counter(self._kernels))
+        return self._batches[index]
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __iter__(self) -> Iterator[Batch]:
+        if not self._counted:  # `gradients` first sums the weights
+            self._counted = True
+            return iter(self._batches)
+        return self._taken(self._batches)
+
+
+def _known(made: Build, recorder: Recorder) -> dict[int, str]:
+    """Category of what stands before the first step: number of the storage -> category."""
+    known: dict[int, str] = {}
+    tensors: Iterable[tuple[str, Tensor]] = [
+        *(("parameters", t) for parts in made.parts.values() for part in parts for t in (*part.parameters(), *part.buffers())),
+        *(("optimizer", t) for state in made.optimizer.state.values() for t in state.values() if isinstance(t, Tensor)),
+    ]
+    for category, t in tensors:
+        number = recorder.number(t)
+        if number is not None:
+            known[number] = category
+    return known
+
+
+def _replay(
+    log: list[tuple[int, int, Phase]],
+    places: list[str],
+    known: Mapping[int, str],
+    grads: set[int | None],
+    rounded: Mapping[int, int],
+) -> tuple[dict[tuple[str, str], dict[str, int]], int]:
+    """Categories at the peak of each phase at each place; and the most at once of those that pass, in a step."""
+    alive: dict[str, int] = dict.fromkeys((*CATEGORIES, *BESIDE), 0)
+    category: dict[int, str] = {}
+    peak: dict[tuple[str, str], int] = {}
+    at_peak: dict[tuple[str, str], dict[str, int]] = {}
+    passing = 0
+    for (number, size, phase), place in zip(log, places, strict=True):
+        if size >= 0:
+            category[number] = known.get(number) or (
+                "gradients" if number in grads else "temporary" if phase in _PASSING else "activations"
+            )
+        added = rounded[number] if size > 0 else -rounded[number] if size < 0 else 0
+        alive[category[number]] += size - added
+        alive["rounding"] += added
+        total = sum(alive.values())
+        if total > peak.get((phase, place), -1):
+            peak[phase, place] = total
+            at_peak[phase, place] = dict(alive)
+        if phase in STEP and phase != Phase.UPDATE:
+            passing = max(passing, alive["activations"] + alive["temporary"])
+    return at_peak, passing
+
+
+def highest(recorder: Recorder) -> dict[str, int]:
+    """Bytes alive at the peak of each phase that was recorded."""
+    at, _ = _replay(recorder.log, recorder.places, {}, set(), recorder.rounded)
+    return {phase: sum(categories.values()) for phase, categories in peaks(at).items()}
+
+
+def peaks(at: Mapping[tuple[str, str], dict[str, int]]) -> dict[str, dict[str, int]]:
+    """Categories at the peak of each phase, from those at each of its places."""
+    found: dict[str, dict[str, int]] = {}
+    for (phase, _), categories in at.items():
+        if sum(categories.values()) > sum(found.get(phase, {}).values()) or phase not in found:
+            found[phase] = categories
+    return found
+
+
+def _mark(made: Build, recorder: Recorder) -> None:
+    """Tells the recorder which layer runs, forward and backward: the first and last two by name."""
+
+    def at(place: str) -> Callable[..., None]:
+        def mark(*_: Any) -> None:
+            recorder.place = place
+
+        return mark
+
+    def leave(place: str, last: bool) -> Callable[..., None]:
+        def hook(module: Any, args: Any, out: Any) -> None:
+            for t in tree_leaves(out):
+                if isinstance(t, Tensor) and t.requires_grad:
+                    t.register_hook(at(place))
+            if last:
+                recorder.place = "after"
+
+        return hook
+
+    for part in made.trained:
+        layers = anatomy(part).layers  # type: ignore[arg-type]
+        for n, layer in enumerate(layers):
+            place = str(n) if n < 2 else str(n - len(layers)) if n >= len(layers) - 2 else "between"
+            layer.register_forward_pre_hook(at(place))
+            layer.register_forward_hook(leave(place, n == len(layers) - 1))

@@ -1,0 +1,225 @@
+"""The ladder: settings that leave a recipe's weights, data and loss as they are and need less memory, and which of them suffice by a dry run.
+
+It names no technique: one that a recipe has says what it may be switched to (`rungs`), one that it lacks whether it may be added
+(`relieves`). Each makes a family, mildest first. Where no family suffices alone, the one that spares most is taken whole and the others are
+tried on top of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from preheat.core import Device, Phase, Searchable, Technique, conflicts_of, registry
+from preheat.engine.builder import context_of, techniques_of
+from preheat.errors import RecipeError
+from preheat.hardware.rates import Rates
+from preheat.models import hf
+from preheat.planning.plan import plan
+from preheat.planning.speed.roofline import Roofline
+from preheat.recipe import Recipe
+
+__all__ = ["Ladder", "Planner", "Rung", "climb_down", "settings", "shorter"]
+
+GIB = 2**30
+_LESS = 0.99  # of the present need: what spares less would fail alike
+
+
+@dataclass(frozen=True)
+class Rung:
+    """A recipe that needs less memory.
+
+    Attributes:
+        set: what differs from the recipe that it was made from, as after `--set`.
+        need: GiB at the peak, or at that of the phase that is asked about.
+    """
+
+    set: tuple[str, ...]
+    recipe: Recipe
+    plan: Mapping[str, Any]
+    need: float
+
+    @property
+    def words(self) -> str:
+        return ", ".join(self.set)
+
+
+@dataclass
+class Ladder:
+    """What was tried.
+
+    Attributes:
+        present: the recipe as it is.
+        rungs: those that suffice, cheapest in time first.
+        skipped: [{set, reason}] of the others.
+        lowest: which of all needs least.
+    """
+
+    present: Rung
+    rungs: list[Rung]
+    skipped: list[dict[str, Any]]
+    lowest: Rung
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planner:
+    """What all plans of a ladder share: arguments as of `planning.plan.plan`.
+
+    Args:
+        phase: the peak of which phase counts (`evaluation`); that of all where not given.
+    """
+
+    vocabulary: int | None
+    device: Device
+    rates: Rates | Roofline
+    rows: int | None = None
+    in_use: int = 0
+    world: int | None = None
+    phase: Phase | None = None
+
+    def plan(self, recipe: Recipe) -> dict[str, Any]:
+        """`planning.plan.plan` of a recipe.
+
+        Raises:
+            RecipeError: it cannot be built.
+        """
+        how = {key: getattr(self, key) for key in ("vocabulary", "device", "rates", "rows", "in_use", "world")}
+        return plan(recipe, **how)
+
+    def rung(self, recipe: Recipe, of: Recipe) -> Rung:
+        """A recipe with its plan, as made from another; errors as of `plan`."""
+        made = self.plan(recipe)
+        need = made["phases"][self.phase] if self.phase else made["peak_gib"]
+        return Rung(settings(of, recipe), recipe, made, need)
+
+    def refusal(self, recipe: Recipe) -> str | None:
+        """Why a recipe's techniques cannot serve, without a dry run."""
+        config = hf.configure(recipe, self.vocabulary)
+        found = conflicts_of(techniques_of(recipe), context_of(recipe, config, self.device, self.world))
+        return str(found[0]) if found else None
+
+    def families(self, recipe: Recipe) -> Iterator[list[Recipe]]:
+        """Milder and milder recipes, a list for each thing that may change."""
+        if self.phase is Phase.EVALUATION and (rows := recipe.evaluate.micro or recipe.batch.size) > 1:
+            halves = [rows // 2**n for n in range(1, rows.bit_length())]
+            yield [replace(recipe, evaluate=replace(recipe.evaluate, micro=n)) for n in halves]
+        context = context_of(recipe, hf.configure(recipe, self.vocabulary), self.device, self.world)
+        for name, kind in registry().items():
+            present = recipe.techniques.get(name)
+            others: Iterable[Technique] = ()
+            if isinstance(present, Searchable):
+                others = present.fallbacks(context)
+            elif present is None and issubclass(kind, Searchable) and kind.memory_saving:
+                others = kind().options(context)
+            if found := [replace(recipe, techniques={**recipe.techniques, name: other}) for other in others]:
+                yield found
+
+
+def settings(before: Recipe, after: Recipe) -> tuple[str, ...]:
+    """What a ladder changed, as after `--set`.
+
+    Example:
+        >>> from preheat.recipe import override, parse
+        >>> plain = parse("stop: {steps: 1}")
+        >>> settings(plain, override(plain, "evaluate.micro=2", "checkpoint.asynchronous=false"))
+        ('evaluate.micro=2', 'checkpoint.asynchronous=false')
+    """
+    found = []
+    if after.evaluate.micro != before.evaluate.micro:
+        found.append(f"evaluate.micro={after.evaluate.micro}")
+    if after.checkpoint.asynchronous != before.checkpoint.asynchronous:
+        found.append(f"checkpoint.asynchronous={_text(after.checkpoint.asynchronous)}")
+    if after.batch.length != before.batch.length:
+        found.append(f"batch.length={after.batch.length}")
+    for name, t in after.techniques.items():
+        if t != before.techniques.get(name):
+            found += _of_technique(name, before.techniques.get(name), t)
+    return tuple(found)
+
+
+def _of_technique(name: str, before: Technique | None, after: Technique) -> list[str]:
+    held, values = asdict(before or type(after)()), asdict(after)
+    changed = [key for key, value in values.items() if value != held[key]]
+    # One that is added with its defaults is told by its first setting, where it has any.
+    changed = changed or list(values)[:1]
+    return [f"techniques.{name}.{key}={_text(values[key])}" for key in changed] or [f"techniques.{name}={{}}"]
+
+
+def _text(value: Any) -> str:
+    return {None: "null", True: "true", False: "false"}[value] if value is None or isinstance(value, bool) else str(value)
+
+
+def climb_down(recipe: Recipe, planner: Planner, *, room: float | None) -> Ladder:
+    """The rungs below a recipe that suffice.
+
+    Args:
+        room: GiB that there are for the run, less what the imports took; None: not known, anything less than now is tried.
+
+    Example:
+        >>> climb_down(recipe, planner, room=1.5).rungs[0].set                           # doctest: +SKIP
+        ('evaluate.micro=4',)
+    """
+    present = planner.rung(recipe, recipe)
+    limit = min(_LESS * present.need, present.need if room is None else room)
+    found = Ladder(present, [], [], present)
+    base = present
+    while True:
+        strongest = []
+        for family in planner.families(base.recipe):
+            if (last := _family(family, planner, recipe, limit, found)) is not None:
+                strongest.append(last)
+            if planner.phase and found.rungs:  # the first family is that of the phase alone: training stays as it is
+                break
+        if found.rungs:
+            found.rungs.sort(key=lambda rung: float(rung.plan["seconds_per_step"]))
+            return found
+        found.lowest = min([base, *strongest], key=lambda rung: rung.need)
+        if found.lowest.need >= _LESS * base.need:
+            return found
+        base = found.lowest
+
+
+def _family(family: list[Recipe], planner: Planner, of: Recipe, limit: float, found: Ladder) -> Rung | None:
+    """Puts the mildest that suffices into `found.rungs`; gives the strongest where none does."""
+    able: list[Recipe] = []
+    for recipe in family:
+        if reason := planner.refusal(recipe):
+            found.skipped.append({"set": settings(of, recipe), "reason": reason})
+        else:
+            able.append(recipe)
+
+    def tried(recipe: Recipe) -> Rung | None:
+        try:
+            rung = planner.rung(recipe, of)
+        except RecipeError as error:
+            found.skipped.append({"set": settings(of, recipe), "reason": str(error).splitlines()[0]})
+            return None
+        if rung.need > limit:
+            found.skipped.append({"set": rung.set, "reason": f"would need {rung.need:.3f} GiB, and there are {limit:.3f}"})
+        return rung
+
+    if not able or (last := tried(able[-1])) is None:
+        return None
+    if last.need > limit:  # the others of the family need more
+        return last
+    found.rungs.append(next((rung for r in able[:-1] if (rung := tried(r)) is not None and rung.need <= limit), last))
+    return None
+
+
+def shorter(recipe: Recipe, planner: Planner, *, room: float, of: Recipe) -> Rung | None:
+    """The recipe with rows of half the length, again and again, until it fits; None where rows of 16 tokens do not.
+
+    Args:
+        room: GiB, as of `climb_down`.
+        of: what the settings are told from.
+    """
+    while recipe.batch.length >= 32:
+        try:
+            recipe = replace(recipe, batch=replace(recipe.batch, length=recipe.batch.length // 2))
+            made = planner.rung(recipe, of)
+        except RecipeError:  # a curriculum that begins with longer rows, say
+            return None
+        if made.need <= room:
+            return made
+    return None

@@ -1,0 +1,183 @@
+"""What torch's CUDA caching allocator reserves for the tensors that a dry run saw: the log of allocations replayed through a model of it.
+
+Tensors are rounded to 512 bytes and cut from segments that are had from the driver and kept: of 2 MiB for those up to 1 MiB, of 20 MiB for those
+below 10 MiB, else of the tensor's size rounded to 2 MiB. A freed piece joins free neighbours of its segment and serves the best fit again,
+but only on its own stream. With `expandable_segments` there is one segment a stream that grows page by page, so that pieces of any size fit
+behind each other. Source: torch's c10/cuda/CUDACachingAllocator.cpp and https://pytorch.org/docs/stable/notes/cuda.html#memory-management.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from preheat.core import STEP, Phase
+from preheat.planning.memory.free_list import Holes
+
+__all__ = ["Caching", "Reserved", "replay_caching"]
+
+_MIB = 2**20
+_ROUND, _SMALL, _SMALL_SEGMENT = 512, _MIB, 2 * _MIB
+_LARGE_SEGMENT, _OWN_SEGMENT, _ROUND_LARGE = 20 * _MIB, 10 * _MIB, 2 * _MIB
+_GAP = 1  # between segments, so that pieces of two never join
+
+
+class _Pool:
+    """Segments of one stream, for small tensors or for large ones."""
+
+    def __init__(self) -> None:
+        self.holes = Holes()
+        self.segments: dict[int, int] = {}  # start -> size
+        self.end = 0
+
+    def grow(self, size: int) -> tuple[int, int]:
+        start = self.end
+        self.segments[start] = size
+        self.end += size + _GAP
+        return start, size
+
+    def stretch(self, need: int, page: int) -> tuple[tuple[int, int], int]:
+        """With one segment that grows: a piece at its end, and by how much it grew."""
+        held = self.segments.get(0, 0)
+        last = self.holes.ending(held)
+        start = held if last is None else last
+        if last is not None:
+            self.holes.remove(last)
+        grown = -(-(start + need - held) // page) * page
+        self.segments[0] = held + grown
+        return (start, held + grown - start), grown
+
+
+class Caching:
+    """The allocator as far as tensors go. Sizes in bytes.
+
+    Args:
+        expandable: `PYTORCH_ALLOC_CONF=expandable_segments:True`.
+        limit: of what can be reserved. Before it is crossed segments that are free as a whole are given back, of one that grows all free pages.
+
+    Example:
+        >>> held = Caching()
+        >>> held.allocate(0, 100_000_000), held.allocate(1, 1000)
+        (True, True)
+        >>> held.free(0)
+        >>> held.allocated, held.reserved >> 20
+        (1024, 98)
+    """
+
+    def __init__(self, *, expandable: bool = False, limit: int | None = None):
+        self.expandable, self.limit = expandable, limit
+        self.allocated = self.reserved = 0
+        self._pools: dict[tuple[str, bool], _Pool] = {}
+        self._where: dict[int, tuple[_Pool, int, int]] = {}
+
+    def allocate(self, block: int, size: int, stream: str = "") -> bool:
+        """False: `limit` leaves no room for it."""
+        need = max(-(-size // _ROUND) * _ROUND, _ROUND)
+        small = need <= _SMALL
+        if self.expandable and self.limit is not None and self.allocated + need > self.limit:
+            return False
+        pool = self._pools.setdefault((stream, small), _Pool())
+        piece = pool.holes.take(need)
+        if piece is None:
+            piece = self._from_driver(pool, need, small)
+        if piece is None:
+            return False
+        start, room = piece
+        if room - need >= (_ROUND if small or self.expandable else _SMALL + 1):
+            pool.holes.give(start + need, room - need)
+            room = need
+        self._where[block] = (pool, start, room)
+        self.allocated += room
+        return True
+
+    def holds(self, block: int) -> bool:
+        return block in self._where
+
+    def free(self, block: int) -> None:
+        pool, start, size = self._where.pop(block)
+        self.allocated -= size
+        pool.holes.give(start, size)
+
+    def _from_driver(self, pool: _Pool, need: int, small: bool) -> tuple[int, int] | None:
+        if self.expandable:
+            piece, grown = pool.stretch(need, _SMALL_SEGMENT if small else _LARGE_SEGMENT)
+            self.reserved = self.reserved + grown if self.limit is None else min(self.reserved + grown, self.limit)
+            return piece
+        size = _SMALL_SEGMENT if small else _LARGE_SEGMENT if need < _OWN_SEGMENT else -(-need // _ROUND_LARGE) * _ROUND_LARGE
+        if self.limit is not None and self.reserved + size > self.limit:
+            self._give_back()
+            if self.reserved + size > self.limit:
+                return None
+        self.reserved += size
+        return pool.grow(size)
+
+    def _give_back(self) -> None:
+        """All segments in which nothing lives."""
+        for pool in self._pools.values():
+            for start, size in list(pool.segments.items()):
+                if pool.holes.whole(start, size):
+                    pool.holes.remove(start)
+                    del pool.segments[start]
+                    self.reserved -= size
+
+
+@dataclass(frozen=True)
+class Reserved:
+    """What a device's process holds at most for its tensors; in bytes.
+
+    Attributes:
+        reserved: segments had from the driver; what `nvidia-smi` shows but for the context.
+        allocated: pieces of them that are in use.
+        fits: no allocation failed under the limit.
+    """
+
+    reserved: int
+    allocated: int
+    fits: bool = True
+
+
+def replay_caching(
+    log: Iterable[tuple[int, int, str]],
+    streams: Mapping[int, str] | None = None,
+    *,
+    expandable: bool = False,
+    limit: int | None = None,
+    steps: int = 2,
+) -> Reserved:
+    """Replays the allocations of a dry run: what comes before the first step once, its step some times over.
+
+    Args:
+        log: (block, bytes: positive when made and negative when freed, phase) in order; after `load` those of `STEP` alone.
+        streams: {block: name} of those that are made on a stream beside the main one.
+
+    Example:
+        >>> log = [(0, 100 << 20, "load"), (1, 15 << 20, "forward"), (1, -(15 << 20), "backward")]
+        >>> replay_caching(log).reserved >> 20
+        116
+    """
+    held, streams = Caching(expandable=expandable, limit=limit), streams or {}
+    log = list(log)
+    load = [entry for entry in log if entry[2] == Phase.LOAD]
+    step = [entry for entry in log if entry[2] in STEP]
+    lasting = {block for block, size, _ in load if size > 0}
+    reserved = allocated = 0
+    fits = True
+    for turn, entries in enumerate([load, *[step] * steps]):
+        living: dict[int, None] = {}  # in order
+        for block, size, _ in entries:
+            key = block if turn == 0 or block in lasting else -1 - block  # the step's own blocks, apart from those that last
+            if size > 0 and not held.holds(key):
+                if held.allocate(key, size, streams.get(block, "")):
+                    living[key] = None
+                else:
+                    fits = False
+            elif size < 0 and held.holds(key):
+                held.free(key)
+                living.pop(key, None)
+            if held.reserved > reserved:
+                reserved = held.reserved
+            if held.allocated > allocated:
+                allocated = held.allocated
+        for key in living if turn else ():  # what only a later phase frees
+            held.free(key)
+    return Reserved(reserved, allocated, fits)

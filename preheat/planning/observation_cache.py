@@ -1,0 +1,212 @@
+"""Observations kept by content, in memory and on disk: what was seen once of a recipe is not looked at again.
+
+The key is made of everything that a dry run may see: the recipe but for its name, seed, length and memory, the model's configuration, the device's kind, the
+number of devices, the versions of torch and transformers, and preheat's own source. The log of allocations is not kept on disk; what an allocator holds of it is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import gc
+import hashlib
+import importlib.metadata
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from preheat import recipe as recipes
+from preheat.core import Axis, Device
+from preheat.errors import RecipeError
+from preheat.hardware.link_rates import cache_folder, store_json
+from preheat.hardware.stored_values import Damaged, read_json
+from preheat.models import hf
+from preheat.planning.dispatch_recorder import Kernel
+from preheat.planning.dry_run import Observation, observe
+from preheat.planning.layer_extrapolation import observe_few
+from preheat.planning.memory.cpu_heap import hold
+from preheat.planning.worker_pool import share
+from preheat.recipe import Recipe
+
+__all__ = ["forget", "known", "recall", "together"]
+
+_FORMAT = 4
+_UNSEEN = ("name", "seed", "schedule", "stop", "checkpoint", "hardware")  # parts of a recipe that no dry run looks at
+_known: dict[str, Observation] = {}
+
+
+def recall(
+    recipe: Recipe,
+    *,
+    vocabulary: int | None,
+    device: Device,
+    world: int | None,
+    how: str = "few",
+    rank: int = 0,
+    logged: bool = False,
+) -> Observation:
+    """An observation of the recipe, from where it is known or else made now.
+
+    Args:
+        how: `few`: by few layers where that says the same; `enough`: by more, which tell what a GPU's allocator keeps; `whole`: of all layers; `marked`: of all, told apart in `at`; `step`: without evaluation.
+        rank: which of the devices; `few` and `enough` find that themselves.
+        logged: with its log of allocations, which is not on disk.
+
+    Raises:
+        RecipeError: the recipe cannot be built.
+    """
+    path = _where(recipe, vocabulary, device, world, how, rank)
+    found = _known.get(path.stem)
+    if found is None and not logged:
+        found = _load(path)
+    if found is None or (logged and not found.log):
+        gc.freeze()  # else the collector goes through all of torch again and again: a third of the time
+        try:
+            found = _LOOKS[how](recipe, vocabulary=vocabulary, device=device, world=world, rank=rank)
+        finally:
+            gc.unfreeze()
+        if found.log and found.held is None:
+            found.held = hold(found.log, found.streams, device)
+        values = _values(found)
+        store_json(path, {"sha256": _digest(values), "observation": values})
+    _known[path.stem] = found
+    return found
+
+
+def together(asked: Iterable[Mapping[str, Any]]) -> None:
+    """Sees to it that `recall` finds all of these, each by its arguments, by as many processes as there are (`planning.worker_pool`).
+
+    One that cannot be built is left out: `recall` says why.
+    """
+
+    def here(how: dict[str, Any]) -> None:
+        with suppress(RecipeError):
+            recall(**how)
+
+    share([dict(how) for how in asked if not known(**how)], here)
+
+
+def observe_for_others(task: dict[str, Any]) -> None:
+    """Stores the observation of one task of a `crew` on the disk; whoever needs one that cannot be built makes it again, and says so."""
+    with suppress(RecipeError):
+        recall(**task)
+    forget()
+
+
+def forget() -> None:
+    """Leaves what was seen to the disk alone."""
+    _known.clear()
+
+
+def known(recipe: Recipe, *, vocabulary: int | None, device: Device, world: int | None, how: str, rank: int = 0) -> bool:
+    """Whether `recall` would find it."""
+    path = _where(recipe, vocabulary, device, world, how, rank)
+    return path.stem in _known or path.exists()
+
+
+def _where(recipe: Recipe, vocabulary: int | None, device: Device, world: int | None, how: str, rank: int) -> Path:
+    return cache_folder() / "observations" / f"{_key(recipe, vocabulary, device, world, how, rank)}.json"
+
+
+def _few(recipe: Recipe, device: Device, rank: int, *, quick: bool = True, **how: Any) -> Observation:
+    return observe_few(recipe, device=device, heap=device.kind == "cpu", quick=quick, see=_both, **how)
+
+
+_LOOKS: dict[str, Callable[..., Observation]] = {
+    "few": _few,
+    "enough": functools.partial(_few, quick=False),
+    "whole": observe,
+    "marked": functools.partial(observe, by_layer=True),
+    "step": functools.partial(observe, evaluated=False),
+}
+
+
+def _both(asked: list[dict[str, Any]]) -> list[Observation]:
+    found = [{"how": "marked" if how.pop("by_layer", False) else "whole", **how} for how in asked]
+    together(found)
+    return [recall(**how) for how in found]
+
+
+def _key(recipe: Recipe, vocabulary: int | None, device: Device, world: int | None, how: str, rank: int) -> str:
+    values = {key: value for key, value in recipes.as_values(recipe).items() if key not in _UNSEEN}
+    config = hf.configure(recipe, vocabulary).to_dict()
+    seen = [
+        _FORMAT,
+        how,
+        rank,
+        values,
+        config,
+        vocabulary,
+        device.kind,
+        device.capability,
+        device.expandable,
+        world,
+        _versions(),
+    ]
+    return hashlib.sha256(json.dumps(seen, sort_keys=True, default=str).encode()).hexdigest()[:24]
+
+
+@functools.cache
+def _versions() -> list[str]:
+    house = Path(__file__).parents[1]
+    source = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(house.rglob("*.py")))).hexdigest()
+    return [source, *(importlib.metadata.version(name) for name in ("torch", "transformers"))]
+
+
+def _values(seen: Observation) -> dict[str, Any]:
+    """An observation as JSON has it, without its log and what techniques did."""
+    plain = (
+        "peak",
+        "categories",
+        "flops",
+        "model_flops",
+        "parameters",
+        "trained",
+        "tokens",
+        "passing",
+        "slots",
+        "compiled",
+        "slowed",
+        "idle",
+        "held",
+    )
+    return {
+        **{key: getattr(seen, key) for key in plain},
+        "kernels": _rows(seen.kernels),
+        "at": [[*key, found] for key, found in seen.at.items()],
+        "groups": [[key, axes] for key, axes in seen.groups.items()],
+    }
+
+
+def _rows(kernels: Counter[Kernel]) -> list[Any]:
+    return [[*(getattr(kernel, f.name) for f in dataclasses.fields(kernel)), count] for kernel, count in kernels.items()]
+
+
+def _counted(rows: list[Any]) -> Counter[Kernel]:
+    return Counter({Kernel(*map(_frozen, row[:-1])): row[-1] for row in rows})
+
+
+def _load(path: Path) -> Observation | None:
+    """What is stored there; None where there is nothing, or something damaged: it is a cache, and looking again takes seconds."""
+    try:
+        stored = read_json(path) or {}
+    except Damaged:
+        return None
+    values = stored.get("observation")
+    if not isinstance(values, dict) or stored.get("sha256") != _digest(values):
+        return None
+    kernels = _counted(values.pop("kernels"))
+    at = {(phase, place): found for phase, place, found in values.pop("at")}
+    groups = {_frozen(key): tuple(map(Axis, axes)) for key, axes in values.pop("groups")}
+    return Observation(**values, kernels=kernels, at=at, groups=groups)
+
+
+def _digest(values: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(values).encode()).hexdigest()
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(map(_frozen, value)) if isinstance(value, list) else value

@@ -1,0 +1,166 @@
+"""What a run does beside its steps, under a dry run: building, saving, evaluating, writing samples; and the head apart from the layers.
+
+Each is the program's own code on fake tensors where that reads no values; where it does (drawing weights, choosing tokens), what it holds is
+asked of the code that does it, or seen of a pass that holds at least as much.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from preheat.core import STEP, Batch, Build, Images, MaskSpec, Phase, Shape, Slot, Vision
+from preheat.data.rows.example_kinds import examples_of
+from preheat.engine.async_checkpoint import room
+from preheat.engine.step import forward, transform
+from preheat.planning.dispatch_recorder import Recorder
+from preheat.recipe import Recipe
+
+__all__ = ["evaluating", "fake_batch", "generating", "loading", "looking", "saving", "tell_phases"]
+
+_PROMPTS = 8  # that are written after at a time, as `models.generation.generate.generate` does
+
+
+def fake_batch(recipe: Recipe, rows: int, vision: Vision | None = None) -> Batch:
+    """A micro-batch of the recipe's shape, each row one example; contents do not matter to a dry run.
+
+    Args:
+        vision: how the model reads images: each row then has as many as the recipe says (`data.images`, `data.image_pixels`), or as it has room for.
+    """
+    length, kind = recipe.batch.length, examples_of(recipe).kind
+    tokens, labels, positions = (torch.empty(rows, length, dtype=torch.int64) for _ in range(3))
+    if kind == "pairs":
+        mask = MaskSpec(documents=((length - length // 2, length // 2),) * rows)
+        return Batch(tokens, labels, positions, mask, rows, tuple(range(rows)), group=2)
+    if kind == "liked":
+        mask = MaskSpec(documents=((length,),) * rows)
+        return Batch(tokens, labels, positions, mask, rows, tuple(range(rows)), liked=((1,),) * rows)
+    plain = Batch(tokens, labels, positions, MaskSpec(), rows * length, tuple(range(rows)))
+    if vision is None:
+        return plain
+    return replace(plain, positions=torch.empty(rows, length, 3, dtype=torch.int64), images=_fake_images(recipe, rows, vision))
+
+
+def _fake_images(recipe: Recipe, rows: int, vision: Vision) -> Images:
+    data, token = recipe.data, vision.merge**2  # patches of a token
+    each = math.prod(vision.grid(data.image_pixels)) // token
+    in_row = min(round(data.images * each), recipe.batch.length - 1)  # tokens
+    whole, rest = divmod(in_row, each)
+    sizes = ((each * token,) * whole + ((rest * token,) if rest else ())) * rows or (token,)  # a blank one where there is none
+    patches = sum(sizes)
+    return Images(
+        torch.empty(patches, vision.values),
+        torch.empty(patches, 4, dtype=torch.int64),
+        torch.empty(patches, 4),
+        torch.empty(patches, 2, dtype=torch.int64),
+        torch.empty(rows * in_row, dtype=torch.int64),
+        sizes,
+    )
+
+
+def tell_phases(made: Build, recorder: Recorder) -> None:
+    """Has the recorder know when a forward pass begins and ends, and when head and loss run in it; in place."""
+
+    def within(slot: Slot, during: Phase, then: Phase) -> None:
+        inner = made.slot(slot)
+
+        def told(*args: Any, **kwargs: Any) -> Any:
+            if recorder.phase not in STEP:
+                return inner(*args, **kwargs)
+            recorder.phase = during
+            try:
+                return inner(*args, **kwargs)
+            finally:
+                recorder.phase = then
+
+        made.own(slot, told, made.owner(slot))
+
+    within(Slot.HIDDEN, Phase.FORWARD, Phase.FORWARD)
+    # Until the pass ends, or another one through the layers begins.
+    within(Slot.OVER_LOGITS, Phase.HEAD_AND_LOSS, Phase.HEAD_AND_LOSS)
+    # What finishes a backward pass runs under no node of its graph.
+    within(Slot.WHOLE_FORWARD, Phase.FORWARD, Phase.BACKWARD)
+
+
+def loading(made: Build, found: Mapping[str, int]) -> dict[str, int]:
+    """Categories while weights get their values: they and what giving them values takes. The optimizer's state comes after.
+
+    Args:
+        found: those at the end of building that the dry run saw, which gives no values.
+    """
+    model = made.recipe.model
+    drawn = model.weights == "random" or not (model.path or model.preset)
+    how = {"drawn": drawn, "on_cpu": made.device.kind == "cpu"}
+    filling = max(
+        made.sources[role].beside(part, drawn=False, on_cpu=how["on_cpu"])
+        if role in made.sources
+        else made.weights.beside(part, **how, at_home=made.storage_device is not None)
+        for role, parts in made.parts.items()
+        for part in parts
+    )
+    return {**found, "optimizer": 0, "temporary": filling}
+
+
+def looking(made: Build, recorder: Recorder, recipe: Recipe, shape: Shape) -> None:
+    """What looks at the training rows before the first is read: the build stands, and no step was taken."""
+    for beforehand in made.hooks.dataset_passes:
+        recorder.begin(Phase.LOAD)
+        recorder.place = "rows"
+        beforehand.once(fake_batch(recipe, shape.micro, made.model.vision))
+        recorder.place = ""
+
+
+def saving(made: Build, recorder: Recorder) -> None:
+    """A checkpoint between two steps. On a CPU its files are put together in the device's memory; a copy beside the steps is `plan`'s to add."""
+    recorder.begin(Phase.SAVING)
+    needed = room(made)
+    if made.device.kind == "cpu":
+        torch.empty(needed, dtype=torch.uint8)
+
+
+def evaluating(made: Build, recorder: Recorder, recipe: Recipe, shape: Shape) -> None:
+    """A batch of validation rows."""
+    recorder.begin(Phase.EVALUATION)
+    for part in made.trained:
+        part.eval()
+    with torch.no_grad():
+        rows = min(recipe.evaluate.micro or shape.micro, shape.micro)
+        forward(made, transform(made, fake_batch(recipe, rows, made.model.vision)))
+
+
+def generating(made: Build, recorder: Recorder, recipe: Recipe) -> None:
+    """The samples of the recipe, as if a text were read at once that is as long as it gets: keys and values of all of it are kept, and one token's logits made.
+
+    Written token by token less is alive beside the cache. A prompt has at most as many tokens as bytes.
+    """
+    prompts = [p if isinstance(p, str) else "".join(str(m["content"]) for m in p) for p in recipe.sample.prompts]
+    if not recipe.sample.wanted:
+        return
+    recorder.begin(Phase.GENERATION)
+    longest = max((len(p.encode()) for p in prompts), default=0)
+    if recipe.sample.rows:  # a row's question is shorter than the row
+        longest = max(longest, recipe.batch.length)
+    length = longest + 1 + recipe.sample.tokens
+    length = min(length, made.model.positions or length)
+    tokens = torch.empty(min(len(prompts) + recipe.sample.rows, _PROMPTS), length, dtype=torch.int64)
+    given = {"input_ids": tokens, "logits_to_keep": 1}
+    if made.model.encoder:  # reads the prompt and writes the rest
+        given = dict(
+            zip(
+                ("decoder_input_ids", "input_ids"),
+                tokens.split([recipe.sample.tokens, length - recipe.sample.tokens], 1),
+                strict=True,
+            )
+        )
+    model: Any = made.trained[0]
+    attention = model.config._attn_implementation
+    model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
+    try:
+        with torch.no_grad():
+            model(**given, use_cache=True)
+    finally:
+        model.set_attn_implementation(attention)

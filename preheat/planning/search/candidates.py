@@ -1,0 +1,211 @@
+"""What a search chooses from: techniques with their settings on one device, ways to share out the work, micro-batches. No technique is named.
+
+A technique that says what it `trades` may be added; what the recipe states already stays as it is.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from preheat.core import (
+    DATA,
+    Axis,
+    Context,
+    Device,
+    Problem,
+    ProblemCode,
+    Searchable,
+    Technique,
+    conflicts_of,
+    on_one_device,
+    problems_of,
+    registry,
+    sizes_of,
+    spreading,
+)
+from preheat.engine.builder import context_of, techniques_of
+from preheat.errors import RecipeError
+from preheat.models import hf
+from preheat.planning.plan import steps_of
+from preheat.recipe import Recipe
+
+__all__ = ["NUMERICS", "Numerics", "Settings", "Space", "candidate_problems", "words", "worst"]
+
+Numerics = Literal["exact", "rounding", "different"]
+NUMERICS: tuple[Numerics, ...] = ("exact", "rounding", "different")
+Settings = tuple[Technique, ...]
+
+
+def worst(techniques: Iterable[Technique]) -> Numerics:
+    """The most that any of these settings gives up."""
+    given_up = (t.search_numerics() for t in techniques if isinstance(t, Searchable))
+    return max((numerics for numerics in given_up if numerics), key=NUMERICS.index, default="exact")
+
+
+def words(added: Iterable[Technique], micro: int | None = None) -> str:
+    """Settings in a line: names, and what differs from the defaults."""
+    parts = []
+    for t in added:
+        if t.micro_batch_count() > 1:
+            continue
+        plain = type(t)()
+        said = [f"{key} {value}" for key, value in vars(t).items() if value != getattr(plain, key)]
+        parts.append(t.name() + (f" ({', '.join(said)})" if said else ""))
+    return ", ".join(parts or ["nothing added"]) + (f"; {micro} row{'s' if micro > 1 else ''} at a time" if micro else "")
+
+
+@dataclass(frozen=True)
+class Space:
+    """Everything that may be added to a recipe on so many devices.
+
+    Attributes:
+        vocabulary: pieces of the tokenizer; None where the model decides.
+        world: devices.
+        allow: the most that may be given up.
+        rows: training rows, where known: how long the run is, where epochs end it.
+        left_open: techniques that the recipe states and leaves to a plan: the search decides on them, whatever may be given up.
+    """
+
+    recipe: Recipe
+    vocabulary: int | None
+    device: Device
+    world: int
+    allow: Numerics = "exact"
+    per_host: int = 8
+    rows: int | None = None
+    config: Any = field(init=False)
+    left_open: frozenset[str] = field(init=False)
+
+    def __post_init__(self) -> None:
+        stated = self.recipe.techniques
+        open_here = {name for name, t in stated.items() if isinstance(t, Searchable) and t.left_open(self.device)}
+        object.__setattr__(self, "left_open", frozenset(open_here))
+        decided = {name: t for name, t in stated.items() if name not in self.left_open}
+        object.__setattr__(self, "recipe", replace(self.recipe, techniques=decided))
+        object.__setattr__(self, "config", hf.configure(self.recipe, self.vocabulary))
+
+    def context(self, recipe: Recipe, world: int | None = None) -> Context:
+        """Raises RecipeError where the axes do not multiply to the devices."""
+        return context_of(recipe, self.config, self.device, world or self.world)
+
+    def allowed(self, technique: Technique) -> bool:
+        if technique.name() in self.left_open:
+            return True
+        gives_up = technique.search_numerics() if isinstance(technique, Searchable) else None
+        return gives_up is not None and NUMERICS.index(gives_up) <= NUMERICS.index(self.allow)
+
+    def searched(self) -> list[type[Searchable]]:
+        """Techniques that may be added, in the order in which they act."""
+        free = [
+            cls
+            for name, cls in registry().items()
+            if name not in self.recipe.techniques
+            and issubclass(cls, Searchable)
+            and self.device.kind in cls.searched_on
+            and cls().search_numerics() is not None
+        ]
+        return sorted(free, key=lambda cls: (cls.stage, cls.name()))
+
+    def over_run(self, speed: float, added: Iterable[Technique]) -> float:
+        """Tokens a second of the whole run, where its steps have `speed`: less what these techniques take before the first step."""
+        start = sum(t.startup_seconds(self.device) for t in added)
+        stop, batch = self.recipe.stop, self.recipe.batch
+        steps = steps_of(self.recipe, self.rows)
+        ends = [steps * batch.size * batch.length / speed] if steps else []
+        ends += [stop.hours * 3600] if stop.hours else []
+        return speed / (1 + start / min(ends)) if ends else speed
+
+    def on_one_device(self) -> list[type[Searchable]]:
+        """Those that are for a single device too, but for the cutting into micro-batches."""
+        shared = spreading()
+        return [
+            cls
+            for cls in self.searched()
+            if not cls.is_parallel() and not cls.needs & shared and cls().micro_batch_count() == 1
+        ]
+
+    def layouts(self) -> Iterator[Settings]:
+        """Ways to share out the work among the devices, each a set of techniques; () for one device."""
+        if self.world == 1:
+            yield ()
+            return
+        alone = set(self.on_one_device())
+        spread = [cls for cls in self.searched() if cls not in alone and cls().micro_batch_count() == 1]
+        given = list(self.recipe.techniques.values())
+        stated = any(0 in t.degrees().values() for t in given)
+        rest = [t for cls in spread if 0 in cls().degrees().values() and not _inner(cls) for t in self._options(cls)]
+        beside = [t for cls in spread if not cls.is_parallel() for t in self._options(cls)]
+        inner = [[None, *self._options(cls)] for cls in spread if cls.is_parallel() and _inner(cls)]
+        for cut in itertools.product(*inner):
+            chosen = tuple(t for t in cut if t is not None)
+            taken = math.prod(size for t in (*given, *chosen) for size in t.degrees().values() if size)
+            if self.world % taken or any(t.degrees().get(Axis.TENSOR, 1) > self.per_host for t in chosen):
+                continue
+            if taken == self.world or stated:
+                yield chosen
+            for t in () if stated or taken == self.world else rest:
+                yield (*chosen, t)
+                yield from ((*chosen, t, also) for also in beside if self._serves(also, (*chosen, t)))
+
+    def _serves(self, t: Technique, layout: Settings) -> bool:
+        """Whether something that shares nothing out by itself has its place beside a layout."""
+        tags = frozenset(tag for other in (*self.recipe.techniques.values(), *layout) for tag in other.provided())
+        sizes = self.sizes((*self.recipe.techniques.values(), *layout))
+        if sizes is None or not t.needs <= tags:
+            return False
+        return not problems_of(t, Context(self.recipe, hf.facts(self.config), self.device, tags, sizes))
+
+    def _options(self, cls: type[Searchable]) -> list[Technique]:
+        made = cls()
+        sizes = dict.fromkeys(Axis, 1) | {Axis.SHARD: self.world}
+        tags = frozenset(tag for t in techniques_of(self.recipe) for tag in t.provided())
+        context = Context(self.recipe, hf.facts(self.config), self.device, tags, sizes)
+        return [t for t in made.options(context) if self.allowed(t)]
+
+    def having(self, added: Iterable[Technique]) -> Recipe:
+        """The recipe with these besides, on all devices."""
+        techniques = {**self.recipe.techniques, **{t.name(): t for t in added}}
+        return replace(self.recipe, techniques=techniques, parallel=replace(self.recipe.parallel, devices=self.world))
+
+    def single(self, added: Iterable[Technique]) -> Recipe:
+        """The same on one device, one row at a time: without what shares out and cuts."""
+        made = self.having(added)
+        kept = {name: t for name, t in on_one_device(made.techniques).items() if t.micro_batch_count() == 1}
+        parallel = replace(made.parallel, devices=1)
+        model = made.model
+        if getattr(self.config.get_text_config(), "first_k_dense_replace", None):  # so that a look at one layer sees experts
+            model = replace(model, config={**model.config, "first_k_dense_replace": 0})
+        return replace(made, model=model, techniques=kept, parallel=parallel, batch=replace(made.batch, size=1))
+
+    def even(self, sizes: Mapping[Axis, int]) -> bool:
+        """Whether each device has as many rows as the others."""
+        return self.recipe.batch.size % math.prod(sizes[axis] for axis in DATA) == 0
+
+    def sizes(self, techniques: Iterable[Technique]) -> dict[Axis, int] | None:
+        """The mesh of some techniques; None where they do not multiply to the devices."""
+        try:
+            return sizes_of(techniques, self.world)
+        except ValueError:
+            return None
+
+    def sizes_of(self, recipe: Recipe) -> Mapping[Axis, int]:
+        """The mesh of a recipe that can be."""
+        return self.context(recipe).sizes
+
+
+def _inner(cls: type[Technique]) -> bool:
+    """Whether it shares out something else than rows."""
+    return not set(cls().degrees()) & set(DATA)
+
+
+def candidate_problems(space: Space, recipe: Recipe, world: int | None = None) -> list[Problem]:
+    """Why a candidate cannot be used; empty if it can."""
+    try:
+        context = space.context(recipe, world)
+    except RecipeError as error:
+        return [Problem("", ProblemCode.DEVICES, str(error))]
+    return conflicts_of(techniques_of(recipe), context)

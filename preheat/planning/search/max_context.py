@@ -1,0 +1,108 @@
+"""The longest rows that fit: of a recipe as it stands, or with a search for each length, until none fits."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from preheat.core import DATA, Device
+from preheat.engine.builder import context_of
+from preheat.errors import RecipeError
+from preheat.hardware.rates import Rates
+from preheat.models import hf
+from preheat.planning.plan import plan
+from preheat.planning.search.candidates import Space
+from preheat.planning.search.result import Found, too_large
+from preheat.planning.search.search import search
+from preheat.planning.speed.roofline import Roofline
+from preheat.recipe import Recipe
+
+__all__ = ["longest", "longest_as_stated"]
+
+DOUBLINGS = 10
+"""Of a recipe as it stands: a dry run each, and a thousand times the length is far beyond any."""
+SHORTEST = 32
+"""Tokens of a row, below which nobody asks."""
+
+
+def longest(
+    space: Space,
+    *,
+    rates: Rates | Roofline,
+    in_use: int = 0,
+    seconds: float = 10.0,
+    confirm: bool = True,
+    tell: Callable[[str], None] = lambda words: None,
+) -> Found:
+    """The longest rows that fit, as `search` finds them: doubled until they do not, up to the model's positions; tokens a batch stay what they are.
+
+    Arguments and errors as of `search`.
+    """
+    batch = space.recipe.batch
+    positions = hf.facts(space.config).positions or batch.length
+    tokens, best = batch.size * batch.length, None
+    length = batch.length
+    while True:
+        size = max(tokens // length, space.world)
+        recipe = replace(space.recipe, batch=replace(batch, length=length, size=size))
+        found = search(replace(space, recipe=recipe), rates=rates, in_use=in_use, seconds=seconds / 3, confirm=False, tell=tell)
+        if not found.best.plan["fits"]:
+            if best is not None:
+                best.rejected.append((f"rows of {length:,} tokens", too_large(found.best.plan)))
+            return best or found
+        best = found
+        if 2 * length > positions and not _scaled(space.recipe, space.vocabulary, 2 * length):
+            best.rejected.append((f"rows of {2 * length:,} tokens", f"the model has {positions:,} positions"))
+            return best
+        length *= 2
+
+
+def longest_as_stated(
+    recipe: Recipe,
+    *,
+    vocabulary: int | None,
+    device: Device,
+    rates: Rates | Roofline,
+    in_use: int = 0,
+    world: int | None = None,
+) -> dict[str, Any]:
+    """The longest rows that fit with the techniques that a recipe has, one row a micro-batch; arguments as of `planning.plan.plan`.
+
+    Rows are doubled from the recipe's own length on, or halved where these do not fit.
+
+    Returns:
+        {length, peak_gib, limit}: tokens (0: not even the shortest fits), its predicted peak, and why no longer, in words.
+    """
+    how: dict[str, Any] = {"vocabulary": vocabulary, "device": device, "rates": rates, "in_use": in_use, "world": world}
+    sizes = context_of(recipe, hf.configure(recipe, vocabulary), device, world).sizes
+    rows = math.prod(sizes[axis] for axis in DATA) * math.prod(t.micro_batch_count() for t in recipe.techniques.values())
+    made: dict[str, Any] = {"length": 0, "peak_gib": None, "limit": ""}
+    length, doubled = recipe.batch.length, 0
+    while doubled < DOUBLINGS:
+        longer = replace(recipe, batch=replace(recipe.batch, length=length, size=rows))
+        try:
+            found = plan(longer, **how)
+        except RecipeError as error:  # of the length: the recipe itself was planned before
+            return {**made, "limit": f"rows of {length:,} tokens: {str(error).splitlines()[0]}"}
+        if found["fits"]:
+            made |= {"length": length, "peak_gib": found["peak_gib"]}
+            if made["limit"]:
+                return made
+            length, doubled = 2 * length, doubled + 1
+            continue
+        made["limit"] = f"rows of {length:,} tokens: {too_large(found)}"
+        if made["length"] or length < 2 * SHORTEST:
+            return made
+        length //= 2
+    return {**made, "limit": f"rows of {length:,} tokens were not tried"}
+
+
+def _scaled(recipe: Recipe, vocabulary: int | None, length: int) -> bool:
+    """Whether the recipe itself gives the model as many positions as it needs."""
+    try:
+        hf.configure(replace(recipe, batch=replace(recipe.batch, length=length)), vocabulary)
+    except RecipeError:
+        return False
+    return True

@@ -1,0 +1,187 @@
+"""What a candidate may need, in microseconds of a guess: for the order in which a search looks at candidates, never for its verdicts.
+
+One layer and two are observed on one device with one row; the difference is a layer, the rest embedding, head and loss. Layers, rows and devices
+are multiplied and divided from there; what devices send each other is taken from the sizes of weights and hidden states.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from preheat.core import DATA, Axis, Device, ModelFacts, Phase, Tag
+from preheat.hardware.rates import Rates
+from preheat.planning.dispatch_recorder import Kernel
+from preheat.planning.dry_run import Observation
+from preheat.planning.layer_extrapolation import of_layers
+from preheat.planning.observation_cache import recall
+from preheat.planning.speed.roofline import Roofline
+from preheat.planning.speed.step_time import step_seconds
+from preheat.recipe import Batch, Recipe
+
+__all__ = ["Guess", "Look", "guess", "look", "seconds"]
+
+
+@dataclass(frozen=True)
+class Look:
+    """What a model needs on one device for one row: of a layer, and of its ends (embedding, head, loss). Bytes and seconds.
+
+    Attributes:
+        states: weights, gradients and optimizer states.
+        weights: of these.
+        kept: what a layer keeps for its backward pass; of the ends whatever else is alive at the peak.
+        seconds: forward and backward.
+        update: seconds of the optimizer's, whatever the rows.
+    """
+
+    states: tuple[float, float]
+    weights: tuple[float, float]
+    kept: tuple[float, float]
+    seconds: tuple[float, float]
+    update: tuple[float, float]
+
+    def with_change(self, other: Look, base: Look) -> Look:
+        """This look, changed as `other` is from `base`: two changes that were seen apart, taken together.
+
+        Bytes change by the difference, since one thing is not kept for another's sake; seconds by the ratio.
+        """
+
+        def by(name: str) -> tuple[float, float]:
+            triples = zip(getattr(self, name), getattr(other, name), getattr(base, name), strict=True)
+            if name in ("seconds", "update"):
+                layer, ends = (a * (b / c if c > 0 else 1.0) for a, b, c in triples)
+            else:
+                layer, ends = (max(a + b - c, 0.0) for a, b, c in triples)
+            return layer, ends
+
+        return Look(by("states"), by("weights"), by("kept"), by("seconds"), by("update"))
+
+
+@dataclass(frozen=True)
+class Guess:
+    """Of one device: bytes at the peak, seconds of a step, tokens a second of all devices together."""
+
+    bytes: float
+    seconds: float
+    tokens_per_second: float
+
+
+def seconds(seen: Observation, rates: Rates | Roofline) -> float:
+    """Of one optimizer step, without what a CPU has from the system anew."""
+    return rates.seconds(seen).total if isinstance(rates, Roofline) else step_seconds(seen, rates)
+
+
+def _of_update(seen: Observation, rates: Rates | Roofline) -> float:
+    """Seconds of the device for the update; the host hands its kernels out while the step's others still run."""
+    only = replace(seen, kernels=Counter({kernel: n for kernel, n in seen.kernels.items() if kernel.alone}))
+    if isinstance(rates, Roofline):
+        parts = rates.seconds(only)
+        return parts.total - parts.host
+    return step_seconds(only, rates)
+
+
+def look(
+    recipe: Recipe,
+    *,
+    vocabulary: int | None,
+    device: Device,
+    rates: Rates | Roofline,
+    layer: Look | None = None,
+) -> Look:
+    """Looks at one layer and at two of a model, on one device with one row.
+
+    Args:
+        recipe: with one row, and nothing that shares it out.
+        layer: a look with the same layers, where only embedding, head and loss differ: then one is enough.
+
+    Raises:
+        RecipeError: the recipe cannot be built.
+    """
+
+    def numbers(layers: int) -> tuple[float, ...]:
+        seen = recall(of_layers(recipe, layers), vocabulary=vocabulary, device=device, world=1, how="step")
+        at = seen.categories[Phase.UPDATE]
+        update = _of_update(seen, rates)
+        states = at["parameters"] + at["gradients"] + at["optimizer"]
+        return states, at["parameters"], seen.passing, max(seconds(seen, rates) - update, 0.0), update
+
+    one = numbers(1)
+    if layer is not None:
+        of_layer = [layer.states[0], layer.weights[0], layer.kept[0], layer.seconds[0], layer.update[0]]
+    else:
+        of_layer = [max(b - a, 0.0) for a, b in zip(one, numbers(2), strict=True)]
+    ends = [max(a - b, 0.0) for a, b in zip(one, of_layer, strict=True)]
+    return Look(*zip(of_layer, ends, strict=True))
+
+
+def guess(
+    seen: Look,
+    batch: Batch,
+    model: ModelFacts,
+    sizes: Mapping[Axis, int],
+    micros: int,
+    tags: frozenset[Tag],
+    rates: Rates | Roofline,
+) -> Guess:
+    """Of a batch on this mesh, a device's rows cut into so many micro-batches.
+
+    Args:
+        seen: the same techniques on one device.
+        tags: of all techniques.
+    """
+    pipeline, tensor, context = (sizes[axis] for axis in (Axis.PIPELINE, Axis.TENSOR, Axis.CONTEXT))
+    layers, rows = model.layers / pipeline, batch.size / math.prod(sizes[axis] for axis in DATA)
+    micro = math.ceil(rows / micros)
+    sharded = sizes[Axis.SHARD] * context if Tag.SHARDED_WEIGHTS in tags else 1
+
+    def of_all(pair: tuple[float, float]) -> float:
+        return (pair[0] * layers + pair[1]) / tensor
+
+    weights = of_all(seen.weights)
+    gathered = 0.0
+    if sharded > 1:  # a layer's weights and the next one's, or the ends', which are the largest group
+        gathered = (seen.weights[0] + max(seen.weights)) / tensor if Tag.RESHARD_AFTER_FORWARD in tags else weights
+        if micros > 1 and Tag.REDUCE_EACH_MICRO_BATCH not in tags:
+            gathered += weights  # gradients of all weights wait for the last micro-batch
+    flowing = tensor if Tag.SEQUENCE_PARALLEL in tags else 1 + 0.6 * (tensor - 1)  # norms and residuals stay whole
+    alive = min(pipeline, micros) * layers * seen.kept[0] / flowing + seen.kept[1] / tensor
+    memory = of_all(seen.states) / sharded + gathered + micro * alive / context
+    working = rows * (seen.seconds[0] * layers + seen.seconds[1] / pipeline) / (tensor * context)
+    waiting, beside = _sent(batch, model, sizes, micros, micro, weights, tags, rates)
+    time = (working + waiting + max(beside - working, 0.0)) * (1 + (pipeline - 1) / micros) + of_all(seen.update) / sharded
+    return Guess(memory, time, batch.size * batch.length / time)
+
+
+def _sent(
+    batch: Batch,
+    model: ModelFacts,
+    sizes: Mapping[Axis, int],
+    micros: int,
+    micro: int,
+    weights: float,
+    tags: frozenset[Tag],
+    rates: Rates | Roofline,
+) -> tuple[float, float]:
+    """Seconds of a step that stand in the way, and those beside the computing. Nothing is known of the links of a measured machine."""
+    if not isinstance(rates, Roofline):
+        return 0.0, 0.0
+    order = list(Axis)
+
+    def once(kind: str, size: float, axis: Axis) -> float:
+        if sizes[axis] == 1:
+            return 0.0
+        stride = math.prod(sizes[inner] for inner in order[order.index(axis) + 1 :])
+        return rates.collective(Kernel(kind, "bf16", 0, int(size), int(size), (), group=(sizes[axis], stride)))
+
+    hidden = micro * batch.length / sizes[Axis.CONTEXT] * model.width * 2
+    layers = model.layers / sizes[Axis.PIPELINE]
+    waiting = micros * layers * 4 * once("all_reduce", hidden, Axis.TENSOR)
+    waiting += micros * layers * 4 * once("all_to_all_single", hidden / sizes[Axis.TENSOR], Axis.CONTEXT)
+    half = 0.5 if Tag.BF16_ALL_GATHER in tags else 1.0
+    gathers = micros * (2 if Tag.RESHARD_AFTER_FORWARD in tags else 1)
+    beside = gathers * once("all_gather_into_tensor", weights * half, Axis.SHARD)
+    beside += (micros if Tag.REDUCE_EACH_MICRO_BATCH in tags else 1) * once("reduce_scatter_tensor", weights, Axis.SHARD)
+    beside += once("all_reduce", weights / sizes[Axis.SHARD], Axis.REPLICATE)
+    return waiting, beside

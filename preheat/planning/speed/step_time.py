@@ -1,0 +1,196 @@
+"""Seconds of an observed step: each kernel's FLOPs or bytes over the rate that this machine was measured to do them at.
+
+One device runs one kernel after the other, so times add up. What a kernel is limited by is not guessed: matrix products and
+attention are measured by FLOPs, everything else by bytes moved (hardware/rates.py has the classes). A CPU hands out its own kernels, so
+that time comes on top; a GPU computes meanwhile, so the longer of the two counts.
+"""
+
+from __future__ import annotations
+
+import math
+
+from preheat.hardware.rates import Layout, Rates
+from preheat.ops.fused_norm_gate import BY_PIECES
+from preheat.planning.dry_run import Kernel, Observation
+from preheat.planning.speed.roofline import fused_share, link_seconds
+
+__all__ = ["kernel_seconds", "step_seconds"]
+
+# aten operator -> the measured mover that behaves like it
+_MOVERS = {
+    "add": "add",
+    "sub": "add",
+    "rsub": "add",
+    "div": "mul",
+    "neg": "copy",
+    "add_": "add_",
+    "sub_": "add_",
+    "mul_": "add_",
+    "div_": "add_",
+    "bitwise_and_": "add_",
+    "clamp": "copy",
+    "masked_fill": "masked_fill",
+    "where": "where",
+    "pow": "copy",
+    "cos": "exp",
+    "sin": "exp",
+    "exp": "exp",
+    "log": "exp",
+    "tanh": "exp",
+    "sigmoid": "exp",
+    "rsqrt": "rsqrt",
+    "sqrt": "rsqrt",
+    "silu": "silu",
+    "silu_backward": "silu_backward",
+    "gelu": "gelu",
+    "gelu_backward": "gelu_backward",
+    "tanh_backward": "silu_backward",
+    "mean": "mean",
+    "amax": "amax",
+    "linalg_vector_norm": "norm",
+    "_softmax": "softmax",
+    "softmax": "softmax_",  # only as softmax.out does the dispatcher call it so
+    "_softmax_backward_data": "log_softmax_backward",
+    "_log_softmax": "log_softmax",
+    "_log_softmax_backward_data": "log_softmax_backward",
+    "native_layer_norm": "softmax",
+    "native_layer_norm_backward": "log_softmax_backward",
+    "embedding": "embedding",
+    "embedding_dense_backward": "embedding_backward",
+    "index_select": "embedding",
+    "index_copy_": "index_copy_",
+    "random_": "random_",
+    "cat": "cat",
+    "stack": "cat",
+    "clone": "transpose",
+    "copy_": "copy_",
+    "zeros": "zero_",
+    "zeros_like": "zero_",
+    "new_zeros": "zero_",
+    "zero_": "zero_",
+    "fill_": "zero_",
+    "slice_backward": "copy",
+    "select_backward": "copy",
+}
+_SPARSE = {
+    "gather",
+    "scatter_add_",
+    "scatter_",
+    "index",
+    "index_put_",
+    "nll_loss_forward",
+    "nll_loss_backward",
+}  # touch few places of what they are given
+
+
+_CUSTOM = 40  # launches that a call of an operator of ours costs, in Python for the most part
+
+
+def _dtype(kernel: Kernel, rates: Rates) -> str:
+    known = {row.dtype for row in rates.moved}
+    return kernel.dtype if kernel.dtype in known else "fp32"
+
+
+def _product(kernel: Kernel, rates: Rates) -> float:
+    at = 1 if kernel.operator.startswith(("addmm", "baddbmm")) else 0  # behind what is added to
+    (a, b), (first, second) = kernel.shapes[at : at + 2], kernel.transposed[at : at + 2]
+    n, k, m = math.prod(a[:-1]), a[-1], b[-1]
+    layout: Layout = "forward" if second else "grad_weight" if first else "grad_input"
+    if layout == "grad_weight":  # g.T [m, n] @ x [n, k]
+        n, k, m = a[-1], b[-1], a[-2]
+    elif layout == "grad_input":  # g [n, m] @ w [m, k]
+        k, m = m, k
+    known = {row.dtype for row in rates.matrix}
+    return kernel.flops / rates.matrix_rate(kernel.dtype if kernel.dtype in known else "fp32", layout, n, k, m)
+
+
+def kernel_seconds(kernel: Kernel, rates: Rates) -> float:
+    """Seconds of one call: on a CPU with its launch, on a GPU of the device alone."""
+    return (0.0 if rates.of_gpu else _launch_seconds(kernel, rates)) + _device_seconds(kernel, rates)
+
+
+def _launch_seconds(kernel: Kernel, rates: Rates) -> float:
+    """On a CPU: what a call takes beside its work; products and attention were measured with theirs."""
+    name, moves = kernel.operator, kernel.bytes_read + kernel.bytes_written > 0
+    if kernel.flops or name == "_fused_adamw_":
+        return 0.0
+    return rates.launch * (_CUSTOM if moves and name in BY_PIECES else 1)
+
+
+def _device_seconds(kernel: Kernel, rates: Rates) -> float:
+    name, moved = kernel.operator, kernel.bytes_read + kernel.bytes_written
+    if kernel.flops and "attention" in name:
+        direction = "backward" if "backward" in name else "forward"
+        return kernel.flops / rates.attention_rate(_dtype(kernel, rates), direction, kernel.shapes[0][-2])  # type: ignore[arg-type]
+    if kernel.flops:
+        return _product(kernel, rates)
+    if name == "_fused_adamw_":  # weights, gradients and two moments are read
+        return rates.adamw["fp32"] * kernel.bytes_read / 16
+    if moved == 0:
+        return 0.0
+    if name in BY_PIECES and rates.near is not None:
+        return BY_PIECES[name] * math.prod(kernel.shapes[0]) / rates.near
+    dtype = _dtype(kernel, rates)
+    if name in _SPARSE:
+        return kernel.bytes_read / 1e12
+    mover = _MOVERS.get(name, "copy")
+    if name == "_to_copy":
+        mover = (
+            "to_bf16"
+            if dtype == "fp32" and kernel.bytes_written < kernel.bytes_read
+            else "to_fp32"
+            if kernel.bytes_written > kernel.bytes_read
+            else "copy"
+        )
+        if mover == "to_fp32" and dtype != "bf16":
+            mover = "copy"
+    elif name in ("mul", "sum"):
+        mover = _broadcast(kernel)
+    elif name == "index_select" and len(kernel.shapes[0]) == 1:  # number by number, however few bytes each has
+        mover, dtype, moved = "look_up", "fp32", 8 * math.prod(kernel.shapes[1])
+    elif name == "where":
+        dtype, moved = "fp32", 12 * max(map(math.prod, kernel.shapes))
+    return moved / rates.moved_rate(mover, dtype, moved)
+
+
+def _broadcast(kernel: Kernel) -> str:
+    shapes = kernel.shapes
+    if kernel.operator == "sum":  # over the last dimension, or over the rows as for a norm's weight
+        return (
+            "mean"
+            if kernel.bytes_written * 4 > kernel.bytes_read // max(shapes[0][-1], 1)
+            and shapes[0][-1] > 1
+            and kernel.bytes_written != kernel.bytes_read
+            else "sum_rows"
+        )
+    if len(shapes) > 1 and shapes[0] != shapes[1] and shapes[1]:
+        small = min(shapes[:2], key=math.prod)
+        return "mul_column" if small and small[-1] == 1 else "mul_row"
+    return "mul"
+
+
+# In a training step each kernel also passes Python, the dispatcher and autograd's graph, with its views: 11 microseconds in the
+# profile of the demo, where a bare call takes 1.2.
+_HOST_SHARE = 8
+# On a GPU's host a bare call, its launch included, takes 4 to 5 microseconds, and in a step 9; in a compiled layer 3 (see planning/speed/roofline.py).
+_GPU_SHARE, _GPU_SHARE_COMPILED = 2.0, 0.7
+
+
+def step_seconds(observation: Observation, rates: Rates) -> float:
+    """Seconds of one optimizer step."""
+    if rates.of_gpu:
+        return rates.pace * _gpu_seconds(observation, rates)
+    host = rates.launch * (_HOST_SHARE * observation.slowed - 1)
+    return rates.pace * sum((kernel_seconds(kernel, rates) + host) * count for kernel, count in observation.kernels.items())
+
+
+def _gpu_seconds(observation: Observation, rates: Rates) -> float:
+    """The host hands kernels out while the device runs those before: the slower of the two decides. Copies over their link come on top."""
+    kernels = [(kernel, count) for kernel, count in observation.kernels.items() if kernel.where == "device"]
+    device = sum(kernel_seconds(kernel, rates) * fused_share(kernel, observation) * count for kernel, count in kernels)
+    share = _GPU_SHARE_COMPILED if observation.compiled else _GPU_SHARE
+    host = sum(count for _, count in kernels) * rates.launch * share * observation.slowed
+    working = max(device, host) * (1 + observation.idle)
+    if rates.to_host is None or rates.to_device is None:
+        return working
+    return working + link_seconds(observation, device, to_host=rates.to_host, to_device=rates.to_device)

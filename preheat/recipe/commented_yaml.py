@@ -1,0 +1,64 @@
+"""A recipe as a person would write it: what differs from the defaults, and above each key what it is. No torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import textwrap
+from collections.abc import Mapping
+from typing import Any
+
+from preheat.core import Recipe, registry
+from preheat.core.schema import field_docs
+from preheat.recipe.yaml_io import write
+
+__all__ = ["brief"]
+
+_WIDTH = 110
+
+
+def brief(values: Mapping[str, Any]) -> str:
+    """The YAML of a recipe's values (`recipe.as_values`) without those that are defaults; `recipe.parse` gives the same recipe back.
+
+    Example:
+        >>> from preheat.recipe import as_values, parse
+        >>> print(brief(as_values(parse("{name: a, stop: {steps: 5}, techniques: {lora: {}}}"))), end="")
+        # A short name, used for the run's folder.
+        name: a
+        stop:
+          # Optimizer steps.
+          steps: 5
+        techniques:
+          lora: {}
+    """
+    lines = []
+    for part in dataclasses.fields(Recipe):
+        if part.name == "techniques":
+            inside = [line for name, settings in values["techniques"].items() for line in _technique(name, settings)]
+        elif part.default_factory is not dataclasses.MISSING:
+            inside = _keys(part.default_factory, values[part.name])  # type: ignore[arg-type]
+        else:
+            if part.name == "name" or values[part.name] != part.default:
+                lines += _key(part.name, values[part.name], field_docs(Recipe)[part.name])
+            continue
+        lines += [f"{part.name}:", *(f"  {line}" for line in inside)] if inside else []
+    return "\n".join(lines) + "\n"
+
+
+def _technique(name: str, settings: Mapping[str, Any]) -> list[str]:
+    inside = _keys(registry()[name], settings)
+    return [f"{name}:", *(f"  {line}" for line in inside)] if inside else [f"{name}: {{}}"]
+
+
+def _keys(cls: type, values: Mapping[str, Any]) -> list[str]:
+    docs = field_docs(cls)
+    lines = []
+    for field in dataclasses.fields(cls):
+        default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        if write(values[field.name]) != (None if default is dataclasses.MISSING else write(default)):
+            lines += _key(field.name, values[field.name], docs.get(field.name, ""))
+    return lines
+
+
+def _key(name: str, value: Any, doc: str) -> list[str]:
+    about = textwrap.shorten(doc.split("\n\n")[0], _WIDTH, placeholder=" …")
+    return [*([f"# {about}"] if about else []), *write({name: value}).rstrip("\n").split("\n")]

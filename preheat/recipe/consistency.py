@@ -1,0 +1,215 @@
+"""What contradicts itself in a recipe, whatever the machine, the data and the model's configuration. No torch.
+
+Each function gives (key, text) pairs: the dotted key, and what is wrong and how to mend it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from preheat.core import Recipe
+from preheat.core.schema import Data, Model, Sample
+from preheat.errors import RecipeError, nearest
+from preheat.recipe.unused_keys import refused
+from preheat.sanitize import quoted
+
+__all__ = ["MOST_PARAMETERS", "check", "folder_name_problem", "problems", "sample_problems", "size_problem"]
+
+MOST_PARAMETERS = 10**15
+_MOST_TOKENS = 10**10
+"""Of a step: beyond them torch's sizes overflow, and no machine there is could hold either."""
+_MOST_SCORES = 2**60
+"""Of attention in one layer, for the rows of a step: their bytes still fit 64 bits."""
+_OF_A_SOURCE = ("layout", "columns", "text", "prompt", "completion", "subset", "split", "limit", "text_files")
+"""Settings that a source of a list may have for itself."""
+
+
+def check(recipe: Recipe) -> None:
+    """Raises RecipeError if the recipe contradicts itself; the message names every key.
+
+    Reading a recipe does this; one that is made in Python is checked when it is built.
+    """
+    if found := problems(recipe):
+        raise RecipeError("; ".join(f"{key}: {text}" for key, text in found))
+
+
+def problems(recipe: Recipe) -> list[tuple[str, str]]:
+    """Everything that contradicts itself in this recipe, as (key, text)."""
+    return [
+        *_model(recipe.model),
+        *_sizes(recipe),
+        *_tokens(recipe.model),
+        *_data(recipe.data),
+        *_length(recipe),
+        *((f"sample.{key}", text) for key, text in sample_problems(recipe.sample)),
+        *refused(recipe),
+        *([("name", problem)] if (problem := folder_name_problem(recipe.name)) else []),
+    ]
+
+
+def _model(model: Model) -> Iterator[tuple[str, str]]:
+    """Where a model comes from, and how its sizes go together."""
+    sizes = ("layers", "width", "heads", "kv_heads", "feed_forward", "experts")
+    stated = [key for key in sizes if getattr(model, key) is not None]
+    origin = "path" if model.path else "preset" if model.preset else None
+    if origin and (model.size or stated):
+        extra = "size" if model.size else stated[0]
+        fix = f"remove {extra} (--set 'model={{{origin}: ...}}' does)"
+        yield f"model.{origin}", f"a model from a {origin} brings its sizes; {fix}"
+    if model.shape != "balanced" and (model.size is None or stated):
+        extra = stated[0] if stated else "layers"
+        yield "model.shape", f"{model.shape} is for model.size alone; remove it, or state a size and no {extra}"
+    if model.size is not None and (text := size_problem(model.size)):
+        yield "model.size", text
+    experts, chosen = model.experts or 8, model.experts_per_token or 2
+    if model.family not in ("qwen3_moe", "mixtral") and (given := model.experts or model.experts_per_token):
+        yield "model.experts", f"{given}: {model.family} has no experts; use family: qwen3_moe or mixtral"
+    elif chosen > experts:
+        yield "model.experts_per_token", f"{chosen} is more than the {experts} experts; lower it"
+    if model.heads and model.kv_heads and model.heads % model.kv_heads:
+        yield "model.kv_heads", f"{model.kv_heads} does not divide heads {model.heads}"
+    if model.width and model.heads and model.width % model.heads:
+        yield "model.width", f"{model.width} is not a multiple of heads {model.heads}"
+
+
+def _sizes(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    """Sizes beyond what any machine has, which would overflow before they are refused for want of memory."""
+    model, batch = recipe.model, recipe.batch
+    width = model.width or 1
+    of_layer = width * (4 * width + 3 * (model.feed_forward or 1) * (model.experts or 1))
+    parameters = (model.layers or 1) * of_layer + (model.vocabulary or 1) * width
+    if parameters > MOST_PARAMETERS:
+        text = f"these sizes make a model of {parameters:.1e} parameters, more than {MOST_PARAMETERS:.0e}; lower them"
+        yield "model", text
+    scores = batch.size * (model.heads or 256) * batch.length**2
+    if (tokens := batch.size * batch.length) > _MOST_TOKENS:
+        yield "batch", f"size times length is {tokens:.1e} tokens a step, more than {_MOST_TOKENS:.0e}; lower one of them"
+    elif scores > _MOST_SCORES:
+        text = f"attention among rows of {batch.length:,} tokens has {scores:.1e} scores a layer"
+        yield "batch.length", f"{text}, more than can be counted; lower it"
+
+
+def _tokens(model: Model) -> Iterator[tuple[str, str]]:
+    """Tokens that the tokenizer is given besides."""
+    tokens = model.add_tokens
+    if tokens and not model.path:
+        text = "is for a model from a path; a new model's tokenizer is trained or named by data.tokenizer"
+        yield "model.add_tokens", text
+    if len(set(tokens)) < len(tokens) or not all(token.strip() for token in tokens):
+        yield "model.add_tokens", f"{quoted(list(tokens))} has one that is empty or stands twice; write each once"
+
+
+def _data(data: Data) -> Iterator[tuple[str, str]]:
+    """Sources, and how they are read."""
+    if (data.prompt is None) != (data.completion is None):
+        yield "data.prompt", "prompt and completion go together; state both or neither"
+    for number, part in enumerate(() if isinstance(data.source, str) else data.source):
+        if not isinstance(part, str):
+            yield from _source(f"data.source.{number}", part)
+    if not data.source:
+        yield "data.source", "is empty; name a file, a folder or a dataset"
+    if data.longer == "refuse" and data.streaming:
+        yield "data.longer", "refuse needs all documents read beforehand; set data.streaming: false"
+    if not isinstance(data.source, str) and data.streaming:
+        yield "data.streaming", "reads one source; name one, or set data.streaming: false"
+    if isinstance(data.validation, float | int) and not 0 <= data.validation < 1:
+        yield "data.validation", f"{data.validation} is not a fraction in [0, 1); use a fraction or a path"
+
+
+def _source(key: str, part: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """One source of a list."""
+    known = ("source", "weight", *_OF_A_SOURCE)
+    weight = part.get("weight", 1)
+    yield from ((f"{key}.{name}", f"unknown key; {nearest(str(name), list(known))}") for name in part if name not in known)
+    if not isinstance(part.get("source"), str):
+        yield f"{key}.source", f"names a file, a folder or a dataset, got {quoted(part.get('source'))}"
+    if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight <= 100:
+        yield f"{key}.weight", f"must be a number above 0 and at most 100, got {quoted(weight)}"
+
+
+def _length(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    """How long the run is, and what needs to know it beforehand."""
+    stop, streaming = recipe.stop, recipe.data.streaming
+    if streaming and stop.epochs:
+        text = "a streamed source has no known length; use stop.steps or stop.tokens, or data.streaming: false"
+        yield "stop.epochs", text
+    if not (stop.steps or stop.tokens or stop.epochs or stop.hours):
+        yield "stop", "no stopping condition; set steps, tokens, epochs or hours"
+    if stop.hours and not (stop.steps or stop.tokens or stop.epochs) and recipe.schedule.kind != "constant":
+        text = f"schedule {recipe.schedule.kind} needs a length in steps, tokens or epochs"
+        yield "stop.hours", f"{text}; add one (hours still ends the run early) or use schedule.kind: constant"
+    if recipe.evaluate.baselines and streaming:
+        text = "counts the training rows, and those of a stream are not known before"
+        yield "evaluate.baselines", f"{text}; set it to false, or data.streaming: false"
+
+
+def sample_problems(sample: Sample) -> list[tuple[str, str]]:
+    """What contradicts itself in settings of generation, as (key, text)."""
+    return [*_sampling(sample), *_speculation(sample), *_prompts(sample)]
+
+
+def _sampling(sample: Sample) -> Iterator[tuple[str, str]]:
+    for name, neutral in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)):
+        if sample.temperature == 0 and (value := getattr(sample, name)) != neutral:
+            text = f"{value:g} chooses among drawn tokens, and temperature 0 draws none; set a temperature, e.g. 0.8"
+            yield name, text
+    if sample.compile is True and sample.cache not in ("auto", "static"):
+        yield "compile", f"needs a cache that does not grow, and this one is {sample.cache}; leave cache out"
+    if "" in sample.stop:
+        yield "stop", "an empty string would end every text at once; remove it"
+
+
+def _speculation(sample: Sample) -> Iterator[tuple[str, str]]:
+    if sample.draft is None and sample.draft_tokens != type(sample).draft_tokens:
+        text = "there is no draft to propose them; name one (draft), or leave it out"
+        yield "draft_tokens", f"{sample.draft_tokens} changes nothing: {text}"
+    if not sample.speculates:
+        return
+    name = "draft" if sample.draft is not None else "lookup"
+    if sample.draft is not None and sample.lookup is not None:
+        yield "lookup", "proposes tokens, and so does the draft; leave one of them out"
+    if sample.temperature > 0:
+        yield name, "proposes tokens of greedy text, and a temperature draws others; set temperature 0"
+    if sample.compile is True:
+        yield "compile", f"decodes one token at a time, and {name} reads several; leave one of them out"
+    elif sample.cache == "static":
+        yield "cache", f"static cannot forget proposals that were wrong; use dynamic or int8, or leave {name} out"
+
+
+def _prompts(sample: Sample) -> Iterator[tuple[str, str]]:
+    for number, prompt in enumerate(sample.prompts, 1):
+        if not isinstance(prompt, str) and (text := _chat_problem(prompt)):
+            yield "prompts", f"prompt {number}: {text}"
+
+
+def _chat_problem(messages: tuple[Mapping[str, Any], ...]) -> str | None:
+    for message in messages:
+        if not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str):
+            return f"{quoted(dict(message))} is no message; write {{role: user, content: ...}}"
+    if not messages or messages[-1]["role"] == "assistant":
+        return "a chat to answer ends with the user's message"
+    return None
+
+
+def size_problem(size: str) -> str | None:
+    """What is wrong with a text that should be a number of parameters, as 15M is; None: nothing."""
+    match = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,15})?)([KMB])", size)
+    if not match:
+        return f"{quoted(size)} is not a size; write it like 15M or 1.1B"
+    if not 1 <= float(match[1]) * {"K": 1e3, "M": 1e6, "B": 1e9}[match[2]] <= MOST_PARAMETERS:
+        return f"{quoted(size)} must be from 1 to {MOST_PARAMETERS:.0e} parameters"
+    return None
+
+
+def folder_name_problem(name: str) -> str | None:
+    """What keeps a name from naming a run's folder: it must not be hidden, lead elsewhere, or be too long for a file system.
+
+    Example:
+        >>> folder_name_problem("demo"), folder_name_problem("..")
+        (None, "'..' must be letters, digits, '.', '_' or '-', not begin with '.', and be at most 100 bytes long")
+    """
+    if re.fullmatch(r"[\w-][\w.-]*", name) and len(name.encode()) <= 100:
+        return None
+    return f"{quoted(name)} must be letters, digits, '.', '_' or '-', not begin with '.', and be at most 100 bytes long"

@@ -1,0 +1,85 @@
+"""The paths in a recipe, made whole: a run's recipe must say the same wherever it is opened from. No torch."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from preheat.core import Recipe
+
+__all__ = ["anchored", "published"]
+
+_KEYS = {
+    "model": ("path",),
+    "data": ("source", "template", "tokenizer", "validation"),
+    "evaluate": ("forgetting", "tasks"),
+    "sample": ("draft",),
+}
+"""Settings that may name a file or a folder, and may name something else as well (a model of the hub, a share)."""
+_NAMES = ("tasks", "template")
+"""Of these, those that have names of their own: only what ends like a file is one."""
+_BUILT_IN = ("stdlib", "docstrings")
+_OF_TECHNIQUES = ("cache", "model", "scores", "start", "teacher")
+
+
+def anchored(recipe: Recipe, home: Path | None = None) -> Recipe:
+    """The recipe with absolute paths where its settings name what stands in `home`, the working folder if None.
+
+    Example:
+        >>> from preheat.recipe import Model, Stop
+        >>> anchored(Recipe(model=Model(path="gpt2"), stop=Stop(steps=1)), Path("/nowhere")).model.path
+        'gpt2'
+    """
+    home = home or Path.cwd()
+    return _changed(
+        recipe, lambda value: _anchored(value, home), lambda name: _anchored(name, home) if Path(name).suffix else name
+    )
+
+
+def published(recipe: Recipe) -> Recipe:
+    """The recipe without the folders of this machine: of an absolute path the name alone, as in what is given to others.
+
+    Example:
+        >>> from preheat.recipe import Model, Stop
+        >>> published(Recipe(model=Model(path="/home/me/base"), stop=Stop(steps=1))).model.path
+        'base'
+    """
+
+    def bare(value: str) -> str:
+        return Path(value).name if Path(value).is_absolute() else value
+
+    return _changed(recipe, bare, bare)
+
+
+def _changed(recipe: Recipe, of_path: Callable[[str], str], of_name: Callable[[str], str]) -> Recipe:
+    """The recipe with its paths changed; those that may be names of our own by `of_name`."""
+
+    def changed(value: Any, change: Callable[[str], str]) -> Any:
+        if isinstance(value, tuple):
+            return tuple(changed(part, change) for part in value)
+        if isinstance(value, dict):
+            return value | {"source": changed(value.get("source"), change)}
+        return change(value) if isinstance(value, str) and value and value not in _BUILT_IN else value
+
+    changes: dict[str, Any] = {
+        part: replace(held, **{key: changed(getattr(held, key), of_name if key in _NAMES else of_path) for key in keys})
+        for part, keys in _KEYS.items()
+        for held in [getattr(recipe, part)]
+    }
+    techniques = {}
+    for name, technique in recipe.techniques.items():
+        keys = [field.name for field in dataclasses.fields(technique) if field.name in _OF_TECHNIQUES]  # type: ignore[arg-type]
+        moved = {key: changed(getattr(technique, key), of_path) for key in keys}
+        techniques[name] = replace(technique, **moved) if moved else technique  # type: ignore[type-var]
+    return replace(recipe, techniques=techniques, **changes)
+
+
+def _anchored(value: str, home: Path) -> str:
+    try:
+        path = Path(value).expanduser()
+        return str(home / path) if path.is_absolute() or (home / path).exists() else value
+    except (OSError, RuntimeError, ValueError):  # too long for a path, `~` without a home, a null byte
+        return value

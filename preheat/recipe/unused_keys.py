@@ -1,0 +1,300 @@
+"""Keys of a recipe whose effect depends on another key: what is stated and read by nothing is refused or named. No torch.
+
+Keys that need more than the recipe to tell (the model's configuration, the data, the device) are checked where that is known.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import PurePath
+from typing import Any
+
+from preheat.core import Recipe
+from preheat.sanitize import quoted
+
+__all__ = ["RULES", "Rule", "refused", "stated", "warned"]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One key, and when something reads it.
+
+    Attributes:
+        key: dotted, `techniques.NAME.KEY` for one of a technique.
+        read: whether something does, by the recipe.
+        why: what it is for and what to do, as the message ends. Names in braces are filled in by the recipe.
+        refuse: the recipe contradicts itself with it; else it may have been left on purpose, and a warning names it.
+    """
+
+    key: str
+    read: Callable[[Recipe], object]
+    why: str
+    refuse: bool = False
+
+
+_READY_MADE = "a model from a path or a preset brings its own"
+_BUILT_IN = ("stdlib", "docstrings")
+_ONE_TEXT_FORMAT = (".jsonl", ".json", ".csv", ".parquet")
+_TEXT_LAYOUTS, _CHAT_LAYOUTS = ("auto", "text", "classes"), ("auto", "alpaca", "sharegpt", "messages")
+
+
+def _new(recipe: Recipe) -> bool:
+    return not (recipe.model.path or recipe.model.preset)
+
+
+def _trains_tokenizer(recipe: Recipe) -> bool:
+    return recipe.data.tokenizer is None and (_new(recipe) or recipe.model.weights == "random")
+
+
+def _only(recipe: Recipe) -> str | None:
+    """The source of a recipe that names one, and no other text that is read by the same keys; else None."""
+    data = recipe.data
+    one = isinstance(data.source, str) and not isinstance(data.validation, str) and recipe.evaluate.forgetting is None
+    return str(data.source) if one else None
+
+
+def _has_fields(recipe: Recipe) -> bool:
+    """Whether the rows may have fields that the recipe names."""
+    return _only(recipe) not in _BUILT_IN
+
+
+def _is_file(recipe: Recipe) -> bool:
+    source = _only(recipe)
+    return source in _BUILT_IN or PurePath(source or "").suffix in (*_ONE_TEXT_FORMAT, ".txt", ".md", ".py")
+
+
+def _lists(recipe: Recipe) -> bool:
+    return not isinstance(recipe.data.source, str)
+
+
+def _held_out(recipe: Recipe) -> bool:
+    return recipe.data.validation != 0
+
+
+def _counted(recipe: Recipe) -> bool:
+    return bool(recipe.stop.steps or recipe.stop.tokens or recipe.stop.epochs)
+
+
+def _without(*techniques: str) -> Callable[[Recipe], bool]:
+    return lambda recipe: not any(name in recipe.techniques for name in techniques)
+
+
+def _of(technique: str, read: Callable[[Any], object]) -> Callable[[Recipe], object]:
+    return lambda recipe: technique not in recipe.techniques or read(recipe.techniques[technique])
+
+
+def _sampled(key: str) -> Rule:
+    return Rule(
+        f"sample.{key}",
+        lambda r: r.sample.wanted,
+        "no samples are asked for; add sample.prompts or sample.rows, or leave it out",
+    )
+
+
+def _of_rows(key: str, read: Callable[[Recipe], object] = lambda r: True) -> Rule:
+    return Rule(f"data.{key}", lambda r: _has_fields(r) and read(r), "the rows of {source} are read in one way; leave it out")
+
+
+RULES: tuple[Rule, ...] = (
+    Rule("model.family", _new, f"{_READY_MADE} family; leave it out"),
+    Rule("model.positions", _new, f"{_READY_MADE} positions; leave it out, or use techniques.rope_scaling", refuse=True),
+    Rule("model.positions", lambda r: r.model.family != "t5", "t5 tells places by their distance, however long; leave it out"),
+    Rule("model.vocabulary", _new, f"{_READY_MADE} embedding; leave it out, or name new tokens in model.add_tokens", refuse=True),
+    Rule(
+        "model.tie_embeddings",
+        lambda r: _new(r) or "tied_embeddings" in r.techniques,  # which says itself that the two contradict each other
+        f"{_READY_MADE} choice; leave it out, or use techniques.tied_embeddings",
+        refuse=True,
+    ),
+    Rule("model.experts_per_token", _new, f"{_READY_MADE} experts; leave it out", refuse=True),
+    Rule(
+        "model.size",
+        lambda r: not (r.model.layers and r.model.width and r.model.heads),
+        "layers, width and heads say how large the model is; leave it out, or them",
+        refuse=True,
+    ),
+    Rule("model.trust_remote_code", lambda r: r.model.path, "only the folder of model.path brings code; leave it out"),
+    _of_rows("layout"),
+    _of_rows("columns"),
+    _of_rows("prompt"),
+    _of_rows("completion"),
+    _of_rows("text"),
+    Rule(
+        "data.text",
+        lambda r: _lists(r) or r.data.layout in _TEXT_LAYOUTS,
+        "rows of the layout {layout} have no such field; leave it out, or use data.columns",
+    ),
+    Rule(
+        "data.prompt",
+        lambda r: _lists(r) or r.data.layout in ("auto", "prompt", "preference", "unpaired"),
+        "rows of the layout {layout} have no such field; leave it out, or use data.columns",
+    ),
+    Rule(
+        "data.template",
+        lambda r: _lists(r) or (r.data.layout not in ("text", "classes") and _only(r) != "stdlib"),
+        "plain text is not laid out as a chat; leave it out",
+    ),
+    Rule(
+        "data.train_on",
+        lambda r: _lists(r) or r.data.template or (r.data.layout in _CHAT_LAYOUTS and _has_fields(r)),
+        "it chooses among the turns of conversations, and the rows are none; leave it out",
+    ),
+    Rule(
+        "data.classes",
+        lambda r: _lists(r) or (r.data.layout in ("auto", "classes") and _has_fields(r)),
+        "rows of the layout {layout} have no classes; use data.layout: classes, or leave it out",
+    ),
+    Rule("data.subset", lambda r: not _is_file(r), "it is of a `datasets` source, and {source} is not one; leave it out"),
+    Rule("data.split", lambda r: not _is_file(r), "it is of a `datasets` source, and {source} is not one; leave it out"),
+    Rule("data.vocabulary", _trains_tokenizer, "there is a tokenizer already, and none is trained; leave it out"),
+    Rule("data.image_pixels", lambda r: not _new(r), "a new model reads text alone; leave it out"),
+    Rule("data.images", lambda r: not _new(r), "a new model reads text alone; leave it out"),
+    Rule(
+        "data.text_files",
+        lambda r: PurePath(_only(r) or "").suffix not in _ONE_TEXT_FORMAT and _has_fields(r),
+        "it is about .txt files, and {source} is none; leave it out",
+    ),
+    Rule("data.prefetch", lambda r: r.data.workers, "it is of loader processes; set data.workers, or leave it out"),
+    Rule("optimizer.betas", _without("adafactor"), "adafactor keeps no running means of this kind (it has decay); leave it out"),
+    Rule("optimizer.eps", _without("adafactor", "lion"), "{optimizer} has no such term; leave it out"),
+    Rule(
+        "schedule.warmup",
+        _counted,
+        "it is a share of the run, whose length stop.hours does not tell; add stop.steps, or leave it out",
+    ),
+    Rule("schedule.decay", lambda r: r.schedule.kind == "wsd", "it is for schedule.kind: wsd, and this is {schedule}; leave it out"),
+    Rule("schedule.floor", lambda r: r.schedule.kind != "constant", "a constant rate never falls; leave it out"),
+    *(
+        Rule(
+            f"evaluate.{key}",
+            lambda r: _held_out(r) or r.evaluate.tasks or r.evaluate.forgetting,
+            "nothing is held out (data.validation: 0), and no task is named; leave it out",
+        )
+        for key in ("every", "rows", "micro")
+    ),
+    Rule(
+        "evaluate.baselines",
+        _held_out,
+        "nothing is held out to compare on (data.validation: 0); leave it out",
+        refuse=True,
+    ),
+    *map(_sampled, ("tokens", "temperature", "repetition_penalty", "stop", "cache", "window", "draft", "lookup", "compile")),
+    Rule("hardware.segments", lambda r: r.hardware.device != "cpu", "a CPU has no segments of this kind; leave it out"),
+    Rule(
+        "parallel.zero",
+        lambda r: r.parallel.engine == "deepspeed",
+        "only engine deepspeed reads it; set parallel.engine: deepspeed, or use techniques.fsdp in its place",
+        refuse=True,
+    ),
+    Rule("parallel.timeout", lambda r: r.parallel.devices != 1, "one process waits for no other; leave it out"),
+    Rule(
+        "techniques.lora.pissa_iterations",
+        _of("lora", lambda t: t.variant == "pissa"),
+        "only variant: pissa decomposes weights; leave it out",
+    ),
+    *(
+        Rule(
+            f"techniques.mixed_precision.{key}",
+            _of("mixed_precision", lambda t: t.mode.startswith("fp16")),
+            "only the fp16 modes scale the loss; leave it out",
+        )
+        for key in ("loss_scale", "growth_interval")
+    ),
+    Rule(
+        "techniques.preference.gamma",
+        _of("preference", lambda t: t.loss == "simpo"),
+        "only loss: simpo has a margin; leave it out",
+    ),
+    Rule(
+        "techniques.length_curriculum.root_degree",
+        _of("length_curriculum", lambda t: t.schedule == "root" and not t.lengths),
+        "only schedule: root has one; leave it out",
+    ),
+    Rule(
+        "techniques.length_curriculum.multiple",
+        _of("length_curriculum", lambda t: not t.lengths),
+        "lengths are the stages themselves; leave it out",
+    ),
+    Rule(
+        "techniques.expert_balancing.rate",
+        _of("expert_balancing", lambda t: t.method == "bias"),
+        "only method: bias moves one; leave it out",
+    ),
+    Rule(
+        "techniques.distillation.top",
+        _of("distillation", lambda t: t.cache is not None or t.pieces == "common"),
+        "only a cache and pieces: common keep the likeliest alone; leave it out",
+    ),
+    Rule(
+        "techniques.chunked_loss.rows",
+        _of("chunked_loss", lambda t: t.kernel != "liger"),
+        "Liger chooses its chunks by itself; leave it out",
+    ),
+    Rule(
+        "techniques.tensor_parallel.rows",
+        _of("tensor_parallel", lambda t: t.loss_parallel),
+        "only loss_parallel makes logits some rows at a time; leave it out",
+    ),
+)  # fmt: skip
+
+
+def _defaults(cls: type[Any]) -> dict[str, Any]:
+    return {
+        field.name: field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        for field in dataclasses.fields(cls)
+    }
+
+
+def stated(recipe: Recipe) -> dict[str, Any]:
+    """The keys of a recipe that are not at their defaults, dotted, and their values; of techniques their names alone, at least.
+
+    Example:
+        >>> from preheat.recipe import Batch, Recipe, Stop
+        >>> stated(Recipe(batch=Batch(size=8), stop=Stop(steps=2)))
+        {'batch.size': 8, 'stop.steps': 2}
+    """
+    found: dict[str, Any] = {}
+    for part in dataclasses.fields(recipe):
+        value = getattr(recipe, part.name)
+        if part.name == "techniques":
+            for name, technique in value.items():
+                inner = _stated(technique, f"techniques.{name}")
+                found |= inner or {f"techniques.{name}": {}}
+        elif dataclasses.is_dataclass(value):
+            found |= _stated(value, part.name)
+        elif value != part.default:
+            found[part.name] = value
+    return found
+
+
+def _stated(part: Any, name: str) -> dict[str, Any]:
+    cls: Any = type(part)
+    defaults = _defaults(cls)
+    return {f"{name}.{key}": value for key, default in defaults.items() if (value := getattr(part, key)) != default}
+
+
+def _unread(recipe: Recipe, *, refuse: bool) -> Iterator[tuple[str, str]]:
+    values = stated(recipe)
+    told: set[str] = set()
+    for rule in RULES:
+        if rule.refuse == refuse and rule.key in values and rule.key not in told and not rule.read(recipe):
+            told.add(rule.key)
+            why = rule.why.format(
+                source=quoted(recipe.data.source, 60),
+                layout="prompt" if recipe.data.source == "docstrings" else "text" if recipe.data.source == "stdlib" else recipe.data.layout,
+                schedule=recipe.schedule.kind,
+                optimizer="adafactor" if "adafactor" in recipe.techniques else "lion",
+            )  # fmt: skip
+            yield rule.key, f"{quoted(values[rule.key], 60)} changes nothing: {why}"
+
+
+def refused(recipe: Recipe) -> list[tuple[str, str]]:
+    """What a recipe contradicts itself with, as (key, words)."""
+    return list(_unread(recipe, refuse=True))
+
+
+def warned(recipe: Recipe) -> list[tuple[str, str]]:
+    """What nothing in the recipe reads, though it may have been left on purpose, as (key, words)."""
+    return list(_unread(recipe, refuse=False))

@@ -1,0 +1,268 @@
+"""The boundary: plain values to a Recipe and back, every problem found with its line and the nearest right name."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import json
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import field
+from typing import Annotated, Any
+
+from preheat.core import Recipe, Technique, registry
+from preheat.core.field_types import Bound, Seed
+from preheat.core.schema import field_docs
+from preheat.errors import RecipeError, nearest
+from preheat.recipe.consistency import problems
+from preheat.recipe.synonyms import unknown_key
+from preheat.sanitize import quoted, shorten
+
+__all__ = ["RecipeReader", "json_schema"]
+
+
+@functools.cache
+def _adapter(cls: type) -> Any:
+    """A pydantic validator for one flat dataclass: strict types in JSON's sense, unknown keys refused, bounds kept."""
+    import pydantic
+
+    def bounded(bound: Bound) -> pydantic.AfterValidator:
+        def check(value: Any) -> Any:
+            words = bound.problem(value) if isinstance(value, int | float) else None
+            if words and not isinstance(value, bool):
+                raise ValueError(words)
+            return value
+
+        return pydantic.AfterValidator(check)
+
+    def convert(kind: Any) -> Any:
+        import types
+        import typing
+
+        origin = typing.get_origin(kind)
+        if origin is Annotated:
+            base, *extra = typing.get_args(kind)
+            return Annotated[(base, *(bounded(e) if isinstance(e, Bound) else e for e in extra))]
+        if origin in (typing.Union, types.UnionType):
+            return typing.Union[tuple(convert(a) for a in typing.get_args(kind))]  # noqa: UP007
+        if origin is tuple:
+            return tuple[tuple(convert(a) if a is not Ellipsis else a for a in typing.get_args(kind))]  # type: ignore[misc]
+        return Annotated[kind, bounded(Bound())] if kind in (int, float) else kind
+
+    import typing
+
+    hints = typing.get_type_hints(cls, include_extras=True)
+    fields: dict[str, Any] = {
+        f.name: (convert(hints[f.name]), f.default if f.default is not dataclasses.MISSING else ...)
+        if f.default_factory is dataclasses.MISSING
+        else (convert(hints[f.name]), pydantic.Field(default_factory=f.default_factory))
+        for f in dataclasses.fields(cls)
+    }
+    # protected_namespaces: a technique may have a field called model_…
+    return pydantic.create_model(
+        cls.__name__, __config__=pydantic.ConfigDict(extra="forbid", strict=True, protected_namespaces=()), **fields
+    )
+
+
+def _words(error: Any) -> str:
+    """pydantic's error in one short clause."""
+    kind, context = error["type"], error.get("ctx", {})
+    if kind == "literal_error":
+        return f"must be {context['expected']}"
+    if kind == "missing":
+        return "is needed"
+    if kind == "value_error":
+        return str(context["error"])
+    if kind == "string_type" and isinstance(error.get("input"), int | float):
+        return "must be text (a number with its unit, or in quotes)"
+    return {
+        "int_type": "must be a whole number",
+        "int_from_float": "must be a whole number",
+        "float_type": "must be a number",
+        "bool_type": "must be true or false",
+        "string_type": "must be text",
+        "tuple_type": "must be a list",
+        "dict_type": "must be a mapping",
+    }.get(kind, error["msg"][0].lower() + error["msg"][1:])
+
+
+_MOST_PROBLEMS = 10
+"""As many problems of one recipe are told; the others are counted."""
+
+
+class RecipeReader:
+    """Reads plain values into dataclasses and collects what is wrong with them.
+
+    Args:
+        where: the name that errors give the text.
+        lines: the line of each key.
+        assigned: keys that `--set` gave, with the words that errors name instead of the line.
+    """
+
+    def __init__(self, where: str, lines: Mapping[tuple[str, ...], int], assigned: Mapping[tuple[str, ...], str] | None = None):
+        self.where, self.lines, self.assigned = where, lines, assigned or {}
+        self.found: dict[tuple[tuple[str, ...], str], None] = {}
+        self.more = 0
+
+    def say(self, at: Sequence[Any], problem: str | Callable[[], str]) -> None:
+        """Notes a problem of the key at this path. A callable is asked for the text only if it will be shown."""
+        if len(self.found) >= _MOST_PROBLEMS:
+            self.more += 1
+            return
+        self.found[tuple(str(a) for a in at), problem if isinstance(problem, str) else problem()] = None
+
+    def place(self, at: tuple[str, ...]) -> str:
+        """Where a key, or the nearest one around it, was given."""
+        for n in range(len(at), 0, -1):
+            if words := self.assigned.get(at[:n]):
+                return words
+            if at[:n] in self.lines:
+                return f"{self.where}:{self.lines[at[:n]]}"
+        return self.where
+
+    def refuse(self) -> None:
+        """
+        Raises:
+            RecipeError: a problem was noted; a line each.
+        """
+        if self.found:
+            told = dict.fromkeys(f"{self.place(at)}: {text}" for at, text in self.found)
+            more = [f"{self.where}: and {self.more:,} more problems"] if self.more else []
+            raise RecipeError("\n".join([*told, *more]))
+
+    def flat(self, cls: type, values: Any, at: tuple[str, ...]) -> Any:
+        """One dataclass without nested ones, or None after saying why not."""
+        import pydantic
+
+        values = {} if values is None else values
+        name = ".".join(at)
+        if not isinstance(values, Mapping):
+            self.say(at, f"{name}: must be a mapping of settings, got {quoted(values)}")
+            return None
+        known = [f.name for f in dataclasses.fields(cls)]
+        unknown = [key for key in values if key not in known]
+        for key in unknown:
+            self.say((*at, key), lambda key=key: unknown_key((*at, str(key)), known))  # type: ignore[misc]
+        try:
+            read = _adapter(cls).model_validate_json(
+                json.dumps({key: value for key, value in values.items() if key in known}, default=str)
+            )
+        except pydantic.ValidationError as problem:
+            seen: dict[str, list[Any]] = {}
+            for error in problem.errors():
+                seen.setdefault(str(error["loc"][0]) if error["loc"] else "", []).append(error)
+            for key, errors in seen.items():
+                here = (*at, key)
+                words = " or ".join(dict.fromkeys(_words(e) for e in errors))
+                self.say(
+                    here, f"{'.'.join(here)}: {shorten(words, 300)}, got {quoted(values[key]) if key in values else 'nothing'}"
+                )
+            return None
+        if unknown:
+            return None
+        try:
+            return cls(**{k: getattr(read, k) for k in known})
+        except ValueError as problem:  # a technique's own __post_init__
+            self.say(at, f"{name}: {shorten(str(problem), 400)}")
+            return None
+
+    def recipe(self, values: Any) -> Recipe:
+        if values is None or values == {}:
+            raise RecipeError(
+                f"{self.where}: is empty; write at least a model and an end, e.g. {{model: {{size: 15M}}, stop: {{steps: 100}}}}, "
+                "or begin with a copy: preheat init demo"
+            )
+        if not isinstance(values, Mapping):
+            raise RecipeError(f"{self.where}: a recipe is a mapping of keys, got {quoted(values)}")
+        if "chain" in values:
+            raise RecipeError(
+                f"{self.where}: is a chain of steps over a trained model; run it with: preheat compress RUN --recipe {self.where}"
+            )
+        parts = {f.name: f for f in dataclasses.fields(Recipe)}
+        top = _top_scalars()
+        settings: dict[str, Any] = {}
+        scalars = self.flat(top, {k: v for k, v in values.items() if k in ("name", "seed")}, ())
+        if scalars is not None:
+            settings.update(dataclasses.asdict(scalars))
+        for key, value in values.items():
+            if key not in parts:
+                self.say((key,), lambda key=key: unknown_key((str(key),), list(parts)))  # type: ignore[misc]
+            elif key == "techniques":
+                settings[key] = self.techniques(value)
+            elif key not in ("name", "seed"):
+                cls = parts[key].default_factory
+                assert dataclasses.is_dataclass(cls)
+                settings[key] = self.flat(cls, value, (key,))  # type: ignore[arg-type]
+        self.refuse()
+        recipe = Recipe(**settings)
+        for key, text in problems(recipe):
+            self.say(key.split("."), f"{key}: {text}")
+        self.refuse()
+        return recipe
+
+    def techniques(self, values: Any, at: tuple[str, ...] = ("techniques",)) -> dict[str, Technique]:
+        known, name = registry(), ".".join(at)
+        if isinstance(values, list) and all(isinstance(v, str) for v in values):  # a list of names means their defaults
+            for one, times in sorted(Counter(values).items()):
+                if times > 1:
+                    self.say(at, f"{name}: {quoted(one)} stands twice")
+            values = dict.fromkeys(values)
+        if values is None:
+            return {}
+        if not isinstance(values, Mapping):
+            self.say(at, f"{name}: must be names with their settings, got {quoted(values)}")
+            return {}
+        techniques = {}
+        for one, settings in values.items():
+            if one not in known:
+                self.say(
+                    (*at, one),
+                    lambda one=one: f"unknown technique {quoted(str(one))}; {nearest(str(one), list(known))}",  # type: ignore[misc]
+                )
+                continue
+            techniques[one] = self.flat(known[one], settings, (*at, one))
+        return techniques
+
+
+@functools.cache
+def _top_scalars() -> type:
+    """name and seed, which stand at the top level."""
+    return dataclasses.make_dataclass(
+        "Top", [("name", str, field(default="run")), ("seed", Seed, field(default=0))], frozen=True, kw_only=True
+    )
+
+
+def json_schema() -> dict[str, Any]:
+    """JSON schema of a recipe file, for editors (`preheat recipes schema`)."""
+
+    def flat(cls: type) -> dict[str, Any]:
+        schema: dict[str, Any] = _adapter(cls).model_json_schema()
+        hints = {f.name for f in dataclasses.fields(cls)}
+        for name, text in field_docs(cls).items():
+            if name in hints:
+                schema["properties"][name]["description"] = text
+        schema["description"] = inspect.cleandoc(cls.__doc__ or "").split("\n")[0]
+        schema["additionalProperties"] = False
+        return schema
+
+    properties: dict[str, Any] = {
+        "name": {"type": "string", "description": field_docs(Recipe)["name"]},
+        "seed": {"type": "integer", "minimum": 0, "description": field_docs(Recipe)["seed"]},
+    }
+    for f in dataclasses.fields(Recipe):
+        if f.name not in ("name", "seed", "techniques"):
+            properties[f.name] = flat(f.default_factory)  # type: ignore[arg-type]
+    properties["techniques"] = {
+        "type": "object",
+        "description": field_docs(Recipe)["techniques"],
+        "additionalProperties": False,
+        "properties": {name: {"anyOf": [flat(cls), {"type": "null"}]} for name, cls in registry().items()},
+    }
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "preheat recipe",
+        "type": "object",
+        "additionalProperties": False,
+        "properties": properties,
+    }

@@ -1,0 +1,271 @@
+"""YAML 1.2 for recipes: PyYAML's loader and dumper with the scalars of the core schema, and the line of every key.
+
+PyYAML follows YAML 1.1, which reads 1e-4 as text and off as false. What it reads is bounded in size, depth and number of values, since
+a few lines of aliases can stand for billions of values.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from preheat.errors import RecipeError
+from preheat.sanitize import quoted, shorten
+
+__all__ = ["LARGEST_FILE", "compose", "nodes", "read", "read_text", "write"]
+
+LARGEST_FILE = 1 << 20
+"""Bytes of a YAML file that is read. A recipe with every default written out has five thousand."""
+_DEEPEST = 32
+_MOST_VALUES = 10_000
+"""PyYAML reads as many in half a second."""
+_TOO_MANY = f"holds more than {_MOST_VALUES:,} values, aliases (*name) written out"
+
+
+_TAG = "tag:yaml.org,2002:"
+
+
+class _Unusable(yaml.constructor.ConstructorError):
+    """What YAML allows and no recipe can use."""
+
+
+class _Loader(yaml.SafeLoader):
+    depth = values = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        self.depth += 1
+        self.values += 1
+        if self.values > _MOST_VALUES:  # here too, since PyYAML takes a minute to read a megabyte of them
+            raise _Unusable(None, None, _TOO_MANY, self.peek_event().start_mark)
+        if self.depth > _DEEPEST:  # before PyYAML, which calls itself for each level, runs out of stack
+            problem = f"is nested more than {_DEEPEST} levels deep"
+            raise _Unusable(None, None, problem, self.peek_event().start_mark)
+        try:
+            return super().compose_node(parent, index)
+        finally:
+            self.depth -= 1
+
+
+class _Dumper(yaml.SafeDumper):
+    pass
+
+
+_SCALARS = {
+    "tag:yaml.org,2002:bool": (r"true|True|TRUE|false|False|FALSE", "tTfF"),
+    "tag:yaml.org,2002:int": (r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+", "-+0123456789"),
+    "tag:yaml.org,2002:float": (
+        r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
+        "-+0123456789.",
+    ),
+    "tag:yaml.org,2002:null": (r"~|null|Null|NULL|", "~nN\0"),
+}
+for _class in (_Loader, _Dumper):
+    _class.yaml_implicit_resolvers = {}
+    for _tag, (_pattern, _first) in _SCALARS.items():
+        _class.add_implicit_resolver(_tag, re.compile(rf"^(?:{_pattern})$"), [c if c != "\0" else "" for c in _first])
+
+
+def _scalar(read: Callable[[str], Any], rule: str) -> Callable[[yaml.SafeLoader, yaml.Node], Any]:
+    """A constructor whose errors are YAML errors with their line, whatever stands there."""
+
+    def construct(loader: yaml.SafeLoader, node: yaml.Node) -> Any:
+        try:
+            return read(loader.construct_scalar(node))  # type: ignore[arg-type]
+        except (ValueError, OverflowError):
+            raise _Unusable(None, None, f"{rule}, got {quoted(node.value, 40)}", node.start_mark) from None
+
+    return construct
+
+
+def _integer(text: str) -> int:
+    if len(text) > 70:  # Python refuses to read integers of more than 4,300 digits
+        raise ValueError
+    value = int(text, 0) if text[:2] in ("0o", "0x") else int(text)
+    if not -(2**63) <= value < 2**63:
+        raise ValueError
+    return value
+
+
+def _number(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError
+    return value
+
+
+def _text(text: str) -> str:
+    if "\0" in text or any("\ud800" <= c <= "\udfff" for c in text):
+        raise ValueError
+    return text
+
+
+# The core schema alone: no dates, no binary, no sets, which nothing here could use.
+_Loader.yaml_constructors = {
+    f"tag:yaml.org,2002:{name}": yaml.SafeLoader.yaml_constructors[f"tag:yaml.org,2002:{name}"]
+    for name in ("null", "seq", "map")
+} | {None: yaml.SafeLoader.yaml_constructors[None]}
+for _name, _read, _rule in (
+    ("int", _integer, "an integer must fit in 64 bits"),
+    ("float", _number, "a number must be finite"),
+    ("bool", lambda text: {"true": True, "false": False}.get(text.lower(), text), "a truth value is true or false"),
+    ("str", _text, "text must not hold NUL or half of a surrogate pair"),
+):
+    _Loader.add_constructor(f"tag:yaml.org,2002:{_name}", _scalar(_read, _rule))
+_Dumper.add_representer(tuple, lambda dumper, value: dumper.represent_sequence("tag:yaml.org,2002:seq", value, flow_style=True))
+_Dumper.add_representer(float, lambda dumper, value: dumper.represent_scalar("tag:yaml.org,2002:float", repr(value)))
+
+
+def read(path: Path, where: str | None = None) -> tuple[Any, dict[tuple[str, ...], int]]:
+    """`compose` of a file.
+
+    Args:
+        where: the name that errors give it; the path if None.
+
+    Raises:
+        RecipeError: it cannot be read, is no text, is larger than `LARGEST_FILE`, or as `compose`.
+    """
+    return compose(read_text(path, where), where or str(path))
+
+
+def read_text(path: Path, where: str | None = None) -> str:
+    """The text of a YAML file; arguments and errors as of `read`."""
+    where = where or str(path)
+    try:
+        if path.exists() and not path.is_file():  # a pipe or a device could be read for ever
+            raise RecipeError(f"{where}: is {'a folder' if path.is_dir() else 'not a file'}; name a YAML file")
+        if path.stat().st_size > LARGEST_FILE:
+            raise RecipeError(f"{where}: is larger than {LARGEST_FILE >> 20} MiB, which no recipe is; name a YAML file")
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise RecipeError(f"{where}: not text in UTF-8") from None
+    except OSError as error:
+        raise RecipeError(f"{where}: cannot be read ({error.strerror})") from None
+
+
+def _prefix(at: tuple[str, ...]) -> str:
+    return f"{shorten('.'.join(at))}: " if at else ""
+
+
+def _tagged(line: str, at: tuple[str, ...], node: yaml.Node) -> str:
+    return f"{line}: {_prefix(at)}has the tag {quoted(node.tag.replace(_TAG, '!!'))}; write the plain value, without a tag"
+
+
+def compose(text: str, where: str, *, numbered: bool = True) -> tuple[Any, dict[tuple[str, ...], int]]:
+    """YAML text as plain values and the line of each key. Keys are text.
+
+    Args:
+        text: the YAML.
+        where: the name that errors give it.
+        numbered: errors give the line; not of a value on a command line.
+
+    Raises:
+        RecipeError: it is not YAML, a key is given twice, or it is larger, deeper or (by its aliases) longer than any recipe.
+    """
+    lines: dict[tuple[str, ...], int] = {}
+    nodes = 0
+
+    def walk(node: yaml.Node, at: tuple[str, ...]) -> None:
+        nonlocal nodes
+        nodes += 1
+        line = f"{where}:{node.start_mark.line + 1}" if numbered else where
+        if len(at) > _DEEPEST:  # an anchor that is used within itself ends here too
+            raise RecipeError(f"{line}: is nested more than {_DEEPEST} levels deep")
+        if nodes > _MOST_VALUES:
+            raise RecipeError(f"{line}: {_TOO_MANY}")
+        if isinstance(node, yaml.MappingNode):
+            if node.tag != f"{_TAG}map":
+                raise RecipeError(_tagged(line, at, node))
+            for key, value in node.value:
+                if not isinstance(key, yaml.ScalarNode):
+                    raise RecipeError(f"{line}: {_prefix(at)}a key is text, not a list or a mapping")
+                if key.value == "<<" and key.style is None:
+                    raise RecipeError(f"{line}: {_prefix(at)}merge keys ('<<') are not of YAML 1.2; write the keys out")
+                if key.tag not in _Loader.yaml_constructors:
+                    raise RecipeError(_tagged(line, at, key))
+                key.tag = f"{_TAG}str"  # 1, null and true are names like others
+                here = (*at, key.value)
+                if here in lines:
+                    name = shorten(".".join(here))
+                    first = lines[here]
+                    raise RecipeError(f"{where}:{key.start_mark.line + 1}: key '{name}' stands twice (also in line {first})")
+                lines[here] = key.start_mark.line + 1
+                walk(value, here)
+        elif isinstance(node, yaml.SequenceNode):
+            if node.tag != f"{_TAG}seq":
+                raise RecipeError(_tagged(line, at, node))
+            for index, value in enumerate(node.value):
+                lines[(*at, str(index))] = value.start_mark.line + 1
+                walk(value, (*at, str(index)))
+        elif node.tag not in _Loader.yaml_constructors:
+            raise RecipeError(_tagged(line, at, node))
+        else:
+            try:
+                loader.construct_object(node)
+            except _Unusable as error:  # said here, where the key is known
+                raise RecipeError(f"{line}: {_prefix(at)}{error.problem}") from None
+
+    node, loader = _composed(text, where, numbered=numbered)
+    if node is None:
+        return {}, lines
+    walk(node, ())
+    with _in_words(where, numbered=numbered):
+        return loader.construct_document(node), lines
+
+
+def _composed(text: str, where: str, *, numbered: bool) -> tuple[yaml.Node | None, _Loader]:
+    """The nodes of YAML text, in which aliases are not looked at yet, and the loader that constructs them; errors as of `compose`."""
+    if len(text) > LARGEST_FILE:
+        raise RecipeError(f"{where}: is longer than {LARGEST_FILE >> 20} MiB, which no recipe is")
+    with _in_words(where, numbered=numbered):
+        loader = _Loader(text)
+        return loader.get_single_node(), loader
+
+
+@contextlib.contextmanager
+def _in_words(where: str, *, numbered: bool) -> Iterator[None]:
+    """Within, PyYAML's errors become a RecipeError of one line."""
+    try:
+        yield
+    except yaml.reader.ReaderError as error:
+        raise RecipeError(f"{where}: not YAML: the character #x{error.character:04x}, which no text has") from None
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f":{mark.line + 1}" if mark and numbered else ""
+        problem = (getattr(error, "problem", None) or str(error)).removeprefix("but ")
+        if "'\\t'" in problem:
+            problem += "; indent with spaces, not tabs"
+        kind = "" if isinstance(error, _Unusable) else "not YAML: "
+        raise RecipeError(f"{where}{line}: {kind}{shorten(problem, 160)}") from None
+
+
+def nodes(text: str, where: str) -> yaml.Node | None:
+    """YAML text of another program as nodes, of which nothing is constructed: they may have tags that only it knows.
+
+    Raises:
+        RecipeError: it is not YAML, or larger, deeper or (by its aliases) longer than any recipe; its words begin with `where`.
+    """
+    root, _ = _composed(text, where, numbered=True)
+    count, todo = 0, [(root, 0)] if root is not None else []
+    while todo:
+        node, depth = todo.pop()
+        count += 1
+        if depth > _DEEPEST:  # an anchor that is used within itself ends here too
+            raise RecipeError(f"{where}:{node.start_mark.line + 1}: is nested more than {_DEEPEST} levels deep")
+        if count > _MOST_VALUES:
+            raise RecipeError(f"{where}:{node.start_mark.line + 1}: {_TOO_MANY}")
+        if isinstance(node, yaml.MappingNode):
+            todo += [(inner, depth + 1) for pair in node.value for inner in pair]
+        elif isinstance(node, yaml.SequenceNode):
+            todo += [(inner, depth + 1) for inner in node.value]
+    return root
+
+
+def write(value: Any) -> str:
+    """Plain values as YAML that `compose` reads back."""
+    return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)

@@ -1,0 +1,88 @@
+"""Values in a grid as shades of one colour: the load of experts, layer by layer, over the steps of a run."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from preheat.report.svg import NARROW, SENTINEL, drawn, ticks
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+__all__ = ["columns_of", "heat", "loads"]
+
+_COLUMNS = 40
+
+
+def columns_of(rows: Sequence[Sequence[float]], most: int = _COLUMNS) -> list[list[float]]:
+    """At most so many columns: the mean of neighbouring ones.
+
+    Example:
+        >>> columns_of([[1.0, 3.0, 5.0, 5.0]], 2)
+        [[2.0, 5.0]]
+    """
+    count = len(rows[0])
+    kept = min(count, most)
+    cuts = [n * count // kept for n in range(kept + 1)]
+    return [[sum(row[a:b]) / (b - a) for a, b in itertools.pairwise(cuts)] for row in rows]
+
+
+def heat(
+    name: str,
+    rows: Sequence[Sequence[float]],
+    words: str,
+    *,
+    low: float,
+    high: float,
+    x: tuple[float, float],
+    labels: tuple[str, str],
+) -> str:
+    """A grid of shades as an SVG element: rows from the top, each value between `low` (the page) and `high` (the full colour).
+
+    Args:
+        name: unique in the page.
+        words: what it shows, for those who cannot see it.
+        x: what the left and right edge stand for.
+        labels: of the axes, x and y.
+    """
+
+    def draw(axes: Axes) -> None:
+        from matplotlib.collections import PolyCollection
+        from matplotlib.colors import to_rgb
+
+        width = (x[1] - x[0]) / len(rows[0])
+        red, green, blue = to_rgb(SENTINEL["series-1"])
+        boxes, colours = [], []
+        for n, row in enumerate(rows):
+            for column, value in enumerate(row):
+                left = x[0] + column * width
+                boxes.append([(left, n - 0.5), (left + width, n - 0.5), (left + width, n + 0.5), (left, n + 0.5)])
+                share = min(max((value - low) / (high - low), 0.0), 1.0) if high > low else 0.0
+                colours.append((red, green, blue, round(share, 2)))
+        axes.add_collection(PolyCollection(boxes, facecolors=colours, edgecolors="none", linewidths=0, antialiaseds=False))
+        axes.set_xlim(*x)
+        axes.set_ylim(len(rows) - 0.5, -0.5)
+        ticks(axes.xaxis, integer=True)
+        ticks(axes.yaxis, 6, integer=True)
+        axes.set_xlabel(labels[0], loc="right", labelpad=2)
+        axes.set_ylabel(labels[1])
+
+    return drawn(name, NARROW, words, draw)
+
+
+def loads(found: Sequence[tuple[int, Sequence[float]]]) -> tuple[str, str]:
+    """The load of experts by layer over the steps: (words, drawing).
+
+    Args:
+        found: (step, of each layer the busiest expert's tokens over the mean), as `metrics.jsonl` has them.
+    """
+    grid = columns_of([list(layer) for layer in zip(*(row for _, row in found), strict=True)])
+    (first, begun), (last, ended) = found[0], found[-1]
+    high = max(max(row) for row in grid)
+    words = (
+        f"The busiest expert's tokens over the mean of its layer, 1 where all are loaded alike: {max(begun):.2f} in the worst layer at step {first:,}, "
+        f"{max(ended):.2f} at step {last:,} (layer {ended.index(max(ended))}); the darkest is {high:.2f}. No token is dropped."
+    )
+    return words, heat("expert-load", grid, words, low=1.0, high=high, x=(first, last + 1), labels=("step", "layer"))

@@ -1,0 +1,160 @@
+"""What a model makes of long texts, drawn: depth against length as a heat map, loss by position and by context as curves; before and after."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from preheat.report.formatting import escape, headline, loss, mapping, number, percent
+from preheat.report.svg import NARROW, SENTINEL, drawn, ticks
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+__all__ = ["heat_map", "lengths"]
+
+Parts = Sequence[Mapping[str, Any]]
+
+
+def lengths(after: Mapping[str, Any], before: Mapping[str, Any]) -> str:
+    """The drawings of every task that was measured part by part; "" where none was.
+
+    Args:
+        after, before: {"tasks": {name: {"parts": [...]}}}, as an evaluation is recorded.
+    """
+    made = list[str]()
+    for task, result in mapping(after.get("tasks")).items():
+        parts = _whole(result)
+        if not parts:
+            continue
+        old = [part for part in _whole(mapping(before.get("tasks")).get(task)) if part.keys() >= _kind_of(parts)]
+        if "depth" in parts[0]:
+            two = [("before", old), ("after", parts)] if old else [("", parts)]
+            shown = "".join(heat_map(f"length-{len(made)}-{n}", task, words, some) for n, (words, some) in enumerate(two))
+        elif "start" in parts[0]:
+            shown = _positions(f"length-{len(made)}", task, parts, old)
+        else:
+            shown = _continued(f"length-{len(made)}", task, parts)
+        made.append(f'<div class="two">{shown}</div>')
+    return "".join(made)
+
+
+_KINDS = (("length", "depth"), ("start", "end"), ("length", "share"))
+
+
+def _whole(result: Any) -> Parts:
+    """The parts of a result that are measured and whole, all of the kind of the first."""
+    listed = mapping(result).get("parts")
+    parts = [part for part in listed if number(mapping(part).get("value")) is not None] if isinstance(listed, list) else []
+    for keys in _KINDS:
+        if found := [part for part in parts if all(number(part.get(key)) is not None for key in keys)]:
+            return found
+    return []
+
+
+def _kind_of(parts: Parts) -> set[str]:
+    return next(set(keys) for keys in _KINDS if parts[0].keys() >= set(keys))
+
+
+def _figure(title: str, words: str, drawing: str, legend: Sequence[tuple[str, str]] = ()) -> str:
+    items = "".join(f'<li class="line" style="--c: var(--{colour})">{escape(name)}</li>' for name, colour in legend)
+    shown = f'<ul class="legend">{items}</ul>' if items else ""
+    return f"<figure><figcaption><h3>{escape(title)}</h3><p>{escape(words)}</p></figcaption>{shown}{drawing}</figure>"
+
+
+def heat_map(name: str, task: str, when: str, parts: Parts) -> str:
+    """Accuracy at each depth and length.
+
+    Args:
+        name: unique in the page.
+        when: before, after or "".
+        parts: {length, depth, value} each.
+    """
+    across, down = (sorted({part[key] for part in parts}) for key in ("length", "depth"))
+    worst = min(parts, key=lambda part: (part["value"], part["length"]))
+    mean = sum(part["value"] for part in parts) / len(parts)
+    words = f"{percent(mean)} right, the least at {worst['length']:,} tokens and depth {percent(worst['depth'])}: {percent(worst['value'])}."
+
+    def draw(axes: Axes) -> None:
+        from matplotlib.patches import Rectangle
+
+        for part in parts:
+            x, y = across.index(part["length"]), down.index(part["depth"])
+            axes.add_patch(
+                Rectangle(
+                    (x, y),
+                    0.96,
+                    0.94,
+                    facecolor=SENTINEL["series-1"],
+                    alpha=0.05 + 0.6 * min(max(part["value"], 0.0), 1.0),
+                    linewidth=0,
+                )
+            )
+            shown = f"{100 * part['value']:.0f}"
+            axes.annotate(shown, (x + 0.48, y + 0.47), ha="center", va="center", color=SENTINEL["ink"], fontsize=8.5)
+        axes.set_xlim(0, len(across))
+        axes.set_ylim(len(down), 0)
+        axes.set_xticks([n + 0.48 for n in range(len(across))], [f"{n:,.0f}" for n in across])
+        axes.set_yticks([n + 0.47 for n in range(len(down))], [f"{100 * d:.0f} %" for d in down])
+        axes.tick_params(axis="x", length=0, labelsize=8.5)
+        axes.spines["bottom"].set_visible(False)
+        axes.set_xlabel("tokens of context; depth of what is asked on the left", loc="right", labelpad=4)
+
+    title = f"{headline(task)}: right at depth and length, %" + (f", {when}" if when else "")
+    return _figure(title, words, drawn(name, (NARROW[0], 0.9 + 0.27 * len(down)), f"{title}. {words}", draw))
+
+
+def _positions(name: str, task: str, parts: Parts, old: Parts) -> str:
+    lines = [("before", "series-2", old)] if old else []
+    lines.append(("after" if old else "loss", "series-1", parts))
+    falls = parts[0]["end"]
+    for one, other in itertools.pairwise(parts):
+        if other["value"] >= one["value"]:
+            break
+        falls = other["end"]
+    words = f"From {loss(parts[0]['value'])} in the first {parts[0]['end']:,} places to {loss(parts[-1]['value'])} beyond {parts[-1]['start']:,}; it falls up to place {falls:,}."
+
+    def draw(axes: Axes) -> None:
+        for _, colour, some in lines:
+            places = [part["end"] for part in some]
+            axes.plot(
+                places, [part["value"] for part in some], color=SENTINEL[colour], linewidth=1.6, marker="o", markersize=4.5
+            )
+            if all(number(part.get(key)) is not None for part in some for key in ("low", "high")):
+                low, high = ([part[key] for part in some] for key in ("low", "high"))
+                axes.fill_between(places, low, high, color=SENTINEL[colour], alpha=0.15, linewidth=0)
+        if min(part["end"] for part in parts) > 0:
+            axes.set_xscale("log", base=2)
+        _ticks(axes, [part["end"] for part in parts])
+        axes.set_xlabel("up to this place, tokens", loc="right", labelpad=2)
+
+    title = f"{headline(task)}: loss by position, nats a token"
+    return _figure(title, words, drawn(name, NARROW, f"{title}. {words}", draw), [(line, colour) for line, colour, _ in lines])
+
+
+def _continued(name: str, task: str, parts: Parts) -> str:
+    across = sorted({part["length"] for part in parts})
+    lines = [(n, f"series-{k % 6 + 1}", [part for part in parts if part["length"] == n]) for k, n in enumerate(across)]
+    longest = {part["share"]: part["value"] for part in lines[-1][2]}
+    words = f"Of {across[-1]:,} tokens: {loss(longest.get(0.0))} with nothing before them, {loss(longest.get(1.0))} with all."
+
+    def draw(axes: Axes) -> None:
+        for _, colour, some in lines:
+            axes.plot([p["share"] for p in some], [p["value"] for p in some], color=SENTINEL[colour], linewidth=1.6, marker="o", markersize=4.5)  # fmt: skip
+        _ticks(axes, [0.0, 0.25, 0.5, 1.0], percent)
+        axes.set_xlabel("share of the context that is read", loc="right", labelpad=2)
+
+    title = f"{headline(task)}: loss of the last tokens, nats a token"
+    legend = [(f"{n:,} tokens", colour) for n, colour, _ in lines]
+    return _figure(title, words, drawn(name, NARROW, f"{title}. {words}", draw), legend)
+
+
+def _ticks(axes: Axes, places: Sequence[float], words: Any = lambda n: f"{n:,.0f}") -> None:
+    from matplotlib.ticker import NullLocator
+
+    shown = places if len(places) < 8 else [place for n, place in enumerate(places) if (len(places) - 1 - n) % 2 == 0]
+    axes.set_xticks(list(shown), [words(place) for place in shown])
+    axes.xaxis.set_minor_locator(NullLocator())
+    ticks(axes.yaxis)
+    axes.grid(axis="y", color=SENTINEL["grid"], linewidth=0.8)

@@ -1,0 +1,298 @@
+"""Everything that a report says, as data: what `report.json` holds and what the page is drawn from."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+from preheat.report.formatting import (
+    count,
+    duration,
+    gib,
+    grouped,
+    headline,
+    loss,
+    mapping,
+    number,
+    off_by,
+    percent,
+    signed_percent,
+    value,
+)
+from preheat.run_dir import MEMORY_KEYS, METRIC_KEYS, Reader, expected_memory
+
+__all__ = ["collect"]
+
+NOT_IN_TIMELINE = ("sample", "baseline")  # they have places of their own
+
+
+def collect(path: str | Path) -> dict[str, Any]:
+    """Reads a run and works out the figures of its report.
+
+    Returns:
+        {title, run, state, verdict, setup: [(what, value)], summary, predicted, measured, difference, curves, expert_loads, not_finite, evaluations, evaluation,
+        baseline, memory, phases, changes, samples, events, environment, recipe, again}. Values that the run
+        does not hold are None; losses that were not finite are NaN here and null in `report.json` (see `strict`).
+
+    Raises:
+        RunError: no run lies there. Files of it that are damaged are left out, and named in `damaged`.
+    """
+    import shlex
+
+    run = Reader(path)
+    plan, environment, changes = run.plan, run.environment, run.changes
+    metrics, evaluations, events, samples = run.metrics(), run.evaluations(), run.events(), run.samples()
+    evaluation = run.evaluation
+    recipe, recipe_text = run.recipe_shown()
+    # A damaged or foreign file may hold anything: from here on each of these has the type that the page counts on.
+    recipe, plan, environment, changes, evaluation = map(mapping, (recipe, plan, environment, changes, evaluation))
+    metrics, evaluations = ([m for m in lines if _is_step(m.get("step"))] for lines in (metrics, evaluations))
+    events = [e for e in events if isinstance(e.get("kind"), str)]
+    at = max((n for n, e in enumerate(events) if e["kind"] == "measured"), default=-1)
+    measured: dict[str, Any] = events[at] if at >= 0 else {}
+    measured_in = sum(e["kind"] in ("started", "resumed") for e in events[: at + 1])
+    last = metrics[-1] if metrics else {}
+    finished: dict[str, Any] = next((e for e in reversed(events) if e["kind"] == "finished"), {})
+    evaluated = evaluations[-1] if evaluations else {}
+    # `finished` tells of an earlier session when the run went on after it.
+    went_on = "steps" in finished and "step" in last and finished["steps"] != last["step"]
+    end = {} if went_on else finished
+
+    figures: dict[str, Any] = {
+        "title": headline(recipe.get("name") or run.path.resolve().name),
+        "run": str(path),
+        "state": _state(events, metrics, plan),
+        "setup": _setup(recipe, plan, environment),
+        "summary": {
+            "steps": end.get("steps", last.get("step")),
+            "steps_planned": plan.get("steps"),
+            "tokens": end.get("tokens", last.get("tokens")),
+            "seconds": end.get("seconds", last.get("elapsed")),
+            "first_loss": metrics[0].get("loss") if metrics else None,
+            "loss": end.get("loss", last.get("loss")),
+            "validation_loss": _first(end.get("validation_loss"), evaluated.get("validation_loss")),
+            "sessions": sum(e["kind"] in ("started", "resumed") for e in events),
+            "measured_session": measured_in or None,
+            "parameters": plan.get("parameters"),
+            "model": recipe.get("model"),
+            "data": mapping(recipe.get("data")).get("source"),
+        },
+        "predicted": {
+            k: plan.get(k)
+            for k in (
+                "fits",
+                "peak_gib",
+                "available_gib",
+                "tokens_per_second",
+                "seconds_per_step",
+                "mfu",
+                "flops_per_step",
+                "seconds_total",
+            )
+        }
+        | expected_memory(plan),
+        "measured": {k: measured.get(k) for k in ("peak_gib", "tokens_per_second", "seconds_per_step", "mfu")}
+        | {k: measured[k] for k in MEMORY_KEYS if k in measured},
+        "curves": {name: [line.get(name) for line in metrics] for name in METRIC_KEYS},
+        "expert_loads": _expert_loads(metrics),
+        "not_finite": [m["step"] for m in metrics if not math.isfinite(_real(m.get("loss"))) or _bad(m.get("gradient_norm"))],
+        "evaluations": evaluations,
+        "evaluation": evaluation,
+        "baseline": next(
+            ({k: v for k, v in e.items() if k not in ("time", "kind")} for e in reversed(events) if e["kind"] == "baseline"),
+            None,
+        ),
+        "memory": plan.get("memory"),
+        "phases": plan.get("phases"),
+        "changes": changes,
+        "samples": samples,
+        "events": [e for e in events if e["kind"] not in NOT_IN_TIMELINE],
+        "environment": environment,
+        "recipe": recipe_text,
+        "damaged": run.words,
+        "again": f"preheat train {shlex.quote(str(run.path / 'recipe.yaml'))} --out {shlex.quote(str(run.path) + '-again')}",
+    }
+    predicted, real = figures["predicted"], figures["measured"]
+    figures["difference"] = {
+        k: off_by(predicted.get(k), real.get(k)) for k in (*MEMORY_KEYS, "tokens_per_second", "seconds_per_step", "mfu")
+    }
+    figures["verdict"] = _verdict(figures)
+    return figures
+
+
+def _setup(recipe: dict[str, Any], plan: dict[str, Any], environment: dict[str, Any]) -> list[tuple[str, str]]:
+    """What was asked for, as the head of the page shows it: (what, value), as far as the recipe states it."""
+    model, data, batch, optimizer, schedule, stop, techniques = (
+        mapping(recipe.get(key)) for key in ("model", "data", "batch", "optimizer", "schedule", "stop", "techniques")
+    )
+    size, length, rate = number(batch.get("size")), number(batch.get("length")), number(optimizer.get("lr"))
+    micro = number(mapping(techniques.get("gradient_accumulation")).get("steps"))
+    per_step = f"{size:,.0f} sequences" + (f", {size * length:,.0f} tokens" if length else "") if size else None
+    if per_step and micro and micro > 1:
+        per_step += f", in {micro:,.0f} micro-batches"
+    steps = number(plan.get("steps"))
+    limits = [f"stop.{key} {value(found)}" for key, found in stop.items() if found is not None and key != "steps"]
+    planned = ([f"{steps:,.0f}"] if steps else [value(stop["steps"])] if stop.get("steps") else []) + limits
+    warmup = number(schedule.get("warmup"))
+    curve = str(schedule.get("kind") or "") + (f" after {percent(warmup)} warm-up" if warmup and warmup < 1 else "")
+    held_out = number(data.get("validation"))
+    found = {
+        "Model": _model(model),
+        "Data": _sources(data["source"]) + (f", {percent(held_out)} held out" if held_out and held_out < 1 else "")
+        if data.get("source")
+        else None,
+        "Batch of a step": per_step,
+        "Sequence length": f"{length:,.0f} tokens" if length else None,
+        "Learning rate": f"{rate:g}" + (f", {curve}" if curve else "") if rate is not None else None,
+        "Steps": ", ".join(planned) or None,
+        "Seed": value(recipe["seed"]) if recipe.get("seed") is not None else None,
+        "Techniques": ", ".join(map(str, techniques)) or "none",
+        "Device": _device(environment),
+    }
+    return [(what, said) for what, said in found.items() if said]
+
+
+def _model(model: dict[str, Any]) -> str | None:
+    """A checkpoint by its path or preset, a new model by its family and size."""
+    for key in ("path", "preset"):
+        if model.get(key):
+            return str(model[key]) + (", weights drawn at random" if model.get("weights") == "random" else "")
+    layers, width = number(model.get("layers")), number(model.get("width"))
+    if model.get("size"):
+        return f"{model.get('family') or 'model'} of size {model['size']}"
+    if layers and width:
+        return f"{model.get('family') or 'model'}, {layers:,.0f} layers of width {width:,.0f}"
+    return str(model["family"]) if model.get("family") else None
+
+
+def _device(environment: dict[str, Any]) -> str | None:
+    machine, processes, threads = (environment.get(key) for key in ("machine", "processes", "threads"))
+    name = mapping(machine).get("device") or environment.get("device")
+    more = [f"{value(n)} {what}{'s' if n != 1 else ''}" for n, what in ((processes, "process"), (threads, "thread")) if n]
+    return ", ".join([str(name), *more]).replace("processs", "processes") if name else None
+
+
+def _expert_loads(metrics: list[dict[str, Any]]) -> list[list[Any]]:
+    """[step, the load of each layer] of the lines that have as many layers as the first."""
+    found = [
+        [line["step"], loads]
+        for line in metrics
+        if isinstance(loads := line.get("expert_loads"), list) and loads and all(number(v) is not None for v in loads)
+    ]
+    return [row for row in found if len(row[1]) == len(found[0][1])]
+
+
+def _first(*values: Any) -> Any:
+    return next((v for v in values if v is not None), None)
+
+
+def _is_step(found: Any) -> bool:
+    return isinstance(found, int) and number(found) is not None
+
+
+def _real(value: Any) -> float:
+    found = number(value)
+    return math.nan if found is None else found
+
+
+def _bad(value: Any) -> bool:
+    return isinstance(value, float) and not math.isfinite(value)
+
+
+def _state(events: list[dict[str, Any]], metrics: list[dict[str, Any]], plan: dict[str, Any]) -> dict[str, str]:
+    """How the run stands, by the events of its last session: {kind: finished|stopped|failed|open, words}."""
+    session: dict[str, dict[str, Any]] = {}
+    for event in events:
+        if event["kind"] in ("started", "resumed"):
+            session = {}
+        session[event["kind"]] = event
+    step = metrics[-1]["step"] if metrics else 0
+    planned = number(plan.get("steps"))
+    at = f"step {step:,}" + (f" of {planned:,.0f}" if planned else "")
+    if "failed" in session:
+        reasons = [
+            str(v) for k, v in session["failed"].items() if k not in ("time", "kind", "step") and isinstance(v, str) and v
+        ]
+        return {"kind": "failed", "words": f"Failed at {at}" + (f": {reasons[0]}" if reasons else ". No reason was recorded.")}
+    if "stopping" in session:
+        why = session["stopping"].get("reason") or session["stopping"].get("signal")
+        return {"kind": "stopped", "words": f"Stopped early at {at}" + (f" ({why})" if why else "") + "."}
+    if "finished" in session:
+        return {"kind": "finished", "words": f"Finished at {at}."}
+    if not events and not metrics:
+        return {"kind": "open", "words": "Not started: neither a step nor an event is recorded."}
+    return {
+        "kind": "open",
+        "words": f"No end is recorded: the run is still going on, or it was killed. Its newest figures are from {at}.",
+    }
+
+
+def _verdict(figures: dict[str, Any]) -> str:
+    """The run in a few sentences."""
+    summary, predicted, measured = figures["summary"], figures["predicted"], figures["measured"]
+    parts = [f"{_what(summary)}{_length(summary)}", _losses(summary, figures["baseline"])]
+    for name, key, words in (("memory", "peak_gib", gib), ("tokens/s", "tokens_per_second", grouped)):
+        guess, real, off = number(predicted[key]), number(measured[key]), figures["difference"][key]
+        if guess is None and real is None:
+            continue
+        unit = "" if key == "peak_gib" else f" {name}"
+        left = f"Predicted {words(guess)}{unit}" if guess is not None else f"No prediction of {name}"
+        right = f"measured {words(real)}" if real is not None else "not measured yet"
+        parts.append(f"{left}, {right}" + (f" ({signed_percent(off)})" if off is not None else "") + ".")
+    if summary["sessions"] > 1 and summary["measured_session"]:
+        parts.append(f"Measured in session {summary['measured_session']} of {summary['sessions']}.")
+    return " ".join(filter(None, parts))
+
+
+def _what(summary: dict[str, Any]) -> str:
+    model, parameters = mapping(summary["model"]), mapping(summary["parameters"])
+    name = Path(str(model["path"])).name if model.get("path") else str(model.get("family") or "model")
+    total, trained = number(parameters.get("total")), number(parameters.get("trained"))
+    if total is not None:
+        name += f" of {count(total)} parameters"
+        if trained is not None and trained < total:
+            name += f" ({count(trained)} of them trained)"
+    elif model.get("size"):
+        name += f" of size {model['size']}"
+    name = headline(name)
+    return name[:1].upper() + name[1:] + (f" on {_sources(summary['data'])}" if summary["data"] else "")
+
+
+def _sources(data: Any) -> str:
+    """What a run read, in words: `data.source` is a name, or a list of names and of mappings with one each.
+
+    >>> _sources([{"source": "stdlib", "weight": 1}, "notes.txt"])
+    'stdlib and notes.txt'
+    """
+    several = data if isinstance(data, list) else [data]
+    return " and ".join(headline(one.get("source") if isinstance(one, dict) else one) for one in several)
+
+
+def _length(summary: dict[str, Any]) -> str:
+    steps = number(summary["steps"])
+    if not steps:
+        return ": no step is recorded yet."
+    words = f", trained for {steps:,.0f} step{'s' if steps != 1 else ''}"
+    if number(summary["tokens"]) is not None:
+        words += f" ({count(summary['tokens'])} tokens)"
+    return words + (f" in {duration(summary['seconds'])}." if number(summary["seconds"]) is not None else ".")
+
+
+def _losses(summary: dict[str, Any], baseline: dict[str, Any] | None) -> str:
+    first, final, held_out = summary["first_loss"], summary["loss"], summary["validation_loss"]
+    if final is None and held_out is None:
+        return ""
+    if final is None:
+        return f"The validation loss is {loss(held_out)}."
+    if number(first) is not None and number(final) is not None and first != final:
+        words = f"The loss went from {loss(first)} to {loss(final)}"
+    else:
+        words = f"The loss is {loss(final)}"
+    if held_out is None:
+        return f"{words}."
+    words += f"; the validation loss is {loss(held_out)}"
+    bigram, held = number((baseline or {}).get("bigram")), number(held_out)
+    if bigram is not None and held is not None:
+        words += f", {'below' if held < bigram else 'not below'} the {loss(bigram)} of a bigram model"
+    return words + "."

@@ -1,0 +1,210 @@
+"""The figures of a report with their plots: each a `<figure>` with a title, what it shows in words, and the drawing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from preheat.report import expert_heatmap, svg
+from preheat.report.formatting import escape, gib, grouped, headline, loss, mapping, number, percent, unit_of
+from preheat.report.svg import Curve
+
+__all__ = ["CATEGORIES", "categories", "evaluations", "losses", "memory", "over_time"]
+
+CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "temporary", "overhead")
+
+
+def _figure(title: str, words: str, drawing: str, legend: Sequence[tuple[str, str, str]] = ()) -> str:
+    """legend: (name, colour, class) each."""
+    items = "".join(f'<li class="{kind}" style="--c: var(--{colour})">{escape(name)}</li>' for name, colour, kind in legend)
+    shown = f'<ul class="legend">{items}</ul>{drawing}' if drawing else ""
+    heading = f"<h3>{escape(title)}</h3>" if title else ""
+    return f"<figure><figcaption>{heading}<p>{escape(words)}</p></figcaption>{shown}</figure>"
+
+
+def losses(figures: dict[str, Any]) -> str:
+    """Training and validation loss on one plot, with the baselines as levels."""
+    steps = svg.numbers(figures["curves"]["step"])
+    raw = svg.numbers(figures["curves"]["loss"])
+    evaluated = [e for e in figures["evaluations"] if number(e.get("validation_loss")) is not None]
+    finite = [(s, v) for s, v in zip(steps, raw, strict=True) if math.isfinite(v)]
+    words = []
+    lines: list[Curve] = []
+    legend = []
+    if finite:
+        smoothed = svg.smooth(raw, len(raw) // 40)
+        lines.append(Curve("each step", steps, raw, style="raw"))
+        legend.append(("training, each step", "series-1", "raw"))
+        if len(raw) >= 40:
+            lines.append(Curve("smoothed", steps, smoothed))
+            legend.append(("smoothed", "series-1", "line"))
+        words.append(
+            f"Training loss from {loss(finite[0][1])} at step {finite[0][0]:,.0f} to {loss(finite[-1][1])} at step {finite[-1][0]:,.0f}, in nats a token."
+        )
+    elif raw:
+        words.append("No step has a finite training loss.")
+    else:
+        words.append("No step is recorded yet.")
+    if evaluated:
+        x, y = svg.numbers([e.get("step") for e in evaluated]), svg.numbers([e["validation_loss"] for e in evaluated])
+        lines.append(Curve("validation", x, y, "series-2", "points"))
+        legend.append(("validation", "series-2", "line"))
+        words.append(f"Validation loss {loss(y[-1])} at step {x[-1]:,.0f}, {loss(min(y))} at best.")
+    else:
+        words.append("There is no validation loss.")
+    levels = _levels(figures["baseline"])
+    if levels:
+        words.append("For comparison, on the same split: " + ", ".join(f"{name} {loss(level)}" for name, level in levels) + ".")
+    if figures["not_finite"]:
+        words.append(f"Loss or gradient was not finite at {_some(figures['not_finite'])} (▼).")
+    if not lines:
+        return _figure("", " ".join(words), "")
+    lines += [Curve(f"{name} {level:.2f}", [0.0], [level], style="named") for name, level in levels]
+    drawn = [
+        f'<div class="{kind}">{svg.curves(f"loss-{kind}", lines, " ".join(words), marks=figures["not_finite"], size=size)}</div>'
+        for kind, size in (("wide", svg.WIDE), ("narrow", svg.NARROW))
+    ]
+    return _figure("", " ".join(words), "".join(drawn), legend)
+
+
+def _levels(baseline: dict[str, Any] | None) -> list[tuple[str, float]]:
+    """(name, nats a token) of models that know less: none of the text, its pieces' rates, its pairs."""
+    found = []
+    pieces = number((baseline or {}).get("vocabulary"))
+    if pieces is not None and pieces > 1:
+        found.append(("uniform", math.log(pieces)))
+    for name in ("unigram", "bigram"):
+        level = number((baseline or {}).get(name))
+        if level is not None:
+            found.append((name, level))
+    return found
+
+
+def _some(steps: Sequence[Any]) -> str:
+    shown = ", ".join(f"{s:,}" for s in steps[:4])
+    return ("step " if len(steps) == 1 else "steps ") + shown + (f" and {len(steps) - 4:,} more" if len(steps) > 4 else "")
+
+
+def over_time(figures: dict[str, Any]) -> list[str]:
+    """Learning rate, gradient norm, tokens/s and memory over the steps, and the load of experts if there are some; what no step recorded is left out."""
+    curve, predicted, measured = figures["curves"], figures["predicted"], figures["measured"]
+    bytes_held = svg.numbers(curve["memory"])
+    peaks = [number(predicted["peak_gib"]), number(measured["peak_gib"])]
+    unit, scale = unit_of([*(v / 2**30 for v in bytes_held), *peaks])
+
+    def in_unit(value: float) -> str:
+        return f"{value:,.3g} {unit}"
+
+    sessions, session = figures["summary"]["sessions"], figures["summary"]["measured_session"]
+    part = f" in session {session} of {sessions}" if sessions > 1 and session else ""
+    expected, peak = (None if size is None else size * scale for size in peaks)
+    drawn = [
+        _one("lr", "Learning rate", curve["step"], svg.numbers(curve["lr"]), _rate, noisy=False),
+        _one("gradient-norm", "Gradient norm, before clipping", curve["step"], svg.numbers(curve["gradient_norm"]), lambda v: f"{v:.3g}"),
+        _one("rate", "Tokens per second", curve["step"], svg.numbers(curve["tokens_per_second"]), grouped,
+             level=("predicted", number(predicted["tokens_per_second"])), measured=(part.strip() or "over the run", number(measured["tokens_per_second"]))),
+        _one("memory-after-step", f"Memory after each step, {unit}", curve["step"], [v / 2**30 * scale for v in bytes_held], in_unit,
+             level=("predicted peak", expected), measured=(f"peak{part}", peak), noisy=False),
+    ]  # fmt: skip
+    if figures["expert_loads"]:
+        drawn.append(_figure("Load of experts", *expert_heatmap.loads(figures["expert_loads"])))
+    return [figure for figure in drawn if figure]
+
+
+def evaluations(figures: dict[str, Any]) -> list[str]:
+    """Each metric of each task, and the loss of the second text, over the evaluations; none where there was only one."""
+    lines: dict[tuple[str, str], list[tuple[float, float]]] = {}
+    for found in figures["evaluations"]:
+        step = number(found.get("step"))
+        values = {("forgetting", "loss"): found.get("forgetting_loss")}
+        for task, of in mapping(found.get("tasks")).items():
+            values |= {(str(task), str(metric)): value for metric, value in mapping(of).items()}
+        for key, value in values.items():
+            if step is not None and (real := number(value)) is not None:
+                lines.setdefault(key, []).append((step, real))
+    made = []
+    for n, ((task, metric), points) in enumerate(lines.items()):
+        if len(points) > 1:
+            x, y = [p[0] for p in points], [p[1] for p in points]
+            words = f"From {y[0]:.3g} at step {x[0]:,.0f} to {y[-1]:.3g} at step {x[-1]:,.0f}."
+            title = headline(f"{task}: {metric.replace('_', ' ')}")
+            drawn = svg.curves(
+                f"evaluation-{n}",
+                [Curve(metric, x, y, "series-2", "points")],
+                f"{title}. {words}",
+            )
+            made.append(_figure(title, words, drawn))
+    return made
+
+
+def _one(name: str, title: str, steps: Sequence[Any], values: list[float], words_for: Any, *, level: tuple[str, float | None] | None = None,
+         measured: tuple[str, float | None] | None = None, noisy: bool = True) -> str:  # fmt: skip
+    """A curve with what it shows in words; "" if no step recorded it."""
+    finite = [v for v in values if math.isfinite(v)]
+    if not finite:
+        return ""
+    if len(finite) == 1:
+        words = f"{words_for(finite[0])}, recorded once."
+    elif words_for(min(finite)) == words_for(max(finite)):
+        words = f"{words_for(finite[0])} at every step."
+    else:
+        words = f"From {words_for(finite[0])} to {words_for(finite[-1])}; least {words_for(min(finite))}, greatest {words_for(max(finite))}."
+    x = svg.numbers(steps)
+    if noisy and len(values) >= 40:
+        lines = [Curve("each step", x, values, style="raw"), Curve("smoothed", x, svg.smooth(values, len(values) // 40))]
+    else:
+        lines = [Curve("each step", x, values)]
+    if level is not None and level[1] is not None:
+        lines.append(Curve(f"{level[0]} {words_for(level[1])}", [0.0], [level[1]], style="level"))
+    legend = [(line.name, "series-1", line.style) for line in lines] if len(lines) > 1 else []
+    if measured is not None and measured[1] is not None:
+        words += f" Measured {measured[0]}: {words_for(measured[1])}."
+    if level is not None and level[1] is not None:
+        words += f" {level[0].capitalize()}: {words_for(level[1])}."
+    return _figure(title, words, svg.curves(name, lines, f"{title}. {words}", from_zero=True), legend)
+
+
+def _rate(value: float) -> str:
+    """0.0003 -> '3e-4', 0.003 -> '0.003'."""
+    return (
+        f"{value:.3g}"
+        if value == 0 or value >= 1e-3
+        else f"{value:.2e}".replace("e-0", "e-").replace(".00e", "e").replace("0e", "e")
+    )
+
+
+def memory(figures: dict[str, Any]) -> str:
+    """Predicted memory by category as a stacked bar, beside the measured peak and what the device has; "" if neither is recorded."""
+    predicted, measured = figures["predicted"], figures["measured"]
+    parts = categories(figures)
+    peak, real, available = number(predicted["peak_gib"]), number(measured["peak_gib"]), number(predicted["available_gib"])
+    if peak is None and real is None:
+        return ""
+    said = ", ".join(f"{name} peak {gib(size)}" for name, size in (("predicted", peak), ("measured", real)) if size is not None)
+    words = [f"{said[0].upper()}{said[1:]}."]
+    if available is not None:
+        words.append(
+            f"The device has {gib(available)}"
+            + (
+                f": the prediction is {percent(peak / available) if peak >= available / 100 else 'less than 1 %'} of it."
+                if peak is not None and available
+                else "."
+            )
+        )
+    rows: list[tuple[str, list[tuple[str, float]]]] = []
+    if peak is not None:
+        rows.append(("predicted", [(colour, size) for _, size, colour in parts] or [("series-6", peak or 0.0)]))
+    if real is not None:
+        rows.append(("measured", [("ink", real)]))
+    limit = (f"device {gib(available)}", available) if available is not None else None
+    return _figure("At the peak", " ".join(words), svg.stacked("memory", rows, " ".join(words), limit=limit))
+
+
+def categories(figures: dict[str, Any]) -> list[tuple[str, float, str]]:
+    """(category, GiB, colour) of the predicted peak; categories that are not known stand last."""
+    found = mapping(figures["memory"])
+    names = [n for n in CATEGORIES if n in found] + [n for n in found if n not in CATEGORIES]
+    sizes = [(name, number(found[name])) for name in names]
+    colours = {name: f"series-{i}" for i, name in enumerate(CATEGORIES, start=1)}
+    return [(name, size, colours.get(name, "series-6")) for name, size in sizes if size is not None and size >= 0]

@@ -1,0 +1,520 @@
+"""The page: sections in their order, one HTML text that needs nothing else."""
+
+from __future__ import annotations
+
+import datetime
+import math
+from collections.abc import Callable, Iterable, Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from preheat.errors import RunError
+from preheat.report import run_charts
+from preheat.report.formatting import (
+    LONG,
+    MISSING,
+    NOT_FINITE,
+    between,
+    clock,
+    count,
+    duration,
+    escape,
+    gib,
+    grouped,
+    headline,
+    loss,
+    mapping,
+    number,
+    percent,
+    signed_percent,
+    sizes,
+    tied,
+    value,
+)
+from preheat.report.long_context_charts import lengths
+from preheat.report.report_data import collect
+from preheat.run_dir import MARK, parse_json, require_own, to_json, write_asked, write_atomic
+from preheat.sanitize import shorten
+
+__all__ = ["GENERATOR", "render", "write"]
+
+GENERATOR = '<meta name="generator" content="preheat">'
+"""In the head of each page: a file that has it may be replaced."""
+
+
+def write(run: str | Path) -> Path:
+    """Writes `report.html` and `report.json` into a run's folder and returns the path of the page.
+
+    Args:
+        run: the folder of a run: finished, going on, stopped or failed.
+
+    Raises:
+        RunError: no run lies there, or the report cannot be written.
+
+    Example:
+        >>> write("runs/demo")                                          # doctest: +SKIP
+        PosixPath('runs/demo/report.html')
+    """
+    figures = collect(run)
+    page = render(figures)
+    data = to_json(figures, indent=1) + "\n"
+    path = Path(run) / "report.html"
+    if not (Path(run) / MARK).exists():  # a folder that has a recipe.yaml, perhaps, and is no run
+        require_own(path, [GENERATOR])
+        require_own(path.with_name("report.json"), ['{\n "title": '])
+    try:
+        write_atomic(path.with_name("report.json"), data)
+        write_atomic(path, page)
+    except OSError as error:
+        raise RunError(f"{path}: cannot be written ({error.strerror}); make the folder writable or free some room") from None
+    return path
+
+
+def render(figures: dict[str, Any]) -> str:
+    """The page of `report_data.collect`'s figures. A section of which the run recorded nothing is left out."""
+    over_time = "".join(run_charts.over_time(figures))
+    sections = (
+        ("loss", "Loss", run_charts.losses(figures)),
+        ("evaluation", "Before and after" if _before(figures) else "Evaluation", _evaluation(figures)),
+        ("over-time", "Over the run", f'<div class="two">{over_time}</div>' if over_time else ""),
+        ("memory", "Memory, predicted and measured", _memory(figures)),
+        ("techniques", "Techniques", _techniques(figures["changes"])),
+        ("samples", "Samples", _samples(figures["samples"])),
+        ("timeline", "Timeline", _timeline(figures["events"])),
+        ("environment", "Environment", _environment(figures["environment"])),
+        ("recipe", "Recipe", _recipe(figures)),
+    )
+    body = "".join(
+        f'<section id="{name}"><h2>{title}</h2>{content}</section>\n' for name, title, content in sections if content
+    )
+    footer = "All figures as data: report.json, beside this page. Losses are in nats a token; 1 GiB is 2³⁰ bytes, less what the imports took."
+    return document(
+        f"{figures['title']} · preheat report",
+        f"{_header(figures)}\n{_tiles(figures)}\n{_setup(figures['setup'])}\n{body}<footer>{footer}</footer>",
+    )
+
+
+def document(title: str, body: str) -> str:
+    """A page that needs nothing else: `body` (HTML) under the house's style, with nothing allowed to load."""
+    css = resources.files("preheat.report").joinpath("page.css").read_text(encoding="utf-8")
+    return f"""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+{GENERATOR}
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
+<title>{escape(headline(title))}</title>
+<style>
+{css}</style>
+</head>
+<body>
+<main>
+{body}
+</main>
+</body>
+</html>
+"""
+
+
+def read_figures(source: Path, command: str, keys: Iterable[str]) -> dict[str, Any]:
+    """The figures that a command wrote beside its page.
+
+    Args:
+        command: what writes the file.
+        keys: those that the page cannot do without, all of lists or mappings that are not empty.
+
+    Raises:
+        RunError: there is no such file, or it is damaged.
+    """
+    try:
+        found = parse_json(source.read_bytes())
+    except FileNotFoundError:
+        raise RunError(f"{source}: no such file; {command} writes it") from None
+    except ValueError as error:
+        raise RunError(f"{source}: is damaged ({shorten(str(error))}); run {command} again") from None
+    lacking = [key for key in keys if not mapping(found).get(key)]
+    if lacking:
+        raise RunError(f"{source}: is damaged (it has no {lacking[0]}); run {command} again")
+    return mapping(found)
+
+
+def write_figures(source: Path, command: str, keys: Iterable[str], draw: Callable[[dict[str, Any]], str]) -> Path:
+    """Writes the page of a file of figures beside it; arguments and errors as of `read_figures`.
+
+    Args:
+        draw: figures to HTML.
+    """
+    figures = read_figures(source, command, keys)
+    try:
+        page = draw(figures)
+    except (ArithmeticError, AttributeError, LookupError, StopIteration, TypeError, ValueError) as error:
+        # A row lacks a key, or holds what does not belong there.
+        kind = f"{type(error).__name__}: {shorten(str(error))}"
+        raise RunError(f"{source}: is damaged ({kind}); run {command} again") from error
+    fix = "make the folder writable or free some room"
+    return write_asked(source.with_suffix(".html"), page, marks=[GENERATOR], fix=fix)
+
+
+_MOST_ROWS = 400
+
+
+def scrolling(table: str) -> str:
+    """A table that scrolls by itself if the page is narrower."""
+    return f'<div class="scroll">{table}</div>'
+
+
+def _table(rows: Iterable[str], head: Sequence[tuple[str, str]] = ()) -> str:
+    """A table of at most some hundred rows: of more, those in the middle are left out.
+
+    Args:
+        head: (title, class) of each column.
+    """
+    titles = "".join(
+        f'<th scope="col" class="{kind}">{title}</th>' if kind else f'<th scope="col">{title}</th>' for title, kind in head
+    )
+    rows = list(rows)
+    if len(rows) > _MOST_ROWS:
+        half = _MOST_ROWS // 2
+        left_out = f'<tr><td colspan="9" class="small">{len(rows) - 2 * half:,} rows left out</td></tr>'
+        rows = [*rows[:half], left_out, *rows[-half:]]
+    thead = f"<thead><tr>{titles}</tr></thead>" if head else ""
+    return scrolling(f"<table>{thead}<tbody>{''.join(rows)}</tbody></table>")
+
+
+def _absent(words: str) -> str:
+    return f'<p class="small">{escape(words)}</p>'
+
+
+def _header(figures: dict[str, Any]) -> str:
+    state = figures["state"]
+    notice = ""
+    if state["kind"] != "finished":
+        notice = f'<p class="notice{" bad" if state["kind"] == "failed" else ""}" role="status">{escape(state["words"])}</p>'
+    if figures["damaged"]:
+        words = "Damaged files of this run, of which a part is left out: " + "; ".join(figures["damaged"]) + "."
+        notice += f'<p class="notice bad" role="status">{escape(words)}</p>'
+    return (
+        f'<header id="verdict"><p class="eyebrow">preheat report · {escape(_WORD[state["kind"]])}</p>'
+        f'<h1>{escape(figures["title"])}</h1><p class="verdict">{escape(figures["verdict"])}</p>{notice}</header>'
+    )
+
+
+def _setup(rows: Sequence[tuple[str, str]]) -> str:
+    """What the recipe asked for, at the head of the page."""
+    shown = "".join(f"<div><dt>{escape(what)}</dt><dd>{tied(said)}</dd></div>" for what, said in rows)
+    return f'<dl class="setup" id="setup">{shown}</dl>' if rows else ""
+
+
+_WORD = {"finished": "finished", "failed": "failed", "stopped": "stopped early", "open": "not finished"}
+
+
+def _tiles(figures: dict[str, Any]) -> str:
+    """The figures that matter most; what the run did not record has no tile."""
+    summary, predicted, measured, off = (figures[k] for k in ("summary", "predicted", "measured", "difference"))
+    parameters = mapping(summary["parameters"])
+    held_out, tokens = (number(summary[key]) for key in ("validation_loss", "tokens"))
+
+    def against(key: str, words: Any) -> str:
+        if number(predicted[key]) is None:
+            return "no prediction"
+        return f"predicted {words(predicted[key])}" + (f" ({signed_percent(off[key])})" if off[key] is not None else "")
+
+    total = number(predicted["seconds_total"])
+    first, trained = summary["first_loss"], number(parameters.get("trained"))
+    tiles = (
+        ("Training loss", loss(summary["loss"]), f"from {loss(first)}" if first is not None else ""),
+        (
+            "Validation loss",
+            loss(summary["validation_loss"]),
+            f"perplexity {value(math.exp(held_out))}" if held_out is not None and held_out < 50 else "",
+        ),
+        ("Tokens per second", grouped(measured["tokens_per_second"]), against("tokens_per_second", grouped)),
+        ("Peak memory", gib(measured["peak_gib"]), against("peak_gib", gib)),
+        ("Time", duration(summary["seconds"]), f"predicted {duration(total)}" if total is not None else "no prediction"),
+        ("Steps", grouped(summary["steps"]), f"{count(tokens)} tokens" if tokens is not None else ""),
+        ("Model FLOPs utilisation", percent(measured["mfu"]), against("mfu", percent)),
+        ("Parameters", count(parameters.get("total")), f"{count(trained)} trained" if trained is not None else ""),
+    )
+    shown = "".join(_tile(*tile) for tile in tiles if tile[1] != MISSING)
+    return f'<dl class="tiles">{shown}</dl>' if shown else ""
+
+
+def _tile(label: str, figure: str, below: str) -> str:
+    kind = ' class="bad"' if figure == NOT_FINITE else ""
+    return (
+        f"<div><dt>{escape(label)}</dt><dd{kind}>{tied(figure)}</dd>" + (f"<dd>{tied(below)}</dd>" if below else "") + "</div>"
+    )
+
+
+def _memory(figures: dict[str, Any]) -> str:
+    parts = run_charts.categories(figures)
+    predicted, measured = (number(figures[k]["peak_gib"]) for k in ("predicted", "measured"))
+    off = figures["difference"]["peak_gib"]
+    whole = sum(size for _, size, _ in parts) or 1
+    unit, texts = sizes([*(size for _, size, _ in parts), predicted, measured])
+    rows = [
+        f'<tr><td><span class="key" style="--c: var(--{colour})"></span>{escape(name)}</td><td class="n">{text}</td><td class="n">{percent(size / whole)}</td></tr>'
+        for (name, size, colour), text in zip(parts, texts, strict=False)
+    ]
+    if predicted is not None:
+        rows.append(f'<tr class="sum"><td>predicted peak</td><td class="n">{texts[-2]}</td><td></td></tr>')
+    if measured is not None:
+        apart = f'<span class="small">the prediction is off by {signed_percent(off)}</span>' if off is not None else ""
+        key = '<span class="key" style="--c: var(--ink)"></span>'
+        rows.append(f'<tr class="sum"><td>{key}measured peak{apart}</td><td class="n">{texts[-1]}</td><td></td></tr>')
+    table = _table(rows, (("at the peak", ""), (unit, "n"), ("share", "n"))) if rows else ""
+    table += _memory_of_gpu(figures)
+    left, right = f"{run_charts.memory(figures)}{table}", _phases(figures["phases"])
+    shown = f'<div class="two"><div>{left}</div><div>{right}</div></div>' if left or right else ""
+    return shown + _fallbacks(figures["events"])
+
+
+def _memory_of_gpu(figures: dict[str, Any]) -> str:
+    """Each figure of a GPU's memory beside its own prediction."""
+    names = {"allocated_gib": "allocated: tensors", "reserved_gib": "reserved by torch's allocator", "context_gib": "context"}
+    keys = [key for key in names if number(figures["measured"].get(key)) is not None]
+    pairs = [(number(figures["predicted"].get(key)), number(figures["measured"][key])) for key in keys]
+    unit, texts = sizes([size for pair in pairs for size in pair])
+    rows = [
+        f'<tr><td>{escape(names[key])}</td><td class="n">{predicted}</td><td class="n">{measured}</td>'
+        f'<td class="n">{signed_percent(figures["difference"][key]) if figures["difference"][key] is not None else ""}</td></tr>'
+        for key, predicted, measured in zip(keys, texts[::2], texts[1::2], strict=True)
+    ]
+    head = (("at the most", ""), (f"predicted, {unit}", "n"), ("measured", "n"), ("difference", "n"))
+    return _table(rows, head) if rows else ""
+
+
+def _fallbacks(events: list[dict[str, Any]]) -> str:
+    """Where a run was out of memory, and what it continued with."""
+    found = [e for e in events if e["kind"] == "rung"]
+    if not found:
+        return ""
+    unit, texts = sizes([e.get(key) for e in found for key in ("was_gib", "peak_gib")])
+    rows = []
+    for n, e in enumerate(found):
+        took = e.get("took") if isinstance(e.get("took"), list) else []
+        rows.append(
+            f'<tr><td class="n">{escape(value(e.get("step")))}</td><td>{escape(value(e.get("where")))}</td>'
+            f'<td class="free">{escape(", ".join(map(str, took or ["the recipe as written"])))}</td>'
+            f'<td class="n">{texts[2 * n]}</td><td class="n">{texts[2 * n + 1]}</td></tr>'
+        )
+    planned = f"planned peak before, {unit}", f"and after, {unit}"
+    head = (("after step", "n"), ("out of memory while", ""), ("continued with", ""), *((title, "n") for title in planned))
+    return "<h3>Out of memory</h3>" + _table(rows, head)
+
+
+def _phases(phases: Any) -> str:
+    found = {name: size for name, of in mapping(phases).items() if (size := number(of)) is not None}
+    if not found:
+        return ""
+    most = max(found.values())
+    highest = next(name for name, size in found.items() if size == most)
+    unit, texts = sizes(list(found.values()))
+    rows = (
+        f'<tr><td>{escape(name)}</td><td class="n">{text}</td><td class="track"><span class="bar" style="width: {max(0.0, 100 * size / most) if most > 0 else 0:.1f}%"></span></td></tr>'
+        for (name, size), text in zip(found.items(), texts, strict=True)
+    )
+    return (
+        "<h3>Peak by phase</h3>"
+        + _absent(f"Predicted. The peak of a step lies in: {headline(highest)}.")
+        + _table(rows, (("phase", ""), (f"peak, {unit}", "n"), ("", "")))
+    )
+
+
+def _before(figures: dict[str, Any]) -> dict[str, Any]:
+    return mapping(figures["evaluation"].get("before"))
+
+
+def _evaluation(figures: dict[str, Any]) -> str:
+    found = figures["evaluation"]
+    after, before, off = (mapping(found.get(k)) for k in ("after", "before", "difference"))
+    compared = bool(before)
+    rows = []
+    for part in ("texts", "tasks"):
+        for name, result in mapping(after.get(part)).items():
+            result = mapping(result)
+            old, apart = (mapping(mapping(mapping(of.get(part)).get(name)).get("metrics")) for of in (before, off))
+            truncated = number(result.get("truncated"))
+            cut = f" ({truncated:,.0f} without room for all of their context)" if truncated else ""
+            rows.append(
+                f'<tr><th scope="rowgroup" colspan="{4 if compared else 2}">{escape(name)}: {grouped(result.get("rows"))} rows{cut}</th></tr>'
+            )
+            for metric, measured in mapping(result.get("metrics")).items():
+                cells = [between(measured)]
+                if compared:
+                    cells = [between(old.get(metric)), *cells, between(apart.get(metric), signed=True)]
+                rows.append(
+                    f"<tr><td>{escape(metric.replace('_', ' '))}</td>"
+                    + "".join(f'<td class="n">{_interval(cell)}</td>' for cell in cells)
+                    + "</tr>"
+                )
+    drawn = "".join(run_charts.evaluations(figures))
+    if not rows:
+        return f'<div class="two">{drawn}</div>' if drawn else ""
+    words = f"At step {value(found.get('step'))}. In brackets: 95 % of 1,000 bootstrap resamples of the rows"
+    words += "; of the difference, row by row." if compared else "."
+    if not compared:
+        words += " Nothing was measured before the first step; preheat does that for a pretrained model, for tasks and for a forgetting text."
+    head = (("", ""), ("before", "n"), ("after", "n"), ("difference", "n")) if compared else (("", ""), ("measured", "n"))
+    return f'{_absent(words)}{_table(rows, head)}<div class="two">{drawn}</div>{lengths(after, before)}'
+
+
+def _interval(text: str) -> str:
+    """'1.788 [1.70, 1.88]' with its interval as a part that may go to a line of its own."""
+    if text == MISSING:
+        return '<span class="small">not measured</span>'
+    figure, _, interval = tied(text).partition(" [")
+    return figure + (f' <span class="interval">[{interval}</span>' if interval else "")
+
+
+def _techniques(changes: dict[str, Any]) -> str:
+    rows = []
+    for name, found in changes.items():
+        rows.append(f'<tr><th scope="rowgroup" colspan="2">{escape(name)}</th></tr>')
+        for change in map(mapping, found if isinstance(found, list) else []):
+            kernel = f'<br><span class="small">kernel: {escape(change["kernel"])}</span>' if change.get("kernel") else ""
+            count = grouped(change.get("count")) if change.get("count") is not None else ""
+            rows.append(f'<tr><td class="free">{escape(value(change.get("what")))}{kernel}</td><td class="n">{count}</td></tr>')
+    return _table(rows, (("what it changed", ""), ("count", "n"))) if rows else ""
+
+
+def _samples(samples: list[dict[str, Any]]) -> str:
+    if not samples:
+        return ""
+    shown = []
+    for sample in samples[:_MOST_SAMPLES]:
+        prompt = _prompt(sample.get("prompt"))
+        before, after = (
+            None if text is None else str(text).removeprefix(prompt) for text in (sample.get("before"), sample.get("text"))
+        )
+        expected = sample.get("expected")
+        if before is None and expected is None:
+            shown.append(f'<pre class="sample"><b>{escape(prompt, LONG)}</b>{escape(after or "", LONG)}</pre>')
+            continue
+        columns: list[tuple[str, str | None]] = [("Before training", before)] if before is not None else []
+        columns += [("After training", after)]
+        if expected is not None:
+            columns.append(("The row's own answer", str(expected)))
+        shown.append(
+            f'<div class="sample"><pre><b>{escape(prompt, LONG)}</b></pre><div class="two">'
+            + "".join(
+                f"<div><h3>{title}</h3>"
+                + (f"<pre>{escape(text, LONG)}</pre>" if text is not None else _absent("Not generated yet."))
+                + "</div>"
+                for title, text in columns
+            )
+            + "</div></div>"
+        )
+    if len(samples) > _MOST_SAMPLES:
+        shown.append(_absent(f"{len(samples) - _MOST_SAMPLES:,} more are in report.json."))
+    return '<p class="small">The prompt is in colour; what follows is generated.</p>' + "".join(shown)
+
+
+_MOST_SAMPLES = 50
+
+
+def _prompt(prompt: Any) -> str:
+    """A prompt as text: a chat as one line a message."""
+    if not isinstance(prompt, list):
+        return "" if prompt is None else str(prompt)
+    messages = (message if isinstance(message, dict) else {"content": message} for message in prompt)
+    return "".join(f"{message.get('role') or 'message'}: {message.get('content')}\n" for message in messages)
+
+
+def _timeline(events: list[dict[str, Any]]) -> str:
+    if not events:
+        return ""
+    begin = number(events[0].get("time"))
+    rows = []
+    for group in _groups(events):
+        first, last = group[0], group[-1]
+        at = number(first.get("time"))
+        after = clock(at - begin) if at is not None and begin is not None and at >= begin else ""
+        kind = str(first["kind"]).replace("_", " ") + (f" × {len(group)}" if len(group) > 1 else "")
+        said = f"steps {value(first.get('step'))} to {value(last.get('step'))}" if len(group) > 1 else _event(last)
+        bad = " bad" if first["kind"] in ("failed", "damaged", "out_of_memory", "unsaved") else ""
+        rows.append(
+            f'<tr><td class="n">{after}</td><td class="free"><span class="event{bad}">{escape(_KINDS.get(kind, kind))}</span> {escape(said)}</td></tr>'
+        )
+    started = ""
+    if begin is not None and 0 <= begin < 2e11:
+        started = f"Begun {datetime.datetime.fromtimestamp(begin, datetime.UTC):%Y-%m-%d %H:%M:%S} UTC."
+    return _absent(started) + _table(rows, (("h:min:s", "n"), ("event", "")))
+
+
+_KINDS = {"rung": "fallback"}
+
+# What an event records: its name on the page and how its value is written. Others are shown by their key, without underscores.
+_RECORDED: dict[str, tuple[str, Callable[[Any], str]]] = {
+    "asked": ("it asked for", lambda found: gib(number(found) and found / 2**30)),
+    "room": ("free", lambda found: gib(number(found) and found / 2**30)),
+    "beside": ("taken beside the tensors", lambda found: gib(number(found) and found / 2**30)),
+    "loss": ("loss", loss),
+    "mfu": ("model FLOPs utilisation", percent),
+    "peak_gib": ("peak memory", gib),
+    "seconds": ("took", lambda found: f"{value(found)} s" if (number(found) or 9) < 1 else duration(found)),
+    "seconds_per_step": (
+        "seconds a step",
+        lambda found: " to ".join(map(value, found)) if isinstance(found, list) else value(found),
+    ),
+    "signal": ("by", str),
+    "spread": ("spread", lambda found: " to ".join(map(grouped, found)) if isinstance(found, list) else value(found)),
+    "steps": ("steps", grouped),
+    "tokens": ("tokens", grouped),
+    "tokens_per_second": ("tokens a second", grouped),
+    "validation_loss": ("validation loss", loss),
+    "took": ("continued with", lambda found: ", ".join(map(str, found)) if isinstance(found, list) else value(found)),
+    "was_gib": ("peak before", gib),
+    "where": ("while", value),
+    "words": ("reason", value),
+}
+# Long lists that are shown elsewhere (fallbacks) or are for `preheat doctor oom`; `held` of a checkpoint is `seconds` of most.
+_NOT_SHOWN = ("time", "kind", "skipped", "allocator", "set", "held", "path")
+
+
+def _event(event: dict[str, Any]) -> str:
+    parts = []
+    for key, found in event.items():
+        if key not in _NOT_SHOWN and found not in (None, "", [], {}):
+            label, write = _RECORDED.get(key, (key.replace("_", " "), value))
+            parts.append(f"{label} {write(found)}")
+    return "; ".join(parts)
+
+
+def _groups(events: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """Events in order; four or more checkpoints in a row are one group."""
+    groups: list[list[dict[str, Any]]] = []
+    for event in events:
+        if groups and event["kind"] == "checkpoint" == groups[-1][0]["kind"]:
+            groups[-1].append(event)
+        else:
+            groups.append([event])
+    return [part for group in groups for part in ([group] if len(group) > 3 else [[event] for event in group])]
+
+
+_ENVIRONMENT: dict[str, tuple[str, Callable[[Any], str]]] = {"memory_gib": ("memory", gib)}
+
+
+def _environment(environment: dict[str, Any]) -> str:
+    rows = [_row(k, v) for k, v in environment.items() if not isinstance(v, dict)]
+    for name, group in environment.items():
+        if isinstance(group, dict) and group:
+            rows.append(f'<tr><th scope="rowgroup" colspan="2">{escape(name)}</th></tr>')
+            rows += [_row(k, v) for k, v in group.items()]
+    return _table(filter(None, rows)) if any(rows) else ""
+
+
+def _row(key: str, found: Any) -> str:
+    if found in (None, "", [], {}):
+        return ""
+    label, write = _ENVIRONMENT.get(key, (key.replace("_", " "), value))
+    return f'<tr><th scope="row">{escape(label)}</th><td class="free">{escape(write(found))}</td></tr>'
+
+
+def _recipe(figures: dict[str, Any]) -> str:
+    return (
+        f'<p class="again small">Runs it again:<code>{escape(figures["again"])}</code></p>'
+        f"<details><summary>The recipe, with every default written out</summary><pre>{escape(figures['recipe'], LONG)}</pre></details>"
+    )

@@ -1,0 +1,448 @@
+"""Plots as inline SVG, drawn by matplotlib's object interface. Colours are the page's variables.
+
+Each colour is drawn as a sentinel and written as `var(--name)`, so that one drawing is right in light, in dark and on
+paper. Text stays text and takes the page's font. Ids carry the plot's name, since one page holds several drawings.
+"""
+
+from __future__ import annotations
+
+import io
+import itertools
+import math
+import re
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+from xml.etree import ElementTree
+
+from preheat.report.formatting import change, number, unit_of
+from preheat.sanitize import shorten
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.axis import Axis as MatplotlibAxis
+
+__all__ = [
+    "COLOURS",
+    "SENTINEL",
+    "NARROW",
+    "SHORT",
+    "WIDE",
+    "Curve",
+    "Span",
+    "by_size",
+    "curves",
+    "drawn",
+    "numbers",
+    "smooth",
+    "spans",
+    "stacked",
+    "thin",
+    "tick_labels",
+    "ticks",
+]
+
+COLOURS = ("ink", "muted", "grid", "page", "warn", *(f"series-{n}" for n in range(1, 7)))
+SENTINEL = {name: f"#a1b2{n:02x}" for n, name in enumerate(COLOURS)}
+_POINTS = 640  # more than a plot has pixels across on a phone; the rest would only be weight
+
+NARROW = (5.3, 2.85)  # inches; 11 points of it are 10 pixels at 343 and 14 at 500 pixels of width
+WIDE = (10.8, 4.0)
+SHORT = (5.3, 1.55)
+_STEPS = [1, 2, 2.5, 5, 10]  # between ticks: round numbers only
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One line of a plot: what it is called in the legend, its points, how it is drawn."""
+
+    name: str
+    x: Sequence[float]
+    y: Sequence[float]
+    colour: str = "series-1"
+    style: str = "line"
+    """line, raw (light and thin), points (a line with marks), level (dashed, a reference), named (a level with its name on it)"""
+
+
+def tick_labels(values: Sequence[float]) -> list[str]:
+    """The labels of an axis: as few decimals as tell all ticks apart, the same for each; exponents for the very small and large.
+
+    Example:
+        >>> tick_labels([0.0, 0.5, 1.0]), tick_labels([1000.25, 1000.5]), tick_labels([0.0, 2e-5])
+        (['0', '0.5', '1'], ['1,000.25', '1,000.5'], ['0', '2e-5'])
+    """
+    most = max(map(abs, values), default=0.0)
+    if not most:
+        return ["0" for _ in values]
+    ordered = sorted(set(values))
+    gaps = [b - a for a, b in itertools.pairwise(ordered) if b - a > 1e-15 * most]
+    exact = min([*gaps, most]) / 100  # ticks lie on round numbers: so close to the value a label is that number
+    plain = 1e-3 <= most < 1e9
+    for decimals in range(16):
+        labels = [f"{0.0 if abs(v) < exact else v:,.{decimals}{'f' if plain else 'e'}}" for v in values]
+        if all(abs(float(label.replace(",", "")) - v) <= exact for label, v in zip(labels, values, strict=True)):
+            break
+    return [_tidy(label) for label in labels]
+
+
+def _tidy(label: str) -> str:
+    """'1,000.50' -> '1,000.5', '2.0e-05' -> '2e-5', '0.000' -> '0', with a minus sign."""
+    mantissa, _, exponent = label.partition("e")
+    if "." in mantissa:
+        mantissa = mantissa.rstrip("0").rstrip(".")
+    if mantissa in ("0", "-0"):
+        return "0"
+    mantissa = mantissa.replace("-", "\u2212")
+    return f"{mantissa}e{int(exponent)}" if exponent else mantissa
+
+
+def ticks(axis: MatplotlibAxis, nbins: int = 5, *, integer: bool = False, format: Callable[[float], str] | None = None) -> None:
+    """Round numbers as the ticks of an axis, each with a label of its own; of a logarithmic axis at 1, 2 and 5 of each decade.
+
+    Args:
+        format: writes a tick; `tick_labels` if it is not given, or if two ticks would read the same.
+    """
+    from matplotlib.ticker import Formatter, LogLocator, MaxNLocator, NullFormatter
+
+    class Labels(Formatter):
+        def format_ticks(self, values: Sequence[float]) -> list[str]:  # type: ignore[override]
+            labels = [format(v) for v in values] if format is not None else []
+            return labels if labels and len(set(labels)) == len(set(values)) else tick_labels([float(v) for v in values])
+
+        def __call__(self, x: float, pos: int | None = None) -> str:
+            return self.format_ticks([x])[0]
+
+    class Decades(LogLocator):
+        def tick_values(self, vmin: float, vmax: float) -> Any:
+            """Those of a linear axis if the range is so small that fewer than two of the decade's lie in it."""
+            found = super().tick_values(vmin, vmax)
+            low, high = min(vmin, vmax), max(vmin, vmax)
+            if sum(low <= v <= high for v in found) >= 2:
+                return found
+            return [v for v in MaxNLocator(nbins=nbins, steps=_STEPS).tick_values(low, high) if v > 0]
+
+    if axis.get_scale() == "log":
+        base = axis.get_transform().base  # type: ignore[attr-defined]
+        axis.set_major_locator(Decades(base=base, subs=(1, 2, 5) if base == 10 else (1,), numticks=8 if base == 10 else 6))
+        axis.set_minor_formatter(NullFormatter())
+    else:
+        axis.set_major_locator(MaxNLocator(nbins=nbins, steps=_STEPS, integer=integer, min_n_ticks=1 if integer else 2))
+    axis.set_major_formatter(Labels())
+
+
+def smooth(values: Sequence[float], half: int) -> list[float]:
+    """Mean over the `half` values on either side, NaN left out; the window shrinks evenly at the start.
+
+    Shrinking on both sides at the start keeps the steep beginning of a loss curve where it is; a running mean lags.
+
+    Example:
+        >>> smooth([4.0, 2.0, 3.0, 1.0], 1)
+        [4.0, 3.0, 2.0, 2.0]
+    """
+    sums, counts = [0.0], [0]
+    for value in values:
+        finite = math.isfinite(value)
+        sums.append(sums[-1] + (value if finite else 0.0))
+        counts.append(counts[-1] + finite)
+    smoothed = []
+    for i, value in enumerate(values):
+        low, high = i - min(half, i), min(len(values), i + min(half, i) + 1)
+        held = counts[high] - counts[low]
+        smoothed.append((sums[high] - sums[low]) / held if held and math.isfinite(value) else math.nan)
+    return smoothed
+
+
+def thin(x: Sequence[float], y: Sequence[float], points: int = _POINTS) -> tuple[list[float], list[float]]:
+    """At most `points` of a long curve: the least and the greatest of each stretch, so that no spike is lost."""
+    if len(x) <= points:
+        return list(x), list(y)
+    keep: set[int] = {0, len(x) - 1}
+    stretches = points // 2 - 1
+    for n in range(stretches):
+        stretch = range(n * len(x) // stretches, (n + 1) * len(x) // stretches)
+        finite = [i for i in stretch if math.isfinite(y[i])] or [stretch[0]]  # a stretch of NaN stays a gap
+        keep |= {min(finite, key=lambda i: y[i]), max(finite, key=lambda i: y[i])}
+    kept = sorted(keep)
+    return [x[i] for i in kept], [y[i] for i in kept]
+
+
+def curves(
+    name: str,
+    lines: Sequence[Curve],
+    words: str,
+    *,
+    from_zero: bool = False,
+    marks: Sequence[float] = (),
+    size: tuple[float, float] = NARROW,
+) -> str:
+    """Curves over steps as an SVG element.
+
+    Args:
+        name: unique in the page; ids start with it.
+        lines: what to draw, in order; a level is drawn across the plot.
+        words: what the plot shows, for those who cannot see it.
+        from_zero: the axis begins at 0, unless a value is negative.
+        marks: steps to mark at the upper edge (losses that were not finite).
+        size: inches.
+    """
+
+    def draw(axes: Axes) -> None:
+        for line in lines:
+            x, y = (list(line.x), list(line.y)) if line.style in ("level", "named") else thin(line.x, line.y)
+            colour = SENTINEL[line.colour]
+            lone = sum(map(math.isfinite, y)) < 3
+            if line.style in ("level", "named"):
+                axes.axhline(y[0], color=SENTINEL["muted"], linewidth=1, dashes=(4, 3), zorder=1.5)
+                if line.style == "named":
+                    axes.annotate(line.name, (1, y[0]), xycoords=("axes fraction", "data"), xytext=(-2, 3), textcoords="offset points",
+                                  ha="right", va="bottom", color=SENTINEL["muted"], fontsize=10.5, parse_math=False)  # fmt: skip
+            elif line.style == "raw":
+                axes.plot(x, y, color=colour, linewidth=0.9, alpha=0.5, marker="o" if lone else None, markersize=5)
+            elif line.style == "points":
+                axes.plot(x, y, color=colour, linewidth=1.6, marker="o" if len(x) < 40 else None, markersize=4.5, zorder=3)
+            else:
+                axes.plot(x, y, color=colour, linewidth=2, marker="o" if lone else None, markersize=5)
+        if from_zero and min((v for line in lines for v in line.y if math.isfinite(v)), default=-1) >= 0:
+            axes.set_ylim(0, axes.get_ylim()[1] or 1)
+        for mark in thin(marks, marks)[0]:
+            axes.plot(
+                [mark],
+                [0.985],
+                transform=axes.get_xaxis_transform(),
+                marker="v",
+                markersize=6,
+                color=SENTINEL["warn"],
+                clip_on=False,
+            )
+        ticks(axes.xaxis, integer=True)
+        ticks(axes.yaxis)
+        axes.grid(axis="y", color=SENTINEL["grid"], linewidth=0.8)
+        axes.margins(x=0.01)
+        axes.set_xlabel("step", loc="right", labelpad=2)
+
+    return drawn(name, size, words, draw)
+
+
+def by_size(
+    name: str,
+    lines: Sequence[Curve],
+    words: str,
+    *,
+    format: Callable[[float], str],
+    label: str = "size",
+    size: tuple[float, float] = NARROW,
+) -> str:
+    """Points over sizes that grow by factors, both axes logarithmic, as an SVG element; `format` writes a size, `label` says of what."""
+
+    def draw(axes: Axes) -> None:
+        for line in lines:
+            if line.style == "named":
+                axes.axhline(line.y[0], color=SENTINEL["muted"], linewidth=1, dashes=(4, 3), zorder=1.5)
+                axes.annotate(line.name, (1, line.y[0]), xycoords=("axes fraction", "data"), xytext=(-2, 3), textcoords="offset points",
+                              ha="right", va="bottom", color=SENTINEL["muted"], fontsize=10.5, parse_math=False)  # fmt: skip
+            else:
+                axes.plot(line.x, line.y, color=SENTINEL[line.colour], linewidth=1.6, marker="o", markersize=4.5)
+        axes.set_xscale("log", base=2, nonpositive="mask")
+        axes.set_yscale("log", nonpositive="mask")
+        ticks(axes.xaxis, format=format)
+        ticks(axes.yaxis)
+        axes.tick_params(which="minor", length=0)
+        axes.grid(axis="y", color=SENTINEL["grid"], linewidth=0.8)
+        axes.set_xlabel(label, loc="right", labelpad=2)
+
+    return drawn(name, size, words, draw)
+
+
+def stacked(
+    name: str, rows: Sequence[tuple[str, Sequence[tuple[str, float]]]], words: str, *, limit: tuple[str, float] | None = None
+) -> str:
+    """Horizontal bars of coloured pieces, one row each, as an SVG element.
+
+    Args:
+        rows: (label, [(colour, GiB), ...]) from the top; the axis is in the unit that suits the longest row.
+        limit: (label, length): a line across the rows, or an arrow to the right where it is far beyond them.
+    """
+
+    unit, scale = unit_of([sum(length for _, length in pieces) for _, pieces in rows])
+    rows = [(label, [(colour, length * scale) for colour, length in pieces]) for label, pieces in rows]
+    limit = (limit[0], limit[1] * scale) if limit is not None else None
+
+    def draw(axes: Axes) -> None:
+        longest = max((sum(length for _, length in pieces) for _, pieces in rows), default=0) or 1
+        for y, (_, pieces) in enumerate(rows):
+            left = 0.0
+            for colour, length in pieces:
+                axes.barh(y, length, left=left, height=0.62, color=SENTINEL[colour], edgecolor=SENTINEL["page"], linewidth=1)
+                left += length
+        axes.set_ylim(len(rows) - 0.4, -0.85)
+        axes.set_yticks(range(len(rows)), [shorten(label, 32) for label, _ in rows])
+        axes.tick_params(axis="y", colors=SENTINEL["ink"])
+        axes.set_xlim(0, longest * 1.06)
+        if limit is not None and limit[1] <= 2.5 * longest:
+            axes.set_xlim(0, max(longest, limit[1]) * 1.06)
+            axes.axvline(limit[1], color=SENTINEL["ink"], linewidth=1.5)
+            axes.annotate(
+                limit[0],
+                (limit[1], 1),
+                xycoords=("data", "axes fraction"),
+                xytext=(-4, -1),
+                textcoords="offset points",
+                ha="right",
+                va="top",
+                color=SENTINEL["ink"],
+            )
+        elif limit is not None:
+            axes.annotate(
+                f"{limit[0]} →",
+                (1, 1),
+                xycoords="axes fraction",
+                xytext=(0, -1),
+                textcoords="offset points",
+                ha="right",
+                va="top",
+                color=SENTINEL["ink"],
+            )
+        ticks(axes.xaxis)
+        axes.grid(axis="x", color=SENTINEL["grid"], linewidth=0.8)
+        axes.set_xlabel(unit, loc="right", labelpad=2)
+
+    return drawn(name, SHORT if len(rows) < 4 else NARROW, words, draw)
+
+
+@dataclass(frozen=True)
+class Span:
+    """One bar of a waterfall: from where to where."""
+
+    name: str
+    start: float
+    end: float
+    colour: str
+
+
+def spans(name: str, rows: Sequence[Span], words: str, *, unit: str) -> str:
+    """A waterfall as an SVG element: one horizontal bar a row, from the top, with its length (a change, signed) beside it."""
+
+    def draw(axes: Axes) -> None:
+        reach = max((max(row.start, row.end) for row in rows), default=1.0) or 1.0
+        least = min(0.0, min((min(row.start, row.end) for row in rows), default=0.0))
+        for y, row in enumerate(rows):
+            axes.barh(y, row.end - row.start, left=row.start, height=0.62, color=SENTINEL[row.colour])
+            whole = row.start == 0.0
+            axes.annotate(
+                f"{row.end - row.start:,.3g}" if whole else change(row.end - row.start, reach),
+                (max(row.start, row.end), y),
+                xytext=(4, 0),
+                textcoords="offset points",
+                va="center",
+                color=SENTINEL["ink"],
+                fontsize=10.5,
+            )
+            if y + 1 < len(rows):
+                axes.plot([row.end, row.end], [y, y + 1], color=SENTINEL["muted"], linewidth=0.8, zorder=0.5)
+        axes.set_ylim(len(rows) - 0.4, -0.6)
+        axes.set_xlim(least * 1.05, reach * 1.16)
+        axes.set_yticks(range(len(rows)), [shorten(row.name, 32) for row in rows])
+        axes.tick_params(axis="y", colors=SENTINEL["ink"])
+        ticks(axes.xaxis, 4)
+        axes.grid(axis="x", color=SENTINEL["grid"], linewidth=0.8)
+        axes.set_xlabel(unit, loc="right", labelpad=2)
+
+    return drawn(name, (NARROW[0], 0.62 + 0.3 * len(rows)), words, draw)
+
+
+def drawn(name: str, size: tuple[float, float], words: str, draw: Callable[[Axes], None]) -> str:
+    """What `draw` puts on the axes, as an SVG element; markers at an edge are whole, and foreign text in it is short and clean."""
+    import matplotlib
+    from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
+    from matplotlib.text import Text
+
+    with matplotlib.rc_context(), warnings.catch_warnings():
+        # The page's font draws the text, so that what matplotlib's own lacks does not matter.
+        warnings.filterwarnings("ignore", message="(?s).*[Gg]lyph", category=UserWarning)
+        # A plot of damaged figures may have no room left for its axes; it is drawn all the same.
+        warnings.filterwarnings("ignore", message="constrained_layout not applied", category=UserWarning)
+        matplotlib.rcdefaults()  # not the reader's matplotlibrc: equal runs give equal reports
+        matplotlib.rcParams.update(
+            {
+                "svg.fonttype": "none",
+                "svg.hashsalt": name,
+                "font.size": 11,
+                "text.parse_math": False,
+                "axes.axisbelow": True,
+                "axes.spines.left": False,
+                "axes.spines.top": False,
+                "axes.spines.right": False,
+                "axes.edgecolor": SENTINEL["muted"],
+                "axes.labelcolor": SENTINEL["muted"],
+                "xtick.color": SENTINEL["muted"],
+                "ytick.color": SENTINEL["muted"],
+                "ytick.major.size": 0,
+                "xtick.major.size": 3,
+            }
+        )
+        figure = Figure(figsize=size, layout=ConstrainedLayoutEngine(w_pad=0.02, h_pad=0.02), facecolor="none")
+        axes = figure.add_subplot(facecolor="none")
+        draw(axes)
+        for line in axes.get_lines():
+            line.set_clip_on(False)
+        for text in axes.findobj(Text):
+            text.set_text(shorten(text.get_text(), 48))
+        drawn = io.BytesIO()
+        figure.savefig(drawn, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
+    return _inline(name, drawn.getvalue(), words)
+
+
+def _inline(name: str, drawing: bytes, words: str) -> str:
+    """matplotlib's file as an element for a page: no namespaces, unused ids, fonts or styles of its own; the page's colours."""
+    root = ElementTree.fromstring(drawing)
+    names = {code: variable for variable, code in SENTINEL.items()}
+    for element in root.iter():
+        element.tag = element.tag.rpartition("}")[2]
+        for child in [child for child in element if child.tag.rpartition("}")[2] in ("metadata", "style")]:
+            element.remove(child)
+    used = set(re.findall(r"#([\w-]+)[)\"]", drawing.decode()))
+    for element in root.iter():
+        old = dict(element.attrib)
+        element.attrib.clear()
+        for key, text in old.items():
+            key = key.rpartition("}")[2]
+            if key == "id":
+                if text in used:
+                    element.set("id", f"{name}-{text}")
+            elif key == "href":
+                element.set("href", f"#{name}-{text[1:]}")
+            elif key == "style":
+                element.set("style", _style(text, names))
+            else:
+                element.set(key, _short(text).replace("url(#", f"url(#{name}-"))
+        element.tail = None
+        if element.text is not None and not element.text.strip():
+            element.text = None
+    box = root.get("viewBox", "")
+    root.attrib.clear()
+    root.attrib |= {"viewBox": box, "role": "img", "aria-label": shorten(words, 2000)}
+    return ElementTree.tostring(root, encoding="unicode")
+
+
+def _short(text: str) -> str:
+    """Coordinates to a hundredth of a point: half the weight of the page, and nobody sees it."""
+    return re.sub(r"-?\d+\.\d+", lambda m: f"{float(m.group()):.2f}".rstrip("0").rstrip("."), " ".join(text.split()))
+
+
+def _style(text: str, names: dict[str, str]) -> str:
+    """A style with the page's colours, and its size of type but not matplotlib's fonts."""
+    kept = []
+    for rule in text.split(";"):
+        key, _, value = (part.strip() for part in rule.partition(":"))
+        if key == "font":
+            kept.append(f"font-size: {value.split('px')[0].split()[-1]}px")
+        elif key and key != "font-family":
+            kept.append(f"{key}: " + re.sub(r"#[0-9a-f]{6}", lambda m: f"var(--{names[m.group()]})", value))
+    return "; ".join(kept)
+
+
+def numbers(values: Sequence[Any]) -> list[float]:
+    """Logged values as floats; what is missing or no number is NaN, a gap in the curve."""
+    return [math.nan if (found := number(v)) is None else found for v in values]

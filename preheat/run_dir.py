@@ -1,0 +1,1004 @@
+"""The run folder: the only interface between running and reporting. Append-only, readable while the run goes on. No torch.
+
+preheat.json      marks the folder as preheat's: {kind, id, files}; `id` is the run's identity, which its checkpoints carry, `files` those of tokenizer/
+recipe.yaml       the recipe with every default written out; `preheat train recipe.yaml` runs it again
+plan.json         what was predicted (see `PLAN_KEYS`)
+environment.json  machine, versions, threads, command
+changes.json      {technique: [{what, count, kernel, detail}]}
+data.json         what the rows are and how they were laid out
+metrics.jsonl     a line a step (see `METRIC_KEYS`, what the objective scores: accuracy, what techniques count: recompilations,
+                  and where there are experts expert_load, experts_idle, expert_loads and balance_loss: engine/moe_aux_loss.py) and a line an evaluation
+                  ({step, validation_loss, tokens, validation_<score>, forgetting_loss, tasks}, as far as measured; tokens: what the loss is the mean over)
+before.json       what was measured before the first step, row by row: {texts, tasks}
+evaluation.json   the newest evaluation: {step, after, before, difference}, each {texts, tasks: {name: {metrics: {name: {value, low, high}}}}}
+events.jsonl      {time, kind, ...}: started, resumed, checkpoint, damaged, unsaved, unevaluated, out_of_memory, rung, stopping, notice, measured,
+                  sample, baseline, finished, failed; of out_of_memory and rung: training/recovery/fallback_log.py
+samples.json      [{prompt, before, text}] (see `Reader.samples`)
+checkpoints/      step-N/ (engine/checkpoint.py)
+tokenizer/        the tokenizer as transformers reads it
+report.html, report.json
+lock              held by the process that writes the run
+
+A new run begins in a folder that is new, empty, or holds only what an interrupted beginning left there. JSON never holds NaN or
+infinities (`to_json`). Each file is checked as it is read (`Reader`): a damaged line or key is left out and named in `Reader.damaged`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import math
+import os
+import re
+import secrets
+import time
+import uuid
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TextIO
+
+from preheat.errors import PreheatError, RunError
+from preheat.sanitize import quoted, shorten
+
+__all__ = [
+    "DEEPEST",
+    "MARK",
+    "MEMORY_KEYS",
+    "METRIC_KEYS",
+    "PLAN_KEYS",
+    "BadJson",
+    "Reader",
+    "Silent",
+    "Writer",
+    "check_folder",
+    "claim",
+    "expected_memory",
+    "is_failure",
+    "parse_json",
+    "read_value",
+    "require_own",
+    "strict",
+    "to_json",
+    "write_asked",
+    "write_atomic",
+    "write_generated",
+]
+
+MARK = "preheat.json"
+"""The file that marks a folder as written by preheat."""
+
+METRIC_KEYS = {
+    "step": "optimizer steps committed, from 1",
+    "tokens": "tokens read so far",
+    "loss": "mean loss of this step: a trained token in nats, or a pair, answer or document where the objective judges those",
+    "lr": "learning rate of this step",
+    "gradient_norm": "before clipping",
+    "seconds": "wall-clock seconds of this step",
+    "tokens_per_second": "of this step",
+    "memory": "bytes in use after this step (resident on a CPU, allocated on a GPU) less what the imports took",
+    "elapsed": "seconds of training so far, over all sessions of the run",
+    "length": "tokens in a row of this step",
+}
+PLAN_KEYS = {
+    "fits": "whether the predicted peak is at most what the device has",
+    "peak_gib": "predicted peak memory, GiB, less what the imports take",
+    "peak_gib_interval": "[low, high]: nine in ten measured peaks lay between",
+    "available_gib": "what the device has",
+    "memory": "{category: GiB} at the peak: parameters, gradients, optimizer, activations, temporary, overhead",
+    "overhead": "{what: GiB} of memory.overhead: rounding, gathered weights, communication buffers, what the allocator keeps, context, workspaces, process, kernels, saving",
+    "overhead_sources": "{what: where its figure is from}",
+    "allocated_gib": "of it tensors alone",
+    "reserved_gib": "tensors, and what the allocator keeps of freed ones: on a GPU torch's max_memory_reserved less the workspaces",
+    "phases": "{phase: GiB}, the peak of each: load, forward, head and loss, backward, update, saving, evaluation, generation (where there are samples)",
+    "phase_memory": "{phase: {category: GiB}} at the peak of each phase, categories as of memory",
+    "export": "{category: GiB} at the peak of `preheat export`, a command of its own; None for several devices",
+    "peak_phase": "the one that is the peak of all",
+    "seconds_per_step": "predicted",
+    "tokens_per_second": "predicted",
+    "tokens_per_second_interval": "[low, high]: nine in ten measured speeds lay between",
+    "mfu": "model FLOPs utilisation, predicted, of the measured matrix rate",
+    "fp32_rate": "FLOP/s of products in fp32, where the recipe computes in bf16 and this device is slower in it; None otherwise",
+    "flops_per_step": "counted by the dry run",
+    "parameters": "{total, trained}",
+    "steps": "steps of the run",
+    "seconds_to_start": "what the run takes once, before its first step: compiling, taken as a minute on a GPU",
+    "seconds_total": "predicted time to finish",
+    "contended": "whether the machine was busy when its rates were measured, and is still",
+    "pace": "how many times as long as by this machine's rates steps of earlier runs took, in the median of the last nine of 20 s and more: in the predicted seconds; 1 where fewer than three are known",
+    "gives_back": "whether a GPU's allocator must give back freed memory for it to fit, which takes time in each step",
+    "heap": "why preheat's heap, whose memory is predicted, will not serve on this machine; None where it will",
+    "watts": "of the device's board at most; None where none is known",
+}
+
+
+MEMORY_KEYS = {
+    "peak_gib": "peak memory, GiB: resident on a CPU, reserved and the context on a GPU",
+    "allocated_gib": "on a GPU, of it tensors, with cuBLAS's workspaces",
+    "reserved_gib": "on a GPU, what torch's allocator has from the driver for them",
+    "context_gib": "on a GPU, what the process holds beside that, by the driver; left out if it does not tell (pip install nvidia-ml-py)",
+}
+"""Memory that the event `measured` has, each beside the prediction of `expected_memory`."""
+
+
+def expected_memory(plan: Mapping[str, Any]) -> dict[str, float | None]:
+    """The predictions that a plan has of `MEMORY_KEYS`; of a GPU's parts only if it was planned for one."""
+    lines: Mapping[str, float] = plan.get("overhead") or {}
+    figures: dict[str, float | None] = {"peak_gib": plan.get("peak_gib")}
+    if "context" not in lines:
+        return figures
+    for key in ("allocated_gib", "reserved_gib"):  # torch takes the workspaces from its own allocator
+        size = plan.get(key)
+        figures[key] = None if size is None else size + (lines.get("workspaces") or 0.0)
+    return {**figures, "context_gib": lines["context"]}
+
+
+def strict(value: Any) -> Any:
+    """The same data with null for NaN and infinities, which JSON has no word for.
+
+    Example:
+        >>> strict({"loss": float("nan"), "steps": (1, 2)})
+        {'loss': None, 'steps': [1, 2]}
+    """
+    if isinstance(value, Mapping):
+        return {str(k): strict(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [strict(v) for v in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def to_json(value: Any, *, indent: int | None = None, default: Callable[[Any], Any] | None = None) -> str:
+    """JSON text of `strict` data: the one way in which preheat writes JSON.
+
+    Example:
+        >>> to_json({"loss": float("inf"), "name": "ä"})
+        '{"loss": null, "name": "ä"}'
+    """
+    text = json.dumps(strict(value), indent=indent, ensure_ascii=False, allow_nan=False, default=default)
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # a lone surrogate, which UTF-8 cannot hold
+        return json.dumps(strict(value), indent=indent, allow_nan=False, default=default)
+    return text
+
+
+DEEPEST = 100
+"""Levels of lists and objects in JSON at most: what reads nested values (Python, Jinja, Arrow) gives up at a few hundred."""
+_LARGEST = 2**63
+
+
+class BadJson(ValueError):
+    """JSON that is not read.
+
+    Attributes:
+        words: why not.
+        line: of the text, from 1; 0: of no line in particular.
+    """
+
+    def __init__(self, words: str, line: int = 0):
+        super().__init__(words)
+        self.words, self.line = words, line
+
+
+def read_value(text: str | bytes, *, once: bool = False) -> Any:
+    """A value from JSON that a user or another program wrote: the one way in which preheat reads it, with its limits.
+
+    Args:
+        once: an object that names a field twice is refused; else the last one is taken.
+
+    Raises:
+        BadJson: it is no JSON or not UTF-8, is nested deeper than `DEEPEST`, or has a number of thousands of digits.
+    """
+    try:
+        text = text.decode("utf-8") if isinstance(text, bytes) else text
+        value = json.loads(text, object_pairs_hook=_object if once else None)
+    except BadJson:
+        raise
+    except UnicodeDecodeError:
+        raise BadJson("not text in UTF-8") from None
+    except json.JSONDecodeError as error:
+        raise BadJson(f"not JSON: {error.msg.removesuffix(' at')} at column {error.colno:,}", error.lineno) from None
+    except RecursionError:
+        raise BadJson(f"JSON nested too deeply, more than {DEEPEST} levels; flatten it") from None
+    except ValueError:  # Python's limit on the digits of an integer
+        raise BadJson("holds a number of thousands of digits, which none reads; write it as text") from None
+    if text.count("[") + text.count("{") > DEEPEST and _deep(value):
+        raise BadJson(f"JSON nested too deeply, more than {DEEPEST} levels; flatten it")
+    return value
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        names = Counter(name for name, _ in pairs)
+        twice = next(name for name, count in names.items() if count > 1)
+        raise BadJson(f"names the field {quoted(twice, 40)} twice; leave one of the two out")
+    return made
+
+
+def _deep(value: Any) -> bool:
+    """Whether a value is nested deeper than is read; without recursion."""
+    level = [value]
+    for _ in range(DEEPEST + 1):
+        level = [
+            inner
+            for outer in level
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+            if isinstance(inner, dict | list)
+        ]
+        if not level:
+            return False
+        level = [inner for inner in level if inner]
+    return bool(level)
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Reads JSON of a run's file that may be damaged. NaN and infinities, which earlier versions wrote, become None.
+
+    Raises:
+        BadJson: as of `read_value`, or it holds a number out of range.
+    """
+    return _bounded(read_value(text))
+
+
+def _bounded(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _bounded(v) for key, v in value.items()}
+    if isinstance(value, list):
+        return [_bounded(v) for v in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, int) and not -_LARGEST < value < _LARGEST:
+        raise BadJson("a number is out of range")
+    return value
+
+
+def write_atomic(path: Path, text: str) -> None:
+    """Writes a file beside, syncs it and renames: a reader never sees half of it, and no file of another name is touched."""
+    beside = path.with_name(f"{path.name[:200]}.{secrets.token_hex(4)}.writing")
+    try:
+        with beside.open("x", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        beside.replace(path)
+    except BaseException:
+        beside.unlink(missing_ok=True)
+        raise
+
+
+def require_own(path: str | Path, marks: Sequence[str]) -> None:
+    """Checks that writing a file the user named loses nothing: it is new, empty, or preheat wrote it.
+
+    Args:
+        marks: What such files of preheat begin with, after a `#!` line if there is one; of a page, a tag in its head.
+
+    Raises:
+        RunError: another file exists there.
+    """
+    path = Path(path)
+    try:
+        if not path.exists() or not path.is_file():  # a folder is told when it is written; a device holds nothing
+            return
+        with path.open("rb") as file:
+            head = file.read(4096).decode("utf-8", "replace")
+    except OSError as error:
+        raise RunError(f"{path}: cannot be read ({error.strerror}); name another file") from None
+    start, top = re.sub(r"\A#![^\n]*\n", "", head), head.partition("<body")[0]
+    if head and not any(mark in top if mark.startswith("<") else start.startswith(mark) for mark in marks):
+        raise RunError(f"{path}: exists, and preheat did not write it; name another file")
+
+
+def write_generated(path: str | Path, text: str, mark: str) -> Path:
+    """Writes a file that the user named and may edit afterwards, under a comment line with `mark` and the text's hash.
+
+    Args:
+        text: may begin with a `#!` line, which stays the first.
+        mark: a comment, as in "# written by preheat plan".
+
+    Raises:
+        RunError: it cannot be written, preheat did not write the file that exists there, or somebody edited that since.
+    """
+    path = Path(path)
+    require_own(path, [mark])
+    shebang, body = re.fullmatch(r"(#![^\n]*\n)?(.*)", text, re.DOTALL).groups()  # type: ignore[union-attr]
+    if path.is_file() and (old := path.read_text(encoding="utf-8", errors="replace")):
+        found = re.match(rf"(#![^\n]*\n)?{re.escape(mark)}(?: \((\w+)\))?\n", old)
+        if found and found[2] and found[2] != _digest(old[found.end() :]):
+            raise RunError(f"{path}: was edited since preheat wrote it; name another file, or remove this one")
+    return write_asked(path, f"{shebang or ''}{mark} ({_digest(body)})\n{body}")
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()[:16]
+
+
+def write_asked(
+    path: str | Path, text: str, *, marks: Sequence[str] = (), fix: str = "name a file in a folder that exists"
+) -> Path:
+    """`write_atomic` of a file that the user named; returns its path.
+
+    Args:
+        marks: See `require_own`; not checked if empty.
+
+    Raises:
+        RunError: it cannot be written, or another file stands there; `fix` says what to do.
+    """
+    path = Path(path)
+    if marks:
+        require_own(path, marks)
+    try:
+        write_atomic(path, text)
+    except OSError as error:
+        raise RunError(f"{path}: cannot be written ({error.strerror}); {fix}") from None
+    return path
+
+
+def _mark_of(folder: Path) -> dict[str, Any] | None:
+    """Returns a folder's mark, or None if it has none.
+
+    Raises:
+        RunError: the mark is damaged.
+    """
+    file = folder / MARK
+    if not file.exists():
+        return None
+    try:
+        mark = parse_json(_bytes(file))
+        if not _has(kind=_text, id=_text, files=_list(_text))(mark):
+            raise ValueError("its keys are not kind, id and files")
+    except ValueError as error:
+        raise RunError(f"{file}: is damaged ({error}); put back a whole copy of it, or name another folder") from None
+    return dict(mark)
+
+
+def claim(folder: str | Path, kind: str, files: Sequence[str]) -> None:
+    """Makes a folder ready for files of preheat that are written into it, and marks it.
+
+    Args:
+        kind: of result, as in "bench".
+        files: names that are written; a marked folder may hold others beside them.
+
+    Raises:
+        RunError: the folder holds other files than those an earlier call wrote, or cannot be written.
+    """
+    folder = Path(folder)
+    mark = _mark_of(folder)
+    if mark is None and folder.is_dir() and (names := sorted(os.listdir(folder))):
+        raise RunError(
+            f"{folder}: holds files that preheat did not write ({_some(names)}); name an empty or new folder with --out"
+        )
+    if mark is not None and (mark["kind"] != kind or not set(files) <= set(mark["files"])):
+        raise RunError(f"{folder}: holds a {shorten(mark['kind'])} of preheat; name an empty or new folder with --out")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if mark is None:
+            write_atomic(folder / MARK, to_json({"kind": kind, "id": uuid.uuid4().hex, "files": list(files)}, indent=1) + "\n")
+    except OSError as error:
+        raise RunError(f"{folder}: cannot be made ({error.strerror}); name another folder with --out") from None
+
+
+def _some(names: Sequence[str], most: int = 5) -> str:
+    more = len(names) - most
+    return ", ".join(shorten(name, 40) for name in names[:most]) + (f" and {more} more" if more > 0 else "")
+
+
+# Each check answers whether a value that was read is what its file should hold.
+_Check = Callable[[Any], bool]
+
+
+def _text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**53
+
+
+def _time(value: Any) -> bool:
+    return _number(value) and 0 <= value < 253402300800  # the year 10,000
+
+
+def _none_or(check: _Check) -> _Check:
+    return lambda value: value is None or check(value)
+
+
+def _list(check: _Check) -> _Check:
+    return lambda value: isinstance(value, list) and all(map(check, value))
+
+
+def _map(check: _Check) -> _Check:
+    return lambda value: isinstance(value, dict) and all(map(check, value.values()))
+
+
+def _has(**checks: _Check) -> _Check:
+    """A mapping that has each of these keys."""
+    return lambda value: isinstance(value, dict) and all(key in value and check(value[key]) for key, check in checks.items())
+
+
+def _may_have(**checks: _Check) -> _Check:
+    """A mapping in which those of these keys that it has are right."""
+    return lambda value: isinstance(value, dict) and all(check(value[k]) for k, check in checks.items() if k in value)
+
+
+def _both(*checks: _Check) -> _Check:
+    return lambda value: all(check(value) for check in checks)
+
+
+_real = _none_or(_number)
+
+
+def _parts(value: Any) -> bool:
+    """Parts of a result: their places, and a value each."""
+    if not _list(_both(_map(_real), _has(value=_real)))(value):
+        return False
+    places = [{key for key in part if key not in ("low", "high", "value")} for part in value]
+    known = ({"length", "depth"}, {"start", "end"}, {"length", "share"})
+    whole = all(part[key] is not None for part, place in zip(value, places, strict=True) for key in place)
+    return whole and all(place == places[0] and place in known for place in places)
+
+
+_RESULT = _both(
+    _has(metrics=_map(_none_or(_may_have(value=_real, low=_real, high=_real)))),
+    _may_have(rows=_real, tokens=_real, truncated=_real, parts=_parts),
+)
+_RESULTS = _may_have(texts=_map(_RESULT), tasks=_map(_RESULT))
+_KEPT_METRIC = _has(kind=_text, higher=lambda v: isinstance(v, bool), rows=lambda v: _table(v))
+
+
+def _table(value: Any) -> bool:
+    return _list(_list(_real))(value) and len({len(row) for row in value}) <= 1
+
+
+_KEPT = _both(
+    _has(rows=_count, identity=_text, tokens=_none_or(_count), truncated=_count, alone=_map(_real), metrics=_map(_KEPT_METRIC)),
+    _may_have(parts=_list(_has(place=_map(_number), metric=_KEPT_METRIC))),
+)
+_FILES: dict[str, dict[str, _Check]] = {
+    "plan.json": {
+        "peak_gib": _real,
+        "available_gib": _real,
+        "fits": lambda v: v is None or isinstance(v, bool),
+        "memory": _none_or(_map(_real)),
+        "phases": _none_or(_map(_real)),
+        "overhead": _none_or(_map(_real)),
+        "parameters": _none_or(_may_have(total=_real, trained=_real)),
+        **dict.fromkeys(("seconds_per_step", "tokens_per_second", "mfu", "flops_per_step", "steps", "seconds_total"), _real),
+        **dict.fromkeys(("allocated_gib", "reserved_gib"), _real),
+    },
+    "environment.json": {
+        "device": _none_or(_text),
+        "processes": _none_or(_count),
+        "machine": _none_or(_may_have(device=_text, memory_gib=_number)),
+        "versions": _none_or(_map(_none_or(_text))),
+    },
+    "changes.json": {"": _list(_both(_has(what=_text), _may_have(count=_real, kernel=_none_or(_text))))},
+    "evaluation.json": {"step": _none_or(_count), "after": _RESULTS, "before": _RESULTS, "difference": _RESULTS},
+    "before.json": {"texts": _map(_KEPT), "tasks": _map(_KEPT)},
+    "data.json": {
+        "source": lambda v: isinstance(v, str | list),
+        "counts": _none_or(_may_have(train=_none_or(_may_have(documents=_number, tokens=_number)))),
+        "template": _none_or(_text),
+        "chat": lambda v: isinstance(v, bool),
+        "classes": _none_or(_list(_text)),
+    },
+}
+"""File -> key -> check of its value; "" stands for every other key."""
+
+_EVENTS: dict[str, _Check] = {
+    "resumed": _has(step=_count),
+    "checkpoint": _has(step=_count),
+    "rung": _both(
+        _has(step=_count, set=_list(_text), took=_list(_text)), _may_have(where=_text, peak_gib=_real, was_gib=_real)
+    ),
+    "out_of_memory": _has(
+        where=_text,
+        step=_count,
+        rank=_count,
+        words=_text,
+        asked=_real,
+        room=_real,
+        beside=_number,
+        held=_map(_number),
+        allocator=_map(_number),
+    ),
+    "sample": _both(
+        _has(prompt=lambda v: v is None or _text(v) or _list(_may_have())(v)),
+        _may_have(text=_none_or(_text), expected=_none_or(_text)),
+    ),
+    "finished": _both(
+        _may_have(steps=_count), _may_have(**dict.fromkeys(("loss", "validation_loss", "tokens", "seconds"), _real))
+    ),
+    "measured": _may_have(**dict.fromkeys((*MEMORY_KEYS, "tokens_per_second", "seconds_per_step", "mfu"), _real)),
+    "baseline": _may_have(**dict.fromkeys(("vocabulary", "unigram", "bigram"), _real)),
+}
+is_failure = _EVENTS["out_of_memory"]
+"""Whether a value is a lack of memory as `training.recovery.fallback_log.Failure` has it."""
+_EVENT = _both(_has(kind=_text), _may_have(time=_time, step=_count))
+_METRIC = _both(
+    _has(step=_count),
+    _may_have(**dict.fromkeys((key for key in METRIC_KEYS if key != "step"), _real)),
+    _may_have(expert_loads=_none_or(_list(_number)), tasks=_none_or(_map(_map(_real)))),
+    _may_have(validation_loss=_real, forgetting_loss=_real),
+)
+
+
+def _sample(event: Mapping[str, Any]) -> dict[str, Any]:
+    expected = {"expected": event["expected"]} if event.get("expected") is not None else {}
+    return {"prompt": event.get("prompt"), "before": None, "text": None, **expected}
+
+
+_MOST = 1 << 28
+"""Bytes of a JSON file that is read: what a run writes is far smaller."""
+_LINE = 16 << 20
+"""Bytes of a line that is read."""
+
+
+def _bytes(file: Path) -> bytes:
+    """A file's bytes.
+
+    Raises:
+        ValueError: it is no file, cannot be read, or is far larger than what a run writes.
+    """
+    try:
+        if not file.is_file():
+            raise ValueError("it is not a file")
+        if file.stat().st_size > _MOST:
+            raise ValueError(f"it has {file.stat().st_size:,} bytes")
+        return file.read_bytes()
+    except OSError as error:
+        raise ValueError(f"it cannot be read: {error.strerror}") from None
+
+
+class Reader:
+    """Reads a run, finished or still going on. What is damaged is left out.
+
+    Attributes:
+        damaged: file -> what was left out of it and why, as far as was read.
+
+    Example:
+        >>> run = Reader("runs/demo")                                   # doctest: +SKIP
+        >>> run.plan["peak_gib"], run.metrics()[-1]["loss"]             # doctest: +SKIP
+    """
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+        self.damaged: dict[str, str] = {}
+        if not (self.path / "recipe.yaml").is_file():
+            raise RunError(f"{self.path}: is not a run (it has no recipe.yaml)")
+
+    @property
+    def words(self) -> list[str]:
+        """What was damaged, a line each."""
+        return [f"{name}: {what}" for name, what in self.damaged.items()]
+
+    @property
+    def id(self) -> str:
+        """The identity that the run's checkpoints carry.
+
+        Raises:
+            RunError: it has none, or the file is damaged.
+        """
+        mark = _mark_of(self.path)
+        if mark is None:
+            raise RunError(
+                f"{self.path}: was not written by this version of preheat (it has no {MARK}); "
+                "open it with the version that wrote it, or train it again into another folder"
+            )
+        if mark["kind"] != "run":
+            raise RunError(f"{self.path}: is not a run (its {MARK} says {quoted(mark['kind'])})")
+        return str(mark["id"])
+
+    def _json(self, name: str) -> dict[str, Any]:
+        file = self.path / name
+        if not file.exists():
+            return {}
+        try:
+            found = parse_json(_bytes(file))
+        except ValueError as error:
+            self.damaged[name] = f"left out: {error}"
+            return {}
+        if not isinstance(found, dict):
+            self.damaged[name] = f"left out: it holds {quoted(found)} in place of keys"
+            return {}
+        checks = _FILES[name]
+        wrong = [key for key in found if (check := checks.get(key) or checks.get("")) is not None and not check(found[key])]
+        if wrong:
+            self.damaged[name] = f"left out {_some(wrong)}, whose values are not what belongs there"
+        return {key: value for key, value in found.items() if key not in wrong}
+
+    def all_damaged(self) -> list[str]:
+        """Reads every file of the run; what was damaged, a line each."""
+        _ = self.plan, self.environment, self.changes, self.evaluation, self.before, self.metrics(), self.events()
+        return self.words
+
+    @property
+    def recipe_text(self) -> str:
+        """The recipe as YAML.
+
+        Raises:
+            RunError: it cannot be read.
+        """
+        file = self.path / "recipe.yaml"
+        try:
+            return _bytes(file).decode("utf-8")
+        except UnicodeDecodeError:
+            words = "it is not text in UTF-8"
+        except ValueError as error:
+            words = str(error)
+        raise RunError(f"{file}: is damaged ({words}); put back a whole copy of it, or train again into another folder")
+
+    def recipe_shown(self) -> tuple[dict[str, Any], str]:
+        """The recipe as plain values, unchecked, and as text, for those who only show it. What cannot be read is left out."""
+        from preheat.recipe.yaml_io import compose
+
+        text = ""
+        try:
+            text = self.recipe_text
+            values, _ = compose(text, "recipe.yaml")
+        except PreheatError as error:
+            self.damaged["recipe.yaml"] = f"left out: {shorten(str(error), 200)}"
+            return {}, text
+        return values if isinstance(values, dict) else {}, text
+
+    @property
+    def plan(self) -> dict[str, Any]:
+        return self._json("plan.json")
+
+    @property
+    def environment(self) -> dict[str, Any]:
+        return self._json("environment.json")
+
+    @property
+    def changes(self) -> dict[str, list[dict[str, Any]]]:
+        return self._json("changes.json")
+
+    @property
+    def evaluation(self) -> dict[str, Any]:
+        """The newest evaluation with intervals and, after a first step, beside the one before it; empty without any."""
+        return self._json("evaluation.json")
+
+    @property
+    def before(self) -> dict[str, Any]:
+        """What was measured before the first step, as `evaluation.results.kept` wrote it; empty without any."""
+        return self._json("before.json")
+
+    @property
+    def data(self) -> dict[str, Any]:
+        """What the rows are; empty where the run does not say.
+
+        Raises:
+            RunError: it is damaged: how chats are laid out and what the classes are cannot be left out.
+        """
+        found = self._json("data.json")
+        if reason := self.damaged.get("data.json"):
+            raise RunError(f"{self.path / 'data.json'}: is damaged ({reason}); put back a whole copy of it")
+        return found
+
+    def _lines(self, name: str, check: _Check) -> Iterator[dict[str, Any]]:
+        """The whole lines of a JSONL file; a last line that is still being written is left out."""
+        file, wrong = self.path / name, list[str]()
+        if not file.exists():
+            return
+        if not file.is_file():
+            self.damaged[name] = "left out: it is not a file"
+            return
+        try:
+            with file.open("rb") as stream:
+                number = 0
+                while line := stream.readline(_LINE):
+                    number += 1
+                    if len(line) == _LINE and not line.endswith(b"\n"):
+                        while (more := stream.readline(_LINE)) and not more.endswith(b"\n"):
+                            pass
+                        wrong.append(f"line {number} (longer than {_LINE >> 20} MiB)")
+                        continue
+                    if not line.endswith(b"\n") or line.isspace():
+                        continue
+                    try:
+                        value = parse_json(line)
+                    except ValueError as error:
+                        wrong.append(f"line {number} ({error})")
+                        continue
+                    if check(value):
+                        yield value
+                    else:
+                        wrong.append(f"line {number} ({quoted(line.decode('utf-8').strip(), 60)})")
+        except OSError as error:
+            wrong.append(f"the rest, which cannot be read ({error.strerror})")
+        if wrong:
+            others = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+            self.damaged[name] = f"left out {shorten(wrong[0], 160)}{others}"
+
+    def _rows(self, steps: bool) -> list[dict[str, Any]]:
+        by_step = {line["step"]: line for line in self._lines("metrics.jsonl", _METRIC) if ("loss" in line) is steps}
+        return [by_step[step] for step in sorted(by_step)]
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """One dict a step. Steps that were taken again after a crash stand once, as last taken. A loss that was not finite is NaN."""
+        not_finite = {"loss": math.nan, "gradient_norm": math.nan}
+        return [line | {k: v for k, v in not_finite.items() if k in line and line[k] is None} for line in self._rows(True)]
+
+    def evaluations(self) -> list[dict[str, Any]]:
+        """One dict an evaluation: {step, validation_loss, tokens, forgetting_loss, tasks: {name: {metric: value}}}, as far as measured."""
+        return self._rows(False)
+
+    def events(self, kind: str | None = None) -> list[dict[str, Any]]:
+        def right(event: Any) -> bool:
+            return _EVENT(event) and _EVENTS.get(event["kind"], _may_have())(event)
+
+        return [e for e in self._lines("events.jsonl", right) if kind is None or e["kind"] == kind]
+
+    def samples(self) -> list[dict[str, Any]]:
+        """[{prompt, before, text, expected}]: the texts written last, each beside what the model wrote to that prompt before its first step.
+
+        expected: the answer of the validation row that the prompt is from, if it is from one. A text that is missing is None.
+        """
+        found: dict[str, dict[str, Any]] = {}
+        fresh = True
+        for event in self.events():
+            if event["kind"] in ("started", "resumed"):
+                fresh = True
+            elif event["kind"] == "sample":
+                key = json.dumps(event.get("prompt"))
+                if event.get("step") == 0:
+                    found[key] = _sample(event) | {"before": event.get("text")}
+                    continue
+                if fresh:  # another session wrote after other prompts, perhaps
+                    found = {k: {**v, "text": None} for k, v in found.items() if v["before"] is not None}
+                fresh = False
+                found.setdefault(key, _sample(event))["text"] = event.get("text")
+        written = [v for v in found.values() if v["text"] is not None]
+        return written or list(found.values())
+
+    def measured(self) -> dict[str, Any]:
+        """{peak_gib, tokens_per_second, ...} of the last session; empty while the first goes on."""
+        found = self.events("measured")
+        return found[-1] if found else {}
+
+    def finished(self) -> dict[str, Any] | None:
+        """The event that ended the run, where no session followed it."""
+        last = [e for e in self.events() if e["kind"] in ("started", "resumed", "finished")][-1:]
+        return last[0] if last and last[0]["kind"] == "finished" else None
+
+
+_BEGINNING = ("plan.json", "changes.json", "data.json", "environment.json", "events.jsonl", "lock", MARK)
+"""What a run writes before it has a recipe.yaml, beside tokenizer/ and an empty checkpoints/."""
+_PARTIAL = re.compile(
+    rf"(?:{'|'.join(map(re.escape, (*_BEGINNING, 'recipe.yaml')))})\.[0-9a-f]{{8}}\.writing|tokenizer\.writing"
+)
+
+
+def _written(folder: Path, mark: Mapping[str, Any] | None) -> tuple[list[Path], list[Path]]:
+    """(files, folders) that the beginning of a run has written into its folder, as far as they are there."""
+
+    def is_own(place: Path) -> bool:
+        """Whether no link leads there, out of the folder: preheat makes none."""
+        return not any(p.is_symlink() for p in (place, *place.parents) if p != folder and p.is_relative_to(folder))
+
+    files = [folder / name for name in _BEGINNING if (folder / name).is_file()]
+    files += [path for path in folder.iterdir() if path.is_file() and _PARTIAL.fullmatch(path.name)]
+    folders = [folder / name for name in ("checkpoints", "tokenizer") if (folder / name).is_dir()]
+    for name in mark["files"] if mark else ():
+        place = folder / name
+        if place.is_relative_to(folder / "tokenizer") and ".." not in place.parts and place.is_file():
+            files.append(place)
+            folders += [above for above in place.parents if above.is_relative_to(folder / "tokenizer")]
+    beside = folder / "tokenizer.writing"
+    if mark and beside.is_dir() and is_own(beside):  # nobody else's: the folder was empty when it was marked
+        folders.append(beside)
+        for place in beside.rglob("*"):
+            (folders if place.is_dir() and not place.is_symlink() else files).append(place)
+    return [*filter(is_own, files)], sorted(filter(is_own, set(folders)), key=lambda path: -len(path.parts))
+
+
+def _strangers(folder: Path) -> list[str]:
+    """Names in a folder that keep a new run from beginning there: all that is not left of an interrupted beginning.
+
+    Raises:
+        RunError: its mark is damaged, or it is marked as something else.
+    """
+    names = sorted(os.listdir(folder))
+    mark = _mark_of(folder)
+    if mark is None:  # a process may have ended between its first two files
+        begun = [n for n in names if (n == "lock" or _PARTIAL.fullmatch(n)) and (folder / n).is_file()]
+        return [
+            n for n in names if n not in begun or (folder / n).is_symlink() or (n == "lock" and (folder / n).stat().st_size)
+        ]
+    if mark["kind"] != "run":
+        return names
+    files, folders = _written(folder, mark)
+    known = {*files, *folders}
+    return sorted({path.relative_to(folder).parts[0] for path in folder.rglob("*") if path not in known})
+
+
+def check_folder(path: Path, *, resume: bool) -> None:
+    """Whether a run may begin in a folder, or go on there. Nothing is written.
+
+    Raises:
+        RunError: it holds a run already or other files, or no run to resume, or it cannot be written there.
+    """
+    try:
+        there = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
+        if not there.is_dir():
+            raise _unwritable(path, "Not a directory")
+        if not os.access(there, os.W_OK | os.X_OK | os.R_OK):
+            raise _unwritable(path, "Permission denied")
+        holds = (path / "recipe.yaml").exists()
+        if resume:
+            if not holds:
+                raise RunError(f"{path}: holds no run to resume; run it without --resume first")
+            _ = Reader(path).id
+            return
+        if holds and _mark_of(path) is not None:
+            raise RunError(f"{path}: holds a run already; add --resume to go on with it, or name another folder with --out")
+        if there == path and (names := _strangers(path)):
+            raise RunError(
+                f"{path}: holds files of something else ({_some(names)}), which a run could overwrite; "
+                "name an empty or new folder with --out"
+            )
+    except OSError as error:
+        raise _unwritable(path, error.strerror) from None
+
+
+def _unwritable(path: Path, why: str | None) -> RunError:
+    return RunError(f"{path}: cannot write there ({why}); name another folder with --out")
+
+
+class Writer:
+    """Writes a run. One writer a folder: a second one is refused while the first lives.
+
+    Args:
+        path: the folder. A new run needs one that is new or empty; `resume` needs one that holds a run.
+
+    Attributes:
+        id: the run's identity, which its checkpoints carry.
+
+    Raises:
+        RunError: the folder holds a run already or other files, cannot be written, or another process writes it.
+    """
+
+    def __init__(self, path: str | Path, *, resume: bool = False):
+        self.path = Path(path)
+        check_folder(self.path, resume=resume)
+        self._own_folder = not self.path.exists()
+        self._files: dict[str, TextIO] = {}
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._lock = self._locked()
+            try:
+                check_folder(self.path, resume=resume)  # another process may have begun a run there by now
+                if not resume:
+                    self._remove()
+                    self._mark = {"kind": "run", "id": uuid.uuid4().hex, "files": list[str]()}
+                    self.json(MARK, self._mark)
+                self.id = Reader(self.path).id if resume else str(self._mark["id"])
+                (self.path / "checkpoints").mkdir(exist_ok=True)
+            except BaseException:
+                self._lock.close()
+                raise
+        except OSError as error:
+            raise _unwritable(self.path, error.strerror) from None
+
+    def _locked(self) -> TextIO:
+        """The open file whose lock keeps other processes away; the system frees it when this process ends, however it does."""
+        file = self.path / "lock"
+        while True:
+            lock = file.open("a")
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if file.exists() and os.path.samestat(os.fstat(lock.fileno()), file.stat()):
+                    return lock
+            except BlockingIOError:
+                lock.close()
+                raise RunError(
+                    f"{self.path}: another process is writing this run; wait for it or end it, or name another folder with --out"
+                ) from None
+            except OSError:
+                lock.close()
+                raise
+            lock.close()  # the process that held it has removed the file: a third could make and lock another
+
+    def _remove(self) -> None:
+        """Removes what the beginning of a run has written, and nothing else; the lock stays."""
+        files, folders = _written(self.path, _mark_of(self.path))
+        for file in files:
+            if file.name != "lock" or file.parent != self.path:
+                file.unlink(missing_ok=True)
+        for folder in folders:
+            with contextlib.suppress(OSError):  # it holds something that is not ours
+                folder.rmdir()
+
+    def take_back(self) -> None:
+        """Ends a run that never began: removes all that was written of it, and the folder if this made it."""
+        self._close_files()
+        if (self.path / "recipe.yaml").exists() or not (self.path / MARK).exists():
+            self._lock.close()
+            return
+        self._remove()
+        (self.path / "lock").unlink(missing_ok=True)
+        self._lock.close()  # last: until then no other process begins a run here
+        if self._own_folder:
+            with contextlib.suppress(OSError):
+                self.path.rmdir()
+
+    def text(self, name: str, text: str) -> None:
+        try:
+            write_atomic(self.path / name, text)
+        except OSError as error:
+            raise RunError(f"{self.path / name}: cannot be written ({error.strerror})") from None
+
+    def json(self, name: str, value: Any) -> None:
+        self.text(name, to_json(value, indent=1) + "\n")
+
+    def folder(self, name: str, write: Callable[[Path], Any]) -> None:
+        """Writes a folder of the run: `write` fills it. Its files are written down in the mark, so that they can be taken back."""
+        beside = self.path / f"{name}.writing"
+        try:
+            beside.mkdir()
+            write(beside)
+            files = sorted(p.relative_to(beside).as_posix() for p in beside.rglob("*") if p.is_file())
+            self._mark["files"] = [f"{name}/{file}" for file in files]
+            self.json(MARK, self._mark)
+            beside.rename(self.path / name)
+        except OSError as error:
+            raise RunError(f"{self.path / name}: cannot be written ({error.strerror or error})") from None
+
+    def _append(self, name: str, value: Mapping[str, Any]) -> None:
+        try:
+            file = self._files.get(name)
+            if file is None:
+                path = self.path / name
+                cut = path.exists() and path.stat().st_size > 0 and not path.read_bytes().endswith(b"\n")
+                file = self._files[name] = path.open("a", encoding="utf-8")
+                if cut:  # a killed writer left half a line: end it, so that ours stands alone
+                    file.write("\n")
+            file.write(to_json(value) + "\n")
+            file.flush()
+        except OSError as error:
+            raise RunError(
+                f"{self.path / name}: cannot be written ({error.strerror}); free some room and go on with --resume"
+            ) from None
+
+    def metric(self, **values: Any) -> None:
+        self._append("metrics.jsonl", values)
+
+    def event(self, kind: str, **values: Any) -> None:
+        self._append("events.jsonl", {"time": time.time(), "kind": kind, **values})
+
+    def close(self) -> None:
+        self._close_files()
+        self._lock.close()
+
+    def _close_files(self) -> None:
+        for file in self._files.values():
+            with contextlib.suppress(OSError):
+                file.close()
+
+
+class Silent(Writer):
+    """The writer of a process whose run another one writes down."""
+
+    def __init__(self, path: str | Path):
+        self.path, self.id = Path(path), ""
+
+    def text(self, name: str, text: str) -> None:
+        pass
+
+    def folder(self, name: str, write: Callable[[Path], Any]) -> None:
+        pass
+
+    def _append(self, name: str, value: Mapping[str, Any]) -> None:
+        pass
+
+    def take_back(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass

@@ -1,0 +1,210 @@
+"""Several processes on this host, one a device: started, told signals, watched, and started again.
+
+torchrun's agent does the same for several hosts. On one host its store would listen on all interfaces, and a killed agent would leave its
+processes running; here the store listens on the loopback interface alone, and the processes end with this one.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import IO, Any
+
+from preheat.errors import RunError
+from preheat.hardware.child_processes import LOOPBACK, ended_by, listen, local_group, local_store, tethered
+from preheat.hardware.interrupts import Interrupted
+from preheat.run_dir import parse_json
+from preheat.training.process_group import BACKEND
+from preheat.training.signals import Signals
+
+__all__ = ["LAUNCHED", "Ended", "explain_abort", "start"]
+
+LAUNCHED = "PREHEAT_LAUNCHED"
+"""Set in the processes: whoever started them takes the exit code of a signal for what it is, and starts nothing again."""
+_POLL = 0.05
+
+
+@dataclass
+class Ended:
+    """How the processes ended.
+
+    Attributes:
+        code: 0, or that of the process that failed first.
+        result: the JSON object that the first process printed, where they were to print it.
+        signal: what ended them, after they saved.
+    """
+
+    code: int
+    result: dict[str, Any] | None = None
+    signal: signal.Signals | None = None
+
+
+def start(
+    command: Sequence[str],
+    *,
+    processes: int,
+    restarts: int = 0,
+    again: Callable[[], bool] = lambda: False,
+    say: Callable[[str], None] = lambda words: None,
+) -> Ended:
+    """Runs `preheat COMMAND` in several processes that know of each other, and waits for them.
+
+    When one of them dies the others are ended; while `restarts` are left all are started again. A signal is passed on to them, and they
+    save and end; the same again ends all at once.
+
+    Args:
+        command: arguments of preheat.
+        processes: how many; on CPUs each gets its share of the cores.
+        restarts: how often all are started again.
+        again: asked when they failed: whether all are to go on in any case, by `--auto-resume`; it must not say so for ever.
+        say: told of restarts.
+
+    Raises:
+        RunError: a process was killed.
+    """
+    left = restarts
+    with Signals() as signals:
+        while True:
+            try:
+                ended = _Launched(command, processes, signals).run()
+            except RunError as error:
+                if not (left or again()):
+                    raise
+                say(f"{error}; all are started again")
+            else:
+                over = not ended.code or ended.signal is not None or signals.received is not None
+                if over or not (left or again()):
+                    return ended
+            if left:
+                left -= 1
+            else:
+                command = [*(part for part in command if part not in ("--resume", "--auto-resume")), "--auto-resume"]
+                left = restarts
+
+
+class _Launched:
+    """The processes of one start."""
+
+    def __init__(self, command: Sequence[str], processes: int, signals: Signals):
+        self.command, self.world, self.signals = command, processes, signals
+        self.patience = float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "30"))  # as of torchrun
+        self.started: list[subprocess.Popen[bytes]] = []
+        self.printed: list[IO[bytes]] = []
+        self.waited_for: list[int] = []  # processes that still ran when one had failed
+
+    def run(self) -> Ended:
+        threads = str(max(1, len(os.sched_getaffinity(0)) // self.world))
+        with ExitStack() as stack:
+            listening = stack.enter_context(listen())
+            port = listening.getsockname()[1]
+            shared = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", threads), **local_group()}
+            shared |= {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True", LAUNCHED: "1"}
+            stack.callback(self._kill)
+            for rank in range(self.world):
+                place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": self.world, "LOCAL_WORLD_SIZE": self.world}
+                printed = stack.enter_context(tempfile.TemporaryFile()) if "--json" in self.command else None
+                self.printed += [printed] if printed else []
+                self.started.append(
+                    subprocess.Popen(
+                        tethered([sys.executable, "-m", "preheat", *self.command]),
+                        env=shared | {key: str(value) for key, value in place.items()},
+                        stdout=printed,
+                        start_new_session=True,  # the terminal's Ctrl-C comes here alone, and is passed on
+                    )
+                )
+            store = local_store(port, listening=listening.detach())  # they wait for it, and import torch meanwhile
+            first = self._wait()
+            aborted = first is not None and self.started[first].returncode == -signal.SIGABRT
+            why = explain_abort(store, self.world, self.waited_for) if aborted else ""
+            del store
+            return self._ended(first, why)
+
+    def _wait(self) -> int | None:
+        """Until all have ended; returns which failed first."""
+        told, failed, deadline = False, None, 0.0
+        while alive := [process for process in self.started if process.poll() is None]:
+            if self.signals.received is not None and not told:
+                told = True
+                for process in alive:
+                    process.send_signal(signal.Signals[self.signals.received])
+            if failed is None and (failed := self._failed()) is not None:
+                deadline = time.monotonic() + self.patience
+                self.waited_for = [rank for rank, process in enumerate(self.started) if process.poll() is None]
+                for process in alive:
+                    process.terminate()
+            if failed is not None and time.monotonic() > deadline:
+                self._kill()
+            time.sleep(_POLL)
+        return failed if failed is not None else self._failed()
+
+    def _failed(self) -> int | None:
+        """The process that failed; of several, one that was killed: what the others say follows from it."""
+        codes = {rank: process.returncode for rank, process in enumerate(self.started) if process.returncode}
+        return next(
+            (rank for rank, code in codes.items() if code < 0), next((r for r, c in codes.items() if not _stopped(c)), None)
+        )
+
+    def _ended(self, failed: int | None, why: str = "") -> Ended:
+        codes = [process.returncode for process in self.started]
+        result = next((found for file in self.printed if (found := _object(file))), None)
+        if failed is not None and codes[failed] < 0:
+            if self.signals.received is not None:
+                raise Interrupted(signal.Signals[self.signals.received])
+            raise RunError(f"rank {failed} {ended_by(codes[failed])}{why}")
+        if failed is not None:
+            return Ended(codes[failed], result)
+        stopped = next((code for code in codes if _stopped(code)), 0)
+        return Ended(stopped, result, signal.Signals(stopped - 128) if stopped else None)
+
+    def _kill(self) -> None:
+        for process in self.started:
+            if process.poll() is None:
+                process.kill()
+        for process in self.started:
+            process.wait()
+
+
+def explain_abort(store: Any, world: int, running: Sequence[int]) -> str:
+    """What it means that a process aborted, to follow its name: by what the processes left in the store that they met at.
+
+    torch's watchdog aborts a process whose NCCL collective lost another one, or waited for it longer than `parallel.timeout`; so do faults of
+    libraries.
+
+    Args:
+        world: how many processes there are.
+        running: those that still ran then.
+    """
+    word = parse_json(store.get("roll"))["word"] if store.check(["roll"]) else ""
+    if not store.check([f"{word}/{BACKEND}"]):
+        return "; the last lines above are those of the library that aborted it"
+    places = []
+    for rank in running:
+        key = f"{word}/stands/{rank}"
+        place = parse_json(store.get(key)) if store.check([key]) else None
+        at = f" in step {place['step']} ({place['phase']}), at {place['line']}" if place else ""
+        places.append(f"rank {rank}{at}")
+    others = ", ".join(places[:4]) + (f" and {len(places) - 4} more" if len(places) > 4 else "")
+    lost = f"it waited for {others}" if places and len(running) < world else "a process on another host is lost, or all waited"
+    return f", as torch's watchdog does if an NCCL collective loses a process or exceeds parallel.timeout: {lost}; start again with --resume"
+
+
+def _stopped(code: int) -> bool:
+    """Whether that is how a run ends that saved after a signal."""
+    return code in {128 + n for n in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
+
+
+def _object(file: IO[bytes]) -> dict[str, Any] | None:
+    file.seek(0)
+    lines = file.read().decode(errors="replace").strip().splitlines()
+    try:
+        found = parse_json(lines[-1]) if lines else None
+    except ValueError:  # a process that was killed may have printed half of it
+        return None
+    return found if isinstance(found, dict) else None

@@ -1,0 +1,79 @@
+"""A job for SkyPilot: a task's YAML. As a managed job (`sky jobs launch`) it is recovered after a preemption, and goes on from its folder."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from preheat import recipe as recipes
+from preheat.errors import RecipeError
+from preheat.training.launch.job import Job
+from preheat.training.launch.k8s_yaml import manifest
+from preheat.training.launch.torchrun_command import END, FINISHED, agent, exports, quoted, recipe_lines
+
+__all__ = ["SUBMIT", "TAKES", "write"]
+
+TAKES = frozenset({"image", "accelerator", "storage", "memory"})
+SUBMIT = "sky jobs launch {path}"
+
+
+def write(job: Job) -> str:
+    """The task.
+
+    Raises:
+        RecipeError: without the GPUs' kind, or with a folder that would go with its machine.
+    """
+    if job.gpus_per_node and job.accelerator is None:
+        raise RecipeError("--accelerator: SkyPilot looks for machines by it; name one, such as H100 (sky gpus list)")
+    folder = job.folder("/runs")
+    if job.storage is None and job.out is None:
+        raise RecipeError(
+            "--storage: name the volume that keeps the run's folder (sky volumes ls), or with --out a folder that every machine sees"
+        )
+    if job.storage is not None and "://" in job.storage:
+        raise RecipeError(
+            f"--storage: {job.storage} is a bucket; mounted as a folder it takes no appended lines and no renamed folders, which a run and its checkpoints need; name a volume (sky volumes ls)"
+        )
+    if not folder.is_absolute() or len(folder.parts) < 3:
+        raise RecipeError(f"--out: {folder} must be an absolute folder inside another, such as /runs/{job.recipe.name}")
+    resources: dict[str, Any] = {"job_recovery": {"max_restarts_on_errors": job.restarts}}
+    if job.gpus_per_node:
+        resources["accelerators"] = {job.accelerator: job.gpus_per_node}
+    if job.cpus_per_node:
+        resources["cpus"] = f"{job.cpus_per_node}+"
+    if job.memory:
+        resources["memory"] = f"{_gigabytes(job.memory)}+"
+    if job.image:
+        resources["image_id"] = f"docker:{job.image}"
+    task: dict[str, Any] = {"name": job.label, "num_nodes": job.nodes, "resources": resources}
+    if job.storage:
+        task["volumes"] = {str(folder.parent): job.storage}
+    return manifest(task | {"run": _script(job)})
+
+
+def _gigabytes(memory: str) -> int:
+    number, unit = int(memory[:-1]), memory[-1]
+    return number * 1024 if unit == "T" else number if unit == "G" else -(-number // 1024)
+
+
+def _script(job: Job) -> str:
+    command = agent(
+        job,
+        endpoint=f'"$host:{job.port or 29400}"',
+        first="$first",
+        identity='"$SKYPILOT_TASK_ID"',
+        recipe='"$recipe"',
+        out='"$run"',
+    )
+    return "\n".join([
+        f"run={quoted(str(job.folder('/runs')))}",
+        *exports(job),
+        "recipe=$(mktemp)  # each host its own: none reads what another is writing",
+        *recipe_lines(recipes.dump(job.recipe), "recipe"),
+        FINISHED,
+        "host=$(head -n 1 <<< \"$SKYPILOT_NODE_IPS\")",
+        'first=$([ "$SKYPILOT_NODE_RANK" = 0 ] && echo 1 || echo 0)',
+        *command[:-1],
+        command[-1] + " &",
+        END,
+        "",
+    ])  # fmt: skip

@@ -1,0 +1,101 @@
+"""A job for Slurm: an sbatch script.
+
+Before the time limit the batch script is told (`--signal=B:USR1`), and tells the processes, not torchrun, which would end them at once. They save
+and end, and the job is queued again, as after a failure: but only when a checkpoint was saved since it began, so that one fault is not met for ever.
+"""
+
+from __future__ import annotations
+
+from preheat import recipe as recipes
+from preheat.training.launch.job import Job
+from preheat.training.launch.torchrun_command import FINISHED, agent, exports, quoted, recipe_lines
+
+__all__ = ["SUBMIT", "TAKES", "write"]
+
+TAKES = frozenset({"time", "image", "accelerator", "partition", "account", "memory"})
+SUBMIT = "sbatch {path}"
+
+
+def write(job: Job) -> str:
+    """The script."""
+    command = agent(job, endpoint='"$host:$port"', first="$first", identity='"$id"', recipe='"$recipe"', out='"$run"')
+    work = [
+        *exports(job),
+        "trap '' USR1  # torchrun would die of it; the processes of the run save and end",
+        'first=$([ "$SLURM_NODEID" = 0 ] && echo 1 || echo 0)',
+        "exec " + command[0],
+        *command[1:],
+    ]
+    port = str(job.port) if job.port else "$((20000 + SLURM_JOB_ID % 10000))"
+    return "\n".join([
+        "#!/bin/bash",
+        f"# {job.recipe.name}: {job.nodes} hosts of {job.processes} processes. Paths are seen from the folder of `sbatch`, which all hosts see.",
+        *_directives(job),
+        "set -euo pipefail",
+        "",
+        f"run={quoted(str(job.folder('runs')))}",
+        'mkdir -p "$(dirname "$run")"',
+        "recipe=$run.yaml",
+        *recipe_lines(recipes.dump(job.recipe), "recipe"),
+        "",
+        'host=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
+        f"port={port}",
+        'id="$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}"',
+        "export run recipe host port id",
+        "newest() {",
+        "  find \"$run/checkpoints\" -maxdepth 1 -name 'step-*' ! -name '*.writing' 2>/dev/null | sort -V | tail -n 1 || true",
+        "}",
+        FINISHED,
+        "before=$(newest)",
+        "",
+        "# What each host runs.",
+        "work=$(cat <<'PREHEAT_WORK'",
+        *work,
+        "PREHEAT_WORK",
+        ")",
+        "",
+        "trap 'scancel --signal=USR1 \"$SLURM_JOB_ID\"' USR1  # to the processes of the step",
+        f'srun --kill-on-bad-exit=1{_step(job)} bash -c "$work" &',
+        "step=$!",
+        "code=0",
+        'wait "$step" || code=$?',
+        'while kill -0 "$step" 2>/dev/null; do  # the wait ends with the signal, before the run does',
+        "  code=0",
+        '  wait "$step" || code=$?',
+        "done",
+        "if finished; then exit 0; fi",
+        'if [ "$(newest)" = "$before" ]; then',
+        '  echo "the run ended (code $code) without a new checkpoint: not queued again" >&2',
+        '  exit "$((code > 0 ? code : 75))"',
+        "fi",
+        'echo "the run ended (code $code) before it was finished: queued again, to go on from its last checkpoint" >&2',
+        'scontrol requeue "$SLURM_JOB_ID"',
+        "",
+    ])  # fmt: skip
+
+
+def _directives(job: Job) -> list[str]:
+    gpus = f"{job.accelerator}:{job.gpus_per_node}" if job.accelerator else str(job.gpus_per_node)
+    settings = {
+        "job-name": job.label,
+        "nodes": job.nodes,
+        "ntasks-per-node": 1,
+        "gpus-per-node": gpus if job.gpus_per_node else None,
+        "cpus-per-task": job.cpus_per_node,
+        "mem": job.memory,
+        "time": job.time,
+        "signal": f"B:USR1@{job.save_within}",
+        "open-mode": "append",
+        "output": "%x-%j.log",
+        "partition": job.partition,
+        "account": job.account,
+    }
+    return [f"#SBATCH --{key}={value}" for key, value in settings.items() if value is not None] + ["#SBATCH --requeue"]
+
+
+def _step(job: Job) -> str:
+    """srun takes the batch's number of cores only when it is told."""
+    cores = f" --cpus-per-task={job.cpus_per_node}" if job.cpus_per_node else ""
+    return cores + (
+        f' --container-image={quoted(job.image)} --container-mounts="$PWD" --container-workdir="$PWD"' if job.image else ""
+    )

@@ -1,0 +1,52 @@
+"""What a run writes down of where it runs."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import sys
+from pathlib import Path
+from typing import Any
+
+from preheat.core import Device
+
+__all__ = ["digest", "environment", "versions"]
+
+
+def digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def versions() -> dict[str, str]:
+    """What must be equal on all hosts: the versions that decide the numbers, and preheat's own source."""
+    import importlib.metadata as metadata
+
+    house = Path(__file__).parents[1]
+    source = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(house.rglob("*.py")))).hexdigest()[:16]
+    return {"preheat's source": source, **{f"version of {name}": metadata.version(name) for name in ("torch", "transformers")}}
+
+
+def environment(device: Device, threads: int) -> dict[str, Any]:
+    import importlib.metadata as metadata
+
+    from preheat._version import __version__
+
+    packages = ("torch", "transformers", "tokenizers", "safetensors", "datasets", "peft", "numpy")
+    return {
+        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "device": device.kind,
+        **({"segments": "expandable" if device.expandable else "fixed"} if device.kind == "cuda" else {}),
+        "threads": threads,
+        "machine": {
+            "device": device.name,
+            "memory_gib": round(device.memory / 2**30, 2),
+            "cores": os.cpu_count(),
+            "system": platform.platform(),
+        },
+        "versions": {
+            "python": platform.python_version(),
+            "preheat": __version__,
+            **{name: metadata.version(name) for name in packages},
+        },
+    }

@@ -1,0 +1,141 @@
+"""What filled the memory of a run, and the cheapest ways out by the plan: from the run's folder alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from preheat import recipe as recipes
+from preheat.core import Device, Phase
+from preheat.engine.device import resolve_device
+from preheat.errors import RunError
+from preheat.hardware.rates import Rates
+from preheat.hardware.segments import grows
+from preheat.planning.fallback_ladder import Planner, climb_down, shorter
+from preheat.planning.speed.roofline import Roofline
+from preheat.recipe import Recipe
+from preheat.run_dir import Reader
+from preheat.sanitize import shorten
+from preheat.training.recovery.fallback_log import effective
+
+__all__ = ["allocator_settings", "diagnose"]
+
+GIB = 2**30
+WAYS = 3
+
+
+def diagnose(run: str | Path) -> dict[str, Any]:
+    """Looks at the newest lack of memory of a run.
+
+    Returns:
+        {failure: the event `out_of_memory` or None, held: {category: GiB}, predicted: {category: GiB}, peak_phase, room_gib, peak_gib,
+        rungs: events of rungs taken, ways: [{set, peak_gib, seconds_per_step, slower}] at most three, the cheapest first,
+        least: the one that needs least where none suffices, shorter: settings that would fit then, allocator: [settings, why] or None}.
+
+    Raises:
+        RunError: no run, none that lacked memory, or one of another kind of device than this machine has.
+
+    Example:
+        >>> diagnose("runs/demo")["ways"][0]["set"]                          # doctest: +SKIP
+        ['techniques.gradient_accumulation.steps=4']
+    """
+    from preheat.data.tokenizer import load_tokenizer
+
+    reader = Reader(run)
+    plan, events = reader.plan, reader.events()
+    failures = [event for event in events if event["kind"] == "out_of_memory"]
+    if not failures and "plan.json" in reader.damaged:
+        raise RunError(
+            f"{run}: records no lack of memory in its events, and plan.json is damaged ({reader.damaged['plan.json']})"
+        )
+    if not failures and plan.get("fits", True):
+        raise RunError(f"{run}: records no lack of memory; where the system killed it, lower hardware.memory and plan it again")
+    failure = failures[-1] if failures else None
+    before = events[: events.index(failure)] if failure else events
+    recipe = recipes.parse(reader.recipe_text, where=f"{run}/recipe.yaml")
+    recipe = effective(recipe, before, failure["step"] if failure else 0)
+    machine, measured = _machine(recipe, reader.environment)
+    planner = Planner(
+        vocabulary=len(load_tokenizer(str(reader.path / "tokenizer"))),
+        device=machine,
+        rates=measured,
+        world=reader.environment.get("processes"),
+        phase=Phase.EVALUATION if failure and failure["where"] == Phase.EVALUATION else None,
+    )
+    known = failure and failure["room"] and failure["room"] + failure["beside"]
+    room = known / GIB if known else plan.get("available_gib")
+    if room is None:
+        raise RunError(f"{run}: neither its events nor plan.json say how much memory there was; train it again")
+    ladder = climb_down(recipe, planner, room=room)
+    now = ladder.present
+    ways = [
+        {
+            "set": list(rung.set),
+            "peak_gib": rung.need,
+            "seconds_per_step": rung.plan["seconds_per_step"],
+            "slower": rung.plan["seconds_per_step"] / now.plan["seconds_per_step"] - 1,
+        }
+        for rung in ladder.rungs[:WAYS]
+    ]
+    fits = None if ways else shorter(ladder.lowest.recipe, planner, room=room, of=recipe)
+    return {
+        "failure": failure,
+        "held": {name: size / GIB for name, size in (failure or {"held": {}})["held"].items()},
+        "predicted": now.plan["memory"],
+        "peak_phase": now.plan["peak_phase"],
+        "peak_gib": now.need,
+        "room_gib": room,
+        "rungs": [event for event in events if event["kind"] == "rung"],
+        "ways": ways,
+        "least": None if ways else {"set": list(ladder.lowest.set), "peak_gib": ladder.lowest.need},
+        "shorter": list(fits.set) if fits else None,
+        "allocator": allocator_settings(failure) if failure and not machine.expandable else None,
+    }
+
+
+def _machine(recipe: Recipe, environment: Mapping[str, Any]) -> tuple[Device, Rates | Roofline]:
+    """The device of a run and its rates: measured here, where one of its kind is; by the catalogue, where it is not."""
+    from preheat.hardware.benchmark_rates import rates
+
+    kind = environment.get("device")
+    if kind == "cuda" and not torch.cuda.is_available():
+        machine = environment.get("machine") or {}
+        if not {"device", "memory_gib"} <= machine.keys():
+            raise RunError("environment.json of the run does not say which GPU it had; run this on a machine with that GPU")
+        roofline = Roofline.of(machine["device"])
+        memory = round(machine["memory_gib"] * GIB)
+        segments = environment.get("segments") or recipe.hardware.segments
+        expandable = grows(segments, amd=roofline.device.generation == "cdna")
+        return replace(roofline.as_device, memory=memory, expandable=expandable), roofline
+    device, threads = resolve_device(recipe)
+    if kind not in (None, device.kind):
+        raise RunError(
+            f"this run used {shorten(kind)}, and the recipe takes {device.kind} here; set hardware.device: {shorten(kind)} in its recipe.yaml"
+        )
+    return device, rates(device, threads)
+
+
+def allocator_settings(failure: Mapping[str, Any]) -> dict[str, str] | None:
+    """Settings of torch's CUDA allocator, where what was asked for was free, but in pieces; None where the memory was full.
+
+    Source: https://docs.pytorch.org/docs/stable/notes/cuda.html#optimizing-memory-usage-with-pytorch-cuda-alloc-conf
+
+    Example:
+        >>> counters = {"allocated": 6 << 30, "reserved": 9 << 30, "largest_free": 1 << 28, "retries": 3}
+        >>> allocator_settings({"asked": 1 << 30, "allocator": counters})["set"]
+        'hardware.segments=expandable'
+    """
+    counters, asked = failure["allocator"], failure["asked"]
+    if not counters or asked is None or (idle := counters["reserved"] - counters["allocated"]) < asked:
+        return None
+    # Blocks above the size are not split: what large tensors leave stays whole for the next ones. torch takes no less than 21.
+    size = max(21, (asked >> 20) // 2)
+    return {
+        "set": "hardware.segments=expandable",
+        "or": f"PYTORCH_CUDA_ALLOC_CONF=max_split_size_mb:{size}",
+        "why": f"{idle / GIB:.2f} GiB were reserved and not used, in pieces of at most {counters['largest_free'] / GIB:.2f} GiB, when {asked / GIB:.2f} GiB were asked for",
+    }
