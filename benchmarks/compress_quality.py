@@ -36,7 +36,7 @@ from preheat.engine.builder import build
 from preheat.engine.step import gradients, update
 from preheat.evaluation.results import Result, compared
 from preheat.hardware.probe import probe
-from preheat.inference.load import Opened, open_model
+from preheat.inference.load import LoadedModel, load_model
 from preheat.ops.adapters.peft_layers import merge, names_of
 from preheat.ops.quantization.fake_quant import unfake_
 
@@ -76,7 +76,7 @@ class Bench:
     """
 
     def __init__(self, a: argparse.Namespace):
-        self.opened = open_model(a.model)
+        self.opened = load_model(a.model)
         self.texts = find_texts(self.opened, a.data, rows=a.rows, length=a.length)
         self.rows, self.limit, self.wide = rows_to_train_on(self.opened, self.texts), a.measured, a.precision == "fp32"
         if a.fold:
@@ -131,7 +131,7 @@ class Bench:
         return model.requires_grad_(False)
 
 
-def rows_to_train_on(opened: Opened, texts: Texts) -> Any:
+def rows_to_train_on(opened: LoadedModel, texts: Texts) -> Any:
     """A run's training rows, in a drawn order; of a text that is named, the rows that are not held out, in its order."""
     held = texts.held_out
     if not isinstance(held, Rows):

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from preheat.inference.load import open_model
+from preheat.inference.load import load_model
 from preheat.recipe import Recipe, parse
 from preheat.training.loop import train
 
@@ -90,7 +90,7 @@ def main() -> None:
                     raise SystemExit(f"{name}: was stopped before its end")
                 found[name].append(summary)
                 print(f"seed {seed} {name}: {summary['validation_loss']:.4f}", flush=True)
-        student = sum(p.numel() for p in open_model(out).build.trained[0].parameters())
+        student = sum(p.numel() for p in load_model(out).build.trained[0].parameters())
         told = parse(
             f"name: teacher\nmodel: {{path: {stories}}}\ndata: {{source: {source}, validation: 0.1, preflight: {{encoding: warn}}}}\n"
             f"batch: {{size: {BATCH}, length: {LENGTH}}}\noptimizer: {{lr: 1.0e-9}}\nstop: {{steps: 1}}\nevaluate: {{rows: {ROWS}}}"

@@ -27,9 +27,9 @@ from preheat.data import Rows, evaluation_batches, prepare
 from preheat.engine.builder import build
 from preheat.engine.evaluate import evaluate
 from preheat.engine.step import gradients, update
-from preheat.hardware.cpu_allocator import keep_heap
+from preheat.hardware.cpu_allocator import install_heap
 from preheat.hardware.probe import probe
-from preheat.inference.load import open_model
+from preheat.inference.load import load_model
 from preheat.models.moe import routers
 from preheat.planning.phases import fake_batch
 from preheat.recipe import Recipe, parse
@@ -117,7 +117,7 @@ def with_the_bias(run: Path, recipe: Recipe, stories: Path) -> float:
     """Validation loss as it were if evaluations routed by the bias."""
     data = prepare(recipe.data, length=recipe.batch.length, seed=recipe.seed, tokenizer=str(stories))
     assert isinstance(data.validation, Rows)
-    made = open_model(run).build
+    made = load_model(run).build
     for router in routers(made.trained[0]):
         router.train()
         router.train = lambda mode=True, router=router: router  # type: ignore[method-assign,assignment,misc]
@@ -171,7 +171,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, default=Path(default))
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/experts.md"))
     options = parser.parse_args()
-    keep_heap()
+    install_heap()
     told = f"torch {torch.__version__}, {torch.get_num_threads()} threads."
     lines = ["# Experts", "", *(__doc__ or "").strip().splitlines()[4:], "", told]
     if options.part != "balance":

@@ -24,11 +24,11 @@ from pathlib import Path
 from typing import Any
 
 from preheat.core import Technique, registry
-from preheat.planning.observation_cache import observe_for_others, recall
+from preheat.planning.observation_cache import observe_cached, observe_for_others
 from preheat.planning.plan import describe
 from preheat.planning.search.candidates import Numerics, Space, candidate_problems, words
 from preheat.planning.search.search import search
-from preheat.planning.worker_pool import crew
+from preheat.planning.worker_pool import worker_pool
 from preheat.training.plan_request import Question, asked, hardware
 from preheat.training.session import vocabulary_of
 
@@ -136,7 +136,7 @@ def brute_force(case: Case, gpus: tuple[str, ...], tell: Callable[[str], None] =
         if candidate_problems(space, recipe):
             return
         began = time.perf_counter()
-        seen = recall(recipe, vocabulary=vocabulary, device=observed_for, world=case.devices, how="few")
+        seen = observe_cached(recipe, vocabulary=vocabulary, device=observed_for, world=case.devices, how="few")
         cut = math.prod(t.micro_batch_count() for t in settings)
         what = words((*more, *settings), question.recipe.batch.size // case.devices // cut)
         for gpu in names:
@@ -234,7 +234,7 @@ def main() -> None:
         left = [gpu for gpu in options.gpus if (case.name, gpu) not in rows]
         if not left or (options.models and case.model not in options.models):
             continue
-        with crew(observe_for_others):
+        with worker_pool(observe_for_others):
             chosen = {}
             for gpu in left:
                 chosen[gpu] = searched(case, gpu)

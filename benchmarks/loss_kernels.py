@@ -26,7 +26,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from preheat.hardware import probe
-from preheat.hardware.cpu_allocator import keep_heap
+from preheat.hardware.cpu_allocator import install_heap
 from preheat.ops.losses.cross_entropy import CrossEntropy, chunked_logits, liger_logits, torch_logits, whole_logits
 
 ROWS, PIECES, WIDTHS = 2048, 32_000, (288, 768)
@@ -119,7 +119,7 @@ def main() -> None:
         print(memory_here(kernel, width, dtype, options.device))
         return
     if options.device == "cpu":
-        keep_heap()
+        install_heap()
     if options.device == "cuda" and "liger" not in options.kernels:
         options.kernels.append("liger")
     lines: list[str] = [

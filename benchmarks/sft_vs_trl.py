@@ -68,10 +68,10 @@ def ours(name: str, folder: Path, examples: list[tuple[list[int], int]], steps: 
     from preheat.data.packing import Rows, Tokens
     from preheat.engine.builder import build
     from preheat.engine.step import gradients, update
-    from preheat.hardware.cpu_allocator import keep_heap
+    from preheat.hardware.cpu_allocator import install_heap
     from preheat.hardware.probe import probe
 
-    keep_heap()  # as before every run of `preheat train`
+    install_heap()  # as before every run of `preheat train`
     recipe = recipes.parse(
         f"model: {{path: {folder / 'model'}}}\nbatch: {{size: 4, length: {LENGTH}}}\nstop: {{steps: {steps}}}\n"
         f"optimizer: {{lr: {LR}, betas: [0.9, 0.999], eps: 1.0e-8, weight_decay: 0, clip: 1.0}}\ntechniques: {OURS[name]}"

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from preheat.hardware.probe import probe
-from preheat.inference.load import open_draft, open_model
+from preheat.inference.load import load_draft_model, load_model
 from preheat.models.generation.detokenizer import alike
 from preheat.models.generation.generate import Timed, generate
 from preheat.models.hf import plain_logits
@@ -61,7 +61,7 @@ def tie(model: Any, prompt: list[int], plain: list[int], other: list[int]) -> fl
 
 def compared(options: argparse.Namespace, dtype: str) -> dict[str, Any]:
     """All prompts in one dtype."""
-    opened = open_model(options.model)
+    opened = load_model(options.model)
     model: Any = opened.build.trained[0]
     cast(model, DTYPES[dtype])
     ways: dict[str, tuple[Sample, Any]] = {
@@ -69,7 +69,7 @@ def compared(options: argparse.Namespace, dtype: str) -> dict[str, Any]:
         f"lookup {options.lookup}": (Sample(tokens=options.tokens, lookup=options.lookup), None),
     }
     if options.draft:
-        draft = open_draft(options.draft, opened.tokenizer)
+        draft = load_draft_model(options.draft, opened.tokenizer)
         cast(draft, DTYPES[dtype])
         settings = Sample(tokens=options.tokens, draft=options.draft, draft_tokens=options.draft_tokens)
         ways[f"draft {options.draft_tokens}"] = (settings, draft)

@@ -96,12 +96,12 @@ def work(folder: Path, turns: int) -> None:
     from preheat.core import Batch, MaskSpec
     from preheat.engine.builder import build
     from preheat.engine.step import gradients, update
-    from preheat.hardware.cpu_allocator import keep_heap
+    from preheat.hardware.cpu_allocator import install_heap
     from preheat.hardware.probe import probe
     from preheat.models.hf import configure
 
     torch.set_num_threads(1)
-    keep_heap()
+    install_heap()
     dist.init_process_group("gloo")
     rank, rows, length = dist.get_rank(), 8, 256
     text = RECIPE.format(model=MODEL, steps=100, techniques="{fsdp: {}, efficient_attention: {}}", rows=16)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from preheat import recipe as recipes
-from preheat.core import Batch, Device, Examples, MaskSpec
+from preheat.core import Batch, Device, ExampleKind, MaskSpec
 from preheat.hardware.benchmark_rates import Grid
 
 # Before anything imports Triton: its kernels then run in its interpreter, on CPUs. Tests on a GPU compile them.
@@ -110,13 +110,15 @@ def tiny(techniques: str = "{}", *, family: str = "llama", rows: int = 4, length
     )
 
 
-def uneven(rows: int = 4, length: int = 32, *, vocabulary: int = 96, seed: int = 0, examples: Examples | None = None) -> Batch:
+def uneven(
+    rows: int = 4, length: int = 32, *, vocabulary: int = 96, seed: int = 0, examples: ExampleKind | None = None
+) -> Batch:
     """A batch whose rows hold different numbers of documents and of trained labels; of pairs, of liked answers, of classes."""
     import torch
 
     from preheat.data.loader import weight_of
 
-    examples = examples or Examples()
+    examples = examples or ExampleKind()
     g = torch.Generator().manual_seed(seed)
     tokens = torch.randint(vocabulary, (rows, length), generator=g)
     labels = torch.randint(examples.classes or vocabulary, (rows, length), generator=g)

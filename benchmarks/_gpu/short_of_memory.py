@@ -23,9 +23,9 @@ def limit() -> None:
         whole = torch.cuda.get_device_properties(0).total_memory
         torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + ROOM) / whole)
         return
-    from preheat.hardware.cpu_allocator import give_back
+    from preheat.hardware.cpu_allocator import release_unused
 
-    give_back("cpu")
+    release_unused("cpu")
     size = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmSize"))
     resource.setrlimit(resource.RLIMIT_AS, ((int(size.split()[1]) << 10) + ROOM, resource.RLIM_INFINITY))
 
@@ -50,7 +50,7 @@ def main() -> int:
     import preheat
     from preheat.engine import checkpoint, step
     from preheat.errors import PreheatError
-    from preheat.evaluation.run_evaluator import Probes
+    from preheat.evaluation.run_evaluator import RunEvaluator
     from preheat.training import loop
 
     recipe, out, phase = sys.argv[1:]
@@ -58,7 +58,7 @@ def main() -> int:
         "forward": (step, "forward"),
         "backward": (torch.Tensor, "backward"),
         "update": (loop, "update"),
-        "evaluation": (Probes, "take"),
+        "evaluation": (RunEvaluator, "take"),
         "saving": (checkpoint, "take"),
     }
     owner, name = where[phase]

@@ -18,7 +18,7 @@ from contract import Clock, Job, read_job, report
 from preheat.core import Batch, MaskSpec, Slot
 from preheat.engine.builder import build, peak_learning_rate
 from preheat.engine.step import gradients, update
-from preheat.hardware.cpu_allocator import keep_heap
+from preheat.hardware.cpu_allocator import install_heap
 from preheat.hardware.probe import probe
 from preheat.recipe import Recipe, parse
 from preheat.training.lr_schedule import share_of_peak
@@ -70,7 +70,7 @@ def batches(job: Job, micro: int) -> Iterator[list[Batch]]:
 def main() -> None:
     job, clock = read_job(), Clock()
     recipe = recipe_of(job)
-    keep_heap()  # as before every run of `preheat train`
+    install_heap()  # as before every run of `preheat train`
     made = build(recipe, vocabulary=None, device=probe("cpu"))
     shape = made.slot(Slot.BATCH_SHAPE)(0.0)
     losses: list[float] = []

@@ -25,13 +25,13 @@ from preheat.hardware.child_processes import ended_by, tethered
 from preheat.recipe import Sample
 from preheat.run_dir import claim, to_json, write_atomic
 
-__all__ = ["Speech", "bench_inference"]
+__all__ = ["InferenceContender", "bench_inference"]
 
 Say = Callable[[str, int, int], None]
 
 
 @dataclass
-class Speech:
+class InferenceContender:
     """A contender: a model, and how it is written with.
 
     Attributes:
@@ -52,7 +52,7 @@ class Speech:
 class _Worker:
     """The process of a contender, and what it answers."""
 
-    def __init__(self, speech: Speech, job: dict[str, Any], folder: Path):
+    def __init__(self, speech: InferenceContender, job: dict[str, Any], folder: Path):
         self.speech, self.failed, self.about, self.turns = speech, "", dict[str, Any](), dict[tuple[int, int], list[Any]]()
         file = folder / f"{id(self)}.json"
         file.write_text(json.dumps(job), encoding="utf-8")
@@ -92,7 +92,7 @@ class _Worker:
 
 
 def bench_inference(
-    speeches: Sequence[Speech],
+    speeches: Sequence[InferenceContender],
     *,
     batches: Sequence[int] = (1, 8),
     lengths: Sequence[int] = (128, 512),

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any  # noqa: E402
 if TYPE_CHECKING:
     from preheat.models.generation.generate import Timed
 
-__all__ = ["Speaker", "main"]
+__all__ = ["InferenceWorker", "main"]
 
 _ROWS = 16
 """Rows of the longest length that the loss is of."""
@@ -30,7 +30,7 @@ _TEXT = 1 << 20
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
-class Speaker:
+class InferenceWorker:
     """A model that writes as a job says.
 
     Raises:
@@ -38,13 +38,13 @@ class Speaker:
     """
 
     def __init__(self, job: dict[str, Any]):
-        from preheat.inference.load import open_draft, open_model
+        from preheat.inference.load import load_draft_model, load_model
         from preheat.models.hf import facts, require_decoder_only
         from preheat.recipe import Sample
 
         self.job, self.tokens = job, int(job["tokens"])
         self.settings = Sample(**job["settings"], tokens=self.tokens)
-        opened = open_model(job["model"])
+        opened = load_model(job["model"])
         self.device, self.tokenizer = opened.build.device, opened.tokenizer
         self.positions = opened.build.model.positions
         self.model: Any = opened.build.trained[0]
@@ -53,7 +53,7 @@ class Speaker:
             self.model = _plain(job, self.model.device)
         elif job["dtype"] is not None:
             _cast(self.model, job["dtype"])
-        self.draft = None if self.settings.draft is None else open_draft(self.settings.draft, self.tokenizer)
+        self.draft = None if self.settings.draft is None else load_draft_model(self.settings.draft, self.tokenizer)
         if self.draft is not None and job["dtype"] is not None:
             _cast(self.draft, job["dtype"])
         self.facts = facts(self.model.config)
@@ -269,7 +269,7 @@ def main() -> None:
         print(json.dumps(made), file=answers, flush=True)
 
     try:
-        speaker = Speaker(json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")))
+        speaker = InferenceWorker(json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")))
         answer(speaker.about())
         for line in sys.stdin:
             asked = json.loads(line)

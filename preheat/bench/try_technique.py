@@ -22,7 +22,7 @@ from preheat.recipe import Batch, Data, Hardware, Model, Recipe, Stop, dump
 from preheat.run_dir import MEMORY_KEYS, expected_memory
 from preheat.sanitize import percent
 
-__all__ = ["PRECISIONS", "SIZES", "TECHNIQUES", "Size", "Wish", "trial"]
+__all__ = ["PRECISIONS", "SIZES", "TECHNIQUES", "Size", "TrialOptions", "trial"]
 
 GIB = 2**30
 TECHNIQUES = ("gradient_accumulation", "mixed_precision", "zero", "efficient_attention", "integration")
@@ -64,7 +64,7 @@ SIZES = {
 
 
 @dataclass(frozen=True)
-class Wish:
+class TrialOptions:
     """What is tried, on what.
 
     Attributes:
@@ -104,7 +104,7 @@ class _Group:
     plans: list[dict[str, Any] | None] = field(default_factory=list)
 
 
-def _recipe(wish: Wish, rows: int) -> Recipe:
+def _recipe(wish: TrialOptions, rows: int) -> Recipe:
     from preheat.hardware.probe import probe
 
     most = min(probe().memory, MEMORY)
@@ -119,7 +119,7 @@ def _recipe(wish: Wish, rows: int) -> Recipe:
     )
 
 
-def _techniques(wish: Wish, name: str) -> dict[str, Technique]:
+def _techniques(wish: TrialOptions, name: str) -> dict[str, Technique]:
     """What a technique of the command stands for in a recipe."""
     known = registry()
     if name == "gradient_accumulation":
@@ -135,7 +135,7 @@ def _techniques(wish: Wish, name: str) -> dict[str, Technique]:
     return {k: t for part in parts for k, t in _techniques(wish, part).items()}
 
 
-def _group(wish: Wish) -> _Group | None:
+def _group(wish: TrialOptions) -> _Group | None:
     """The contenders that are recipes; ZeRO's are not, since one process has nothing to share out."""
     if wish.technique == "zero" and not wish.benchmark:
         return None
@@ -151,7 +151,7 @@ def _group(wish: Wish) -> _Group | None:
     )
 
 
-def trial(wish: Wish, say: Callable[[str], None] = lambda words: None) -> dict[str, Any]:
+def trial(wish: TrialOptions, say: Callable[[str], None] = lambda words: None) -> dict[str, Any]:
     """Trains a few steps without and with a technique, each in a process of its own.
 
     Returns:
@@ -315,7 +315,7 @@ def _changed(row: dict[str, Any], rows: list[dict[str, Any]]) -> str:
     return f"{name}: {fast}, {space}, loss {row['loss']:.3f} against {base['loss']:.3f}"
 
 
-def _limits(wish: Wish) -> list[str]:
+def _limits(wish: TrialOptions) -> list[str]:
     """What the device at hand cannot show of this technique."""
     from preheat.hardware.probe import probe
 
@@ -340,7 +340,7 @@ def _limits(wish: Wish) -> list[str]:
     return found
 
 
-def _gpu(wish: Wish, group: _Group | None, plain: Recipe) -> tuple[dict[str, float], list[str]]:
+def _gpu(wish: TrialOptions, group: _Group | None, plain: Recipe) -> tuple[dict[str, float], list[str]]:
     """Peak of the tensors of a step on one GPU, by a dry run of the same step with the kernel that a GPU has; and what else it tells.
 
     The plan cannot yet time another device, so no speed is predicted; context and workspaces of a GPU, about 0.5 GiB, are not in it.
@@ -378,7 +378,7 @@ def _size(count: float) -> str:
 
 
 def _with_and_without_zero(
-    wish: Wish, plain: Recipe, left: float, say: Callable[[str], None]
+    wish: TrialOptions, plain: Recipe, left: float, say: Callable[[str], None]
 ) -> tuple[list[dict[str, Any]], int]:
     """Rows of both contenders, each on several processes, and the steps they took within about `left` seconds."""
     from preheat.training.session import plan_here

@@ -45,7 +45,7 @@ def take_steps(job: dict[str, Any]) -> dict[str, Any]:
     from preheat.hardware.gpu_memory import memory_peak
     from preheat.planning.dry_run import observe
     from preheat.planning.plan import settled
-    from preheat.training.session import data_of, in_use, settle
+    from preheat.training.session import data_of, in_use, reset_memory_baseline
 
     recipe = recipes.parse(job["recipe"])
     device, threads = resolve_device(recipe)
@@ -61,7 +61,7 @@ def take_steps(job: dict[str, Any]) -> dict[str, Any]:
         recipe, vocabulary=len(data.tokenizer), device=device
     )  # imports what techniques import, so that memory leaves it out
     paused = time.perf_counter() - pause
-    imports = settle(device)
+    imports = reset_memory_baseline(device)
     made = build(recipe, vocabulary=len(data.tokenizer), device=device)
     lr = peak_learning_rate(made)
     shape = made.slot(Slot.BATCH_SHAPE)

@@ -82,13 +82,13 @@ def take_steps(job: dict[str, Any], rank: int) -> dict[str, Any]:
     from preheat.ops.attention.sdpa import sdpa_attention
     from preheat.ops.optim.optimizers import decay_groups, fused_adamw
     from preheat.ops.optim.zero import ZeROAdamW
-    from preheat.training.session import settle
+    from preheat.training.session import reset_memory_baseline
 
     torch.set_num_threads(job["threads"])
     world, recipe = job["world"], recipes.parse(job["recipe"])
     dist.init_process_group("gloo", init_method=f"file://{job['folder']}/store", rank=rank, world_size=world)
     data = prepare(recipe.data, length=recipe.batch.length, seed=recipe.seed)
-    imports = settle(Device("cpu", "here", 0))
+    imports = reset_memory_baseline(Device("cpu", "here", 0))
     model: Any = hf.build_on_meta(hf.configure(recipe, len(data.tokenizer)))
     materialize(model, torch.device("cpu"))
     WeightSource().fill(model, seed=recipe.seed)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from preheat.bench.inference import Speech
+    from preheat.bench.inference import InferenceContender
 
 __all__ = ["inference"]
 
@@ -79,9 +79,9 @@ def _numbers(name: str, text: str, least: int) -> list[int]:
     return sorted({int(number) for number in text.split(",")})
 
 
-def _speeches(models: Sequence[str], variants: Sequence[str], set: Sequence[str]) -> list[Speech]:
+def _speeches(models: Sequence[str], variants: Sequence[str], set: Sequence[str]) -> list[InferenceContender]:
     """Every model as `--set` says, and then under each of the variants."""
-    from preheat.bench.inference import Speech
+    from preheat.bench.inference import InferenceContender
     from preheat.cli.options.generation import sampling
     from preheat.errors import RecipeError
 
@@ -100,7 +100,7 @@ def _speeches(models: Sequence[str], variants: Sequence[str], set: Sequence[str]
                 raise RecipeError("--set sample.temperature: texts are compared, so each token is the likeliest; leave it out")
             if rest.get("engine") == "transformers" and settings != sampling():
                 raise RecipeError(f"--variant {variant}: transformers' own generate stands for itself; only dtype goes with it")
-            found.append(Speech(f"{name}, {variant}" if variant else name, model, settings, **rest))  # type: ignore[arg-type]
+            found.append(InferenceContender(f"{name}, {variant}" if variant else name, model, settings, **rest))  # type: ignore[arg-type]
     if len({speech.name for speech in found}) < len(found):
         raise RecipeError("preheat bench --inference: a model or a variant stands twice; name each once")
     return found

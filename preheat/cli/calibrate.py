@@ -34,14 +34,14 @@ def calibrate(
 
     from preheat.cli.views.output import console, say
     from preheat.hardware.benchmark_rates import calibrate as measure
-    from preheat.hardware.cpu_allocator import keep_heap
+    from preheat.hardware.cpu_allocator import install_heap
     from preheat.hardware.link_rates import load_links
     from preheat.hardware.probe import probe
     from preheat.run_dir import to_json
 
     here = probe(device)
     if here.kind == "cpu":
-        keep_heap()  # as a run does: in glibc's each large result costs a page fault for every 4 KiB
+        install_heap()  # as a run does: in glibc's each large result costs a page fault for every 4 KiB
     with console(error=True, quiet=as_json).status("measuring") as status:
         rates = measure(
             here, threads or torch.get_num_threads(), lambda what, done: status.update(f"measuring {what} ({done:.0%})")

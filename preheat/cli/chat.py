@@ -54,7 +54,7 @@ def chat(
     """
     from preheat.errors import PreheatError
     from preheat.inference.conversation import Conversation
-    from preheat.inference.load import open_model
+    from preheat.inference.load import load_model
 
     settings = generation.sampling(
         set or (),
@@ -66,7 +66,7 @@ def chat(
         repetition_penalty=repetition_penalty,
         stop=tuple(stop or ()),
     )
-    opened = open_model(model, step=step, base=base)
+    opened = load_model(model, step=step, base=base)
     layout, words = generation.choose_template(opened, model, template, True)
     assert layout is not None
     generation.note(f"{model}{f', step {opened.step:,}' if opened.step is not None else ''}: {words}")

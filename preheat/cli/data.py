@@ -28,13 +28,13 @@ def data(
     chosen = recipes.load(recipe, set or [])  # before torch is imported, which takes seconds
     from preheat import report
     from preheat.cli.views.console import console, emit
-    from preheat.data.preview import look
+    from preheat.data.preview import preview
     from preheat.data.rows.example_kinds import require_examples
     from preheat.errors import DataError
     from preheat.training.session import data_of
 
     prepared = data_of(chosen, refuse=False)
-    shown = look(prepared, rows=rows, seed=chosen.seed) | {"name": chosen.name}
+    shown = preview(prepared, rows=rows, seed=chosen.seed) | {"name": chosen.name}
     page = report.write_data(shown, html) if html else None
     if json:
         emit(shown | {"page": str(page) if page else None})

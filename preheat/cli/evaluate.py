@@ -159,10 +159,10 @@ def _measured(
     from preheat.evaluation.run_task import measure_task
     from preheat.evaluation.scoring import Scorer
     from preheat.evaluation.tasks import LengthTask, Task
-    from preheat.inference.load import open_model
+    from preheat.inference.load import load_model
 
     takes_base = any((Path(path) / name).is_file() for name in ("adapter_config.json", "recipe.yaml"))
-    opened = open_model(path, base=base if takes_base else None, at_start=at_start)
+    opened = load_model(path, base=base if takes_base else None, at_start=at_start)
     settings = recipe or opened.recipe
     cut = length or settings.batch.length
     tokenizer = opened.tokenizer_folder

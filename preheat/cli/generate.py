@@ -56,7 +56,7 @@ def generate(
     """
     from preheat.cli.views.console import emit
     from preheat.data.rows.prompt_files import read_prompts
-    from preheat.inference.load import open_model
+    from preheat.inference.load import load_model
 
     prompts: list[Any] = list(prompt or []) + (read_prompts(file) if file is not None else [])
     settings = generation.sampling(
@@ -73,7 +73,7 @@ def generate(
     asked = True if chat is None and any(not isinstance(p, str) for p in prompts) else chat
     watched, texts = generation.Watched(), []
     for model in models:
-        opened = open_model(model, step=step, base=base)
+        opened = load_model(model, step=step, base=base)
         layout, words = generation.choose_template(opened, model, template, asked)
         if not json:
             generation.note(f"{model}{f', step {opened.step:,}' if opened.step is not None else ''}: {words}")

@@ -24,11 +24,11 @@ def stated(
     """A recipe as it is; and what draws its figures."""
     from preheat.core import Tag
     from preheat.planning.explain import explain, figures
-    from preheat.planning.observation_cache import recall
+    from preheat.planning.observation_cache import observe_cached
     from preheat.planning.plan import plan, settled
     from preheat.planning.search.candidates import worst
     from preheat.planning.search.max_context import longest_as_stated
-    from preheat.planning.search.result import Found, Seen
+    from preheat.planning.search.result import EvaluatedPlan, SearchResult
     from preheat.training.plan_request import hardware
     from preheat.training.session import rows_of, vocabulary_of
 
@@ -42,10 +42,10 @@ def stated(
     more: dict[str, Any] = {}
     if any(Tag.EXTENDED_CONTEXT in t.provided() for t in added):  # whose question is how long
         more["longest_context"] = longest_as_stated(recipe, **how, **world)
-    found = Found(Seen(recipe, made, worst(added), recipe.batch.size, ()))
+    found = SearchResult(EvaluatedPlan(recipe, made, worst(added), recipe.batch.size, ()))
 
     def page() -> dict[str, Any]:
-        seen = recall(recipe, vocabulary=how["vocabulary"], device=device, world=devices, how="whole", logged=True)
+        seen = observe_cached(recipe, vocabulary=how["vocabulary"], device=device, world=devices, how="whole", logged=True)
         return figures(replace(found, seen=[found.best]), seen, rates)
 
     more["settled"] = {
@@ -76,11 +76,11 @@ def searched(
         quiet: nothing is told while it goes on.
     """
     from preheat.planning.explain import explain, figures
-    from preheat.planning.observation_cache import observe_for_others, recall
+    from preheat.planning.observation_cache import observe_cached, observe_for_others
     from preheat.planning.search.candidates import Space
     from preheat.planning.search.max_context import longest
     from preheat.planning.search.search import search
-    from preheat.planning.worker_pool import crew
+    from preheat.planning.worker_pool import worker_pool
     from preheat.training.plan_request import hardware
     from preheat.training.session import rows_of, vocabulary_of
 
@@ -98,7 +98,7 @@ def searched(
         more: dict[str, Any] = {} if aim == "longest-context" else {"aim": aim}
         return run(space, rates=rates, in_use=in_use, seconds=how.pop("seconds", seconds), tell=tell, **more, **how)
 
-    with crew(observe_for_others):
+    with worker_pool(observe_for_others):
         found = found_of(question)
         if not quiet:
             passing()
@@ -120,7 +120,7 @@ def searched(
 
     def page() -> dict[str, Any]:
         best = found.best.recipe
-        seen = recall(best, vocabulary=vocabulary_of(best), device=device, world=devices, how="whole", logged=True)
+        seen = observe_cached(best, vocabulary=vocabulary_of(best), device=device, world=devices, how="whole", logged=True)
         return figures(found, seen, rates)
 
     return made, page

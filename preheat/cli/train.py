@@ -194,10 +194,10 @@ def _launch(command: list[str], folder: Path, *, nproc: int, restarts: int, json
     """Trains in several processes, and exits as they did."""
     from preheat.cli.views.console import Alarms, emit
     from preheat.training.launch.local import start
-    from preheat.training.recovery.fallback_log import pending
+    from preheat.training.recovery.fallback_log import oom_records
 
     with _going_on(folder, typed):
-        ended = start(command, processes=nproc, restarts=restarts, again=lambda: bool(pending(folder)), say=Alarms().alarm)
+        ended = start(command, processes=nproc, restarts=restarts, again=lambda: bool(oom_records(folder)), say=Alarms().alarm)
         if ended.signal is not None and not (json and ended.result):
             raise Interrupted(ended.signal)
     if json and ended.result:

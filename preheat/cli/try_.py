@@ -60,11 +60,11 @@ def try_(
     """
     from contextlib import nullcontext
 
-    from preheat.bench.try_technique import Wish, trial
+    from preheat.bench.try_technique import TrialOptions, trial
     from preheat.cli.views.console import console, emit, memory, rate
 
     names = technique.replace("-", "_")
-    wish = Wish(
+    wish = TrialOptions(
         names,
         model_size,
         batch_size,

@@ -14,16 +14,16 @@ from torch import Tensor
 from preheat.compress.calibration_text import Texts
 from preheat.compress.export import verify
 from preheat.compress.latency import speeds
-from preheat.inference.load import Opened
+from preheat.inference.load import LoadedModel
 
 if TYPE_CHECKING:
     from preheat.evaluation.results import Result
 
-__all__ = ["Before", "held_logits", "quality"]
+__all__ = ["Baseline", "held_logits", "quality"]
 
 
 @dataclass
-class Before:
+class Baseline:
     """A model as it was.
 
     Attributes:
@@ -44,7 +44,7 @@ class Before:
     measured: int
 
     @classmethod
-    def of(cls, opened: Opened, texts: Texts, *, measured: int) -> Before:
+    def of(cls, opened: LoadedModel, texts: Texts, *, measured: int) -> Baseline:
         """Measures a model as it is; then merges it in place, with all weights in fp32: what methods begin from."""
         from preheat.ops.adapters.peft_layers import merge, names_of
         from preheat.ops.quantization.fake_quant import unfake_
@@ -59,7 +59,7 @@ class Before:
         plain = _half(model)
         return cls(plain, found, _bytes(plain), dtype, logits, texts, measured)
 
-    def against(self, made: Opened) -> tuple[dict[str, Any], Any]:
+    def against(self, made: LoadedModel) -> tuple[dict[str, Any], Any]:
         """What became of it, and the model as it is to be timed: with what is not quantized in bf16.
 
         Returns:
@@ -120,7 +120,7 @@ def _bytes(model: Any) -> int:
     return sum({id(p): p.nbytes for p in model.parameters()}.values())
 
 
-def held_logits(model: Any, opened: Opened) -> list[Tensor]:
+def held_logits(model: Any, opened: LoadedModel) -> list[Tensor]:
     """Logits of a model as it stands over rows of real text."""
     from preheat.models.hf import plain_logits
 
@@ -128,7 +128,7 @@ def held_logits(model: Any, opened: Opened) -> list[Tensor]:
     return [plain_logits(model, row).cpu() for row in rows]
 
 
-def quality(opened: Opened, texts: Texts, measured: int) -> Result:
+def quality(opened: LoadedModel, texts: Texts, measured: int) -> Result:
     """Loss and perplexity of held-out text."""
     from preheat.evaluation.perplexity import bytes_of_tokens, measure_text
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from preheat.errors import DataError, RecipeError
-from preheat.inference.load import Opened
+from preheat.inference.load import LoadedModel
 
 if TYPE_CHECKING:
     from preheat.data import Rows
@@ -37,7 +37,7 @@ class Texts:
     words: str
 
 
-def find_texts(opened: Opened, data: str | None, *, rows: int, length: int | None) -> Texts:
+def find_texts(opened: LoadedModel, data: str | None, *, rows: int, length: int | None) -> Texts:
     """Rows of a run's own data, or of a text that is named.
 
     Args:
@@ -83,10 +83,10 @@ def _parted(all_of: Rows, rows: int, cut: int, words: str) -> Texts:
         raise DataError(
             f"--data: is {len(all_of)} rows of {cut} tokens, of which none can be held out; name more text, or lower --length"
         )
-    return Texts(_tokens(all_of, [others[n] for n in _spread(len(others), rows)]), _Some(all_of, held), words)
+    return Texts(_tokens(all_of, [others[n] for n in _spread(len(others), rows)]), _RowSubset(all_of, held), words)
 
 
-class _Some:
+class _RowSubset:
     """Some rows of others, by number: what an evaluation reads of `Rows`."""
 
     def __init__(self, rows: Rows, numbers: Sequence[int]):

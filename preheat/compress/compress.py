@@ -12,14 +12,14 @@ from typing import Any
 
 from preheat.compress import model_card, save_load
 from preheat.compress.atomic_folder import NewFolder, require_new
-from preheat.compress.before_after import Before, held_logits
+from preheat.compress.before_after import Baseline, held_logits
 from preheat.compress.calibration import require_rows
 from preheat.compress.calibration_text import Texts, find_texts
 from preheat.compress.export import verify
 from preheat.compress.registry import Method, methods
 from preheat.compress.unfinished_run import unfinished
 from preheat.errors import RecipeError, RunError, nearest
-from preheat.inference.load import Opened, open_model
+from preheat.inference.load import LoadedModel, load_model
 from preheat.models.hf import require_decoder_only
 from preheat.recipe.validate import RecipeReader
 from preheat.run_dir import Reader, to_json
@@ -185,14 +185,14 @@ def compress(
     if len({v.name for v in variants}) < len(variants):
         raise RecipeError("--method: the same method with the same settings stands twice; leave one out")
     say("opening")
-    opened = open_model(source)
+    opened = load_model(source)
     require_decoder_only(opened.build.trained[0], "preheat compress")  # type: ignore[arg-type]
     _require(opened, variants, source)
     texts = texts or find_texts(opened, data, rows=rows, length=length)
     if any(v.method.reads_rows for v in variants):
         require_rows(texts.calibration)
     say("measuring the model as it is")
-    before = Before.of(opened, texts, measured=measured)
+    before = Baseline.of(opened, texts, measured=measured)
     found, timed = [], {"before": before.plain}
     with NewFolder(out) as beside:
         places = [beside if len(variants) == 1 else beside / variant.name for variant in variants]
@@ -226,7 +226,7 @@ def once(words: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(filter(None, words)))
 
 
-def _require(opened: Opened, variants: Sequence[Variant], source: Any) -> None:
+def _require(opened: LoadedModel, variants: Sequence[Variant], source: Any) -> None:
     from preheat.models.conversions.architecture import beyond_transformers
     from preheat.models.hf import head
     from preheat.ops.classification_head import ClassHead
@@ -252,7 +252,7 @@ def _require(opened: Opened, variants: Sequence[Variant], source: Any) -> None:
         raise RecipeError("\n".join(problems))
 
 
-def _one(variant: Variant, opened: Opened, before: Before, place: Path, say: Say) -> tuple[dict[str, Any], Any]:
+def _one(variant: Variant, opened: LoadedModel, before: Baseline, place: Path, say: Say) -> tuple[dict[str, Any], Any]:
     """One variant applied, written, opened again, compared and measured: what is told of it, and the model, to be timed."""
     from preheat.ops.quantization.serialization import quantized_modules
 
@@ -265,7 +265,7 @@ def _one(variant: Variant, opened: Opened, before: Before, place: Path, say: Say
     held = held_logits(model, opened)
     del model
     say(f"{name}: opening what was written")
-    again = open_model(place)
+    again = load_model(place)
     if (off := verify.compare(held, held_logits(again.build.trained[0], again)).largest) != 0:
         raise RunError(
             f"{place.name}: opened again, its logits differ by up to {off:.2g} from those of the model that was written; nothing was written; please report it"

@@ -23,7 +23,7 @@ from typing import Annotated, Any
 from preheat import recipe as recipes
 from preheat.compress import compress
 from preheat.compress.atomic_folder import require_new
-from preheat.compress.before_after import Before
+from preheat.compress.before_after import Baseline
 from preheat.compress.calibration_text import Texts, find_texts
 from preheat.compress.compress import Variant
 from preheat.compress.export import huggingface, registry
@@ -31,7 +31,7 @@ from preheat.compress.unfinished_run import unfinished
 from preheat.core import Slot, Stage, Tag, Technique, TechniqueError, incompatibilities
 from preheat.engine.builder import alone, peak_learning_rate, techniques_of
 from preheat.errors import PreheatError, RecipeError, RunError, nearest
-from preheat.inference.load import open_model
+from preheat.inference.load import load_model
 from preheat.models.hf import require_decoder_only
 from preheat.recipe import Bound, Model, Recipe, Sample, Stop
 from preheat.recipe.consistency import folder_name_problem
@@ -178,7 +178,7 @@ def run_chain(
     out = Path(out)
     require_new(out, source)
     methods = _methods(chain)
-    opened = open_model(source)
+    opened = load_model(source)
     require_decoder_only(opened.build.trained[0], "preheat compress")  # type: ignore[arg-type]
     ran, step_of_source = opened.step is not None, opened.step
     if not ran and data is None:
@@ -203,7 +203,7 @@ def run_chain(
             shutil.rmtree(out)  # nothing was done yet
             raise
     say("measuring the model that it begins with")
-    before = Before.of(opened, texts, measured=measured)
+    before = Baseline.of(opened, texts, measured=measured)
     del opened
     found: list[dict[str, Any]] = []
     models = {"before": before.plain}
@@ -213,7 +213,7 @@ def run_chain(
             name, words = _take(step, number, state, methods.get(number))
         if step.export is None:
             say(f"step {number} of {len(chain.steps)}: measuring")
-            told, timed = before.against(open_model(state.place))
+            told, timed = before.against(load_model(state.place))
             told |= {
                 "name": name,
                 "method": _words(step),

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
-    from preheat.inference.load import Opened
+    from preheat.inference.load import LoadedModel
 
 __all__ = ["finish", "write_model"]
 
@@ -25,7 +25,7 @@ def finish(model: Any) -> bool:
     return found
 
 
-def write_model(model: Any, opened: Opened, folder: Path, *, method: str, dtype: torch.dtype) -> list[str]:
+def write_model(model: Any, opened: LoadedModel, folder: Path, *, method: str, dtype: torch.dtype) -> list[str]:
     """Writes a model into a folder that `open_model` opens, and leaves it as the folder gives it, in place.
 
     With quantized weights the rest is in bf16. Without any it is a plain folder of transformers', which may be trained further.

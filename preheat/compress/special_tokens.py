@@ -11,7 +11,7 @@ from preheat import remote_code
 from preheat.compress.export.verify import TEXTS
 from preheat.data.chat.template import Template
 from preheat.errors import RunError
-from preheat.inference.load import Opened
+from preheat.inference.load import LoadedModel
 from preheat.inference.text_generation import find_template, turn_ends
 from preheat.model_folder import beginning
 from preheat.models.generation.config import ends_of, read_generation
@@ -41,7 +41,7 @@ class Ends:
     string: str = ""
 
 
-def name_ends(model: Any, opened: Opened) -> Ends:
+def name_ends(model: Any, opened: LoadedModel) -> Ends:
     """Gives configuration and generation settings the tokens that begin, end and pad, in place.
 
     What the base states stays; a new model has the tokenizer's. Generation also ends at the tokenizer's own end and, after training on
@@ -72,7 +72,7 @@ def name_ends(model: Any, opened: Opened) -> Ends:
     return Ends(tokenizer, ends, turn, notes + words, opened.template is not None, string)
 
 
-def _end_turns(opened: Opened) -> tuple[Any, int | None, str, list[str]]:
+def _end_turns(opened: LoadedModel) -> tuple[Any, int | None, str, list[str]]:
     """A tokenizer that ends texts as the turns of the run's chats ended, their last token or else string, and what there is to say."""
     tokenizer = copy.deepcopy(opened.tokenizer)
     if opened.template is None:

@@ -8,7 +8,7 @@ A technique is one idea that changes a build: one file in `preheat/techniques/`,
 from __future__ import annotations
 
 from preheat.core.batch import Batch, LossSum, MaskSpec, RowLoss, Shape, Stateful
-from preheat.core.example_kind import Examples
+from preheat.core.example_kind import ExampleKind
 from preheat.core.mesh import DATA, Axis, Mesh, sizes_of
 from preheat.core.phases import STEP, Phase
 from preheat.core.problems import Problem, ProblemCode, TechniqueError
@@ -16,10 +16,10 @@ from preheat.core.registry import (
     conflicts_of,
     has_room,
     incompatibilities,
-    on_one_device,
+    parallel_tags,
     problems_of,
     registry,
-    spreading,
+    single_device,
 )
 from preheat.core.slots import Change, Finish, Order, Slot, Stage
 from preheat.core.tags import Tag
@@ -37,7 +37,7 @@ __all__ = [
     "Context",
     "DatasetPass",
     "Device",
-    "Examples",
+    "ExampleKind",
     "Finish",
     "Images",
     "LossSum",
@@ -64,9 +64,9 @@ __all__ = [
     "conflicts_of",
     "has_room",
     "incompatibilities",
-    "on_one_device",
+    "single_device",
     "problems_of",
     "registry",
     "sizes_of",
-    "spreading",
+    "parallel_tags",
 ]

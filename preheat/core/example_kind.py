@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-__all__ = ["Examples"]
+__all__ = ["ExampleKind"]
 
 
-class Examples(NamedTuple):
+class ExampleKind(NamedTuple):
     """What rows of data hold, and what an objective reads. The default is text, for next-token prediction.
 
     Attributes:

@@ -25,7 +25,16 @@ from preheat.core.technique import _REGISTRY, Context, Technique
 from preheat.errors import RunError, nearest
 from preheat.sanitize import shorten
 
-__all__ = ["GROUP", "conflicts_of", "has_room", "incompatibilities", "on_one_device", "problems_of", "registry", "spreading"]
+__all__ = [
+    "GROUP",
+    "conflicts_of",
+    "has_room",
+    "incompatibilities",
+    "single_device",
+    "problems_of",
+    "registry",
+    "parallel_tags",
+]
 
 GROUP = "preheat.techniques"
 """Our package of techniques, and the entry-point group of those in other packages."""
@@ -97,12 +106,12 @@ def problems_of(t: Technique, context: Context) -> list[Problem]:
     return [Problem(t.name(), ProblemCode.UNSUPPORTED, reason) for reason in reasons]
 
 
-def on_one_device(techniques: Mapping[str, Technique]) -> dict[str, Technique]:
+def single_device(techniques: Mapping[str, Technique]) -> dict[str, Technique]:
     """Those that are left on one device: not what shares out the work, nor what has its place beside that alone (experts shared out within fsdp)."""
-    return {name: t for name, t in techniques.items() if not t.is_parallel() and not t.needs & spreading()}
+    return {name: t for name, t in techniques.items() if not t.is_parallel() and not t.needs & parallel_tags()}
 
 
-def spreading() -> frozenset[Tag]:
+def parallel_tags() -> frozenset[Tag]:
     """What only techniques that share out the work provide."""
     return frozenset(tag for cls in registry().values() if cls.is_parallel() for tag in cls.provides)
 

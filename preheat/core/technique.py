@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 from preheat.core import schema
 from preheat.core.batch import Batch, Stateful
-from preheat.core.example_kind import Examples
+from preheat.core.example_kind import ExampleKind
 from preheat.core.field_types import Seed
 from preheat.core.mesh import Axis, Mesh
 from preheat.core.slots import Change, Finish, Order, Slot, Stage
@@ -155,7 +155,7 @@ class Technique(ABC):
         """
         return None
 
-    def examples(self) -> Examples | None:
+    def examples(self) -> ExampleKind | None:
         """What rows must hold for it; None: it does not matter."""
         return None
 

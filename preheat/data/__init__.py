@@ -31,13 +31,13 @@ if TYPE_CHECKING:
     from preheat.data.loader import batches, evaluation_batches
     from preheat.data.ngram_baselines import baselines
     from preheat.data.packing import RowData, Rows
-    from preheat.data.preparation import Prepared, prepare
+    from preheat.data.preparation import PreparedData, prepare
     from preheat.data.streaming import StreamRows
 
-__all__ = ["Prepared", "RowData", "Rows", "StreamRows", "baselines", "batches", "evaluation_batches", "prepare"]
+__all__ = ["PreparedData", "RowData", "Rows", "StreamRows", "baselines", "batches", "evaluation_batches", "prepare"]
 
 _HOME = {
-    "Prepared": "preparation",
+    "PreparedData": "preparation",
     "prepare": "preparation",
     "RowData": "packing",
     "Rows": "packing",

@@ -5,15 +5,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from preheat.data.vision_inputs import Picture
+    from preheat.data.vision_inputs import ImageRef
 
-__all__ = ["END", "PAD", "Document", "Piece"]
+__all__ = ["END", "PAD", "Document", "TextSpan"]
 
 END, PAD = "<|end|>", "<|pad|>"
 """The special tokens of a tokenizer that is trained here."""
 
 
-class Piece(NamedTuple):
+class TextSpan(NamedTuple):
     """Text whose tokens are all trained on, or all only read."""
 
     text: str
@@ -32,12 +32,12 @@ class Document(NamedTuple):
         notes: (check, words) each, what `preflight` is to know of the row. A row that cannot be read has these and no sequence.
     """
 
-    sequences: tuple[tuple[Piece, ...], ...]
+    sequences: tuple[tuple[TextSpan, ...], ...]
     complete: bool = False
     label: int | None = None
     where: str = ""
     notes: tuple[tuple[str, str], ...] = ()
-    images: tuple[Picture, ...] = ()
+    images: tuple[ImageRef, ...] = ()
 
     @classmethod
     def of(cls, text: str, prompt: str | None = None, where: str = "") -> Document:
@@ -47,8 +47,8 @@ class Document(NamedTuple):
             >>> Document.of("4", prompt="2 + 2 = ").text
             '2 + 2 = 4'
         """
-        read = () if prompt is None else (Piece(prompt, False),)
-        return cls(((*read, Piece(text)),), where=where)
+        read = () if prompt is None else (TextSpan(prompt, False),)
+        return cls(((*read, TextSpan(text)),), where=where)
 
     @property
     def text(self) -> str:

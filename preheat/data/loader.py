@@ -45,7 +45,7 @@ __all__ = [
     "evaluation_rows",
     "sample_order",
     "sample_rows",
-    "samples_of",
+    "rows_consumed",
     "weight_of",
 ]
 
@@ -101,7 +101,7 @@ def batches(
     if isinstance(rows, StreamRows):
         with closing(_Loader(_Stream(rows, committed), None, min(workers, 1), prefetch, False)) as stream:
             for now in shapes():
-                read = [_unless_error(stream.next()) for _ in range(samples_of(now, rows.length))]
+                read = [_unless_error(stream.next()) for _ in range(rows_consumed(now, rows.length))]
                 whole = dict(read)
                 parts = _parts(list(whole), now, rows.length, share)
                 made = [_read_part(part, whole.__getitem__, rows.length, rows.encoder.pad) for part in parts]
@@ -111,7 +111,7 @@ def batches(
     parts = (
         part
         for now in shapes()
-        for part in _parts(list(itertools.islice(order, samples_of(now, rows.length))), now, rows.length, share)
+        for part in _parts(list(itertools.islice(order, rows_consumed(now, rows.length))), now, rows.length, share)
     )
     asked = deque[_Part]()  # of the workers, and not here yet
 
@@ -165,7 +165,7 @@ def sample_order(rows: Rows, seed: int, committed: int = 0) -> Iterator[int]:
         yield int(_epoch(total, seed, n // total)[n % total])
 
 
-def samples_of(shape: Shape, length: int) -> int:
+def rows_consumed(shape: Shape, length: int) -> int:
     """Rows of the data, of `length` tokens each, that a global batch of this shape takes.
 
     Example:

@@ -7,14 +7,14 @@ from collections.abc import Sequence
 import numpy as np
 
 from preheat.data.packing import IGNORED, Rows
-from preheat.data.preparation import Prepared
+from preheat.data.preparation import PreparedData
 
 __all__ = ["baselines"]
 
 STRENGTHS = (4, 16, 64, 256, 1024)
 
 
-def baselines(prepared: Prepared, numbers: Sequence[int], max_tokens: int = 4_000_000) -> dict[str, float]:
+def baselines(prepared: PreparedData, numbers: Sequence[int], max_tokens: int = 4_000_000) -> dict[str, float]:
     """Losses on the trained labels of the validation rows, in nats a token.
 
     `unigram` counts the labels of the training rows, plus one each. `bigram` mixes the counts after the token at hand with the

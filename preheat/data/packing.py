@@ -16,8 +16,8 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from preheat.core import Examples
-from preheat.data.vision_inputs import Eye, Picture, PictureTable, mrope_positions
+from preheat.core import ExampleKind
+from preheat.data.vision_inputs import ImageProcessor, ImageRef, ImageTable, mrope_positions
 
 __all__ = ["IGNORED", "RowData", "Rows", "Tokens", "best_fit", "cut", "permutation"]
 
@@ -43,8 +43,8 @@ class RowData(NamedTuple):
     documents: tuple[int, ...]
     group: int = 1
     liked: tuple[int, ...] = ()
-    images: tuple[Picture, ...] = ()
-    eye: Eye | None = None
+    images: tuple[ImageRef, ...] = ()
+    eye: ImageProcessor | None = None
 
 
 def _mapped(file: Path, dtype: np.dtype[Any]) -> np.ndarray:
@@ -71,7 +71,7 @@ class Tokens:
     trained: np.ndarray | None = None
     labels: np.ndarray | None = None
     group: int = 1
-    images: PictureTable | None = None
+    images: ImageTable | None = None
     folder: Path | None = None
     side: str = ""
 
@@ -86,7 +86,7 @@ class Tokens:
             _mapped(marks, np.dtype(np.uint8)) if marks.exists() else None,
             np.load(labels) if labels.exists() else None,
             group,
-            PictureTable.open(folder, side),
+            ImageTable.open(folder, side),
             folder,
             side,
         )
@@ -97,15 +97,15 @@ class Tokens:
         return Tokens, (self.ids, self.ends, self.trained, self.labels, self.group, self.images)
 
     @functools.cached_property
-    def examples(self) -> Examples:
+    def examples(self) -> ExampleKind:
         """What a row of these holds."""
         if self.group == 2:
-            return Examples("pairs")
+            return ExampleKind("pairs")
         if self.labels is None or not len(self.labels):
-            return Examples()
+            return ExampleKind()
         if self.trained is not None and self.trained.any():
-            return Examples("liked")
-        return Examples("classes", int(self.labels.max()) + 1)
+            return ExampleKind("liked")
+        return ExampleKind("classes", int(self.labels.max()) + 1)
 
     def targets(self, starts: np.ndarray, stops: np.ndarray) -> np.ndarray:
         """How many labels there are of tokens[start:stop] each, spans in order that begin where a sequence does: its first token is no label."""
@@ -254,7 +254,7 @@ class Rows:
         tokens: np.ndarray = np.full(self.length, self.pad, np.int64)
         labels: np.ndarray = np.full(self.length, IGNORED, np.int64)
         sizes, at, kind = [], 0, self.tokens.examples.kind
-        liked, images, table = [], list[Picture](), self.tokens.images
+        liked, images, table = [], list[ImageRef](), self.tokens.images
         places: np.ndarray = np.empty((self.length, 3), np.int64)
         for n in self._order[self._bounds[index] : self._bounds[index + 1]]:
             start, size = int(self.tokens.ends[n - 1]) if n else 0, int(self._used[n])

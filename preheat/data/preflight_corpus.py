@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from preheat.data.chat.template import Message, Template, TrainOn
-from preheat.data.document import Document, Piece
+from preheat.data.document import Document, TextSpan
 from preheat.data.packing import Rows
 from preheat.data.preflight import Findings
 from preheat.data.sources import Source
@@ -27,15 +27,15 @@ from preheat.sanitize import quoted
 __all__ = [
     "cut_answers",
     "longer_than_a_row",
-    "look_at_prompts",
-    "look_at_template",
-    "look_at_tokens",
+    "check_prompts",
+    "check_template",
+    "check_tokens",
     "places_of",
     "refuse_longer",
 ]
 
 
-def look_at_template(sources: Sequence[Source], template: Template | None, found: Findings) -> None:
+def check_template(sources: Sequence[Source], template: Template | None, found: Findings) -> None:
     """What is wrong with a template in itself, where conversations are rendered with it."""
     if template is None or not any(source.layout.chat_template for source in sources):
         return
@@ -53,7 +53,7 @@ LONG = 100_000
 """Characters of a row that is left aside there: it would be tokenized twice more."""
 
 
-def look_at_prompts(sources: Sequence[Source], encoder: Encoder, found: Findings) -> None:
+def check_prompts(sources: Sequence[Source], encoder: Encoder, found: Findings) -> None:
     """Whether what the model reads before an answer is the same in training and when it is asked, token by token."""
     differs = False
     for source in sources:
@@ -89,7 +89,7 @@ class _Noting(Template):
     def of(cls, template: Template) -> _Noting:
         return cls(template.text, template.name, template.variables, template.special, template.with_tools)
 
-    def pieces(self, messages: Sequence[Message], tools: Any = None, train_on: TrainOn = "assistant") -> tuple[Piece, ...]:
+    def pieces(self, messages: Sequence[Message], tools: Any = None, train_on: TrainOn = "assistant") -> tuple[TextSpan, ...]:
         self.given.append((messages, tools, train_on))
         return super().pieces(messages, tools, train_on)
 
@@ -147,7 +147,7 @@ def _shared(one: Sequence[Any], other: Sequence[Any]) -> int:
     return next((n for n, pair in pairs if pair[0] != pair[1]), min(len(one), len(other)))
 
 
-def _first_trained(pieces: Sequence[Piece], start: int) -> int:
+def _first_trained(pieces: Sequence[TextSpan], start: int) -> int:
     """The first place from `start` on that is trained on; `start` where none is."""
     at = 0
     for piece in pieces:
@@ -174,7 +174,7 @@ def _unlike(encoder: Encoder, asked: Sequence[int], ids: Sequence[int]) -> str:
     return f"the tokens of its prompt end in {one} when it is asked for, and are {other} in training"
 
 
-def look_at_tokens(
+def check_tokens(
     values: Mapping[str, Any],
     found: Findings,
     encoder: Encoder,

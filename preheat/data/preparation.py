@@ -17,11 +17,11 @@ from preheat.data.chat.template import Template
 from preheat.data.packing import Rows, Tokens
 from preheat.data.preflight import Findings, Verdict, judge, merged, refuse_unknown
 from preheat.data.preflight_corpus import (
+    check_prompts,
+    check_template,
+    check_tokens,
     cut_answers,
     longer_than_a_row,
-    look_at_prompts,
-    look_at_template,
-    look_at_tokens,
     refuse_longer,
 )
 from preheat.data.rows.formats import Layout
@@ -30,7 +30,7 @@ from preheat.data.split import Split, chunks, content_hash
 from preheat.data.streaming import StreamRows, encode_all
 from preheat.data.tokenize_corpus import SIDES, Progress, Stream, streams_of, tokenize
 from preheat.data.tokenizer import Encoder, load_tokenizer, read_as_it_is, save_tokenizer, train_tokenizer
-from preheat.data.vision_inputs import Eye
+from preheat.data.vision_inputs import ImageProcessor
 from preheat.errors import DataError
 from preheat.hardware.link_rates import cache_folder
 from preheat.recipe import Data
@@ -38,7 +38,7 @@ from preheat.recipe import Data
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-__all__ = ["Prepared", "prepare"]
+__all__ = ["PreparedData", "prepare"]
 
 FORMAT = 4
 """Counted up when the tokens of equal documents, or the way they are stored, change: older entries are then not used."""
@@ -48,7 +48,7 @@ STREAM_LOOK = 1000
 
 
 @dataclass
-class Prepared:
+class PreparedData:
     """Data that is ready to train on.
 
     Attributes:
@@ -110,7 +110,7 @@ def prepare(
     knob: str = "data.source",
     vision: Vision | None = None,
     processor: Mapping[str, Any] | None = None,
-) -> Prepared:
+) -> PreparedData:
     """Reads, tokenizes, checks and packs what `data` names.
 
     Args:
@@ -152,7 +152,7 @@ def prepare(
             raise DataError("data.tokenizer: a model that reads images has tokens for them; use its own tokenizer")
         if data.streaming:
             raise DataError("data.streaming: is for text alone so far; set data.streaming: false for a model that reads images")
-        eye = Eye.of(vision, processor or {}, data.image_pixels, own)
+        eye = ImageProcessor.of(vision, processor or {}, data.image_pixels, own)
     sources = _open(data, own, eye, knob)
     notes += [f"{source.words}: not read: {source.left}" for source in sources if source.left]
     held = (
@@ -178,8 +178,8 @@ def prepare(
     encoder = Encoder(own)
     template = next((s.layout.template for s in sources if s.layout.template), None)
     ends, found = _ends(own, template), Findings()
-    look_at_template(sources, template, found)
-    look_at_prompts(sources, encoder, found)
+    check_template(sources, template, found)
+    check_prompts(sources, encoder, found)
     if template is not None and own.chat_template != template.text and not isinstance(own.chat_template, dict):
         own.chat_template = template.text  # so that the run's tokenizer asks as it was trained
 
@@ -202,7 +202,7 @@ def prepare(
         for side in SIDES
     )
     cut = {"train": cut_answers(train), "validation": cut_answers(validation)}
-    look_at_tokens(values, found, encoder, streams, sources, folder, cut["train"], embedding, length)
+    check_tokens(values, found, encoder, streams, sources, folder, cut["train"], embedding, length)
     verdict = judge(found.found, data.preflight, values["read"])
     if refuse or not values["documents"]["train"]:
         verdict.refuse()
@@ -225,10 +225,10 @@ def prepare(
     words = "; ".join(source.words for source in sources) + (f"; validation: {held.words}" if held else "")
     layout = sources[0].layout
     verdicts = {"told": [*notes, *verdict.told], "blocked": verdict.blocked}
-    return Prepared(own, train, validation, words, counts, fingerprint, layout, layout.classes, streams=streams, **verdicts)
+    return PreparedData(own, train, validation, words, counts, fingerprint, layout, layout.classes, streams=streams, **verdicts)
 
 
-def _open(data: Data, own: PreTrainedTokenizerFast | None, eye: Eye | None, knob: str) -> list[Source]:
+def _open(data: Data, own: PreTrainedTokenizerFast | None, eye: ImageProcessor | None, knob: str) -> list[Source]:
     """All sources, read alike where that decides what is trained."""
     sources = [open_source(part, tokenizer=own, weight=weight, eye=eye, knob=knob) for part, weight in data.parts()]
     first = sources[0].layout
@@ -335,7 +335,7 @@ def _stream(
     content: str,
     found: Findings,
     notes: list[str],
-) -> Prepared:
+) -> PreparedData:
     look = Counter[str]()
     for _ in split.apply(itertools.islice(source.read(), STREAM_LOOK), look, found):
         look["read"] += 1
@@ -349,7 +349,7 @@ def _stream(
     fingerprint = digest(FORMAT, content, encoder.key, length, packing, seed, data.limit)
     counts = {"validation": _counts(validation)}
     streams = streams_of([source], held, split)
-    return Prepared(
+    return PreparedData(
         *(own, train, validation, f"{source.words}, streamed", counts, fingerprint, source.layout, source.layout.classes),
         told=[*notes, *verdict.told],
         streams=streams,

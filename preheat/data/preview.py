@@ -9,16 +9,16 @@ import numpy as np
 
 from preheat.data.packing import IGNORED, Rows, permutation
 from preheat.data.preflight_corpus import places_of
-from preheat.data.preparation import Prepared
+from preheat.data.preparation import PreparedData
 from preheat.errors import DataError
 
-__all__ = ["look"]
+__all__ = ["preview"]
 
 BINS = 12
 _ORDERS = 100  # from so many times as long on bars are of equal ratios
 
 
-def look(prepared: Prepared, *, rows: int, seed: int) -> dict[str, Any]:
+def preview(prepared: PreparedData, *, rows: int, seed: int) -> dict[str, Any]:
     """What `preheat data` shows, as plain values.
 
     Args:
@@ -26,7 +26,7 @@ def look(prepared: Prepared, *, rows: int, seed: int) -> dict[str, Any]:
         seed: of the recipe; decides that order.
 
     Returns:
-        Keys of `Prepared.record`, and lengths, packing, blocked, and examples: [{row, documents: [{where, spans: [[text, trained,
+        Keys of `PreparedData.record`, and lengths, packing, blocked, and examples: [{row, documents: [{where, spans: [[text, trained,
         tokens]], tokens, trained, label}], padding}]; row: which of the packed sequences, where: the document's file and row.
 
     Raises:
@@ -51,10 +51,9 @@ def look(prepared: Prepared, *, rows: int, seed: int) -> dict[str, Any]:
 def _lengths(sizes: np.ndarray, length: int) -> dict[str, Any]:
     """Tokens of an example: in figures, and as bars of which the last holds all that is longer than a row by half."""
     top = min(int(sizes.max()), round(1.5 * length))
-    least = max(int(sizes.min()), 1)
+    least = min(max(int(sizes.min()), 1), top)
     spread = np.geomspace if top >= _ORDERS * least else np.linspace  # bars of equal width would hold nearly all in the first
-    edges = np.unique(spread(least, top, BINS + 1).round().astype(int))
-    edges[0] = int(sizes.min()) - 1
+    edges = np.unique(np.append(spread(least, top, BINS + 1)[1:].round().astype(int), min(int(sizes.min()), top) - 1))
     counts, _ = np.histogram(np.minimum(sizes, top), edges)
     return {
         "examples": len(sizes),
@@ -70,7 +69,7 @@ def _lengths(sizes: np.ndarray, length: int) -> dict[str, Any]:
     }
 
 
-def _wheres(prepared: Prepared, rows: Rows, order: list[int]) -> dict[int, str]:
+def _wheres(prepared: PreparedData, rows: Rows, order: list[int]) -> dict[int, str]:
     """Number of a document, for all in these sequences -> its file and row."""
     assert rows.tokens.folder is not None, "prepared data is stored"
     marks = np.load(rows.tokens.folder / f"{rows.tokens.side}-marks.npy")
@@ -80,7 +79,7 @@ def _wheres(prepared: Prepared, rows: Rows, order: list[int]) -> dict[int, str]:
     return {n: found[place] for n, place in zip(numbers, wanted, strict=True)}
 
 
-def _example(prepared: Prepared, rows: Rows, index: int, wheres: dict[int, str]) -> dict[str, Any]:
+def _example(prepared: PreparedData, rows: Rows, index: int, wheres: dict[int, str]) -> dict[str, Any]:
     row, numbers = rows.row(index), rows.contents(index)[0].tolist()
     documents, at = [], 0
     for number, size in zip(numbers, row.documents, strict=False):  # what is behind them is padding

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from preheat.core import Batch
     from preheat.data.packing import Rows
 
-__all__ = ["KeptRows", "content_of"]
+__all__ = ["RowCache", "content_of"]
 
 _MARK = 8
 
@@ -47,7 +47,7 @@ def content_of(rows: Rows) -> str:
     return digest.hexdigest()
 
 
-class KeptRows:
+class RowCache:
     """Arrays of one shape for each of many rows.
 
     Args:

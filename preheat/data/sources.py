@@ -19,7 +19,7 @@ from preheat.data.chat.template import special_tokens, template_for
 from preheat.data.document import Document
 from preheat.data.rows.file_readers import closest, columns_of, expanded, find_files, missing, read_file, shown
 from preheat.data.rows.formats import Layout, class_names, layout_of
-from preheat.data.vision_inputs import Eye
+from preheat.data.vision_inputs import ImageProcessor
 from preheat.errors import DataError, nearest
 from preheat.hardware.connectivity import hub_reachable
 from preheat.recipe import Data
@@ -97,7 +97,7 @@ def open_source(
     tokenizer: PreTrainedTokenizerFast | None = None,
     layout: Layout | None = None,
     weight: float = 1.0,
-    eye: Eye | None = None,
+    eye: ImageProcessor | None = None,
     knob: str = "",
 ) -> Source:
     """The source of training documents that `data` names, or with `validation` the one that `data.validation` names.
@@ -142,7 +142,7 @@ def open_source(
     )
 
 
-def _layout(data: Data, raw: _Raw, tokenizer: PreTrainedTokenizerFast | None, eye: Eye | None) -> Layout:
+def _layout(data: Data, raw: _Raw, tokenizer: PreTrainedTokenizerFast | None, eye: ImageProcessor | None) -> Layout:
     """The layout of rows that are seen for the first time."""
     where, first = next(raw.rows(None), (raw.words, None))
     names = raw.names or ([str(k) for k in first] if isinstance(first, Mapping) else [])

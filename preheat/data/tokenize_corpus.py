@@ -28,7 +28,7 @@ from preheat.data.preflight import Findings, merged
 from preheat.data.sources import Source
 from preheat.data.split import Side, Split, chunks, near_hash
 from preheat.data.tokenizer import Encoded, Encoder
-from preheat.data.vision_inputs import Eye, PictureTable
+from preheat.data.vision_inputs import ImageProcessor, ImageTable
 from preheat.errors import PreheatError
 from preheat.hardware.link_rates import make_private
 from preheat.run_dir import to_json, write_atomic
@@ -103,7 +103,7 @@ def tokenize(
     encoder: Encoder,
     ends: Sequence[int],
     say: Progress,
-    eye: Eye | None = None,
+    eye: ImageProcessor | None = None,
 ) -> dict[str, Any]:
     """Writes the tokens of both sides into `folder`, as `Tokens.open` reads them; gives what was counted.
 
@@ -278,7 +278,7 @@ def _times(weight: float, mark: str) -> int:
     return int(weight) + (int(mark[16:32], 16) / 2**64 < weight % 1)
 
 
-def _finish(folder: Path, work: Path, tally: _Tally, dtype: str, eye: Eye | None) -> dict[str, Any]:
+def _finish(folder: Path, work: Path, tally: _Tally, dtype: str, eye: ImageProcessor | None) -> dict[str, Any]:
     """The files as `Tokens.open` reads them, and the values of the entry."""
 
     def read(side: Side, kind: str, of: Any) -> np.ndarray:
@@ -294,7 +294,7 @@ def _finish(folder: Path, work: Path, tally: _Tally, dtype: str, eye: Eye | None
         if tally.masked:
             (work / f"{side}.trained").rename(folder / f"{side}.trained")
         if eye is not None:
-            PictureTable.write(folder, side, eye, (work / f"{side}.images").read_text(encoding="utf-8").splitlines())
+            ImageTable.write(folder, side, eye, (work / f"{side}.images").read_text(encoding="utf-8").splitlines())
         documents[side] = len(marks)
         seen = read(side, "seen", np.uint64)
         duplicates[side] = len(seen) - len(np.unique(seen))

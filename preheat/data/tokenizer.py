@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from preheat import remote_code
 from preheat.core.schema import TOKENIZER_FILES
-from preheat.data.document import END, PAD, Document, Piece
+from preheat.data.document import END, PAD, Document, TextSpan
 from preheat.data.rows.file_readers import expanded, kind_of, missing
 from preheat.data.sources import digest
 from preheat.errors import DataError, RecipeError, RunError
@@ -555,7 +555,7 @@ class Encoder:
         whole = self.backend.encode("".join(piece.text for piece in sequence), add_special_tokens=False)
         return self._finish(document, sequence, whole).tokens
 
-    def _finish(self, document: Document, sequence: tuple[Piece, ...], encoding: Any) -> Encoded:
+    def _finish(self, document: Document, sequence: tuple[TextSpan, ...], encoding: Any) -> Encoded:
         tokens: list[int] = encoding.ids
         begin, end = ([], []) if document.complete else (self.begin, [self.end])
         if len(sequence) == 1 and sequence[0].trained:
@@ -580,7 +580,7 @@ class Encoder:
         return cast("list[int]", self.backend.encode(text, add_special_tokens=False).ids)
 
 
-def _tokens_of(sequence: tuple[Piece, ...], encoding: Any) -> list[int] | None:
+def _tokens_of(sequence: tuple[TextSpan, ...], encoding: Any) -> list[int] | None:
     """How many tokens each piece has; None where a token stands in two of them."""
     counts, at, begun = [], 0, 0
     total = sum(len(piece.text) for piece in sequence)

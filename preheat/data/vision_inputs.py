@@ -23,10 +23,10 @@ from preheat.data.rows.file_readers import kind_of
 from preheat.errors import DataError
 from preheat.run_dir import to_json
 
-__all__ = ["Eye", "Picture", "PictureTable", "gathered", "mrope_positions", "seen"]
+__all__ = ["ImageProcessor", "ImageRef", "ImageTable", "gathered", "mrope_positions", "resolve_images"]
 
 
-class Picture(NamedTuple):
+class ImageRef(NamedTuple):
     """An image that stands in a document: its file, rows and columns of its patches."""
 
     path: str
@@ -39,7 +39,7 @@ class Picture(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Eye:
+class ImageProcessor:
     """How images become patches and tokens; cheap to send to another process.
 
     Attributes:
@@ -53,7 +53,7 @@ class Eye:
     marks: tuple[str, str, str]
 
     @classmethod
-    def of(cls, vision: Vision, processor: Mapping[str, Any], pixels: int, tokenizer: Any) -> Eye:
+    def of(cls, vision: Vision, processor: Mapping[str, Any], pixels: int, tokenizer: Any) -> ImageProcessor:
         """With at most so many pixels of an image.
 
         Raises:
@@ -80,22 +80,22 @@ class Eye:
         return asdict(self)
 
     @classmethod
-    def load(cls, values: Mapping[str, Any]) -> Eye:
+    def load(cls, values: Mapping[str, Any]) -> ImageProcessor:
         return cls(Vision(**values["vision"]), values["processor"], tuple(values["marks"]))
 
-    def text(self, picture: Picture) -> str:
+    def text(self, picture: ImageRef) -> str:
         """What stands for an image in the text that is tokenized."""
         piece, start, end = self.marks
         return f"{start}{piece * (picture.patches // self.vision.merge**2)}{end}"
 
-    def look(self, path: Path) -> Picture:
+    def look(self, path: Path) -> ImageRef:
         """An image's size in patches; the file is decoded, which finds what is broken in it.
 
         Raises:
             Unreadable: it is missing, corrupt, or of a size that is not read.
         """
         image = _decoded(path)
-        return Picture(str(path), *self._grid(image.height, image.width, path))
+        return ImageRef(str(path), *self._grid(image.height, image.width, path))
 
     def _grid(self, height: int, width: int, path: Path) -> tuple[int, int]:
         from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
@@ -110,7 +110,7 @@ class Eye:
             ) from None
         return height // self.vision.patch, width // self.vision.patch
 
-    def patches(self, picture: Picture) -> np.ndarray:
+    def patches(self, picture: ImageRef) -> np.ndarray:
         """[patches, values of a patch] fp32, as transformers' processor makes them.
 
         Raises:
@@ -133,9 +133,9 @@ class Eye:
         return Qwen2VLImageProcessorPil(**self.processor)
 
 
-def seen(
-    talk: Sequence[Mapping[str, Any]], files: Sequence[Any] | None, eye: Eye | None, folder: Path
-) -> tuple[list[Mapping[str, Any]], tuple[Picture, ...]]:
+def resolve_images(
+    talk: Sequence[Mapping[str, Any]], files: Sequence[Any] | None, eye: ImageProcessor | None, folder: Path
+) -> tuple[list[Mapping[str, Any]], tuple[ImageRef, ...]]:
     """A conversation with the text of its tokens in each image's place, and the images in order.
 
     Args:
@@ -163,7 +163,7 @@ def seen(
             "images",
             f"has {images} image{'s' * (images != 1)} and {places} place{'s' * (places != 1)} for one (<image>, or a part of type image)",
         )
-    left, made, pictures = list(files or ()), list[Mapping[str, Any]](), list[Picture]()
+    left, made, pictures = list(files or ()), list[Mapping[str, Any]](), list[ImageRef]()
     for n, (message, text, listed) in enumerate(zip(talk, texts, own, strict=True), 1):
         if mark := next((mark for mark in eye.marks if mark in text), None):
             raise Unreadable("images", f"message {n} holds {mark} in its text, which stands for an image; write <image> there")
@@ -206,7 +206,7 @@ def _decoded(path: Path) -> Any:
 
 
 @dataclass(frozen=True)
-class PictureTable:
+class ImageTable:
     """The images of stored documents.
 
     Attributes:
@@ -216,13 +216,13 @@ class PictureTable:
         paths: of the files.
     """
 
-    eye: Eye
+    eye: ImageProcessor
     of: np.ndarray
     grids: np.ndarray
     paths: Sequence[str]
 
     @classmethod
-    def write(cls, folder: Path, side: str, eye: Eye, lines: Sequence[str]) -> None:
+    def write(cls, folder: Path, side: str, eye: ImageProcessor, lines: Sequence[str]) -> None:
         """Stores the images of documents, a line of JSON each: [[path, rows, columns], ...]."""
         listed = [json.loads(line) for line in lines]
         found = [(n, *picture) for n, pictures in enumerate(listed) for picture in pictures]
@@ -230,17 +230,17 @@ class PictureTable:
         (folder / f"{side}-images.json").write_text(to_json({"eye": eye.dump(), "paths": [p for _, p, _, _ in found]}))
 
     @classmethod
-    def open(cls, folder: Path, side: str) -> PictureTable | None:
+    def open(cls, folder: Path, side: str) -> ImageTable | None:
         file = folder / f"{side}-images.json"
         if not file.exists():
             return None
         stored, table = json.loads(file.read_text(encoding="utf-8")), np.load(folder / f"{side}-images.npy")
-        return cls(Eye.load(stored["eye"]), table[:, 0], table[:, 1:], stored["paths"])
+        return cls(ImageProcessor.load(stored["eye"]), table[:, 0], table[:, 1:], stored["paths"])
 
-    def within(self, sequence: int) -> tuple[Picture, ...]:
+    def within(self, sequence: int) -> tuple[ImageRef, ...]:
         """The images of a sequence, in order."""
         first, last = (int(np.searchsorted(self.of, n)) for n in (sequence, sequence + 1))
-        return tuple(Picture(self.paths[n], *map(int, self.grids[n])) for n in range(first, last))
+        return tuple(ImageRef(self.paths[n], *map(int, self.grids[n])) for n in range(first, last))
 
     def tokens(self) -> np.ndarray:
         """[images] tokens of each."""
@@ -261,7 +261,7 @@ class PictureTable:
         return (used if ends[whole] == inside else int(pieces[ends[whole]])), whole
 
 
-def mrope_positions(tokens: np.ndarray, pictures: Sequence[Picture], vision: Vision) -> np.ndarray:
+def mrope_positions(tokens: np.ndarray, pictures: Sequence[ImageRef], vision: Vision) -> np.ndarray:
     """Positions of a document along time, height and width, [tokens, 3]: text counts on along all three at once, an image stands at one time.
 
     What follows an image counts on from its longer side. Source: Wang et al. 2024, "Qwen2-VL" (arXiv:2409.12191), section 2.1.
@@ -291,7 +291,7 @@ def mrope_positions(tokens: np.ndarray, pictures: Sequence[Picture], vision: Vis
     return made
 
 
-def gathered(eye: Eye, pictures: Sequence[Picture], tokens: Any) -> Images:
+def gathered(eye: ImageProcessor, pictures: Sequence[ImageRef], tokens: Any) -> Images:
     """The images of a micro-batch, read from their files; where there are none a blank one, which has no place.
 
     Args:

@@ -13,7 +13,7 @@ from typing import Any
 from preheat.core import Build
 from preheat.engine import checkpoint
 from preheat.errors import PreheatError
-from preheat.hardware.cpu_allocator import give_back
+from preheat.hardware.cpu_allocator import release_unused
 
 __all__ = ["Saved", "Saving", "room"]
 
@@ -65,7 +65,7 @@ class Saving:
         self._group: Any = None
         self._writer: ThreadPoolExecutor | None = None
         self._begun: tuple[Future[tuple[Path, float]], int, float, float] | None = None
-        if not checkpoint.beside_steps(build.recipe, build.device):
+        if not checkpoint.is_async(build.recipe, build.device):
             return
         self._writer = ThreadPoolExecutor(1, "checkpoint")
         # For the whole process, since a thread cannot do so for itself alone: see checkpoint.save.
@@ -89,17 +89,17 @@ class Saving:
         found = self.wait()
         if last or self._writer is None:
             # The host's memory, whatever the device: files are put together in place of what steps alone need, not beside it.
-            give_back("cpu")
+            release_unused("cpu")
             path = checkpoint.save(self.build, progress, self.folder, keep=self.keep, apart=self.apart)
             seconds, self.at = time.perf_counter() - start, progress.step
             return [*found, Saved(progress.step, path, seconds, seconds)]
-        taken = checkpoint.take(self.build, progress, copied=True)
+        taken = checkpoint.snapshot(self.build, progress, copied=True)
         future = self._writer.submit(self._write, taken)
         self._begun = (future, progress.step, start, time.perf_counter() - start)
         self.at = progress.step
         return found
 
-    def _write(self, taken: checkpoint.Taken) -> tuple[Path, float]:
+    def _write(self, taken: checkpoint.Snapshot) -> tuple[Path, float]:
         path = checkpoint.write(self.build, taken, self.folder, keep=self.keep, group=self._group)
         return path, time.perf_counter()
 

@@ -25,11 +25,11 @@ from preheat.core import (
     Technique,
     TechniqueError,
     conflicts_of,
-    on_one_device,
+    single_device,
     sizes_of,
 )
 from preheat.engine.moe_aux_loss import balance, scores
-from preheat.engine.step import plain_slots
+from preheat.engine.step import install_defaults
 from preheat.engine.transfer import Transfer
 from preheat.errors import RecipeError
 from preheat.models import configs, encoder_decoder, hf, presets, size_dial
@@ -59,7 +59,7 @@ def alone(recipe: Recipe) -> Recipe:
         >>> dict(alone(parse("stop: {steps: 1}\ntechniques: {fsdp: {}}")).techniques)
         {}
     """
-    return replace(recipe, techniques=on_one_device(recipe.techniques), parallel=Parallel())
+    return replace(recipe, techniques=single_device(recipe.techniques), parallel=Parallel())
 
 
 def techniques_of(recipe: Recipe) -> list[Technique]:
@@ -151,7 +151,7 @@ def build(
         made.changes["dropout"] = [
             Change(f"dropout is off, where the model's configuration has {keys}: trained without", len(off))
         ]
-    plain_slots(made)
+    install_defaults(made)
     balance(made, config.get_text_config())
     if (
         context.model.encoder

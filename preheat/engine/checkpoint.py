@@ -28,7 +28,7 @@ from typing import Any
 
 from preheat.core import Build, Device
 from preheat.errors import RunError
-from preheat.hardware.oom import is_exhaustion, require_room
+from preheat.hardware.oom import is_oom, require_room
 from preheat.models.moe import biases
 from preheat.recipe import Recipe
 from preheat.run_dir import parse_json, to_json
@@ -39,9 +39,9 @@ FORMAT = 3
 
 __all__ = [
     "Progress",
-    "Taken",
-    "beside_steps",
-    "everywhere",
+    "Snapshot",
+    "is_async",
+    "all_gather_object",
     "find",
     "host_generators",
     "load",
@@ -51,7 +51,7 @@ __all__ = [
     "restore_torch_generators",
     "save",
     "step_of",
-    "take",
+    "snapshot",
     "torch_generators",
     "write",
 ]
@@ -123,7 +123,7 @@ def _files(sizes: dict[str, int], *, apart: bool = False) -> dict[str, int]:
     return numbers
 
 
-def everywhere(build: Build, value: Any, group: Any = None) -> list[Any]:
+def all_gather_object(build: Build, value: Any, group: Any = None) -> list[Any]:
     """What every process of the run gives here, by rank. All must call it.
 
     Args:
@@ -195,14 +195,14 @@ def _one_process() -> Iterator[None]:
         yield
 
 
-def beside_steps(recipe: Recipe, device: Device) -> bool:
+def is_async(recipe: Recipe, device: Device) -> bool:
     """Whether checkpoints are written while steps go on."""
     kept = recipe.checkpoint
     return bool(kept.every) and (device.kind != "cpu" if kept.asynchronous is None else kept.asynchronous)
 
 
 @dataclass
-class Taken:
+class Snapshot:
     """What a checkpoint writes, as it stood at a step."""
 
     step: int
@@ -213,7 +213,7 @@ class Taken:
     run: str = ""
 
 
-def take(build: Build, progress: Progress, *, copied: bool) -> Taken:
+def snapshot(build: Build, progress: Progress, *, copied: bool) -> Snapshot:
     """What a checkpoint writes.
 
     Args:
@@ -235,7 +235,7 @@ def take(build: Build, progress: Progress, *, copied: bool) -> Taken:
         "kernels": {name: [c.kernel for c in changes] for name, changes in build.changes.items()},
     }
     # Not `to_json`: what a resumed run reads back must be what it was, so a value that is not finite is a fault of ours.
-    return Taken(progress.step, tensors, json.dumps(state, allow_nan=False), host_generators(), progress.run)
+    return Snapshot(progress.step, tensors, json.dumps(state, allow_nan=False), host_generators(), progress.run)
 
 
 def save(build: Build, progress: Progress, folder: Path, *, keep: int, apart: bool = False) -> Path:
@@ -249,10 +249,10 @@ def save(build: Build, progress: Progress, folder: Path, *, keep: int, apart: bo
         MemoryError: there is no memory to write it with; the same holds.
     """
     with _one_process():
-        return write(build, take(build, progress, copied=False), folder, keep=keep, apart=apart)
+        return write(build, snapshot(build, progress, copied=False), folder, keep=keep, apart=apart)
 
 
-def write(build: Build, taken: Taken, folder: Path, *, keep: int, apart: bool = False, group: Any = None) -> Path:
+def write(build: Build, taken: Snapshot, folder: Path, *, keep: int, apart: bool = False, group: Any = None) -> Path:
     """Writes what was taken as `folder/step-N`; arguments and errors as of `save`. Reads nothing of the build that steps change.
 
     Args:
@@ -269,17 +269,17 @@ def write(build: Build, taken: Taken, folder: Path, *, keep: int, apart: bool = 
             beside.mkdir(parents=True)
         # Every process knows of all tensors, also of those that stand on others alone (and waits here for the folder).
         own = {name: t.nbytes for name, t in taken.tensors.items()}
-        sizes = {name: bytes for part in everywhere(build, own, group) for name, bytes in part.items()}
+        sizes = {name: bytes for part in all_gather_object(build, own, group) for name, bytes in part.items()}
         numbers = _files(sizes, apart=apart)
         require_room(_COPIES * max(sum(n for name, n in own.items() if numbers[name] == file) for file in numbers.values()))
         writer = dcp.HuggingFaceStorageWriter(str(beside), fqn_to_index_mapping=numbers, save_distributed=many)
         dcp.save(taken.tensors, storage_writer=writer, process_group=group, no_dist=not many)
-        generators = everywhere(build, taken.generators, group)
+        generators = all_gather_object(build, taken.generators, group)
         mine = beside.glob(f"shard-{build.mesh.rank + 1:05d}-*" if many else "*")
         files = {p.name: {"bytes": p.stat().st_size, "sha256": _sha256(p)} for p in sorted(mine) if p.is_file()}
         for name in files:
             _sync(beside / name)
-        manifest = {name: entry for part in everywhere(build, files, group) for name, entry in part.items()}
+        manifest = {name: entry for part in all_gather_object(build, files, group) for name, entry in part.items()}
         if lead:
             file = beside / "state.json"
             file.write_text(json.dumps({**json.loads(taken.state), "generators": generators}, allow_nan=False))
@@ -291,10 +291,10 @@ def write(build: Build, taken: Taken, folder: Path, *, keep: int, apart: bool = 
                 _make_way(final, taken.run)
             beside.rename(final)
             _sync(folder)
-        everywhere(build, None, group)  # nobody goes on before it stands
+        all_gather_object(build, None, group)  # nobody goes on before it stands
     except (OSError, RuntimeError, MemoryError, dcp.CheckpointException) as error:  # type: ignore[attr-defined]
         shutil.rmtree(beside, ignore_errors=True)
-        if is_exhaustion(error):
+        if is_oom(error):
             raise MemoryError(f"{final}: no memory to write it with: {str(error).splitlines()[-1]}") from None
         if not isinstance(error, OSError) and "No space left" not in str(error) and "write" not in str(error).lower():
             raise
@@ -530,7 +530,7 @@ def _reading(path: Path) -> Iterator[None]:
             yield
     except dcp.CheckpointException as error:  # type: ignore[attr-defined]
         words = str(error).splitlines()[-1]
-        if is_exhaustion(error):
+        if is_oom(error):
             raise MemoryError(f"{path}: no memory to read it with: {words}") from None
         raise RunError(f"{path}: cannot be read ({shorten(words, 200)}); it does not hold what this model needs") from None
 

@@ -15,14 +15,14 @@ from preheat.core import DATA, Axis, Batch, Build, LossSum, Slot
 from preheat.engine.step import add_up, flattened, forward, transform, unflattened
 from preheat.models import hf
 
-__all__ = ["Measured", "evaluate", "likeliest", "measure", "parts", "reading", "summed", "token_scores"]
+__all__ = ["Measured", "evaluate", "likeliest", "measure", "parts", "eval_mode", "summed", "token_scores"]
 
 LOGITS = 2**24
 """Logits made at once where single tokens are scored (64 MiB in fp32): what a dry run saw of an evaluation is not exceeded."""
 
 
 @contextmanager
-def reading(build: Build) -> Iterator[None]:
+def eval_mode(build: Build) -> Iterator[None]:
     """The build's parts as they are when they only read: no dropout, no gradients."""
     modes = [part.training for part in build.trained]
     for part in build.trained:
@@ -43,7 +43,7 @@ def parts(build: Build, batches: Iterable[Batch]) -> Iterator[LossSum]:
     many, mine = build.mesh.size(*DATA), build.mesh.index(*DATA)
     for group in _groups(batches, many):
         batch = group[min(mine, len(group) - 1)]  # at the end some go over a batch again: all must take part in what is sent
-        with reading(build):
+        with eval_mode(build):
             loss = forward(build, transform(build, batch))
         found = flattened(loss.total, loss.metrics)
         if build.mesh.world > 1:
@@ -131,7 +131,7 @@ def _of_logits(
     part = build.trained[0]
     rows, length = batch.tokens.shape
     # Labels stay beside their tokens wherever a row is cut: with places in their stead each device knows which it has.
-    with reading(build):
+    with eval_mode(build):
         mine = transform(build, replace(batch, labels=torch.arange(rows * length).view(rows, length)))
     held = mine.labels.flatten().cpu()
     at = torch.full((rows * length,), -1)
@@ -154,7 +154,7 @@ def _of_logits(
                     table[some.to(table.device)] = judge(some, hf.logits(part, states)).double()
             return table
 
-    with reading(build):
+    with eval_mode(build):
         table: Tensor = build.slot(Slot.FORWARD)(part, run)
     if build.mesh.size(Axis.CONTEXT) > 1:
         table = build.mesh.add(table, Axis.CONTEXT)

@@ -62,7 +62,7 @@ class _Balance:
         self.coefficient = moe.coefficient(config)
         self.chosen = moe.sizes_of(config)[1]
         moe.compute_by(build.trained[0], functools.partial(compute_experts, stepped=build.device.kind == "cpu"))
-        self.ledger = moe.own_routers(build.trained[0])
+        self.ledger = moe.record_routers(build.trained[0])
         self.weight: Any = None  # of the global batch; None between batches
         self.counts: Tensor | None = None  # of the global batch, where there was a first pass
 

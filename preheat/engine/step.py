@@ -22,7 +22,17 @@ from preheat.ops.distributed.dtensor_utils import by_dtype, local, total_norm
 from preheat.ops.gradient_accumulation import accumulate
 from preheat.ops.losses.cross_entropy import CrossEntropy, Softcapped, whole_logits
 
-__all__ = ["add_up", "forward", "flattened", "gradients", "numbers", "plain_slots", "transform", "unflattened", "update"]
+__all__ = [
+    "add_up",
+    "forward",
+    "flattened",
+    "gradients",
+    "read_step_stats",
+    "install_defaults",
+    "transform",
+    "unflattened",
+    "update",
+]
 
 
 def transform(build: Build, batch: Batch) -> Batch:
@@ -118,7 +128,7 @@ class Numbers(NamedTuple):
     flags: tuple[bool, ...]
 
 
-def numbers(build: Build, loss: LossSum, more: Tensor, flags: Sequence[bool]) -> Numbers:
+def read_step_stats(build: Build, loss: LossSum, more: Tensor, flags: Sequence[bool]) -> Numbers:
     """Reads a step's numbers back from the device: the one read of a step, and over several devices the one collective for them.
 
     Args:
@@ -249,7 +259,7 @@ def _optimizer(build: Build) -> Callable[..., Any]:
     return make
 
 
-def plain_slots(build: Build) -> None:
+def install_defaults(build: Build) -> None:
     """Puts the plain form into every slot."""
     plain: dict[Slot, Callable[..., Any]] = {
         Slot.FORWARD: lambda part, run: run(),

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from preheat.core import Batch
 from preheat.hardware.transfers import to_device
-from preheat.ops.memory.host_transfer import Copy, Link, link_for
+from preheat.ops.memory.host_transfer import Copy, HostCopy, link_for
 
 __all__ = ["Transfer"]
 
@@ -35,7 +35,7 @@ class Transfer:
         link: what copies.
     """
 
-    def __init__(self, device: torch.device, link: Link | None = None):
+    def __init__(self, device: torch.device, link: HostCopy | None = None):
         self.device, self.link = device, link or link_for(device)
         self._begun: _Begun | None = None
 

@@ -24,7 +24,7 @@ from preheat.data.sources import digest
 from preheat.engine.evaluate import token_scores
 from preheat.errors import DataError, RecipeError
 from preheat.evaluation import bootstrap
-from preheat.evaluation.needle import Asked, pairs_asked, phrase_asked, word_pieces
+from preheat.evaluation.needle import RetrievalQuestion, pairs_asked, phrase_asked, word_pieces
 from preheat.evaluation.results import Part, Result
 from preheat.evaluation.scoring import CLASSES, Reader, Scorer, batch_of
 from preheat.evaluation.tasks import LengthTask
@@ -49,7 +49,7 @@ class Questions:
 
     task: LengthTask
     places: tuple[dict[str, float], ...]
-    asked: tuple[tuple[Asked, ...], ...]
+    asked: tuple[tuple[RetrievalQuestion, ...], ...]
     longest: int
 
 
@@ -79,7 +79,7 @@ def questions_of(
     begin: list[int] = reader.encoder.begin
     if task.kind == "continuation" and not begin:
         begin = [reader.encoder.end]  # something must be read before the first token can be scored
-    places, asked = list[dict[str, float]](), list[tuple[Asked, ...]]()
+    places, asked = list[dict[str, float]](), list[tuple[RetrievalQuestion, ...]]()
     pieces = word_pieces(reader.tokenizer) if task.kind in ("needle", "recall") else []
     for length in lengths:
         passages = _passages(task, text, length - len(begin), each) if text is not None else []
@@ -92,7 +92,7 @@ def questions_of(
                 elif task.kind == "needle":
                     cell = [phrase_asked(p, pieces, depth, generator, needles=task.needles, begin=begin) for p in passages]
                 else:
-                    cell = [Asked([*begin, *p], []) for p in passages]
+                    cell = [RetrievalQuestion([*begin, *p], []) for p in passages]
             except ValueError as error:
                 raise RecipeError(f"task {task.name}: lengths: {error}") from None
             if task.kind != "continuation":
@@ -103,7 +103,9 @@ def questions_of(
             for share in SHARES.values():
                 read = round((length - last - len(begin)) * share)
                 places.append({"length": length, "share": share})
-                asked.append(tuple(Asked([*begin, *q.context[-last - read : -last]], q.context[-last:]) for q in cell))
+                asked.append(
+                    tuple(RetrievalQuestion([*begin, *q.context[-last - read : -last]], q.context[-last:]) for q in cell)
+                )
     return Questions(task, tuple(places), tuple(asked), max(lengths))
 
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-__all__ = ["Asked", "pairs_asked", "phrase_asked", "word_pieces"]
+__all__ = ["RetrievalQuestion", "pairs_asked", "phrase_asked", "word_pieces"]
 
 CUE, HIDDEN = 4, 2
 """Pieces of a needle that are shown again at the end, and those that must then follow."""
@@ -15,7 +15,7 @@ FEWEST = 64
 """Pieces that are words; with fewer, all that are not special are taken."""
 
 
-class Asked(NamedTuple):
+class RetrievalQuestion(NamedTuple):
     """One question in tokens.
 
     Attributes:
@@ -42,7 +42,7 @@ def word_pieces(tokenizer: Any) -> list[int]:
 
 def pairs_asked(
     pieces: Sequence[int], length: int, depth: float, generator: np.random.Generator, begin: Sequence[int] = ()
-) -> Asked:
+) -> RetrievalQuestion:
     """A list of pairs, key and value, as long as there is room; then a key again, whose value is asked.
 
     Every second piece is for keys, the others are for values. Where there are too few for so many keys, a key is several of them.
@@ -76,7 +76,7 @@ def pairs_asked(
     value = values[generator.integers(len(values), size=count)]
     told = np.concatenate([key, value[:, None]], axis=1).ravel()
     asked = round(depth * (count - 1))
-    return Asked([*begin, *told.tolist(), *key[asked].tolist()], [int(value[asked])])
+    return RetrievalQuestion([*begin, *told.tolist(), *key[asked].tolist()], [int(value[asked])])
 
 
 def phrase_asked(
@@ -87,7 +87,7 @@ def phrase_asked(
     *,
     needles: int = 1,
     begin: Sequence[int] = (),
-) -> Asked:
+) -> RetrievalQuestion:
     """Phrases of random words hidden in a text; the beginning of one stands again at the end, and its last words are asked.
 
     Args:
@@ -117,4 +117,4 @@ def phrase_asked(
         start = at
     text += hay[start:room]
     asked = words[0].tolist()
-    return Asked([*map(int, text), *asked[:CUE]], asked[CUE:])
+    return RetrievalQuestion([*map(int, text), *asked[:CUE]], asked[CUE:])

@@ -25,16 +25,16 @@ from preheat.recipe import Recipe
 from preheat.run_dir import Writer
 from preheat.sanitize import shorten
 
-__all__ = ["Probes", "differences"]
+__all__ = ["RunEvaluator", "differences"]
 
 BEFORE, SUMMARY = "before.json", "evaluation.json"
 
 
-class Probes:
+class RunEvaluator:
     """Read before a run begins, so that what is wrong with them stops it there.
 
     Args:
-        data: the run's (preheat.data.Prepared).
+        data: the run's (preheat.data.PreparedData).
 
     Raises:
         RecipeError, DataError: no such task or text, or its rows are wrong.

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from preheat.core import Device
 from preheat.errors import RunError
 from preheat.hardware.child_processes import ended_by, tethered
-from preheat.hardware.cpu_allocator import keep_heap
+from preheat.hardware.cpu_allocator import install_heap
 from preheat.hardware.rates import AttentionRate, Layout, MatrixRate, MovedRate, Rates, load
 from preheat.hardware.tf32 import allow_tf32, has_tf32
 from preheat.hardware.timing import OtherProcesses, Random, Stopwatch, threads_of
@@ -441,7 +441,7 @@ def _measure_apart(device: Device, threads: int, progress: Progress | None, grid
 
 
 def _child() -> None:
-    keep_heap()  # as a run does
+    install_heap()  # as a run does
     task: dict[str, Any] = json.loads(sys.argv[1])
 
     def tell(what: str, done: float) -> None:

@@ -18,7 +18,7 @@ from pathlib import Path
 from preheat.errors import RunError
 from preheat.hardware.cpp_build import NO_COMPILER, compiler, is_built, library
 
-__all__ = ["give_back", "keep_heap", "out_of_reach"]
+__all__ = ["release_unused", "install_heap", "unavailable_reason"]
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 _NO_GLIBC = "the heap of preheat is for Linux with glibc"
@@ -26,7 +26,7 @@ _SOURCE = Path(__file__).with_name("cpu_allocator.cpp")
 
 
 @functools.cache
-def keep_heap() -> str | None:
+def install_heap() -> str | None:
     """Gives back what is free now, and has CPU tensors live in our heap from here on; glibc keeps the rest of what is freed.
 
     A run's high-water mark stays what it was. Tensors made before stay where they are. For the rest of the process; a second call does nothing.
@@ -50,14 +50,14 @@ def keep_heap() -> str | None:
     return None
 
 
-def out_of_reach() -> str | None:
-    """Why `keep_heap` would not serve here, as far as can be told without torch and without building anything; None where nothing is in its way."""
+def unavailable_reason() -> str | None:
+    """Why `install_heap` would not serve here, as far as can be told without torch and without building anything; None where nothing is in its way."""
     if not _is_glibc():
         return _NO_GLIBC
     return None if is_built(_SOURCE) or compiler() else NO_COMPILER
 
 
-def give_back(kind: str) -> bool:
+def release_unused(kind: str) -> bool:
     """Gives what this process holds but does not use back to the system; `kind` is cpu or cuda. False with another C library than glibc.
 
     For when the shapes of tensors change: what is free lies in holes that the new ones do not fit into.

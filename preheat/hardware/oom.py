@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 from preheat.hardware.probe import claimed_bytes, resident_bytes, system_memory
 
-__all__ = ["asked_bytes", "failing_in_time", "held_bytes", "is_exhaustion", "require_room"]
+__all__ = ["asked_bytes", "memory_limit", "held_bytes", "is_oom", "require_room"]
 
 # What says so in a RuntimeError, which torch.OutOfMemoryError, torch.AcceleratorError and torch.distributed.DistBackendError are too.
 _WORDS = re.compile(
@@ -39,7 +39,7 @@ _KEPT = (
 )
 
 
-def is_exhaustion(error: BaseException) -> bool:
+def is_oom(error: BaseException) -> bool:
     """Whether an exception says that memory could not be had.
 
     Example:
@@ -87,7 +87,7 @@ def require_room(size: int) -> None:
 
 
 @contextmanager
-def failing_in_time(processes: int = 1) -> Iterator[None]:
+def memory_limit(processes: int = 1) -> Iterator[None]:
     """Within, an allocation fails where the machine or the control group would soon kill the process: a failure can be undone.
 
     The process's own limit of private data (RLIMIT_DATA, Linux) is set to what it has plus 95 % of what is left, and put back on leaving.

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 
 from preheat.errors import RecipeError
 from preheat.inference.text_generation import prompt_tokens
-from preheat.models.generation.generate import Kept, Written
+from preheat.models.generation.generate import PrefixCache, Written
 from preheat.recipe import Sample
 
 if TYPE_CHECKING:
     from preheat.data.chat.template import Template
-    from preheat.inference.load import Opened
+    from preheat.inference.load import LoadedModel
 
 __all__ = ["Answer", "Conversation"]
 
@@ -52,7 +52,7 @@ class Conversation:
 
     def __init__(
         self,
-        opened: Opened,
+        opened: LoadedModel,
         template: Template,
         settings: Sample | None = None,
         *,
@@ -62,7 +62,7 @@ class Conversation:
         self.opened, self.template, self.settings = opened, template, settings or Sample(tokens=256)
         self.system, self.seed = system, seed
         self.turns: list[dict[str, str]] = []
-        self._kept, self._asked = Kept(), 0
+        self._kept, self._asked = PrefixCache(), 0
 
     @property
     def messages(self) -> list[dict[str, str]]:

@@ -21,11 +21,11 @@ from preheat.models.weights import WeightSource
 from preheat.recipe import Model, Recipe, Sample, Stop
 from preheat.run_dir import Reader
 
-__all__ = ["Opened", "open_draft", "open_model", "require_model"]
+__all__ = ["LoadedModel", "load_draft_model", "load_model", "require_model"]
 
 
 @dataclass
-class Opened:
+class LoadedModel:
     recipe: Recipe
     build: Build
     tokenizer: Any
@@ -50,18 +50,18 @@ class Opened:
         """
         path = settings.draft if settings is not None else None
         if path is not None and path not in self._drafts:
-            self._drafts[path] = open_draft(path, self.tokenizer)
+            self._drafts[path] = load_draft_model(path, self.tokenizer)
         return write_texts(self.build, self.tokenizer, prompts, settings, draft=self._drafts.get(path or ""), **how)
 
 
-def open_model(
+def load_model(
     path: str | Path,
     *,
     base: str | None = None,
     step: int | None = None,
     at_start: bool = False,
     trust_remote_code: bool = False,
-) -> Opened:
+) -> LoadedModel:
     """Builds a run's model with a whole checkpoint, the model of a Hugging Face folder (compressed ones too), or an adapter of peft's on its base.
 
     Args:
@@ -79,7 +79,7 @@ def open_model(
         return _open(Path(path), base, step, at_start)
 
 
-def _open(path: Path, base: str | None, step: int | None, at_start: bool) -> Opened:
+def _open(path: Path, base: str | None, step: int | None, at_start: bool) -> LoadedModel:
     own = checkpoint.step_of(path.name)
     if own is not None and (path.parent.parent / "recipe.yaml").is_file():
         if step not in (None, own):
@@ -99,7 +99,7 @@ def _open(path: Path, base: str | None, step: int | None, at_start: bool) -> Ope
     return _folder(str(path), str(path))
 
 
-def open_draft(path: str, tokenizer: Any) -> Any:
+def load_draft_model(path: str, tokenizer: Any) -> Any:
     """The model that proposes tokens for another one, whose tokenizer is given.
 
     Raises:
@@ -109,7 +109,7 @@ def open_draft(path: str, tokenizer: Any) -> Any:
     from preheat.models.generation.generate import patterned
 
     try:
-        found = open_model(path)
+        found = load_model(path)
     except RunError as error:
         raise RunError(f"sample.draft: {error}") from None
     ours, theirs = tokenizer.get_vocab(), found.tokenizer.get_vocab()
@@ -130,7 +130,7 @@ def open_draft(path: str, tokenizer: Any) -> Any:
 
 
 def require_model(path: str | Path) -> None:
-    """Raises RunError where there is nothing that `open_model` opens."""
+    """Raises RunError where there is nothing that `load_model` opens."""
     place = Path(path)
     run = place.parent.parent if checkpoint.step_of(place.name) is not None else place
     if not any(file.is_file() for file in (run / "recipe.yaml", place / "config.json", place / "adapter_config.json")):
@@ -139,7 +139,7 @@ def require_model(path: str | Path) -> None:
         )
 
 
-def _at_start(path: Path, base: str | None) -> Opened:
+def _at_start(path: Path, base: str | None) -> LoadedModel:
     from preheat.data.tokenizer import load_tokenizer
 
     run = Reader(path)
@@ -150,7 +150,7 @@ def _at_start(path: Path, base: str | None) -> Opened:
     device, _ = resolve_device(recipe)
     recipe = replace(recipe, techniques={name: t.read_on(device) for name, t in recipe.techniques.items()})
     made = build(recipe, vocabulary=len(tokenizer), device=device)
-    return Opened(recipe, made, tokenizer, 0, str(path / "tokenizer"), classes=classes)
+    return LoadedModel(recipe, made, tokenizer, 0, str(path / "tokenizer"), classes=classes)
 
 
 def _on_base(run: Reader, base: str | None, progress: checkpoint.Progress | None) -> Recipe:
@@ -186,7 +186,7 @@ def _on_base(run: Reader, base: str | None, progress: checkpoint.Progress | None
     raise RunError(f"{path}: its base model {named}: no such folder; name where it is now with --base")
 
 
-def _run(path: Path, step: int | None, base: str | None) -> Opened:
+def _run(path: Path, step: int | None, base: str | None) -> LoadedModel:
     from preheat.data.tokenizer import load_tokenizer
 
     run = Reader(path)
@@ -215,10 +215,10 @@ def _run(path: Path, step: int | None, base: str | None) -> Opened:
     checkpoint.load_weights(made, found)
     template = told.get("template") if told.get("chat") else None
     classes = tuple(told.get("classes") or ())
-    return Opened(recipe, made, tokenizer, progress.step, str(path / "tokenizer"), template=template, classes=classes)
+    return LoadedModel(recipe, made, tokenizer, progress.step, str(path / "tokenizer"), template=template, classes=classes)
 
 
-def _folder(model: str, tokenizer_folder: str) -> Opened:
+def _folder(model: str, tokenizer_folder: str) -> LoadedModel:
     from preheat.data.tokenizer import load_tokenizer
     from preheat.models.hf import configure, facts
 
@@ -228,10 +228,10 @@ def _folder(model: str, tokenizer_folder: str) -> Opened:
     recipe = replace(recipe, batch=replace(recipe.batch, size=8, length=min(512, positions or 512)))
     device, _ = resolve_device(recipe)
     made = build(recipe, vocabulary=len(tokenizer), device=device, reading=True)
-    return Opened(recipe, made, tokenizer, None, tokenizer_folder)
+    return LoadedModel(recipe, made, tokenizer, None, tokenizer_folder)
 
 
-def _adapter(path: Path, base: str | None) -> Opened:
+def _adapter(path: Path, base: str | None) -> LoadedModel:
     from preheat.ops.adapters.peft_io import put_in, read_folder
     from preheat.ops.quantization.nf4 import pack_
     from preheat.ops.quantization.serialization import is_compressed

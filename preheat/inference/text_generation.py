@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from preheat.data.chat.builtin_templates import SUGGESTIONS
 from preheat.errors import DataError, RecipeError
 from preheat.model_folder import beginning
-from preheat.models.generation.generate import Kept, Timed, Written, generate, stop_tokens
+from preheat.models.generation.generate import PrefixCache, Timed, Written, generate, stop_tokens
 from preheat.recipe import Sample
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def write_texts(
     seed: int = 0,
     batch: int = 8,
     on_text: Callable[[int, str | None], None] | None = None,
-    kept: Kept | None = None,
+    kept: PrefixCache | None = None,
     draft: PreTrainedModel | None = None,
     timed: Timed | None = None,
 ) -> list[Written]:
@@ -82,7 +82,7 @@ def write_texts(
     Args:
         settings: how many tokens, and how they are drawn; the likeliest, at most 64, when not given.
         template: lays out chats; a text is then the user's message of one.
-        draft: the model that `settings.draft` names (`load.open_draft`).
+        draft: the model that `settings.draft` names (`load.load_draft_model`).
         seed, batch, on_text, kept, timed: see `preheat.models.generation.generate.generate`.
 
     Raises:

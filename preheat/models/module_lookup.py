@@ -81,9 +81,9 @@ def anatomy(model: PreTrainedModel) -> Anatomy:
     layers = max(stacks, key=lambda stack: sum(p.numel() for p in stack.parameters()))
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     if whole(model) is not model:
-        from preheat.models.conversions.modules import Elsewhere
+        from preheat.models.conversions.modules import Passthrough
 
-        layers = nn.ModuleList(layer for layer in layers if not isinstance(layer, Elsewhere))
+        layers = nn.ModuleList(layer for layer in layers if not isinstance(layer, Passthrough))
     elif head is None or embedding is None:
         raise RecipeError(
             f"model: {kind} has no {'output head' if head is None else 'token embedding'} that transformers can name"

@@ -21,7 +21,7 @@ __all__ = [
     "BIAS",
     "FAMILIES",
     "TOKENS",
-    "Ledger",
+    "RouterRecorder",
     "adapted",
     "biases",
     "coefficient",
@@ -29,7 +29,7 @@ __all__ = [
     "expert_layers",
     "experts_of",
     "has_bias",
-    "own_routers",
+    "record_routers",
     "register",
     "routed",
     "routers",
@@ -130,23 +130,23 @@ def biases(model: nn.Module) -> dict[str, Tensor]:
     return {name: buffer for name, buffer in model.named_buffers() if name.endswith(f".{BIAS}")}
 
 
-class Ledger:
+class RouterRecorder:
     """Whether routers write down what they choose: not while a layer is computed again in the backward pass."""
 
     def __init__(self) -> None:
         self.open = False
 
 
-def own_routers(model: nn.Module) -> Ledger:
+def record_routers(model: nn.Module) -> RouterRecorder:
     """Has the routers of a model compute in fp32 and write down what they chose while the ledger is open, in place."""
-    ledger = Ledger()
+    ledger = RouterRecorder()
     for router in routers(model):
         router.forward = types.MethodType(functools.partial(_route, ledger), router)  # type: ignore[method-assign]
         setattr(router, ROUTED, None)
     return ledger
 
 
-def _route(ledger: Ledger, router: Any, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _route(ledger: RouterRecorder, router: Any, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Scores of all experts [tokens, experts], and weights and numbers of those that each token goes to [tokens, chosen]."""
     import torch
 

@@ -16,15 +16,15 @@ from torch import Tensor, nn
 
 from preheat.core import MaskSpec
 from preheat.models import hf
-from preheat.models.conversions.modules import Elsewhere
+from preheat.models.conversions.modules import Passthrough
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["Course", "balance", "cut", "observe"]
+__all__ = ["ModelProfile", "balance", "cut", "observe"]
 
 
-class _Nothing(nn.Module):
+class _ZeroModule(nn.Module):
     """Stands where the first stage looks something up that it adds to the embeddings, as GPT-2 its positions."""
 
     def forward(self, *_: Any, **__: Any) -> Tensor:
@@ -32,7 +32,7 @@ class _Nothing(nn.Module):
 
 
 @dataclass
-class Course:
+class ModelProfile:
     """How a model runs, as a dry run saw it.
 
     Attributes:
@@ -71,7 +71,7 @@ def _above(name: str) -> list[str]:
     return [".".join(parts[:n]) for n in range(len(parts))]
 
 
-def observe(config: Any, length: int, *, trust: bool = False) -> Course:
+def observe(config: Any, length: int, *, trust: bool = False) -> ModelProfile:
     """Sees in a dry run on meta (no memory, no arithmetic) what a model calls before, between and after its layers, and its FLOPs.
 
     FLOPs, not seconds: they are the same on every device, which must all cut at the same places, and known before anything is allocated.
@@ -90,7 +90,7 @@ def observe(config: Any, length: int, *, trust: bool = False) -> Course:
             f"{config.model_type} has experts, whose cost a dry run cannot see and whose balancing loss stages do not hand on"
         )
     model = hf.build_on_meta(copy.deepcopy(config), trust=trust)
-    course = Course(_list_of_layers(model))
+    course = ModelProfile(_list_of_layers(model))
     counter = FlopCounterMode(display=False)
     holders = _above(course.layers)
     stream = (1, length, config.get_text_config().hidden_size)
@@ -144,14 +144,16 @@ def observe(config: Any, length: int, *, trust: bool = False) -> Course:
     return course
 
 
-def _require_nothing_between(model: Any, course: Course, stream: tuple[int, ...]) -> None:
+def _require_nothing_between(model: Any, course: ModelProfile, stream: tuple[int, ...]) -> None:
     """A model without its modules must give hidden states on as they are: what it does beside them would be done in each stage."""
     bare = _without(model, course, range(0), first=False, last=False)
     for holder in _above(course.layers):
         parent = bare.get_submodule(holder)
         for key, module in parent.named_children():
-            if not isinstance(module, Elsewhere | nn.ModuleList) and f"{holder}.{key}".lstrip(".") not in _above(course.layers):
-                setattr(parent, key, _Nothing())
+            if not isinstance(module, Passthrough | nn.ModuleList) and f"{holder}.{key}".lstrip(".") not in _above(
+                course.layers
+            ):
+                setattr(parent, key, _ZeroModule())
     hidden = torch.randn(1, 2, stream[2], generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         out = hf.hidden_states(
@@ -212,7 +214,7 @@ def _shell(module: Any) -> Any:
     return made
 
 
-def _without(model: Any, course: Course, layers: range, *, first: bool, last: bool) -> Any:
+def _without(model: Any, course: ModelProfile, layers: range, *, first: bool, last: bool) -> Any:
     """The model with some of its layers and ends; everything that both have is the same module."""
     made = _shell(model)
     for name in _above(course.layers)[1:]:
@@ -220,7 +222,7 @@ def _without(model: Any, course: Course, layers: range, *, first: bool, last: bo
         setattr(made.get_submodule(holder), key, _shell(model.get_submodule(name)))
     stack: Any = model.get_submodule(course.layers)
     holder, _, key = course.layers.rpartition(".")
-    chosen = nn.ModuleList(layer if number in layers else Elsewhere() for number, layer in enumerate(stack))
+    chosen = nn.ModuleList(layer if number in layers else Passthrough() for number, layer in enumerate(stack))
     setattr(made.get_submodule(holder), key, chosen)
     ends = {"embedding": hf.embedding(model), "head": hf.head(model)}
     tied = ends["embedding"].weight is ends["head"].weight
@@ -229,12 +231,12 @@ def _without(model: Any, course: Course, layers: range, *, first: bool, last: bo
         there: Any = model.get_submodule(name)
         if there is ends["embedding"] and tied and last:
             continue  # not called, but what the head is tied to: under one name in all stages and files
-        stand_in = None if there in ends.values() else _Nothing() if isinstance(there, nn.Embedding) else Elsewhere()
+        stand_in = None if there in ends.values() else _ZeroModule() if isinstance(there, nn.Embedding) else Passthrough()
         setattr(made.get_submodule(holder), key, stand_in)
     return made
 
 
-def cut(model: PreTrainedModel, course: Course, stages: Sequence[range], number: int) -> PreTrainedModel:
+def cut(model: PreTrainedModel, course: ModelProfile, stages: Sequence[range], number: int) -> PreTrainedModel:
     """One stage of a model: an ordinary transformers model that lacks what the other stages have. The model itself stays as it is.
 
     Hidden states come in as `Batch.hidden`, but for the first stage; those that are not the last give theirs.

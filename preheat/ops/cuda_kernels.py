@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from typing import Literal
 
 from preheat.errors import RunError
-from preheat.hardware.oom import is_exhaustion
+from preheat.hardware.oom import is_oom
 from preheat.sanitize import quoted, shorten
 
 __all__ = ["OPERATORS", "Operator", "is_plain", "named_failures"]
@@ -46,7 +46,7 @@ def named_failures(operator: Operator) -> Iterator[None]:
     try:
         yield
     except _failures() as error:
-        if is_exhaustion(error):
+        if is_oom(error):
             raise
         lines = str(error).strip().splitlines() or [""]
         raise RunError(

@@ -7,12 +7,12 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Protocol, TypeVar
 
-__all__ = ["Counter", "alike", "counting"]
+__all__ = ["TurnCounter", "fold_identical", "counting"]
 
 T = TypeVar("T")
 
 
-class Counter(Protocol):
+class TurnCounter(Protocol):
     """Whoever writes down what operators run."""
 
     def mark(self) -> object:
@@ -22,12 +22,12 @@ class Counter(Protocol):
         """Counts so many times more what was counted since the mark."""
 
 
-_counters: ContextVar[tuple[Counter, ...]] = ContextVar("counters", default=())
+_counters: ContextVar[tuple[TurnCounter, ...]] = ContextVar("counters", default=())
 
 
 @contextmanager
-def counting(counter: Counter) -> Iterator[None]:
-    """Within, `alike` takes few turns and has `counter` count the others."""
+def counting(counter: TurnCounter) -> Iterator[None]:
+    """Within, `fold_identical` takes few turns and has `counter` count the others."""
     token = _counters.set((*_counters.get(), counter))
     try:
         yield
@@ -35,7 +35,7 @@ def counting(counter: Counter) -> Iterator[None]:
         _counters.reset(token)
 
 
-def alike(turns: Sequence[T], *, wholly: bool = False) -> Iterator[T]:
+def fold_identical(turns: Sequence[T], *, wholly: bool = False) -> Iterator[T]:
     """The turns of a loop that all run the same operators on the same sizes, but for the first and the last.
 
     All of them; in a dry run, whose tensors hold nothing, the first, the second in the name of those like it, and the last.

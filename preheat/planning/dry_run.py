@@ -25,7 +25,15 @@ from preheat.ops.adapters.peft_layers import shares
 from preheat.ops.distributed.fully_shard import gathering, reducing
 from preheat.ops.dry_run_loops import counting
 from preheat.planning.dispatch_recorder import Kernel, Mark, Recorder
-from preheat.planning.phases import evaluating, fake_batch, generating, loading, looking, saving, tell_phases
+from preheat.planning.phases import (
+    dry_dataset_passes,
+    dry_evaluation,
+    dry_generation,
+    dry_load,
+    dry_saving,
+    fake_batch,
+    track_phases,
+)
 from preheat.recipe import Recipe
 
 __all__ = ["BESIDE", "CATEGORIES", "Kernel", "Observation", "Recorder", "highest", "observe", "peaks"]
@@ -126,7 +134,7 @@ def _observe(recipe: Recipe, vocabulary: int | None, device: Device, by_layer: b
     recorder.tf32 = Tag.TF32_PRODUCTS in made.tags
     with mode, recorder, counting(recorder), gathering(recorder.look_at_gathered), reducing(recorder.sum_gradients):
         known = _known(made, recorder)
-        tell_phases(made, recorder)
+        track_phases(made, recorder)
         if by_layer:
             _mark(made, recorder)
         shape: Shape = made.slot(Slot.BATCH_SHAPE)(1.0)  # of the end of the run: the one that needs the most memory
@@ -166,14 +174,14 @@ def _observe(recipe: Recipe, vocabulary: int | None, device: Device, by_layer: b
         kernels = Counter(recorder.kernels)
         del held
         if evaluated:
-            saving(made, recorder)
-            evaluating(made, recorder, recipe, shape)
-            generating(made, recorder, recipe)
-            looking(made, recorder, recipe, shape)
+            dry_saving(made, recorder)
+            dry_evaluation(made, recorder, recipe, shape)
+            dry_generation(made, recorder, recipe)
+            dry_dataset_passes(made, recorder, recipe, shape)
     for beside, numbers in (("communication buffers", set(recorder.streams)), ("gathered weights", recorder.gathered)):
         known.update(dict.fromkeys(numbers - known.keys() - grads, beside))
     at, passing = _replay(recorder.log, recorder.places, known, grads, recorder.rounded)
-    at[Phase.LOAD, "values"] = loading(
+    at[Phase.LOAD, "values"] = dry_load(
         made, at[Phase.LOAD, ""]
     )  # a place of its own, since only each by itself is affine in layers
     categories = peaks(at)

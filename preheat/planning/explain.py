@@ -13,7 +13,7 @@ from preheat.planning.dry_run import Observation
 from preheat.planning.plan import GIB
 from preheat.planning.search.candidates import words
 from preheat.planning.search.ranking import seconds
-from preheat.planning.search.result import Found, Seen
+from preheat.planning.search.result import EvaluatedPlan, SearchResult
 from preheat.planning.speed.roofline import Roofline
 
 __all__ = ["cost_of", "energy_of", "explain", "figures"]
@@ -40,7 +40,7 @@ def energy_of(plan: Mapping[str, Any], devices: int) -> dict[str, float | None] 
     return {"kilowatts": kilowatts, "million_tokens": kilowatts / 3600 / plan["tokens_per_second"] * 1e6, "run": run}
 
 
-def explain(found: Found, *, devices: int, price: float | None = None) -> dict[str, Any]:
+def explain(found: SearchResult, *, devices: int, price: float | None = None) -> dict[str, Any]:
     """What a search found, with the keys that scripts rely on: those of a plan, and cost, energy, recipe, alternatives, rejected.
 
     Args:
@@ -48,7 +48,7 @@ def explain(found: Found, *, devices: int, price: float | None = None) -> dict[s
     """
     best = found.best
 
-    def told(s: Seen) -> dict[str, Any]:
+    def told(s: EvaluatedPlan) -> dict[str, Any]:
         return {
             "what": words(s.added, s.micro),
             "recipe": recipes.as_values(s.recipe)["techniques"],
@@ -72,7 +72,7 @@ def explain(found: Found, *, devices: int, price: float | None = None) -> dict[s
     }
 
 
-def _given_up(s: Seen, best: Seen) -> str:
+def _given_up(s: EvaluatedPlan, best: EvaluatedPlan) -> str:
     """In comparison with the best."""
     speed = s.plan["tokens_per_second"] / best.plan["tokens_per_second"] - 1
     memory = s.plan["peak_gib"] - best.plan["peak_gib"]
@@ -88,7 +88,7 @@ def _given_up(s: Seen, best: Seen) -> str:
 _POINTS = 600  # of a plot
 
 
-def figures(found: Found, seen: Observation, rates: Rates | Roofline) -> dict[str, Any]:
+def figures(found: SearchResult, seen: Observation, rates: Rates | Roofline) -> dict[str, Any]:
     """What a page draws beside the plan.
 
     Args:

@@ -20,14 +20,14 @@ from preheat.planning.plan import plan
 from preheat.planning.speed.roofline import Roofline
 from preheat.recipe import Recipe
 
-__all__ = ["Ladder", "Planner", "Rung", "climb_down", "settings", "shorter"]
+__all__ = ["Ladder", "PlanContext", "Fallback", "find_fallbacks", "settings", "halve_length"]
 
 GIB = 2**30
 _LESS = 0.99  # of the present need: what spares less would fail alike
 
 
 @dataclass(frozen=True)
-class Rung:
+class Fallback:
     """A recipe that needs less memory.
 
     Attributes:
@@ -56,14 +56,14 @@ class Ladder:
         lowest: which of all needs least.
     """
 
-    present: Rung
-    rungs: list[Rung]
+    present: Fallback
+    rungs: list[Fallback]
     skipped: list[dict[str, Any]]
-    lowest: Rung
+    lowest: Fallback
 
 
 @dataclass(frozen=True, kw_only=True)
-class Planner:
+class PlanContext:
     """What all plans of a ladder share: arguments as of `planning.plan.plan`.
 
     Args:
@@ -87,11 +87,11 @@ class Planner:
         how = {key: getattr(self, key) for key in ("vocabulary", "device", "rates", "rows", "in_use", "world")}
         return plan(recipe, **how)
 
-    def rung(self, recipe: Recipe, of: Recipe) -> Rung:
+    def rung(self, recipe: Recipe, of: Recipe) -> Fallback:
         """A recipe with its plan, as made from another; errors as of `plan`."""
         made = self.plan(recipe)
         need = made["phases"][self.phase] if self.phase else made["peak_gib"]
-        return Rung(settings(of, recipe), recipe, made, need)
+        return Fallback(settings(of, recipe), recipe, made, need)
 
     def refusal(self, recipe: Recipe) -> str | None:
         """Why a recipe's techniques cannot serve, without a dry run."""
@@ -150,7 +150,7 @@ def _text(value: Any) -> str:
     return {None: "null", True: "true", False: "false"}[value] if value is None or isinstance(value, bool) else str(value)
 
 
-def climb_down(recipe: Recipe, planner: Planner, *, room: float | None) -> Ladder:
+def find_fallbacks(recipe: Recipe, planner: PlanContext, *, room: float | None) -> Ladder:
     """The rungs below a recipe that suffice.
 
     Args:
@@ -180,7 +180,7 @@ def climb_down(recipe: Recipe, planner: Planner, *, room: float | None) -> Ladde
         base = found.lowest
 
 
-def _family(family: list[Recipe], planner: Planner, of: Recipe, limit: float, found: Ladder) -> Rung | None:
+def _family(family: list[Recipe], planner: PlanContext, of: Recipe, limit: float, found: Ladder) -> Fallback | None:
     """Puts the mildest that suffices into `found.rungs`; gives the strongest where none does."""
     able: list[Recipe] = []
     for recipe in family:
@@ -189,7 +189,7 @@ def _family(family: list[Recipe], planner: Planner, of: Recipe, limit: float, fo
         else:
             able.append(recipe)
 
-    def tried(recipe: Recipe) -> Rung | None:
+    def tried(recipe: Recipe) -> Fallback | None:
         try:
             rung = planner.rung(recipe, of)
         except RecipeError as error:
@@ -207,11 +207,11 @@ def _family(family: list[Recipe], planner: Planner, of: Recipe, limit: float, fo
     return None
 
 
-def shorter(recipe: Recipe, planner: Planner, *, room: float, of: Recipe) -> Rung | None:
+def halve_length(recipe: Recipe, planner: PlanContext, *, room: float, of: Recipe) -> Fallback | None:
     """The recipe with rows of half the length, again and again, until it fits; None where rows of 16 tokens do not.
 
     Args:
-        room: GiB, as of `climb_down`.
+        room: GiB, as of `find_fallbacks`.
         of: what the settings are told from.
     """
     while recipe.batch.length >= 32:

@@ -64,7 +64,7 @@ def observe_few(
         return max(seen, key=lambda one: one.peak[one.peak_phase])
     fewer, more = few
     one, two = see([{"recipe": of_layers(recipe, count), "by_layer": True, **how} for count in (fewer, more)])
-    found = _carried_on(one, two, (layers - fewer) / (more - fewer))
+    found = _extrapolate(one, two, (layers - fewer) / (more - fewer))
     if not cpu:
         found.held = _held(one, two, found, device, layers, None if quick else (fewer, more))
     return found
@@ -117,7 +117,7 @@ def _by_number(technique: Technique) -> bool:
     return any(isinstance(text, str) and re.search(r"\.\W*\d|\\d", text) for text in texts)
 
 
-def _carried_on(one: Observation, two: Observation, times: float) -> Observation:
+def _extrapolate(one: Observation, two: Observation, times: float) -> Observation:
     """The first observation, and the difference between the two so many times."""
 
     def on(a: int, b: int) -> int:

@@ -28,17 +28,17 @@ from preheat.planning.dispatch_recorder import Kernel
 from preheat.planning.dry_run import Observation, observe
 from preheat.planning.layer_extrapolation import observe_few
 from preheat.planning.memory.cpu_heap import hold
-from preheat.planning.worker_pool import share
+from preheat.planning.worker_pool import run_tasks
 from preheat.recipe import Recipe
 
-__all__ = ["forget", "known", "recall", "together"]
+__all__ = ["clear", "is_cached", "observe_cached", "prefetch"]
 
 _FORMAT = 4
 _UNSEEN = ("name", "seed", "schedule", "stop", "checkpoint", "hardware")  # parts of a recipe that no dry run looks at
 _known: dict[str, Observation] = {}
 
 
-def recall(
+def observe_cached(
     recipe: Recipe,
     *,
     vocabulary: int | None,
@@ -76,33 +76,33 @@ def recall(
     return found
 
 
-def together(asked: Iterable[Mapping[str, Any]]) -> None:
-    """Sees to it that `recall` finds all of these, each by its arguments, by as many processes as there are (`planning.worker_pool`).
+def prefetch(asked: Iterable[Mapping[str, Any]]) -> None:
+    """Sees to it that `observe_cached` finds all of these, each by its arguments, by as many processes as there are (`planning.worker_pool`).
 
-    One that cannot be built is left out: `recall` says why.
+    One that cannot be built is left out: `observe_cached` says why.
     """
 
     def here(how: dict[str, Any]) -> None:
         with suppress(RecipeError):
-            recall(**how)
+            observe_cached(**how)
 
-    share([dict(how) for how in asked if not known(**how)], here)
+    run_tasks([dict(how) for how in asked if not is_cached(**how)], here)
 
 
 def observe_for_others(task: dict[str, Any]) -> None:
     """Stores the observation of one task of a `crew` on the disk; whoever needs one that cannot be built makes it again, and says so."""
     with suppress(RecipeError):
-        recall(**task)
-    forget()
+        observe_cached(**task)
+    clear()
 
 
-def forget() -> None:
+def clear() -> None:
     """Leaves what was seen to the disk alone."""
     _known.clear()
 
 
-def known(recipe: Recipe, *, vocabulary: int | None, device: Device, world: int | None, how: str, rank: int = 0) -> bool:
-    """Whether `recall` would find it."""
+def is_cached(recipe: Recipe, *, vocabulary: int | None, device: Device, world: int | None, how: str, rank: int = 0) -> bool:
+    """Whether `observe_cached` would find it."""
     path = _where(recipe, vocabulary, device, world, how, rank)
     return path.stem in _known or path.exists()
 
@@ -126,8 +126,8 @@ _LOOKS: dict[str, Callable[..., Observation]] = {
 
 def _both(asked: list[dict[str, Any]]) -> list[Observation]:
     found = [{"how": "marked" if how.pop("by_layer", False) else "whole", **how} for how in asked]
-    together(found)
-    return [recall(**how) for how in found]
+    prefetch(found)
+    return [observe_cached(**how) for how in found]
 
 
 def _key(recipe: Recipe, vocabulary: int | None, device: Device, world: int | None, how: str, rank: int) -> str:

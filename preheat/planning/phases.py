@@ -20,7 +20,7 @@ from preheat.engine.step import forward, transform
 from preheat.planning.dispatch_recorder import Recorder
 from preheat.recipe import Recipe
 
-__all__ = ["evaluating", "fake_batch", "generating", "loading", "looking", "saving", "tell_phases"]
+__all__ = ["dry_evaluation", "fake_batch", "dry_generation", "dry_load", "dry_dataset_passes", "dry_saving", "track_phases"]
 
 _PROMPTS = 8  # that are written after at a time, as `models.generation.generate.generate` does
 
@@ -62,7 +62,7 @@ def _fake_images(recipe: Recipe, rows: int, vision: Vision) -> Images:
     )
 
 
-def tell_phases(made: Build, recorder: Recorder) -> None:
+def track_phases(made: Build, recorder: Recorder) -> None:
     """Has the recorder know when a forward pass begins and ends, and when head and loss run in it; in place."""
 
     def within(slot: Slot, during: Phase, then: Phase) -> None:
@@ -86,7 +86,7 @@ def tell_phases(made: Build, recorder: Recorder) -> None:
     within(Slot.WHOLE_FORWARD, Phase.FORWARD, Phase.BACKWARD)
 
 
-def loading(made: Build, found: Mapping[str, int]) -> dict[str, int]:
+def dry_load(made: Build, found: Mapping[str, int]) -> dict[str, int]:
     """Categories while weights get their values: they and what giving them values takes. The optimizer's state comes after.
 
     Args:
@@ -105,7 +105,7 @@ def loading(made: Build, found: Mapping[str, int]) -> dict[str, int]:
     return {**found, "optimizer": 0, "temporary": filling}
 
 
-def looking(made: Build, recorder: Recorder, recipe: Recipe, shape: Shape) -> None:
+def dry_dataset_passes(made: Build, recorder: Recorder, recipe: Recipe, shape: Shape) -> None:
     """What looks at the training rows before the first is read: the build stands, and no step was taken."""
     for beforehand in made.hooks.dataset_passes:
         recorder.begin(Phase.LOAD)
@@ -114,7 +114,7 @@ def looking(made: Build, recorder: Recorder, recipe: Recipe, shape: Shape) -> No
         recorder.place = ""
 
 
-def saving(made: Build, recorder: Recorder) -> None:
+def dry_saving(made: Build, recorder: Recorder) -> None:
     """A checkpoint between two steps. On a CPU its files are put together in the device's memory; a copy beside the steps is `plan`'s to add."""
     recorder.begin(Phase.SAVING)
     needed = room(made)
@@ -122,7 +122,7 @@ def saving(made: Build, recorder: Recorder) -> None:
         torch.empty(needed, dtype=torch.uint8)
 
 
-def evaluating(made: Build, recorder: Recorder, recipe: Recipe, shape: Shape) -> None:
+def dry_evaluation(made: Build, recorder: Recorder, recipe: Recipe, shape: Shape) -> None:
     """A batch of validation rows."""
     recorder.begin(Phase.EVALUATION)
     for part in made.trained:
@@ -132,7 +132,7 @@ def evaluating(made: Build, recorder: Recorder, recipe: Recipe, shape: Shape) ->
         forward(made, transform(made, fake_batch(recipe, rows, made.model.vision)))
 
 
-def generating(made: Build, recorder: Recorder, recipe: Recipe) -> None:
+def dry_generation(made: Build, recorder: Recorder, recipe: Recipe) -> None:
     """The samples of the recipe, as if a text were read at once that is as long as it gets: keys and values of all of it are kept, and one token's logits made.
 
     Written token by token less is alive beside the cache. A prompt has at most as many tokens as bytes.

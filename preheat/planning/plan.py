@@ -10,12 +10,12 @@ from typing import Any
 from preheat.core import Device, Searchable, Stage, Tag, Technique
 from preheat.engine.builder import context_of
 from preheat.errors import RecipeError
-from preheat.hardware.cpu_allocator import out_of_reach
+from preheat.hardware.cpu_allocator import unavailable_reason
 from preheat.hardware.rates import Rates
 from preheat.models import hf
 from preheat.planning.dry_run import BESIDE, CATEGORIES, Observation, observe
 from preheat.planning.layer_extrapolation import observe_few
-from preheat.planning.memory.overhead import SOURCES, beside, exporting, gives_back
+from preheat.planning.memory.overhead import SOURCES, exporting, gives_back, process_overhead
 from preheat.planning.speed.roofline import Roofline, Seconds
 from preheat.planning.speed.step_time import step_seconds
 from preheat.recipe import Recipe
@@ -137,7 +137,7 @@ def describe(
     recipe: Recipe, seen: Observation, *, device: Device, rates: Rates | Roofline, rows: int | None, in_use: int
 ) -> dict[str, Any]:
     """An observation as a plan."""
-    more = beside(recipe, seen, device)
+    more = process_overhead(recipe, seen, device)
     added = sum(more.values())
     phases = {phase: _memory(found, added) for phase, found in seen.categories.items()}
     lines = {what: seen.categories[seen.peak_phase][what] for what in BESIDE} | more
@@ -197,5 +197,5 @@ def describe(
         "contended": rates.contended,
         "pace": rates.pace,
         "gives_back": peak <= available and gives_back(seen, device),
-        "heap": out_of_reach() if device.kind == "cpu" and device.at_hand else None,
+        "heap": unavailable_reason() if device.kind == "cpu" and device.at_hand else None,
     }

@@ -17,10 +17,10 @@ from typing import Any, NoReturn
 from preheat.hardware.child_processes import end_with_parent
 from preheat.hardware.interrupts import heeded
 
-__all__ = ["alone", "crew", "processes", "share"]
+__all__ = ["is_serial", "worker_pool", "processes", "run_tasks"]
 
 Task = dict[str, Any]
-"""Arguments of `planning.observation_cache.recall`."""
+"""Arguments of `planning.observation_cache.observe_cached`."""
 
 _log = logging.getLogger(__name__)
 _MOST = 4  # each holds torch and transformers: 0.6 GiB
@@ -40,7 +40,7 @@ def _copies_serve() -> bool:
     return sys.platform == "linux" and not torch.cuda.is_initialized()  # CUDA's threads and locks are not copied
 
 
-class _Helper:
+class _Worker:
     """A copy of this process, with the task that it has."""
 
     def __init__(self, do: Callable[[Task], None]) -> None:
@@ -64,12 +64,12 @@ class _Helper:
         os.waitpid(self.process, 0)
 
 
-_helpers: list[_Helper] = []
+_helpers: list[_Worker] = []
 
 
 @contextmanager
-def crew(do: Callable[[Task], None], size: int | None = None) -> Iterator[None]:
-    """Within, `share` has as many processes as `size` says with this one; `processes()` when not given.
+def worker_pool(do: Callable[[Task], None], size: int | None = None) -> Iterator[None]:
+    """Within, `run_tasks` has as many processes as `size` says with this one; `processes()` when not given.
 
     Args:
         do: does one task in such a process, and leaves nothing of it in memory.
@@ -81,7 +81,7 @@ def crew(do: Callable[[Task], None], size: int | None = None) -> Iterator[None]:
 
     gc.collect()
     gc.freeze()  # what the collector would touch would be copied
-    _helpers.extend(_Helper(do) for _ in range((size or processes()) - 1 if _copies_serve() else 0))
+    _helpers.extend(_Worker(do) for _ in range((size or processes()) - 1 if _copies_serve() else 0))
     try:
         yield
     finally:
@@ -90,12 +90,12 @@ def crew(do: Callable[[Task], None], size: int | None = None) -> Iterator[None]:
             _helpers.pop().end()
 
 
-def alone() -> bool:
-    """Whether `share` has no process but this one."""
+def is_serial() -> bool:
+    """Whether `run_tasks` has no process but this one."""
     return not _helpers
 
 
-def share(tasks: Iterable[Task], do: Callable[[Task], None]) -> None:
+def run_tasks(tasks: Iterable[Task], do: Callable[[Task], None]) -> None:
     """Does all tasks, some of them in the crew's processes. What fails there is done again here, where it is told.
 
     Args:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from preheat.report import svg
-from preheat.report.formatting import change, escape, gib, grouped, headline, loss, number, percent, sizes, tied, unit_of
+from preheat.report.formatting import change, escape, gib, grouped, headline, loss, nbsp_units, number, percent, sizes, unit_of
 from preheat.report.run_page import document, scrolling, write_figures
 
 __all__ = ["write_bench"]
@@ -30,7 +30,7 @@ def write_bench(folder: str | Path) -> Path:
 
 
 def _page(found: dict[str, Any]) -> str:
-    verdicts = "".join(f"<li>{tied(v['words'])}</li>" for v in found["verdicts"])
+    verdicts = "".join(f"<li>{nbsp_units(v['words'])}</li>" for v in found["verdicts"])
     said = f"<ul>{verdicts}</ul>" if verdicts else '<p class="small">Nothing was left out, so there is no verdict.</p>'
     waterfalls = _waterfalls(found)
     falls = f'<section id="give"><h2>What each technique gives</h2>{waterfalls}</section>' if waterfalls else ""
@@ -129,7 +129,9 @@ def _row(row: dict[str, Any], peak: str, predicted: str, columns: int) -> str:
         (f"{row['gradient_cosine']:.6f}" if number(row["gradient_cosine"]) is not None else "none in common", ""),
     )
     shown = "".join(
-        f'<td class="n">{tied(value)}' + (f'<br><span class="small">{tied(below)}</span>' if below else "") + "</td>"
+        f'<td class="n">{nbsp_units(value)}'
+        + (f'<br><span class="small">{nbsp_units(below)}</span>' if below else "")
+        + "</td>"
         for value, below in cells
     )
     return f"<tr>{name}{shown}</tr>"

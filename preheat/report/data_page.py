@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from preheat.report.formatting import LONG, escape, grouped, headline, percent, tied
+from preheat.report.formatting import LONG, escape, grouped, headline, nbsp_units, percent
 from preheat.report.run_page import GENERATOR, document, scrolling
 from preheat.run_dir import write_asked
 
@@ -13,7 +13,7 @@ __all__ = ["write_data"]
 
 
 def write_data(shown: dict[str, Any], path: str | Path) -> Path:
-    """Writes what `preheat.data.preview.look` gives, and its `name`, as a page, and returns its path.
+    """Writes what `preheat.data.preview.preview` gives, and its `name`, as a page, and returns its path.
 
     Raises:
         RunError: the page cannot be written.
@@ -42,7 +42,8 @@ def _page(shown: dict[str, Any]) -> str:
         ("Layout", shown["layout_kind"], shown["layout_reason"]),
     )
     drawn = "".join(
-        f"<div><dt>{escape(label)}</dt><dd>{tied(figure)}</dd><dd>{tied(below)}</dd></div>" for label, figure, below in tiles
+        f"<div><dt>{escape(label)}</dt><dd>{nbsp_units(figure)}</dd><dd>{nbsp_units(below)}</dd></div>"
+        for label, figure, below in tiles
     )
     template = f" Chat template: {shown['template']}." if shown["template"] else ""
     return document(

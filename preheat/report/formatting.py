@@ -33,7 +33,7 @@ __all__ = [
     "percent",
     "signed_percent",
     "sizes",
-    "tied",
+    "nbsp_units",
     "unit_of",
     "value",
 ]
@@ -67,7 +67,7 @@ def headline(text: Any) -> str:
     return shorten(str(text), 120) or "unnamed"
 
 
-def tied(text: Any) -> str:
+def nbsp_units(text: Any) -> str:
     """`escape`d text whose numbers stay on one line with their units."""
     return re.sub(r"(?<=\d) (?=(?:%|GiB|MiB|[KMBT]|d|h|min|s)\b|%)", "\u00a0", escape(text))
 

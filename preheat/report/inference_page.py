@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from preheat.report import svg
-from preheat.report.formatting import escape, grouped, headline, loss, number, percent, sizes, tied
+from preheat.report.formatting import escape, grouped, headline, loss, nbsp_units, number, percent, sizes
 from preheat.report.run_page import document, scrolling, write_figures
 
 __all__ = ["write_inference"]
@@ -95,7 +95,9 @@ def _table(head: Sequence[str], rows: Sequence[str]) -> str:
 
 def _cells(name: str, cells: Sequence[tuple[str, str]]) -> str:
     shown = "".join(
-        f'<td class="n">{tied(value)}' + (f'<br><span class="small">{tied(below)}</span>' if below else "") + "</td>"
+        f'<td class="n">{nbsp_units(value)}'
+        + (f'<br><span class="small">{nbsp_units(below)}</span>' if below else "")
+        + "</td>"
         for value, below in cells
     )
     return f'<tr><th scope="row">{escape(name)}</th>{shown}</tr>'

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from preheat.report import plan_charts, svg
-from preheat.report.formatting import LONG, count, duration, escape, gib, grouped, headline, percent, sizes, tied
+from preheat.report.formatting import LONG, count, duration, escape, gib, grouped, headline, nbsp_units, percent, sizes
 from preheat.report.run_page import GENERATOR, document, scrolling
 from preheat.run_dir import write_asked
 
@@ -57,7 +57,7 @@ def _page(made: Mapping[str, Any]) -> str:
     return document(
         f"{name} on {where} · preheat plan",
         f"""<header id="verdict"><p class="eyebrow">preheat plan</p><h1>{escape(name)} on {escape(where)}</h1>
-<p class="verdict">{tied(_verdict(made))}</p></header>
+<p class="verdict">{nbsp_units(_verdict(made))}</p></header>
 {_tiles(made)}
 {body}<footer>Predicted by a dry run of the step; nothing was trained. 1 GiB is 2³⁰ bytes. All figures as data: preheat plan --json.</footer>""",
     )
@@ -102,7 +102,7 @@ def _tiles(made: Mapping[str, Any]) -> str:
         )
     return (
         '<dl class="tiles">'
-        + "".join(f"<div><dt>{a}</dt><dd>{tied(b)}</dd><dd>{tied(c)}</dd></div>" for a, b, c in tiles)
+        + "".join(f"<div><dt>{a}</dt><dd>{nbsp_units(b)}</dd><dd>{nbsp_units(c)}</dd></div>" for a, b, c in tiles)
         + "</dl>"
     )
 
@@ -184,7 +184,7 @@ def _candidates(made: Mapping[str, Any]) -> str:
     listed += [(p, f"not dry-run: estimated {gib(p['peak_gib'] - available)} too much") for p in too_large[:_MOST_LISTED]]
     unit, texts = sizes([p["peak_gib"] for p, _ in listed])
     rows = "".join(
-        f'<tr><td class="free">{escape(p["what"])}</td><td class="n">{text}</td><td class="n">{grouped(p["tokens_per_second"])}</td><td class="free">{tied(verdict)}</td></tr>'
+        f'<tr><td class="free">{escape(p["what"])}</td><td class="n">{text}</td><td class="n">{grouped(p["tokens_per_second"])}</td><td class="free">{nbsp_units(verdict)}</td></tr>'
         for (p, verdict), text in zip(listed, texts, strict=True)
     )
     head = f'<th scope="col">techniques</th><th scope="col" class="n">memory, {unit}</th><th scope="col" class="n">tokens/s</th><th scope="col">verdict</th>'
@@ -212,7 +212,7 @@ def _alternatives(made: Mapping[str, Any]) -> str:
     rows = "".join(
         f'<tr><td class="free">{escape(a["what"])}</td><td class="n">{text}</td><td class="n">{grouped(a["tokens_per_second"])}</td>'
         + (f'<td class="n">{a["cost"]["million_tokens"]:.3g}</td>' if priced else "")
-        + f"<td>{tied(a['gives_up'])}</td></tr>"
+        + f"<td>{nbsp_units(a['gives_up'])}</td></tr>"
         for a, text in zip(made["alternatives"], texts, strict=True)
     )
     return "<h3>Alternatives</h3>" + scrolling(f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>")
@@ -222,7 +222,7 @@ def _reasons(made: Mapping[str, Any]) -> str:
     if not made["rejected"]:
         return ""
     rows = "".join(
-        f'<tr><td class="free">{escape(r["recipe"])}</td><td class="free">{tied(r["reason"])}</td></tr>'
+        f'<tr><td class="free">{escape(r["recipe"])}</td><td class="free">{nbsp_units(r["reason"])}</td></tr>'
         for r in made["rejected"]
     )
     return scrolling(

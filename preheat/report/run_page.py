@@ -25,11 +25,11 @@ from preheat.report.formatting import (
     headline,
     loss,
     mapping,
+    nbsp_units,
     number,
     percent,
     signed_percent,
     sizes,
-    tied,
     value,
 )
 from preheat.report.long_context_charts import lengths
@@ -203,7 +203,7 @@ def _header(figures: dict[str, Any]) -> str:
 
 def _setup(rows: Sequence[tuple[str, str]]) -> str:
     """What the recipe asked for, at the head of the page."""
-    shown = "".join(f"<div><dt>{escape(what)}</dt><dd>{tied(said)}</dd></div>" for what, said in rows)
+    shown = "".join(f"<div><dt>{escape(what)}</dt><dd>{nbsp_units(said)}</dd></div>" for what, said in rows)
     return f'<dl class="setup" id="setup">{shown}</dl>' if rows else ""
 
 
@@ -244,7 +244,9 @@ def _tiles(figures: dict[str, Any]) -> str:
 def _tile(label: str, figure: str, below: str) -> str:
     kind = ' class="bad"' if figure == NOT_FINITE else ""
     return (
-        f"<div><dt>{escape(label)}</dt><dd{kind}>{tied(figure)}</dd>" + (f"<dd>{tied(below)}</dd>" if below else "") + "</div>"
+        f"<div><dt>{escape(label)}</dt><dd{kind}>{nbsp_units(figure)}</dd>"
+        + (f"<dd>{nbsp_units(below)}</dd>" if below else "")
+        + "</div>"
     )
 
 
@@ -365,7 +367,7 @@ def _interval(text: str) -> str:
     """'1.788 [1.70, 1.88]' with its interval as a part that may go to a line of its own."""
     if text == MISSING:
         return '<span class="small">not measured</span>'
-    figure, _, interval = tied(text).partition(" [")
+    figure, _, interval = nbsp_units(text).partition(" [")
     return figure + (f' <span class="interval">[{interval}</span>' if interval else "")
 
 

@@ -22,7 +22,7 @@ from preheat.recipe import Bound, Share
 if TYPE_CHECKING:
     from torch import nn
 
-    from preheat.ops.memory.selective_checkpoint import Planner
+    from preheat.ops.memory.selective_checkpoint import CheckpointPolicyCache
 
 __all__ = ["ActivationCheckpointing", "Checkpointed", "checkpoint_layers"]
 
@@ -51,11 +51,13 @@ def checkpoint_layers(
         >>> checkpoint_layers(stack, every=2)
         2
     """
-    from preheat.ops.memory.selective_checkpoint import Planner, choose, dear
+    from preheat.ops.memory.selective_checkpoint import CheckpointPolicyCache, keep_matmuls, knapsack
 
     planner = None
     if keep != "inputs":
-        planner = Planner(lambda seen: dear(seen, products) if keep == "products" else choose(seen, float(keep)))
+        planner = CheckpointPolicyCache(
+            lambda seen: keep_matmuls(seen, products) if keep == "products" else knapsack(seen, float(keep))
+        )
     chosen = [layer for index, layer in enumerate(layers) if (index + 1) % every == 0]
     for layer in chosen:
         kind = (type(layer), tuple(p.shape for p in layer.parameters()))  # layers alike share what is chosen for them
@@ -72,7 +74,7 @@ class Checkpointed:
         planner: chooses what to keep beside the layer's input; None: nothing.
     """
 
-    def __init__(self, forward: Callable[..., Any], kind: Any, planner: Planner | None):
+    def __init__(self, forward: Callable[..., Any], kind: Any, planner: CheckpointPolicyCache | None):
         self.forward, self.kind, self.planner = forward, kind, planner
         self.how: dict[str, Any] | None = None if planner else {}
 

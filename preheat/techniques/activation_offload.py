@@ -21,12 +21,14 @@ from preheat.recipe import Bound, Whole
 if TYPE_CHECKING:
     from torch import nn
 
-    from preheat.ops.memory.host_transfer import Link
+    from preheat.ops.memory.host_transfer import HostCopy
 
 __all__ = ["ActivationOffload", "offload_activations"]
 
 
-def offload_activations(layers: Iterable[nn.Module], *, stay: int = 1, least: int = 1 << 16, link: Link | None = None) -> int:
+def offload_activations(
+    layers: Iterable[nn.Module], *, stay: int = 1, least: int = 1 << 16, link: HostCopy | None = None
+) -> int:
     """Lets layers keep what they save for the backward pass on the host. In place.
 
     Args:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
-from preheat.core import Batch, Build, Change, Context, Examples, LossSum, Slot, Stage, Tag, Technique, Trials
+from preheat.core import Batch, Build, Change, Context, ExampleKind, LossSum, Slot, Stage, Tag, Technique, Trials
 from preheat.recipe import Bound, Recipe
 
 if TYPE_CHECKING:
@@ -94,8 +94,8 @@ class Classification(Technique):
     classes: Annotated[int, Bound(2)] = 2
     """Rows of the head: the data's classes are numbered from 0."""
 
-    def examples(self) -> Examples:
-        return Examples("classes", self.classes)
+    def examples(self) -> ExampleKind:
+        return ExampleKind("classes", self.classes)
 
     def configure(self, config: Any, recipe: Recipe) -> None:
         config.tie_word_embeddings = False

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from preheat.models.distillation.teacher import Teacher
-    from preheat.models.distillation.tokenizer_alignment import Matcher
+    from preheat.models.distillation.tokenizer_alignment import TokenAligner
 
 __all__ = ["Distillation", "distillation_loss", "hidden_distance"]
 
@@ -199,7 +199,7 @@ class Distillation(Technique):
         folder = Path(self.teacher)
         config = teachers.config_of(folder, build.recipe.batch.length)
         bf16 = self.precision == "bf16" or (self.precision == "auto" and Tag.BF16_COMPUTE in build.tags)
-        teacher = teachers.Teacher(build, teachers.on_meta(config, bf16=bf16), hf.facts(config), blocked_attention)
+        teacher = teachers.Teacher(build, teachers.build_teacher(config, bf16=bf16), hf.facts(config), blocked_attention)
         build.sources["teacher"] = WeightSource(folder, knob=f"techniques.{self.name()}.teacher")
         count = sum(p.numel() for p in teacher.model.parameters())
         words = (
@@ -214,7 +214,7 @@ class Distillation(Technique):
             words += f"; hidden states at {len(maps)} place{'s' * (len(maps) > 1)} x {self.hidden:g}"
         if self.layers == "spread":
             words += (
-                f"; begins from the teacher's layers {teachers.begin_from_spread(part, build.weights, teacher.facts.layers)}"
+                f"; begins from the teacher's layers {teachers.init_from_layers(part, build.weights, teacher.facts.layers)}"
             )
         build.own(Slot.ROW_LOSS, CrossEntropy(), self.name())  # of an evaluation; a step states its own
         if self.cache is None:
@@ -258,7 +258,7 @@ class Distillation(Technique):
         stop = generate.stop_tokens(tokenizer, build.weights.folder)
         return on_policy.OnPolicy(build, part, tokenizer, self.on_policy, stop)
 
-    def _matcher(self, build: Build, teacher: Teacher) -> Matcher:
+    def _matcher(self, build: Build, teacher: Teacher) -> TokenAligner:
         from preheat.data.tokenizer import load_tokenizer, pieces_of
         from preheat.models import configs
         from preheat.models.distillation import tokenizer_alignment
@@ -266,10 +266,10 @@ class Distillation(Technique):
         recipe = build.recipe
         own = recipe.data.tokenizer or configs.tokenizer_folder(recipe)  # there is one: `check` asks for it
         both = (load_tokenizer(str(own), add_tokens=recipe.model.add_tokens), load_tokenizer(self.teacher))
-        mine, theirs = (tokenizer_alignment.Cut(t, pieces_of(t), t.eos_token_id) for t in both)
-        return tokenizer_alignment.Matcher(mine, theirs, teacher.facts.positions)
+        mine, theirs = (tokenizer_alignment.TokenizerView(t, pieces_of(t), t.eos_token_id) for t in both)
+        return tokenizer_alignment.TokenAligner(mine, theirs, teacher.facts.positions)
 
-    def _across(self, teacher: Teacher, matcher: Matcher) -> Callable[..., LossSum]:
+    def _across(self, teacher: Teacher, matcher: TokenAligner) -> Callable[..., LossSum]:
         """The loss where the teacher reads the same text in pieces of its own."""
         import torch
 
@@ -304,7 +304,7 @@ class Distillation(Technique):
         def says(batch: Batch, hidden: Callable[[Batch], Tensor], over_logits: Callable[..., Tensor]) -> LossSum:
             last, theirs = teacher.read(batch, places)
             row_loss = self._row_loss(_head(teacher, last.dtype))
-            states, own = teachers.watched(part, places, lambda: hidden(batch))
+            states, own = teachers.capture_hidden(part, places, lambda: hidden(batch))
             total = over_logits(states, batch.labels, last, *batch.beside, row_loss=row_loss)
             if not places:
                 return LossSum(total, batch.weight, row_loss.sums)
@@ -341,7 +341,7 @@ class _Kept:
         self.rows: Any = None
 
     def __call__(self, rows: Any, numbers: Iterable[int], progress: Callable[[str, float, float], None]) -> None:
-        from preheat.data.row_cache import KeptRows, content_of
+        from preheat.data.row_cache import RowCache, content_of
         from preheat.data.sources import digest
         from preheat.models.weights import materialize
 
@@ -355,7 +355,7 @@ class _Kept:
             "top": self.top,
             "data": content_of(rows),
         }
-        self.rows = KeptRows(self.folder, rows=len(rows), of=of, arrays=shapes, knob="techniques.distillation.cache")
+        self.rows = RowCache(self.folder, rows=len(rows), of=of, arrays=shapes, knob="techniques.distillation.cache")
         missing = self.rows.missing(numbers)
         if not missing:
             return

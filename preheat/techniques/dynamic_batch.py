@@ -188,7 +188,7 @@ class DynamicBatch(Searchable):
         return replace(self, start=next(fits, every[-1]))
 
     def apply(self, build: Build, part: Any) -> Change:
-        from preheat.hardware.cpu_allocator import give_back
+        from preheat.hardware.cpu_allocator import release_unused
         from preheat.hardware.gpu_memory import CONTEXT
         from preheat.hardware.probe import begin_peak, peak_bytes, resident_bytes
 
@@ -228,7 +228,7 @@ class DynamicBatch(Searchable):
             state.floor = build.mesh.most(state.floor, build.torch_device)
             why = state.decide(peak)
             if why:
-                give_back(kind)
+                release_unused(kind)
                 build.state.events.append(
                     {"kind": "micro_batch", "step": build.state.step + 1, "rows": state.rows, "was": before, "why": why}
                 )

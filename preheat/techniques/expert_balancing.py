@@ -31,7 +31,7 @@ __all__ = ["ExpertBalancing", "add_bias", "move_bias"]
 def add_bias(model: nn.Module) -> list[Tensor]:
     """Gives each router of a model a bias on its choice of experts, zero at first, in place; one that is part of the model stays as it is.
 
-    The routers must be ours (`preheat.models.moe.own_routers`): transformers' own of Mixtral and Qwen look at no bias.
+    The routers must be ours (`preheat.models.moe.record_routers`): transformers' own of Mixtral and Qwen look at no bias.
 
     Returns:
         The biases, [experts] fp32 each, in the order of the layers that have experts.

@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from preheat.core import Batch, Build, Change, Context, Examples, LossSum, Slot, Stage, Tag, Technique, Trials
+from preheat.core import Batch, Build, Change, Context, ExampleKind, LossSum, Slot, Stage, Tag, Technique, Trials
 from preheat.errors import DataError
 from preheat.recipe import Bound, NonNegative, Positive
 
@@ -113,8 +113,8 @@ class Preference(Technique):
     def _means(self) -> bool:
         return self.length_normalized or self.loss in ("simpo", "orpo")
 
-    def examples(self) -> Examples:
-        return Examples("liked" if self.loss == "unpaired" else "pairs")
+    def examples(self) -> ExampleKind:
+        return ExampleKind("liked" if self.loss == "unpaired" else "pairs")
 
     def check(self, context: Context) -> list[str]:
         why = []
@@ -166,15 +166,15 @@ class Preference(Technique):
 
         from preheat.ops.adapters.peft_layers import without
         from preheat.ops.losses.cross_entropy import Recorded, WeightedCrossEntropy
-        from preheat.ops.losses.preference import Places
+        from preheat.ops.losses.preference import AnswerIndex
 
-        def logp(states: Tensor, batch: Batch, places: Places, over_logits: Callable[..., Tensor], of: Any) -> Tensor:
+        def logp(states: Tensor, batch: Batch, places: AnswerIndex, over_logits: Callable[..., Tensor], of: Any) -> Tensor:
             recorded = Recorded()
             over_logits(states, batch.labels, row_loss=recorded, of=of)
             found = -places.sums(recorded.found())
             return found / places.lengths if self._means else found
 
-        def reference(batch: Batch, places: Places, over_logits: Callable[..., Tensor]) -> Tensor:
+        def reference(batch: Batch, places: AnswerIndex, over_logits: Callable[..., Tensor]) -> Tensor:
             if "reference" in build.parts:
                 (kept,) = build.parts["reference"]
                 return logp(build.slot(Slot.HIDDEN)(kept, batch), batch, places, over_logits, kept)
@@ -192,7 +192,7 @@ class Preference(Technique):
                 raise DataError(
                     f"techniques.preference: loss {self.loss} finds no {self.examples().kind} in the rows {batch.rows[:8]}"
                 )
-            places = Places.of(batch)
+            places = AnswerIndex.of(batch)
             with torch.no_grad():
                 before = reference(batch, places, over_logits) if self._refers else torch.zeros_like(places.lengths)
             states = hidden(batch)

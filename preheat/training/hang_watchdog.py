@@ -14,10 +14,10 @@ from typing import Any
 from preheat.core import Phase
 from preheat.training.process_group import Ranks
 
-__all__ = ["Standing"]
+__all__ = ["HangWatchdog"]
 
 
-class Standing:
+class HangWatchdog:
     """A thread that tells the others every few seconds what this process does, and compares when nothing goes on.
 
     Args:

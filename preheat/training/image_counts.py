@@ -15,7 +15,7 @@ def with_images(recipe: Recipe, data: Any) -> Recipe:
     """The recipe with the images of the training rows, to plan with; as it is where the model reads text alone.
 
     Args:
-        data: data.Prepared.
+        data: data.PreparedData.
     """
     vision = hf.facts(hf.configure(recipe, len(data.tokenizer))).vision
     if vision is None:

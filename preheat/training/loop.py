@@ -18,25 +18,25 @@ import torch
 from preheat import remote_code
 from preheat.core import Batch, Build, Phase, Shape, Tag
 from preheat.data import baselines
-from preheat.data.loader import evaluation_rows, samples_of
+from preheat.data.loader import evaluation_rows, rows_consumed
 from preheat.engine.async_checkpoint import Saved
 from preheat.engine.checkpoint import Progress
 from preheat.engine.evaluate import Measured
-from preheat.engine.step import gradients, numbers, update
+from preheat.engine.step import gradients, read_step_stats, update
 from preheat.errors import PreheatError, RunError
-from preheat.hardware.cpu_allocator import give_back
+from preheat.hardware.cpu_allocator import release_unused
 from preheat.hardware.deterministic import explain_lacking
 from preheat.hardware.interrupts import Interrupted, check
 from preheat.hardware.probe import reset_peak
 from preheat.recipe import Recipe
 from preheat.run_dir import MEMORY_KEYS, Reader, expected_memory
-from preheat.training.hang_watchdog import Standing
+from preheat.training.hang_watchdog import HangWatchdog
 from preheat.training.lr_schedule import share_of_peak
 from preheat.training.observer import Logged, Watch
 from preheat.training.recovery.oom import Recovery
 from preheat.training.session import Finished, Session, open_session
 from preheat.training.signals import Signals
-from preheat.training.throughput import Meter
+from preheat.training.throughput import ThroughputMeter
 
 __all__ = ["train"]
 
@@ -82,7 +82,7 @@ def _train(recipe: Recipe, out: str | Path | None, *, resume: bool, force: bool,
     session = open_session(recipe, Path(out or Path("runs") / recipe.name), resume=resume, watch=watch, force=force)
     if isinstance(session, Finished):
         return session.summary
-    standing = Standing(session.ranks, 0.8 * recipe.parallel.timeout, watch.alarm)
+    standing = HangWatchdog(session.ranks, 0.8 * recipe.parallel.timeout, watch.alarm)
     loop = _Loop(session, watch, standing)
     try:
         made = loop.run()
@@ -112,11 +112,11 @@ def _died_again(events: list[dict[str, Any]], step: int) -> bool:
 
 
 class _Loop:
-    def __init__(self, session: Session, watch: Watch, standing: Standing):
+    def __init__(self, session: Session, watch: Watch, standing: HangWatchdog):
         self.session, self.watch, self.standing = session, watch, standing
         self.recipe, self.writer = session.recipe, session.writer
         self.recovery = Recovery(session, standing)
-        self.meter = Meter(session)
+        self.meter = ThroughputMeter(session)
         self.loss = self._last_loss()
         self.evaluated: tuple[int, Measured] | None = None
         self.shape: Shape | None = None
@@ -175,7 +175,7 @@ class _Loop:
 
     def _train(self) -> dict[str, Any]:
         """From where the session stands to the end."""
-        self.meter = Meter(self.session)
+        self.meter = ThroughputMeter(self.session)
         self.ahead = None
         if self.progress.step == 0 and self.session.samples.before and self.judged < 0:
             self._unless_stopped(self._samples)
@@ -256,7 +256,7 @@ class _Loop:
             raise RunError(f"{error}; {self._saved_before_the_end()}") from None
         shape = self.session.shape(self.progress.step)
         if self.shape not in (None, shape):
-            give_back(self.build.device.kind)
+            release_unused(self.build.device.kind)
         self.shape = shape
         lr = self.session.peak_lr * share_of_peak(self.recipe.schedule, self.progress.step, self.session.total)
         self.standing.at(step, Phase.GRADIENTS)
@@ -268,7 +268,7 @@ class _Loop:
         # The one read of the step. Where the gradients were not finite the update left the weights as they were.
         self.standing.at(step, Phase.STEP_STATS)
         late = self._is_late(time.perf_counter() - begun)
-        total, metrics, weight, (norm, finite, forgiven), (some_stopped, some_late) = numbers(
+        total, metrics, weight, (norm, finite, forgiven), (some_stopped, some_late) = read_step_stats(
             self.build, loss, torch.stack([*stats, endures]), (self.signals.received is not None, late)
         )
         self.stopped = self.signals.received or ("a signal to another process" if some_stopped else None)
@@ -281,7 +281,7 @@ class _Loop:
             self._refuse(mean, norm, batch, lr)
         seconds = time.perf_counter() - begun
         p = self.progress
-        p.samples += samples_of(shape, self.recipe.batch.length)
+        p.samples += rows_consumed(shape, self.recipe.batch.length)
         p.step += 1
         tokens = shape.rows * shape.length  # of all devices
         p.tokens += tokens

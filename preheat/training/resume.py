@@ -99,7 +99,7 @@ def resumed(
         for left in folder.glob("step-*.writing"):  # of a session that was killed while it saved
             if re.fullmatch(r"step-[0-9]+\.writing", left.name):
                 shutil.rmtree(left, ignore_errors=True)
-    found, damaged = checkpoint.everywhere(made, looked)[0]
+    found, damaged = checkpoint.all_gather_object(made, looked)[0]
     for path, problem in damaged:
         writer.event("damaged", checkpoint=path.name, problem=problem)
         watch.notice(f"{path}: damaged ({problem}); it is passed over")

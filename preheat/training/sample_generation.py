@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from preheat.errors import RecipeError
-from preheat.inference.load import open_draft
+from preheat.inference.load import load_draft_model
 from preheat.inference.text_generation import Prompt, Tokens, prompt_tokens, write_texts
 from preheat.run_dir import Reader
 
@@ -67,7 +67,7 @@ class Samples:
         if settings.compile == "auto":  # what compiling keeps of the device's memory is not in the plan of a run
             settings = replace(settings, compile=False)
         # Opened for this call alone: while the model trains, the draft's memory is the run's.
-        draft = None if settings.draft is None else open_draft(settings.draft, self.tokenizer)
+        draft = None if settings.draft is None else load_draft_model(settings.draft, self.tokenizer)
         texts = write_texts(
             build, self.tokenizer, self.prompts, settings, template=self.template, draft=draft, seed=self.recipe.seed
         )

@@ -17,8 +17,8 @@ from preheat.engine.async_checkpoint import Saving
 from preheat.engine.builder import build, peak_learning_rate
 from preheat.engine.device import resolve_device
 from preheat.errors import DoesNotFit, RecipeError
-from preheat.evaluation.run_evaluator import Probes
-from preheat.hardware.cpu_allocator import give_back, keep_heap
+from preheat.evaluation.run_evaluator import RunEvaluator
+from preheat.hardware.cpu_allocator import install_heap, release_unused
 from preheat.hardware.deterministic import repeats
 from preheat.hardware.gpu_memory import limit_memory, taken_bytes
 from preheat.hardware.interrupts import check
@@ -27,9 +27,9 @@ from preheat.hardware.probe import reset_peak, resident_bytes
 from preheat.inference.text_generation import chat_template
 from preheat.models import configs, hf, presets
 from preheat.models.vision import reading
-from preheat.planning.fallback_ladder import Planner
+from preheat.planning.fallback_ladder import PlanContext
 from preheat.planning.plan import plan, settled, steps_of
-from preheat.planning.search.result import falls_short, in_pieces
+from preheat.planning.search.result import falls_short, fragmentation_hint
 from preheat.recipe import Recipe
 from preheat.recipe.paths import anchored
 from preheat.run_dir import Reader, Silent, Writer, check_folder
@@ -37,12 +37,12 @@ from preheat.training.image_counts import with_images
 from preheat.training.observer import Watch
 from preheat.training.process_group import Ranks, meet
 from preheat.training.provenance import digest, environment, versions
-from preheat.training.recovery.fallback_log import stepped_down
+from preheat.training.recovery.fallback_log import apply_fallbacks
 from preheat.training.resume import Looked, compare, fingerprints, resumed, summary_of_finished
 from preheat.training.sample_generation import Samples
 
 if TYPE_CHECKING:
-    from preheat.data import Prepared
+    from preheat.data import PreparedData
 
 __all__ = [
     "Finished",
@@ -53,7 +53,7 @@ __all__ = [
     "plan_here",
     "read_data",
     "rows_of",
-    "settle",
+    "reset_memory_baseline",
     "vocabulary_of",
 ]
 
@@ -79,8 +79,8 @@ class Session:
     device: Device
     threads: int
     data: Any
-    """preheat.data.Prepared."""
-    probes: Probes
+    """preheat.data.PreparedData."""
+    probes: RunEvaluator
     """What is measured beside the steps."""
     samples: Samples
     writer: Writer
@@ -88,7 +88,7 @@ class Session:
     ranks: Ranks
     """Which process of the run this is."""
     plan: dict[str, Any]
-    planner: Planner | None
+    planner: PlanContext | None
     """Plans other recipes for this run; in the first process."""
     looked: Looked | None
     """The checkpoint to go on from, where there is one; in the first process."""
@@ -146,10 +146,10 @@ class Session:
         self.shape = lambda step: made.slot(Slot.BATCH_SHAPE)(step / total if total else 0.0)
         self.order = _order(self.build, self.data.train, self.progress.samples, self.shape, self.total)
         if self.build.hooks.dataset_passes:
-            from preheat.data.loader import samples_of
+            from preheat.data.loader import rows_consumed
 
             steps = range(self.progress.step, self.total or 0)
-            left = sum(samples_of(self.shape(step), self.recipe.batch.length) for step in steps)
+            left = sum(rows_consumed(self.shape(step), self.recipe.batch.length) for step in steps)
             order = _order(self.build, self.data.train, self.progress.samples, self.shape, self.total)
             ahead = (
                 itertools.islice(order, left) if self.total else range(_length(self.data) or 0)
@@ -179,7 +179,7 @@ class Session:
         del self.build, self.saving, self.shape, self.order
         self.assembled = False
         gc.collect()
-        give_back(self.device.kind)
+        release_unused(self.device.kind)
 
 
 def rows_of(recipe: Recipe) -> int | None:
@@ -189,7 +189,7 @@ def rows_of(recipe: Recipe) -> int | None:
     return _length(data_of(recipe))
 
 
-def data_of(recipe: Recipe, **how: Any) -> Prepared:
+def data_of(recipe: Recipe, **how: Any) -> PreparedData:
     """The data of a recipe, read with its model's tokenizer and checked against its model's embedding; `how` is `prepare`'s progress and refuse."""
     from preheat.data import prepare
 
@@ -292,7 +292,7 @@ def open_session(recipe: Recipe, out: Path, *, resume: bool, watch: Watch, force
     ranks.join(recipe, device.kind)
     writer = Writer(out, resume=resume) if ranks.lead else Silent(out)
     try:
-        imports, claimed = settle(device), held_bytes(device.kind)
+        imports, claimed = reset_memory_baseline(device), held_bytes(device.kind)
         session = Session(
             recipe=recipe,
             settled=ready.settled if ready else built,
@@ -311,7 +311,7 @@ def open_session(recipe: Recipe, out: Path, *, resume: bool, watch: Watch, force
             imports=imports,
             claimed=claimed,
         )
-        if device.kind == "cpu" and (why := keep_heap()):
+        if device.kind == "cpu" and (why := install_heap()):
             watch.notice(f"{why}; torch's own allocator is used, and the run takes more memory than planned, often a third")
         if device.notice:
             watch.notice(device.notice)
@@ -348,17 +348,17 @@ class _Ready:
     """What the first process found out before the others join it."""
 
     data: Any
-    probes: Probes
+    probes: RunEvaluator
     samples: Samples
     settled: Recipe
     effective: Recipe
     expected: dict[str, Any]
-    planner: Planner
+    planner: PlanContext
     looked: Looked | None
     events: list[dict[str, Any]]
 
 
-def read_data(recipe: Recipe, watch: Watch) -> tuple[Any, Probes, Samples]:
+def read_data(recipe: Recipe, watch: Watch) -> tuple[Any, RunEvaluator, Samples]:
     """The data, and what is measured and written beside the steps."""
     from preheat.data.rows.example_kinds import require_examples
 
@@ -378,7 +378,7 @@ def read_data(recipe: Recipe, watch: Watch) -> tuple[Any, Probes, Samples]:
         positions=model.positions,
         validation=data.validation,
     )
-    return data, Probes(recipe, data, watch.progress), samples
+    return data, RunEvaluator(recipe, data, watch.progress), samples
 
 
 def _length(data: Any) -> int | None:
@@ -415,16 +415,16 @@ def _prepare(
     how: dict[str, Any] = {"vocabulary": len(data.tokenizer), "device": device, "rates": measured, "in_use": in_use(device)}
     # The run keeps the recipe as it was written: what a dry run chooses may differ where the run is resumed.
     chosen = built = settled(with_images(recipe, data), rows=_length(data), world=ranks.world, **how)
-    planner = Planner(rows=_length(data), world=ranks.world, **how)
+    planner = PlanContext(rows=_length(data), world=ranks.world, **how)
     if run is not None and looked is not None:
-        built, events = stepped_down(chosen, out, looked[0], planner, afresh=other)
+        built, events = apply_fallbacks(chosen, out, looked[0], planner, afresh=other)
         for line in run.all_damaged():
             watch.notice(line)
     expected = planner.plan(built)
     watch.planned(expected)
     if not expected["fits"] and not force:
         raise DoesNotFit(
-            f"{falls_short(expected)}; {in_pieces(expected) or 'use smaller micro-batches or techniques that save memory (preheat techniques lists them)'}, or train all the same with --force"
+            f"{falls_short(expected)}; {fragmentation_hint(expected) or 'use smaller micro-batches or techniques that save memory (preheat techniques lists them)'}, or train all the same with --force"
         )
     return _Ready(data, probes, samples, chosen, built, expected, planner, looked, events)
 
@@ -444,10 +444,10 @@ class _Measuring:
 
 def _order(made: Build, rows: Any, committed: int, shape: Callable[[int], Shape], total: int | None) -> Iterator[int]:
     """The order of rows by the build's slot; made here, before the folder is a run, since scores may be wrong."""
-    from preheat.data.loader import samples_of
+    from preheat.data.loader import rows_consumed
 
     def samples(step: int) -> int:
-        return samples_of(shape(step), made.recipe.batch.length)
+        return rows_consumed(shape(step), made.recipe.batch.length)
 
     whole = None
     if total is not None:  # steps take as many samples each, but where the shape changes them: then they are added up
@@ -460,7 +460,7 @@ def in_use(device: Device) -> int:
     return resident_bytes() if device.kind == "cpu" else taken_bytes(device)
 
 
-def settle(device: Device) -> int:
+def reset_memory_baseline(device: Device) -> int:
     """Readies the process for a run: memory settled and on a GPU limited to `hardware.memory`, the high-water mark begun anew.
 
     Returns:
@@ -471,6 +471,6 @@ def settle(device: Device) -> int:
         limit_memory(device)
         reset_peak("cuda")
         return in_use(device)
-    keep_heap()
+    install_heap()
     reset_peak()
     return resident_bytes()

@@ -13,13 +13,13 @@ from preheat.hardware.probe import resident_bytes
 from preheat.hardware.rates import note_run
 from preheat.training.session import Session
 
-__all__ = ["Meter"]
+__all__ = ["ThroughputMeter"]
 
 _TOLD = 20.0
 """Seconds of steps, at least, of a run that says something of the next: short ones are as quick as the machine was just then."""
 
 
-class Meter:
+class ThroughputMeter:
     """Begins anew where another build stands: what is measured is what was planned."""
 
     def __init__(self, session: Session):

@@ -24,14 +24,14 @@ def mixtral(**more: Any) -> Any:
 
 
 def test_alone_expert_balancing() -> None:
-    from preheat.models.moe import own_routers, routed, routers
+    from preheat.models.moe import record_routers, routed, routers
     from preheat.techniques.expert_balancing import add_bias, move_bias
 
     model, tokens = mixtral(), torch.randint(96, (16, 32))
     with torch.no_grad():
         for router in routers(model):
             router.weight *= torch.linspace(0.5, 40, 8)[:, None]  # type: ignore[operator]
-    ledger = own_routers(model)
+    ledger = record_routers(model)
     ledger.open = True
     biases = add_bias(model)
     assert add_bias(model)[0] is biases[0]

@@ -26,7 +26,7 @@ from preheat.engine.step import gradients, update
 from preheat.errors import RecipeError
 from preheat.models.hf import configure
 from preheat.planning import dry_run as observing
-from preheat.planning.phases import fake_batch, tell_phases
+from preheat.planning.phases import fake_batch, track_phases
 from preheat.recipe import field_docs
 
 from ..conftest import DEVICE, difference, split, tiny, uneven
@@ -135,7 +135,7 @@ def test_what_the_dry_run_sees_is_what_a_real_step_does(name: str, settings: dic
             *(t for s in real.optimizer.state.values() for t in s.values()),
         ]:
             recorder.follow(t)
-        tell_phases(real, recorder)
+        track_phases(real, recorder)
         with recorder:
             recorder.phase = Phase.FORWARD
             rows, micro = 4, -(-4 // real.state.accumulation)

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from preheat import recipe as recipes
 from preheat.core import DATA, Axis, Build, MaskSpec, Mesh, ModelFacts, Slot
 from preheat.engine.builder import build
-from preheat.engine.evaluate import likeliest, reading, token_scores
+from preheat.engine.evaluate import eval_mode, likeliest, token_scores
 from preheat.engine.step import forward, gradients, transform, update
 from preheat.errors import RecipeError
 from preheat.ops.attention.blockwise import blocked_attention
@@ -103,7 +103,7 @@ def train(case: str, *, several: bool) -> tuple[dict[str, list[Any]], dict[str, 
         losses.append(float(b.mesh.add(loss.total.clone(), *SPREAD)) / batch.weight)
         norms.append(float(update(b, 0.01)[0]))
     held_out = uneven(rows=ROWS, length=length, seed=STEPS)
-    with reading(b):
+    with eval_mode(b):
         total = forward(b, transform(b, split(held_out, [ROWS // shares] * shares)[place])).total
     losses.append(float(b.mesh.add(total.clone(), *SPREAD)) / held_out.weight)
     # Single tokens: the first place twice, so that devices have different numbers of them.

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from preheat.inference.load import open_model
+from preheat.inference.load import load_model
 from preheat.models.hf import plain_logits
 from preheat.ops.quantization import nf4
 
@@ -53,7 +53,7 @@ def test_qlora_from_training_to_transformers_and_peft(preheat: Command, data_fol
 
     tokenizer = AutoTokenizer.from_pretrained(here / "merged")
     ids = torch.tensor([tokenizer.encode(PROMPT)])
-    wanted = logits(open_model(run).build.trained[0], ids)
+    wanted = logits(load_model(run).build.trained[0], ids)
     plain = AutoModelForCausalLM.from_pretrained(here / "merged", dtype=torch.float32)
     assert plain.get_input_embeddings().weight is plain.get_output_embeddings().weight
     assert float((logits(plain, ids) - wanted).abs().max()) < 1e-4

@@ -287,23 +287,23 @@ def test_a_signal_saves_and_the_last_line_is_the_command_that_goes_on(
 def test_an_evaluation_is_broken_off_and_taken_when_the_run_is_resumed(
     preheat: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from preheat.evaluation.run_evaluator import Probes
+    from preheat.evaluation.run_evaluator import RunEvaluator
 
     def evaluations(name: str) -> list[tuple[int, float]]:
         return [(e["step"], e["validation_loss"]) for e in Reader(preheat.folder / name).evaluations()]
 
     more = ("--set", "evaluate={every: 4, rows: 6}", "--set", "sample={prompts: [the], tokens: 4}")
     preheat.here("train", "r.yaml", *more, "--out", "whole")
-    take, broken = Probes.take, []
+    take, broken = RunEvaluator.take, []
 
-    def interrupted(self: Probes, build: Any, writer: Any, step: int) -> Any:
+    def interrupted(self: RunEvaluator, build: Any, writer: Any, step: int) -> Any:
         if step in (4, 12) and step not in broken:
             broken.append(step)
             signal.raise_signal(signal.SIGINT)
             raise AssertionError("it went on")
         return take(self, build, writer, step)
 
-    monkeypatch.setattr(Probes, "take", interrupted)
+    monkeypatch.setattr(RunEvaluator, "take", interrupted)
     out = preheat.here("train", "r.yaml", *more, "--out", "cut", code=130)[0]
     assert "stopped by SIGINT at step 4" in out
     assert out.splitlines()[-1].startswith("to go on: preheat train r.yaml")
@@ -316,20 +316,20 @@ def test_an_evaluation_is_broken_off_and_taken_when_the_run_is_resumed(
 
 
 def test_an_evaluation_that_ends_the_process_is_taken_again_once(preheat: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    from preheat.evaluation.run_evaluator import Probes
+    from preheat.evaluation.run_evaluator import RunEvaluator
 
     def evaluations(name: str) -> list[tuple[int, float]]:
         return [(e["step"], e["validation_loss"]) for e in Reader(preheat.folder / name).evaluations()]
 
-    take, deaths = Probes.take, [0]
+    take, deaths = RunEvaluator.take, [0]
 
-    def dies(self: Probes, build: Any, writer: Any, step: int) -> Any:
+    def dies(self: RunEvaluator, build: Any, writer: Any, step: int) -> Any:
         if step == 4 and deaths[0]:
             deaths[0] -= 1
             raise SystemExit(9)  # without a word in the run's folder, as by `kill -9`, or OpenBLAS where it finds no memory
         return take(self, build, writer, step)
 
-    monkeypatch.setattr(Probes, "take", dies)
+    monkeypatch.setattr(RunEvaluator, "take", dies)
     more = ("--set", "evaluate={every: 4, rows: 6}", "--set", "checkpoint.every=0")
     preheat.here("train", "r.yaml", *more, "--out", "whole")
     deaths[0] = 1

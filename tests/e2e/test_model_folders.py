@@ -79,7 +79,7 @@ def test_the_report_on_falcon_ends_in_one_line(preheat: Command, report: Callabl
 
 def test_the_report_on_neox_trains_the_model_that_transformers_reads(preheat: Command, report: Callable[[str], None]) -> None:
     from preheat.core import MaskSpec
-    from preheat.inference.load import open_model
+    from preheat.inference.load import load_model
     from preheat.models import hf
     from preheat.ops.attention.sdpa import reference_attention
 
@@ -91,7 +91,7 @@ def test_the_report_on_neox_trains_the_model_that_transformers_reads(preheat: Co
     tokens = torch.arange(4, 36)[None]
     for folder, ours in (("model", "model"), ("exported", "run")):
         plain = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-        model: Any = open_model(Path(ours)).build.trained[0].eval()
+        model: Any = load_model(Path(ours)).build.trained[0].eval()
         with torch.no_grad():
             hidden = hf.hidden_states(model, tokens, torch.arange(32)[None], MaskSpec(), reference_attention)
             found = {"logits": hf.logits(model, hidden)}

@@ -22,10 +22,10 @@ import preheat as package
 from preheat import recipe as recipes
 from preheat.engine import checkpoint
 from preheat.errors import PreheatError, RecipeError, RunError
-from preheat.inference.load import open_model
+from preheat.inference.load import load_model
 from preheat.report import write as write_report
 from preheat.run_dir import MARK, Reader, Writer, claim, parse_json, to_json, write_generated
-from preheat.training.recovery.fallback_log import effective, pending
+from preheat.training.recovery.fallback_log import effective, oom_records
 from preheat.training.recovery.oom_report import diagnose
 
 from ..conftest import within
@@ -190,7 +190,7 @@ def test_a_name_does_not_lead_out_of_its_folder(name: Any) -> None:
 
 def weights(path: Path) -> float:
     """A number that two models do not share."""
-    return float(sum(p.detach().double().abs().sum() for part in open_model(path).build.trained for p in part.parameters()))
+    return float(sum(p.detach().double().abs().sum() for part in load_model(path).build.trained for p in part.parameters()))
 
 
 def test_a_checkpoint_of_another_run_is_neither_read_nor_pruned(command: Command) -> None:
@@ -208,8 +208,8 @@ def test_a_checkpoint_of_another_run_is_neither_read_nor_pruned(command: Command
     mine.write_text("mine")
     foreign = tree(b / "checkpoints/step-6")
     with pytest.raises(RunError, match="step-4: it is of another run"):
-        open_model(a, step=4)
-    assert open_model(a).step == 2
+        load_model(a, step=4)
+    assert load_model(a).step == 2
     # A run keeps its two newest, whoever else's lie beside them.
     text = (a / "recipe.yaml").read_text()
     (a / "recipe.yaml").write_text(text.replace("keep: 9", "keep: 2"))
@@ -239,10 +239,10 @@ def test_only_files_of_the_manifest_are_read_and_removed(command: Command) -> No
     for name in ("../../recipe.yaml", "/etc/hostname", "..", ""):
         manifest.write_text(json.dumps(whole | {name: {"bytes": 1, "sha256": "x"}}))
         with pytest.raises(RunError, match=r"no file beside it"):
-            open_model(a, step=6)
+            load_model(a, step=6)
     manifest.write_text(json.dumps({name: entry for name, entry in whole.items() if not name.endswith(".safetensors")}))
     with pytest.raises(RunError, match="cannot be read") as caught:
-        open_model(a, step=6)
+        load_model(a, step=6)
     assert "\n" not in str(caught.value)
 
 
@@ -256,11 +256,11 @@ def test_a_checkpoint_without_identity_is_refused(command: Command) -> None:
     sums["state.json"] = {"bytes": state.stat().st_size, "sha256": hashlib.sha256(state.read_bytes()).hexdigest()}
     manifest.write_text(json.dumps(sums))
     with pytest.raises(RunError, match="another version of preheat"):
-        open_model(a, step=6)
-    assert open_model(a).step == 4
+        load_model(a, step=6)
+    assert load_model(a).step == 4
     (a / MARK).unlink()
     with pytest.raises(RunError, match=f"has no {MARK}"):
-        open_model(a)
+        load_model(a)
 
 
 def test_a_copied_run_goes_on(command: Command) -> None:
@@ -404,14 +404,14 @@ def resumes(run: Path) -> None:
     recipe = recipes.parse(reader.recipe_text)
     found, _ = checkpoint.find(run / "checkpoints", run=reader.id)
     effective(recipe, reader.events(), 6)
-    pending(run)
+    oom_records(run)
     reader.all_damaged()
     if found is not None:
         checkpoint.read_progress(found)
 
 
 def chats(run: Path) -> None:
-    opened = open_model(run)
+    opened = load_model(run)
     assert opened.template is None
 
 
@@ -483,7 +483,7 @@ def test_a_run_goes_on_beside_its_damaged_lines(command: Command) -> None:
     os.mkfifo(a / "samples.fifo")
     (a / "data.json").write_text("{")
     with pytest.raises(RunError, match=r"data\.json: is damaged"):
-        open_model(a)
+        load_model(a)
 
 
 def test_a_link_in_a_folder_leads_to_nothing_that_is_removed(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import torch
 
 from preheat.data import Rows, evaluation_batches, prepare
 from preheat.engine.evaluate import evaluate
-from preheat.inference.load import open_model
+from preheat.inference.load import load_model
 from preheat.models.hf import plain_logits
 from preheat.recipe import Data, parse
 from preheat.training.loop import train
@@ -35,7 +35,7 @@ def test_its_loss_is_that_of_plain_transformers_and_near_the_published_one(
     text = (data_folder / "text/tinystories_train_excerpt.txt").read_text()
     parts = re.split(r"\n(?=Once upon a time)", text)[:100]
     (tmp_path / "stories.jsonl").write_text("\n".join(json.dumps({"text": part}) for part in parts))
-    opened = open_model(stories)
+    opened = load_model(stories)
     # Rows of whole stories, cut at 512 tokens.
     data = Data(
         source=str(tmp_path / "stories.jsonl"),

@@ -16,7 +16,7 @@ from preheat.data import Rows, evaluation_batches, prepare
 from preheat.engine.builder import build
 from preheat.engine.evaluate import evaluate
 from preheat.errors import RunError
-from preheat.inference.load import open_model
+from preheat.inference.load import load_model
 from preheat.models.hf import plain_logits
 from preheat.recipe import Recipe, parse
 from preheat.training.loop import train
@@ -67,7 +67,7 @@ def test_pooled_heads_recover_and_the_export_is_a_plain_llama(
         "yarn",
     )
     tokens = torch.randint(512, (1, 900), generator=torch.Generator().manual_seed(0))
-    ours = open_model(tmp_path / "run").build.trained[0]
+    ours = load_model(tmp_path / "run").build.trained[0]
     assert torch.equal(plain_logits(loaded, tokens), plain_logits(ours, tokens))  # type: ignore[arg-type]
 
 

@@ -12,7 +12,7 @@ from preheat.core import Build
 from preheat.engine import checkpoint
 from preheat.engine.step import gradients, update
 from preheat.models.moe import biases, routers
-from preheat.training.recovery.oom import Guard
+from preheat.training.recovery.oom import StepSnapshot
 
 from ..conftest import difference, split, uneven
 from .test_experts import made
@@ -93,7 +93,7 @@ def test_a_failed_attempt_leaves_it_alone() -> None:
     b = skewed("qwen3_moe")
     train(b, 2)
     kept = {name: bias.clone() for name, bias in biases(b.trained[0]).items()}
-    guard = Guard(b)
+    guard = StepSnapshot(b)
     gradients(b, split(uneven(seed=2), [2, 2]), 0.001)
     guard.undo()
     assert difference(dict(biases(b.trained[0])), kept) == 0

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from preheat.bench.inference import _require_room
-from preheat.bench.inference_worker import Speaker, _plain
+from preheat.bench.inference_worker import InferenceWorker, _plain
 from preheat.errors import DataError, DoesNotFit, RecipeError, RunError
 
 
@@ -39,7 +39,7 @@ def test_a_contender_measures_itself(model: str, data_folder: Path, settings: di
     text = str(data_folder / "text" / "tinystories_train_excerpt.txt")
     if "draft" in settings:
         settings = {"draft": model}
-    speaker = Speaker(_job(model, settings, dtype=dtype, text=text))
+    speaker = InferenceWorker(_job(model, settings, dtype=dtype, text=text))
     about = speaker.about()
     assert about["weights_bytes"] == pytest.approx((2 if dtype else 8 if "draft" in settings else 4) * 260_032, rel=0.01)
     assert speaker.begin() == {}
@@ -58,7 +58,7 @@ def test_a_contender_measures_itself(model: str, data_folder: Path, settings: di
 
 def test_transformers_by_itself_writes_the_same_texts(model: str, data_folder: Path) -> None:
     text = str(data_folder / "text" / "tinystories_train_excerpt.txt")
-    theirs = Speaker(_job(model, {}, engine="transformers", text=text))
+    theirs = InferenceWorker(_job(model, {}, engine="transformers", text=text))
     theirs.begin()
     found = theirs.measure(2, 24)
     assert found["texts"] == _texts(model, text)
@@ -79,7 +79,7 @@ def test_transformers_by_itself_draws_no_weights_that_a_folder_does_not_name(mod
 
 
 def _texts(model: str, text: str) -> list[list[int]]:
-    plain = Speaker(_job(model, {}, text=text))
+    plain = InferenceWorker(_job(model, {}, text=text))
     plain.begin()
     return list(plain.measure(2, 24)["texts"])
 
@@ -89,11 +89,11 @@ def test_shapes_that_cannot_be_are_said_before_they_are_tried(model: str, tmp_pa
         ([1, 600], RecipeError, "--lengths 600: with 8 tokens more than the 512 positions of tiny; use 504 or less"),
         ([1 << 26, 64], DoesNotFit, "--batches 67108864: with prompts of 64 tokens the cache of tiny needs"),
     ):
-        speaker = Speaker(_job(model, {}, cells=[cell]))
+        speaker = InferenceWorker(_job(model, {}, cells=[cell]))
         worker: Any = SimpleNamespace(speech=SimpleNamespace(name="tiny"), about=speaker.about())
         with pytest.raises(error) as found:
             _require_room([worker], [tuple(cell)], 8)
         assert words in str(found.value)
     (tmp_path / "short.txt").write_text("Once upon a time.")
     with pytest.raises(DataError, match=r"short.txt: has \d+ tokens, and a prompt has 24"):
-        Speaker(_job(model, {}, text=str(tmp_path / "short.txt"))).begin()
+        InferenceWorker(_job(model, {}, text=str(tmp_path / "short.txt"))).begin()

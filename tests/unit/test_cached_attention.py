@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from preheat.errors import RunError
-from preheat.inference.load import open_model
+from preheat.inference.load import load_model
 from preheat.models.generation import decode_attention as ops
 from preheat.models.generation.decode_attention import cached_attention, of_use
 from preheat.models.generation.generate import generate
@@ -140,7 +140,7 @@ def test_every_cache_is_attended_to_by_it(
     folder: Path, settings: Sample, queries: set[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And each time with what torch's attention gives."""
-    opened = open_model(folder)
+    opened = load_model(folder)
     kernel, seen = ops.cached_attention, set()
 
     def watched(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:

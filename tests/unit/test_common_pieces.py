@@ -13,25 +13,25 @@ from preheat.data.tokenizer import _SEVERAL_KINDS, load_tokenizer, pieces_of
 from preheat.engine.builder import build
 from preheat.engine.step import forward, gradients, transform
 from preheat.errors import RecipeError
-from preheat.models.distillation.tokenizer_alignment import Cut, Matcher, common
+from preheat.models.distillation.tokenizer_alignment import TokenAligner, TokenizerView, common
 
 from ..conftest import DEVICE
 
 TEXTS = (*_SEVERAL_KINDS, "Once upon a time there was a little girl named Lily.", "She saw a big, red ball")
 
 
-def cut_of(folder: Path) -> Cut:
+def cut_of(folder: Path) -> TokenizerView:
     tokenizer = load_tokenizer(str(folder))
-    return Cut(tokenizer, pieces_of(tokenizer), tokenizer.eos_token_id)
+    return TokenizerView(tokenizer, pieces_of(tokenizer), tokenizer.eos_token_id)
 
 
 @pytest.fixture(scope="module")
-def cuts(data_folder: Path) -> dict[str, Cut]:
+def cuts(data_folder: Path) -> dict[str, TokenizerView]:
     folders = {"gpt2": "tokenizers/gpt2", "llama2": "tokenizers/llama2", "stories": "stories260K-hf"}
     return {name: cut_of(data_folder / folder) for name, folder in folders.items()}
 
 
-def row_of(cut: Cut, texts: Any, length: int) -> Batch:
+def row_of(cut: TokenizerView, texts: Any, length: int) -> Batch:
     """A row of documents, each with its end; its last is cut off where the row ends. The last place of a document has no label."""
     documents = [[*cut.tokenizer(text).input_ids, cut.end] for text in texts]
     flat = [n for numbers in documents for n in numbers][:length]
@@ -49,7 +49,7 @@ def row_of(cut: Cut, texts: Any, length: int) -> Batch:
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama2", "stories"])
-def test_the_bytes_of_pieces_are_those_of_the_text(cuts: dict[str, Cut], name: str) -> None:
+def test_the_bytes_of_pieces_are_those_of_the_text(cuts: dict[str, TokenizerView], name: str) -> None:
     for text in TEXTS:
         read, ends = cuts[name].ends(cuts[name].tokenizer(text).input_ids)
         assert read == text.encode()
@@ -59,10 +59,12 @@ def test_the_bytes_of_pieces_are_those_of_the_text(cuts: dict[str, Cut], name: s
 @pytest.mark.parametrize(
     ("student", "teacher"), [("gpt2", "llama2"), ("llama2", "gpt2"), ("stories", "gpt2"), ("gpt2", "stories")]
 )
-def test_places_are_those_at_which_both_have_read_the_same_text(cuts: dict[str, Cut], student: str, teacher: str) -> None:
+def test_places_are_those_at_which_both_have_read_the_same_text(
+    cuts: dict[str, TokenizerView], student: str, teacher: str
+) -> None:
     own, other = cuts[student], cuts[teacher]
     batch = row_of(own, TEXTS * 2, 150)
-    found = Matcher(own, other, positions=512)(batch)
+    found = TokenAligner(own, other, positions=512)(batch)
     assert found.batch.tokens.shape[1] % 64 == 0
     assert sum(found.batch.mask.documents[0]) == found.batch.tokens.shape[1]
     read = [part.tolist() for part in found.batch.tokens[0].split(found.batch.mask.documents[0])]  # type: ignore[no-untyped-call]
@@ -84,20 +86,22 @@ def test_places_are_those_at_which_both_have_read_the_same_text(cuts: dict[str, 
     assert said > 0.2 * batch.tokens.shape[1]
 
 
-def test_a_teacher_with_the_same_pieces_reads_the_same_row_and_a_short_one_its_beginning(cuts: dict[str, Cut]) -> None:
+def test_a_teacher_with_the_same_pieces_reads_the_same_row_and_a_short_one_its_beginning(
+    cuts: dict[str, TokenizerView],
+) -> None:
     own = cuts["llama2"]
     batch = row_of(own, TEXTS[-2:], 20)
-    found = Matcher(own, own, positions=512)(batch)
+    found = TokenAligner(own, own, positions=512)(batch)
     ends = batch.tokens[0] == own.end
     assert found.said[0].bool().equal(~ends)
     first, second = batch.mask.documents[0]
     at = found.at[0]
     assert found.batch.tokens[0, at[~ends]].equal(batch.tokens[0, ~ends])
-    short = Matcher(own, own, positions=4)(batch)
+    short = TokenAligner(own, own, positions=4)(batch)
     assert short.said[0].tolist() == [*[1.0] * 4, *[0.0] * (first - 4), *[1.0] * 4, *[0.0] * (second - 4)]
 
 
-def test_pieces_in_common_stand_for_the_same_bytes(cuts: dict[str, Cut]) -> None:
+def test_pieces_in_common_stand_for_the_same_bytes(cuts: dict[str, TokenizerView]) -> None:
     own, theirs = common(cuts["gpt2"], cuts["llama2"])
     assert len(own) == len(theirs) > 5000
     assert (own[-1], theirs[-1]) == (cuts["gpt2"].end, cuts["llama2"].end)
@@ -123,7 +127,7 @@ def made(data_folder: Path, settings: str = "", beside: str = "") -> Any:
 
 
 @pytest.mark.parametrize("direction", ["forward", "reverse"])
-def test_the_loss_is_that_of_loops_over_documents(cuts: dict[str, Cut], data_folder: Path, direction: str) -> None:
+def test_the_loss_is_that_of_loops_over_documents(cuts: dict[str, TokenizerView], data_folder: Path, direction: str) -> None:
     temperature, mixture, top = 1.5, 0.7, 6
     b = made(data_folder, f"divergence: {direction}, temperature: {temperature}, mixture: {mixture}, top: {top}")
     student, teacher = (

@@ -15,7 +15,7 @@ import torch
 
 from preheat.errors import RecipeError, RunError
 from preheat.hardware import cpp_build
-from preheat.inference.load import Opened, open_model
+from preheat.inference.load import LoadedModel, load_model
 from preheat.models.generation import generate as generating
 from preheat.models.generation.generate import Timed, generate, settled
 from preheat.recipe import Sample
@@ -24,8 +24,8 @@ PROMPTS = ("Once upon a time", "The dog", "Lily wanted to go to the park because
 
 
 @pytest.fixture(scope="module")
-def stories(data_folder: Path) -> Opened:
-    return open_model(data_folder / "stories260K-hf")
+def stories(data_folder: Path) -> LoadedModel:
+    return load_model(data_folder / "stories260K-hf")
 
 
 @pytest.fixture
@@ -53,14 +53,14 @@ def _write(opened: Any, prompts: list[list[int]], batch: int = 8, **settings: An
     return generate(opened.model, opened.tokenizer, prompts, Sample(**settings), stop=frozenset({2}), batch=batch)
 
 
-def _opened(stories: Opened, model: Any = None) -> Any:
+def _opened(stories: LoadedModel, model: Any = None) -> Any:
     model = model or stories.build.trained[0]
     model.__dict__.pop("_compiled_call", None)
     return SimpleNamespace(model=model, tokenizer=stories.tokenizer)
 
 
 def test_the_texts_are_those_of_the_model_as_it_is(
-    stories: Opened, traced: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+    stories: LoadedModel, traced: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Several prompts of different lengths, two batches of two sizes; drawn by a seed, and within a window."""
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "true")
@@ -78,7 +78,7 @@ def test_the_texts_are_those_of_the_model_as_it_is(
     assert os.environ["TOKENIZERS_PARALLELISM"] == "true", "as it was"
 
 
-def test_layers_with_windows_of_their_own(stories: Opened, traced: list[dict[str, Any]]) -> None:
+def test_layers_with_windows_of_their_own(stories: LoadedModel, traced: list[dict[str, Any]]) -> None:
     from transformers import AutoModelForCausalLM, Gemma3TextConfig
 
     config = Gemma3TextConfig(
@@ -104,7 +104,7 @@ def test_layers_with_windows_of_their_own(stories: Opened, traced: list[dict[str
 
 
 def test_batches_of_one_size_share_a_cache(
-    stories: Opened, traced: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+    stories: LoadedModel, traced: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from preheat.models.generation import kv_cache
 
@@ -120,7 +120,7 @@ def test_batches_of_one_size_share_a_cache(
 
 
 def test_running_out_of_graphs_is_an_error(
-    stories: Opened, traced: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+    stories: LoadedModel, traced: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """torch would go on uncompiled, and say so in a log alone."""
     monkeypatch.setattr(generating, "_GRAPHS", 1)
@@ -151,7 +151,7 @@ def test_running_out_of_graphs_is_an_error(
     ],
 )
 def test_who_is_compiled_unasked(
-    kind: str, passes: int, settings: dict[str, Any], compiled: bool, stories: Opened, monkeypatch: pytest.MonkeyPatch
+    kind: str, passes: int, settings: dict[str, Any], compiled: bool, stories: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cpp_build, "uncompiled", lambda kind: "")
     model: Any = SimpleNamespace(device=torch.device(kind), config=stories.build.trained[0].config, _can_compile_fullgraph=True)
@@ -162,7 +162,7 @@ def test_who_is_compiled_unasked(
     assert settled(Sample(**settings), model, passes).compile is settings.get("compile", False)
 
 
-def test_without_a_compiler_it_is_refused_if_asked_for(stories: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_compiler_it_is_refused_if_asked_for(stories: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(
         RecipeError, match=r"^sample\.compile: needs a C\+\+ compiler on a CPU and found no 'no-such-compiler'; "
@@ -177,7 +177,7 @@ def test_without_a_compiler_it_is_refused_if_asked_for(stories: Opened, monkeypa
         settled(Sample(compile=True), model, 1)
 
 
-def test_a_run_does_not_compile_unasked(stories: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_does_not_compile_unasked(stories: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """What compiling keeps of a device's memory is not in its plan."""
     from preheat.evaluation import scoring
     from preheat.recipe import parse
@@ -201,7 +201,7 @@ def test_a_run_does_not_compile_unasked(stories: Opened, monkeypatch: pytest.Mon
     assert heard == [False, True, False, False, "auto"]
 
 
-def test_timed_says_what_the_cache_takes(stories: Opened, traced: list[dict[str, Any]]) -> None:
+def test_timed_says_what_the_cache_takes(stories: LoadedModel, traced: list[dict[str, Any]]) -> None:
     opened, timed = _opened(stories), Timed()
     generate(opened.model, opened.tokenizer, [[1, 5, 9]], Sample(tokens=3, compile=True), timed=timed)
     layer = 2 * 128 * 4 * opened.model.config.num_key_value_heads * opened.model.config.head_dim

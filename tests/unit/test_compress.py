@@ -20,7 +20,7 @@ from preheat.compress.llm_compressor import unpacked
 from preheat.compress.registry import methods
 from preheat.engine.builder import build
 from preheat.errors import DataError, RecipeError, RunError
-from preheat.inference.load import Opened, open_model
+from preheat.inference.load import LoadedModel, load_model
 from preheat.models.hf import head, plain_logits, softcap
 from preheat.models.layerwise import plainly
 from preheat.ops.quantization.linear import Int4Linear, Int8Linear
@@ -56,8 +56,8 @@ def rows(stories: Path, data_folder: Path) -> list[Tensor]:
     return [torch.tensor([ids[n * 128 : n * 128 + 128]]) for n in range(24)]
 
 
-def compressed(source: Path, text: str, rows: list[Tensor]) -> tuple[Opened, str]:
-    opened = open_model(source)
+def compressed(source: Path, text: str, rows: list[Tensor]) -> tuple[LoadedModel, str]:
+    opened = load_model(source)
     model: Any = opened.build.trained[0]
     model.requires_grad_(False)
     return opened, read_variant(text).method.apply(model, rows).what
@@ -76,7 +76,7 @@ def loss(model: Any, rows: list[Tensor]) -> float:
 @pytest.fixture(scope="module")
 def losses(stories: Path, rows: list[Tensor]) -> dict[str, float]:
     """Of the model as it is, and by methods with the same grid, on rows that were not calibrated with."""
-    found = {"plain": loss(open_model(stories).build.trained[0], rows[16:])}
+    found = {"plain": loss(load_model(stories).build.trained[0], rows[16:])}
     for name in ("int8", "int4", "awq", "gptq"):
         found[name] = loss(compressed(stories, name, rows[:16])[0].build.trained[0], rows[16:])
     return found
@@ -95,7 +95,7 @@ def test_what_is_written_is_opened_again_exactly(name: str, stories: Path, rows:
     opened, words = compressed(stories, name, rows[:8])
     model: Any = opened.build.trained[0]
     save_load.write_model(model, opened, tmp_path, method=name, dtype=torch.float32)
-    again = open_model(tmp_path)
+    again = load_model(tmp_path)
     assert torch.equal(plain_logits(again.build.trained[0], rows[0]), plain_logits(model, rows[0]))  # type: ignore[arg-type]
     bits = float(words.partition(" bits a weight")[0].rpartition(" ")[2])
     assert 4 < bits < 8.5
@@ -132,7 +132,7 @@ def test_other_families_are_written_and_opened(family: str, stories: Path, tmp_p
     assert sum(isinstance(m, Int4Linear) for m in model.modules()) == {"gpt2": 12}.get(family, 21)
     (tmp_path / "made").mkdir()
     save_load.write_model(model, opened, tmp_path / "made", method="gptq", dtype=torch.float32)
-    again: Any = open_model(tmp_path / "made").build.trained[0]
+    again: Any = load_model(tmp_path / "made").build.trained[0]
     assert torch.equal(plain_logits(again, rows[0]), plain_logits(model, rows[0]))
     assert softcap(again) == (30.0 if family == "gemma2" else None)
     shared = getattr(again.get_input_embeddings(), "codes", None) is again.lm_head.codes
@@ -140,7 +140,7 @@ def test_other_families_are_written_and_opened(family: str, stories: Path, tmp_p
 
 
 def test_a_layer_is_given_the_inputs_that_the_model_gives_it(stories: Path, rows: list[Tensor]) -> None:
-    model: Any = open_model(stories).build.trained[0]
+    model: Any = load_model(stories).build.trained[0]
     seen: dict[str, Tensor] = {}
     places = {f"model.layers.{n}.mlp.down_proj": model.model.layers[n].mlp.down_proj for n in (0, 4)}
     hooks = [
@@ -167,7 +167,7 @@ def test_sensitivity_is_the_curvature_of_the_loss(stories: Path, rows: list[Tens
     """Against the loss with each map's weight changed by rounding, and by its opposite, whose mean has no slope in it."""
     from preheat.compress.methods.bit_budget import CHOICES, _made, sensitivity
 
-    model: Any = open_model(stories).build.trained[0].requires_grad_(False)
+    model: Any = load_model(stories).build.trained[0].requires_grad_(False)
     maps = {f"model.layers.{n}.{part}": model.get_submodule(f"model.layers.{n}.{part}") for n in (0, 2, 4) for part in PARTS}
     found, before = sensitivity(model, maps, rows), loss(model, rows)
     predicted, measured = [], []
@@ -193,7 +193,7 @@ def test_a_budget_is_kept_and_beats_uniform_bits(stories: Path, rows: list[Tenso
     model: Any = opened.build.trained[0]
     assert {type(m) for n, m in model.named_modules() if n.endswith("_proj")} == {Int4Linear, Int8Linear}
     uniform = compressed(stories, "int4,symmetric=false,keep=[embedding, head]", rows[:16])[0]
-    plain = loss(open_model(stories).build.trained[0], rows[16:])
+    plain = loss(load_model(stories).build.trained[0], rows[16:])
     assert loss(model, rows[16:]) - plain < 0.9 * (loss(uniform.build.trained[0], rows[16:]) - plain)
 
 
@@ -277,7 +277,7 @@ def test_eight_bit_floats_need_a_gpu(stories: Path) -> None:
     if torch.cuda.is_available():
         pytest.skip("a GPU is here")
     assert any(
-        "a CPU has no fp8 products" in words for words in read_variant("fp8").method.check(open_model(stories).build.model)
+        "a CPU has no fp8 products" in words for words in read_variant("fp8").method.check(load_model(stories).build.model)
     )
 
 
@@ -293,7 +293,7 @@ def test_what_is_compressed_is_not_trained_and_carries_no_adapter(stories: Path,
     config["quantization_config"]["version"] = 9
     (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
     with pytest.raises(RecipeError, match="version 9, and this preheat reads 1"):
-        open_model(tmp_path)
+        load_model(tmp_path)
 
 
 def test_a_folder_that_stands_is_not_written_over(stories: Path, tmp_path: Path) -> None:
@@ -306,13 +306,13 @@ def test_a_model_without_quantized_weights_is_written_plainly(stories: Path, tmp
     """As pruning leaves it."""
     from transformers import AutoModelForCausalLM
 
-    opened = open_model(stories)
+    opened = load_model(stories)
     model: Any = opened.build.trained[0]
     model.model.layers[0].mlp.up_proj.weight.data[::2] = 0
     save_load.write_model(model, opened, tmp_path, method="magnitude", dtype=torch.float32)
     row = torch.arange(20)[None]
     wanted = plain_logits(model, row)
-    assert torch.equal(plain_logits(open_model(tmp_path).build.trained[0], row), wanted)  # type: ignore[arg-type]
+    assert torch.equal(plain_logits(load_model(tmp_path).build.trained[0], row), wanted)  # type: ignore[arg-type]
     again = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     with torch.no_grad():
         assert torch.allclose(again(row).logits, wanted, atol=1e-4)
@@ -356,7 +356,7 @@ def test_words_of_codes_are_unpacked_in_the_order_of_compressed_tensors(bits: in
 )
 @pytest.mark.parametrize("text", ["by=gptq", "by=awq", "by=nearest", "bits=8"])
 def test_llm_compressor_s_codes_serve_like_ours(stories: Path, rows: list[Tensor], text: str) -> None:
-    plain = loss(open_model(stories).build.trained[0], rows[16:])
+    plain = loss(load_model(stories).build.trained[0], rows[16:])
     opened, what = compressed(stories, f"llm_compressor,{text}", rows[:16])
     rise = loss(opened.build.trained[0], rows[16:]) - plain
     assert "by llm-compressor 0." in what

@@ -14,11 +14,11 @@ import torch
 from preheat import recipe as recipes
 from preheat.core import Shape, Slot
 from preheat.data.difficulty import by_length, by_rarity, from_file, growing_order
-from preheat.data.loader import batches, sample_order, samples_of
+from preheat.data.loader import batches, rows_consumed, sample_order
 from preheat.data.packing import IGNORED, Rows, Tokens, cut
 from preheat.engine.builder import build
 from preheat.errors import DataError, RecipeError, RunError
-from preheat.inference.load import open_model
+from preheat.inference.load import load_model
 from preheat.planning.dry_run import observe
 from preheat.techniques.difficulty_curriculum import competence, losses_of, order_by_difficulty
 from preheat.techniques.length_curriculum import LengthCurriculum, length_at, shape_at
@@ -117,7 +117,7 @@ def test_lengths_rise_to_the_full_one_in_few_steps_and_shapes_are_cut_from_whole
     assert all(n % 16 == 0 for n in set(lengths) - {250})
     for length, rows, micro in itertools.product(set(lengths), (1, 3, 8), (1, 2)):
         shape = shape_at(length, rows=rows, micro=micro, full=250, keep=keep)
-        taken = samples_of(shape, 250)
+        taken = rows_consumed(shape, 250)
         assert taken == rows if keep == "tokens" else abs(taken * 250 / length - rows) <= max(125 / length, rows / 2 + 250)
         assert shape.micro * length <= micro * 250
         assert 1 <= shape.micro <= shape.rows
@@ -300,7 +300,7 @@ def text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setenv("PREHEAT_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("preheat.planning.fallback_ladder.plan", lambda *_, **__: dict(FIGURES))
     monkeypatch.setattr("preheat.hardware.benchmark_rates.rates", lambda *_, **__: None)
-    monkeypatch.setattr(session, "settle", lambda device: 0)  # the heap's settings last as long as the process
+    monkeypatch.setattr(session, "reset_memory_baseline", lambda device: 0)  # the heap's settings last as long as the process
     (tmp_path / "text").mkdir()
     for n in range(30):
         (tmp_path / "text" / f"{n}.txt").write_text(
@@ -337,7 +337,7 @@ def test_ended_in_the_middle_and_resumed_every_loss_is_the_same(
     resumed = training.train(many, out=tmp_path / "cut", resume=True)
     assert logged(tmp_path / "cut") == logged(tmp_path / "whole")
     assert resumed["validation_loss"] == whole["validation_loss"]
-    assert open_model(tmp_path / "cut").step == 14, (
+    assert load_model(tmp_path / "cut").step == 14, (
         "what eval, generate and export open: a curriculum's start is no adapter's folder"
     )
     lengths = logged(tmp_path / "whole", "length")

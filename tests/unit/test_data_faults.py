@@ -20,13 +20,13 @@ import pytest
 import transformers
 from tokenizers import Tokenizer
 
-from preheat.data import Prepared, prepare
+from preheat.data import PreparedData, prepare
 from preheat.data.cache import entry, read_entry
 from preheat.data.chat import render_limits as limits
 from preheat.data.chat.render_limits import TemplateLimit
 from preheat.data.chat.template import Template
 from preheat.data.packing import IGNORED, Rows, Tokens
-from preheat.data.preview import look
+from preheat.data.preview import preview
 from preheat.data.rows.file_readers import expanded, find_files
 from preheat.data.rows.prompt_files import read_prompts
 from preheat.data.tokenizer import Encoder, load_tokenizer, rebuilt_by_transformers, save_tokenizer, train_tokenizer
@@ -60,7 +60,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def run(tmp_path: Path, folder: Path, source: Path | tuple[str, ...], **settings: Any) -> Prepared:
+def run(tmp_path: Path, folder: Path, source: Path | tuple[str, ...], **settings: Any) -> PreparedData:
     data = Data(
         source=source if isinstance(source, tuple) else str(source), tokenizer=str(folder), **{"validation": 0.0, **settings}
     )
@@ -529,7 +529,7 @@ def test_the_preview_names_the_file_s_own_rows(tmp_path: Path, folder: Path) -> 
     (tmp_path / "a.jsonl").write_bytes(lines(rows))
     made = run(tmp_path, folder, tmp_path / "a.jsonl", template="alpaca")
     seen = {}
-    for example in look(made, rows=99, seed=0)["examples"]:
+    for example in preview(made, rows=99, seed=0)["examples"]:
         for document in example["documents"]:
             seen[int(document["where"].rpartition(":")[2])] = "".join(text for text, *_ in document["spans"])
     assert sorted(seen) == list(range(1, 15))

@@ -13,7 +13,7 @@ from torch.nn import functional
 from preheat import recipe as recipes
 from preheat.core import Batch
 from preheat.data.packing import Rows, Tokens
-from preheat.data.row_cache import KeptRows
+from preheat.data.row_cache import RowCache
 from preheat.data.tokenizer import load_tokenizer, unlike, unlike_folders
 from preheat.engine import checkpoint
 from preheat.engine.builder import build
@@ -272,9 +272,9 @@ def test_a_cache_that_is_damaged_or_of_something_else_is_refused(tmp_path: Path)
 
 def test_rows_that_were_not_written_whole_are_missing(tmp_path: Path) -> None:
     how: dict[str, Any] = {"rows": 3, "of": {}, "arrays": {"a": ((2,), "int32"), "b": ((1,), "float16")}, "knob": "cache"}
-    kept, tokens = KeptRows(tmp_path, **how), np.arange(4)
+    kept, tokens = RowCache(tmp_path, **how), np.arange(4)
     kept.write(1, tokens, np.array([7, -8]), np.array([0.5]))
-    again = KeptRows(tmp_path, **how)
+    again = RowCache(tmp_path, **how)
     assert again.missing([2, 1, 0, 2]) == [0, 2]
     assert [a.tolist() for a in again.read(1, tokens)] == [[7, -8], [0.5]]
 

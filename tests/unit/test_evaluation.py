@@ -500,7 +500,7 @@ def test_accuracy_is_that_of_lm_eval_on_the_same_rows(
     from transformers import AutoModelForCausalLM
 
     from preheat.evaluation.lm_eval import measure_by_harness
-    from preheat.inference.load import open_model
+    from preheat.inference.load import load_model
 
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     folder, file = data_folder / "stories260K-hf", data_folder / "eval/arc_easy.jsonl"
@@ -512,7 +512,7 @@ def test_accuracy_is_that_of_lm_eval_on_the_same_rows(
         f"task: local\ndataset_path: json\ndataset_kwargs: {{data_files: {{test: {file}}}}}\ntest_split: test\noutput_type: multiple_choice\n"
         f'doc_to_text: "{{{{query}}}}\\nAnswer:"\ndoc_to_choice: choices\ndoc_to_target: gold\nmetric_list: [{", ".join(metric)}]\n'
     )
-    made = open_model(folder)
+    made = load_model(folder)
     scorer = Scorer(made.build, made.tokenizer, micro=8, length=512)
     (task,) = find_tasks([f"multiple_choice={file},limit=40"])
     assert isinstance(task, Task)

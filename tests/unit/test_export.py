@@ -22,7 +22,7 @@ from preheat.engine import checkpoint
 from preheat.engine.builder import build
 from preheat.engine.step import gradients, update
 from preheat.errors import DataError, PreheatError, RecipeError, RunError
-from preheat.inference.load import open_model
+from preheat.inference.load import load_model
 from preheat.models.hf import plain_logits
 from preheat.ops.quantization import nf4
 from preheat.run_dir import Writer
@@ -381,7 +381,7 @@ def test_training_starts_from_an_adapter_of_pefts(bases: dict[str, Path], tmp_pa
     tuned = plain_logits(b.trained[0], TOKENS)  # type: ignore[arg-type]
     run = run_of(b, tokenizer_of(bases["llama"]), tmp_path / "run")
     shutil.rmtree(tmp_path / "adapter")  # what it began from is not needed any more
-    assert torch.equal(plain_logits(open_model(run).build.trained[0], TOKENS), tuned)  # type: ignore[arg-type]
+    assert torch.equal(plain_logits(load_model(run).build.trained[0], TOKENS), tuned)  # type: ignore[arg-type]
 
 
 def test_another_method_starts_from_its_own_folder(bases: dict[str, Path], tmp_path: Path) -> None:
@@ -440,24 +440,24 @@ def test_an_adapters_folder_is_opened_on_its_base(bases: dict[str, Path], tmp_pa
     shutil.copytree(bases["llama"], base)
     run, wanted = made(base, (LORAS | QUANTIZED)[name], tmp_path / "run")
     peft_export.write(run, tmp_path / "alone")
-    opened = open_model(tmp_path / "alone")
+    opened = load_model(tmp_path / "alone")
     assert furthest(plain_logits(opened.build.trained[0], TOKENS), wanted) < 1e-5  # type: ignore[arg-type]
     assert huggingface.write(tmp_path / "alone", tmp_path / "merged")["merged"] == 14
     assert furthest(plain_logits(plain(tmp_path / "merged"), TOKENS), wanted) < 3e-5
     base.rename(tmp_path / "moved")
     with pytest.raises(RecipeError, match=r"its base model is not there .*no such folder.*--base"):
-        open_model(tmp_path / "alone")
+        load_model(tmp_path / "alone")
     with pytest.raises(RecipeError, match=r"^--base: .*no such folder"):
-        open_model(tmp_path / "alone", base=str(base))
-    again = open_model(tmp_path / "alone", base=str(tmp_path / "moved"))
+        load_model(tmp_path / "alone", base=str(base))
+    again = load_model(tmp_path / "alone", base=str(tmp_path / "moved"))
     assert furthest(plain_logits(again.build.trained[0], TOKENS), wanted) < 1e-5  # type: ignore[arg-type]
     with pytest.raises(RecipeError, match="whose weights are not those of"):
-        open_model(tmp_path / "alone", base=str(bases["tied"]))
+        load_model(tmp_path / "alone", base=str(bases["tied"]))
 
 
 def test_adapters_with_other_ranks_for_some_maps_are_opened(bases: dict[str, Path], tmp_path: Path) -> None:
     wanted = by_peft(bases["llama"], tmp_path / "adapter", rank_pattern={"q_proj": 2}, use_rslora=True)
-    assert furthest(plain_logits(open_model(tmp_path / "adapter").build.trained[0], TOKENS), wanted) < 1e-5  # type: ignore[arg-type]
+    assert furthest(plain_logits(load_model(tmp_path / "adapter").build.trained[0], TOKENS), wanted) < 1e-5  # type: ignore[arg-type]
 
 
 # --- refusals -------------------------------------------------------------------------------------------------------
@@ -478,7 +478,7 @@ def test_what_cannot_be_read_is_refused_in_one_line(bases: dict[str, Path], tmp_
     )
     by_peft(bases["llama"], tmp_path / "adapter")
     (tmp_path / "adapter/adapter_model.safetensors").rename(tmp_path / "adapter/adapter_model.bin")
-    refused(lambda: open_model(tmp_path / "adapter"), "adapter_model.bin is a pickle, which preheat does not open")
+    refused(lambda: load_model(tmp_path / "adapter"), "adapter_model.bin is a pickle, which preheat does not open")
     refused(
         lambda: trained(bases["llama"], started(tmp_path / "adapter"), 0),
         r"techniques.lora.start: .*adapter_model.bin is a pickle",
@@ -486,7 +486,7 @@ def test_what_cannot_be_read_is_refused_in_one_line(bases: dict[str, Path], tmp_
     refused(lambda: trained(bases["llama"], started(tmp_path / "nowhere"), 0), r"techniques.lora.start: .*no such folder")
     refused(lambda: trained(bases["llama"], started(bases["llama"]), 0), "has no adapter_config.json")
     (tmp_path / "adapter/adapter_model.safetensors").write_bytes(b"cut")
-    refused(lambda: open_model(tmp_path / "adapter"), "not whole")
+    refused(lambda: load_model(tmp_path / "adapter"), "not whole")
     four = tmp_path / "four"
     shutil.copytree(bases["llama"], four)
     config = json.loads((four / "config.json").read_text())

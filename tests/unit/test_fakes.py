@@ -96,10 +96,10 @@ def test_no_process_is_copied_once_cuda_is_in_use(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(os, "fork", lambda: pytest.fail("copied"))
     assert worker_pool.processes() == 1
-    with worker_pool.crew(observation_cache.observe_for_others, 2):
-        assert worker_pool.alone()
+    with worker_pool.worker_pool(observation_cache.observe_for_others, 2):
+        assert worker_pool.is_serial()
         done: list[Any] = []
-        worker_pool.share([{"n": 1}, {"n": 2}], done.append)
+        worker_pool.run_tasks([{"n": 1}, {"n": 2}], done.append)
         assert len(done) == 2
 
 
@@ -112,11 +112,11 @@ def test_what_fails_in_a_helper_is_told_and_done_again(
     def broken(**_: Any) -> None:
         assert os.getpid() == here, "not in a copy"
 
-    monkeypatch.setattr(observation_cache, "recall", broken)
+    monkeypatch.setattr(observation_cache, "observe_cached", broken)
     done: list[int] = []
-    with caplog.at_level("DEBUG", logger="preheat"), worker_pool.crew(observation_cache.observe_for_others, 2):
-        worker_pool.share([{"n": n} for n in range(3)], lambda task: done.append(task["n"]))
-        assert worker_pool.alone(), "one that failed is asked no more"
+    with caplog.at_level("DEBUG", logger="preheat"), worker_pool.worker_pool(observation_cache.observe_for_others, 2):
+        worker_pool.run_tasks([{"n": n} for n in range(3)], lambda task: done.append(task["n"]))
+        assert worker_pool.is_serial(), "one that failed is asked no more"
     assert sorted(done) == [0, 1, 2]
     assert "AssertionError('not in a copy" in caplog.text
 
@@ -143,21 +143,21 @@ def test_a_crew_observes_what_one_process_does(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setenv("PREHEAT_CACHE", str(tmp_path))
     recipes = [override(tiny(), f"batch.size={rows}") for rows in (1, 2, 3, 4)]
     how: dict[str, Any] = {"vocabulary": 96, "device": DEVICE, "world": 1, "how": "step"}
-    with worker_pool.crew(observation_cache.observe_for_others, 2):
+    with worker_pool.worker_pool(observation_cache.observe_for_others, 2):
         [helper] = worker_pool._helpers
         here: list[int] = []
         tasks = [{"recipe": recipe, **how} for recipe in recipes]
-        worker_pool.share(tasks, lambda task: here.append(task["recipe"].batch.size))
+        worker_pool.run_tasks(tasks, lambda task: here.append(task["recipe"].batch.size))
         assert len(here) < 4, "one process did all of it"
         there = {1, 2, 3, 4} - set(here)
-        observation_cache.forget()
+        observation_cache.clear()
         for rows in there:
-            assert observation_cache.known(recipes[rows - 1], **how)
-            found = observation_cache.recall(recipes[rows - 1], **how)
+            assert observation_cache.is_cached(recipes[rows - 1], **how)
+            found = observation_cache.observe_cached(recipes[rows - 1], **how)
             seen = observe(recipes[rows - 1], vocabulary=96, device=DEVICE, world=1, evaluated=False)
             assert (found.kernels, found.peak, found.passing) == (seen.kernels, seen.peak, seen.passing)
         os.kill(helper.process, signal.SIGSTOP)  # it hears nothing, and ends with what it was given
         threading.Timer(1.0, os.kill, (helper.process, signal.SIGKILL)).start()
-        observation_cache.together({"recipe": override(tiny(), f"batch.size={rows}"), **how} for rows in (5, 6))
-        assert observation_cache.known(override(tiny(), "batch.size=6"), **how), "left undone when a process ended"
+        observation_cache.prefetch({"recipe": override(tiny(), f"batch.size={rows}"), **how} for rows in (5, 6))
+        assert observation_cache.is_cached(override(tiny(), "batch.size=6"), **how), "left undone when a process ended"
     assert not worker_pool._helpers

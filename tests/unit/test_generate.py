@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from preheat.engine.builder import build
-from preheat.inference.load import Opened, open_model
-from preheat.models.generation.generate import Kept, generate, patterned
+from preheat.inference.load import LoadedModel, load_model
+from preheat.models.generation.generate import PrefixCache, generate, patterned
 from preheat.recipe import Recipe, Sample, parse
 from tests.conftest import DEVICE
 
@@ -23,8 +23,8 @@ def folder(data_folder: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def stories(folder: Path) -> Opened:
-    return open_model(folder)
+def stories(folder: Path) -> LoadedModel:
+    return load_model(folder)
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +34,7 @@ def plain(folder: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
 
 
-def _ids(stories: Opened, *texts: str) -> list[list[int]]:
+def _ids(stories: LoadedModel, *texts: str) -> list[list[int]]:
     return [[1, *stories.tokenizer.encode(text, add_special_tokens=False)] for text in texts]
 
 
@@ -44,7 +44,7 @@ def _plain(plain: Any, ids: list[int], count: int, **more: Any) -> list[int]:
     return out[0, len(ids) :].tolist()
 
 
-def test_greedy_text_is_that_of_plain_transformers_alone_and_in_a_padded_batch(stories: Opened, plain: Any) -> None:
+def test_greedy_text_is_that_of_plain_transformers_alone_and_in_a_padded_batch(stories: LoadedModel, plain: Any) -> None:
     prompts = _ids(stories, "", "Tom had a red ball", "The cat", "Once upon a time, in a big forest, there lived a rhinoceros")
     wanted = [_plain(plain, p, 48) for p in prompts]
     assert wanted == [_plain(plain, p, 48, use_cache=False) for p in prompts]
@@ -59,7 +59,7 @@ def test_greedy_text_is_that_of_plain_transformers_alone_and_in_a_padded_batch(s
         assert m.ended == "length"
 
 
-def test_told_text_is_the_whole_text_and_never_taken_back(stories: Opened) -> None:
+def test_told_text_is_the_whole_text_and_never_taken_back(stories: LoadedModel) -> None:
     told: dict[int, str] = {0: "", 1: ""}
     steps, ended = 0, list[int]()
 
@@ -84,22 +84,22 @@ def test_told_text_is_the_whole_text_and_never_taken_back(stories: Opened) -> No
     assert all(s not in made[1].text for s in stop)
 
 
-def test_characters_of_several_tokens_are_told_whole(stories: Opened) -> None:
+def test_characters_of_several_tokens_are_told_whole(stories: LoadedModel) -> None:
     """The model's 512 pieces spell most characters byte by byte: told text holds no half of one."""
-    from preheat.models.generation.detokenizer import GrowingText
+    from preheat.models.generation.detokenizer import IncrementalDetokenizer
 
     said: list[str] = []
 
     def hear(part: str | None) -> None:
         said.append(part or "")
 
-    text = GrowingText(stories.tokenizer, [1], (), hear)
+    text = IncrementalDetokenizer(stories.tokenizer, [1], (), hear)
     for token in stories.tokenizer.encode("é 日本 🙂", add_special_tokens=False):
         text.add(token, False)
     assert "".join(said).strip() == "é 日本 🙂"
     assert not any("\ufffd" in part for part in said)
     cut = stories.tokenizer.encode("🙂", add_special_tokens=False)[:-1]
-    text = GrowingText(stories.tokenizer, [1], (), hear)
+    text = IncrementalDetokenizer(stories.tokenizer, [1], (), hear)
     for token in cut:
         text.add(token, False)
     made = text.finish("length")
@@ -107,7 +107,7 @@ def test_characters_of_several_tokens_are_told_whole(stories: Opened) -> None:
         "what is left at the end is told as it is"
     )
     said.clear()
-    text = GrowingText(stories.tokenizer, [1], (), hear)
+    text = IncrementalDetokenizer(stories.tokenizer, [1], (), hear)
     for token in [
         *stories.tokenizer.encode("日", add_special_tokens=False),
         cut[0],
@@ -118,7 +118,7 @@ def test_characters_of_several_tokens_are_told_whole(stories: Opened) -> None:
     assert "日" in "".join(said), "bytes that are no character do not take back what was told"
 
 
-def test_draws_are_decided_by_the_seed_and_by_nothing_else(stories: Opened) -> None:
+def test_draws_are_decided_by_the_seed_and_by_nothing_else(stories: LoadedModel) -> None:
     model, tokenizer, prompts = stories.build.trained[0], stories.tokenizer, _ids(stories, "Once")
 
     def draw(seed: int, **how: Any) -> list[int]:
@@ -134,7 +134,7 @@ def test_draws_are_decided_by_the_seed_and_by_nothing_else(stories: Opened) -> N
     assert generate(model, tokenizer, prompts, Sample(tokens=24, repetition_penalty=5.0))[0].tokens != greedy
 
 
-def test_draws_reach_tokens_beyond_the_likeliest_fifty(stories: Opened) -> None:
+def test_draws_reach_tokens_beyond_the_likeliest_fifty(stories: LoadedModel) -> None:
     """transformers keeps 50 tokens where nothing is said; top_k 0 is all of them."""
     tokens = generate(
         stories.build.trained[0], stories.tokenizer, _ids(stories, "Once") * 64, Sample(tokens=1, temperature=50.0), batch=64
@@ -142,10 +142,10 @@ def test_draws_reach_tokens_beyond_the_likeliest_fifty(stories: Opened) -> None:
     assert len({m.tokens[0] for m in tokens}) > 50
 
 
-def test_a_kept_cache_gives_the_same_text_and_reads_only_what_is_new(stories: Opened) -> None:
+def test_a_kept_cache_gives_the_same_text_and_reads_only_what_is_new(stories: LoadedModel) -> None:
     model: Any = stories.build.trained[0]
     (first,) = _ids(stories, "Once upon a time")
-    kept, settings = Kept(), Sample(tokens=12)
+    kept, settings = PrefixCache(), Sample(tokens=12)
     made = generate(model, stories.tokenizer, [first], settings, kept=kept)[0]
     assert kept.tokens == [*first, *made.tokens[:-1]]
     second = [*first, *made.tokens, *_ids(stories, "Then he said")[0][1:]]
@@ -169,7 +169,7 @@ def test_a_kept_cache_gives_the_same_text_and_reads_only_what_is_new(stories: Op
     assert kept.cache is None
 
 
-def test_the_end_of_the_positions_ends_a_text_and_no_other(stories: Opened) -> None:
+def test_the_end_of_the_positions_ends_a_text_and_no_other(stories: LoadedModel) -> None:
     prompts = _ids(stories, "Once", "Once upon " * 240, "Tom")
     assert len(prompts[1]) > 480
     model, room = stories.build.trained[0], 512 - len(prompts[1])
@@ -194,7 +194,7 @@ def _model(techniques: str, more: str = "") -> Recipe:
         "{activation_checkpointing: {}}",
     ],
 )
-def test_every_build_writes_what_its_own_logits_say(stories: Opened, techniques: str) -> None:
+def test_every_build_writes_what_its_own_logits_say(stories: LoadedModel, techniques: str) -> None:
     """Each token is the likeliest by the build's own pass over the whole text."""
     from preheat.core import MaskSpec
     from preheat.models import hf
@@ -221,14 +221,14 @@ def test_told_pieces_join_to_what_the_tokenizer_decodes(data_folder: Path, name:
     """Leading spaces, line ends, characters of several tokens: whatever the decoder, after whatever prompt."""
     from transformers import AutoTokenizer
 
-    from preheat.models.generation.detokenizer import GrowingText
+    from preheat.models.generation.detokenizer import IncrementalDetokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(data_folder / name, local_files_only=True)
     text = "Once upon  a time,\n\n\tHéllo 日本語 🙂 — it's done. def f(x):\n    return x\n"
     ids = tokenizer.encode(text, add_special_tokens=False)
     for cut in (1, 3, 5):
         said: list[str] = []
-        grown = GrowingText(tokenizer, ids[:cut], ("never there",), lambda part, said=said: said.append(part or ""))  # type: ignore[misc]
+        grown = IncrementalDetokenizer(tokenizer, ids[:cut], ("never there",), lambda part, said=said: said.append(part or ""))  # type: ignore[misc]
         for token in ids[cut:]:
             grown.add(token, False)
         whole, before = (tokenizer.decode(part, skip_special_tokens=True) for part in (ids, ids[:cut]))

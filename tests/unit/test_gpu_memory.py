@@ -16,7 +16,7 @@ from preheat.hardware.gpu_memory import CONTEXT, limit_memory, memory_peak, take
 from preheat.hardware.probe import begin_peak
 from preheat.report.run_page import _memory_of_gpu
 from preheat.run_dir import expected_memory
-from preheat.training.session import in_use, settle
+from preheat.training.session import in_use, reset_memory_baseline
 
 GIB = 2**30
 WHOLE = Device("cuda", "a GPU", 80 * GIB)
@@ -119,9 +119,9 @@ def test_what_others_hold_is_not_there_for_a_run(gpu: Gpu, monkeypatch: pytest.M
 
 
 def test_stated_memory_limits_the_allocator(gpu: Gpu) -> None:
-    settle(WHOLE)
+    reset_memory_baseline(WHOLE)
     assert gpu.fractions == []  # a limit that a user set stays
-    settle(Device("cuda", "a GPU", 20 * GIB))
+    reset_memory_baseline(Device("cuda", "a GPU", 20 * GIB))
     assert gpu.fractions == [(20 * GIB - CONTEXT) / (80 * GIB)]
     limit_memory(WHOLE)
     limit_memory(WHOLE)

@@ -24,7 +24,7 @@ from preheat.hardware import segments
 from preheat.hardware.benchmark_rates import FULL, GPU, _host_link, calibrate, grid_of, rates
 from preheat.hardware.catalogue import accelerator, accelerators
 from preheat.hardware.link_rates import links_at, load_links
-from preheat.hardware.oom import asked_bytes, is_exhaustion
+from preheat.hardware.oom import asked_bytes, is_oom
 from preheat.hardware.rates import (
     LAYOUTS,
     MOVERS,
@@ -304,14 +304,14 @@ def test_finished_runs_tell_plans_their_pace(monkeypatch: pytest.MonkeyPatch, tm
 def test_a_run_of_enough_steps_of_one_shape_is_noted(
     speeds: list[float], owner: str, world: int, told: list[float], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    from preheat.training.throughput import Meter
+    from preheat.training.throughput import ThroughputMeter
 
     monkeypatch.setenv("PREHEAT_CACHE", str(tmp_path))
     plan = {"tokens_per_step": 100, "tokens_per_second": 50.0, "pace": 2.0, "device": {"name": "made up"}}
     session: Any = SimpleNamespace(
         plan=plan, build=SimpleNamespace(owner=lambda slot: owner), ranks=SimpleNamespace(world=world)
     )
-    meter = Meter(session)
+    meter = ThroughputMeter(session)
     meter.speeds = speeds
     meter.teach()
     assert [json.loads(file.read_text())["ratios"] for file in tmp_path.glob("runs-*.json")] == ([told] if told else [])
@@ -644,7 +644,7 @@ def test_more_threads_than_serve_are_refused_before_they_are_measured() -> None:
     ids=lambda value: str(value)[:60],
 )
 def test_what_says_that_a_gpu_is_out_of_memory(error: Exception, lacks: bool) -> None:
-    assert is_exhaustion(error) == lacks
+    assert is_oom(error) == lacks
     assert asked_bytes(str(error)) == (20 << 20 if "Tried" in str(error) else None)
 
 

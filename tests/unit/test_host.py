@@ -15,7 +15,7 @@ from preheat.core import Build, Phase, Slot, registry
 from preheat.engine.builder import build
 from preheat.engine.step import gradients, update
 from preheat.ops.memory.activation_offload import ActivationOffload
-from preheat.ops.memory.host_transfer import Copy, Link, StreamLink
+from preheat.ops.memory.host_transfer import AsyncHostCopy, Copy, HostCopy
 from preheat.ops.optim.cpu_adamw import HostAdamW
 from preheat.ops.optim.optimizers import decay_groups
 from preheat.planning.dry_run import Recorder, highest
@@ -36,7 +36,7 @@ class _Late:
     synchronize = wait
 
 
-class LateLink(Link):
+class LateLink(HostCopy):
     """As streams may do at worst: a target holds NaN until its copy is waited for; copies of one direction end in order."""
 
     def __init__(self) -> None:
@@ -107,7 +107,7 @@ def test_weights_come_back_while_gradients_still_go(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: _Stream(streams))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: streams.current)
     monkeypatch.setattr(torch.cuda, "stream", streams.enter)
-    link = StreamLink(torch.device("cuda"))
+    link = AsyncHostCopy(torch.device("cuda"))
     sent = [link.out(torch.ones(4)) for _ in range(3)]
     sent[0].for_host()
     back = link.back(sent[0].value, torch.empty(4))

@@ -9,23 +9,23 @@ import pytest
 import torch
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from preheat.inference.load import Opened, open_model
-from preheat.models.generation.generate import Kept, Timed, generate
+from preheat.inference.load import LoadedModel, load_model
+from preheat.models.generation.generate import PrefixCache, Timed, generate
 from preheat.models.generation.kv_cache import Int8Layer, dequantize, make_cache, quantize
 from preheat.planning.analytic import CACHES, cache_bytes
 from preheat.recipe import Sample
 
 
 @pytest.fixture(scope="module")
-def stories(data_folder: Path) -> Opened:
-    return open_model(data_folder / "stories260K-hf")
+def stories(data_folder: Path) -> LoadedModel:
+    return load_model(data_folder / "stories260K-hf")
 
 
-def _ids(stories: Opened, *texts: str) -> list[list[int]]:
+def _ids(stories: LoadedModel, *texts: str) -> list[list[int]]:
     return [[1, *stories.tokenizer.encode(text, add_special_tokens=False)] for text in texts]
 
 
-def _write(stories: Opened, prompts: list[list[int]], **settings: Any) -> list[list[int]]:
+def _write(stories: LoadedModel, prompts: list[list[int]], **settings: Any) -> list[list[int]]:
     model: Any = stories.build.trained[0]
     return [w.tokens for w in generate(model, stories.tokenizer, prompts, Sample(**settings), stop=frozenset({2}))]
 
@@ -76,7 +76,7 @@ def test_a_layer_in_eight_bits_shows_what_the_plain_layer_shows(window: int | No
             assert ours.parts[0].shape[-2] == min(at, window - 1)
 
 
-def test_the_cache_takes_what_the_closed_form_says(stories: Opened) -> None:
+def test_the_cache_takes_what_the_closed_form_says(stories: LoadedModel) -> None:
     model: Any = stories.build.trained[0]
     prompts = _ids(stories, "Once upon a time there was", "Tom had a red ball and a big dog", "The")
     longest = max(map(len, prompts))
@@ -97,14 +97,14 @@ def test_the_cache_takes_what_the_closed_form_says(stories: Opened) -> None:
     assert 3 * 12 / 32 > 1, "heads of 8: 12 bytes where fp32 has 32"
 
 
-def test_a_static_cache_writes_what_the_growing_one_writes(stories: Opened) -> None:
+def test_a_static_cache_writes_what_the_growing_one_writes(stories: LoadedModel) -> None:
     """Rows of different lengths, padded; and with windows."""
     prompts = _ids(stories, "", "Tom had a red ball", "Once upon a time, in a big forest, there lived a rhinoceros")
     assert _write(stories, prompts, tokens=40, cache="static") == _write(stories, prompts, tokens=40)
     assert _write(stories, prompts, tokens=40, cache="static", window=12) == _write(stories, prompts, tokens=40, window=12)
 
 
-def test_eight_bits_change_the_loss_by_little_and_the_text_not_by_pieces(stories: Opened) -> None:
+def test_eight_bits_change_the_loss_by_little_and_the_text_not_by_pieces(stories: LoadedModel) -> None:
     model: Any = stories.build.trained[0]
     (ids,) = _ids(
         stories,
@@ -134,7 +134,7 @@ def test_eight_bits_change_the_loss_by_little_and_the_text_not_by_pieces(stories
     assert losses[1] == pytest.approx(losses[0], abs=0.005)
 
 
-def test_a_window_is_that_of_a_pass_over_the_whole_text(stories: Opened) -> None:
+def test_a_window_is_that_of_a_pass_over_the_whole_text(stories: LoadedModel) -> None:
     """Every token is the likeliest by preheat's own attention with that window, though the prompt is longer than it."""
     from preheat.core import MaskSpec
     from preheat.models import hf
@@ -154,11 +154,11 @@ def test_a_window_is_that_of_a_pass_over_the_whole_text(stories: Opened) -> None
     assert texts != _write(stories, prompts, tokens=24)
 
 
-def test_a_kept_cache_in_eight_bits_goes_on(stories: Opened) -> None:
+def test_a_kept_cache_in_eight_bits_goes_on(stories: LoadedModel) -> None:
     model: Any = stories.build.trained[0]
     settings = Sample(tokens=10, cache="int8")
     (first,) = _ids(stories, "Once upon a time")
-    kept = Kept()
+    kept = PrefixCache()
     made = generate(model, stories.tokenizer, [first], settings, kept=kept)[0]
     second = [*first, *made.tokens, *_ids(stories, "Then he said")[0][1:]]
     went_on = generate(model, stories.tokenizer, [second], settings, kept=kept)[0]
@@ -170,7 +170,7 @@ def test_a_kept_cache_in_eight_bits_goes_on(stories: Opened) -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")  # in torch's own compiler
-def test_a_compiled_model_writes_the_same_and_is_compiled_once(stories: Opened) -> None:
+def test_a_compiled_model_writes_the_same_and_is_compiled_once(stories: LoadedModel) -> None:
     """For prompts and texts of other lengths, too."""
     from torch._dynamo.utils import counters
 
@@ -193,7 +193,7 @@ def test_a_compiled_model_writes_the_same_and_is_compiled_once(stories: Opened) 
     assert counters["stats"]["unique_graphs"] == before + 1
 
 
-def test_layers_with_windows_of_their_own_keep_and_forget_alike(stories: Opened) -> None:
+def test_layers_with_windows_of_their_own_keep_and_forget_alike(stories: LoadedModel) -> None:
     """Every sixth layer full, as Gemma 3 has them: every cache, with proposals taken back or without."""
     from transformers import AutoModelForCausalLM, Gemma3TextConfig
 

@@ -11,10 +11,10 @@ import torch
 from torch.nn.functional import cross_entropy, logsigmoid
 
 from preheat import recipe as recipes
-from preheat.core import Batch, Examples
+from preheat.core import Batch, ExampleKind
 from preheat.data.loader import collate, evaluation_batches
 from preheat.data.packing import Rows, Tokens, cut
-from preheat.data.preparation import Prepared
+from preheat.data.preparation import PreparedData
 from preheat.data.rows.example_kinds import require_examples
 from preheat.data.rows.formats import Layout
 from preheat.engine.builder import build
@@ -31,7 +31,7 @@ from preheat.techniques.preference import preference_loss
 from ..conftest import DEVICE, difference, split, tiny, uneven
 
 _LAYOUT = Layout("text", {}, "text")
-PAIRS, LIKED, CLASSES = Examples("pairs"), Examples("liked"), Examples("classes", 5)
+PAIRS, LIKED, CLASSES = ExampleKind("pairs"), ExampleKind("liked"), ExampleKind("classes", 5)
 TOGETHER = "chunked_loss: {rows: 7}, gradient_accumulation: {steps: 3}, activation_checkpointing: {}"
 
 
@@ -268,7 +268,7 @@ KINDS = {
 
 def test_tokens_say_what_they_hold() -> None:
     for kind, found in KINDS.items():
-        assert pickle.loads(pickle.dumps(found)).examples == found.examples == Examples(kind, 5 * (kind == "classes"))  # type: ignore[arg-type]
+        assert pickle.loads(pickle.dumps(found)).examples == found.examples == ExampleKind(kind, 5 * (kind == "classes"))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("kind", ["pairs", "liked", "classes"])
@@ -327,7 +327,7 @@ def test_pairs_through_rows_have_the_loss_of_the_plain_model() -> None:
 )
 def test_data_of_another_kind_is_refused(kind: str, techniques: str, words: str, error: type[Exception]) -> None:
     rows = Rows(KINDS[kind], 32, "whole")
-    data = Prepared(None, rows, rows, "my.jsonl", {}, "", _LAYOUT)  # type: ignore[arg-type]
+    data = PreparedData(None, rows, rows, "my.jsonl", {}, "", _LAYOUT)  # type: ignore[arg-type]
     with pytest.raises(error, match=words) as refused:
         require_examples(tiny(f"{{{techniques}}}"), data)
     assert "\n" not in str(refused.value)
@@ -336,7 +336,7 @@ def test_data_of_another_kind_is_refused(kind: str, techniques: str, words: str,
 def test_data_that_fits_passes_and_a_stream_without_pairs_is_refused_at_its_first_batch() -> None:
     for kind, techniques in [("text", ""), ("pairs", "preference: {}"), ("classes", "classification: {classes: 6}")]:
         rows = Rows(KINDS[kind], 32, "whole")
-        require_examples(tiny(f"{{{techniques}}}"), Prepared(None, rows, rows, "", {}, "", _LAYOUT))  # type: ignore[arg-type]
+        require_examples(tiny(f"{{{techniques}}}"), PreparedData(None, rows, rows, "", {}, "", _LAYOUT))  # type: ignore[arg-type]
     made = build(tiny("{preference: {}}"), vocabulary=96, device=DEVICE)
     with pytest.raises(DataError, match="loss dpo finds no pairs in the rows"):
         gradients(made, [uneven()])

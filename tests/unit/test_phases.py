@@ -120,7 +120,7 @@ def test_compiled_products_are_a_line_where_a_cpu_computes_in_bf16() -> None:
 
 
 def test_a_plan_for_this_machine_says_where_the_heap_is_out_of_reach(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("preheat.planning.plan.out_of_reach", lambda: "no compiler")
+    monkeypatch.setattr("preheat.planning.plan.unavailable_reason", lambda: "no compiler")
     rates = Roofline.of("H100")
     here, there = (plan(tiny(), vocabulary=96, device=d, rates=rates) for d in (DEVICE, rates.as_device))
     console = Console(width=200, file=io.StringIO())

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from preheat.data import Prepared, prepare
+from preheat.data import PreparedData, prepare
 from preheat.data.document import END
 from preheat.data.preflight import CHECKS
 from preheat.data.tokenizer import load_tokenizer, train_tokenizer
@@ -57,7 +57,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def run(tmp_path: Path, tokenizer: Path | str, rows: Any, name: str = "a.jsonl", **settings: Any) -> Prepared:
+def run(tmp_path: Path, tokenizer: Path | str, rows: Any, name: str = "a.jsonl", **settings: Any) -> PreparedData:
     path = tmp_path / name
     text = rows if isinstance(rows, str) else "".join(json.dumps(row) + "\n" for row in rows)
     path.write_bytes(text.encode("utf-8", "surrogatepass"))

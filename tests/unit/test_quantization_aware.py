@@ -18,7 +18,7 @@ from preheat.core import Batch, MaskSpec
 from preheat.engine.builder import build
 from preheat.engine.step import gradients, update
 from preheat.errors import RecipeError
-from preheat.inference.load import open_model
+from preheat.inference.load import load_model
 from preheat.models.hf import plain_logits
 from preheat.ops.adapters.peft_layers import merge
 from preheat.ops.quantization.fake_quant import Grid, _product, rounded, unfake_
@@ -93,7 +93,7 @@ def test_it_learns_what_rounding_after_training_loses(data_folder: Path) -> None
     """From one model, the same steps with and without, both converted alike; on text that neither was trained on."""
     stories = data_folder / "stories260K-hf"
     text = (data_folder / "text" / "tinystories_train_excerpt.txt").read_text(encoding="utf-8")[:60_000]
-    ids = torch.tensor(open_model(stories).tokenizer.encode(text))[: 26 * 4 * 97].view(26, 4, 97)
+    ids = torch.tensor(load_model(stories).tokenizer.encode(text))[: 26 * 4 * 97].view(26, 4, 97)
     found = {}
     for techniques in ("{}", "{quantization_aware: {keep: [embedding, head]}}"):
         b = build(
@@ -152,7 +152,7 @@ def test_a_run_names_the_method_that_it_was_trained_for(tmp_path: Path) -> None:
 def test_what_was_trained_with_is_what_a_folder_gives(data_folder: Path, tmp_path: Path) -> None:
     """bf16 for what is not rounded in training is all that comes between."""
     stories = data_folder / "stories260K-hf"
-    opened = open_model(stories)
+    opened = load_model(stories)
     taught: Any = opened.build.trained[0].requires_grad_(False)
     round_weights(taught)
     row = torch.tensor([opened.tokenizer.encode("Once upon a time, there was a little girl named Lily.")])
@@ -160,7 +160,7 @@ def test_what_was_trained_with_is_what_a_folder_gives(data_folder: Path, tmp_pat
     unfake_(taught)
     Int4().apply(taught, [])
     save_load.write_model(taught, opened, tmp_path, method="int4", dtype=torch.float32)
-    again: Any = open_model(tmp_path).build.trained[0]
+    again: Any = load_model(tmp_path).build.trained[0]
     assert sum(isinstance(m, Int8Linear) for m in again.modules()) == 15
     found = plain_logits(again, row)
     assert float((found - wanted).norm() / wanted.norm()) < 0.02

@@ -14,14 +14,14 @@ from preheat import recipe as recipes
 from preheat.core import Axis
 from preheat.hardware.gpu_memory import CONTEXT
 from preheat.hardware.rates import LAYOUTS, MOVERS, AttentionRate, MatrixRate, MovedRate, Rates
-from preheat.ops.dry_run_loops import alike, counting
+from preheat.ops.dry_run_loops import counting, fold_identical
 from preheat.planning.dispatch_recorder import Kernel, Recorder
 from preheat.planning.dry_run import Observation, observe
 from preheat.planning.layer_extrapolation import observe_few
 from preheat.planning.memory.cpu_heap import hold
 from preheat.planning.memory.cuda_caching_allocator import Caching, replay_caching
 from preheat.planning.memory.free_list import Holes
-from preheat.planning.memory.overhead import beside, gives_back
+from preheat.planning.memory.overhead import gives_back, process_overhead
 from preheat.planning.plan import plan
 from preheat.planning.speed.roofline import Roofline
 from preheat.planning.speed.step_time import step_seconds
@@ -112,10 +112,10 @@ def test_a_gpu_has_room_if_what_the_allocator_gives_back_before_it_fails_makes_i
     seen = Observation({"forward": alive * MIB}, {}, Counter(), {}, 0, 0, 0, 0, log=phases)
     recipe = tiny()
     assert gives_back(seen, device) == back
-    needs = alive * MIB + sum(beside(recipe, seen, device).values())
+    needs = alive * MIB + sum(process_overhead(recipe, seen, device).values())
     assert (needs <= device.memory) == fits
     seen.log.clear()  # as by few layers: fixed segments are then taken to stay
-    needs = alive * MIB + sum(beside(recipe, seen, device).values())
+    needs = alive * MIB + sum(process_overhead(recipe, seen, device).values())
     assert (needs <= device.memory) == (fits and (expandable or not back))
 
 
@@ -248,7 +248,7 @@ def test_turns_that_are_alike_are_counted_not_taken() -> None:
     taken = []
 
     def loop() -> None:
-        for n in alike(range(100)):
+        for n in fold_identical(range(100)):
             taken.append(n)
             a.add(1)
 

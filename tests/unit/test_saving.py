@@ -115,7 +115,5 @@ def test_where_it_is_done(stated: bool | None, kind: str, beside: bool) -> None:
     recipe = override(
         tiny(), "checkpoint.every=5", *([] if stated is None else [f"checkpoint.asynchronous={str(stated).lower()}"])
     )
-    assert checkpoint.beside_steps(recipe, Device(kind, "test", 1)) is beside
-    assert not checkpoint.beside_steps(
-        override(recipe, "checkpoint.every=0"), Device(kind, "test", 1)
-    )  # nothing follows the last
+    assert checkpoint.is_async(recipe, Device(kind, "test", 1)) is beside
+    assert not checkpoint.is_async(override(recipe, "checkpoint.every=0"), Device(kind, "test", 1))  # nothing follows the last

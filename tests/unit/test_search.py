@@ -16,9 +16,9 @@ from preheat.planning import observation_cache as recalling
 from preheat.planning.explain import explain, figures
 from preheat.planning.plan import plan
 from preheat.planning.search.candidates import Space, candidate_problems, worst
-from preheat.planning.search.ranking import look
+from preheat.planning.search.ranking import observe_layer
 from preheat.planning.search.search import search
-from preheat.planning.search.technique_combinations import kinds_of
+from preheat.planning.search.technique_combinations import technique_combinations
 from preheat.planning.speed.roofline import Roofline
 from preheat.recipe import Recipe, override, parse
 from preheat.training.plan_request import asked
@@ -113,7 +113,9 @@ def test_a_search_is_told_in_words_and_figures() -> None:
     assert keys <= told.keys()
     assert told["cost"]["million_tokens"] == pytest.approx(2 / 3600 / told["tokens_per_second"] * 1e6)
     rates = gpu(650)
-    seen = recalling.recall(made.best.recipe, vocabulary=None, device=rates.as_device, world=1, how="whole", logged=True)
+    seen = recalling.observe_cached(
+        made.best.recipe, vocabulary=None, device=rates.as_device, world=1, how="whole", logged=True
+    )
     drawn = figures(made, seen, rates)
     most = max(size for _, size in drawn["timeline"]["bytes"])
     assert most == pytest.approx(max(size for phase, size in seen.peak.items() if phase != "evaluation") / 2**30)
@@ -122,10 +124,10 @@ def test_a_search_is_told_in_words_and_figures() -> None:
 
 def test_what_was_observed_is_recalled_from_disk_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     how: dict[str, Any] = {"vocabulary": None, "device": gpu(8192).as_device, "world": 1, "how": "whole"}
-    first = recalling.recall(small(), **how)
+    first = recalling.observe_cached(small(), **how)
     recalling._known.clear()
     monkeypatch.setitem(recalling._LOOKS, "whole", lambda *_, **__: pytest.fail("looked at again"))
-    second = recalling.recall(small(), **how)
+    second = recalling.observe_cached(small(), **how)
     assert (first.peak, first.kernels, first.at, first.held) == (second.peak, second.kernels, second.at, second.held)
 
 
@@ -191,8 +193,8 @@ def test_a_look_tells_what_a_layer_keeps_from_what_its_gradients_take() -> None:
     rates = gpu(8192)
     how: dict[str, Any] = {"vocabulary": None, "device": rates.as_device, "rates": rates}
     single = override(small(), "batch.size=1")
-    plain = look(single, **how)
-    spare = look(override(single, "techniques.activation_checkpointing={}"), **how)
+    plain = observe_layer(single, **how)
+    spare = observe_layer(override(single, "techniques.activation_checkpointing={}"), **how)
     hidden = 512 * 256 * 4  # of a row's tokens, fp32: the one thing that a layer keeps whose rest is computed again
     assert hidden <= spare.kept[0] <= 1.1 * hidden
     assert plain.kept[0] > 8 * hidden
@@ -262,7 +264,9 @@ def test_what_one_precision_refuses_is_tried_beside_every_other(monkeypatch: pyt
     rates = Roofline(stated("name=odd,memory=8GiB,bandwidth=1000,bf16=5,fp32=100"))
     recipe = override(small(), "techniques={chunked_loss: {}, lora: {}}")
     refusals: list[Any] = []
-    kinds = kinds_of(Space(recipe, None, rates.as_device, 1, "rounding"), rates, lambda *why: refusals.append(why))
+    kinds = technique_combinations(
+        Space(recipe, None, rates.as_device, 1, "rounding"), rates, lambda *why: refusals.append(why)
+    )
     together = [{t.name(): t for t in kind.settings} for kind in kinds if attention in map(type, kind.settings)]
     modes = {kind["mixed_precision"].mode for kind in together}  # type: ignore[attr-defined]
     assert modes, "efficient attention was dropped"

@@ -180,6 +180,8 @@ def test_lengths_over_two_orders_of_magnitude_have_bars_of_equal_ratios() -> Non
     assert sum(bar["count"] for bar in bars) == 10
     assert max(bar["count"] for bar in bars) <= 2  # of equal width the first would hold 5
     assert bars[0]["from"] <= 3
+    for same in (np.full(4, 7), np.full(4, 90)):  # all alike, and all longer than a row by half
+        assert sum(bar["count"] for bar in _lengths(same, 32)["bars"]) == 4
     even = _lengths(np.arange(100, 200), 1024)["bars"]
     assert {bar["to"] - bar["from"] for bar in even} <= {7, 8}
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from preheat.errors import RecipeError, RunError
-from preheat.inference.load import Opened, open_draft, open_model
-from preheat.models.generation.generate import Kept, Timed, generate
-from preheat.models.generation.speculative import Lookup
+from preheat.inference.load import LoadedModel, load_draft_model, load_model
+from preheat.models.generation.generate import PrefixCache, Timed, generate
+from preheat.models.generation.speculative import PromptLookup
 from preheat.recipe import Sample, parse
 
 BEGINNINGS = (
@@ -30,12 +30,12 @@ def folder(data_folder: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def stories(folder: Path) -> Opened:
-    return open_model(folder)
+def stories(folder: Path) -> LoadedModel:
+    return load_model(folder)
 
 
 @pytest.fixture(scope="module")
-def prompts(stories: Opened) -> list[list[int]]:
+def prompts(stories: LoadedModel) -> list[list[int]]:
     return [[1, *stories.tokenizer.encode(text, add_special_tokens=False)] for text in BEGINNINGS]
 
 
@@ -53,7 +53,7 @@ def smaller(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def _write(stories: Opened, prompts: list[list[int]], smaller: Any = None, **settings: Any) -> tuple[list[Any], int]:
+def _write(stories: LoadedModel, prompts: list[list[int]], smaller: Any = None, **settings: Any) -> tuple[list[Any], int]:
     """Texts, and how many passes they took."""
     model: Any = stories.build.trained[0]
     made, passes = [], 0
@@ -86,26 +86,28 @@ def _write(stories: Opened, prompts: list[list[int]], smaller: Any = None, **set
     ],
     ids=lambda more: " ".join(f"{k}={v}" for k, v in more.items()),
 )
-def test_the_text_is_the_greedy_one(stories: Opened, prompts: list[list[int]], smaller: Path, more: dict[str, Any]) -> None:
+def test_the_text_is_the_greedy_one(
+    stories: LoadedModel, prompts: list[list[int]], smaller: Path, more: dict[str, Any]
+) -> None:
     prompts = prompts if more == {"tokens": 48} else prompts[2:5]
     wanted, passes = _write(stories, prompts, **more)
-    draft = open_draft(str(smaller), stories.tokenizer)
+    draft = load_draft_model(str(smaller), stories.tokenizer)
     for how, model in (({"lookup": 4}, None), ({"draft": str(smaller)}, draft)):
         made, fewer = _write(stories, prompts, model, **how, **more)
         assert made == wanted
         assert fewer < passes or "repetition_penalty" in more, "with a penalty nothing repeats, and there is nothing to look up"
 
 
-def test_a_draft_that_is_always_right_saves_all_but_one_pass_in_five(stories: Opened, folder: Path) -> None:
+def test_a_draft_that_is_always_right_saves_all_but_one_pass_in_five(stories: LoadedModel, folder: Path) -> None:
     ids = [[1, *stories.tokenizer.encode("Once", add_special_tokens=False)]]
-    draft = open_draft(str(folder), stories.tokenizer)
+    draft = load_draft_model(str(folder), stories.tokenizer)
     made, passes = _write(stories, ids, draft, tokens=41, draft=str(folder), draft_tokens=4)
     assert made == _write(stories, ids, tokens=41)[0]
     assert passes == 1 + 40 / 5
 
 
 def test_what_followed_last_is_proposed() -> None:
-    lookup = Lookup(3)
+    lookup = PromptLookup(3)
     text = [1, 2, 3, 4, 9, 2, 3, 5, 7]
     assert lookup.propose(text, 9) == []
     text += [2, 3]
@@ -114,10 +116,10 @@ def test_what_followed_last_is_proposed() -> None:
     assert lookup.propose([*text, 4, 9, 2, 3], 2) == [5, 7], "the longer match: 9 2 3"
 
 
-def test_a_chat_goes_on_after_proposals_behind_its_end(stories: Opened, prompts: list[list[int]]) -> None:
+def test_a_chat_goes_on_after_proposals_behind_its_end(stories: LoadedModel, prompts: list[list[int]]) -> None:
     """A stop string ends a text in the middle of a pass: what was read behind it is not part of the next turn."""
     model: Any = stories.build.trained[0]
-    kept, settings = Kept(), Sample(tokens=40, lookup=6, stop=(" Lily",))
+    kept, settings = PrefixCache(), Sample(tokens=40, lookup=6, stop=(" Lily",))
     first = prompts[2]
     made = generate(model, stories.tokenizer, [first], settings, kept=kept)[0]
     assert made.ended == "stop string"
@@ -129,7 +131,7 @@ def test_a_chat_goes_on_after_proposals_behind_its_end(stories: Opened, prompts:
     assert went_on == generate(model, stories.tokenizer, [second], Sample(tokens=40, stop=(" Lily",)))[0]
 
 
-def test_the_end_of_the_positions_ends_a_text_with_proposals(stories: Opened) -> None:
+def test_the_end_of_the_positions_ends_a_text_with_proposals(stories: LoadedModel) -> None:
     prompt = [1, *stories.tokenizer.encode("Once upon " * 240, add_special_tokens=False)]
     room = 512 - len(prompt)
     made, _ = _write(stories, [prompt], tokens=64, lookup=8)
@@ -144,9 +146,9 @@ def test_a_draft_with_another_tokenizer_is_refused(folder: Path, data_folder: Pa
     with pytest.raises(
         RecipeError, match=r"^sample.draft: .*another tokenizer \(512 pieces, the model 50,257; .*sample.lookup"
     ):
-        open_draft(str(folder), other)
+        load_draft_model(str(folder), other)
     with pytest.raises(RunError, match=r"^sample.draft: .*neither a run"):
-        open_draft(str(tmp_path), other)
+        load_draft_model(str(tmp_path), other)
 
 
 @pytest.mark.parametrize(
@@ -171,7 +173,7 @@ def test_settings_that_cannot_be_are_said(sample: str, words: str) -> None:
     assert words in str(error.value)
 
 
-def test_models_that_read_whole_texts_keep_no_cache(stories: Opened) -> None:
+def test_models_that_read_whole_texts_keep_no_cache(stories: LoadedModel) -> None:
     from preheat.engine.builder import build
 
     from ..conftest import DEVICE
@@ -183,7 +185,7 @@ def test_models_that_read_whole_texts_keep_no_cache(stories: Opened) -> None:
         with pytest.raises(RecipeError, match=r"^sample\.(cache|lookup|window|compile): .*attention patterns"):
             generate(model, stories.tokenizer, [[1, 2]], settings)
     with pytest.raises(RecipeError, match=r"^sample.cache: static has room for one text"):
-        generate(stories.build.trained[0], stories.tokenizer, [[1, 2]], Sample(cache="static"), kept=Kept())  # type: ignore[arg-type]
+        generate(stories.build.trained[0], stories.tokenizer, [[1, 2]], Sample(cache="static"), kept=PrefixCache())  # type: ignore[arg-type]
     with pytest.raises(RecipeError, match=r"^sample.compile: needs a static cache, which has room for one text"):
-        generate(stories.build.trained[0], stories.tokenizer, [[1, 2]], Sample(compile=True), kept=Kept())  # type: ignore[arg-type]
+        generate(stories.build.trained[0], stories.tokenizer, [[1, 2]], Sample(compile=True), kept=PrefixCache())  # type: ignore[arg-type]
     assert torch.is_grad_enabled()

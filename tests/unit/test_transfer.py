@@ -14,12 +14,12 @@ from preheat.engine.builder import build
 from preheat.engine.step import gradients, update
 from preheat.engine.transfer import Transfer
 from preheat.hardware.transfers import to_device
-from preheat.ops.memory.host_transfer import Copy, Link
+from preheat.ops.memory.host_transfer import Copy, HostCopy
 
 from ..conftest import DEVICE, difference, split, tiny, uneven
 
 
-class LateLink(Link):
+class LateLink(HostCopy):
     """A target holds what no embedding has until its copy is waited for."""
 
     def __init__(self, log: list[str]):

@@ -14,7 +14,7 @@ from preheat.recipe.consistency import sample_problems
 
 if TYPE_CHECKING:
     from preheat.data.chat.template import Template
-    from preheat.inference.load import Opened
+    from preheat.inference.load import LoadedModel
 
 __all__ = [
     "HELP",
@@ -93,7 +93,7 @@ def sampling(overrides: Sequence[str] = (), **values: Any) -> Sample:
     return made
 
 
-def choose_template(opened: Opened, model: str, setting: str | None, asked: bool | None) -> tuple[Template | None, str]:
+def choose_template(opened: LoadedModel, model: str, setting: str | None, asked: bool | None) -> tuple[Template | None, str]:
     """The template to lay out chats with, and why, in words.
 
     Args:

@@ -91,7 +91,7 @@ def picture(plan: Mapping[str, Any], name: str) -> Any:
     from rich.table import Table
     from rich.text import Text
 
-    from preheat.planning.search.result import falls_short, in_pieces
+    from preheat.planning.search.result import falls_short, fragmentation_hint
 
     peak, has = plan["peak_gib"], plan["available_gib"]
     bars = Table.grid(padding=(0, 2))
@@ -124,7 +124,7 @@ def picture(plan: Mapping[str, Any], name: str) -> Any:
         speed.add_row("  ", f"{plan['pace']:.2f} times as long as by the measured rates, as the last runs here took")
     parts: list[Any] = [head, Text(f"memory at its peak (in {plan['peak_phase']})"), bars]
     parts += [_phases(plan), Text("time"), speed, verdict]
-    warnings = [words] if (words := in_pieces(plan)) else []
+    warnings = [words] if (words := fragmentation_hint(plan)) else []
     if plan["fits"] and (most := plan["peak_gib_interval"][1]) > has:
         warnings.append(
             f"little room: nine in ten runs need {memory(most)} at most, and {memory(has)} is left; fewer rows at a time are safer"

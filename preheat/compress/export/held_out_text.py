@@ -14,7 +14,7 @@ from torch import Tensor
 from preheat.compress.export.verify import Difference
 from preheat.compress.unfinished_run import unfinished
 from preheat.errors import DataError, RecipeError
-from preheat.inference.load import Opened
+from preheat.inference.load import LoadedModel
 from preheat.models.hf import plain_logits
 from preheat.sanitize import shorten
 
@@ -85,12 +85,12 @@ class Held:
             yield part
 
 
-def held_of(opened: Opened, source: str | Path) -> Held:
+def held_of(opened: LoadedModel, source: str | Path) -> Held:
     """`_held_of`, with what there is to know of a run that is not finished."""
     return replace(_held_of(opened), unfinished=unfinished(source, opened.step))
 
 
-def _held_of(opened: Opened) -> Held:
+def _held_of(opened: LoadedModel) -> Held:
     """The validation rows of a run, with its perplexity there; sample texts for what is no run, has none, or is not trained on next tokens."""
     from preheat.core import Slot
     from preheat.data import Rows, prepare

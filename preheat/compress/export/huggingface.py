@@ -15,7 +15,7 @@ from preheat.compress.special_tokens import end_texts, name_ends, require_same_t
 from preheat.core import Tag
 from preheat.data.tokenizer import rebuilt_by_transformers
 from preheat.errors import RunError
-from preheat.inference.load import open_model
+from preheat.inference.load import load_model
 from preheat.models.configs import runs_code
 from preheat.models.conversions.architecture import beyond_transformers
 from preheat.models.hf import auto_class, head
@@ -78,7 +78,7 @@ def write_held(
 
     out = Path(out)
     require_new(out, run)
-    opened = open_model(run, base=base)
+    opened = load_model(run, base=base)
     model: Any = opened.build.trained[0]
     if beyond := beyond_transformers(model):
         raise RunError(

@@ -17,7 +17,7 @@ from preheat.compress.export.held_out_text import held_of
 from preheat.compress.special_tokens import Ends, name_ends, require_same_tokens
 from preheat.core import Stage
 from preheat.errors import RunError
-from preheat.inference.load import Opened, open_model
+from preheat.inference.load import LoadedModel, load_model
 from preheat.models import configs
 from preheat.models.generation.config import ends_of, read_generation
 from preheat.models.hf import require_decoder_only
@@ -63,7 +63,7 @@ def write(run: str | Path, out: str | Path, *, tolerance: float | None = None) -
 
     out = Path(out)
     require_new(out, run)
-    opened = open_model(run)
+    opened = load_model(run)
     model: Any = opened.build.trained[0]
     require_decoder_only(model, "preheat export --to peft")
     names = names_of(model)
@@ -223,7 +223,7 @@ def _merged_otherwise(model: Any, wanted: list[Tensor], rows: list[Tensor]) -> l
     ]
 
 
-def _base(opened: Opened, names: list[str], run: str | Path) -> str:
+def _base(opened: LoadedModel, names: list[str], run: str | Path) -> str:
     """What others can load under the adapter: a hub's name, or a folder's whole path."""
     recipe = opened.recipe
     if opened.step is None:

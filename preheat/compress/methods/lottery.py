@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
-__all__ = ["Lottery", "prune_by_lottery"]
+__all__ = ["ShapeSearch", "prune_by_lottery"]
 
 
 def prune_by_lottery(
@@ -101,7 +101,7 @@ def prune_by_lottery(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Lottery(Method):
+class ShapeSearch(Method):
     reads_rows: ClassVar[bool] = True
 
     parameters: Annotated[float, Bound(0, 1)] = 0.7

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from preheat.data.chat.builtin_templates import FORMATS, SUGGESTIONS
 from preheat.data.chat.render_limits import limited, require_small, require_template
-from preheat.data.document import END, PAD, Piece
+from preheat.data.document import END, PAD, TextSpan
 from preheat.data.rows.file_readers import expanded, missing, shown
 from preheat.errors import DataError, nearest
 from preheat.model_folder import beginning
@@ -151,7 +151,7 @@ class Template:
         """
         return self._render(messages, tools)
 
-    def pieces(self, messages: Sequence[Message], tools: Tools = None, train_on: TrainOn = "assistant") -> tuple[Piece, ...]:
+    def pieces(self, messages: Sequence[Message], tools: Tools = None, train_on: TrainOn = "assistant") -> tuple[TextSpan, ...]:
         """The conversation as text that is read and text that is trained on; joined it is what the template renders.
 
         Args:
@@ -164,7 +164,7 @@ class Template:
         """
         whole, marks = self._render_marked(messages, tools)
         if train_on == "all":
-            return (Piece(whole),)
+            return (TextSpan(whole),)
         turns = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
         if marks is None:
             spans = [self._proven(whole, messages, tools, n) for n in turns]
@@ -380,16 +380,16 @@ def _sealed_call(message: Message, which: int) -> Message:
     return {**message, "tool_calls": calls}
 
 
-def _cut_up(whole: str, spans: Sequence[Span]) -> Iterator[Piece]:
+def _cut_up(whole: str, spans: Sequence[Span]) -> Iterator[TextSpan]:
     at = 0
     for start, end in spans:
         if start > at:
-            yield Piece(whole[at:start], False)
+            yield TextSpan(whole[at:start], False)
         if end > start:
-            yield Piece(whole[start:end])
+            yield TextSpan(whole[start:end])
         at = end
     if at < len(whole):
-        yield Piece(whole[at:], False)
+        yield TextSpan(whole[at:], False)
 
 
 def _line(error: BaseException) -> str:

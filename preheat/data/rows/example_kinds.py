@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from preheat.core import Examples, Recipe
+from preheat.core import ExampleKind, Recipe
 from preheat.data.packing import Rows
-from preheat.data.preparation import Prepared
+from preheat.data.preparation import PreparedData
 from preheat.errors import DataError, RecipeError
 
 __all__ = ["examples_of", "require_examples"]
 
 
-def examples_of(recipe: Recipe) -> Examples:
+def examples_of(recipe: Recipe) -> ExampleKind:
     """What the rows of a recipe's data must hold."""
     asked = (t.examples() for t in recipe.techniques.values())
-    return next((found for found in asked if found is not None), Examples())
+    return next((found for found in asked if found is not None), ExampleKind())
 
 
 _HOLDS = {
@@ -30,7 +30,7 @@ _FIX = {
 }
 
 
-def require_examples(recipe: Recipe, data: Prepared, *, encoder: bool = False) -> None:
+def require_examples(recipe: Recipe, data: PreparedData, *, encoder: bool = False) -> None:
     """Refuses data of another kind than the objective reads, and more classes than it has.
 
     Args:
@@ -53,7 +53,7 @@ def require_examples(recipe: Recipe, data: Prepared, *, encoder: bool = False) -
                 )
 
 
-def _compare(asked: Examples, held: Examples, owner: str, source: str) -> None:
+def _compare(asked: ExampleKind, held: ExampleKind, owner: str, source: str) -> None:
     if held.kind != asked.kind:
         raise DataError(
             f"{source}: holds {_HOLDS[held.kind]}, but {owner} reads {_HOLDS[asked.kind]}; "

@@ -10,10 +10,10 @@ from typing import Any, get_args, get_type_hints
 
 from preheat.data.chat.messages import Unreadable, answer_of, messages_of, order_problem, texts_of, tools_of
 from preheat.data.chat.template import Message, Template, TrainOn
-from preheat.data.document import Document, Piece
+from preheat.data.document import Document, TextSpan
 from preheat.data.rows.file_readers import LONGEST, closest, kind_of, listed
 from preheat.data.rows.schemas import LAYOUTS, class_name, class_names, said_by_columns
-from preheat.data.vision_inputs import Eye, seen
+from preheat.data.vision_inputs import ImageProcessor, resolve_images
 from preheat.errors import DataError, nearest
 from preheat.recipe import Data
 from preheat.sanitize import quoted, shorten
@@ -53,7 +53,7 @@ class Layout:
     train_on: TrainOn = "assistant"
     classes: tuple[str, ...] = ()
     special: tuple[str, ...] = ()
-    eye: Eye | None = None
+    eye: ImageProcessor | None = None
     folder: Path = Path()
     strange: bool = False
     _firsts: frozenset[str] = field(default=frozenset(), repr=False)
@@ -117,7 +117,7 @@ class Layout:
             return Document.of(self._text(row, "text", notes, empty=True))
         if self.kind == "classes":
             text = self._text(row, "text", notes, empty=False)
-            return Document(((Piece(text, False),),), label=self._class(row))
+            return Document(((TextSpan(text, False),),), label=self._class(row))
         if self.kind in ("sharegpt", "messages"):
             role = "conversations" if self.kind == "sharegpt" else "messages"
             return self._chat(self._talk(row, role), self._tools(row), notes, images=self._images(row))
@@ -129,7 +129,7 @@ class Layout:
         label = self._liked(row) if self.kind == "unpaired" else None
         if isinstance(answers, str):
             prompt = before if isinstance(before, str) else ""
-            return Document(((*([Piece(prompt, False)] if prompt else []), Piece(answers)),), label=label)
+            return Document(((*([TextSpan(prompt, False)] if prompt else []), TextSpan(answers)),), label=label)
         made = self._chat([*before, *answers], self._tools(row), notes, read=len(before))
         return self._judged(made)._replace(label=label) if self.kind == "unpaired" else made
 
@@ -245,7 +245,7 @@ class Layout:
             self._look(where, text, notes)
         if words := order_problem(talk):
             notes.append(("roles", words))
-        talk, pictures = seen(talk, images, self.eye, self.folder)
+        talk, pictures = resolve_images(talk, images, self.eye, self.folder)
         if pictures and self.train_on == "all":
             raise Unreadable("images", "has images, and data.train_on: all would train on their places; use assistant")
         if read:
@@ -306,8 +306,8 @@ class Layout:
             cut = 0 if before else len(shared)
             if not good[cut:].strip() or not bad[cut:].strip():
                 raise Unreadable("fields", "one of the two answers is the beginning of the other")
-            asked = (Piece(shared, False),) if shared else ()
-            return Document(((*asked, Piece(good[cut:])), (*asked, Piece(bad[cut:]))))
+            asked = (TextSpan(shared, False),) if shared else ()
+            return Document(((*asked, TextSpan(good[cut:])), (*asked, TextSpan(bad[cut:]))))
         shared = _alike(*([answer_of([m]) + m["role"] for m in talk] for talk in (good, bad)))
         chats = [self._chat([*before, *talk], self._tools(row), notes, len(before) + shared) for talk in (good, bad)]
         return Document(tuple(self._judged(chat).sequences[0] for chat in chats), complete=True)

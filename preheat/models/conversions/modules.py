@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from preheat.hardware.transfers import to_device
 
-__all__ = ["CentredEmbedding", "DynamicRotary", "Elsewhere", "FeedForward", "LongRotary", "RMSNorm", "own_rotary"]
+__all__ = ["CentredEmbedding", "DynamicRotary", "Passthrough", "FeedForward", "LongRotary", "RMSNorm", "own_rotary"]
 
 
 class RMSNorm(nn.Module):
@@ -137,7 +137,7 @@ def own_rotary(model: Any) -> None:
             setattr(model.get_submodule(parent), leaf, ours[kind](module.config))
 
 
-class Elsewhere(nn.Module):
+class Passthrough(nn.Module):
     """Stands where another stage has a module: hidden states go on as they are."""
 
     def forward(self, hidden: Tensor, *_: Any, **__: Any) -> Tensor:

@@ -23,15 +23,15 @@ __all__ = [
     "MAPS",
     "Teacher",
     "add_maps",
-    "begin_from_spread",
+    "init_from_layers",
     "compared",
     "config_of",
-    "on_meta",
+    "build_teacher",
     "reads_teacher",
     "rows_problems",
     "spread",
     "spreading_problems",
-    "watched",
+    "capture_hidden",
 ]
 
 MAPS = "preheat_maps"
@@ -72,7 +72,7 @@ def config_of(folder: Path, length: int) -> PretrainedConfig:
     return config
 
 
-def on_meta(config: PretrainedConfig, *, bf16: bool) -> PreTrainedModel:
+def build_teacher(config: PretrainedConfig, *, bf16: bool) -> PreTrainedModel:
     """A model that only reads, on the meta device: frozen, without dropout; its parameters in bf16, or as its folder's are built (fp32)."""
     import torch
 
@@ -107,7 +107,7 @@ class Teacher:
             return found
 
         with torch.no_grad():
-            last, states = self.build.slot(Slot.FORWARD)(self.model, lambda: watched(self.model, places, run))
+            last, states = self.build.slot(Slot.FORWARD)(self.model, lambda: capture_hidden(self.model, places, run))
         kind = last.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else last.dtype
         return last.to(dtype), states
@@ -123,7 +123,7 @@ def compared(layers: int, matched: int) -> list[int]:
     return [round(n * layers / matched) - 1 for n in range(1, matched)]
 
 
-def watched(model: Any, matched: int, run: Callable[[], Tensor]) -> tuple[Tensor, list[Tensor]]:
+def capture_hidden(model: Any, matched: int, run: Callable[[], Tensor]) -> tuple[Tensor, list[Tensor]]:
     """What `run`, a pass through the model, gives, and the hidden states at the places that are compared, the last among them.
 
     Args:
@@ -185,7 +185,7 @@ def spread(layers: int, of: int) -> list[int]:
     return [round(n * (of - 1) / (layers - 1)) for n in range(layers)] if layers > 1 else [of - 1]
 
 
-def begin_from_spread(student: Any, weights: WeightSource, of: int) -> list[int]:
+def init_from_layers(student: Any, weights: WeightSource, of: int) -> list[int]:
     """A student that is read from a folder of `of` layers begins from evenly spaced ones and not from the first. Returns which.
 
     Raises:

@@ -23,7 +23,7 @@ from preheat.model_folder import beginning
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Cut", "Matched", "Matcher", "common"]
+__all__ = ["TokenizerView", "Matched", "TokenAligner", "common"]
 
 _BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 _UNIT = 64
@@ -31,7 +31,7 @@ _UNIT = 64
 
 
 @dataclass(frozen=True)
-class Cut:
+class TokenizerView:
     """How a tokenizer cuts text.
 
     Attributes:
@@ -71,7 +71,7 @@ class Cut:
         return found
 
 
-def common(student: Cut, teacher: Cut) -> tuple[list[int], list[int]]:
+def common(student: TokenizerView, teacher: TokenizerView) -> tuple[list[int], list[int]]:
     """Numbers of the pieces that both have, of the student and of the teacher in the same order; the end of a text comes last."""
     mine, theirs = student.by_bytes(), teacher.by_bytes()
     kept = [piece for piece in mine if piece in theirs]
@@ -93,15 +93,15 @@ class Matched(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Matcher:
+class TokenAligner:
     """Batches of a student's pieces in its teacher's.
 
     Attributes:
         positions: of the teacher: of a longer text it reads the beginning.
     """
 
-    student: Cut
-    teacher: Cut
+    student: TokenizerView
+    teacher: TokenizerView
     positions: int
 
     @functools.cached_property

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-__all__ = ["Ended", "GrowingText", "Written", "alike"]
+__all__ = ["Ended", "IncrementalDetokenizer", "Written", "alike"]
 
 _CONTEXT = 8
 """Tokens of the prompt that its continuation is decoded after."""
@@ -38,7 +38,7 @@ class Written:
     compiled: bool = field(default=False, compare=False)
 
 
-class GrowingText:
+class IncrementalDetokenizer:
     """One text as it grows: tokens to characters, held back where a character is not whole or a stop string may begin."""
 
     def __init__(

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from preheat.errors import RecipeError, RunError
 from preheat.models.encoder_decoder import start_token
 from preheat.models.generation.config import ends_of, read_generation
-from preheat.models.generation.detokenizer import Ended, GrowingText, Written, alike
+from preheat.models.generation.detokenizer import Ended, IncrementalDetokenizer, Written, alike
 from preheat.models.hf import PATTERN, STANDALONE, head
 from preheat.recipe import Sample
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-__all__ = ["Kept", "Timed", "Written", "cached_loss", "generate", "patterned", "settled", "stop_tokens"]
+__all__ = ["PrefixCache", "Timed", "Written", "cached_loss", "generate", "patterned", "settled", "stop_tokens"]
 
 _PASSES = 2000
 """Passes of one token each that pay for compiling a model on a GPU: a layer takes the compiler about a second, and without it about half a millisecond a
@@ -33,7 +33,7 @@ _GRAPHS = 64
 
 
 @dataclass
-class Kept:
+class PrefixCache:
     """A KV cache and the tokens whose keys and values it holds: a prompt that begins with them is read from there on.
 
     Attributes:
@@ -123,7 +123,7 @@ def generate(
     seed: int = 0,
     cached: bool = True,
     on_text: Callable[[int, str | None], None] | None = None,
-    kept: Kept | None = None,
+    kept: PrefixCache | None = None,
     draft: PreTrainedModel | None = None,
     timed: Timed | None = None,
 ) -> list[Written]:
@@ -189,7 +189,7 @@ def generate(
         for rows in batches:
             torch.manual_seed(seed)
             before = {row: () if model.config.is_encoder_decoder else prompts[row] for row in rows}
-            listeners = [GrowingText(tokenizer, before[row], settings.stop, _told(on_text, row)) for row in rows]
+            listeners = [IncrementalDetokenizer(tokenizer, before[row], settings.stop, _told(on_text, row)) for row in rows]
             _write(
                 model,
                 [prompts[row] for row in rows],
@@ -284,7 +284,7 @@ def _batches(rooms: Sequence[int], wanted: int, size: int) -> Iterator[list[int]
         yield rows
 
 
-def _require(model: PreTrainedModel, settings: Sample, alone: bool, cached: bool, kept: Kept | None) -> None:
+def _require(model: PreTrainedModel, settings: Sample, alone: bool, cached: bool, kept: PrefixCache | None) -> None:
     """Raises RecipeError where this model cannot be written with as `settings` ask for, which say nothing of a model."""
     chosen = [
         f"sample.{name}"
@@ -382,10 +382,10 @@ def _write(
     room: int,
     settings: Sample,
     stop: frozenset[int],
-    texts: list[GrowingText],
+    texts: list[IncrementalDetokenizer],
     *,
     cached: bool,
-    kept: Kept | None,
+    kept: PrefixCache | None,
     draft: PreTrainedModel | None,
     timed: Timed | None,
     longest: int,
@@ -475,12 +475,12 @@ def _write(
 
 def _speculation(model: PreTrainedModel, settings: Sample, draft: PreTrainedModel | None) -> Callable[..., Tensor]:
     """What decodes in place of transformers' own loop, with a proposer for one text."""
-    from preheat.models.generation.speculative import Draft, Lookup, Proposer, speculate
+    from preheat.models.generation.speculative import DraftModel, PromptLookup, Proposer, speculate
 
     proposer: Proposer
     if draft is not None:
-        proposer = Draft(draft, settings.draft_tokens, model.config.get_text_config().vocab_size)
+        proposer = DraftModel(draft, settings.draft_tokens, model.config.get_text_config().vocab_size)
     else:
         assert settings.lookup is not None
-        proposer = Lookup(settings.lookup)
+        proposer = PromptLookup(settings.lookup)
     return functools.partial(speculate, proposer=proposer)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import GenerationConfig, PreTrainedModel
 
-__all__ = ["Draft", "Lookup", "Proposer", "speculate"]
+__all__ = ["DraftModel", "PromptLookup", "Proposer", "speculate"]
 
 
 class Proposer(Protocol):
@@ -30,7 +30,7 @@ class Proposer(Protocol):
         """At most `most` tokens after `tokens`, which grew since the last call and never shrank; none where it knows nothing."""
 
 
-class Lookup:
+class PromptLookup:
     """Proposes what followed the last tokens where they stood before: free, and right where a text repeats itself or its prompt.
 
     Args:
@@ -56,7 +56,7 @@ class Lookup:
         return [] if at is None else list(tokens[at : at + min(self.count, most)])
 
 
-class Draft:
+class DraftModel:
     """Proposes what a smaller model finds likeliest.
 
     Args:

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Partial, distribute_tensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.utils._python_dispatch import _disable_current_modes
 
-from preheat.ops.dry_run_loops import alike
+from preheat.ops.dry_run_loops import fold_identical
 
 __all__ = ["by_dtype", "first_element", "local", "share_of", "spread_as", "square_sum", "total_norm", "whole"]
 
@@ -102,7 +102,7 @@ def total_norm(tensors: Iterable[Tensor], chunk: int = 1 << 20, *, together: boo
             parts: Iterable[Tensor] = [t]
             if t.device.type == "cpu" and t.dtype != torch.float32 and t.is_contiguous():
                 flat = t.view(-1)
-                parts = (flat[start : start + chunk] for start in alike(range(0, max(len(flat), 1), chunk)))
+                parts = (flat[start : start + chunk] for start in fold_identical(range(0, max(len(flat), 1), chunk)))
             found += [torch.linalg.vector_norm(part, dtype=torch.float32) for part in parts]
         return torch.stack(found)
 

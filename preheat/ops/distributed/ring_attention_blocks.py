@@ -23,10 +23,10 @@ from preheat.ops.attention.blockwise import blocked_attention
 from preheat.ops.attention.sdpa import flash_backward, flash_forward, packed, reference_attention, sdpa_attention, sees
 from preheat.ops.distributed.context_parallel import places_of, row_length
 
-__all__ = ["FlashPieces", "ProductPieces", "Rectangle", "pieces_like", "rectangles"]
+__all__ = ["FlashPieces", "ProductPieces", "MaskTile", "pieces_like", "rectangles"]
 
 
-class Rectangle(NamedTuple):
+class MaskTile(NamedTuple):
     """Queries that see all of some keys; or with `causal` as many of them as stand no later. Slices of rows and of local places."""
 
     rows: slice
@@ -36,7 +36,7 @@ class Rectangle(NamedTuple):
 
 
 @functools.lru_cache(maxsize=256)  # every layer asks, forward and backward
-def rectangles(documents: tuple[tuple[int, ...], ...], degree: int, rank: int, source: int) -> tuple[Rectangle, ...]:
+def rectangles(documents: tuple[tuple[int, ...], ...], degree: int, rank: int, source: int) -> tuple[MaskTile, ...]:
     """What the queries of `rank` see of the keys of `source` under a causal mask, with zigzag pieces.
 
     Args:
@@ -50,7 +50,7 @@ def rectangles(documents: tuple[tuple[int, ...], ...], degree: int, rank: int, s
     for cuts, same in itertools.groupby(range(len(documents)), key=lambda row: documents[row]):
         rows = list(same)
         seen = _own(cuts, degree, rank) if source == rank else _others(cuts, degree, rank, source)
-        found += [Rectangle(slice(rows[0], rows[-1] + 1), *where) for where in seen]
+        found += [MaskTile(slice(rows[0], rows[-1] + 1), *where) for where in seen]
     return tuple(found)
 
 
@@ -88,7 +88,7 @@ def _others(cuts: tuple[int, ...], degree: int, rank: int, source: int) -> list[
     return found
 
 
-class Part(NamedTuple):
+class PartialAttention(NamedTuple):
     """Attention of some rows and queries to some keys: [rows, heads, queries, dim] and the log of the sum of its exponentials."""
 
     rows: slice
@@ -124,10 +124,10 @@ class FlashPieces:
         assert mask.documents is not None
         self.scale, self.where = scale, functools.partial(rectangles, mask.documents, degree, rank)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, source: int) -> Iterator[Part]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, source: int) -> Iterator[PartialAttention]:
         for rows, queries, keys, causal in self.where(source):
             out, lse = flash_forward(q[rows, :, queries], k[rows, :, keys], v[rows, :, keys], causal=causal, scale=self.scale)
-            yield Part(rows, queries, out, lse)
+            yield PartialAttention(rows, queries, out, lse)
 
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, source: int
@@ -205,14 +205,14 @@ class ProductPieces:
             scores.view(rows, shared, -1, *may.shape[-2:]).masked_fill_(~may, float("-inf"))
         return block, near, scores
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, source: int) -> Iterator[Part]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, source: int) -> Iterator[PartialAttention]:
         for queries, keys, may in self._blocks(source, q.device):
             _, _, scores = self._scores(q, k, queries, keys, may)
             lse = torch.logsumexp(scores, dim=-1, keepdim=True)
             chances = scores.sub_(lse.clamp(min=torch.finfo(lse.dtype).min)).exp_()  # a query that sees nothing: -inf, not NaN
             out = torch.bmm(chances.to(v.dtype), v[:, :, keys].flatten(0, 1))
             shape = (q.shape[0], q.shape[1], queries.stop - queries.start)
-            yield Part(slice(None), queries, out.view(*shape, -1), lse.view(shape))
+            yield PartialAttention(slice(None), queries, out.view(*shape, -1), lse.view(shape))
 
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, source: int

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from preheat.ops.dry_run_loops import alike
+from preheat.ops.dry_run_loops import fold_identical
 
 __all__ = ["Beside", "sum_product"]
 
@@ -24,7 +24,7 @@ def sum_product(total: Tensor, left: Tensor, right: Tensor, *, first: bool, at_o
     if at_once:
         torch.addmm(total, left.t(), right, out_dtype=total.dtype, beta=float(not first), out=total)
         return
-    for start in alike(range(0, total.shape[0], _SOME_ROWS)):
+    for start in fold_identical(range(0, total.shape[0], _SOME_ROWS)):
         rows = slice(start, start + _SOME_ROWS)
         product = torch.mm(left[:, rows].t(), right)
         if first:

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from preheat.core import RowLoss
 from preheat.ops.adapters.tied_head import pair_of
 from preheat.ops.distributed.dtensor_utils import whole
-from preheat.ops.dry_run_loops import alike
+from preheat.ops.dry_run_loops import fold_identical
 from preheat.ops.losses.chunked_grads import Beside, sum_product
 
 __all__ = [
@@ -244,7 +244,7 @@ class _Chunked(torch.autograd.Function):
         grad_weight = torch.empty_like(weight, dtype=kept_weight) if wants_weight else None
         logits_buffer = hidden.new_empty((min(rows, hidden.shape[0]), weight.shape[0]))
         in_place = getattr(row_loss, "value_and_grad_", None)
-        for start in alike(range(0, hidden.shape[0], rows)):
+        for start in fold_identical(range(0, hidden.shape[0], rows)):
             part = hidden[start : start + rows]
             those = [a[start : start + rows] for a in aligned]
             logits = torch.mm(part, weight.t(), out=logits_buffer[: part.shape[0]])

@@ -14,11 +14,11 @@ from preheat.core import Batch
 from preheat.hardware.transfers import to_device
 from preheat.ops.losses.cross_entropy import IGNORED
 
-__all__ = ["Places", "liked_losses", "pair_losses"]
+__all__ = ["AnswerIndex", "liked_losses", "pair_losses"]
 
 
 @dataclass
-class Places:
+class AnswerIndex:
     """Which places of a batch belong to which answer. Made from lengths on the host, so nothing is read back.
 
     Attributes:
@@ -32,7 +32,7 @@ class Places:
     lengths: Tensor
 
     @classmethod
-    def of(cls, batch: Batch) -> Places:
+    def of(cls, batch: Batch) -> AnswerIndex:
         """Of a batch whose rows hold answers, and padding after them."""
         documents, device = batch.mask.documents, batch.tokens.device
         assert documents is not None, "answers have their lengths beside them"

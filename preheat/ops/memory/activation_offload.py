@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
-from preheat.ops.memory.host_transfer import Copy, Link, link_for
+from preheat.ops.memory.host_transfer import Copy, HostCopy, link_for
 
 __all__ = ["ActivationOffload", "Saved"]
 
@@ -101,7 +101,7 @@ _RESHAPES = {
 class _Pass:
     """One layer's forward pass: what it saved, and the layer that ran before it."""
 
-    def __init__(self, link: Link, before: _Pass | None, *, moves: bool, least: int, kept: _Stays):
+    def __init__(self, link: HostCopy, before: _Pass | None, *, moves: bool, least: int, kept: _Stays):
         self.link, self.before, self.moves, self.least, self.kept = link, before, moves, least, kept
         self._saved: list[weakref.ref[Saved]] = []  # autograd owns them: what it dropped need not come back
         self._same: dict[Any, Saved] = {}  # saved by several operators, moved once
@@ -153,7 +153,7 @@ class ActivationOffload:
         link: makes the copies; by the layers' device, when a layer first runs, where not given.
     """
 
-    def __init__(self, layers: Sequence[nn.Module], *, stay: int = 1, least: int = 1 << 16, link: Link | None = None):
+    def __init__(self, layers: Sequence[nn.Module], *, stay: int = 1, least: int = 1 << 16, link: HostCopy | None = None):
         assert stay >= 1, "a layer's copies are settled when the next one has run"
         self.link, self.least, self.count = link, least, len(layers) - stay
         self._last: _Pass | None = None

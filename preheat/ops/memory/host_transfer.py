@@ -4,9 +4,9 @@ Under fake tensors everything lies on one fake device, and a plain copy to the h
 `preheat::to_host` and `preheat::host_zeros` return is known to lie on the host, and so is what is computed of such tensors alone; of
 what others move there (FSDP2 its weights and gradients) `preheat::lies_on_host` tells.
 
-`Link` makes the copies at once, on any device; `StreamLink` makes them beside the computation on CUDA. Memory of the device is
+`HostCopy` makes the copies at once, on any device; `AsyncHostCopy` makes them beside the computation on CUDA. Memory of the device is
 taken and given back in the order of the computing stream, which waits for a copy's event before it forgets the copy's other
-end. So no allocation depends on when a copy happens to end, and the peak is the one that a dry run sees. `StreamLink` has not
+end. So no allocation depends on when a copy happens to end, and the peak is the one that a dry run sees. `AsyncHostCopy` has not
 been run on a GPU yet.
 """
 
@@ -21,8 +21,8 @@ from torch import Tensor
 
 __all__ = [
     "Copy",
-    "Link",
-    "StreamLink",
+    "HostCopy",
+    "AsyncHostCopy",
     "copy_to_device_",
     "copy_to_host_",
     "host_zeros",
@@ -126,7 +126,7 @@ class Copy:
         return self.value
 
 
-class Link:
+class HostCopy:
     """Copies at once: for tests on a CPU, and under fake tensors."""
 
     def out(self, t: Tensor, into: Tensor | None = None) -> Copy:
@@ -146,7 +146,7 @@ class Link:
         return Copy(into, sent)
 
 
-class StreamLink(Link):
+class AsyncHostCopy(HostCopy):
     """Copies on two streams of their own, one for each direction."""
 
     def __init__(self, device: torch.device):
@@ -169,6 +169,6 @@ class StreamLink(Link):
         return copy
 
 
-def link_for(device: torch.device) -> Link:
+def link_for(device: torch.device) -> HostCopy:
     """The link to a device."""
-    return StreamLink(device) if device.type == "cuda" else Link()
+    return AsyncHostCopy(device) if device.type == "cuda" else HostCopy()

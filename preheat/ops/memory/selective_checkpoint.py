@@ -22,7 +22,16 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-__all__ = ["Call", "Planner", "Seen", "choose", "contexts", "dear", "keeps_results", "watch"]
+__all__ = [
+    "Call",
+    "CheckpointPolicyCache",
+    "LayerTrace",
+    "knapsack",
+    "contexts",
+    "keep_matmuls",
+    "keeps_results",
+    "trace_layer",
+]
 
 Key = tuple[Any, int]
 """An operator, and which of its calls in the layer's forward pass; (`ATTENTION`, -1): all of attention, whose calls vary with the documents."""
@@ -44,7 +53,7 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Seen:
+class LayerTrace:
     """A layer's forward pass: its calls in order, and the bytes that autograd keeps of it when nothing is computed again.
 
     Calls after the last tensor that autograd keeps are not among them: computing again ends there, and what was kept of them would be for nothing (the last
@@ -120,7 +129,7 @@ def _number(t: Tensor) -> int:
     return int(t.untyped_storage()._cdata)
 
 
-def watch(forward: Callable[..., Any], args: Any, kwargs: Any) -> Seen:
+def trace_layer(forward: Callable[..., Any], args: Any, kwargs: Any) -> LayerTrace:
     """Runs a layer's forward pass on fake tensors, apart from whatever modes are on, and says what it computed and saved.
 
     Nothing is allocated or computed; autocast stays as it is, but its cache of cast weights, which would keep fake ones.
@@ -150,7 +159,7 @@ def watch(forward: Callable[..., Any], args: Any, kwargs: Any) -> Seen:
         with torch.enable_grad(), saved_tensors_hooks(pack, lambda t: t), watched:
             forward(*args, **kwargs)
     kept = sum(size for number, size in saved.items() if number in watched.made - given)
-    return Seen(tuple(call for key, (_, call) in watched.found.items() if key in watched.needed), kept)
+    return LayerTrace(tuple(call for key, (_, call) in watched.found.items() if key in watched.needed), kept)
 
 
 @contextlib.contextmanager
@@ -166,7 +175,7 @@ def _uncached_autocast() -> Iterator[None]:
 _GRAINS = 1000  # what a layer saves is cut into so many pieces, of which results take whole ones
 
 
-def choose(seen: Seen, budget: float) -> frozenset[Key]:
+def knapsack(seen: LayerTrace, budget: float) -> frozenset[Key]:
     """Results to keep: those that spare most in `budget` of the bytes that the layer would save (a knapsack, solved exactly).
 
     Args:
@@ -215,7 +224,7 @@ def keeps_results() -> bool:
     return any(isinstance(mode, (_Watch, _CachingTorchDispatchMode, _CachedTorchDispatchMode)) for mode in _modes())
 
 
-def dear(seen: Seen, every: int) -> frozenset[Key]:
+def keep_matmuls(seen: LayerTrace, every: int) -> frozenset[Key]:
     """The results of attention and of every so many matrix products, in the order in which they run: dear to compute for what they weigh.
 
     Example:
@@ -233,10 +242,10 @@ def _products() -> frozenset[Any]:
     return frozenset({aten.mm.default, aten.addmm.default, aten.bmm.default})
 
 
-class Planner:
-    """Chooses once for each kind of layer and shape of input, and remembers. `choose`: of what was seen of a layer, the keys to keep."""
+class CheckpointPolicyCache:
+    """Chooses once for each kind of layer and shape of input, and remembers. `knapsack`: of what was seen of a layer, the keys to keep."""
 
-    def __init__(self, choose: Callable[[Seen], frozenset[Key]]):
+    def __init__(self, choose: Callable[[LayerTrace], frozenset[Key]]):
         self.choose = choose
         self._chosen: dict[Any, Callable[[], tuple[Any, Any]]] = {}
 
@@ -245,6 +254,6 @@ class Planner:
         shapes = tuple((t.shape, t.dtype) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor))
         key = (kind, shapes, torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda"))
         if key not in self._chosen:
-            kept = self.choose(watch(forward, args, kwargs))
+            kept = self.choose(trace_layer(forward, args, kwargs))
             self._chosen[key] = lambda: contexts(kept)
         return self._chosen[key]

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from preheat.ops.memory.host_transfer import Link, host_zeros, link_for, to_host
+from preheat.ops.memory.host_transfer import HostCopy, host_zeros, link_for, to_host
 from preheat.ops.optim.optimizers import Guarded, adamw_
 
 __all__ = ["HostAdamW"]
@@ -31,7 +31,7 @@ class HostAdamW(Guarded):
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-8,
         weight_decay: float = 0.0,
-        link: Link | None = None,
+        link: HostCopy | None = None,
     ):
         super().__init__(groups, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
         device = self.param_groups[0]["params"][0].device

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from preheat.ops.dry_run_loops import alike
+from preheat.ops.dry_run_loops import fold_identical
 from preheat.ops.optim.half_adamw import half_adamw_
 from preheat.ops.optim.optimizers import Guarded, adamw_, adamw_state, locally
 
@@ -156,7 +156,7 @@ class MasterAdamW(Guarded):
         value = state.get("master", p)
         flat = (value.view(-1), grad.reshape(-1), state["exp_avg"].view(-1), state["exp_avg_sq"].view(-1))
         step = state["step"]
-        for weight, slope, mean, square in alike(list(zip(*(t.split(self.chunk) for t in flat), strict=True))):
+        for weight, slope, mean, square in fold_identical(list(zip(*(t.split(self.chunk) for t in flat), strict=True))):
             step = state["step"].clone()  # torch counts it up in every call
             adamw_(weight, slope.float(), mean, square, step, group, self.found_inf)
         state["step"].copy_(step)

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
 from preheat.ops.distributed.dtensor_utils import first_element, local, share_of, spread_as, whole
-from preheat.ops.dry_run_loops import alike
+from preheat.ops.dry_run_loops import fold_identical
 from preheat.ops.optim.half_adamw import half_adamw_
 from preheat.ops.optim.stochastic_rounding import stochastic_round_
 
@@ -133,7 +133,7 @@ class Guarded(torch.optim.Optimizer):
                         p.shape, p.dtype, p.grad.dtype, (p.device_mesh, p.placements) if isinstance(p, DTensor) else None
                     ].append(p)
             for parameters in same.values():
-                for p in alike(parameters, wholly=True):
+                for p in fold_identical(parameters, wholly=True):
                     self._update(p, p.grad, self.state[p], group)
 
     @torch.no_grad()
@@ -229,7 +229,7 @@ class StochasticAdamW(Numbered):
             0,
             *range(self.chunk - first % self.chunk, end, self.chunk),
         ]  # one at least: a device whose share is empty counts steps too
-        for start in alike(starts):
+        for start in fold_identical(starts):
             number, skip = divmod(first + start, self.chunk)
             part = slice(start, min(start + self.chunk - skip, end))
             mean, square = self._moments(state, part)
@@ -271,7 +271,7 @@ class Lion(Guarded):
         p, grad, state = locally(p, grad, state)
         (first, second), lr = group["betas"], group["lr"] * group["scale"]
         flat = (p.view(-1), grad.reshape(-1), state["exp_avg"].view(-1))
-        for weight, slope, mean in alike(list(zip(*(t.split(self.chunk) for t in flat), strict=True))):
+        for weight, slope, mean in fold_identical(list(zip(*(t.split(self.chunk) for t in flat), strict=True))):
             slope = slope.float()
             direction = torch.lerp(mean, slope, 1 - first).sign_()
             value = (weight * (1 - group["lr"] * group["weight_decay"])).float().sub_(direction, alpha=lr)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from preheat.core import STEP, Device, Phase
-from preheat.engine.checkpoint import beside_steps
+from preheat.engine.checkpoint import is_async
 from preheat.hardware.gpu_memory import CONTEXT
 from preheat.planning.dry_run import Observation
 from preheat.planning.memory.cpu_heap import hold
 from preheat.planning.memory.cuda_caching_allocator import replay_caching
 from preheat.recipe import Recipe
 
-__all__ = ["EXACT", "SOURCES", "beside", "exporting", "gives_back"]
+__all__ = ["EXACT", "SOURCES", "process_overhead", "exporting", "gives_back"]
 
 _MIB = 2**20
 # Stacks and scratch of the threads, autograd's objects. By least squares over sixty recipes drawn at random: 16 MiB, and 1.3 for each product in bf16
@@ -35,7 +35,7 @@ SOURCES = {
 """Name of a line of `overhead` -> where its figure is from."""
 
 
-def beside(recipe: Recipe, seen: Observation, device: Device) -> dict[str, int]:
+def process_overhead(recipe: Recipe, seen: Observation, device: Device) -> dict[str, int]:
     """Bytes that a process holds beside what the dry run saw, {what: bytes}."""
     kept = max(_held(seen, device) - _alive(seen), 0)
     if device.kind == "cpu":
@@ -103,7 +103,7 @@ def exporting(recipe: Recipe, seen: Observation, device: Device) -> dict[str, in
 
 def _copy_to_save(recipe: Recipe, seen: Observation, device: Device) -> int:
     """On a CPU, where the host's memory is the device's; a GPU's copy is on the host."""
-    if not beside_steps(recipe, device):
+    if not is_async(recipe, device):
         return 0
     held = seen.categories[Phase.SAVING]
     # Frozen weights that stand in a folder already are not saved again.

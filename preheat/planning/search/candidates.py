@@ -21,11 +21,11 @@ from preheat.core import (
     Searchable,
     Technique,
     conflicts_of,
-    on_one_device,
+    parallel_tags,
     problems_of,
     registry,
+    single_device,
     sizes_of,
-    spreading,
 )
 from preheat.engine.builder import context_of, techniques_of
 from preheat.errors import RecipeError
@@ -121,7 +121,7 @@ class Space:
 
     def on_one_device(self) -> list[type[Searchable]]:
         """Those that are for a single device too, but for the cutting into micro-batches."""
-        shared = spreading()
+        shared = parallel_tags()
         return [
             cls
             for cls in self.searched()
@@ -174,7 +174,7 @@ class Space:
     def single(self, added: Iterable[Technique]) -> Recipe:
         """The same on one device, one row at a time: without what shares out and cuts."""
         made = self.having(added)
-        kept = {name: t for name, t in on_one_device(made.techniques).items() if t.micro_batch_count() == 1}
+        kept = {name: t for name, t in single_device(made.techniques).items() if t.micro_batch_count() == 1}
         parallel = replace(made.parallel, devices=1)
         model = made.model
         if getattr(self.config.get_text_config(), "first_k_dense_replace", None):  # so that a look at one layer sees experts

@@ -14,7 +14,7 @@ from preheat.hardware.rates import Rates
 from preheat.models import hf
 from preheat.planning.plan import plan
 from preheat.planning.search.candidates import Space
-from preheat.planning.search.result import Found, too_large
+from preheat.planning.search.result import SearchResult, too_large
 from preheat.planning.search.search import search
 from preheat.planning.speed.roofline import Roofline
 from preheat.recipe import Recipe
@@ -35,7 +35,7 @@ def longest(
     seconds: float = 10.0,
     confirm: bool = True,
     tell: Callable[[str], None] = lambda words: None,
-) -> Found:
+) -> SearchResult:
     """The longest rows that fit, as `search` finds them: doubled until they do not, up to the model's positions; tokens a batch stay what they are.
 
     Arguments and errors as of `search`.

@@ -16,16 +16,16 @@ from preheat.hardware.rates import Rates
 from preheat.planning.dispatch_recorder import Kernel
 from preheat.planning.dry_run import Observation
 from preheat.planning.layer_extrapolation import of_layers
-from preheat.planning.observation_cache import recall
+from preheat.planning.observation_cache import observe_cached
 from preheat.planning.speed.roofline import Roofline
 from preheat.planning.speed.step_time import step_seconds
 from preheat.recipe import Batch, Recipe
 
-__all__ = ["Guess", "Look", "guess", "look", "seconds"]
+__all__ = ["Guess", "LayerCost", "estimate", "observe_layer", "seconds"]
 
 
 @dataclass(frozen=True)
-class Look:
+class LayerCost:
     """What a model needs on one device for one row: of a layer, and of its ends (embedding, head, loss). Bytes and seconds.
 
     Attributes:
@@ -42,7 +42,7 @@ class Look:
     seconds: tuple[float, float]
     update: tuple[float, float]
 
-    def with_change(self, other: Look, base: Look) -> Look:
+    def with_change(self, other: LayerCost, base: LayerCost) -> LayerCost:
         """This look, changed as `other` is from `base`: two changes that were seen apart, taken together.
 
         Bytes change by the difference, since one thing is not kept for another's sake; seconds by the ratio.
@@ -56,7 +56,7 @@ class Look:
                 layer, ends = (max(a + b - c, 0.0) for a, b, c in triples)
             return layer, ends
 
-        return Look(by("states"), by("weights"), by("kept"), by("seconds"), by("update"))
+        return LayerCost(by("states"), by("weights"), by("kept"), by("seconds"), by("update"))
 
 
 @dataclass(frozen=True)
@@ -82,14 +82,14 @@ def _of_update(seen: Observation, rates: Rates | Roofline) -> float:
     return step_seconds(only, rates)
 
 
-def look(
+def observe_layer(
     recipe: Recipe,
     *,
     vocabulary: int | None,
     device: Device,
     rates: Rates | Roofline,
-    layer: Look | None = None,
-) -> Look:
+    layer: LayerCost | None = None,
+) -> LayerCost:
     """Looks at one layer and at two of a model, on one device with one row.
 
     Args:
@@ -101,7 +101,7 @@ def look(
     """
 
     def numbers(layers: int) -> tuple[float, ...]:
-        seen = recall(of_layers(recipe, layers), vocabulary=vocabulary, device=device, world=1, how="step")
+        seen = observe_cached(of_layers(recipe, layers), vocabulary=vocabulary, device=device, world=1, how="step")
         at = seen.categories[Phase.UPDATE]
         update = _of_update(seen, rates)
         states = at["parameters"] + at["gradients"] + at["optimizer"]
@@ -113,11 +113,11 @@ def look(
     else:
         of_layer = [max(b - a, 0.0) for a, b in zip(one, numbers(2), strict=True)]
     ends = [max(a - b, 0.0) for a, b in zip(one, of_layer, strict=True)]
-    return Look(*zip(of_layer, ends, strict=True))
+    return LayerCost(*zip(of_layer, ends, strict=True))
 
 
-def guess(
-    seen: Look,
+def estimate(
+    seen: LayerCost,
     batch: Batch,
     model: ModelFacts,
     sizes: Mapping[Axis, int],

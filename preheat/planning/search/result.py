@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 from preheat.planning.search.candidates import Numerics, Settings
 from preheat.recipe import Recipe
 
-__all__ = ["Found", "Guessed", "Seen", "falls_short", "in_pieces", "too_large"]
+__all__ = ["SearchResult", "EstimatedPlan", "EvaluatedPlan", "falls_short", "fragmentation_hint", "too_large"]
 
 
-class Guessed(NamedTuple):
+class EstimatedPlan(NamedTuple):
     """A candidate as it was estimated, without a dry run.
 
     Attributes:
@@ -27,7 +27,7 @@ class Guessed(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Seen:
+class EvaluatedPlan:
     """A candidate that was looked at.
 
     Attributes:
@@ -47,7 +47,7 @@ class Seen:
 
 
 @dataclass
-class Found:
+class SearchResult:
     """What a search came to.
 
     Attributes:
@@ -60,13 +60,13 @@ class Found:
         guesses: (settings in words, GiB, tokens a second) of the candidates as they were put in order, the fastest first; of many, some.
     """
 
-    best: Seen
-    others: list[Seen] = field(default_factory=list)
-    seen: list[Seen] = field(default_factory=list)
+    best: EvaluatedPlan
+    others: list[EvaluatedPlan] = field(default_factory=list)
+    seen: list[EvaluatedPlan] = field(default_factory=list)
     rejected: list[tuple[str, str]] = field(default_factory=list)
     guessed: int = 0
     confirmed: bool = False
-    guesses: list[Guessed] = field(default_factory=list)
+    guesses: list[EstimatedPlan] = field(default_factory=list)
 
 
 def too_large(plan: Mapping[str, Any]) -> str:
@@ -74,7 +74,7 @@ def too_large(plan: Mapping[str, Any]) -> str:
     most = sorted(plan["memory"].items(), key=lambda item: -item[1])[:2]
     what = ", ".join(f"{category} {size:.1f}" for category, size in most)
     return "; ".join(
-        filter(None, (f"needs {plan['peak_gib']:.1f} GiB of {plan['available_gib']:.1f}: {what}", in_pieces(plan)))
+        filter(None, (f"needs {plan['peak_gib']:.1f} GiB of {plan['available_gib']:.1f}: {what}", fragmentation_hint(plan)))
     )
 
 
@@ -98,7 +98,7 @@ def size(gib: float) -> str:
     return f"{gib:.2f} GiB" if gib >= 1 else f"{gib * 1024:.0f} MiB"
 
 
-def in_pieces(plan: Mapping[str, Any]) -> str:
+def fragmentation_hint(plan: Mapping[str, Any]) -> str:
     """What to try on a GPU that has room for a plan's tensors and not for the freed memory that torch's allocator keeps in segments of fixed sizes; else empty."""
     kept = plan["overhead"].get("allocator", 0.0)
     if plan["device"].get("segments") != "fixed":

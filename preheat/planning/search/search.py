@@ -17,14 +17,14 @@ from preheat.core import DATA, Axis, Problem, ProblemCode, Technique
 from preheat.errors import RecipeError
 from preheat.hardware.rates import Rates
 from preheat.models import hf
-from preheat.planning.observation_cache import recall
+from preheat.planning.observation_cache import observe_cached
 from preheat.planning.plan import GIB, describe
 from preheat.planning.search.candidates import NUMERICS, Settings, Space, candidate_problems, words, worst
-from preheat.planning.search.ranking import Guess, guess
-from preheat.planning.search.result import Found, Guessed, Seen, too_large
-from preheat.planning.search.technique_combinations import Kind, kinds_of
+from preheat.planning.search.ranking import Guess, estimate
+from preheat.planning.search.result import EstimatedPlan, EvaluatedPlan, SearchResult, too_large
+from preheat.planning.search.technique_combinations import Combination, technique_combinations
 from preheat.planning.speed.roofline import Roofline
-from preheat.planning.worker_pool import alone
+from preheat.planning.worker_pool import is_serial
 
 __all__ = ["AIMS", "Aim", "search"]
 
@@ -75,7 +75,7 @@ def search(
     seconds: float = 10.0,
     confirm: bool = True,
     tell: Callable[[str], None] = lambda words: None,
-) -> Found:
+) -> SearchResult:
     """The best recipe that fits.
 
     Args:
@@ -109,7 +109,7 @@ class _Search:
         self.room = space.device.memory - in_use
         self.model = hf.facts(space.config)
         self.seconds, self.until = seconds, math.inf
-        self.seen: list[Seen] = []
+        self.seen: list[EvaluatedPlan] = []
         self.rejected: list[tuple[str, str]] = []
         self.guessed = 0
         self._scale: dict[
@@ -120,9 +120,9 @@ class _Search:
         self._took = 0.0  # seconds of the last look by few layers
         self._failed: dict[Any, int] = {}  # (kind, layout) -> rows of the least micro-batch that did not fit
 
-    def run(self, confirm: bool) -> Found:
+    def run(self, confirm: bool) -> SearchResult:
         for resort in (False, True):
-            kinds = kinds_of(self.space, self.rates, self._reject, resort=resort)
+            kinds = technique_combinations(self.space, self.rates, self._reject, resort=resort)
             candidates = self._candidates(kinds)
             if not candidates:
                 raise RecipeError(self._why_none())
@@ -145,17 +145,17 @@ class _Search:
         confirmed = False
         layers = self.model.layers / self.space.sizes_of(best.recipe)[Axis.PIPELINE]
         if confirm and fitting:
-            quick = self._took * layers / (9 if alone() else 5) <= _CONFIRM * self.seconds  # 4 layers and 5 were looked at
+            quick = self._took * layers / (9 if is_serial() else 5) <= _CONFIRM * self.seconds  # 4 layers and 5 were looked at
             best, confirmed = self._confirm(best, "whole" if quick else "enough")
             confirmed &= quick
         guesses = self._guesses(candidates)
-        found = Found(best, self._others(best), self.seen, self.rejected, self.guessed, confirmed, guesses)
+        found = SearchResult(best, self._others(best), self.seen, self.rejected, self.guessed, confirmed, guesses)
         self._say_why_slower(found)
         return found
 
     # Candidates
 
-    def _candidates(self, kinds: list[Kind]) -> list[Candidate]:
+    def _candidates(self, kinds: list[Combination]) -> list[Candidate]:
         """All of the most promising layouts, of each set of techniques some; which these are is told by the best kinds."""
         layouts = list(self._meshes())
         if len(layouts) > _LAYOUTS:
@@ -165,7 +165,9 @@ class _Search:
                 sorted(kinds, key=lambda k: k.look.states[0] + k.look.kept[0]),
             ]
             every = max(len(kinds) // 10, 1)  # to try them all would take as long as looking
-            some: dict[Any, list[Kind]] = {}  # layouts that differ in numbers of devices alone go with the same kinds, mostly
+            some: dict[
+                Any, list[Combination]
+            ] = {}  # layouts that differ in numbers of devices alone go with the same kinds, mostly
             # Those of most rows a device first, which can be cut for a pipeline.
             for layout, _ in sorted(layouts, key=lambda pair: math.prod(pair[1][axis] for axis in DATA)):
                 if (shape := _shape(layout)) not in some:
@@ -188,7 +190,7 @@ class _Search:
         self.guessed += len(candidates)
         return candidates
 
-    def _go_together(self, kind: Kind, layout: Settings) -> bool:
+    def _go_together(self, kind: Combination, layout: Settings) -> bool:
         """Whether a kind and a layout can be, with the whole batch at once or cut as small as it may be."""
         key = (kind.settings, layout)
         if key not in self._clash:
@@ -212,7 +214,7 @@ class _Search:
             if sizes is not None and self.space.even(sizes):
                 yield layout, sizes
 
-    def _of(self, layout: Settings, sizes: dict[Axis, int], kinds: Iterable[Kind]) -> list[Candidate]:
+    def _of(self, layout: Settings, sizes: dict[Axis, int], kinds: Iterable[Combination]) -> list[Candidate]:
         stated, batch = tuple(self.space.recipe.techniques.values()), self.space.recipe.batch
         fixed, rows = math.prod(t.micro_batch_count() for t in stated), batch.size // math.prod(sizes[axis] for axis in DATA)
         cuts = self._ways_to_cut(layout)
@@ -222,7 +224,7 @@ class _Search:
             for cut in cuts:
                 micros = cut.micro_batch_count() if cut else fixed
                 if sizes[Axis.PIPELINE] <= micros:
-                    guessed = guess(kind.look, batch, self.model, sizes, micros, tags, self.rates)
+                    guessed = estimate(kind.look, batch, self.model, sizes, micros, tags, self.rates)
                     made.append(Candidate(kind.settings, layout, cut, rows, guessed))
         return made
 
@@ -283,11 +285,11 @@ class _Search:
             first = (NUMERICS.index(worst(c.added)),)
         return (*first, slow, -c.micro, len(c.added))
 
-    def _speed(self, s: Seen) -> float:
+    def _speed(self, s: EvaluatedPlan) -> float:
         """Tokens a second of the whole run."""
         return self.space.over_run(s.plan["tokens_per_second"], s.added)
 
-    def _rank(self, s: Seen) -> tuple[float, ...]:
+    def _rank(self, s: EvaluatedPlan) -> tuple[float, ...]:
         """Less is better."""
         speed = -self._speed(s)
         if self.aim == "largest-batch":
@@ -338,7 +340,7 @@ class _Search:
             looked.add(c.added)
             self._look_at(c)
 
-    def _no_better(self, c: Candidate, best: Seen, worth: float = _WORTH) -> bool:
+    def _no_better(self, c: Candidate, best: EvaluatedPlan, worth: float = _WORTH) -> bool:
         speed = self._corrected(c)[1]
         slower = bool(speed < self._speed(best) * worth)
         if self.aim == "largest-batch":
@@ -363,17 +365,17 @@ class _Search:
             if frozenset(t.name() for t in (*c.kind, *c.layout)) not in {s.names for s in self.seen}:
                 self._look_at(c)
 
-    def _guesses(self, candidates: list[Candidate]) -> list[Guessed]:
+    def _guesses(self, candidates: list[Candidate]) -> list[EstimatedPlan]:
         """Every candidate as it was put in order, the fastest first; of thousands, so many as a plot can show."""
         ordered = sorted(candidates, key=lambda c: -self._corrected(c)[1])
         shown = [ordered[n * len(ordered) // _DRAWN] for n in range(_DRAWN)] if len(ordered) > _DRAWN else ordered
         return [
-            Guessed(words(c.added, c.micro), words(c.added), c_bytes / GIB, speed)
+            EstimatedPlan(words(c.added, c.micro), words(c.added), c_bytes / GIB, speed)
             for c in shown
             for c_bytes, speed in [self._corrected(c)]
         ]
 
-    def _look_at(self, c: Candidate) -> Seen | None:
+    def _look_at(self, c: Candidate) -> EvaluatedPlan | None:
         recipe = self.space.having(c.added)
         why = candidate_problems(self.space, recipe)
         if why:
@@ -382,12 +384,14 @@ class _Search:
         self.tell(words(c.added, c.micro))
         began = time.perf_counter()
         try:
-            seen = recall(recipe, vocabulary=self.space.vocabulary, device=self.space.device, world=self.space.world, how="few")
+            seen = observe_cached(
+                recipe, vocabulary=self.space.vocabulary, device=self.space.device, world=self.space.world, how="few"
+            )
         except RecipeError as error:  # what only a build finds out
             self._reject(words(c.added), str(error).splitlines()[0])
             return None
         plan = describe(recipe, seen, device=self.space.device, rates=self.rates, rows=self.space.rows, in_use=self.in_use)
-        made = Seen(recipe, plan, worst(c.added), c.micro, c.added)
+        made = EvaluatedPlan(recipe, plan, worst(c.added), c.micro, c.added)
         self.seen.append(made)
         self._took = time.perf_counter() - began
         scale = (plan["peak_gib"] * GIB / c.guess.bytes, plan["tokens_per_second"] / c.guess.tokens_per_second)
@@ -404,11 +408,13 @@ class _Search:
 
     # The end
 
-    def _confirm(self, best: Seen, how: str) -> tuple[Seen, bool]:
+    def _confirm(self, best: EvaluatedPlan, how: str) -> tuple[EvaluatedPlan, bool]:
         """The best with all its layers, or with as many as tell what an allocator keeps; where those say that it does not fit, the next best."""
         for s in sorted((s for s in self.seen if s.plan["fits"]), key=self._rank):
             self.tell(f"{'all' if how == 'whole' else 'more'} layers of {words(s.added, s.micro)}")
-            seen = recall(s.recipe, vocabulary=self.space.vocabulary, device=self.space.device, world=self.space.world, how=how)
+            seen = observe_cached(
+                s.recipe, vocabulary=self.space.vocabulary, device=self.space.device, world=self.space.world, how=how
+            )
             plan = describe(
                 s.recipe, seen, device=self.space.device, rates=self.rates, rows=self.space.rows, in_use=self.in_use
             )
@@ -419,15 +425,15 @@ class _Search:
             self._reject(words(s.added, s.micro), f"{too_large(plan)}, with {'all its' if how == 'whole' else 'more'} layers")
         return best, False
 
-    def _others(self, best: Seen) -> list[Seen]:
+    def _others(self, best: EvaluatedPlan) -> list[EvaluatedPlan]:
         """The best of each other set of techniques that fits, of those that were looked at."""
-        groups: dict[frozenset[str], Seen] = {}
+        groups: dict[frozenset[str], EvaluatedPlan] = {}
         for s in sorted((s for s in self.seen if s.plan["fits"]), key=self._rank):
             if s.names != best.names:
                 groups.setdefault(s.names, s)
         return list(groups.values())
 
-    def _say_why_slower(self, found: Found) -> None:
+    def _say_why_slower(self, found: SearchResult) -> None:
         for s in found.seen:
             if s.plan["fits"] and s is not found.best and found.best.plan["fits"]:
                 share = s.plan["tokens_per_second"] / found.best.plan["tokens_per_second"] - 1

@@ -12,23 +12,23 @@ from preheat.errors import RecipeError
 from preheat.hardware.rates import Rates
 from preheat.models import hf
 from preheat.planning.layer_extrapolation import of_layers
-from preheat.planning.observation_cache import together
+from preheat.planning.observation_cache import prefetch
 from preheat.planning.search.candidates import Settings, Space, candidate_problems, words
-from preheat.planning.search.ranking import Look, look
+from preheat.planning.search.ranking import LayerCost, observe_layer
 from preheat.planning.speed.roofline import Roofline
 
-__all__ = ["Kind", "kinds_of"]
+__all__ = ["Combination", "technique_combinations"]
 
 
-class Choice(NamedTuple):
+class Option(NamedTuple):
     """A setting, or None for doing without; its look, and that of the same without it."""
 
     setting: Technique | None
-    look: Look
-    beside: Look
+    look: LayerCost
+    beside: LayerCost
 
 
-class Kind(NamedTuple):
+class Combination(NamedTuple):
     """Techniques on one device, and what they are good for there.
 
     Attributes:
@@ -36,11 +36,13 @@ class Kind(NamedTuple):
     """
 
     settings: Settings
-    look: Look
+    look: LayerCost
     better: frozenset[int]
 
 
-def kinds_of(space: Space, rates: Rates | Roofline, reject: Callable[[str, str], None], *, resort: bool = False) -> list[Kind]:
+def technique_combinations(
+    space: Space, rates: Rates | Roofline, reject: Callable[[str, str], None], *, resort: bool = False
+) -> list[Combination]:
     """Combinations of techniques on one device. Those that others better are among them: these may not go with every way to share out the work.
 
     Args:
@@ -60,7 +62,7 @@ class _Kinds:
     reject: Callable[[str, str], None]
     resort: bool
 
-    def found(self) -> list[Kind]:
+    def found(self) -> list[Combination]:
         self._prepare([()])
         plain = self._look(())
         choices = self._choices(plain)
@@ -74,20 +76,20 @@ class _Kinds:
                 kinds.append((kind, made))
         sums = [self._sums(made, kind) for kind, made in kinds]
         return [
-            Kind(kind, made, frozenset(n for n, other in enumerate(sums) if _worse(mine, other)))
+            Combination(kind, made, frozenset(n for n, other in enumerate(sums) if _worse(mine, other)))
             for (kind, made), mine in zip(kinds, sums, strict=True)
         ]
 
-    def _choices(self, plain: Look) -> list[list[Choice]]:
+    def _choices(self, plain: LayerCost) -> list[list[Option]]:
         """What is worth choosing from for each technique; each setting is tried beside the best of those before it."""
         base, under = Settings(), plain
-        choices: dict[type[Searchable], list[Choice]] = {}
+        choices: dict[type[Searchable], list[Option]] = {}
         refused: dict[type[Searchable], list[Technique]] = {}  # settings that serve only beside others
 
-        def take(cls: type[Searchable], tried: list[Choice]) -> None:
+        def take(cls: type[Searchable], tried: list[Option]) -> None:
             """Leaves what is worth choosing; the best becomes part of the base."""
             nonlocal base, under
-            without = Choice(None, under, under)
+            without = Option(None, under, under)
             kept = self._worth([*choices.get(cls, [without]), *tried])
             # Worse by itself, but what excludes this technique may be worth more.
             choices[cls] = kept if kept[0].setting is None else [without, *kept]
@@ -127,8 +129,8 @@ class _Kinds:
     def _problems(self, added: Settings) -> list[Problem]:
         return candidate_problems(self.space, self.space.single(added), 1)
 
-    def _look(self, added: Settings, under: Look | None = None) -> Look:
-        return look(
+    def _look(self, added: Settings, under: LayerCost | None = None) -> LayerCost:
+        return observe_layer(
             self.space.single(added),
             vocabulary=self.space.vocabulary,
             device=self.space.device,
@@ -140,18 +142,18 @@ class _Kinds:
         """Has what is about to be looked at observed by all processes at once."""
         singles = [(self.space.single(added), _of_the_ends(added)) for added in tried if not self._problems(added)]
         how = {"vocabulary": self.space.vocabulary, "device": self.space.device, "world": 1, "how": "step"}
-        together(
+        prefetch(
             {"recipe": of_layers(recipe, layers), **how} for recipe, ends in singles for layers in ((1,) if ends else (1, 2))
         )
 
-    def _try(self, t: Technique, base: Settings, under: Look) -> Choice | None:
+    def _try(self, t: Technique, base: Settings, under: LayerCost) -> Option | None:
         """A setting beside the base; None where the two do not go together."""
         try:
-            return None if self._problems((*base, t)) else Choice(t, self._look((*base, t), under), under)
+            return None if self._problems((*base, t)) else Option(t, self._look((*base, t), under), under)
         except RecipeError:  # what only a build finds out
             return None
 
-    def _try_elsewhere(self, t: Technique, base: Settings, choices: list[list[Choice]]) -> Choice | None:
+    def _try_elsewhere(self, t: Technique, base: Settings, choices: list[list[Option]]) -> Option | None:
         """A setting that the base refuses, beside as much of it as goes with that; where there is no such place, says why."""
         problems = self._problems((*(other for other in base if type(other) is not type(t)), t))
         why = [problem.text if problem.technique == t.name() else str(problem) for problem in problems]
@@ -159,14 +161,14 @@ class _Kinds:
         try:
             if place is not None:
                 beside = self._servable(place)  # some of it may serve only beside `t`
-                return Choice(t, self._look((*place, t)), self._look(beside))
+                return Option(t, self._look((*place, t)), self._look(beside))
         except RecipeError as error:  # what only a build finds out
             why = str(error).splitlines()
         if why:
             self.reject(words((t,)), why[0])
         return None
 
-    def _place(self, t: Technique, base: Settings, choices: list[list[Choice]]) -> Settings | None:
+    def _place(self, t: Technique, base: Settings, choices: list[list[Option]]) -> Settings | None:
         """Of the base as much as goes with a setting, and one other choice where it needs that: another precision, for one."""
         others = [c.setting for choice in choices for c in choice if c.setting is not None and type(c.setting) is not type(t)]
         places = []
@@ -194,25 +196,25 @@ class _Kinds:
     def _layers(self) -> int:
         return hf.facts(self.space.config).layers
 
-    def _bytes(self, seen: Look) -> float:
+    def _bytes(self, seen: LayerCost) -> float:
         """Of a device with a row, where all share the states."""
         return self._whole(seen.states) / self.space.world + self._whole(seen.kept)
 
-    def _cost(self, seen: Look, added: Technique | None = None) -> float:
+    def _cost(self, seen: LayerCost, added: Technique | None = None) -> float:
         """Bytes times seconds of one row."""
         return self._bytes(seen) * self._seconds(seen, (added,) if added else ())
 
-    def _seconds(self, seen: Look, added: Settings = ()) -> float:
+    def _seconds(self, seen: LayerCost, added: Settings = ()) -> float:
         """Of a row, with its part of the update and of what `added` take to start."""
         batch = self.space.recipe.batch
         row = self._whole(seen.seconds) + self._whole(seen.update) / batch.size * self.space.world
         tokens = batch.length * self.space.world
         return tokens / self.space.over_run(tokens / row, added)
 
-    def _sums(self, seen: Look, added: Settings) -> tuple[float, float, float]:
+    def _sums(self, seen: LayerCost, added: Settings) -> tuple[float, float, float]:
         return self._whole(seen.states), self._whole(seen.kept), self._seconds(seen, added)
 
-    def _worth(self, choices: list[Choice]) -> list[Choice]:
+    def _worth(self, choices: list[Option]) -> list[Option]:
         """Those that are better than each other one in something; of equals the first."""
         sizes = [
             (

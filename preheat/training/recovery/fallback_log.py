@@ -13,13 +13,13 @@ from typing import Any
 
 from preheat import recipe as recipes
 from preheat.core import Phase
-from preheat.engine.checkpoint import beside_steps
+from preheat.engine.checkpoint import is_async
 from preheat.errors import RunError
-from preheat.planning.fallback_ladder import Ladder, Planner, Rung, climb_down, settings, shorter
+from preheat.planning.fallback_ladder import Fallback, Ladder, PlanContext, find_fallbacks, halve_length, settings
 from preheat.recipe import Recipe
 from preheat.run_dir import Reader, is_failure, parse_json, to_json, write_atomic
 
-__all__ = ["Failure", "decide", "effective", "leave_word", "pending", "recorded", "stepped_down"]
+__all__ = ["Failure", "choose_fallback", "effective", "write_oom_record", "oom_records", "recorded", "apply_fallbacks"]
 
 GIB = 2**30
 
@@ -51,7 +51,7 @@ class Failure:
     allocator: dict[str, int]
 
 
-def leave_word(run: Path, failure: Failure) -> None:
+def write_oom_record(run: Path, failure: Failure) -> None:
     """Writes a failure beside the run, for the processes that take the places of these."""
     write_atomic(_word(run, failure.rank), to_json(asdict(failure)))
 
@@ -60,7 +60,7 @@ def _word(run: Path, rank: int | str) -> Path:
     return run / f"out-of-memory-{rank}.json"
 
 
-def pending(run: Path) -> list[Path]:
+def oom_records(run: Path) -> list[Path]:
     """Failures that no rung was taken for yet."""
     return sorted(run.glob(_word(run, "*").name))
 
@@ -94,8 +94,8 @@ def effective(recipe: Recipe, events: Sequence[dict[str, Any]], step: int) -> Re
     return recipes.override(recipe, *held[-1]["set"]) if held else recipe
 
 
-def stepped_down(
-    recipe: Recipe, run: Path, found: Path | None, planner: Planner, *, afresh: bool
+def apply_fallbacks(
+    recipe: Recipe, run: Path, found: Path | None, planner: PlanContext, *, afresh: bool
 ) -> tuple[Recipe, list[dict[str, Any]]]:
     """The recipe that a resumed run is built by, and what is to be written down of it.
 
@@ -109,22 +109,22 @@ def stepped_down(
     """
     step = int(found.name.removeprefix("step-")) if found else 0
     if afresh:
-        for file in pending(run):
+        for file in oom_records(run):
             file.unlink()
         return recipe, [{"kind": "rung", "step": step, "where": "resumed with other settings", "took": [], "set": []}]
     built = effective(recipe, Reader(run).events(), step)
-    failures = [failure for file in pending(run) if (failure := _read(file)) is not None]
-    for file in pending(run):
+    failures = [failure for file in oom_records(run) if (failure := _read(file)) is not None]
+    for file in oom_records(run):
         file.unlink()
     if not failures:
         return built, []
     tightest = min(failures, key=lambda f: f.room if f.room is not None else 2**62)
-    ladder, rung = decide(built, tightest, planner)
+    ladder, rung = choose_fallback(built, tightest, planner)
     told = [{"kind": "out_of_memory", **asdict(failure)} for failure in failures]
     return rung.recipe, [*told, recorded(recipe, rung, ladder, tightest, step)]
 
 
-def recorded(recipe: Recipe, rung: Rung, ladder: Ladder | None, failure: Failure, step: int) -> dict[str, Any]:
+def recorded(recipe: Recipe, rung: Fallback, ladder: Ladder | None, failure: Failure, step: int) -> dict[str, Any]:
     """The event of a rung.
 
     Args:
@@ -145,25 +145,25 @@ def recorded(recipe: Recipe, rung: Rung, ladder: Ladder | None, failure: Failure
     }
 
 
-def decide(recipe: Recipe, failure: Failure, planner: Planner) -> tuple[Ladder | None, Rung]:
+def choose_fallback(recipe: Recipe, failure: Failure, planner: PlanContext) -> tuple[Ladder | None, Fallback]:
     """The rung that a run goes on with: of those that suffice by a dry run, the cheapest in time.
 
     Raises:
         RunError: none suffices; with the smaller recipe that would fit.
     """
-    if failure.where is Phase.SAVING and beside_steps(recipe, planner.device):  # the copy is what there was no room for
+    if failure.where is Phase.SAVING and is_async(recipe, planner.device):  # the copy is what there was no room for
         milder = replace(recipe, checkpoint=replace(recipe.checkpoint, asynchronous=False))
-        return None, Rung(settings(recipe, milder), milder, {}, 0.0)
+        return None, Fallback(settings(recipe, milder), milder, {}, 0.0)
     planner = replace(planner, phase=Phase.EVALUATION if failure.where is Phase.EVALUATION else None)
     rooms = [None] if failure.room is None else [failure.room / GIB, (failure.room + failure.beside) / GIB]
     for room in rooms:
-        ladder = climb_down(recipe, planner, room=room)
+        ladder = find_fallbacks(recipe, planner, room=room)
         if ladder.rungs:
             return ladder, ladder.rungs[0]
     lowest, present = ladder.lowest, ladder.present
     limit = min(present.need, room or present.need, present.plan["available_gib"])
     least = f"The least that a rung needs is {lowest.need:.2f} GiB ({lowest.words})" if lowest.set else "It has no rung"
-    fits = shorter(lowest.recipe, planner, room=limit, of=recipe)
+    fits = halve_length(lowest.recipe, planner, room=limit, of=recipe)
     way = (
         f"another run with {fits.words} would need {fits.need:.2f} GiB"
         if fits

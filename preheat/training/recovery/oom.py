@@ -3,7 +3,7 @@
 In one process the weights are as they were before the step until it updates them; random generators and buffers are put back. A rung that
 changes only how rows are grouped is set in the build as it stands; any other is built anew from a checkpoint that is saved for it, as a
 resumed run would be. Where weights were already being updated, the last checkpoint is gone on from. Of several processes none can go on, as
-the others wait for it: it leaves word and ends, all are started again, and the first takes the rung (`fallback_log.stepped_down`).
+the others wait for it: it leaves word and ends, all are started again, and the first takes the rung (`fallback_log.apply_fallbacks`).
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ from preheat import recipe as recipes
 from preheat.core import Build, Phase, Stage, Tag
 from preheat.engine import checkpoint
 from preheat.engine.async_checkpoint import Saving
-from preheat.engine.checkpoint import beside_steps
+from preheat.engine.checkpoint import is_async
 from preheat.errors import RunError
-from preheat.hardware.cpu_allocator import give_back
-from preheat.hardware.oom import asked_bytes, failing_in_time, held_bytes, is_exhaustion
+from preheat.hardware.cpu_allocator import release_unused
+from preheat.hardware.oom import asked_bytes, held_bytes, is_oom, memory_limit
 from preheat.hardware.probe import reset_peak
 from preheat.ops.distributed.dtensor_utils import local
 from preheat.recipe import Recipe
 from preheat.run_dir import to_json
-from preheat.training.hang_watchdog import Standing
-from preheat.training.recovery.fallback_log import Failure, decide, leave_word, pending, recorded
+from preheat.training.hang_watchdog import HangWatchdog
+from preheat.training.recovery.fallback_log import Failure, choose_fallback, oom_records, recorded, write_oom_record
 from preheat.training.session import Session
 
-__all__ = ["Guard", "Recovery"]
+__all__ = ["StepSnapshot", "Recovery"]
 
 T = TypeVar("T")
 _UPDATED = (Phase.UPDATE, Phase.STEP_STATS)
 """Phases in which the weights may be those of either step."""
 
 
-class Guard:
+class StepSnapshot:
     """What gradients and evaluations change besides gradients: random generators, and buffers that the forward pass writes to."""
 
     def __init__(self, build: Build):
@@ -68,9 +68,9 @@ class Recovery:
         standing: says what the process does.
     """
 
-    def __init__(self, session: Session, standing: Standing):
+    def __init__(self, session: Session, standing: HangWatchdog):
         self.session, self.standing = session, standing
-        self.guard: Guard | None = None
+        self.guard: StepSnapshot | None = None
         self._failure: Failure | None = None  # while a rung is chosen for it
         self.left_out = -1
         """The step whose checkpoint was given up."""
@@ -79,20 +79,20 @@ class Recovery:
     def begin(self) -> None:
         """Something begins that may be undone. Only where it can be: several processes begin again from the last checkpoint."""
         if self.session.build.mesh.world == 1:
-            self.guard = Guard(self.session.build)
+            self.guard = StepSnapshot(self.session.build)
 
     def through(self, work: Callable[[], T]) -> T:
         """Does the work, after each lack of memory again with a rung; `work` goes on from where the session stands.
 
         Raises:
             RunError: no rung suffices.
-            SystemExit: of several processes one is out of memory; `fallback_log.pending` says so to whoever starts them again.
+            SystemExit: of several processes one is out of memory; `fallback_log.oom_records` says so to whoever starts them again.
         """
         failure: Failure | None = None
         on_cpu = self.session.device.kind == "cpu"
         while True:
             try:
-                with failing_in_time(self.session.ranks.on_host) if on_cpu else nullcontext():
+                with memory_limit(self.session.ranks.on_host) if on_cpu else nullcontext():
                     if failure is not None:
                         self._step_down(failure)
                     return work()
@@ -104,7 +104,7 @@ class Recovery:
             # Here the exception is gone, and with its traceback the tensors that the failed attempt held.
 
     def _seen(self, error: BaseException) -> Failure | None:
-        if not is_exhaustion(error):
+        if not is_oom(error):
             return None
         session, kind = self.session, self.session.device.kind
         asked, held = asked_bytes(str(error)), held_bytes(kind) - session.claimed
@@ -131,10 +131,10 @@ class Recovery:
         if session.ranks.world == 1:
             return
         if failure is not None:
-            leave_word(session.writer.path, failure)
+            write_oom_record(session.writer.path, failure)
             where = f"rank {failure.rank}: out of memory in step {failure.step + 1} ({failure.where})"
             session.watch.alarm(f"{where}; started again, all go on from the last checkpoint in less memory")
-        if pending(session.writer.path):
+        if oom_records(session.writer.path):
             raise SystemExit(1)
 
     def _step_down(self, failure: Failure) -> None:
@@ -152,7 +152,7 @@ class Recovery:
         self.standing.at(failure.step, Phase.FALLBACK)
         assert session.planner is not None, "a process that is alone is the first"
         try:
-            ladder, rung = decide(session.effective, failure, session.planner)
+            ladder, rung = choose_fallback(session.effective, failure, session.planner)
         except RunError:
             if session.assembled:
                 self._let_go(failure)  # which saves
@@ -179,7 +179,7 @@ class Recovery:
             for saved in session.saving.wait():
                 session.writer.event("checkpoint", **saved.facts(session.writer.path))
         gc.collect()
-        give_back(session.device.kind)
+        release_unused(session.device.kind)
 
     def _whole(self, failure: Failure) -> bool:
         """Whether the weights are still those of the last committed step."""
@@ -227,7 +227,7 @@ class Recovery:
     def _tried_again(self, failure: Failure) -> bool:
         """A checkpoint that could not be saved is tried once more, tensor by tensor, and then left out."""
         session = self.session
-        if beside_steps(session.effective, session.device) and failure.where is Phase.SAVING:
+        if is_async(session.effective, session.device) and failure.where is Phase.SAVING:
             return False
         if self._unsaved != failure.step:
             self._unsaved = failure.step

@@ -15,7 +15,7 @@ from preheat.engine.device import resolve_device
 from preheat.errors import RunError
 from preheat.hardware.rates import Rates
 from preheat.hardware.segments import grows
-from preheat.planning.fallback_ladder import Planner, climb_down, shorter
+from preheat.planning.fallback_ladder import PlanContext, find_fallbacks, halve_length
 from preheat.planning.speed.roofline import Roofline
 from preheat.recipe import Recipe
 from preheat.run_dir import Reader
@@ -59,7 +59,7 @@ def diagnose(run: str | Path) -> dict[str, Any]:
     recipe = recipes.parse(reader.recipe_text, where=f"{run}/recipe.yaml")
     recipe = effective(recipe, before, failure["step"] if failure else 0)
     machine, measured = _machine(recipe, reader.environment)
-    planner = Planner(
+    planner = PlanContext(
         vocabulary=len(load_tokenizer(str(reader.path / "tokenizer"))),
         device=machine,
         rates=measured,
@@ -70,7 +70,7 @@ def diagnose(run: str | Path) -> dict[str, Any]:
     room = known / GIB if known else plan.get("available_gib")
     if room is None:
         raise RunError(f"{run}: neither its events nor plan.json say how much memory there was; train it again")
-    ladder = climb_down(recipe, planner, room=room)
+    ladder = find_fallbacks(recipe, planner, room=room)
     now = ladder.present
     ways = [
         {
@@ -81,7 +81,7 @@ def diagnose(run: str | Path) -> dict[str, Any]:
         }
         for rung in ladder.rungs[:WAYS]
     ]
-    fits = None if ways else shorter(ladder.lowest.recipe, planner, room=room, of=recipe)
+    fits = None if ways else halve_length(ladder.lowest.recipe, planner, room=room, of=recipe)
     return {
         "failure": failure,
         "held": {name: size / GIB for name, size in (failure or {"held": {}})["held"].items()},
